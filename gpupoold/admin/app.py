@@ -1,0 +1,155 @@
+"""The admin API: FastAPI on a unix socket, one thin handler per verb."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from gpupoold.admin.log_reader import follow_logs
+from gpupoold.admin.models import (
+    AddModelRequest,
+    BenchSwitchRequest,
+    ErrorBody,
+    EventInfo,
+    ModelInfo,
+    Progress,
+    Ps,
+    SetModelRequest,
+    Status,
+    SwitchInfo,
+)
+from gpupoold.errors import GpupoolError, UsageError
+from gpupoold.pool import views
+from gpupoold.pool.pool import Pool
+
+_NDJSON = "application/x-ndjson"
+_FOLLOW_WAIT_S = 10.0
+
+Limit = Annotated[int, Query(gt=0, le=10_000)]
+
+
+def build_app(pool: Pool) -> FastAPI:
+    """The admin API over ``pool``."""
+    app = FastAPI(title="gpupoold", openapi_url=None)
+    app.add_exception_handler(GpupoolError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    _add_model_routes(app, pool)
+    _add_view_routes(app, pool)
+    return app
+
+
+def _add_model_routes(app: FastAPI, pool: Pool) -> None:
+    @app.get("/models")
+    async def list_models() -> list[ModelInfo]:
+        return await pool.models()
+
+    @app.post("/models")
+    async def add_model(body: AddModelRequest) -> StreamingResponse:
+        return StreamingResponse(_progress_lines(pool, body), media_type=_NDJSON)
+
+    @app.get("/models/{name:path}")
+    async def show_model(name: str) -> ModelInfo:
+        row = await pool.lifecycle.find(name)
+        return views.model_info(row, pool.lifecycle.state_of(row))
+
+    @app.patch("/models/{name:path}")
+    async def set_model(name: str, body: SetModelRequest) -> ModelInfo:
+        row = await pool.lifecycle.set(name, body)
+        return views.model_info(row, pool.lifecycle.state_of(row))
+
+    @app.delete("/models/{name:path}")
+    async def remove_model(
+        name: str, mode: Literal["refuse", "drain", "force"] = "refuse"
+    ) -> ModelInfo:
+        return views.model_info(await pool.lifecycle.remove(name, mode))
+
+    @app.post("/bench/switch")
+    async def bench_switch(body: BenchSwitchRequest) -> dict[str, Any]:
+        return await pool.bench_switch(body)
+
+    @app.post("/check")
+    async def check() -> list[object]:
+        return [result async for result in pool.check_integrity()]
+
+
+def _add_view_routes(app: FastAPI, pool: Pool) -> None:
+    @app.get("/status")
+    async def status() -> Status:
+        return await pool.status()
+
+    @app.get("/ps")
+    async def ps() -> Ps:
+        return await pool.ps()
+
+    @app.get("/switches")
+    async def switches(limit: Limit = 20) -> list[SwitchInfo]:
+        await pool.history.flush()
+        return [views.switch_info(row) for row in await pool.history.recent_switches(limit)]
+
+    @app.get("/events", response_model=None)
+    async def events(
+        after: int | None = None, limit: Limit = 100, follow: bool = False
+    ) -> list[EventInfo] | StreamingResponse:
+        first = after if after is not None else max(0, pool.history.last_event_id - limit)
+        if follow:
+            return StreamingResponse(_event_lines(pool, first), media_type=_NDJSON)
+        return [views.event_info(row) for row in await pool.history.events_after(first, limit)]
+
+    @app.get("/logs")
+    async def logs(
+        request: Request,
+        lines: Annotated[int, Query(ge=0, le=100_000)] = 100,
+        process: str | None = None,
+        follow: bool = False,
+    ) -> StreamingResponse:
+        paths = _log_paths(pool.settings.paths.log_dir, process)
+        stream = follow_logs(paths, lines, follow=follow, is_gone=request.is_disconnected)
+        return StreamingResponse(stream, media_type=_NDJSON)
+
+
+async def _progress_lines(pool: Pool, body: AddModelRequest) -> AsyncIterator[str]:
+    try:
+        async for line in pool.lifecycle.add(body):
+            yield line.model_dump_json() + "\n"
+    except GpupoolError as error:
+        yield Progress(stage="failed", error=_body(error)).model_dump_json() + "\n"
+
+
+async def _event_lines(pool: Pool, after_id: int) -> AsyncIterator[str]:
+    while not pool.stopping:
+        for row in await pool.history.events_after(after_id, 1000):
+            after_id = row.id
+            yield views.event_info(row).model_dump_json() + "\n"
+        await pool.history.wait_event(after_id, _FOLLOW_WAIT_S)
+        await asyncio.sleep(0)
+
+
+def _log_paths(log_dir: Path, process: str | None) -> dict[str, Path]:
+    paths = {path.stem: path for path in sorted(log_dir.glob("*.log"))}
+    if process is None:
+        return paths
+    if process not in paths:
+        raise UsageError(f"no process is named {process!r}", f"there are: {', '.join(paths)}")
+    return {process: paths[process]}
+
+
+def _body(error: GpupoolError) -> ErrorBody:
+    return ErrorBody(code=error.code, message=error.message, hint=error.hint)
+
+
+async def _on_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, GpupoolError)
+    return JSONResponse({"error": _body(error).model_dump()}, status_code=error.http_status)
+
+
+async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    problems = [f"{'.'.join(map(str, p['loc'][1:]))}: {p['msg']}" for p in error.errors()]
+    usage = UsageError("; ".join(problems))
+    return JSONResponse({"error": _body(usage).model_dump()}, status_code=usage.http_status)

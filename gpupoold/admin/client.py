@@ -1,0 +1,361 @@
+"""The admin API from the outside: what the CLI and the TUI talk to the daemon with.
+
+Synchronous, over the unix socket. Every failure is one of ``gpupoold.errors``.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from traceback import walk_tb
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from gpupoold.admin.models import (
+    AddModelRequest,
+    BenchSwitchRequest,
+    ErrorBody,
+    EventInfo,
+    ModelInfo,
+    Progress,
+    Ps,
+    SetModelRequest,
+    Status,
+    SwitchInfo,
+)
+from gpupoold.errors import (
+    DaemonNotRunning,
+    Failed,
+    GpupoolError,
+    Refused,
+    TimedOut,
+    Unavailable,
+    error_from_code,
+)
+
+DEFAULT_TIMEOUT_S = 10.0
+RemoveMode = Literal["refuse", "drain", "force"]
+Query = Mapping[str, str | int]
+_T = TypeVar("_T")
+
+_MODELS = TypeAdapter(list[ModelInfo])
+_SWITCHES = TypeAdapter(list[SwitchInfo])
+_EVENTS = TypeAdapter(list[EventInfo])
+_OBJECT = TypeAdapter(dict[str, Any])
+_STATUS = TypeAdapter(Status)
+_PS = TypeAdapter(Ps)
+_MODEL = TypeAdapter(ModelInfo)
+
+
+def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    r"""Lines of a byte stream without their ending, cut at ``\n`` alone.
+
+    ``httpx``'s own ``iter_lines`` also cuts at U+2028, U+0085 and others, which
+    JSON strings may hold unescaped.
+    """
+    pending: list[bytes] = []
+    for chunk in chunks:
+        *ended, rest = chunk.split(b"\n")
+        for piece in ended:
+            yield b"".join([*pending, piece]).removesuffix(b"\r")
+            pending.clear()
+        if rest:
+            pending.append(rest)
+    if pending:
+        yield b"".join(pending)
+
+
+class AdminClient:
+    """One connection pool to the daemon behind ``socket_path``; use as a context manager.
+
+    ``timeout_s`` bounds connecting and each plain answer. Operations that last
+    as long as they must (adding, draining, following, benchmarks) have no limit
+    on the answer.
+
+    Every method raises ``DaemonNotRunning`` if nothing answers at the socket,
+    ``TimedOut`` if the answer takes too long, ``Refused`` if the socket may not
+    be opened, and whatever error the daemon answers with.
+    """
+
+    def __init__(self, socket_path: Path | str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self.socket_path = Path(socket_path)
+        self._timeout_s = timeout_s
+        self._http = httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(socket_path)),
+            base_url="http://gpupoold",
+            timeout=timeout_s,
+            trust_env=False,  # a proxy from the environment would take the place of the socket
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections; streams still open end."""
+        self._http.close()
+
+    def status(self) -> Status:
+        """One look at the daemon."""
+        return self._call(_STATUS, "GET", "/status")
+
+    def models(self) -> list[ModelInfo]:
+        """All registered models."""
+        return self._call(_MODELS, "GET", "/models")
+
+    def model(self, name: str) -> ModelInfo:
+        """The model with this name or alias.
+
+        Raises:
+            NoSuchModel: there is none.
+        """
+        return self._call(_MODEL, "GET", _model_path(name))
+
+    def add_model(self, request: AddModelRequest) -> Iterator[Progress]:
+        """Register a model and follow the work; the last ``Progress`` has ``model``.
+
+        Raises:
+            GpupoolError: while iterating, when the daemon reports that it failed.
+        """
+        finished = False
+        for line in self._stream("POST", "/models", body=request):
+            progress = _parsed(Progress, line, "POST /models")
+            if progress.error is not None:
+                raise _as_error(progress.error)
+            finished = progress.model is not None
+            yield progress
+        if not finished:
+            raise Failed(
+                f"the daemon ended the work on model {request.name!r} without a result",
+                "see `gpupool logs` and `gpupool events`",
+            )
+
+    def set_model(self, name: str, request: SetModelRequest) -> ModelInfo:
+        """Change a model's targets or aliases; the answer is the model as it is now.
+
+        Raises:
+            NoSuchModel: there is no such model.
+            Refused: an alias is taken.
+        """
+        return self._call(_MODEL, "PATCH", _model_path(name), body=request)
+
+    def remove_model(self, name: str, mode: RemoveMode = "refuse") -> ModelInfo:
+        """Take a model out of the registry; the answer is the model as it was.
+
+        ``mode`` says what happens to its live requests: ``refuse`` keeps the
+        model if there are any, ``drain`` waits for them, ``force`` aborts them.
+
+        Raises:
+            NoSuchModel: there is no such model.
+            Refused: it has live requests and ``mode`` is ``refuse``.
+        """
+        return self._call(
+            _MODEL, "DELETE", _model_path(name), query={"mode": mode}, unbounded=mode == "drain"
+        )
+
+    def ps(self) -> Ps:
+        """Devices, models and live requests now."""
+        return self._call(_PS, "GET", "/ps")
+
+    def switches(self, limit: int = 20) -> list[SwitchInfo]:
+        """The latest ``limit`` switches."""
+        return self._call(_SWITCHES, "GET", "/switches", query={"limit": limit})
+
+    def events(self, after: int | None = None, limit: int = 100) -> list[EventInfo]:
+        """Up to ``limit`` events in order of id: those after ``after``, else the latest."""
+        return self._call(_EVENTS, "GET", "/events", query=_given(after=after, limit=limit))
+
+    def follow_events(self, after: int | None = None) -> Iterator[EventInfo]:
+        """Events as they happen, those after ``after`` first; ends when the daemon stops."""
+        query = {"follow": "true", **_given(after=after)}
+        for line in self._stream("GET", "/events", query=query):
+            yield _parsed(EventInfo, line, "GET /events")
+
+    def logs(
+        self, lines: int = 100, process: str | None = None, follow: bool = False
+    ) -> Iterator[str]:
+        """The last ``lines`` lines of the daemon's (or one process's) log.
+
+        With ``follow`` new lines come as they are written, until the daemon stops.
+        """
+        query = _given(lines=lines, process=process, follow="true" if follow else None)
+        for line in self._stream("GET", "/logs", query=query):
+            yield _parsed(_LogLine, line, "GET /logs").line
+
+    def bench_switch(self, request: BenchSwitchRequest) -> dict[str, Any]:
+        """Alternate between two models on an idle instance and measure; takes its time.
+
+        Raises:
+            Refused: no instance is idle, or the models are not loaded.
+        """
+        return self._call(_OBJECT, "POST", "/bench/switch", body=request, unbounded=True)
+
+    def _call(
+        self,
+        answer: TypeAdapter[_T],
+        method: str,
+        path: str,
+        *,
+        query: Query | None = None,
+        body: BaseModel | None = None,
+        unbounded: bool = False,
+    ) -> _T:
+        request = self._request(method, path, query, body, unbounded)
+        with self._errors_of(request):
+            response = self._http.send(request)
+        if response.is_error:
+            raise _error_of(response)
+        try:
+            return answer.validate_json(response.content)
+        except ValidationError as error:
+            raise _not_understood(f"{method} {path}", error) from error
+
+    def _stream(
+        self, method: str, path: str, *, query: Query | None = None, body: BaseModel | None = None
+    ) -> Iterator[bytes]:
+        request = self._request(method, path, query, body, unbounded=True)
+        with self._errors_of(request):
+            response = self._http.send(request, stream=True)
+            try:
+                if response.is_error:
+                    response.read()
+                    raise _error_of(response)
+                yield from (line for line in split_lines(response.iter_bytes()) if line.strip())
+            finally:
+                response.close()
+
+    def _request(
+        self, method: str, path: str, query: Query | None, body: BaseModel | None, unbounded: bool
+    ) -> httpx.Request:
+        return self._http.build_request(
+            method,
+            path,
+            params=query,
+            json=None if body is None else body.model_dump(mode="json"),
+            timeout=httpx.Timeout(self._timeout_s, read=None if unbounded else self._timeout_s),
+        )
+
+    @contextmanager
+    def _errors_of(self, request: httpx.Request) -> Iterator[None]:
+        """Turn ``httpx``'s errors into ours."""
+        what = f"{request.method} {request.url.path}"
+        try:
+            yield
+        except httpx.TimeoutException as error:
+            raise TimedOut(
+                f"the daemon did not answer {what} within {self._timeout_s:g} s",
+                "it may be overloaded: see `gpupool logs`, or try again",
+            ) from error
+        except httpx.ConnectError as error:
+            raise self._connect_error(error) from error
+        except httpx.RequestError as error:
+            raise Failed(
+                f"the daemon closed the connection during {what}",
+                "it may have stopped: see `gpupool status` and `gpupool logs`",
+            ) from error
+
+    def _connect_error(self, error: BaseException) -> GpupoolError:
+        _close_left_socket(error)
+        causes = tuple(_causes(error))
+        if any(isinstance(cause, PermissionError) for cause in causes):
+            return Refused(
+                f"no permission to open the admin socket {self.socket_path}",
+                "run as the daemon's user, or join the group that owns the socket",
+            )
+        if any(isinstance(cause, BlockingIOError) for cause in causes):
+            return Unavailable(
+                f"the daemon at {self.socket_path} has too many callers waiting", "try again"
+            )
+        return DaemonNotRunning(
+            f"no daemon answers at {self.socket_path}",
+            "start it with `gpupoold` or `systemctl start gpupoold`,"
+            " or name its socket with --socket or GPUPOOL_SOCKET",
+        )
+
+
+class _LogLine(BaseModel):
+    line: str
+
+
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+def _parsed(kind: type[_Body], line: bytes, what: str) -> _Body:
+    try:
+        return kind.model_validate_json(line)
+    except ValidationError as error:
+        raise _not_understood(what, error) from error
+
+
+def _model_path(name: str) -> str:
+    return f"/models/{quote(name, safe='/')}"
+
+
+def _given(**values: str | int | None) -> dict[str, str | int]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what it came from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _close_left_socket(error: BaseException) -> None:
+    """Close the socket of a connection that failed.
+
+    httpcore leaves it to the garbage collector, which warns about it; callers
+    that wait for the daemon to come up would collect a warning per attempt.
+    """
+    for cause in _causes(error):
+        for frame, _ in walk_tb(cause.__traceback__):
+            if frame.f_globals.get("__name__", "").startswith("httpcore."):
+                for value in frame.f_locals.values():
+                    if isinstance(value, socket.socket):
+                        value.close()
+
+
+def _as_error(body: ErrorBody) -> GpupoolError:
+    return error_from_code(body.code, body.message, body.hint)
+
+
+def _error_of(response: httpx.Response) -> GpupoolError:
+    """The error a failed answer describes."""
+    try:
+        error = _as_error(ErrorBody.model_validate(json.loads(response.content)["error"]))
+    except (ValueError, KeyError, TypeError):
+        request = response.request
+        return Failed(
+            f"{request.method} {request.url.path} was answered with HTTP {response.status_code}"
+            " and no reason",
+            "is the process at the socket gpupoold, and of the same version as gpupool?",
+        )
+    if isinstance(error, Unavailable):
+        retry_after = response.headers.get("retry-after", "")
+        if retry_after.isdigit():
+            error.retry_after_s = float(retry_after)
+    return error
+
+
+def _not_understood(what: str, error: ValidationError) -> Failed:
+    problem = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in problem["loc"]) or "the answer"
+    return Failed(
+        f"the daemon's answer to {what} is not understood: {place}: {problem['msg']}",
+        "gpupool and gpupoold may be of different versions: restart the daemon after an upgrade",
+    )

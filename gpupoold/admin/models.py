@@ -1,0 +1,199 @@
+"""Bodies of the admin API, shared by the server, the client, the CLI and the TUI."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Body(BaseModel):
+    """Base of all bodies: unknown fields are errors, so typos are seen."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class AddModelRequest(Body):
+    """``POST /models``; the answer is a stream of ``Progress`` lines."""
+
+    name: str
+    source: str | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = Field(default=None, gt=0)
+    ttft_s: float = Field(default=10.0, gt=0)
+    tbt_s: float = Field(default=0.1, gt=0)
+    aliases: list[str] = []
+    check_only: bool = False
+
+
+class SetModelRequest(Body):
+    """``PATCH /models/{name}``; None leaves a value as it is."""
+
+    ttft_s: float | None = Field(default=None, gt=0)
+    tbt_s: float | None = Field(default=None, gt=0)
+    add_aliases: list[str] = []
+    remove_aliases: list[str] = []
+
+
+class ErrorBody(Body):
+    """What every failed call answers, under the key ``error``."""
+
+    code: str
+    message: str
+    hint: str = ""
+
+
+class ModelInfo(Body):
+    """A registered model."""
+
+    name: str
+    source: str
+    path: str
+    revision: str | None
+    dtype: str
+    max_model_len: int | None
+    ttft_s: float
+    tbt_s: float
+    aliases: list[str]
+    state: str
+    error: str
+    architecture: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    created_at: float
+
+
+class Progress(Body):
+    """One line of a long operation's stream (NDJSON); the last has ``model`` or ``error``."""
+
+    stage: str
+    done_bytes: int | None = None
+    total_bytes: int | None = None
+    model: ModelInfo | None = None
+    error: ErrorBody | None = None
+
+
+class DeviceInfo(Body):
+    """A device and the instance on it."""
+
+    instance: int
+    kind: str
+    pid: int | None
+    state: str
+    device_bytes: int
+    free_bytes: int
+    page_bytes: int
+    bandwidth_bytes_per_s: float
+    on_turn: str | None
+    quota_s: float
+    kv_host_bytes: int
+    num_steps: int
+
+
+class ModelUsage(Body):
+    """One model now and over the recent past; times are None until measured."""
+
+    name: str
+    state: str
+    num_live: int
+    num_waiting: int
+    weights_resident_bytes: int
+    weights_total_bytes: int
+    kv_resident_bytes: int
+    kv_host_bytes: int
+    requests: int
+    completed: int
+    tokens: int
+    tokens_in_time: int
+    attainment: float | None
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    tbt_p50_s: float | None
+    tbt_p99_s: float | None
+
+
+class RequestInfo(Body):
+    """A live request."""
+
+    request_id: str
+    model: str
+    instance: int
+    age_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    next_deadline_in_s: float
+
+
+class SwitchInfo(Body):
+    """A switch from the history; seconds per stage."""
+
+    at: float
+    instance: int
+    model: str
+    previous: str | None
+    total_s: float
+    evict_s: float
+    map_s: float
+    weights_s: float
+    kv_s: float
+    weight_bytes: int
+    kv_in_bytes: int
+    kv_out_bytes: int
+
+
+class EventInfo(Body):
+    """Something worth telling the operator."""
+
+    id: int
+    at: float
+    level: Literal["info", "warning", "error"]
+    kind: str
+    subject: str
+    message: str
+
+
+class Ps(Body):
+    """``GET /ps``: what runs now."""
+
+    devices: list[DeviceInfo]
+    models: list[ModelUsage]
+    requests: list[RequestInfo]
+    num_switches: int
+    switched_bytes: int
+    switch_seconds: dict[str, float]
+
+
+class Status(Body):
+    """``GET /status``: one look at the daemon."""
+
+    version: str
+    engine_version: str
+    pid: int
+    uptime_s: float
+    state: Literal["starting", "ready", "stopping"]
+    http_url: str
+    state_dir: str
+    model_cache_bytes: int
+    model_cache_limit_bytes: int
+    rss_bytes: int
+    num_models: int
+    num_live_requests: int
+    dropped_history_rows: int
+
+
+class BenchSwitchRequest(Body):
+    """``POST /bench/switch``: alternate between two loaded models on an idle instance."""
+
+    models: tuple[str, str]
+    rounds: int = Field(default=20, gt=0, le=10_000)
+
+
+class JsonObject(Body):
+    """A free-form answer (benchmarks)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as a plain dict."""
+        return self.model_dump()

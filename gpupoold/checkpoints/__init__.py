@@ -1,0 +1,1 @@
+"""Model checkpoints: finding, downloading and checking them. No torch, no engine."""

@@ -1,0 +1,302 @@
+"""Looks at a checkpoint folder before anything loads it.
+
+Everything an engine would stumble over minutes later, and everything that would
+run somebody else's code, is found here from file names, JSON and the headers of
+the weight files. Whether the engine knows the architecture is the instance's check.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpupoold.checkpoints import layout
+from gpupoold.checkpoints.manifest import require_complete
+from gpupoold.checkpoints.tensor_file import (
+    DTYPE_BITS,
+    Tensor,
+    elements_by_dtype,
+    read_tensors,
+)
+from gpupoold.errors import Refused
+
+TORCH_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I8": "int8",
+    "U8": "uint8",
+    "I32": "int32",
+}
+_MAX_LENGTH_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "seq_length",
+    "max_seq_len",
+    "max_sequence_length",
+)
+_NUM_NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What a checkpoint folder holds.
+
+    ``num_parameters`` counts stored elements: packed quantized weights count less
+    than the model's own number. ``dtype`` is the one the configuration names, else
+    the most common one in the weights. ``elements`` has safetensors dtypes with
+    their numbers of elements. ``max_position_embeddings`` is None if not stated.
+    """
+
+    path: Path
+    architecture: str
+    model_type: str
+    dtype: str
+    weight_bytes: int
+    num_parameters: int
+    elements: tuple[tuple[str, int], ...]
+    max_position_embeddings: int | None
+    quantization: str | None
+    weight_files: tuple[str, ...]
+    tokenizer_files: tuple[str, ...]
+    is_pickle: bool
+    needs_remote_code: bool
+
+
+def check_checkpoint(path: Path, *, allow_pickle: bool, allow_remote_code: bool) -> CheckpointInfo:
+    """Describe the checkpoint in folder ``path``. Reads files: call it in a thread.
+
+    Raises:
+        Refused: it is incomplete, damaged, or needs something that is not allowed; the
+            message names the file, the hint the remedy.
+    """
+    names = _list_folder(path)
+    require_complete(path)
+    config = check_config(path, allow_remote_code=allow_remote_code)
+    tokenizers = layout.tokenizer_files(names)
+    if not tokenizers:
+        raise Refused(
+            f"{path}: has no tokenizer (tokenizer.json, tokenizer.model or the like)",
+            "copy the tokenizer files of the original model into this folder",
+        )
+    files, elements = _weights(path, names, config, allow_pickle)
+    counts = {dtype: count for dtype, count in elements.items() if count}
+    if not counts:
+        raise Refused(f"{path}: the weight files ({_some(files)}) hold no tensors")
+    architectures: list[str] = config["architectures"]
+    return CheckpointInfo(
+        path=path,
+        architecture=architectures[0],
+        model_type=str(config.get("model_type", "")),
+        dtype=_config_dtype(config) or _commonest_dtype(counts),
+        weight_bytes=sum(count * DTYPE_BITS[dtype] // 8 for dtype, count in counts.items()),
+        num_parameters=sum(counts.values()),
+        elements=tuple(sorted(counts.items())),
+        max_position_embeddings=_max_length(config),
+        quantization=_quantization(config),
+        weight_files=files,
+        tokenizer_files=tokenizers,
+        is_pickle=not files[0].endswith(".safetensors"),
+        needs_remote_code=_remote_code_file(path, config) is not None,
+    )
+
+
+def check_config(path: Path, *, allow_remote_code: bool) -> dict[str, Any]:
+    """``config.json`` of the checkpoint, once it is known to be usable.
+
+    Raises:
+        Refused: it is missing or unreadable, names no architecture, or wants its own code.
+    """
+    file = path / layout.CONFIG_FILE
+    if not os.path.isfile(file):
+        raise Refused(
+            f"{path}: has no {layout.CONFIG_FILE}, so it is no checkpoint in Hugging Face format",
+            _gguf_hint(path),
+        )
+    config = _read_json(file)
+    architectures = config.get("architectures")
+    if not _is_list_of_names(architectures):
+        raise Refused(
+            f"{file}: names no model class under 'architectures'",
+            "use a checkpoint saved with its configuration; adapters (LoRA) are not models",
+        )
+    culprit = _remote_code_file(path, config)
+    if culprit is not None and not allow_remote_code:
+        raise Refused(
+            f"{culprit}: 'auto_map' asks to run Python code that comes with the checkpoint",
+            "if you trust its author, set allow_remote_code = true under [security]",
+        )
+    return config
+
+
+def _is_list_of_names(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, str) and v for v in value)
+
+
+def _list_folder(path: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except NotADirectoryError as error:
+        raise Refused(f"{path}: is a file", "give the folder that holds config.json") from error
+    except OSError as error:
+        raise Refused(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _gguf_hint(path: Path) -> str:
+    if any(name.endswith(".gguf") for name in os.listdir(path)):
+        return "GGUF files are not supported; use the model's safetensors checkpoint"
+    return "give the folder that holds config.json and the weights"
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Refused(f"{file}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"{file}: is not valid JSON: {error}", "download it again") from error
+    if not isinstance(value, dict):
+        raise Refused(f"{file}: must hold a JSON object", "download it again")
+    return value
+
+
+def _remote_code_file(path: Path, config: dict[str, Any]) -> Path | None:
+    """The file that wants custom code, if one does."""
+    if config.get("auto_map"):
+        return path / layout.CONFIG_FILE
+    tokenizer_config = path / layout.TOKENIZER_CONFIG_FILE
+    if os.path.isfile(tokenizer_config) and _read_json(tokenizer_config).get("auto_map"):
+        return tokenizer_config
+    return None
+
+
+def _weights(
+    path: Path, names: Sequence[str], config: dict[str, Any], allow_pickle: bool
+) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Weight files and their elements by dtype."""
+    candidates, index_name = layout.safetensors_files(names)
+    if index_name in names:
+        index = _read_index(path / index_name)
+        files = _indexed_files(path / index_name, index, candidates)
+        tensors = {name: read_tensors(path / name) for name in files}
+        _require_indexed_tensors(path / index_name, index, tensors)
+    else:
+        files = candidates
+        tensors = {name: read_tensors(path / name) for name in files}
+    if files:
+        return files, elements_by_dtype(tensor for file in files for tensor in tensors[file])
+    return _pickled_weights(path, names, config, allow_pickle)
+
+
+def _pickled_weights(
+    path: Path, names: Sequence[str], config: dict[str, Any], allow_pickle: bool
+) -> tuple[tuple[str, ...], dict[str, int]]:
+    """The same for pickles, whose contents are only estimated: looking would run them."""
+    files = layout.pickle_files(names)
+    if not files:
+        raise Refused(
+            f"{path}: has no weights (*.safetensors)",
+            "the download or copy may be incomplete; fetch the checkpoint again",
+        )
+    if not allow_pickle:
+        raise Refused(
+            f"{path}: has its weights only in pickle files ({_some(files)}), which can run "
+            "any code when loaded",
+            "use a safetensors version, or set allow_pickle = true under [security]",
+        )
+    try:
+        num_bytes = sum((path / name).stat().st_size for name in files)
+    except OSError as error:
+        raise Refused(f"{path}: cannot be read: {error.strerror}") from error
+    by_name = {torch_name: dtype for dtype, torch_name in TORCH_DTYPES.items()}
+    dtype = by_name.get(_config_dtype(config) or "", "F32")
+    return files, {dtype: num_bytes * 8 // DTYPE_BITS[dtype]}
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    """Tensor → name of the file it is in."""
+    weight_map = _read_json(file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise Refused(f"{file}: has no 'weight_map'", "download it again")
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise Refused(f"{file}: 'weight_map' must map tensors to file names", "download it again")
+    return weight_map
+
+
+def _indexed_files(
+    index_file: Path, index: dict[str, str], candidates: Iterable[str]
+) -> tuple[str, ...]:
+    files = sorted(set(index.values()))
+    missing = sorted(set(files) - set(candidates))
+    if missing:
+        raise Refused(
+            f"{index_file}: {len(missing)} of {len(files)} weight files are missing: "
+            f"{_some(missing)}",
+            "finish the download or copy, then try again",
+        )
+    return tuple(files)
+
+
+def _require_indexed_tensors(
+    index_file: Path, index: dict[str, str], tensors: dict[str, tuple[Tensor, ...]]
+) -> None:
+    present = {(file, tensor.name) for file, content in tensors.items() for tensor in content}
+    absent = sorted(name for name, file in index.items() if (file, name) not in present)
+    if absent:
+        raise Refused(
+            f"{index_file}: tensor {absent[0]!r} should be in {index[absent[0]]} but is not "
+            f"({len(absent)} like it)",
+            "index and weight files are of different versions; fetch the checkpoint again",
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NUM_NAMES_SHOWN
+    return ", ".join(names[:_NUM_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _parts(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    """The configuration itself, then those of its text model if it is multimodal."""
+    yield config
+    for key in ("text_config", "llm_config", "language_config"):
+        if isinstance(part := config.get(key), dict):
+            yield part
+
+
+def _config_dtype(config: dict[str, Any]) -> str | None:
+    for part in _parts(config):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(value := part.get(key), str) and value != "auto":
+                return value.removeprefix("torch.")
+    return None
+
+
+def _commonest_dtype(counts: dict[str, int]) -> str:
+    if not counts:
+        return "float32"
+    commonest = max(counts, key=lambda dtype: counts[dtype])
+    return TORCH_DTYPES.get(commonest, commonest.lower())
+
+
+def _max_length(config: dict[str, Any]) -> int | None:
+    for part in _parts(config):
+        for key in _MAX_LENGTH_KEYS:
+            value = part.get(key)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def _quantization(config: dict[str, Any]) -> str | None:
+    for part in _parts(config):
+        if isinstance(settings := part.get("quantization_config"), dict):
+            return str(settings.get("quant_method", "unknown"))
+    return None

@@ -1,0 +1,83 @@
+"""How large a checkpoint's weights are once loaded, and whether a device can hold them."""
+
+from __future__ import annotations
+
+from gpupoold.checkpoints.check import CheckpointInfo
+from gpupoold.checkpoints.tensor_file import DTYPE_BITS
+from gpupoold.errors import Refused, UsageError
+from gpupoold.units import format_bytes
+
+MODEL_DTYPE_BITS = {
+    "float16": 16,
+    "half": 16,
+    "bfloat16": 16,
+    "float32": 32,
+    "float": 32,
+}
+# Loading casts these to the model's dtype; integers and 8-bit floats are quantized data.
+_CAST_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
+
+
+def estimate_weight_bytes(info: CheckpointInfo, dtype: str) -> int:
+    """Device bytes of the weights in ``dtype``; quantized tensors keep their size.
+
+    ``auto`` follows the engine: the checkpoint's own dtype, but 16 bits for float32.
+
+    Raises:
+        UsageError: ``dtype`` is not one the engine offers.
+    """
+    if dtype != "auto" and dtype not in MODEL_DTYPE_BITS:
+        raise UsageError(
+            f"unknown dtype {dtype!r}", f"use auto, {', '.join(sorted(MODEL_DTYPE_BITS))}"
+        )
+    target_bits = 16 if dtype == "auto" else MODEL_DTYPE_BITS[dtype]
+    num_bits = 0
+    for stored, num_elements in info.elements:
+        bits = target_bits if stored in _CAST_DTYPES else DTYPE_BITS[stored]
+        num_bits += num_elements * bits
+    return num_bits // 8
+
+
+def fits(
+    info: CheckpointInfo,
+    dtype: str,
+    device_bytes: int,
+    *,
+    reserve_bytes: int = 0,
+    kv_bytes: int = 0,
+) -> int:
+    """Bytes left on the device besides the weights, the reserve and ``kv_bytes``.
+
+    Args:
+        info: the checkpoint.
+        dtype: as for ``estimate_weight_bytes``.
+        device_bytes: memory of the largest device that may hold the model.
+        reserve_bytes: kept free on it for activations.
+        kv_bytes: the least KV worth having, for example that of one request.
+
+    Raises:
+        Refused: it does not fit; the message has both sizes, the hint what would fit.
+        UsageError: ``dtype`` is not one the engine offers.
+    """
+    weight_bytes = estimate_weight_bytes(info, dtype)
+    usable_bytes = device_bytes - reserve_bytes
+    left_bytes = usable_bytes - weight_bytes - kv_bytes
+    if left_bytes >= 0:
+        return left_bytes
+    reserve = f" less {format_bytes(reserve_bytes)} reserve" if reserve_bytes else ""
+    kv = f" and {format_bytes(kv_bytes)} of KV" if kv_bytes else ""
+    raise Refused(
+        f"{info.path}: {format_bytes(weight_bytes)} of weights ({dtype}){kv} do not fit on a "
+        f"device of {format_bytes(device_bytes)}{reserve}",
+        _remedy(info, weight_bytes, usable_bytes, kv_bytes, device_bytes - left_bytes),
+    )
+
+
+def _remedy(
+    info: CheckpointInfo, weight_bytes: int, usable_bytes: int, kv_bytes: int, needed_bytes: int
+) -> str:
+    smaller_bytes = estimate_weight_bytes(info, "bfloat16")
+    if smaller_bytes < weight_bytes and smaller_bytes + kv_bytes <= usable_bytes:
+        return f"with dtype bfloat16 it takes {format_bytes(smaller_bytes)} and fits"
+    needed = f"a device of at least {format_bytes(needed_bytes)} would do"
+    return needed if info.quantization else f"{needed}, or a quantized version of the model"

@@ -1,0 +1,237 @@
+"""The Hugging Face hub: listing a repository, opening a file, and errors in plain words.
+
+``huggingface_hub`` is imported when the first download begins, not with this module:
+a daemon that never downloads does not carry it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpupoold.checkpoints.manifest import HubFile
+from gpupoold.errors import Failed, GpupoolError, Refused, UsageError
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
+
+DEFAULT_ENDPOINT = "https://huggingface.co"
+LISTING_TIMEOUT_S = 20.0
+READ_TIMEOUT_S = 20.0
+_TRUE = frozenset({"1", "on", "yes", "true"})
+_TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class Interrupted(Exception):
+    """The connection or the hub failed in a way that a new attempt may mend."""
+
+
+class RangeRefused(Exception):
+    """The hub will not go on at the offset asked for: begin anew."""
+
+
+def _endpoint() -> str:
+    return (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
+
+
+@dataclass(frozen=True)
+class Hub:
+    """One repository on the hub that ``$HF_ENDPOINT`` names, as the user of ``$HF_TOKEN``.
+
+    ``model_dirs`` only serve the hints. Safe to use from several threads.
+    """
+
+    repo_id: str
+    model_dirs: tuple[Path, ...] = ()
+    endpoint: str = field(default_factory=_endpoint)
+
+    def list_files(self, revision: str | None) -> tuple[str, tuple[HubFile, ...]]:
+        """Commit of the revision (None: the default branch) and all files in it.
+
+        Raises:
+            Refused: there is no such repository or revision, or no access to it.
+            Failed: the hub cannot be reached or does not answer as one.
+            UsageError: the repository id is malformed.
+        """
+        if os.environ.get("HF_HUB_OFFLINE", "").lower() in _TRUE:
+            raise self._offline()
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+        api = HfApi(endpoint=self.endpoint, library_name="gpupool")
+        with self._plain_errors(revision):
+            try:
+                info = api.model_info(
+                    self.repo_id, revision=revision, files_metadata=True, timeout=LISTING_TIMEOUT_S
+                )
+                siblings = info.siblings or []
+                files = tuple(
+                    HubFile(s.rfilename, s.lfs.size, s.lfs.sha256)
+                    if s.lfs is not None
+                    else HubFile(s.rfilename, int(s.size or 0), str(s.blob_id or ""))
+                    for s in siblings
+                )
+            except (HfHubHTTPError, HFValidationError):
+                raise
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise self._not_a_hub(error) from error
+        if not info.sha:
+            raise self._not_a_hub("no commit in the answer")
+        return info.sha, files
+
+    @contextmanager
+    def open_file(
+        self, commit: str, path: str, offset: int
+    ) -> Iterator[tuple[int, Iterator[bytes]]]:
+        """The file's bytes from ``offset``, or from 0 if the hub ignores the offset.
+
+        Yields where the bytes begin, and the bytes.
+
+        Raises:
+            Interrupted: try again.
+            RangeRefused: try again with offset 0.
+            Refused: no access.
+            Failed: the hub refuses for good.
+        """
+        from huggingface_hub import get_session, hf_hub_url
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, not in __all__
+            build_hf_headers,
+            hf_raise_for_status,
+        )
+
+        url = hf_hub_url(self.repo_id, path, revision=commit, endpoint=self.endpoint)
+        headers = build_hf_headers(library_name="gpupool")
+        # Offsets count bytes of the file itself, so nothing may compress it on its way.
+        headers["Accept-Encoding"] = "identity"
+        if offset:
+            headers["Range"] = f"bytes={offset}-"
+        with (
+            self._plain_errors(commit),
+            self._transient_errors(commit),
+            get_session().stream("GET", url, headers=headers, timeout=READ_TIMEOUT_S) as response,
+        ):
+            if response.status_code == 416:
+                raise RangeRefused
+            if response.is_error:
+                response.read()
+            hf_raise_for_status(response)
+            begin = _range_begin(response.headers.get("Content-Range", ""))
+            if response.status_code == 206 and begin != offset:
+                raise RangeRefused
+            start = offset if response.status_code == 206 else 0
+            # In the pieces they come in: a larger piece would be lost with the connection.
+            yield start, response.iter_bytes()
+
+    @contextmanager
+    def _transient_errors(self, commit: str) -> Iterator[None]:
+        """Broken connections and passing trouble of the hub become ``Interrupted``."""
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            yield
+        except HfHubHTTPError as error:
+            if error.response.status_code not in _TRANSIENT_STATUS:
+                raise
+            raise Interrupted(self._http_error(error, commit).message) from error
+        except Exception as error:
+            if not _is_client_error(error):
+                raise
+            raise Interrupted(self._unreachable(error).message) from error
+
+    @contextmanager
+    def _plain_errors(self, revision: str | None) -> Iterator[None]:
+        """Errors of the hub library become ours, in plain words."""
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            OfflineModeIsEnabled,
+        )
+
+        try:
+            yield
+        except HFValidationError as error:
+            raise UsageError(f"malformed Hugging Face id {self.repo_id!r}: {error}") from error
+        except OfflineModeIsEnabled as error:
+            raise self._offline() from error
+        except HfHubHTTPError as error:
+            raise self._http_error(error, revision) from error
+        except Exception as error:
+            if not _is_client_error(error):
+                raise
+            raise self._unreachable(error) from error
+
+    def _http_error(self, error: HfHubHTTPError, revision: str | None) -> GpupoolError:
+        from huggingface_hub.errors import (
+            DisabledRepoError,
+            GatedRepoError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+
+        status = error.response.status_code
+        where = f"{self.repo_id} at {self.endpoint}"
+        match error:
+            case GatedRepoError():
+                return Refused(
+                    f"access to {where} is restricted by its owner",
+                    f"ask for access at {self.endpoint}/{self.repo_id}, then start the daemon "
+                    "with HF_TOKEN of that account",
+                )
+            case RepositoryNotFoundError():
+                return Refused(
+                    f"there is no repository {where}, or it is private",
+                    "check the spelling; a private one needs HF_TOKEN in the daemon's environment",
+                )
+            case RevisionNotFoundError():
+                return Refused(
+                    f"{where} has no revision {revision or 'main'!r}",
+                    "give a branch, tag or commit of the repository with --revision",
+                )
+            case DisabledRepoError():
+                return Refused(f"{where} has been disabled by the hub")
+        if status in (401, 403):
+            return Refused(
+                f"the hub does not let this daemon read {where} (HTTP {status})",
+                "check HF_TOKEN in the daemon's environment",
+            )
+        return Failed(f"the hub answered HTTP {status} for {where}", self._other_ways())
+
+    def _unreachable(self, error: Exception) -> Failed:
+        detail = str(error) or type(error).__name__
+        return Failed(
+            f"could not reach the Hugging Face hub at {self.endpoint}: {detail}",
+            self._other_ways(),
+        )
+
+    def _offline(self) -> Refused:
+        return Refused(
+            f"{self.repo_id} is not on this machine and HF_HUB_OFFLINE forbids downloads",
+            self._other_ways(),
+        )
+
+    def _not_a_hub(self, problem: object) -> Failed:
+        return Failed(
+            f"{self.endpoint} does not answer like a Hugging Face hub: {problem}",
+            "check HF_ENDPOINT and any proxy in between",
+        )
+
+    def _other_ways(self) -> str:
+        if not self.model_dirs:
+            return "give --source PATH"
+        folders = ", ".join(map(str, self.model_dirs))
+        return f"give --source PATH or put the checkpoint in one of {folders}"
+
+
+def _range_begin(content_range: str) -> int | None:
+    """First byte of a ``Content-Range: bytes 5-9/10``."""
+    begin = content_range.removeprefix("bytes ").partition("-")[0]
+    return int(begin) if begin.isdigit() else None
+
+
+def _is_client_error(error: Exception) -> bool:
+    """Whether it comes from the hub library's HTTP client: httpx in old versions, httpx2 now."""
+    return type(error).__module__.partition(".")[0] in ("httpx", "httpx2")

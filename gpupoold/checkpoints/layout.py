@@ -1,0 +1,98 @@
+"""Which files of a checkpoint matter, by name alone: weights, tokenizer, code."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Iterable
+
+CONFIG_FILE = "config.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model*",
+    "tekken.json",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+)
+_PICKLES = ("*.bin", "*.pt", "*.pth")
+_TRAINING_STATE = (
+    "training_args.bin",
+    "optimizer.*",
+    "scheduler.*",
+    "scaler.*",
+    "rng_state*",
+)
+_SMALL = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "tokenizer.model*")
+# The second copy of the weights in Mistral's own format, and its configuration.
+_MISTRAL_FORMAT = ("consolidated*", "params.json")
+_TEMPLATE_FOLDER = "additional_chat_templates"
+
+
+def safetensors_files(names: Iterable[str]) -> tuple[tuple[str, ...], str]:
+    """Candidate weight files and the name of the index that selects among them.
+
+    The engine's rule: weights in Mistral's own format win where both are there.
+    """
+    files = _matching(names, ("*.safetensors",))
+    if consolidated := _matching(files, ("consolidated*",)):
+        return consolidated, "consolidated.safetensors.index.json"
+    return files, "model.safetensors.index.json"
+
+
+def pickle_files(names: Iterable[str]) -> tuple[str, ...]:
+    """Pickled weight files, without what training leaves behind."""
+    leftovers = set(_matching(names := tuple(names), _TRAINING_STATE))
+    return tuple(name for name in _matching(names, _PICKLES) if name not in leftovers)
+
+
+def tokenizer_files(names: Iterable[str]) -> tuple[str, ...]:
+    """Files that hold a vocabulary; ``tokenizer_config.json`` alone is no tokenizer."""
+    return _matching(names, _TOKENIZERS)
+
+
+def files_to_download(
+    paths: Collection[str], *, allow_pickle: bool, allow_remote_code: bool
+) -> tuple[str, ...]:
+    """The part of a repository that serving needs.
+
+    Only its top folder counts, besides extra chat templates: subfolders hold other
+    formats of the same weights. Pickled weights are taken only if allowed and if
+    there are no safetensors; code only if allowed.
+    """
+    top = [path for path in paths if "/" not in path]
+    wanted = set(_matching(top, _SMALL)) | set(_chat_templates(paths))
+    weights = _matching(top, ("*.safetensors",))
+    if any(not fnmatch.fnmatchcase(name, "consolidated*") for name in weights):
+        native = set(_matching(top, _MISTRAL_FORMAT))
+        weights = tuple(name for name in weights if name not in native)
+        wanted -= native
+    if not weights and allow_pickle:
+        weights = pickle_files(top)
+    if allow_remote_code:
+        wanted.update(_matching(top, ("*.py",)))
+    return tuple(sorted(wanted | set(weights)))
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether the file holds weights (these are large and come last in a download)."""
+    return bool(_matching((name,), ("*.safetensors", *_PICKLES)))
+
+
+def _chat_templates(paths: Iterable[str]) -> list[str]:
+    split = (path.split("/") for path in paths)
+    return [
+        "/".join(parts)
+        for parts in split
+        if len(parts) == 2 and parts[0] == _TEMPLATE_FOLDER and parts[1].endswith(".jinja")
+    ]
+
+
+def _matching(names: Iterable[str], patterns: Iterable[str]) -> tuple[str, ...]:
+    patterns = tuple(patterns)
+    return tuple(
+        sorted(name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns))
+    )

@@ -1,0 +1,113 @@
+"""From what the user typed to a local folder or a Hugging Face id."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpupoold.checkpoints.builtin import BUILTIN_MODELS
+from gpupoold.errors import Refused, UsageError
+
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
+_HUB_ID = re.compile(rf"{_PART}/{_PART}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]*(?:/[A-Za-z0-9][A-Za-z0-9._:@+-]*)*")
+_MAX_NEAR_NAMES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSource:
+    """A checkpoint folder that is there already."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class HubSource:
+    """A repository on the Hugging Face hub, to be downloaded."""
+
+    repo_id: str
+
+
+def resolve(name: str, source: str | None, model_dirs: Sequence[Path]) -> LocalSource | HubSource:
+    """Where the checkpoint of model ``name`` comes from.
+
+    A source is a folder, a Hugging Face id ``org/name``, or a name to look up.
+    Without one, ``name`` is looked up: as a folder in ``model_dirs``, in order, then
+    among the built-in short names.
+
+    Raises:
+        UsageError: the name or the source cannot be either.
+        Refused: nothing is there; the hint has what was searched and similar names.
+    """
+    if source is None:
+        return _look_up(name, name, model_dirs)
+    if not source.strip():
+        raise UsageError("the source is empty", "give a folder or a Hugging Face id (org/name)")
+    if source.startswith(("/", ".", "~")) or os.path.isdir(source):
+        return LocalSource(_existing_folder(source))
+    if "/" not in source:
+        return _look_up(source, name, model_dirs)
+    if not is_hub_id(source):
+        raise UsageError(
+            f"source {source!r} is neither a folder nor a Hugging Face id",
+            "give an absolute path or an id such as Qwen/Qwen2.5-7B-Instruct",
+        )
+    return HubSource(source)
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether ``text`` has the form ``org/name`` of a repository id."""
+    well_formed = _HUB_ID.fullmatch(text) is not None
+    return well_formed and "--" not in text and ".." not in text and not text.endswith(".git")
+
+
+def _existing_folder(source: str) -> Path:
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"source {source!r}: {error}") from error
+    # os.path rather than Path: it says no, and does not raise, where it may not look.
+    if os.path.isdir(path):
+        return path.resolve()
+    if os.path.exists(path):
+        raise Refused(f"{path} is not a folder", "give the folder that holds config.json")
+    raise Refused(f"{path} does not exist", "check the path; the daemon must be able to see it")
+
+
+def _look_up(wanted: str, name: str, model_dirs: Sequence[Path]) -> LocalSource | HubSource:
+    if not _NAME.fullmatch(wanted):
+        raise UsageError(
+            f"model name {wanted!r} is malformed",
+            "use letters, digits and . _ - : @ +, with / between parts",
+        )
+    for folder in model_dirs:
+        if os.path.isdir(folder / wanted):
+            return LocalSource((folder / wanted).resolve())
+    if repo_id := BUILTIN_MODELS.get(wanted.lower()):
+        return HubSource(repo_id)
+    raise Refused(f"no checkpoint is known for {wanted!r}", _hint(wanted, name, model_dirs))
+
+
+def _hint(wanted: str, name: str, model_dirs: Sequence[Path]) -> str:
+    folders = [entry for folder in model_dirs for entry in _subfolders(folder)]
+    known = {entry.lower(): entry for entry in [*BUILTIN_MODELS, *folders]}
+    near = difflib.get_close_matches(wanted.lower(), known, n=_MAX_NEAR_NAMES, cutoff=0.6)
+    searched = ", ".join(map(str, model_dirs)) or "no folders (paths.model_dirs is empty)"
+    source = wanted if is_hub_id(wanted) else "PATH or --source ORG/NAME"
+    return "; ".join(
+        [f"similar: {', '.join(known[key] for key in near)}"] * bool(near)
+        + [f"searched {searched} and the built-in names"]
+        + [f"name it yourself: gpupool model add {name} --source {source}"]
+    )
+
+
+def _subfolders(folder: Path) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir())
+    except OSError:
+        return []

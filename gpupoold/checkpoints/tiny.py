@@ -1,0 +1,372 @@
+"""Tiny random checkpoints, made offline in seconds: real models for tests, demos and benchmarks.
+
+``python -m gpupoold.checkpoints.tiny DIR`` writes four folders that any Hugging Face
+loader takes: a Llama, a Qwen2, a Qwen3 and a mixture-of-experts Mixtral, each with a
+byte-level BPE tokenizer and a chat template that knows tools. The weights are random
+but scaled so that greedy text varies, depends on the whole prompt, and is printable.
+
+The same arguments on the same machine give the same bytes. Nothing heavy is imported
+before a checkpoint is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpupoold.checkpoints.tiny_tokenizer import (
+    EOS_ID,
+    MAX_POSITION_EMBEDDINGS,
+    PAD_ID,
+    VOCAB_SIZE,
+    write_tokenizer,
+)
+from gpupoold.errors import GpupoolError, Refused, UsageError
+from gpupoold.units import format_bytes, parse_size_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+HEAD_DIM = 64
+NUM_EXPERTS = 4
+NUM_EXPERTS_PER_TOKEN = 2
+DTYPES = ("float32", "bfloat16")
+DEFAULT_SIZE = "10MB"
+MAX_SIZE_BYTES = 1_000_000_000
+RECIPE_FILE = "gpupool_tiny.json"
+
+_SIZE_TOLERANCE = 0.05
+
+# Standard deviations in units of 1/sqrt(fan_in), found by trying: sharp attention makes
+# the next token depend on the whole context, so that greedy text does not soon repeat.
+_QUERY_KEY_GAIN = 2.0
+_OUTPUT_GAIN = 2.0
+_LOGIT_STD = 3.0
+_BIAS_STD = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What tells one model family from another in names and tensors."""
+
+    key: str
+    hf_class: str
+    model_type: str
+    grouped_query: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    num_experts: int = 0
+
+    @property
+    def checkpoint_name(self) -> str:
+        """Name of the checkpoint's folder."""
+        return f"tiny-{self.key}"
+
+
+ARCHITECTURES = {
+    arch.key: arch
+    for arch in (
+        Architecture("llama", "LlamaForCausalLM", "llama"),
+        Architecture("qwen2", "Qwen2ForCausalLM", "qwen2", grouped_query=False, qkv_bias=True),
+        Architecture("qwen3", "Qwen3ForCausalLM", "qwen3", qk_norm=True),
+        Architecture("mixtral", "MixtralForCausalLM", "mixtral", num_experts=NUM_EXPERTS),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes that scale with the wanted number of bytes."""
+
+    num_heads: int
+    num_layers: int
+    intermediate_size: int
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.num_heads * HEAD_DIM
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything a checkpoint's bytes depend on, apart from the standard library's text."""
+
+    arch: str
+    size_bytes: int
+    dtype: str = "float32"
+    seed: int = 0
+    version: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a checkpoint. ``std`` 0 means constant ``mean``."""
+
+    name: str
+    shape: tuple[int, ...]
+    std: float
+    mean: float = 0.0
+
+
+def make_checkpoint(parent: Path, recipe: Recipe) -> Path:
+    """Make (or keep, if it is there already) one checkpoint below ``parent``.
+
+    ``recipe.size_bytes`` counts the weights at float32; bfloat16 files are half of it.
+
+    Raises:
+        UsageError: unknown architecture or dtype, or a size that no shape comes near.
+        Refused: the target folder exists and was not made by this program.
+    """
+    arch = _architecture(recipe)
+    shape = shape_for(arch, recipe.size_bytes)
+    target = parent / arch.checkpoint_name
+    if target.exists():
+        made = _read_recipe(target)
+        if made is None:
+            raise Refused(f"{target} exists and is not a tiny checkpoint", "choose another folder")
+        if made == asdict(recipe):
+            return target
+    scratch = parent / f".{arch.checkpoint_name}.{os.getpid()}"
+    scratch.mkdir(parents=True)
+    try:
+        _write_checkpoint(scratch, arch, shape, recipe)
+        if target.exists():
+            shutil.rmtree(target)
+        scratch.rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def shape_for(arch: Architecture, size_bytes: int) -> Shape:
+    """The best-proportioned shape within 5 % of ``size_bytes`` of float32 weights.
+
+    Raises:
+        UsageError: no shape comes that near; the message gives the limits.
+    """
+    in_range = size_bytes <= MAX_SIZE_BYTES
+    candidates = [
+        shape
+        for shape in (_shapes(arch, size_bytes) if in_range else ())
+        if abs(num_weight_bytes(arch, shape) / size_bytes - 1) < _SIZE_TOLERANCE
+    ]
+    if not candidates:
+        least = num_weight_bytes(arch, Shape(2, 2, HEAD_DIM * 2))
+        raise UsageError(
+            f"no {arch.checkpoint_name} has about {format_bytes(size_bytes)} of weights",
+            f"choose between {format_bytes(least)} and {format_bytes(MAX_SIZE_BYTES)}",
+        )
+    return min(candidates, key=_ugliness)
+
+
+def num_weight_bytes(arch: Architecture, shape: Shape) -> int:
+    """Bytes of all weights at float32."""
+    return 4 * sum(math.prod(spec.shape) for spec in tensor_specs(arch, shape))
+
+
+def tensor_specs(arch: Architecture, shape: Shape) -> Iterator[TensorSpec]:
+    """Every tensor of the checkpoint under its Hugging Face name, in a fixed order."""
+    hidden = shape.hidden_size
+    yield TensorSpec("model.embed_tokens.weight", (VOCAB_SIZE, hidden), std=1.0)
+    for index in range(shape.num_layers):
+        prefix = f"model.layers.{index}."
+        yield _norm(prefix + "input_layernorm", hidden)
+        yield from _attention_specs(arch, shape, prefix + "self_attn.")
+        yield _norm(prefix + "post_attention_layernorm", hidden)
+        yield from _mlp_specs(arch, shape, prefix)
+    yield _norm("model.norm", hidden)
+    yield _linear("lm_head", hidden, VOCAB_SIZE, _LOGIT_STD)
+
+
+def _attention_specs(arch: Architecture, shape: Shape, prefix: str) -> Iterator[TensorSpec]:
+    hidden = shape.hidden_size
+    kv_width = _num_kv_heads(arch, shape) * HEAD_DIM
+    # A q/k norm undoes any scale of the projections: there the gain sits in the norm.
+    gain = 1.0 if arch.qk_norm else _QUERY_KEY_GAIN
+    for name, width, std in (("q", hidden, gain), ("k", kv_width, gain), ("v", kv_width, 1.0)):
+        yield _linear(f"{prefix}{name}_proj", hidden, width, std)
+        if arch.qkv_bias:
+            yield TensorSpec(f"{prefix}{name}_proj.bias", (width,), std=_BIAS_STD)
+    if arch.qk_norm:
+        yield _norm(prefix + "q_norm", HEAD_DIM, mean=_QUERY_KEY_GAIN)
+        yield _norm(prefix + "k_norm", HEAD_DIM, mean=_QUERY_KEY_GAIN)
+    yield _linear(prefix + "o_proj", hidden, hidden, _OUTPUT_GAIN)
+
+
+def _mlp_specs(arch: Architecture, shape: Shape, prefix: str) -> Iterator[TensorSpec]:
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    if not arch.num_experts:
+        yield _linear(prefix + "mlp.gate_proj", hidden, inner, 1.0)
+        yield _linear(prefix + "mlp.up_proj", hidden, inner, 1.0)
+        yield _linear(prefix + "mlp.down_proj", inner, hidden, _OUTPUT_GAIN)
+        return
+    prefix += "block_sparse_moe."
+    yield _linear(prefix + "gate", hidden, arch.num_experts, 1.0)
+    for expert in range(arch.num_experts):
+        yield _linear(f"{prefix}experts.{expert}.w1", hidden, inner, 1.0)
+        yield _linear(f"{prefix}experts.{expert}.w3", hidden, inner, 1.0)
+        yield _linear(f"{prefix}experts.{expert}.w2", inner, hidden, _OUTPUT_GAIN)
+
+
+def _linear(name: str, num_in: int, num_out: int, gain: float) -> TensorSpec:
+    return TensorSpec(name + ".weight", (num_out, num_in), std=gain / math.sqrt(num_in))
+
+
+def _norm(name: str, width: int, mean: float = 1.0) -> TensorSpec:
+    return TensorSpec(name + ".weight", (width,), std=0.1, mean=mean)
+
+
+def _num_kv_heads(arch: Architecture, shape: Shape) -> int:
+    return shape.num_heads // 2 if arch.grouped_query else shape.num_heads
+
+
+def _shapes(arch: Architecture, size_bytes: int) -> Iterator[Shape]:
+    """For each width and depth, the MLP width that comes nearest to ``size_bytes``."""
+    for num_heads in range(2, 33, 2):
+        for num_layers in range(2, 33):
+            least = Shape(num_heads, num_layers, HEAD_DIM)
+            base = num_weight_bytes(arch, least)
+            if base > size_bytes:
+                break
+            step = num_weight_bytes(arch, Shape(num_heads, num_layers, 2 * HEAD_DIM)) - base
+            yield Shape(num_heads, num_layers, HEAD_DIM * (1 + round((size_bytes - base) / step)))
+
+
+def _ugliness(shape: Shape) -> float:
+    """How far the MLP is from 3 times the width, and the depth from one layer per head."""
+    mlp = math.log2(shape.intermediate_size / (3 * shape.hidden_size))
+    depth = math.log2(shape.num_layers / shape.num_heads)
+    return 2 * abs(mlp) + abs(depth)
+
+
+def _architecture(recipe: Recipe) -> Architecture:
+    if recipe.arch not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise UsageError(f"unknown architecture {recipe.arch!r}", f"use {known} or all")
+    if recipe.dtype not in DTYPES:
+        raise UsageError(f"unknown dtype {recipe.dtype!r}", f"use {' or '.join(DTYPES)}")
+    return ARCHITECTURES[recipe.arch]
+
+
+def _read_recipe(folder: Path) -> dict[str, Any] | None:
+    try:
+        recipe: dict[str, Any] = json.loads((folder / RECIPE_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return recipe
+
+
+def _write_checkpoint(folder: Path, arch: Architecture, shape: Shape, recipe: Recipe) -> None:
+    silent = write_tokenizer(folder)
+    _write_weights(folder, arch, shape, recipe, silent)
+    _write_json(folder / "config.json", _config(arch, shape, recipe.dtype))
+    ends = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+    _write_json(folder / "generation_config.json", ends)
+    _write_json(folder / RECIPE_FILE, asdict(recipe))
+
+
+def _config(arch: Architecture, shape: Shape, dtype: str) -> dict[str, Any]:
+    config = {
+        "architectures": [arch.hf_class],
+        "model_type": arch.model_type,
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": _num_kv_heads(arch, shape),
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": MAX_POSITION_EMBEDDINGS,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+        "dtype": dtype,
+    }
+    if arch.num_experts:
+        config["num_local_experts"] = arch.num_experts
+        config["num_experts_per_tok"] = NUM_EXPERTS_PER_TOKEN
+        config["sliding_window"] = None
+    return config
+
+
+def _write_weights(
+    folder: Path, arch: Architecture, shape: Shape, recipe: Recipe, silent_ids: Sequence[int]
+) -> None:
+    """Draw the weights; greedy text has none of ``silent_ids``: their output rows are 0."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(recipe.seed + zlib.crc32(arch.key.encode()))
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.dtype]
+    tensors: dict[str, torch.Tensor] = {}
+    for spec in tensor_specs(arch, shape):
+        tensor = torch.randn(spec.shape, generator=generator).mul_(spec.std).add_(spec.mean)
+        if spec.name == "lm_head.weight":
+            tensor[list(silent_ids)] = 0
+        tensors[spec.name] = tensor.to(dtype)
+    path = folder / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # the library makes it readable by its owner only
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gpupoold.checkpoints.tiny", description="Make tiny random checkpoints, offline."
+    )
+    parser.add_argument("dir", type=Path, help="folder below which the checkpoints are made")
+    parser.add_argument("--arch", default="all", help=f"{', '.join(ARCHITECTURES)} or all")
+    parser.add_argument("--size", default=DEFAULT_SIZE, help="bytes of weights at float32")
+    parser.add_argument("--dtype", default="float32", help=" or ".join(DTYPES))
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; prints one line per checkpoint, errors to stderr, returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        for recipe in _recipes(args):
+            path = make_checkpoint(args.dir, recipe).resolve()
+            print(json.dumps(_summary(path)) if args.json else path, flush=True)
+    except GpupoolError as error:
+        fields = {"code": error.code, "message": error.message, "hint": error.hint}
+        print(json.dumps(fields) if args.json else error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _recipes(args: argparse.Namespace) -> list[Recipe]:
+    try:
+        size_bytes = parse_size_bytes(args.size)
+    except ValueError as error:
+        raise UsageError(f"--size: {error}") from None
+    names = list(ARCHITECTURES) if args.arch == "all" else [args.arch]
+    return [Recipe(name, size_bytes, args.dtype, args.seed) for name in names]
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    size_bytes = sum(file.stat().st_size for file in path.iterdir())
+    return {"name": path.name, "path": str(path), "size_bytes": size_bytes}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

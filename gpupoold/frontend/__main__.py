@@ -1,0 +1,68 @@
+"""``python -m gpupoold.frontend``: started by the daemon, never by hand."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+
+from gpupoold.frontend.server import Frontend, FrontendSettings
+from gpupoold.process import die_with_parent
+
+
+def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
+    """The settings named on the command line.
+
+    Raises:
+        SystemExit: an argument is missing or malformed.
+    """
+    parser = argparse.ArgumentParser(prog="gpupoold.frontend", description=__doc__)
+    parser.add_argument("--wire-fd", type=int, required=True)
+    parser.add_argument("--listen-fd", type=int, required=True)
+    parser.add_argument("--log-level", default="info")
+    parser.add_argument("--max-body-bytes", type=int, default=10_000_000)
+    found = parser.parse_args(arguments)
+    return FrontendSettings(
+        wire_fd=found.wire_fd,
+        listen_fd=found.listen_fd,
+        log_level=found.log_level,
+        max_body_bytes=found.max_body_bytes,
+    )
+
+
+async def _serve(settings: FrontendSettings) -> None:
+    exit_status = 0
+    try:
+        await Frontend(settings).run()
+    except Exception:
+        logging.getLogger(__name__).exception("the frontend failed")
+        exit_status = 1
+    logging.shutdown()
+    # Tokenizer threads or an import still running would hold up an ordinary exit.
+    os._exit(exit_status)
+
+
+def main() -> None:
+    """Run a frontend until the daemon ends it."""
+    die_with_parent()
+    # A terminal's Ctrl-C reaches the whole process group; the daemon decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settings = parse_arguments()
+    logging.basicConfig(
+        level=settings.log_level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(_serve(settings))
+    else:
+        uvloop.run(_serve(settings))
+
+
+if __name__ == "__main__":
+    main()

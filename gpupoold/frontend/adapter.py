@@ -1,0 +1,231 @@
+"""vLLM's API layer over the pool: the only file of the frontend that imports vLLM.
+
+Written for the version named in ``environment.py``; each use of something that
+is not public API says why. Import it only after ``set_engine_environment``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import functools
+import types
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.executor import Executor
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from gpupoold.frontend.mounts import AsgiApp
+from gpupoold.frontend.pool_client import EngineCodec, PoolClient
+from gpupoold.wire.messages import LoadedModel, ModelToLoad, StepOutputs
+
+# Works with any tokenizer; the other parsers insist on special tokens of their own family.
+_TOOL_PARSER = "hermes"
+# Per-request work that the pool does itself (metrics) or never uses.
+_UNUSED_MIDDLEWARE = frozenset(
+    {"PrometheusInstrumentatorMiddleware", "ScalingMiddleware", "CORSMiddleware"}
+)
+
+
+class RequestLost(GracefulHTTPError, GenerationError):  # type: ignore[misc, unused-ignore]
+    """The pool cannot answer a request; clients see 503 and the message.
+
+    ``AsyncLLM.generate`` passes the first base on unchanged, the streaming
+    endpoints turn the second into an error event.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, HTTPStatus.SERVICE_UNAVAILABLE)
+        self.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+
+
+class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
+    """An ``AsyncLLM`` whose engine is the pool.
+
+    Its prometheus shutdown does nothing here (no multiprocess directory is
+    ever set), so closing one model leaves the others alone.
+    """
+
+    engine_core: Any
+    output_handler: asyncio.Task[None] | None
+
+    def __init__(self, config: VllmConfig, client: PoolClient) -> None:
+        with _engine_client(client):
+            super().__init__(
+                config, Executor.get_class(config), log_stats=False, log_requests=False
+            )
+
+    @property
+    def errored(self) -> bool:
+        """Never: a stopped client refuses requests with the reason."""
+        return False
+
+    def _run_output_handler(self) -> None:
+        # An output that vLLM cannot process ends its handler after failing all open requests;
+        # the next request starts another, so one bad output does not end the model.
+        handler = self.output_handler
+        if handler is not None and handler.done() and not self.engine_core.stopped:
+            self.output_handler = None
+        super()._run_output_handler()
+
+
+class VllmModelApi:
+    """One model's FastAPI application and the ``AsyncLLM`` behind it (a ``ModelApi``)."""
+
+    def __init__(
+        self, model: ModelToLoad, loaded: LoadedModel, send: Callable[[msgspec.Struct], None]
+    ) -> None:
+        """May take some 100 ms and is meant for a worker thread; ``start`` must follow.
+
+        Raises:
+            Exception: whatever vLLM says about the model.
+        """
+        self._args = _arguments(model, loaded)
+        config = AsyncEngineArgs.from_cli_args(self._args).create_engine_config()
+        config.cache_config.num_gpu_blocks = loaded.num_gpu_blocks
+        config.cache_config.block_size = loaded.block_size
+        self._tasks: Any = tuple(loaded.supported_tasks)
+        self._client = PoolClient(
+            model.name, self._tasks, _codec(), send, functools.partial(self.fail, message=_GARBLED)
+        )
+        self._llm = PoolLLM(config, self._client)
+        self._app = build_app(self._args, self._tasks, config.model_config)
+        self._app.user_middleware = [
+            middleware
+            for middleware in self._app.user_middleware
+            if getattr(middleware.cls, "__name__", "") not in _UNUSED_MIDDLEWARE
+        ]
+
+    async def start(self) -> None:
+        """Finish on the event loop that will serve requests."""
+        state = self._app.state
+        await init_app_state(self._llm, state, self._args, self._tasks)
+        # vLLM's error handler looks at its server; ours must not be stopped by one model.
+        state.server = types.SimpleNamespace(should_exit=False)
+
+    @property
+    def app(self) -> AsgiApp:
+        """The ASGI application that answers requests for the model."""
+        return self._app
+
+    def push(self, outputs: StepOutputs) -> None:
+        """Hand over the outputs of one engine step."""
+        self._client.push(outputs)
+
+    def fail(self, request_ids: Iterable[str], message: str) -> None:
+        """End these requests' streams with an error; unknown ids are ignored.
+
+        With ``n > 1`` the ids are those of single samples: the whole request
+        fails and its other samples are aborted in the pool.
+        """
+        failed = set(request_ids)
+        processor = self._llm.output_processor
+        for request_id in failed:
+            state = processor.request_states.get(request_id)
+            if state is None or state.queue is None:
+                continue
+            # The error goes first: the abort's own output never replaces it.
+            state.queue.put(RequestLost(message))
+            whole = request_id if state.parent_req is None else state.parent_req.request_id
+            gone = processor.abort_requests([whole], internal=True)
+            self._client.abort([sample for sample in gone if sample not in failed])
+
+    def stop(self, message: str) -> None:
+        """End every open request, and every later one, with an error."""
+        self._client.stop(message)
+        open_ids = list(self._llm.output_processor.request_states)
+        self.fail(open_ids, message)
+        self._client.abort(open_ids)
+
+    def owns_response(self, response_id: str) -> bool:
+        """Whether the Responses API stored that response (vLLM's store is off by default)."""
+        serving = getattr(self._app.state, "openai_serving_responses", None)
+        return serving is not None and response_id in serving.response_store
+
+    def close(self) -> None:
+        """Release the tokenizer's threads; may block."""
+        self._client.stop("the model is no longer served")
+        self._llm.shutdown()
+
+
+_GARBLED = "the engine's output for this request could not be read"
+
+
+async def build_model_api(
+    model: ModelToLoad, loaded: LoadedModel, send: Callable[[msgspec.Struct], None]
+) -> VllmModelApi:
+    """Build a model's API with most of the work off the event loop; one call at a time.
+
+    Raises:
+        Exception: whatever vLLM says about the model.
+    """
+    api = await asyncio.to_thread(VllmModelApi, model, loaded, send)
+    await api.start()
+    return api
+
+
+def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
+    """What ``vllm serve`` would have parsed for this model."""
+    args = copy.deepcopy(_default_arguments())
+    args.model = model.path
+    args.served_model_name = [model.name, *model.aliases]
+    args.dtype = loaded.dtype.removeprefix("torch.")
+    args.max_model_len = loaded.max_model_len
+    args.trust_remote_code = model.allow_remote_code
+    args.enforce_eager = True
+    args.disable_log_stats = True
+    args.enable_auto_tool_choice = True
+    args.tool_call_parser = _TOOL_PARSER
+    args.disable_fastapi_docs = True
+    return args
+
+
+@functools.cache
+def _default_arguments() -> Namespace:
+    args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    return args
+
+
+@functools.cache
+def _codec() -> EngineCodec:
+    """vLLM's serialiser; used on the event loop only, as it is not thread-safe."""
+    return EngineCodec(
+        encode=MsgpackEncoder().encode,
+        decode=MsgpackDecoder(EngineCoreOutputs).decode,
+        unavailable=RequestLost,
+        unsupported=VLLMValidationError,
+    )
+
+
+@contextlib.contextmanager
+def _engine_client(client: PoolClient) -> Iterator[None]:
+    """While an ``AsyncLLM`` is built, its engine client is ours.
+
+    vLLM has no plug point for the client: the constructor calls this static
+    method. Builds do not overlap, so the substitution meets only its own.
+    """
+    original = EngineCoreClient.make_async_mp_client
+
+    def make_pool_client(*_: object, **__: object) -> PoolClient:
+        return client
+
+    EngineCoreClient.make_async_mp_client = staticmethod(make_pool_client)  # type: ignore[method-assign, assignment, unused-ignore]
+    try:
+        yield
+    finally:
+        EngineCoreClient.make_async_mp_client = staticmethod(original)  # type: ignore[method-assign, unused-ignore]

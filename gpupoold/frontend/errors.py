@@ -1,0 +1,140 @@
+"""Errors the router answers itself, in the shapes vLLM 0.32.0 uses for its own."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+from gpupoold.wire.messages import ServedModel
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_MAX_NAME_CHARS = 200
+
+
+class ApiError(Exception):
+    """A request that ends here, with the HTTP status and body it gets.
+
+    ``kind`` is the body's ``type``, ``param`` the field at fault,
+    ``retry_after_s`` becomes the ``Retry-After`` header.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def body(self, *, anthropic: bool = False) -> dict[str, object]:
+        """The JSON body; ``anthropic`` chooses the shape of ``/v1/messages``."""
+        if anthropic:
+            return {"type": "error", "error": {"type": self.kind, "message": self.message}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.status,
+            }
+        }
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers beyond the content's."""
+        if self.retry_after_s is None:
+            return []
+        seconds = max(1, math.ceil(self.retry_after_s))
+        return [(b"retry-after", str(seconds).encode())]
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    """400: the request itself is wrong."""
+    return ApiError(400, "BadRequestError", message, param=param)
+
+
+def too_large(max_body_bytes: int) -> ApiError:
+    """413: the body is over the daemon's limit."""
+    return ApiError(
+        413,
+        "RequestTooLargeError",
+        f"The request body is larger than the limit of {max_body_bytes} bytes.",
+    )
+
+
+def no_such_path(method: str, path: str) -> ApiError:
+    """404: nothing is served there."""
+    return ApiError(404, "NotFoundError", f"There is no {method} {_short(path)} here.")
+
+
+def method_not_allowed(method: str, path: str) -> ApiError:
+    """405: the path exists for another method."""
+    return ApiError(405, "MethodNotAllowedError", f"{_short(path)} does not take {method}.")
+
+
+def no_such_response(response_id: str) -> ApiError:
+    """404: no mounted model stored a response of this id."""
+    return ApiError(
+        404, "NotFoundError", f"Response with id '{_short(response_id)}' not found.", param="id"
+    )
+
+
+def no_such_model(name: str, known: Iterable[str]) -> ApiError:
+    """404: the name is neither a model nor an alias; names the nearest ones."""
+    near = [] if len(name) > _MAX_NAME_CHARS else difflib.get_close_matches(name, known, n=3)
+    hint = (
+        f"Did you mean {', '.join(f'`{other}`' for other in near)}?"
+        if near
+        else "GET /v1/models lists the models served here."
+    )
+    message = f"The model `{_short(name)}` does not exist. {hint}"
+    return ApiError(404, "NotFoundError", message, param="model")
+
+
+def not_ready(model: ServedModel) -> ApiError:
+    """503: the model is known but cannot answer now."""
+    reason = f": {model.reason}" if model.reason else ""
+    return ApiError(
+        503,
+        "ServiceUnavailableError",
+        f"The model `{model.name}` is {model.state}{reason}",
+        param="model",
+        retry_after_s=model.retry_after_s,
+    )
+
+
+async def send_json(
+    send: Send,
+    status: int,
+    body: object,
+    headers: Iterable[tuple[bytes, bytes]] = (),
+    *,
+    with_body: bool = True,
+) -> None:
+    """Answer with a JSON body (left out for HEAD requests)."""
+    # Python's encoder escapes lone surrogates, which a client may have sent as a model's name.
+    payload = json.dumps(body).encode("ascii")
+    length = (b"content-length", str(len(payload)).encode())
+    all_headers = [(b"content-type", b"application/json"), length, *headers]
+    await send({"type": "http.response.start", "status": status, "headers": all_headers})
+    await send({"type": "http.response.body", "body": payload if with_body else b""})
+
+
+async def send_error(send: Send, error: ApiError, *, anthropic: bool = False) -> None:
+    """Answer with an error."""
+    await send_json(send, error.status, error.body(anthropic=anthropic), error.headers())
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MAX_NAME_CHARS else f"{text[:_MAX_NAME_CHARS]}..."

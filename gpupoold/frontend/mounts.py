@@ -1,0 +1,148 @@
+"""The model APIs that are mounted now, and those that only finish what they began."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gpupoold.wire.messages import RequestsFailed, StepOutputs
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+logger = logging.getLogger(__name__)
+
+
+class ModelApi(Protocol):
+    """One model's complete HTTP API."""
+
+    @property
+    def app(self) -> AsgiApp:
+        """The ASGI application that answers requests for the model."""
+        ...
+
+    def push(self, outputs: StepOutputs) -> None:
+        """Hand over the outputs of one engine step; ids it does not know are ignored."""
+        ...
+
+    def fail(self, request_ids: Iterable[str], message: str) -> None:
+        """End these requests' streams with an error; unknown ids are ignored."""
+        ...
+
+    def stop(self, message: str) -> None:
+        """End every open request, and every later one, with an error."""
+        ...
+
+    def owns_response(self, response_id: str) -> bool:
+        """Whether the Responses API of this model stored that response."""
+        ...
+
+    def close(self) -> None:
+        """Release threads and memory; may block, nothing else may be called after."""
+        ...
+
+
+@dataclass(eq=False)
+class Mount:
+    """A mounted API; ``num_active`` counts HTTP requests inside its application."""
+
+    name: str
+    api: ModelApi
+    num_active: int = 0
+    retired: bool = False
+
+
+class Mounts:
+    """Owner of all model APIs; lives on the event loop.
+
+    A retired API takes no new requests, still gets engine outputs for those it
+    has, and is closed when the last of them has ended.
+    """
+
+    def __init__(self) -> None:
+        self._current: dict[str, Mount] = {}
+        self._retired: dict[str, list[Mount]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def get(self, name: str) -> Mount | None:
+        """The API that takes new requests for the model, if one is mounted."""
+        return self._current.get(name)
+
+    def find_response(self, response_id: str) -> Mount | None:
+        """The API that stored this response, if any."""
+        for mount in self._current.values():
+            if mount.api.owns_response(response_id):
+                return mount
+        return None
+
+    def mount(self, name: str, api: ModelApi) -> None:
+        """Take new requests with ``api``; an earlier one finishes what it has."""
+        self._retire(name)
+        self._current[name] = Mount(name, api)
+
+    def unmount(self, name: str, message: str) -> None:
+        """Take no more requests for the model; open ones end with ``message``."""
+        self._retire(name)
+        for mount in self._retired.get(name, ()):
+            mount.api.stop(message)
+
+    def deliver(self, outputs: StepOutputs) -> None:
+        """Hand one engine step's outputs to the model's API."""
+        mount = self._current.get(outputs.model)
+        if mount is not None:
+            mount.api.push(outputs)
+        # The daemon may replace an API while requests run; ids tell whose they are.
+        for retired in self._retired.get(outputs.model, ()):
+            retired.api.push(outputs)
+
+    def fail(self, failed: RequestsFailed) -> None:
+        """End the named requests' streams with the daemon's message."""
+        current = self._current.get(failed.model)
+        for mount in [current, *self._retired.get(failed.model, ())]:
+            if mount is not None:
+                mount.api.fail(failed.request_ids, failed.message)
+
+    async def serve(self, mount: Mount, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run one HTTP request in the mount's application."""
+        mount.num_active += 1
+        try:
+            await mount.api.app(scope, receive, send)
+        finally:
+            mount.num_active -= 1
+            self._close_if_drained(mount)
+
+    def _retire(self, name: str) -> None:
+        mount = self._current.pop(name, None)
+        if mount is None:
+            return
+        mount.retired = True
+        self._retired.setdefault(name, []).append(mount)
+        self._close_if_drained(mount)
+
+    def _close_if_drained(self, mount: Mount) -> None:
+        if not mount.retired or mount.num_active:
+            return
+        retired = self._retired[mount.name]
+        retired.remove(mount)
+        if not retired:
+            del self._retired[mount.name]
+        task = asyncio.create_task(_release(mount))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+async def _release(mount: Mount) -> None:
+    """Close an API and free its memory, beside the event loop."""
+    try:
+        await asyncio.to_thread(mount.api.close)
+    except Exception:
+        logger.exception("closing the API of %s", mount.name)
+    # An application is a web of cycles, some MB each; few allocations would ever free it.
+    del mount
+    await asyncio.to_thread(gc.collect)

@@ -1,0 +1,132 @@
+"""vLLM's engine client, played by the pool: requests go to the daemon, outputs come from it.
+
+One per model, on the event loop. ``AsyncLLM`` calls it by duck typing; it knows
+nothing of vLLM beyond the names of the methods and of a few request fields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import msgspec
+
+from gpupoold.wire.messages import AbortRequests, AddRequest, StepOutputs
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCodec:
+    """The engine's serialiser and the errors its API layer understands.
+
+    ``encode`` takes a request, ``decode`` returns an engine's outputs.
+    ``unavailable`` makes an error that clients see as 503, ``unsupported`` as 400.
+    """
+
+    encode: Callable[[Any], Sequence[bytes | bytearray | memoryview]]
+    decode: Callable[[Sequence[bytes]], Any]
+    unavailable: Callable[[str], Exception]
+    unsupported: Callable[[str], Exception]
+
+
+class EngineResources:
+    """What ``AsyncLLM`` asks about the process behind the client: it never counts as dead."""
+
+    engine_dead = False
+
+
+class PoolClient:
+    """The engine of one model, as far as its API layer can tell."""
+
+    def __init__(
+        self,
+        model: str,
+        supported_tasks: tuple[str, ...],
+        codec: EngineCodec,
+        send: Callable[[msgspec.Struct], None],
+        on_unreadable: Callable[[list[str]], None],
+    ) -> None:
+        """``on_unreadable`` gets the ids whose outputs could not be decoded."""
+        self.resources = EngineResources()
+        self.engine_ranks_managed = [0]
+        self._model = model
+        self._supported_tasks = supported_tasks
+        self._codec = codec
+        self._send = send
+        self._on_unreadable = on_unreadable
+        self._steps: asyncio.Queue[StepOutputs] = asyncio.Queue()
+        self._stopped_because: str | None = None
+
+    def push(self, outputs: StepOutputs) -> None:
+        """Hand over one step's outputs, decoded when the API layer asks for them."""
+        self._steps.put_nowait(outputs)
+
+    def stop(self, message: str) -> None:
+        """Refuse requests from now on, with this message."""
+        self._stopped_because = message
+
+    @property
+    def stopped(self) -> bool:
+        """Whether requests are refused."""
+        return self._stopped_because is not None
+
+    async def add_request_async(self, request: Any) -> None:
+        """Send a request to the daemon.
+
+        Raises:
+            Exception: ``codec.unavailable`` after ``stop``,
+                ``codec.unsupported`` for requests without token ids.
+        """
+        if self._stopped_because is not None:
+            raise self._codec.unavailable(self._stopped_because)
+        params, prompt = request.sampling_params, request.prompt_token_ids
+        if params is None or prompt is None:
+            raise self._codec.unsupported("gpupool serves text generation from token ids only")
+        message = AddRequest(
+            model=self._model,
+            request_id=request.request_id,
+            arrival_s=time.monotonic(),
+            prompt_token_ids=prompt,
+            max_tokens=params.max_tokens or 0,
+            frames=[bytes(frame) for frame in self._codec.encode(request)],
+        )
+        self._send(message)
+
+    async def abort_requests_async(self, request_ids: Iterable[str]) -> None:
+        """Tell the daemon that nobody waits for these requests any more."""
+        self.abort(list(request_ids))
+
+    def abort(self, request_ids: list[str]) -> None:
+        """As ``abort_requests_async``, without waiting."""
+        if request_ids:
+            self._send(AbortRequests(model=self._model, request_ids=request_ids))
+
+    async def get_output_async(self) -> Any:
+        """The outputs of the next step."""
+        while True:
+            outputs = await self._steps.get()
+            try:
+                return self._codec.decode(outputs.frames)
+            except Exception:
+                logger.exception("unreadable outputs of %s", self._model)
+                self._on_unreadable([progress.request_id for progress in outputs.progress])
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        """The tasks that the model's engine reported."""
+        return self._supported_tasks
+
+    def dp_engines_running(self) -> bool:
+        """Data parallelism is the pool's business, not the API layer's."""
+        return False
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Nothing to shut down: the engine belongs to an instance."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Reached for every engine operation that the pool does not offer."""
+        raise AttributeError(f"{name} is not available through gpupool")

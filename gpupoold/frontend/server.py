@@ -1,0 +1,204 @@
+"""A frontend's life: serve HTTP on the daemon's socket, follow the daemon's messages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import importlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from gpupoold.errors import Failed, GpupoolError
+from gpupoold.frontend.catalog import Catalog
+from gpupoold.frontend.environment import check_engine_version, set_engine_environment
+from gpupoold.frontend.mounts import Mounts
+from gpupoold.frontend.router import Router
+from gpupoold.wire.channel import AsyncChannel, ChannelClosed
+from gpupoold.wire.messages import (
+    CallResult,
+    FrontendReady,
+    ModelList,
+    RequestsFailed,
+    ServeModel,
+    Shutdown,
+    StepOutputs,
+    StopServing,
+    ToFrontend,
+)
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 5
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendSettings:
+    """What the daemon gives a frontend; the descriptors become the frontend's own."""
+
+    wire_fd: int
+    listen_fd: int
+    log_level: str
+    max_body_bytes: int
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without signal handlers of its own, and with an event for "accepting"."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepting = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.accepting.set()
+
+
+class Frontend:
+    """Conducts the catalogue, the mounts and the HTTP server; one per process."""
+
+    def __init__(self, settings: FrontendSettings) -> None:
+        self._settings = settings
+        wire = socket.socket(fileno=settings.wire_fd)
+        self._channel: AsyncChannel[ToFrontend] = AsyncChannel(wire, ToFrontend)
+        self._catalog = Catalog()
+        self._mounts = Mounts()
+        # Mounting takes a while: its messages wait in order, outputs pass them by.
+        self._to_mount: asyncio.Queue[ServeModel | StopServing] = asyncio.Queue()
+
+    async def run(self) -> None:
+        """Serve until the daemon says ``Shutdown`` or is gone.
+
+        Raises:
+            OSError: the descriptors are not what they should be.
+        """
+        server = _Server(self._uvicorn_config())
+        listener = socket.socket(fileno=self._settings.listen_fd)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        accepting = asyncio.create_task(server.accepting.wait())
+        await asyncio.wait({serving, accepting}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            accepting.cancel()
+            await serving
+            raise OSError(f"cannot serve on descriptor {self._settings.listen_fd}")
+        self._channel.send(FrontendReady(pid=os.getpid()))
+        mounting = asyncio.create_task(self._mount_in_order())
+        daemon_is_there = await self._follow_daemon()
+        mounting.cancel()
+        server.should_exit = True
+        # Without the daemon no stream can go on.
+        server.force_exit = not daemon_is_there
+        await serving
+
+    def _uvicorn_config(self) -> uvicorn.Config:
+        router = Router(self._catalog, self._mounts, self._settings.max_body_bytes)
+        return uvicorn.Config(
+            router,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+
+    async def _follow_daemon(self) -> bool:
+        """Handle messages until the end; True when the daemon asked for it."""
+        while True:
+            try:
+                message = await self._channel.receive()
+            except ChannelClosed:
+                logger.error("the daemon closed its end of the channel")
+                return False
+            if isinstance(message, Shutdown):
+                return True
+            try:
+                self._handle(message)
+            except Exception:
+                # One model's trouble must not end the others' streams.
+                logger.exception("handling %s", type(message).__name__)
+
+    def _handle(self, message: ToFrontend) -> None:
+        match message:
+            case StepOutputs():
+                self._mounts.deliver(message)
+            case ServeModel() | StopServing():
+                self._to_mount.put_nowait(message)
+            case ModelList():
+                self._catalog.replace(message.models, message.ready)
+            case RequestsFailed():
+                self._mounts.fail(message)
+            case _:
+                logger.warning("unexpected message %s", type(message).__name__)
+
+    async def _mount_in_order(self) -> None:
+        adapter = await self._load_adapter()
+        while True:
+            message = await self._to_mount.get()
+            if isinstance(message, ServeModel):
+                self._channel.send(await self._mount(adapter, message))
+            else:
+                self._unmount(message.name)
+
+    def _unmount(self, name: str) -> None:
+        try:
+            self._mounts.unmount(name, f"the model {name} is no longer served")
+        except Exception:
+            logger.exception("unmounting %s", name)
+
+    async def _load_adapter(self) -> Any:
+        """The adapter module, or the error that every ``ServeModel`` will be answered with."""
+        try:
+            return await asyncio.to_thread(_import_adapter, self._settings.log_level)
+        except GpupoolError as error:
+            logger.error("%s", error)
+            return error
+        except Exception as error:
+            logger.exception("importing vLLM")
+            return Failed(f"vLLM could not be imported: {error!r}")
+
+    async def _mount(self, adapter: Any, message: ServeModel) -> CallResult:
+        try:
+            if isinstance(adapter, GpupoolError):
+                raise adapter
+            api = await adapter.build_model_api(message.model, message.loaded, self._channel.send)
+        except Exception as error:
+            return _failure(message, error)
+        self._mounts.mount(message.model.name, api)
+        logger.info("serving %s", message.model.name)
+        return CallResult(call_id=message.call_id)
+
+
+def _import_adapter(log_level: str) -> Any:
+    check_engine_version()
+    set_engine_environment(log_level)
+    adapter = importlib.import_module("gpupoold.frontend.adapter")
+    # What was imported lives as long as the process: keep the collector from walking it
+    # in the middle of a stream.
+    gc.collect()
+    gc.freeze()
+    return adapter
+
+
+def _failure(message: ServeModel, error: Exception) -> CallResult:
+    name = message.model.name
+    if isinstance(error, GpupoolError):
+        text, hint = error.message, error.hint
+    else:
+        logger.error("building the API of %s", name, exc_info=error)
+        text, hint = str(error) or repr(error), ""
+    return CallResult(
+        call_id=message.call_id,
+        error_code=Failed.code,
+        error_message=f"the API of {name} could not be built: {text}",
+        error_hint=hint,
+    )

@@ -1,0 +1,297 @@
+"""The only importer of vLLM's engine: one in-process ``EngineCore`` per model.
+
+Written for vLLM 0.32.0. Seams used: ``worker_cls``, ``EngineCore.step_fn``, the
+scheduler's queues (read only), and ``BlockPool.touch/free_blocks/evict_blocks``.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import torch
+import vllm
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers import rotary_embedding
+from vllm.platforms import current_platform
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from gpupoold.errors import Failed, GpupoolError, Refused
+from gpupoold.instance.loading import ModelLoad
+from gpupoold.memory.contracts import Device
+from gpupoold.memory.geometry import KvGeometry, KvRow
+from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.kv import KvMemory
+from gpupoold.memory.weights import WeightMemory
+from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress
+
+SUPPORTED_VERSION = "0.32.0"
+# 32 tokens: what the CPU attention kernel wants at least, and small pages waste less.
+_CPU_BLOCK_TOKENS = 32
+_WORKERS = {True: "EmulatedWorker", False: "CudaWorker"}
+
+
+def check_engine_version() -> str:
+    """The installed vLLM's version.
+
+    Raises:
+        Failed: it is not the one whose internals this module was written for.
+    """
+    installed = str(vllm.__version__)
+    if not installed.startswith(SUPPORTED_VERSION):
+        raise Failed(
+            f"vLLM {installed} is installed, gpupool was written for {SUPPORTED_VERSION}",
+            f"install vllm=={SUPPORTED_VERSION}",
+        )
+    return installed
+
+
+class BlockPoolLedger:
+    """vLLM's block pool as the KV memory sees it, through its public verbs."""
+
+    def __init__(self, block_pool: Any) -> None:
+        self._pool = block_pool
+
+    def hold(self, block_ids: list[int]) -> None:
+        """Take free blocks out of the engine's reach."""
+        self._pool.evict_blocks(set(block_ids))
+        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def give(self, block_ids: list[int]) -> None:
+        """Put held blocks back on the free list."""
+        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def forget(self, block_ids: list[int]) -> None:
+        """Drop the blocks' cached prefixes."""
+        self._pool.evict_blocks(set(block_ids))
+
+    def is_live(self, block_id: int) -> bool:
+        """Whether somebody references the block."""
+        return bool(self._pool.blocks[block_id].ref_cnt > 0)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks the engine could hand out now."""
+        return int(self._pool.get_num_free_blocks())
+
+
+class ModelEngine:
+    """One model's engine with its memory; stepped only while its weights are resident."""
+
+    def __init__(self, core: EngineCore, load: ModelLoad, kv: KvMemory, info: LoadedModel) -> None:
+        assert load.weights is not None and load.layout is not None
+        self._core: Any = core
+        self.info = info
+        self.weights: WeightMemory = load.weights
+        self.layout_digest = load.layout.digest
+        self.kv = kv
+        self._ledger = BlockPoolLedger(_block_pool(core))
+        kv.attach(self._ledger)
+        self._encoder = MsgpackEncoder()
+        self._decoder = MsgpackDecoder(EngineCoreRequest)
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.info.name
+
+    def add(self, frames: list[bytes]) -> None:
+        """Queue a request that a frontend encoded.
+
+        Raises:
+            Refused: the engine does not accept it.
+        """
+        try:
+            request, wave = self._core.preprocess_add_request(self._decoder.decode(frames))
+            self._core.add_request(request, wave)
+        except (ValueError, TypeError) as error:
+            raise Refused(f"{self.name}: the engine refused the request: {error}") from error
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests; their blocks are free at once."""
+        self._core.abort_requests(request_ids)
+
+    def has_requests(self) -> bool:
+        """Whether a step would do something (ended requests may need one to be cleared)."""
+        return bool(self._core.scheduler.has_requests())
+
+    def step(self) -> tuple[list[bytes], list[RequestProgress]]:
+        """One engine step: encoded outputs for the frontend (may be empty), and their gist."""
+        outputs, executed = self._core.step_fn()
+        self._core.post_step(executed)
+        result: EngineCoreOutputs | None = (outputs or {}).get(0)
+        if result is None or not result.outputs:
+            return [], []
+        progress = [
+            RequestProgress(
+                output.request_id,
+                list(output.new_token_ids),
+                str(output.finish_reason) if output.finish_reason is not None else None,
+            )
+            for output in result.outputs
+        ]
+        frames: Any = self._encoder.encode(result)
+        return [bytes(frame) for frame in frames], progress
+
+    def num_missing_blocks(self) -> int:
+        """Blocks the next step may want beyond the free ones (an upper bound, at least 0)."""
+        scheduler, size = self._core.scheduler, self.info.block_size
+        wanted = 0
+        for request in scheduler.running:
+            wanted += 1 + -(-(request.num_tokens - request.num_computed_tokens) // size)
+        for request in scheduler.waiting:
+            wanted += 1 + -(-request.num_tokens // size)
+        groups = len(scheduler.kv_cache_config.kv_cache_groups)
+        limit = self.kv.geometry.num_blocks - 1
+        return max(0, min(wanted * groups, limit) - self._ledger.num_free)
+
+    def preempt(self) -> None:
+        """Drop the KV of all requests; the engine recomputes it when they run again."""
+        self._core.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def close(self) -> None:
+        """Drop the engine and give its memory back. Shared state of other engines is kept:
+        vLLM's own shutdown would tear down the process groups all engines use."""
+        core = self._core
+        core.structured_output_manager.clear_backend()
+        core.scheduler.shutdown()
+        runner = _runner(core)
+        runner.compilation_config.static_forward_context.clear()
+        runner.model = None
+        runner.kv_caches.clear()
+        self._core = None
+        del core, runner
+        # vLLM freezes the heap after each engine start; a frozen engine would never be freed.
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+        self.kv.close()
+        self.weights.close()
+
+
+def load_engine(
+    model: ModelToLoad, load: ModelLoad, device: Device, host: KvHostCache
+) -> ModelEngine:
+    """Build a model's engine on our memory.
+
+    Raises:
+        GpupoolError: the checkpoint cannot be served here, with vLLM's reason.
+    """
+    started_s = time.monotonic()
+    # Rotary modules are shared through this cache; relocated buffers of one
+    # model must not show up in another.
+    rotary_embedding._ROPE_DICT.clear()
+    with load.active():
+        try:
+            core = _build_core(model, device)
+            geometry = _geometry(core, device.page_bytes)
+            assert load.kv_region is not None
+            kv = KvMemory(geometry, load.kv_region, device, host)
+            info = _describe(model, core, load, time.monotonic() - started_s)
+            return ModelEngine(core, load, kv, info)
+        except GpupoolError:
+            raise
+        except Exception as error:
+            raise Refused(f"{model.name}: {_reason(error)}", _hint(error)) from error
+
+
+def _build_core(model: ModelToLoad, device: Device) -> EngineCore:
+    emulated = device.is_host_addressable
+    options: dict[str, Any] = {"dtype": model.dtype, "max_model_len": model.max_model_len}
+    config = EngineArgs(
+        model=model.path,
+        served_model_name=[model.name],
+        trust_remote_code=model.allow_remote_code,
+        enforce_eager=emulated,
+        block_size=_CPU_BLOCK_TOKENS if emulated else None,
+        # Ours is the memory accounting; vLLM's check of the host's must not stand in the way.
+        gpu_memory_utilization=0.01 if emulated else 0.9,
+        async_scheduling=False,
+        worker_cls=f"gpupoold.instance.worker.{_WORKERS[emulated]}",
+        **options,
+    ).create_engine_config()
+    return EngineCore(config, Executor.get_class(config), log_stats=False)
+
+
+def _geometry(core: Any, page_bytes: int) -> KvGeometry:
+    config = _runner(core).kv_cache_config
+    rows: set[KvRow] = set()
+    for tensor in config.kv_cache_tensors:
+        if tensor.layer_stride < tensor.block_stride:  # blocks outermost: one piece per block
+            rows.add(KvRow(tensor.offset, tensor.block_stride, tensor.block_stride))
+            continue
+        for layer in range(len(tensor.layers)):
+            start = tensor.offset + layer * tensor.layer_stride
+            rows.add(KvRow(start, tensor.block_stride, tensor.block_stride))
+    ordered = sorted(rows, key=lambda row: row.offset)
+    return KvGeometry(config.num_blocks, page_bytes, tuple(ordered))
+
+
+def _describe(model: ModelToLoad, core: Any, load: ModelLoad, load_s: float) -> LoadedModel:
+    assert load.layout is not None
+    config = core.vllm_config
+    blocks = config.cache_config.num_gpu_blocks
+    block_size = config.cache_config.block_size
+    kv_bytes = max(1, _geometry(core, 1).block_bytes // block_size)
+    return LoadedModel(
+        name=model.name,
+        architecture=config.model_config.architecture,
+        max_model_len=config.model_config.max_model_len,
+        dtype=str(config.model_config.dtype).removeprefix("torch."),
+        block_size=block_size,
+        num_gpu_blocks=blocks,
+        weight_bytes=load.layout.num_bytes,
+        kv_bytes_per_token=kv_bytes,
+        supported_tasks=tuple(core.get_supported_tasks()),
+        load_s=load_s,
+    )
+
+
+def _block_pool(core: Any) -> Any:
+    return core.scheduler.kv_cache_manager.block_pool
+
+
+def _runner(core: Any) -> Any:
+    return core.model_executor.driver_worker.worker.model_runner
+
+
+def _reason(error: BaseException) -> str:
+    """The useful part of vLLM's message: pydantic and wrapped errors are long."""
+    text = str(error).strip() or type(error).__name__
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    useful = [line for line in lines if not line.startswith("For further information")]
+    return " ".join(useful[:4])[:600]
+
+
+def _hint(error: BaseException) -> str:
+    text = str(error)
+    if "max seq len" in text or "max_model_len" in text:
+        return "give a smaller --max-len or a larger device"
+    if "architectures" in text or "not supported" in text:
+        return "see vLLM's list of supported models"
+    return "see `gpupool logs` for the engine's full message"
+
+
+def is_cuda() -> bool:
+    """Whether the installed vLLM drives NVIDIA GPUs."""
+    return bool(current_platform.is_cuda())
+
+
+def use_plain_linear_layers() -> None:
+    """Keep linear weights in torch tensors on the CPU.
+
+    vLLM repacks them into oneDNN handles outside torch's sight otherwise, where
+    no page of ours would hold them; without oneDNN it falls back to ``F.linear``.
+    """
+    import vllm._custom_ops as custom_ops
+
+    custom_ops._supports_onednn = False
+
+
+def num_compute_threads() -> int:
+    """Threads torch computes with."""
+    return int(torch.get_num_threads())

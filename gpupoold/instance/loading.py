@@ -1,0 +1,148 @@
+"""What a model that is being loaded gets from us: regions under its weights and KV.
+
+vLLM builds its worker itself, so the worker finds the load in progress here.
+Loads never overlap; the turn loop is one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.overrides import TorchFunctionMode
+
+from gpupoold.errors import Refused
+from gpupoold.instance import tensors
+from gpupoold.instance.relocation import WeightLayout, copy_out, plan_layout, relocate
+from gpupoold.memory.contracts import Device
+from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.pages import PagePool
+from gpupoold.memory.regions import Region
+from gpupoold.memory.weights import WeightMemory
+from gpupoold.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+_current: list[ModelLoad] = []
+
+
+def current_load() -> ModelLoad:
+    """The load in progress.
+
+    Raises:
+        RuntimeError: a worker was built outside :meth:`ModelLoad.active`.
+    """
+    if not _current:
+        raise RuntimeError("no model is being loaded: this worker class belongs to gpupool")
+    return _current[-1]
+
+
+class ModelLoad:
+    """One model's memory while vLLM loads it; ``weights`` and ``kv_region`` are its yield."""
+
+    def __init__(
+        self, name: str, device: Device, pool: PagePool, image: HostBuffer | None, digest: str
+    ) -> None:
+        self._name = name
+        self._device = device
+        self._pool = pool
+        self._image = image
+        self._image_digest = digest
+        self.weights: WeightMemory | None = None
+        self.kv_region: Region | None = None
+        self.layout: WeightLayout | None = None
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Make this the load in progress; on failure everything taken is given back."""
+        _current.append(self)
+        try:
+            yield
+        except BaseException:
+            self._give_back()
+            raise
+        finally:
+            _current.pop()
+
+    def take_weights(self, model: torch.nn.Module) -> None:
+        """Move the weights of a loaded model into its region, by way of the host image.
+
+        The weights are not resident afterwards: the first switch brings them.
+        """
+        layout = plan_layout(model)
+        num_pages = -(-layout.num_bytes // self._device.page_bytes)
+        self._check_fits(layout.num_bytes, num_pages)
+        image = self._usable_image(layout, num_pages)
+        region = Region(self._device, self._pool, num_pages)
+        relocate(layout, region.address, self._device)
+        self.layout = layout
+        self.weights = WeightMemory(region, self._device, image)
+
+    def kv_budget_bytes(self) -> int:
+        """Bytes of KV the model could have if it had the device to itself."""
+        assert self.weights is not None, "weights are loaded before KV is sized"
+        return (self._device.num_pages - self.weights.num_pages) * self._device.page_bytes
+
+    def kv_allocation(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside this context vLLM's KV buffer comes from a region of ours."""
+        return _KvAllocation(self)
+
+    def make_kv(self, num_bytes: int) -> torch.Tensor:
+        """Reserve the KV region; its pages are mapped later, chunk by chunk."""
+        assert self.kv_region is None, "vLLM allocates one KV buffer per model"
+        num_pages = -(-num_bytes // self._device.page_bytes)
+        self.kv_region = Region(self._device, self._pool, num_pages)
+        return tensors.over(self._device, self.kv_region.address, num_bytes)
+
+    def _usable_image(self, layout: WeightLayout, num_pages: int) -> HostBuffer:
+        if self._image is not None and self._image_digest == layout.digest:
+            return self._image
+        if self._image is not None:
+            self._image.close()
+        self._image = HostBuffer.create(
+            f"gpupool-image-{self._name}", num_pages * self._device.page_bytes
+        )
+        copy_out(layout, self._image.address)
+        return self._image
+
+    def _check_fits(self, weight_bytes: int, num_pages: int) -> None:
+        if num_pages >= self._device.num_pages:
+            device_bytes = self._device.num_pages * self._device.page_bytes
+            raise Refused(
+                f"{self._name}: weights of {format_bytes(weight_bytes)} leave no room for KV "
+                f"on a device of {format_bytes(device_bytes)}",
+                "use a smaller dtype or a larger device",
+            )
+
+    def _give_back(self) -> None:
+        if self.kv_region is not None:
+            self.kv_region.close()
+        if self.weights is not None:
+            self.weights.close()
+        elif self._image is not None:
+            self._image.close()
+
+
+class _KvAllocation(TorchFunctionMode):
+    """Redirects the one ``torch.zeros`` that makes the KV buffer (PyTorch's own hook)."""
+
+    def __init__(self, load: ModelLoad) -> None:
+        super().__init__()
+        self._load = load
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        import torch
+
+        options = kwargs or {}
+        is_buffer = func is torch.zeros and options.get("dtype") is torch.int8
+        if is_buffer and len(args) == 1 and isinstance(args[0], int):
+            return self._load.make_kv(args[0])
+        return func(*args, **options)

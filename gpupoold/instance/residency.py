@@ -1,0 +1,252 @@
+"""Which models' bytes are on the device: switching, making room, giving KV pages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from gpupoold.memory.contracts import Device, OutOfPages
+from gpupoold.memory.host import HostBuffer, KvHostCache
+from gpupoold.memory.kv import KvMemory, Place
+from gpupoold.memory.pages import PagePool
+from gpupoold.memory.regions import Region
+from gpupoold.memory.weights import WeightMemory
+from gpupoold.scheduling.eviction import Eviction, Holding, Victim, plan_evictions
+
+_BANDWIDTH_SMOOTHING = 0.2
+_MIN_BYTES_FOR_BANDWIDTH = 1 << 20
+
+
+class PooledModel(Protocol):
+    """What residency needs of a model's engine."""
+
+    weights: WeightMemory
+    kv: KvMemory
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+
+    def preempt(self) -> None:
+        """Drop the KV of all requests, to be recomputed."""
+
+    def num_missing_blocks(self) -> int:
+        """Blocks the next step may want beyond the free ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchStages:
+    """Where a switch's time went; bytes are what moved."""
+
+    evict_s: float = 0.0
+    map_s: float = 0.0
+    weights_s: float = 0.0
+    kv_s: float = 0.0
+    weight_bytes: int = 0
+    kv_in_bytes: int = 0
+    kv_out_bytes: int = 0
+
+    @property
+    def total_s(self) -> float:
+        """All stages."""
+        return self.evict_s + self.map_s + self.weights_s + self.kv_s
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What the scheduler knows about a model, for the order of eviction."""
+
+    num_live: int
+    last_used_s: float
+    ttft_s: float
+    next_deadline_s: float
+
+
+class Residency:
+    """The device's pages among its models. One thread; a running turn is never evicted under."""
+
+    def __init__(
+        self,
+        device: Device,
+        pool: PagePool,
+        host: KvHostCache,
+        bandwidth_bytes_per_s: float,
+        use_of: Callable[[str], Use],
+    ) -> None:
+        self._device = device
+        self.pool = pool
+        self._host = host
+        self._use_of = use_of
+        self._models: dict[str, PooledModel] = {}
+        self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
+
+    def add(self, model: PooledModel) -> None:
+        """A model to look after."""
+        self._models[model.name] = model
+
+    def remove(self, name: str) -> None:
+        """The model's memory has been given back."""
+        del self._models[name]
+
+    def missing_bytes(self, name: str) -> int:
+        """Bytes that must move to make the model resident now."""
+        model = self._models[name]
+        weights = 0 if model.weights.is_resident else model.weights.num_bytes
+        return weights + model.kv.host_bytes
+
+    def total_bytes(self, name: str) -> int:
+        """Bytes that must move when nothing of the model is resident."""
+        model = self._models[name]
+        return model.weights.num_bytes + model.kv.host_bytes + model.kv.resident_bytes
+
+    def switch_in(self, name: str) -> SwitchStages | None:
+        """Make a model resident, evicting others as needed; None when it already was.
+
+        Raises:
+            OutOfPages: the model does not fit even alone.
+        """
+        model = self._models[name]
+        paged_out = model.kv.chunks(Place.HOST)
+        first = [] if model.kv.chunks(Place.DEVICE) else [0]  # the null block's chunk
+        if model.weights.is_resident and not paged_out and not first:
+            return None
+        wanted = 0 if model.weights.is_resident else model.weights.num_pages
+        wanted += model.kv.num_missing_pages(list({*paged_out, *first}))
+        stages = self._make_room(wanted, name)
+        before = replace(self._device.spent)
+        started_s = time.monotonic()
+        weight_bytes = model.weights.load()
+        loaded_s = time.monotonic()
+        map_s = (loaded_s - started_s) * self._device.spent.map_share_since(before)
+        kv_bytes = sum(model.kv.page_in(chunk) for chunk in paged_out)
+        if first and 0 not in paged_out:
+            model.kv.back(first)
+        stages = replace(
+            stages,
+            map_s=map_s,
+            weights_s=loaded_s - started_s - map_s,
+            kv_s=time.monotonic() - loaded_s,
+            weight_bytes=weight_bytes,
+            kv_in_bytes=kv_bytes,
+        )
+        self._learn_bandwidth(weight_bytes, loaded_s - started_s)
+        return stages
+
+    def ensure_kv(self, name: str) -> None:
+        """Back as many blocks as the next step may want, or as many as can be had.
+
+        When pages are short the engine keeps requests waiting or preempts by
+        itself; that is slower, never wrong.
+        """
+        model = self._models[name]
+        missing = model.num_missing_blocks()
+        if not missing:
+            return
+        unbacked = model.kv.chunks(Place.UNBACKED)
+        count = -(-missing // model.kv.geometry.blocks_per_chunk)
+        for chunk in unbacked[:count]:
+            wanted = model.kv.num_missing_pages([chunk])
+            if wanted > self.pool.num_free:
+                self._make_room(wanted, name)
+            if wanted > self.pool.num_free:
+                return
+            model.kv.back([chunk])
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when pool, regions and chunks disagree."""
+        self.pool.check_integrity()
+        self._host.check_integrity()
+        owned = 0
+        for model in self._models.values():
+            model.kv.check_integrity()
+            owned += model.kv.resident_bytes // self._device.page_bytes
+            owned += model.weights.num_pages if model.weights.is_resident else 0
+        assert owned == self.pool.num_pages - self.pool.num_free
+
+    def _make_room(self, num_pages: int, keep: str) -> SwitchStages:
+        """Free pages of models other than ``keep`` until ``num_pages`` are free, if possible."""
+        started_s = time.monotonic()
+        moved = 0
+        while (short := num_pages - self.pool.num_free) > 0:
+            holdings = [self._holding(n) for n in self._models if n != keep]
+            before = self.pool.num_free
+            for eviction in plan_evictions(short, holdings):
+                if self.pool.num_free >= num_pages:
+                    break
+                moved += self._evict(eviction, num_pages)
+            if self.pool.num_free == before:
+                break  # sizes were estimates: go round until nothing more comes free
+        return SwitchStages(evict_s=time.monotonic() - started_s, kv_out_bytes=moved)
+
+    def _holding(self, name: str) -> Holding:
+        model, use = self._models[name], self._use_of(name)
+        free = model.kv.num_resident_pages(model.kv.free_chunks())
+        total = model.kv.resident_bytes // self._device.page_bytes
+        return Holding(
+            model=name,
+            num_live=use.num_live,
+            last_used_s=use.last_used_s,
+            ttft_s=use.ttft_s,
+            next_deadline_s=use.next_deadline_s,
+            weight_pages=model.weights.num_pages if model.weights.is_resident else 0,
+            free_kv_pages=free,
+            live_kv_pages=total - free,
+        )
+
+    def _evict(self, eviction: Eviction, num_pages: int) -> int:
+        """Carry an eviction out as far as needed; returns KV bytes moved to the host."""
+        model = self._models[eviction.model]
+        if eviction.victim is Victim.WEIGHTS:
+            model.weights.evict()
+            return 0
+        if eviction.victim is Victim.FREE_KV:
+            for chunk in model.kv.free_chunks():
+                if self.pool.num_free >= num_pages:
+                    break
+                model.kv.unback([chunk])
+            return 0
+        return self._page_out(model, num_pages)
+
+    def _page_out(self, model: PooledModel, num_pages: int) -> int:
+        moved = 0
+        for chunk in reversed(model.kv.chunks(Place.DEVICE)):
+            if self.pool.num_free >= num_pages:
+                return moved
+            try:
+                moved += model.kv.page_out(chunk)
+            except OutOfPages:
+                # The host cache is full: these requests lose their KV, not their tokens.
+                self._recompute_later(model)
+                return moved
+        return moved
+
+    def _recompute_later(self, model: PooledModel) -> None:
+        model.preempt()
+        model.kv.discard_dead()
+        model.kv.unback(model.kv.free_chunks())
+
+    def _learn_bandwidth(self, num_bytes: int, seconds: float) -> None:
+        if num_bytes < _MIN_BYTES_FOR_BANDWIDTH or seconds <= 0:
+            return
+        measured = num_bytes / seconds
+        change = measured - self.bandwidth_bytes_per_s
+        self.bandwidth_bytes_per_s += _BANDWIDTH_SMOOTHING * change
+
+
+def measure_bandwidth(device: Device, pool: PagePool) -> float:
+    """Bytes per second of mapping and filling pages from warm host memory, best of three."""
+    num_pages = min(pool.num_free, max(1, (32 << 20) // device.page_bytes))
+    source = HostBuffer.create("gpupool-probe", num_pages * device.page_bytes)
+    region = Region(device, pool, num_pages)
+    best_s = float("inf")
+    for _ in range(3):
+        started_s = time.perf_counter()
+        region.retain(range(num_pages), source.address)
+        device.synchronize()
+        best_s = min(best_s, time.perf_counter() - started_s)
+        region.drop(range(num_pages))
+    region.close()
+    source.close()
+    return num_pages * device.page_bytes / best_s

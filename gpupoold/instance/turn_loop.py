@@ -1,0 +1,263 @@
+"""The instance's only thread: messages in, turns, steps, outputs out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from gpupoold.domain import Targets
+from gpupoold.errors import GpupoolError, Refused
+from gpupoold.instance import calls
+from gpupoold.instance.engine import ModelEngine, load_engine
+from gpupoold.instance.loading import ModelLoad
+from gpupoold.instance.residency import Residency, SwitchStages, Use
+from gpupoold.memory.contracts import Device, OutOfPages
+from gpupoold.memory.host import HostBuffer, KvHostCache
+from gpupoold.scheduling.turns import SwitchCost, Turn, TurnScheduler
+from gpupoold.wire import messages as m
+from gpupoold.wire.channel import BlockingChannel
+
+_logger = logging.getLogger(__name__)
+
+_STATUS_INTERVAL_S = 0.25
+
+
+class TurnLoop:
+    """Owns the device for as long as the process runs."""
+
+    def __init__(
+        self,
+        instance: int,
+        device: Device,
+        host: KvHostCache,
+        residency_of: Callable[[Callable[[str], Use]], Residency],
+        scheduler: TurnScheduler,
+        channel: BlockingChannel[m.ToInstance],
+    ) -> None:
+        self.instance = instance
+        self.device = device
+        self.host = host
+        self.scheduler = scheduler
+        self.residency = residency_of(self._use)
+        self.engines: dict[str, ModelEngine] = {}
+        self._channel = channel
+        self._targets: dict[str, Targets] = {}
+        self._last_used_s: dict[str, float] = {}
+        self._turn: Turn | None = None
+        self._previous: str | None = None
+        self._num_steps = 0
+        self._status_at_s = 0.0
+        self._stopping = False
+
+    def run(self) -> None:
+        """Serve until told to stop.
+
+        Raises:
+            ChannelClosed: the daemon is gone.
+        """
+        while not self._stopping:
+            self._receive(block=not self.scheduler.has_work())
+            turn = self.scheduler.next_turn(time.monotonic(), self._switch_cost())
+            if turn is not None:
+                self._run_turn(turn)
+
+    def switch_to(self, name: str) -> SwitchStages | None:
+        """Make a model resident and report the switch, if there was one to make."""
+        started_s = time.monotonic()
+        stages = self.residency.switch_in(name)
+        if stages is not None:
+            self._channel.send(m.Switched(self._record(name, stages, started_s)))
+        self._previous = name
+        self._last_used_s[name] = time.monotonic()
+        return stages
+
+    def _run_turn(self, turn: Turn) -> None:
+        self._turn = turn
+        engine = self.engines[turn.model]
+        try:
+            self.switch_to(turn.model)
+        except OutOfPages as error:
+            self._fail_all(turn.model, f"no room on the device for {turn.model}: {error}")
+            return
+        self._turn = turn = Turn(turn.model, turn.quota_s, time.monotonic() + turn.quota_s)
+        while not self._stopping:
+            self._step(engine)
+            self._receive(block=False)
+            if turn.model not in self.engines:
+                break
+            if self.scheduler.turn_is_over(turn, time.monotonic()):
+                break
+        self._last_used_s[turn.model] = time.monotonic()
+        self._turn = None
+
+    def _step(self, engine: ModelEngine) -> None:
+        self.residency.ensure_kv(engine.name)
+        prefilling = self.scheduler.num_waiting(engine.name)
+        started_s = time.monotonic()
+        frames, progress = engine.step()
+        ended_s = time.monotonic()
+        self._num_steps += 1
+        if not prefilling:
+            self.scheduler.observe_step(engine.name, ended_s - started_s)
+        for item in progress:
+            self.scheduler.progress(engine.name, item.request_id, len(item.new_token_ids))
+            if item.finish_reason is not None:
+                self.scheduler.finish(engine.name, item.request_id)
+        if frames:
+            self._channel.send(m.StepOutputs(engine.name, ended_s, frames, progress))
+        elif not engine.has_requests():
+            self._fail_all(engine.name, f"the engine of {engine.name} lost the request")
+
+    def _receive(self, *, block: bool) -> None:
+        """Handle every message that is there; with ``block`` wait for one, but report status."""
+        self._maybe_report()
+        message = self._channel.receive(_STATUS_INTERVAL_S if block else 0.0)
+        while message is not None and not self._stopping:
+            self._handle(message)
+            message = self._channel.receive(0.0)
+
+    def _handle(self, message: m.ToInstance) -> None:
+        match message:
+            case m.AddRequest():
+                self._add_request(message)
+            case m.AbortRequests():
+                self._abort(message.model, message.request_ids)
+            case m.LoadModel():
+                self._load(message)
+            case m.UnloadModel():
+                self._unload(message.name)
+            case m.SetTargets():
+                targets = Targets(message.ttft_s, message.tbt_s)
+                self._targets[message.name] = targets
+                self.scheduler.set_targets(message.name, targets)
+            case m.Call():
+                self._channel.send(calls.answer(self, message))
+            case m.Shutdown():
+                self._stopping = True
+
+    def _add_request(self, message: m.AddRequest) -> None:
+        engine = self.engines.get(message.model)
+        try:
+            if engine is None:
+                raise Refused(f"{message.model} is not loaded on instance {self.instance}")
+            engine.add(message.frames)
+        except GpupoolError as error:
+            failed = m.RequestsFailed(message.model, [message.request_id], str(error))
+            self._channel.send(failed)
+            return
+        self.scheduler.arrive(message.model, message.request_id, message.arrival_s)
+
+    def _abort(self, model: str, request_ids: list[str]) -> None:
+        engine = self.engines.get(model)
+        if engine is None:
+            return
+        engine.abort(request_ids)
+        for request_id in request_ids:
+            self.scheduler.finish(model, request_id)
+        engine.kv.discard_dead()
+
+    def _load(self, message: m.LoadModel) -> None:
+        fd = self._channel.take_fd() if message.has_image else -1
+        name = message.model.name
+        try:
+            image = HostBuffer(fd, os.fstat(fd).st_size) if message.has_image else None
+            load = ModelLoad(
+                name, self.device, self.residency.pool, image, message.layout_digest
+            )
+            engine = load_engine(message.model, load, self.device, self.host)
+        except (GpupoolError, OSError) as error:
+            _logger.exception("loading %s failed", name)
+            self._channel.send(_failure(name, error))
+            return
+        self.engines[name] = engine
+        self._targets[name] = Targets(message.model.ttft_s, message.model.tbt_s)
+        self._last_used_s[name] = time.monotonic()
+        self.scheduler.add_model(name, self._targets[name])
+        self.residency.add(engine)
+        loaded = m.ModelLoaded(engine.info, engine.layout_digest, has_image=True)
+        self._channel.send(loaded, (engine.weights.image.fd,))
+
+    def _unload(self, name: str) -> None:
+        engine = self.engines.pop(name, None)
+        if engine is not None:
+            self.scheduler.remove_model(name)
+            self.residency.remove(name)
+            engine.close()
+        self._channel.send(m.ModelUnloaded(name))
+
+    def _fail_all(self, model: str, reason: str) -> None:
+        request_ids = self.scheduler.live_requests(model)
+        self._abort(model, request_ids)
+        if request_ids:
+            self._channel.send(m.RequestsFailed(model, request_ids, reason))
+
+    def _use(self, name: str) -> Use:
+        return Use(
+            num_live=self.scheduler.num_live(name),
+            last_used_s=self._last_used_s[name],
+            ttft_s=self._targets[name].ttft_s,
+            next_deadline_s=self.scheduler.next_deadline_s(name),
+        )
+
+    def _switch_cost(self) -> SwitchCost:
+        names = self.scheduler.working_models()
+        rate = self.residency.bandwidth_bytes_per_s
+        missing = {name: self.residency.missing_bytes(name) / rate for name in names}
+        totals = {name: self.residency.total_bytes(name) for name in names}
+        device_bytes = self.device.num_pages * self.device.page_bytes
+        full = {name: total / rate for name, total in totals.items()}
+        return SwitchCost(missing, full, sum(totals.values()) <= device_bytes)
+
+    def _record(self, name: str, stages: SwitchStages, started_s: float) -> m.SwitchRecord:
+        return m.SwitchRecord(
+            instance=self.instance,
+            model=name,
+            previous=self._previous,
+            at_s=started_s,
+            total_s=stages.total_s,
+            evict_s=stages.evict_s,
+            map_s=stages.map_s,
+            weights_s=stages.weights_s,
+            kv_s=stages.kv_s,
+            weight_bytes=stages.weight_bytes,
+            kv_in_bytes=stages.kv_in_bytes,
+            kv_out_bytes=stages.kv_out_bytes,
+        )
+
+    def _maybe_report(self) -> None:
+        now_s = time.monotonic()
+        if now_s < self._status_at_s:
+            return
+        self._status_at_s = now_s + _STATUS_INTERVAL_S
+        self._channel.send(
+            m.InstanceStatus(
+                instance=self.instance,
+                at_s=now_s,
+                on_turn=self._turn.model if self._turn else None,
+                quota_s=self._turn.quota_s if self._turn else 0.0,
+                num_steps=self._num_steps,
+                free_bytes=self.residency.pool.num_free * self.device.page_bytes,
+                kv_host_bytes=self.host.used_bytes,
+                models=[self._memory_of(engine) for engine in self.engines.values()],
+            )
+        )
+
+    def _memory_of(self, engine: ModelEngine) -> m.ModelMemory:
+        weights = engine.weights
+        return m.ModelMemory(
+            model=engine.name,
+            weights_resident_bytes=weights.num_bytes if weights.is_resident else 0,
+            weights_total_bytes=weights.num_bytes,
+            kv_resident_bytes=engine.kv.resident_bytes,
+            kv_host_bytes=engine.kv.host_bytes,
+            num_live=self.scheduler.num_live(engine.name),
+            num_waiting=self.scheduler.num_waiting(engine.name),
+        )
+
+
+def _failure(name: str, error: GpupoolError | OSError) -> m.ModelFailed:
+    if isinstance(error, GpupoolError):
+        return m.ModelFailed(name, error.code, error.message, error.hint)
+    return m.ModelFailed(name, "failed", f"{name}: {error}", "free host memory and try again")

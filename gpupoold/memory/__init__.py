@@ -1,0 +1,5 @@
+"""Device memory below the engines: pages, regions, weight images, paged KV.
+
+No torch and no vLLM here: addresses are integers. ``contracts`` says what a
+device must do, ``emulated`` and ``cuda`` do it, everything else is shared.
+"""

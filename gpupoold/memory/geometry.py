@@ -1,0 +1,96 @@
+"""Where a KV block's bytes lie, for any layout of vLLM's. Pure arithmetic.
+
+All KV tensors of a model are views of one buffer. A *row* is a place where
+block ``b`` has ``num_bytes`` bytes at ``offset + b * stride``: one row per
+layer when layers are outermost, a single row when blocks are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_MIN_BLOCKS_PER_CHUNK = 1
+_MAX_ALIGNED_BLOCKS_PER_CHUNK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class KvRow:
+    """Block ``b`` occupies ``num_bytes`` at ``offset + b * stride``."""
+
+    offset: int
+    stride: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvGeometry:
+    """Rows of a KV buffer, cut into chunks of consecutive blocks.
+
+    A chunk is what is mapped, moved and unmapped together: the fewest blocks
+    that fill whole pages in every row, so that chunks seldom share a page.
+    """
+
+    num_blocks: int
+    page_bytes: int
+    rows: tuple[KvRow, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the buffer."""
+        last = self.num_blocks - 1
+        return max(row.offset + last * row.stride + row.num_bytes for row in self.rows)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that cover the buffer."""
+        return -(-self.total_bytes // self.page_bytes)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all rows."""
+        return sum(row.num_bytes for row in self.rows)
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """Blocks in every chunk but perhaps the last."""
+        aligned = math.lcm(
+            *(self.page_bytes // math.gcd(row.stride, self.page_bytes) for row in self.rows)
+        )
+        if aligned <= _MAX_ALIGNED_BLOCKS_PER_CHUNK:
+            return aligned
+        longest = max(-(-self.page_bytes // row.stride) for row in self.rows)
+        return max(_MIN_BLOCKS_PER_CHUNK, longest)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that cover all blocks."""
+        return -(-self.num_blocks // self.blocks_per_chunk)
+
+    def blocks(self, chunk: int) -> range:
+        """Block ids of a chunk."""
+        size = self.blocks_per_chunk
+        return range(chunk * size, min((chunk + 1) * size, self.num_blocks))
+
+    def pages(self, chunk: int) -> list[range]:
+        """Pages a chunk touches, one range per row."""
+        blocks = self.blocks(chunk)
+        spans = []
+        for row in self.rows:
+            start = row.offset + blocks.start * row.stride
+            end = row.offset + (blocks.stop - 1) * row.stride + row.num_bytes
+            spans.append(range(start // self.page_bytes, -(-end // self.page_bytes)))
+        return spans
+
+    def extents(self, blocks: list[int]) -> list[tuple[int, int]]:
+        """``(offset, num_bytes)`` of ascending ``blocks``, neighbours joined, row by row."""
+        extents: list[tuple[int, int]] = []
+        for row in self.rows:
+            row_start = len(extents)
+            for block in blocks:
+                offset = row.offset + block * row.stride
+                if len(extents) > row_start and sum(extents[-1]) == offset:
+                    extents[-1] = (extents[-1][0], extents[-1][1] + row.num_bytes)
+                else:
+                    extents.append((offset, row.num_bytes))
+        return extents

@@ -1,0 +1,105 @@
+"""Who owns which physical page. Pure bookkeeping, no device calls."""
+
+from __future__ import annotations
+
+import bisect
+
+from gpupoold.memory.contracts import OutOfPages, PageRun
+
+
+class PagePool:
+    """Hands out physical pages as few, long runs.
+
+    Mapping costs a call per run, so an allocation takes the smallest free run
+    that fits whole (best fit), else the largest ones first.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free: list[PageRun] = [PageRun(0, num_pages)] if num_pages else []
+        self._num_free = num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages nobody owns."""
+        return self._num_free
+
+    def allocate(self, num_pages: int) -> list[PageRun]:
+        """Take ``num_pages``, all or nothing.
+
+        Raises:
+            OutOfPages: fewer are free; nothing was taken.
+        """
+        if num_pages > self._num_free:
+            raise OutOfPages(f"{num_pages} pages asked, {self._num_free} of {self.num_pages} free")
+        taken: list[PageRun] = []
+        missing = num_pages
+        while missing:
+            run = self._pick(missing)
+            self._free.remove(run)
+            used = PageRun(run.first, min(run.num_pages, missing))
+            if used.num_pages < run.num_pages:
+                rest = PageRun(used.end, run.num_pages - used.num_pages)
+                bisect.insort(self._free, rest, key=_first)
+            taken.append(used)
+            missing -= used.num_pages
+        self._num_free -= num_pages
+        return taken
+
+    def free(self, runs: list[PageRun]) -> None:
+        """Give pages back and join neighbouring runs.
+
+        Raises:
+            ValueError: a page is free already; the pool is unchanged by that run.
+        """
+        for run in runs:
+            self._free_run(run)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the free list overlaps, is unsorted or miscounted."""
+        end = -1
+        for run in self._free:
+            assert run.num_pages > 0 and run.first > end, f"bad free run {run}"
+            end = run.end  # strictly greater: neighbours must have been joined
+        assert end <= self.num_pages
+        assert sum(run.num_pages for run in self._free) == self._num_free
+
+    def _pick(self, num_pages: int) -> PageRun:
+        fitting = [run for run in self._free if run.num_pages >= num_pages]
+        if fitting:
+            return min(fitting, key=lambda run: run.num_pages)
+        return max(self._free, key=lambda run: run.num_pages)
+
+    def _free_run(self, run: PageRun) -> None:
+        index = bisect.bisect_left(self._free, run.first, key=_first)
+        before = self._free[index - 1] if index else None
+        after = self._free[index] if index < len(self._free) else None
+        overlaps = (before and before.end > run.first) or (after and run.end > after.first)
+        if overlaps or run.end > self.num_pages:
+            raise ValueError(f"double free of {run}")
+        first, end, low, high = run.first, run.end, index, index
+        if before and before.end == run.first:
+            first, low = before.first, index - 1
+        if after and after.first == run.end:
+            end, high = after.end, index + 1
+        self._free[low:high] = [PageRun(first, end - first)]
+        self._num_free += run.num_pages
+
+
+def split_runs(runs: list[PageRun], num_pages: int) -> tuple[list[PageRun], list[PageRun]]:
+    """The first ``num_pages`` of ``runs`` and the rest."""
+    head: list[PageRun] = []
+    for index, run in enumerate(runs):
+        if num_pages == 0:
+            return head, runs[index:]
+        if run.num_pages > num_pages:
+            head.append(PageRun(run.first, num_pages))
+            rest = PageRun(run.first + num_pages, run.num_pages - num_pages)
+            return head, [rest, *runs[index + 1 :]]
+        head.append(run)
+        num_pages -= run.num_pages
+    return head, []
+
+
+def _first(run: PageRun) -> int:
+    return run.first

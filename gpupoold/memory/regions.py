@@ -1,0 +1,107 @@
+"""A range of addresses that never changes, with pages mapped into parts of it."""
+
+from __future__ import annotations
+
+from gpupoold.memory.contracts import Device, PageRun
+from gpupoold.memory.pages import PagePool, split_runs
+
+
+class Region:
+    """``num_pages`` reserved addresses on a device, backed page by page from the pool.
+
+    A page is mapped while at least one holder retains it, so byte ranges that
+    share a page can be retained and released independently.
+    """
+
+    def __init__(self, device: Device, pool: PagePool, num_pages: int) -> None:
+        self._device = device
+        self._pool = pool
+        self.num_pages = num_pages
+        self.address = device.reserve(num_pages)
+        self._holders = [0] * num_pages
+        self._physical = [-1] * num_pages
+        self._num_mapped = 0
+
+    @property
+    def num_mapped(self) -> int:
+        """Pages of the pool this region owns."""
+        return self._num_mapped
+
+    def num_missing(self, pages: range) -> int:
+        """How many of ``pages`` would have to be mapped."""
+        return sum(1 for page in pages if not self._holders[page])
+
+    def retain(self, pages: range, source: int | None = None) -> None:
+        """Hold ``pages``; those not mapped yet are mapped and filled.
+
+        They are filled from the host bytes at ``source`` (which then covers the
+        whole range) or with zeros, so that no bytes of another model show.
+
+        Raises:
+            OutOfPages: nothing was changed.
+        """
+        missing = self._spans(pages, mapped=False)
+        runs = self._pool.allocate(sum(len(span) for span in missing))
+        for span in missing:
+            mine, runs = split_runs(runs, len(span))
+            skip = (span.start - pages.start) * self._device.page_bytes
+            self._device.map_and_fill(
+                self._page_address(span.start), mine, None if source is None else source + skip
+            )
+            physical = [page for run in mine for page in range(run.first, run.end)]
+            self._physical[span.start : span.stop] = physical
+            self._num_mapped += len(span)
+        for page in pages:
+            self._holders[page] += 1
+
+    def drop(self, pages: range) -> None:
+        """Let ``pages`` go; those nobody else holds are unmapped and given back.
+
+        Raises:
+            ValueError: a page is not held.
+        """
+        if any(not self._holders[page] for page in pages):
+            raise ValueError(f"pages {pages} of the region are not all held")
+        for page in pages:
+            self._holders[page] -= 1
+        for span in self._spans(pages, mapped=False):
+            self._device.unmap(self._page_address(span.start), len(span))
+            self._pool.free(_as_runs(self._physical[span.start : span.stop]))
+            self._physical[span.start : span.stop] = [-1] * len(span)
+            self._num_mapped -= len(span)
+
+    def close(self) -> None:
+        """Unmap what is mapped and release the addresses."""
+        mapped = [page for page in range(self.num_pages) if self._physical[page] >= 0]
+        for page in mapped:
+            self._holders[page] = 1
+        for span in _group(mapped):
+            self.drop(span)
+        self._device.release(self.address, self.num_pages)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when holders, page table and counter disagree."""
+        mapped = [page >= 0 for page in self._physical]
+        assert mapped == [count > 0 for count in self._holders]
+        assert sum(mapped) == self._num_mapped
+
+    def _page_address(self, page: int) -> int:
+        return self.address + page * self._device.page_bytes
+
+    def _spans(self, pages: range, *, mapped: bool) -> list[range]:
+        """Longest runs of ``pages`` whose held state is ``mapped``."""
+        return _group([page for page in pages if bool(self._holders[page]) == mapped])
+
+
+def _group(pages: list[int]) -> list[range]:
+    spans: list[range] = []
+    for page in pages:
+        if spans and spans[-1].stop == page:
+            spans[-1] = range(spans[-1].start, page + 1)
+        else:
+            spans.append(range(page, page + 1))
+    return spans
+
+
+def _as_runs(physical: list[int]) -> list[PageRun]:
+    return [PageRun(span.start, len(span)) for span in _group(physical)]

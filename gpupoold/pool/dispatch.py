@@ -1,0 +1,203 @@
+"""Requests between the frontend and the instances: in, out, cancelled, failed."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from gpupool_state import History, RequestRow, SwitchRow
+
+from gpupoold.config import LimitSettings
+from gpupoold.domain import FinishReason, InstanceId, ModelName, Targets
+from gpupoold.pool.frontends import FrontendSupervisor
+from gpupoold.pool.instances import Instance
+from gpupoold.pool.requests import LiveRequest, LiveRequests, percentile
+from gpupoold.pool.stats import ModelStats, SwitchStats
+from gpupoold.wire import messages as m
+
+_logger = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """Knows every live request and passes messages on; one per daemon.
+
+    ``routes`` are the models that accept requests, with the instances that
+    have them.
+    """
+
+    def __init__(self, limits: LimitSettings, history: History) -> None:
+        self._limits = limits
+        self._history = history
+        self.live = LiveRequests()
+        self.stats: dict[str, ModelStats] = {}
+        self.switches = SwitchStats()
+        self.routes: dict[str, list[Instance]] = {}
+        self.targets: dict[str, Targets] = {}
+        self._instances: dict[int, Instance] = {}
+        self.frontend: FrontendSupervisor | None = None
+
+    def from_frontend(self, message: m.FromFrontend) -> None:
+        """A request or a cancellation."""
+        match message:
+            case m.AddRequest():
+                self._add(message)
+            case m.AbortRequests():
+                self._abort(message)
+
+    def from_instance(self, instance: Instance, message: m.FromInstance) -> None:
+        """Outputs, failures, switches."""
+        match message:
+            case m.StepOutputs():
+                self._to_frontend(message)
+                self._note_outputs(message)
+            case m.RequestsFailed():
+                self._to_frontend(message)
+                for request_id in message.request_ids:
+                    self._end(request_id, FinishReason.ERROR)
+            case m.Switched():
+                self.switches.add(message.switch)
+                self._history.record_switch(_switch_row(message.switch))
+
+    def fail_model(self, model: str, reason: str) -> None:
+        """End all live requests of a model with an error."""
+        requests = self.live.of_model(model)
+        for request in requests:
+            self._instances[request.instance].send(
+                m.AbortRequests(model, [request.request_id])
+            )
+        self._fail(requests, reason)
+
+    def instance_down(self, instance: Instance, reason: str) -> None:
+        """Its requests end with an error; it gets no new ones."""
+        for instances in self.routes.values():
+            if instance in instances:
+                instances.remove(instance)
+        self._fail(self.live.on_instance(instance.number), reason)
+
+    def frontend_down(self) -> None:
+        """Nobody reads the answers any more: every live request is cancelled."""
+        for request in self.live.all():
+            self._instances[request.instance].send(
+                m.AbortRequests(request.model, [request.request_id])
+            )
+            self._end(request.request_id, FinishReason.ABORT)
+
+    def _add(self, message: m.AddRequest) -> None:
+        refusal = self._refusal(message.model)
+        if refusal:
+            failed = m.RequestsFailed(message.model, [message.request_id], refusal)
+            self._to_frontend(failed)
+            return
+        candidates = self.routes[message.model]
+        instance = min(candidates, key=lambda i: len(self.live.on_instance(i.number)))
+        self._instances[instance.number] = instance
+        targets = self.targets[message.model]
+        self.stats.setdefault(message.model, ModelStats()).requests += 1
+        self.live.add(
+            LiveRequest(
+                message.request_id,
+                message.model,
+                instance.number,
+                message.arrival_s,
+                targets,
+                message.prompt_token_ids,
+            )
+        )
+        instance.send(message)
+
+    def _refusal(self, model: str) -> str:
+        if not self.routes.get(model):
+            return f"{model} cannot be served right now"
+        per_model = self._limits.max_live_requests_per_model
+        if self.live.num_of(model) >= per_model:
+            return f"{model} already has {per_model} requests waiting or running"
+        if len(self.live) >= self._limits.max_live_requests:
+            return f"{self._limits.max_live_requests} requests are already waiting or running"
+        return ""
+
+    def _abort(self, message: m.AbortRequests) -> None:
+        for request_id in message.request_ids:
+            request = self.live.get(request_id)
+            if request is None:
+                continue
+            instance = self._instances[request.instance]
+            instance.send(m.AbortRequests(request.model, [request_id]))
+            self._end(request_id, FinishReason.ABORT)
+
+    def _note_outputs(self, message: m.StepOutputs) -> None:
+        for item in message.progress:
+            request = self.live.get(item.request_id)
+            if request is None:
+                continue
+            request.add_tokens(item.new_token_ids, message.at_s)
+            if item.finish_reason is not None:
+                self._end(item.request_id, _finish_reason(item.finish_reason))
+
+    def _fail(self, requests: list[LiveRequest], reason: str) -> None:
+        by_model: dict[str, list[str]] = {}
+        for request in requests:
+            by_model.setdefault(request.model, []).append(request.request_id)
+        for model, request_ids in by_model.items():
+            self._to_frontend(m.RequestsFailed(model, request_ids, reason))
+            for request_id in request_ids:
+                self._end(request_id, FinishReason.ERROR)
+
+    def _end(self, request_id: str, reason: FinishReason) -> None:
+        request = self.live.pop(request_id)
+        if request is None:
+            return
+        completed = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        stats = self.stats.setdefault(request.model, ModelStats())
+        stats.end(request, completed=completed)
+        self._history.record_request(_request_row(request, reason))
+
+    def _to_frontend(self, message: m.Message) -> None:
+        if self.frontend is not None:
+            self.frontend.send(message)
+
+
+def _finish_reason(text: str) -> FinishReason:
+    try:
+        return FinishReason(text)
+    except ValueError:
+        return FinishReason.STOP  # vLLM's newer reasons ("repetition") are kinds of stopping
+
+
+def _wall_clock(monotonic_s: float) -> float:
+    return time.time() - (time.monotonic() - monotonic_s)
+
+
+def _request_row(request: LiveRequest, reason: FinishReason) -> RequestRow:
+    gaps_s = request.gaps_s
+    return RequestRow(
+        request_id=request.request_id,
+        model=ModelName(request.model),
+        instance=InstanceId(request.instance),
+        arrived_at=_wall_clock(request.arrival_s),
+        ttft_s=request.ttft_s,
+        tbt_p50_s=percentile(gaps_s, 0.5),
+        tbt_p99_s=percentile(gaps_s, 0.99),
+        tbt_max_s=max(gaps_s, default=None),
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_output_tokens=len(request.token_times_s),
+        num_tokens_in_time=request.num_in_time,
+        finish_reason=reason,
+        total_s=time.monotonic() - request.arrival_s,
+    )
+
+
+def _switch_row(switch: m.SwitchRecord) -> SwitchRow:
+    return SwitchRow(
+        at=_wall_clock(switch.at_s),
+        instance=InstanceId(switch.instance),
+        model=ModelName(switch.model),
+        previous=ModelName(switch.previous) if switch.previous else None,
+        total_s=switch.total_s,
+        evict_s=switch.evict_s,
+        map_s=switch.map_s,
+        weights_s=switch.weights_s,
+        kv_s=switch.kv_s,
+        weight_bytes=switch.weight_bytes,
+        kv_in_bytes=switch.kv_in_bytes,
+        kv_out_bytes=switch.kv_out_bytes,
+    )

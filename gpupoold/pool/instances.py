@@ -1,0 +1,266 @@
+"""The instances: one supervised process per device, restarted when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from gpupoold.config import DeviceSettings, Settings
+from gpupoold.errors import Failed, GpupoolError, TimedOut, error_from_code
+from gpupoold.pool.child import Child
+from gpupoold.wire import messages as m
+from gpupoold.wire.channel import ChannelClosed
+
+_logger = logging.getLogger(__name__)
+K = TypeVar("K")
+V = TypeVar("V")
+
+_FIRST_BACKOFF_S = 1.0
+_MAX_BACKOFF_S = 60.0
+_STABLE_AFTER_S = 60.0
+
+OnMessage = Callable[["Instance", m.FromInstance], None]
+OnState = Callable[["Instance"], Awaitable[None]]
+
+
+@dataclass(eq=False, slots=True)
+class Instance:
+    """An instance as the daemon sees it."""
+
+    number: int
+    device: DeviceSettings
+    state: str = "starting"
+    child: Child[m.FromInstance] | None = None
+    ready: m.InstanceReady | None = None
+    status: m.InstanceStatus | None = None
+    models: set[str] = field(default_factory=set)
+    loading: dict[str, asyncio.Future[m.ModelLoaded]] = field(default_factory=dict)
+    unloading: dict[str, asyncio.Future[None]] = field(default_factory=dict)
+    calls: dict[int, asyncio.Future[object]] = field(default_factory=dict)
+    image_fds: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can load and serve."""
+        return self.state == "ready"
+
+    def send(self, message: m.Message, fds: tuple[int, ...] = ()) -> None:
+        """Send, or do nothing when it is down: its end is handled elsewhere."""
+        if self.child is not None and not self.child.channel.closed:
+            self.child.channel.send(message, fds)
+
+
+class InstanceSupervisor:
+    """Starts, watches and restarts the instances."""
+
+    def __init__(self, settings: Settings, on_message: OnMessage, on_up: OnState, on_down: OnState):
+        self._settings = settings
+        self._on_message = on_message
+        self._on_up = on_up
+        self._on_down = on_down
+        self.instances = [Instance(i, device) for i, device in enumerate(settings.devices)]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._next_call = 0
+
+    def start(self) -> None:
+        """Start every instance; ``on_up`` is called for each when it is ready."""
+        self._tasks = [
+            asyncio.create_task(self._keep_running(instance), name=f"instance-{instance.number}")
+            for instance in self.instances
+        ]
+
+    async def stop(self) -> None:
+        """Stop every instance within the grace time."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        grace_s = self._settings.limits.stop_grace_s
+        children = [instance.child for instance in self.instances if instance.child is not None]
+        await asyncio.gather(*(child.stop(m.Shutdown(), grace_s) for child in children))
+
+    async def load(
+        self, instance: Instance, model: m.ModelToLoad, image_fd: int | None, digest: str
+    ) -> tuple[m.ModelLoaded, int]:
+        """Load a model on an instance; returns what it learnt and a descriptor of the image.
+
+        Raises:
+            GpupoolError: the instance's reason, or that it died meanwhile.
+            TimedOut: over the configured load timeout.
+        """
+        future = _new_future(instance.loading, model.name)
+        has_image = image_fd is not None
+        fds = (image_fd,) if image_fd is not None else ()
+        instance.send(m.LoadModel(model, has_image, digest), fds)
+        try:
+            async with asyncio.timeout(self._settings.limits.load_timeout_s):
+                loaded = await future
+        except TimeoutError:
+            limit_s = self._settings.limits.load_timeout_s
+            raise TimedOut(
+                f"{model.name}: not loaded within {limit_s:g} s", "raise limits.load_timeout"
+            ) from None
+        finally:
+            instance.loading.pop(model.name, None)
+        instance.models.add(model.name)
+        return loaded, instance.image_fds.pop(model.name)
+
+    async def unload(self, instance: Instance, name: str) -> None:
+        """Drop a model from an instance; returns when its memory is free."""
+        if name not in instance.models:
+            return
+        future = _new_future(instance.unloading, name)
+        instance.models.discard(name)
+        instance.send(m.UnloadModel(name))
+        try:
+            async with asyncio.timeout(self._settings.limits.drain_timeout_s):
+                await future
+        finally:
+            instance.unloading.pop(name, None)
+
+    async def call(self, instance: Instance, method: str, **arguments: object) -> object:
+        """Run a named operation on an instance between two of its steps.
+
+        Raises:
+            GpupoolError: the operation's error, or that the instance is down.
+        """
+        if not instance.is_ready:
+            raise Failed(f"instance {instance.number} is {instance.state}")
+        self._next_call += 1
+        call_id = self._next_call
+        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        instance.calls[call_id] = future
+        instance.send(m.Call(call_id, method, dict(arguments)))
+        try:
+            return await future
+        finally:
+            instance.calls.pop(call_id, None)
+
+    async def _keep_running(self, instance: Instance) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        loop = asyncio.get_running_loop()
+        while True:
+            started_s = loop.time()
+            try:
+                await self._run_once(instance)
+            except OSError as error:
+                _logger.error("instance %d could not be started: %s", instance.number, error)
+            if loop.time() - started_s > _STABLE_AFTER_S:
+                backoff_s = _FIRST_BACKOFF_S
+            _logger.info("instance %d restarts in %g s", instance.number, backoff_s)
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _run_once(self, instance: Instance) -> None:
+        instance.state = "starting"
+        log_path = self._settings.paths.log_dir / f"instance-{instance.number}.log"
+        child: Child[m.FromInstance] = await Child.start(
+            f"instance {instance.number}",
+            "gpupoold.instance",
+            _arguments(self._settings, instance),
+            m.FromInstance,
+            log_path,
+        )
+        instance.child = child
+        try:
+            while True:
+                self._note(instance, await child.channel.receive())
+        except ChannelClosed:
+            child.channel.close()
+            status = await child.wait()
+            instance.state = "down"
+            instance.child = None
+            self._forget(instance, f"instance {instance.number} ended ({_ending(status)})")
+            _logger.error(
+                "instance %d ended (%s); see %s", instance.number, _ending(status), log_path
+            )
+            await self._on_down(instance)
+
+    def _note(self, instance: Instance, message: m.FromInstance) -> None:
+        match message:
+            case m.InstanceReady():
+                instance.ready = message
+                instance.state = "ready"
+                task = asyncio.ensure_future(self._on_up(instance))
+                self._tasks.append(task)
+                task.add_done_callback(self._tasks.remove)
+            case m.ModelLoaded():
+                assert instance.child is not None
+                instance.image_fds[message.model.name] = instance.child.channel.take_fd()
+                _resolve(instance.loading, message.model.name, message)
+            case m.ModelFailed():
+                error = error_from_code(message.error_code, message.message, message.hint)
+                _reject(instance.loading, message.name, error)
+            case m.ModelUnloaded():
+                _resolve(instance.unloading, message.name, None)
+            case m.CallResult() if message.error_code:
+                error = error_from_code(
+                    message.error_code, message.error_message, message.error_hint
+                )
+                _reject(instance.calls, message.call_id, error)
+            case m.CallResult():
+                _resolve(instance.calls, message.call_id, message.result)
+            case m.InstanceStatus():
+                instance.status = message
+            case _:
+                self._on_message(instance, message)
+
+    def _forget(self, instance: Instance, reason: str) -> None:
+        """Everything that waited for this run of the instance fails with ``reason``."""
+        for name in list(instance.loading):
+            _reject(instance.loading, name, Failed(reason, "see `gpupool logs`"))
+        for call_id in list(instance.calls):
+            _reject(instance.calls, call_id, Failed(reason))
+        for name in list(instance.unloading):
+            _resolve(instance.unloading, name, None)
+        for fd in instance.image_fds.values():
+            os.close(fd)
+        instance.image_fds.clear()
+        instance.models.clear()
+        instance.status = None
+
+
+def _arguments(settings: Settings, instance: Instance) -> list[str]:
+    device = instance.device
+    device_bytes = (device.memory_bytes or 0) - settings.memory.reserve_for(device.kind)
+    options = {
+        "--instance": instance.number,
+        "--parent-pid": os.getpid(),
+        "--device-kind": device.kind,
+        "--device-index": device.index or 0,
+        "--device-bytes": max(0, device_bytes),
+        "--reserve-bytes": settings.memory.reserve_for(device.kind),
+        "--page-bytes": device.page_bytes or 0,
+        "--kv-host-bytes": settings.memory.kv_host_bytes,
+        "--quota-max-s": settings.scheduling.quota_max_s,
+        "--log-level": settings.log.level,
+    }
+    return [text for pair in options.items() for text in map(str, pair)]
+
+
+def _ending(status: int) -> str:
+    return f"signal {-status}" if status < 0 else f"exit status {status}"
+
+
+def _new_future(futures: dict[K, asyncio.Future[V]], key: K) -> asyncio.Future[V]:
+    future: asyncio.Future[V] = asyncio.get_running_loop().create_future()
+    futures[key] = future
+    return future
+
+
+def _resolve(futures: dict[K, asyncio.Future[V]], key: K, value: V) -> None:
+    future = futures.get(key)
+    if future is not None and not future.done():
+        future.set_result(value)
+
+
+def _reject(futures: dict[K, asyncio.Future[V]], key: K, error: GpupoolError) -> None:
+    future = futures.get(key)
+    if future is not None and not future.done():
+        future.set_exception(error)
+
+

@@ -1,0 +1,157 @@
+"""The pool as the admin API sees it: one object that knows all parts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import psutil
+from gpupool_state import History, Registry
+
+from gpupoold import __version__
+from gpupoold.admin.models import BenchSwitchRequest, ModelInfo, Ps, Status
+from gpupoold.config import Settings
+from gpupoold.errors import Refused
+from gpupoold.pool import views
+from gpupoold.pool.dispatch import Dispatcher
+from gpupoold.pool.frontends import FrontendSupervisor
+from gpupoold.pool.image_cache import ImageCache
+from gpupoold.pool.instances import InstanceSupervisor
+from gpupoold.pool.lifecycle import ModelLifecycle
+
+PoolState = Literal["starting", "ready", "stopping"]
+
+
+@dataclass(slots=True)
+class Pool:
+    """All parts of the control plane, wired together by :func:`build_pool`."""
+
+    settings: Settings
+    registry: Registry
+    history: History
+    dispatcher: Dispatcher
+    supervisor: InstanceSupervisor
+    frontend: FrontendSupervisor
+    lifecycle: ModelLifecycle
+    cache: ImageCache
+    http_url: str
+    stopping: bool = False
+    _started_s: float = field(default_factory=time.monotonic)
+
+    def start(self) -> None:
+        """Start the instances and the frontend; they come up in the background."""
+        self.supervisor.start()
+        self.frontend.start()
+
+    async def stop(self) -> None:
+        """Stop the frontend, then the instances."""
+        self.stopping = True
+        await self.frontend.stop()
+        await self.supervisor.stop()
+        self.cache.close()
+
+    @property
+    def state(self) -> PoolState:
+        """Whether requests can be served."""
+        if self.stopping:
+            return "stopping"
+        ready = any(instance.is_ready for instance in self.supervisor.instances)
+        return "ready" if ready and self.frontend.is_ready else "starting"
+
+    async def models(self) -> list[ModelInfo]:
+        """All registered models by name, with their states now."""
+        return [
+            views.model_info(row, self.lifecycle.state_of(row))
+            for row in await self.registry.list()
+        ]
+
+    async def ps(self) -> Ps:
+        """What runs now."""
+        return views.ps(await self.models(), self.dispatcher, self.supervisor.instances)
+
+    async def status(self) -> Status:
+        """One look at the daemon."""
+        readies = [i.ready for i in self.supervisor.instances if i.ready is not None]
+        return Status(
+            version=__version__,
+            engine_version=readies[0].engine_version if readies else "",
+            pid=os.getpid(),
+            uptime_s=time.monotonic() - self._started_s,
+            state=self.state,
+            http_url=self.http_url,
+            state_dir=str(self.settings.paths.state_dir),
+            model_cache_bytes=self.cache.used_bytes,
+            model_cache_limit_bytes=self.cache.budget_bytes,
+            rss_bytes=psutil.Process().memory_info().rss,
+            num_models=len(await self.registry.list()),
+            num_live_requests=len(self.dispatcher.live),
+            dropped_history_rows=self.history.dropped_rows,
+        )
+
+    async def bench_switch(self, request: BenchSwitchRequest) -> dict[str, Any]:
+        """Switch between two loaded models on an idle instance.
+
+        Raises:
+            Refused: fewer than two different models, or the device is busy.
+        """
+        first, second = [(await self.lifecycle.find(name)).spec.name for name in request.models]
+        if first == second:
+            raise Refused("a switch needs two different models")
+        routes = self.dispatcher.routes
+        shared = [i for i in routes.get(first, []) if i in routes.get(second, [])]
+        if not shared:
+            raise Refused(f"no instance has both {first} and {second} loaded")
+        result = await self.supervisor.call(
+            shared[0], "bench_switch", models=[first, second], rounds=request.rounds
+        )
+        assert isinstance(result, dict)
+        return result
+
+    async def check_integrity(self) -> AsyncIterator[object]:
+        """Every instance's accounts; an error names what disagrees."""
+        for instance in self.supervisor.instances:
+            yield await self.supervisor.call(instance, "check_integrity")
+
+
+def build_pool(
+    settings: Settings, registry: Registry, history: History, listener: socket.socket
+) -> Pool:
+    """Wire the parts together; nothing is started yet."""
+    dispatcher = Dispatcher(settings.limits, history)
+    cache = ImageCache(settings.memory.model_cache_bytes)
+
+    supervisor = InstanceSupervisor(
+        settings,
+        dispatcher.from_instance,
+        lambda instance: lifecycle.instance_up(instance),
+        lambda instance: lifecycle.instance_down(instance),
+    )
+    lifecycle = ModelLifecycle(settings, registry, history, dispatcher, supervisor, cache)
+    frontend = FrontendSupervisor(
+        settings,
+        listener,
+        dispatcher.from_frontend,
+        lifecycle.frontend_up,
+        dispatcher.frontend_down,
+    )
+    dispatcher.frontend = frontend
+    lifecycle.frontend = frontend
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return Pool(
+        settings,
+        registry,
+        history,
+        dispatcher,
+        supervisor,
+        frontend,
+        lifecycle,
+        cache,
+        f"http://{shown}:{port}",
+    )
+
+

@@ -1,0 +1,104 @@
+"""Live requests and what the daemon knows of each. Pure bookkeeping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from gpupoold.domain import Targets
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """One request from its arrival to its end; engines are disposable, this record is not."""
+
+    request_id: str
+    model: str
+    instance: int
+    arrival_s: float
+    targets: Targets
+    prompt_token_ids: list[int]
+    output_token_ids: list[int] = field(default_factory=list)
+    token_times_s: list[float] = field(default_factory=list)
+
+    def add_tokens(self, token_ids: Sequence[int], at_s: float) -> None:
+        """Tokens that went out at ``at_s``."""
+        self.output_token_ids.extend(token_ids)
+        self.token_times_s.extend([at_s] * len(token_ids))
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When the next token is due."""
+        return self.targets.deadline_s(self.arrival_s, len(self.token_times_s))
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token; None before it."""
+        return self.token_times_s[0] - self.arrival_s if self.token_times_s else None
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Times between tokens."""
+        times = self.token_times_s
+        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+
+    @property
+    def num_in_time(self) -> int:
+        """Tokens that met their deadline, deadlines being fixed at arrival."""
+        return sum(
+            at_s <= self.targets.deadline_s(self.arrival_s, index)
+            for index, at_s in enumerate(self.token_times_s)
+        )
+
+
+class LiveRequests:
+    """All live requests by id, counted per model."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, LiveRequest] = {}
+        self._num_by_model: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: LiveRequest) -> None:
+        """A request came in; ids are unique."""
+        assert request.request_id not in self._requests
+        self._requests[request.request_id] = request
+        self._num_by_model[request.model] = self.num_of(request.model) + 1
+
+    def get(self, request_id: str) -> LiveRequest | None:
+        """The request, None when it has ended."""
+        return self._requests.get(request_id)
+
+    def pop(self, request_id: str) -> LiveRequest | None:
+        """The request ended; None when it had before."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._num_by_model[request.model] -= 1
+        return request
+
+    def num_of(self, model: str) -> int:
+        """Live requests of a model."""
+        return self._num_by_model.get(model, 0)
+
+    def of_model(self, model: str) -> list[LiveRequest]:
+        """A model's live requests, oldest first."""
+        return [request for request in self._requests.values() if request.model == model]
+
+    def on_instance(self, instance: int) -> list[LiveRequest]:
+        """The live requests on an instance, oldest first."""
+        return [request for request in self._requests.values() if request.instance == instance]
+
+    def all(self) -> list[LiveRequest]:
+        """Every live request, oldest first."""
+        return list(self._requests.values())
+
+
+def percentile(values: Iterable[float], fraction: float) -> float | None:
+    """Nearest-rank percentile (``fraction`` of 0.99 for p99); None without values."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]

@@ -1,0 +1,130 @@
+"""What the admin API shows of the pool's state. Pure conversions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from gpupool_state import EventRow, ModelRow, SwitchRow
+
+from gpupoold.admin.models import (
+    DeviceInfo,
+    EventInfo,
+    ModelInfo,
+    ModelUsage,
+    Ps,
+    RequestInfo,
+    SwitchInfo,
+)
+from gpupoold.domain import ModelState
+from gpupoold.pool.dispatch import Dispatcher
+from gpupoold.pool.instances import Instance
+from gpupoold.pool.requests import LiveRequest
+from gpupoold.pool.stats import ModelStats
+from gpupoold.wire.messages import ModelMemory
+
+
+def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
+    """A registry row as ``gpupool show`` has it; ``state`` replaces the recorded one."""
+    spec = row.spec
+    return ModelInfo(
+        name=spec.name,
+        source=spec.source,
+        path=spec.path,
+        revision=spec.revision,
+        dtype=spec.dtype,
+        max_model_len=row.loaded_max_model_len or spec.max_model_len,
+        ttft_s=spec.targets.ttft_s,
+        tbt_s=spec.targets.tbt_s,
+        aliases=list(spec.aliases),
+        state=(state or row.state).value,
+        error=row.error,
+        architecture=row.architecture,
+        weight_bytes=row.weight_bytes,
+        kv_bytes_per_token=row.kv_bytes_per_token,
+        created_at=row.created_at,
+    )
+
+
+def switch_info(row: SwitchRow) -> SwitchInfo:
+    """A switch from the history."""
+    return SwitchInfo(**{name: getattr(row, name) for name in SwitchInfo.model_fields})
+
+
+def event_info(row: EventRow) -> EventInfo:
+    """An event from the history."""
+    return EventInfo(**{name: getattr(row, name) for name in EventInfo.model_fields})
+
+
+def ps(models: Iterable[ModelInfo], dispatcher: Dispatcher, instances: list[Instance]) -> Ps:
+    """What runs now, over all instances."""
+    now_s = time.monotonic()
+    switches = dispatcher.switches
+    return Ps(
+        devices=[_device(instance) for instance in instances],
+        models=[_usage(model, dispatcher, instances) for model in models],
+        requests=[_request(request, now_s) for request in dispatcher.live.all()],
+        num_switches=switches.count,
+        switched_bytes=switches.moved_bytes,
+        switch_seconds=dict(switches.seconds),
+    )
+
+
+def _device(instance: Instance) -> DeviceInfo:
+    ready, status = instance.ready, instance.status
+    return DeviceInfo(
+        instance=instance.number,
+        kind=instance.device.kind,
+        pid=instance.child.pid if instance.child else None,
+        state=instance.state,
+        device_bytes=ready.device_bytes if ready else 0,
+        free_bytes=status.free_bytes if status else 0,
+        page_bytes=ready.page_bytes if ready else 0,
+        bandwidth_bytes_per_s=ready.bandwidth_bytes_per_s if ready else 0.0,
+        on_turn=status.on_turn if status else None,
+        quota_s=status.quota_s if status else 0.0,
+        kv_host_bytes=status.kv_host_bytes if status else 0,
+        num_steps=status.num_steps if status else 0,
+    )
+
+
+def _usage(model: ModelInfo, dispatcher: Dispatcher, instances: list[Instance]) -> ModelUsage:
+    memories = [memory for instance in instances for memory in _memories(instance, model.name)]
+    stats = dispatcher.stats.get(model.name, ModelStats())
+    latencies = stats.latencies()
+    return ModelUsage(
+        name=model.name,
+        state=model.state,
+        num_live=dispatcher.live.num_of(model.name),
+        num_waiting=sum(memory.num_waiting for memory in memories),
+        weights_resident_bytes=sum(memory.weights_resident_bytes for memory in memories),
+        weights_total_bytes=max((memory.weights_total_bytes for memory in memories), default=0),
+        kv_resident_bytes=sum(memory.kv_resident_bytes for memory in memories),
+        kv_host_bytes=sum(memory.kv_host_bytes for memory in memories),
+        requests=stats.requests,
+        completed=stats.completed,
+        tokens=stats.tokens,
+        tokens_in_time=stats.tokens_in_time,
+        attainment=stats.attainment,
+        ttft_p50_s=latencies["ttft_p50_s"],
+        ttft_p99_s=latencies["ttft_p99_s"],
+        tbt_p50_s=latencies["tbt_p50_s"],
+        tbt_p99_s=latencies["tbt_p99_s"],
+    )
+
+
+def _memories(instance: Instance, model: str) -> list[ModelMemory]:
+    models = instance.status.models if instance.status else []
+    return [memory for memory in models if memory.model == model]
+
+
+def _request(request: LiveRequest, now_s: float) -> RequestInfo:
+    return RequestInfo(
+        request_id=request.request_id,
+        model=request.model,
+        instance=request.instance,
+        age_s=now_s - request.arrival_s,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_output_tokens=len(request.token_times_s),
+        next_deadline_in_s=request.next_deadline_s - now_s,
+    )

@@ -1,0 +1,30 @@
+"""What every child process of the daemon does first. Standard library only."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(expected_parent_pid: int | None = None) -> None:
+    """Ask the kernel to kill this process when the parent's spawning thread ends.
+
+    Call it first thing in a child. ``expected_parent_pid`` closes the gap
+    between the fork and this call: if the parent is already another process,
+    the real one died in between and nobody would ever signal us. None trusts
+    the present parent.
+
+    Raises:
+        OSError: the kernel refused the request.
+        SystemExit: the expected parent is already gone.
+    """
+    parent_pid = os.getppid() if expected_parent_pid is None else expected_parent_pid
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        errno = ctypes.get_errno()
+        raise OSError(errno, f"prctl(PR_SET_PDEATHSIG): {os.strerror(errno)}")
+    if os.getppid() != parent_pid:
+        raise SystemExit(f"the parent process {parent_pid} is gone")

@@ -1,0 +1,84 @@
+"""Who gives pages up when a switch needs them. Pure: sizes in, an ordered list out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class Victim(Enum):
+    """What can be taken from a model that is not on its turn."""
+
+    FREE_KV = auto()  # chunks without a live block: nothing moves
+    WEIGHTS = auto()  # the host image stays: nothing moves now, all of it later
+    LIVE_KV = auto()  # moves to the host now and back later
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one model holds on the device, in pages."""
+
+    model: str
+    num_live: int
+    last_used_s: float
+    ttft_s: float
+    next_deadline_s: float
+    weight_pages: int
+    free_kv_pages: int
+    live_kv_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """Take ``victim`` from ``model``; frees about ``num_pages``."""
+
+    model: str
+    victim: Victim
+    num_pages: int
+
+
+def plan_evictions(num_pages: int, holdings: Sequence[Holding]) -> list[Eviction]:
+    """Evictions in order until ``num_pages`` are free, or all there are if that is too few.
+
+    Order: free KV; weights of models without live requests (least recently
+    used, larger TTFT first); KV of paused requests (latest deadline first);
+    weights of paused models. When paused KV alone does not make the room, the
+    paused models' weights go before it: dropping weights moves no bytes, and
+    KV that stays need not be copied out and in again.
+    """
+    idle = [h for h in holdings if not h.num_live]
+    paused = sorted((h for h in holdings if h.num_live), key=lambda h: -h.next_deadline_s)
+    idle.sort(key=lambda h: (h.last_used_s, -h.ttft_s))
+    free_kv = _evictions(Victim.FREE_KV, [*idle, *paused])
+    idle_weights = _evictions(Victim.WEIGHTS, idle)
+    live_kv = _evictions(Victim.LIVE_KV, paused)
+    paused_weights = _evictions(Victim.WEIGHTS, paused)
+    gentle = [*free_kv, *idle_weights, *live_kv]
+    if sum(eviction.num_pages for eviction in gentle) >= num_pages:
+        return _until(num_pages, gentle)
+    return _until(num_pages, [*free_kv, *idle_weights, *paused_weights, *live_kv])
+
+
+def _evictions(victim: Victim, holdings: Sequence[Holding]) -> list[Eviction]:
+    return [
+        Eviction(holding.model, victim, num_pages)
+        for holding in holdings
+        if (num_pages := _pages(victim, holding))
+    ]
+
+
+def _pages(victim: Victim, holding: Holding) -> int:
+    if victim is Victim.FREE_KV:
+        return holding.free_kv_pages
+    return holding.weight_pages if victim is Victim.WEIGHTS else holding.live_kv_pages
+
+
+def _until(num_pages: int, evictions: list[Eviction]) -> list[Eviction]:
+    chosen: list[Eviction] = []
+    for eviction in evictions:
+        if num_pages <= 0:
+            break
+        chosen.append(eviction)
+        num_pages -= eviction.num_pages
+    return chosen

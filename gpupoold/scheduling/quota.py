@@ -1,0 +1,58 @@
+"""Turn lengths of a decode round (Aegaeon, section 4.3, equations 2 and 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MIN_ALPHA = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One batch of the round: its token target and its step time, both in seconds."""
+
+    tbt_s: float
+    step_s: float
+
+    @property
+    def tokens_per_target(self) -> float:
+        """``n = d/t``: steps the batch can make in the time one token may take."""
+        return self.tbt_s / self.step_s
+
+
+def round_quotas_s(loads: Sequence[Load], switch_s: float, quota_max_s: float) -> list[float]:
+    """Quota of each batch in seconds for a round that spends ``switch_s`` on switching.
+
+    ``alpha = max(c/(min n * Q_MAX) + sum 1/n, 0.5)``,
+    ``q_i = c/(n_i * (alpha - sum 1/n))``. With ``c = 0`` that is 0/0 or 0: then
+    switching is free, and every batch gets the time of one token target split
+    by need, ``q_i = d_min * (1/n_i) / max(sum 1/n, 0.5)``, so that short turns
+    keep every deadline in reach.
+    """
+    counts = [load.tokens_per_target for load in loads]
+    need = sum(1 / count for count in counts)
+    if switch_s <= 0:
+        shortest_s = min(load.tbt_s for load in loads)
+        return [
+            max(load.step_s, shortest_s / count / max(need, MIN_ALPHA))
+            for load, count in zip(loads, counts, strict=True)
+        ]
+    alpha = max(switch_s / (min(counts) * quota_max_s) + need, MIN_ALPHA)
+    return [switch_s / (count * (alpha - need)) for count in counts]
+
+
+def limit_round(
+    quotas_s: Sequence[float], switch_s: float, round_limit_s: float, floors_s: Sequence[float]
+) -> list[float]:
+    """Shrink all quotas alike so that the round takes at most ``round_limit_s``.
+
+    No quota goes below its floor (at least its own switch time, so that no
+    more than half of a round is spent switching).
+    """
+    total_s = sum(quotas_s)
+    available_s = round_limit_s - switch_s
+    if total_s <= available_s:
+        return list(quotas_s)
+    scale = max(available_s, 0.0) / total_s
+    return [max(quota * scale, floor) for quota, floor in zip(quotas_s, floors_s, strict=True)]

@@ -1,0 +1,66 @@
+"""Durations and sizes as people write them: ``500ms``, ``2s``, ``5m``; ``24GiB``, ``1.5GB``."""
+
+from __future__ import annotations
+
+import re
+
+_DURATION_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZE_BYTES = {"": 1, "b": 1} | {
+    unit: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for unit, base in ((f"{letter}b", 1000), (f"{letter}ib", 1024))
+}
+_NUMBER_UNIT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
+
+
+def parse_duration_s(text: str) -> float:
+    """Seconds in ``text``; a bare number is seconds.
+
+    Raises:
+        ValueError: naming the text and the accepted units.
+    """
+    number, unit = _split(text, "a duration such as 500ms, 2s or 5m")
+    if unit.lower() not in _DURATION_S | {"": 1.0}:
+        raise ValueError(f"{text!r}: unknown unit {unit!r}, use us, ms, s, m, h or d")
+    return number * _DURATION_S.get(unit.lower(), 1.0)
+
+
+def parse_size_bytes(text: str) -> int:
+    """Bytes in ``text``; ``kB`` is 1000, ``KiB`` is 1024, a bare number is bytes.
+
+    Raises:
+        ValueError: naming the text and the accepted units.
+    """
+    number, unit = _split(text, "a size such as 24GiB or 500MB")
+    if unit.lower() not in _SIZE_BYTES:
+        raise ValueError(f"{text!r}: unknown unit {unit!r}, use B, kB, KiB, MB, MiB, GB, GiB or TiB")
+    return int(number * _SIZE_BYTES[unit.lower()])
+
+
+def format_duration(seconds: float) -> str:
+    """Short form with three significant digits: ``1.25s``, ``340ms``, ``12us``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g}us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g}ms"
+    if seconds < 120:
+        return f"{seconds:.3g}s"
+    if seconds < 7200:
+        return f"{seconds / 60:.3g}m"
+    return f"{seconds / 3600:.3g}h"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Binary units with three significant digits: ``1.5 GiB``, ``512 B``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} TiB"
+
+
+def _split(text: str, wanted: str) -> tuple[float, str]:
+    match = _NUMBER_UNIT.match(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not {wanted}")
+    return float(match[1]), match[2]

@@ -1,0 +1,57 @@
+"""Messages to bytes and back; no sockets.
+
+A frame is a little-endian ``uint32`` payload length and a msgpack payload.
+File descriptors travel beside the frames by ``SCM_RIGHTS`` and are consumed in
+order by the messages whose ``has_image`` is set.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+_HEADER = struct.Struct("<I")
+HEADER_BYTES = _HEADER.size
+MAX_FRAME_BYTES = 256 << 20
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_frame(message: msgspec.Struct) -> bytes:
+    """One message as header + payload."""
+    payload = _encoder.encode(message)
+    return _HEADER.pack(len(payload)) + payload
+
+
+class FrameDecoder(Generic[T]):
+    """Turns a byte stream into messages of one union type."""
+
+    def __init__(self, message_type: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(message_type)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[T]:
+        """Messages completed by ``data``, in order.
+
+        Raises:
+            ValueError: a frame longer than ``MAX_FRAME_BYTES`` or not of the
+                union; the connection cannot be used after that.
+        """
+        self._buffer += data
+        messages: list[T] = []
+        start = 0
+        while len(self._buffer) - start >= HEADER_BYTES:
+            (length,) = _HEADER.unpack_from(self._buffer, start)
+            if length > MAX_FRAME_BYTES:
+                raise ValueError(f"frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+            end = start + HEADER_BYTES + length
+            if len(self._buffer) < end:
+                break
+            messages.append(self._decoder.decode(self._buffer[start + HEADER_BYTES : end]))
+            start = end
+        del self._buffer[:start]
+        return messages

@@ -1,0 +1,281 @@
+"""Everything that crosses a process boundary, as tagged msgspec structs.
+
+Three conversations, all over unix stream sockets framed by :mod:`gpupoold.wire.codec`:
+daemon → instance, instance → daemon, and daemon ↔ frontend. A field named
+``frames`` holds buffers encoded by vLLM's own serialiser; the daemon forwards
+them unread. Times ending in ``_s`` that are instants are ``time.monotonic()``
+of this machine, which all processes share.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Message(msgspec.Struct, tag=True):
+    """Base of all messages; the struct's name is its tag on the wire."""
+
+
+class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process needs to build a model's vLLM configuration."""
+
+    name: str
+    path: str
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    aliases: tuple[str, ...] = ()
+    ttft_s: float
+    tbt_s: float
+    allow_remote_code: bool = False
+
+
+class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What loading a model taught us; instances report it, frontends and the registry use it."""
+
+    name: str
+    architecture: str
+    max_model_len: int
+    dtype: str
+    block_size: int
+    num_gpu_blocks: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    supported_tasks: tuple[str, ...]
+    load_s: float
+
+
+class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
+    """One request's share of a step: ids it gained, and why it ended if it did."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: str | None = None
+
+
+class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One switch with its stages in seconds; bytes are what really moved."""
+
+    instance: int
+    model: str
+    previous: str | None
+    at_s: float
+    total_s: float
+    evict_s: float
+    map_s: float
+    weights_s: float
+    kv_s: float
+    weight_bytes: int
+    kv_in_bytes: int
+    kv_out_bytes: int
+
+
+class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """One model's memory on one instance, in bytes."""
+
+    model: str
+    weights_resident_bytes: int
+    weights_total_bytes: int
+    kv_resident_bytes: int
+    kv_host_bytes: int
+    num_live: int
+    num_waiting: int
+
+
+# daemon → instance
+
+
+class LoadModel(Message):
+    """Load a model; with ``has_image`` one descriptor (the image's memfd) comes along."""
+
+    model: ModelToLoad
+    has_image: bool = False
+    layout_digest: str = ""
+
+
+class UnloadModel(Message):
+    """Drop a model; its live requests must have ended before."""
+
+    name: str
+
+
+class SetTargets(Message):
+    """New targets for a model, from the next turn on."""
+
+    name: str
+    ttft_s: float
+    tbt_s: float
+
+
+class AddRequest(Message):
+    """A request for a model (frontend → daemon → instance)."""
+
+    model: str
+    request_id: str
+    arrival_s: float
+    prompt_token_ids: list[int]
+    max_tokens: int
+    frames: list[bytes]
+
+
+class AbortRequests(Message):
+    """The client went away or the daemon gave up (frontend → daemon → instance)."""
+
+    model: str
+    request_ids: list[str]
+
+
+class Call(Message):
+    """A named operation with msgpack-encodable arguments; answered by ``CallResult``."""
+
+    call_id: int
+    method: str
+    args: dict[str, object] = {}
+
+
+class CallResult(Message):
+    """The answer to a ``Call``; ``error_code`` is set when it failed."""
+
+    call_id: int
+    result: object = None
+    error_code: str = ""
+    error_message: str = ""
+    error_hint: str = ""
+
+
+class Shutdown(Message):
+    """Finish the step in progress and exit."""
+
+
+# instance → daemon
+
+
+class InstanceReady(Message):
+    """The instance owns its device and can load models."""
+
+    instance: int
+    pid: int
+    device_bytes: int
+    page_bytes: int
+    bandwidth_bytes_per_s: float
+    engine_version: str
+
+
+class ModelLoaded(Message):
+    """A model is ready to serve; with ``has_image`` its image's memfd comes along."""
+
+    model: LoadedModel
+    layout_digest: str
+    has_image: bool = False
+
+
+class ModelFailed(Message):
+    """Loading failed; the error is for the user."""
+
+    name: str
+    error_code: str
+    message: str
+    hint: str = ""
+
+
+class ModelUnloaded(Message):
+    """The model's pages, regions and engine are gone."""
+
+    name: str
+
+
+class StepOutputs(Message):
+    """What one engine step produced (instance → daemon → frontend, forwarded as it is)."""
+
+    model: str
+    at_s: float
+    frames: list[bytes]
+    progress: list[RequestProgress]
+
+
+class Switched(Message):
+    """A switch happened."""
+
+    switch: SwitchRecord
+
+
+class InstanceStatus(Message):
+    """Sent a few times a second: proof of life and what ``gpupool ps`` shows."""
+
+    instance: int
+    at_s: float
+    on_turn: str | None
+    quota_s: float
+    num_steps: int
+    free_bytes: int
+    kv_host_bytes: int
+    models: list[ModelMemory]
+
+
+# daemon ↔ frontend
+
+
+class FrontendReady(Message):
+    """The frontend accepts connections on the socket it was given."""
+
+    pid: int
+
+
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of ``/v1/models``; ``state`` is a ``ModelState``."""
+
+    name: str
+    aliases: tuple[str, ...]
+    state: str
+    created_at: float
+    reason: str = ""
+    retry_after_s: float = 1.0
+    max_model_len: int | None = None
+
+
+class ModelList(Message):
+    """All registered models with their states; replaces the list sent before."""
+
+    models: list[ServedModel]
+    ready: bool
+
+
+class ServeModel(Message):
+    """Mount the API of a loaded model; answered by ``CallResult`` with ``call_id``."""
+
+    call_id: int
+    model: ModelToLoad
+    loaded: LoadedModel
+
+
+class StopServing(Message):
+    """Unmount a model's API; streams still open end with an error."""
+
+    name: str
+
+
+class RequestsFailed(Message):
+    """Requests that cannot be answered (instance → daemon → frontend); their streams end so."""
+
+    model: str
+    request_ids: list[str]
+    message: str
+
+
+ToInstance = (
+    LoadModel | UnloadModel | SetTargets | AddRequest | AbortRequests | Call | Shutdown
+)
+FromInstance = (
+    InstanceReady
+    | ModelLoaded
+    | ModelFailed
+    | ModelUnloaded
+    | StepOutputs
+    | Switched
+    | InstanceStatus
+    | RequestsFailed
+    | CallResult
+)
+ToFrontend = (
+    ModelList | ServeModel | StopServing | StepOutputs | RequestsFailed | CallResult | Shutdown
+)
+FromFrontend = FrontendReady | AddRequest | AbortRequests | CallResult

@@ -1,0 +1,33 @@
+"""What outlives the daemon: the registry and the history, in SQLite.
+
+A leaf: imports only the standard library, aiosqlite and ``gpupoold``'s words.
+
+    with StateLock.acquire(folder):
+        async with await Database.open(folder / DATABASE_NAME) as db:
+            registry, history = Registry(db), History(db)
+            await history.start()
+            ...
+            await history.stop()
+"""
+
+from gpupool_state.db import Database
+from gpupool_state.history import History, HistoryLimits
+from gpupool_state.lock import StateLock
+from gpupool_state.registry import ModelRow, Registry
+from gpupool_state.rows import EventLevel, EventRow, RequestRow, SwitchRow
+
+DATABASE_NAME = "gpupool.db"
+
+__all__ = [
+    "DATABASE_NAME",
+    "Database",
+    "EventLevel",
+    "EventRow",
+    "History",
+    "HistoryLimits",
+    "ModelRow",
+    "Registry",
+    "RequestRow",
+    "StateLock",
+    "SwitchRow",
+]

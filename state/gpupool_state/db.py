@@ -1,0 +1,143 @@
+"""The state database: one SQLite file in WAL mode, one writer, one reader.
+
+Durability: a commit is in the write-ahead log, and so in the operating
+system's cache, before it is acknowledged. With ``synchronous=NORMAL`` that
+survives any end of the process, ``kill -9`` included. A power cut or a crash of
+the system may lose the last commits, but never leaves the file damaged.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import aiosqlite
+
+from gpupool_state.faults import cannot_open, damaged, explained
+from gpupool_state.migrations import MIGRATIONS, Migration, migrate
+from gpupool_state.writer import Transaction, Writer
+from gpupoold.errors import Failed
+
+DEFAULT_BUSY_TIMEOUT_S = 5.0
+
+
+class Database:
+    """An open state database; made by ``await Database.open(path)``."""
+
+    def __init__(
+        self, path: Path, writer: Writer, reader: aiosqlite.Connection, stack: AsyncExitStack
+    ) -> None:
+        self.path = path
+        self._writer = writer
+        self._reader = reader
+        self._stack = stack
+        self._closed = False
+
+    @classmethod
+    async def open(
+        cls,
+        path: Path,
+        *,
+        migrations: Sequence[Migration] = MIGRATIONS,
+        busy_timeout_s: float = DEFAULT_BUSY_TIMEOUT_S,
+    ) -> Self:
+        """Open or create the database at ``path`` and bring its schema up to date.
+
+        The caller holds the lock of the state folder (``gpupool_state.lock``).
+        ``busy_timeout_s`` is how long to wait for a lock that another program holds.
+
+        Raises:
+            Failed: unreadable, unwritable, damaged, locked, or no database; disk full.
+            Refused: the schema is newer than this program, or not gpupool's.
+        """
+        async with AsyncExitStack() as stack:
+            with explained(path):
+                _make_file(path)
+                connection = await _connect(path, busy_timeout_s)
+                writer = Writer(connection, path)
+                stack.push_async_callback(writer.close)
+                await _prepare(connection, path)
+                await migrate(writer, path, migrations)
+                reader = await _connect(path, busy_timeout_s)
+                stack.push_async_callback(reader.close)
+                await reader.execute_fetchall("PRAGMA query_only = ON")
+            return cls(path, writer, reader, stack.pop_all())
+
+    def write(self) -> AbstractAsyncContextManager[Transaction]:
+        """A write transaction; others wait for it. See ``Writer.transaction``."""
+        return self._writer.transaction()
+
+    async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
+        """All rows of a query; sees every change acknowledged before the call.
+
+        Raises:
+            Failed: the database is damaged, locked or closed.
+        """
+        if self._closed:
+            raise Failed(f"the state database {self.path} is closed")
+        with explained(self.path):
+            return list(await self._reader.execute_fetchall(sql, values))
+
+    async def fetch_one(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Row | None:
+        """The first row of a query, None when there is none; raises as ``fetch_all``."""
+        rows = await self.fetch_all(sql, values)
+        return rows[0] if rows else None
+
+    async def close(self) -> None:
+        """Wait for the write under way and close; calling it again does nothing."""
+        self._closed = True
+        await self._stack.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+def _make_file(path: Path) -> None:
+    # Created here for the file mode: SQLite would let everyone read it. An
+    # existing file is only looked at: to close one that this process has open
+    # elsewhere would drop that connection's locks.
+    try:
+        if not path.exists():
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        elif not path.is_file():
+            raise IsADirectoryError(errno.EISDIR, "it is not a file")
+        elif not os.access(path, os.R_OK | os.W_OK):
+            raise PermissionError(errno.EACCES, "no permission to read and write it")
+    except OSError as error:
+        raise cannot_open(path, error.strerror or str(error)) from error
+
+
+async def _connect(path: Path, busy_timeout_s: float) -> aiosqlite.Connection:
+    # isolation_level None: transactions begin and end where we say, never by themselves.
+    connection = await aiosqlite.connect(path, isolation_level=None, timeout=busy_timeout_s)
+    connection.row_factory = sqlite3.Row
+    return connection
+
+
+async def _prepare(connection: aiosqlite.Connection, path: Path) -> None:
+    (mode,) = await connection.execute_fetchall("PRAGMA journal_mode = WAL")
+    if mode[0] != "wal":
+        raise Failed(
+            f"the file system of {path} does not support SQLite's write-ahead log",
+            "put the state folder on a local disk, not on a network share",
+        )
+    await connection.execute_fetchall("PRAGMA synchronous = NORMAL")
+    await connection.execute_fetchall("PRAGMA foreign_keys = ON")
+    # Found now, damage stops the start with a reason; found later, it would surprise a request.
+    (verdict, *_) = await connection.execute_fetchall("PRAGMA quick_check(1)")
+    if verdict[0] != "ok":
+        raise damaged(path, verdict[0])

@@ -1,0 +1,314 @@
+"""What happened: requests, switches and events, bounded, written behind serving's back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from gpupool_state.buffer import Buffer
+from gpupool_state.db import Database
+from gpupool_state.event_feed import EventFeed
+from gpupool_state.rows import (
+    EVENTS,
+    REQUESTS,
+    SWITCHES,
+    TABLES,
+    Entry,
+    EventLevel,
+    EventRow,
+    RequestRow,
+    SwitchRow,
+    Table,
+    Value,
+    entry,
+    event_row,
+    request_row,
+    switch_row,
+)
+from gpupoold.errors import Failed
+
+_log = logging.getLogger(__name__)
+
+_MAX_PRUNED_ROWS = 1000  # per transaction, so that the registry never waits long
+_MAX_RETRY_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryLimits:
+    """How much is kept: rows per table on disk, rows in the buffer, events in memory."""
+
+    num_requests: int = 100_000
+    num_switches: int = 20_000
+    num_events: int = 20_000
+    num_buffered: int = 10_000
+    num_events_in_memory: int = 1_000
+
+    def rows(self, table: Table) -> int:
+        """The row limit of ``table``."""
+        limits = {REQUESTS: self.num_requests, SWITCHES: self.num_switches, EVENTS: self.num_events}
+        return limits[table]
+
+
+class History:
+    """Keeps the history without ever delaying or failing who records it.
+
+    ``record_*`` put a row in memory and return; a task writes the rows every
+    ``flush_interval_s``. Rows that cannot be written wait in a bounded buffer
+    and are tried again, less and less often; those it has no room for are
+    dropped, oldest first, and counted in ``dropped_rows``. Reads of requests
+    and switches see what has been written, reads of events everything.
+
+    Call everything from the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        db: Database,
+        limits: HistoryLimits | None = None,
+        flush_interval_s: float = 0.5,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._db = db
+        self._limits = limits or HistoryLimits()
+        self._flush_interval_s = flush_interval_s
+        self._now = now
+        self._buffer = Buffer(self._limits.num_buffered)
+        self._feed: EventFeed | None = None
+        self._last_ids: dict[Table, int] = {}
+        self._num_rows: dict[Table, int] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._filled = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._flushing = asyncio.Lock()
+        self._failing = False
+
+    @property
+    def dropped_rows(self) -> int:
+        """Rows lost since the start because the buffer or the disk had no room."""
+        return self._buffer.num_dropped
+
+    @property
+    def last_event_id(self) -> int:
+        """The id of the newest event, 0 when there has been none."""
+        return self._events.last_id
+
+    async def start(self) -> None:
+        """Read where the tables end and start writing; needed before anything is recorded.
+
+        Raises:
+            Failed: the database cannot be read.
+        """
+        if self._feed is not None:
+            raise RuntimeError("the history was started before")
+        for table in TABLES:
+            (row,) = await self._db.fetch_all(
+                f"SELECT coalesce(max(id), 0) AS last_id FROM {table.name}"
+            )
+            self._last_ids[table] = row["last_id"]
+        self._feed = EventFeed(self._last_ids[EVENTS], self._limits.num_events_in_memory)
+        self._task = asyncio.create_task(self._write_until_stopped(), name="history-writer")
+
+    async def stop(self) -> None:
+        """Write what is buffered, if the disk lets us, and stop; never raises for the disk."""
+        if self._task is None:
+            return
+        self._stopping.set()
+        self._filled.set()
+        self._events.close()
+        await asyncio.wait([self._task])
+        if await self._flush_safely():
+            await self._flush_safely()  # the first may have recorded that the disk is back
+        self._task = None
+        self._buffer.drop(len(self._buffer.take()))
+
+    def record_request(self, row: RequestRow) -> None:
+        """Keep a finished request; never blocks."""
+        self._record(REQUESTS, self._next_id(REQUESTS), row)
+
+    def record_switch(self, row: SwitchRow) -> None:
+        """Keep a switch; never blocks."""
+        self._record(SWITCHES, self._next_id(SWITCHES), row)
+
+    def record_event(self, level: EventLevel, kind: str, subject: str, message: str) -> EventRow:
+        """Keep an event and show it to followers at once; never blocks."""
+        event = self._events.publish(self._now(), level, kind, subject, message)
+        self._record(EVENTS, event.id, event)
+        return event
+
+    async def recent_requests(
+        self, model: str | None = None, since: float | None = None, limit: int = 100
+    ) -> list[RequestRow]:
+        """Requests, latest arrival first; ``since`` (wall-clock seconds) bounds the arrival.
+
+        Raises:
+            Failed: the database cannot be read.
+        """
+        wanted = {"model = ?": model, "arrived_at >= ?": since}
+        given = {term: value for term, value in wanted.items() if value is not None}
+        where = f"WHERE {' AND '.join(given)}" if given else ""
+        rows = await self._db.fetch_all(
+            f"SELECT * FROM requests {where} ORDER BY arrived_at DESC, id DESC LIMIT ?",
+            (*given.values(), max(0, limit)),
+        )
+        return [request_row(row) for row in rows]
+
+    async def recent_switches(self, limit: int = 100) -> list[SwitchRow]:
+        """Switches, latest first.
+
+        Raises:
+            Failed: the database cannot be read.
+        """
+        rows = await self._db.fetch_all(
+            "SELECT * FROM switches ORDER BY id DESC LIMIT ?", (max(0, limit),)
+        )
+        return [switch_row(row) for row in rows]
+
+    async def events_after(self, after_id: int, limit: int = 100) -> list[EventRow]:
+        """Events with ids above ``after_id``, oldest first, those not yet on disk included.
+
+        Raises:
+            Failed: older events are asked for and the database cannot be read.
+        """
+        limit = max(0, limit)
+        floor_id = self._events.floor_id
+        held = self._events.held_after(max(after_id, floor_id))
+        if after_id >= floor_id:
+            return held[:limit]
+        rows = await self._db.fetch_all(
+            "SELECT * FROM events WHERE id > ? AND id <= ? ORDER BY id LIMIT ?",
+            (after_id, floor_id, limit),
+        )
+        return ([event_row(row) for row in rows] + held)[:limit]
+
+    async def wait_event(self, after_id: int, timeout_s: float) -> bool:
+        """Wait for an event with an id above ``after_id``; False after ``timeout_s`` or at stop."""
+        return await self._events.wait(after_id, timeout_s)
+
+    async def flush(self) -> bool:
+        """Write everything recorded so far; False when the disk would not have it."""
+        async with self._flushing:
+            batch = self._buffer.take()
+            try:
+                await self._write_or_put_back(batch)
+                await self._prune()
+            except Failed as error:
+                self._note_failure(error)
+                return False
+        self._note_success()
+        return True
+
+    @property
+    def _events(self) -> EventFeed:
+        if self._feed is None:
+            raise RuntimeError("the history has not been started")
+        return self._feed
+
+    def _next_id(self, table: Table) -> int:
+        if self._feed is None:
+            raise RuntimeError("the history has not been started")
+        self._last_ids[table] += 1
+        return self._last_ids[table]
+
+    def _record(self, table: Table, row_id: int, row: RequestRow | SwitchRow | EventRow) -> None:
+        if self._task is None:
+            self._buffer.drop()
+            return
+        self._buffer.add(entry(table, row_id, row))
+        self._filled.set()
+
+    async def _write_until_stopped(self) -> None:
+        pause_s = self._flush_interval_s
+        while not self._stopping.is_set():
+            await self._filled.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause_s)
+            self._filled.clear()
+            if await self._flush_safely():
+                pause_s = self._flush_interval_s
+            else:
+                self._filled.set()
+                pause_s = min(2 * pause_s, max(_MAX_RETRY_S, self._flush_interval_s))
+
+    async def _flush_safely(self) -> bool:
+        try:
+            return await self.flush()
+        except Exception:
+            # Serving depends on nothing in here; the next round may do better.
+            _log.exception("writing the history failed unexpectedly")
+            return False
+
+    async def _write_or_put_back(self, batch: list[Entry]) -> None:
+        try:
+            await self._write(batch)
+        except (Failed, asyncio.CancelledError):
+            # Whether the commit went through is not known: count again, and
+            # write again, which does nothing for rows that are there.
+            self._num_rows.clear()
+            self._buffer.put_back(batch)
+            raise
+        except Exception:
+            _log.exception("a history row cannot be written; trying the rows one by one")
+            await self._write_singly(batch)
+
+    async def _write(self, batch: Iterable[Entry]) -> None:
+        by_table: dict[Table, list[tuple[Value, ...]]] = {}
+        for item in batch:
+            by_table.setdefault(item.table, []).append(item.values)
+        if not by_table:
+            return
+        added: dict[Table, int] = {}
+        async with self._db.write() as tx:
+            for table, rows in by_table.items():
+                added[table] = await tx.execute_many(table.insert, rows)
+        for table, num_added in added.items():
+            if table in self._num_rows:
+                self._num_rows[table] += num_added
+
+    async def _write_singly(self, batch: list[Entry]) -> None:
+        # One row that SQLite cannot take must not cost its neighbours, nor be retried for ever.
+        for index, item in enumerate(batch):
+            try:
+                await self._write([item])
+            except (Failed, asyncio.CancelledError):
+                self._num_rows.clear()
+                self._buffer.put_back(batch[index:])
+                raise
+            except Exception as error:
+                _log.warning("dropped a row of %s: %s", item.table.name, error)
+                self._buffer.drop()
+
+    async def _prune(self) -> None:
+        for table in TABLES:
+            limit = self._limits.rows(table)
+            # A tenth at a time, so that a full table is not pruned at every flush.
+            batch = max(1, min(_MAX_PRUNED_ROWS, limit // 10))
+            num_rows = await self._count(table)
+            while num_rows > limit:
+                async with self._db.write() as tx:
+                    num_rows -= await tx.execute(table.delete_oldest, (batch,))
+                self._num_rows[table] = num_rows
+
+    async def _count(self, table: Table) -> int:
+        if table not in self._num_rows:
+            (row,) = await self._db.fetch_all(f"SELECT count(*) AS num FROM {table.name}")
+            self._num_rows[table] = row["num"]
+        return self._num_rows[table]
+
+    def _note_failure(self, error: Failed) -> None:
+        if self._failing:
+            return
+        self._failing = True
+        _log.warning("the history cannot be written, serving goes on: %s", error)
+        self.record_event("error", "history", "state", f"the history cannot be written: {error}")
+
+    def _note_success(self) -> None:
+        if not self._failing:
+            return
+        self._failing = False
+        text = f"the history is written again; {self.dropped_rows} rows were dropped so far"
+        _log.info(text)
+        self.record_event("info", "history", "state", text)

@@ -1,0 +1,99 @@
+"""One daemon per state folder: an exclusive lock on a file in it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from gpupoold.errors import Failed, Refused
+
+LOCK_NAME = "gpupoold.lock"
+
+
+class StateLock:
+    """The held lock; made by ``StateLock.acquire``. The kernel frees it when the process ends."""
+
+    def __init__(self, folder: Path, descriptor: int) -> None:
+        self.folder = folder
+        self._descriptor: int | None = descriptor
+
+    @classmethod
+    def acquire(cls, folder: Path) -> Self:
+        """Create ``folder`` if it is missing and lock it for this process.
+
+        Raises:
+            Refused: another process holds it; the message names its pid.
+            Failed: the folder cannot be made or written.
+        """
+        path = folder / LOCK_NAME
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Not inherited by children: they must not keep the lock after us.
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise _unusable(folder, error) from error
+        try:
+            _lock(descriptor, folder)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(folder, descriptor)
+
+    def release(self) -> None:
+        """Let go of the folder; calling it again does nothing."""
+        if self._descriptor is None:
+            return
+        # The file stays: unlinking it would let a third process lock a new
+        # file while a second one waits for the old.
+        os.close(self._descriptor)
+        self._descriptor = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise Refused(
+            f"the state folder {folder} is in use by {_holder(descriptor)}",
+            "stop that gpupoold first, or give this one another state folder",
+        ) from error
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    _write_pid(descriptor)
+
+
+def _write_pid(descriptor: int) -> None:
+    # The pid only serves the message above; a full disk must not keep the
+    # daemon from starting. Overwriting in place needs no new block then.
+    try:
+        os.pwrite(descriptor, f"{os.getpid():<20}\n".encode(), 0)
+    except OSError:
+        return
+
+
+def _holder(descriptor: int) -> str:
+    text = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+    return f"the process with pid {text}" if text.isdecimal() else "another process"
+
+
+def _unusable(folder: Path, error: OSError) -> Failed:
+    return Failed(
+        f"the state folder {folder} cannot be used: {error.strerror or error}",
+        "give gpupoold a folder that its user can create and write, on a disk mounted "
+        "read-write and with space left",
+    )

@@ -1,0 +1,163 @@
+"""The schema as numbered steps, and the code that takes a database through them."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpupool_state.faults import explain
+from gpupool_state.schema import CREATE_HISTORY, CREATE_REGISTRY
+from gpupool_state.writer import Source, Writer
+from gpupoold.errors import Failed, Refused
+
+_BOOKKEEPING = """
+CREATE TABLE IF NOT EXISTS schema_migrations (
+    number INTEGER PRIMARY KEY,
+    name TEXT NOT NULL,
+    applied_at REAL NOT NULL
+)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """One step of the schema; never changed once released, only followed by another."""
+
+    number: int
+    name: str
+    statements: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedMigration:
+    """A step that a database has been through; ``applied_at`` is wall-clock seconds."""
+
+    number: int
+    name: str
+    applied_at: float
+
+
+MIGRATIONS: tuple[Migration, ...] = (
+    Migration(1, "registry", CREATE_REGISTRY),
+    Migration(2, "history", CREATE_HISTORY),
+)
+
+
+async def applied(source: Source) -> tuple[AppliedMigration, ...]:
+    """The steps ``source`` has been through, in order; only reads."""
+    if "schema_migrations" not in await _tables(source):
+        return ()
+    rows = await source.fetch_all(
+        "SELECT number, name, applied_at FROM schema_migrations ORDER BY number"
+    )
+    return tuple(AppliedMigration(row["number"], row["name"], row["applied_at"]) for row in rows)
+
+
+async def pending(
+    source: Source, migrations: Sequence[Migration] = MIGRATIONS
+) -> tuple[Migration, ...]:
+    """The steps ``source`` still has to go through, in order; only reads."""
+    done = {step.number for step in await applied(source)}
+    return tuple(step for step in migrations if step.number not in done)
+
+
+async def migrate(
+    writer: Writer, path: Path, migrations: Sequence[Migration] = MIGRATIONS
+) -> tuple[Migration, ...]:
+    """Bring the database at ``path`` up to date; returns the steps that were taken.
+
+    Each step and its bookkeeping row are one transaction, so a failed step
+    leaves the database as it was and is tried again by the next call. An older
+    database is first copied to ``<path>.bak-<its number>``.
+
+    Raises:
+        Refused: the schema is newer than this program, or not gpupool's.
+        Failed: a step or the backup failed.
+    """
+    done = await applied(writer)
+    await _check_known(writer, path, done, migrations)
+    todo = await pending(writer, migrations)
+    if done and todo:
+        await _back_up(writer, path, done[-1].number)
+    for step in todo:
+        await _apply(writer, path, step)
+    return todo
+
+
+async def _tables(source: Source) -> set[str]:
+    rows = await source.fetch_all("SELECT name FROM sqlite_master WHERE type = 'table'")
+    return {row["name"] for row in rows}
+
+
+async def _check_known(
+    source: Source,
+    path: Path,
+    done: Sequence[AppliedMigration],
+    migrations: Sequence[Migration],
+) -> None:
+    if not done and await _tables(source) - {"schema_migrations"}:
+        raise Refused(
+            f"{path} is a SQLite database, but not one of gpupool's",
+            "move it away or choose another state folder",
+        )
+    newest_known = max((step.number for step in migrations), default=0)
+    if done and done[-1].number > newest_known:
+        raise Refused(
+            f"the state database {path} has schema version {done[-1].number}, "
+            f"this gpupoold knows versions up to {newest_known}",
+            f"install a newer gpupool, or put the backup {path.name}.bak-{newest_known} "
+            "in its place if there is one",
+        )
+    names = {step.number: step.name for step in migrations}
+    for step in done:
+        if names.get(step.number) != step.name:
+            raise Refused(
+                f"the state database {path} has schema step {step.number} {step.name!r}, "
+                f"this gpupoold has {names.get(step.number)!r} under that number",
+                "it was made by a different build of gpupool: use that one, or another folder",
+            )
+
+
+async def _back_up(writer: Writer, path: Path, number: int) -> None:
+    target = path.with_name(f"{path.name}.bak-{number}")
+    unfinished = target.with_name(f"{target.name}.part")
+    try:
+        unfinished.unlink(missing_ok=True)
+        await writer.copy_to(unfinished)
+        _sync(unfinished)
+        os.replace(unfinished, target)
+    except (OSError, Failed) as error:
+        raise Failed(
+            f"the backup {target} before changing the schema could not be written: {error}",
+            "make room in that folder and start again; the database was not changed",
+        ) from error
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+async def _apply(writer: Writer, path: Path, step: Migration) -> None:
+    try:
+        async with writer.transaction() as tx:
+            await tx.execute(_BOOKKEEPING)
+            for statement in step.statements:
+                await tx.execute(statement)
+            await tx.execute(
+                "INSERT INTO schema_migrations (number, name, applied_at) VALUES (?, ?, ?)",
+                (step.number, step.name, time.time()),
+            )
+    except (sqlite3.Error, Failed) as error:
+        detail = explain(error, path) or error if isinstance(error, sqlite3.Error) else error
+        raise Failed(
+            f"schema step {step.number} ({step.name}) of {path} failed: {detail}",
+            "nothing of that step was kept; mend the cause and start again",
+        ) from error

@@ -1,0 +1,313 @@
+"""The registered models and their aliases."""
+
+from __future__ import annotations
+
+import math
+import re
+import sqlite3
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from gpupool_state.db import Database
+from gpupool_state.writer import Transaction
+from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
+from gpupoold.errors import NoSuchModel, Refused, UsageError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+
+# A space cannot be part of an alias, so it can separate them.
+_SELECT = """
+SELECT models.*, (
+    SELECT group_concat(alias, ' ')
+    FROM (SELECT alias FROM aliases WHERE model = models.name ORDER BY id)
+) AS aliases
+FROM models
+"""
+_FIND = f"{_SELECT} WHERE name = ?1 OR name = (SELECT model FROM aliases WHERE alias = ?1)"
+_INSERT = """
+INSERT INTO models (
+    name, source, path, revision, dtype, max_model_len, ttft_s, tbt_s, state, created_at
+) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """A registered model and what is known of it.
+
+    ``architecture``, the byte counts and ``loaded_max_model_len`` (tokens; the
+    limit the engine settled on, where ``spec.max_model_len`` is the one asked
+    for) are empty, 0 and None until the model has been loaded once.
+    ``created_at`` is wall-clock seconds.
+    """
+
+    spec: ModelSpec
+    state: ModelState
+    error: str
+    architecture: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    loaded_max_model_len: int | None
+    created_at: float
+
+
+class Registry:
+    """Models and aliases in the database; every change is durable once its call returns.
+
+    Names and aliases share one name space. All methods raise ``Failed`` when
+    the disk is full or the database locked or damaged; nothing is changed then.
+    Methods that change a model take its name, not an alias.
+    """
+
+    def __init__(self, db: Database, now: Callable[[], float] = time.time) -> None:
+        self._db = db
+        self._now = now
+
+    async def add(self, spec: ModelSpec) -> ModelRow:
+        """Register a model with its aliases, in state ``registered``.
+
+        Raises:
+            UsageError: a name, alias, path or target that cannot be kept.
+            Refused: the name or an alias is taken; names the model that has it.
+        """
+        _check_spec(spec)
+        async with self._db.write() as tx:
+            for name in (spec.name, *spec.aliases):
+                await _check_free(tx, name)
+            await tx.execute(_INSERT, _columns(spec, self._now()))
+            await _insert_aliases(tx, spec.name, spec.aliases)
+            return await _row(tx, spec.name)
+
+    async def get(self, name_or_alias: str) -> ModelRow | None:
+        """The model that has this name or alias, None when there is none."""
+        row = await self._db.fetch_one(_FIND, (_storable(name_or_alias),))
+        return None if row is None else _model_row(row)
+
+    async def list(self) -> list[ModelRow]:
+        """All models by name."""
+        return [_model_row(row) for row in await self._db.fetch_all(f"{_SELECT} ORDER BY name")]
+
+    async def update(
+        self,
+        name: str,
+        *,
+        targets: Targets | None = None,
+        add_aliases: Iterable[str] = (),
+        remove_aliases: Iterable[str] = (),
+    ) -> ModelRow:
+        """Change a model's targets and aliases together or not at all.
+
+        Aliases are removed before others are added, so one call can replace them.
+
+        Raises:
+            NoSuchModel: no model has this name.
+            UsageError: an alias or target that cannot be kept.
+            Refused: an alias to add is taken, or one to remove is not this model's.
+        """
+        added, removed = tuple(add_aliases), tuple(remove_aliases)
+        _check_names(added)
+        if targets is not None:
+            _check_targets(targets)
+        async with self._db.write() as tx:
+            await _check_model(tx, name)
+            if targets is not None:
+                await tx.execute(
+                    "UPDATE models SET ttft_s = ?, tbt_s = ? WHERE name = ?",
+                    (targets.ttft_s, targets.tbt_s, name),
+                )
+            for alias in removed:
+                await _delete_alias(tx, name, alias)
+            for alias in added:
+                await _check_free(tx, alias)
+            await _insert_aliases(tx, name, added)
+            return await _row(tx, name)
+
+    async def set_targets(self, name: str, targets: Targets) -> ModelRow:
+        """Change what a model's users are promised; raises as ``update``."""
+        return await self.update(name, targets=targets)
+
+    async def add_aliases(self, name: str, aliases: Iterable[str]) -> ModelRow:
+        """Give a model more aliases, all or none; raises as ``update``."""
+        return await self.update(name, add_aliases=aliases)
+
+    async def remove_aliases(self, name: str, aliases: Iterable[str]) -> ModelRow:
+        """Take aliases from a model, all or none; raises as ``update``."""
+        return await self.update(name, remove_aliases=aliases)
+
+    async def set_state(self, name: str, state: ModelState, error: str = "") -> ModelRow:
+        """Record where the model is in its life, and why if it failed.
+
+        Raises:
+            NoSuchModel: no model has this name.
+        """
+        async with self._db.write() as tx:
+            await _check_model(tx, name)
+            await tx.execute(
+                "UPDATE models SET state = ?, error = ? WHERE name = ?",
+                (state.value, _storable(error), name),
+            )
+            return await _row(tx, name)
+
+    async def set_loaded(
+        self,
+        name: str,
+        *,
+        architecture: str,
+        weight_bytes: int,
+        kv_bytes_per_token: int,
+        max_model_len: int,
+    ) -> ModelRow:
+        """Record what loading the model has shown; does not change its state.
+
+        ``max_model_len`` (tokens) becomes ``loaded_max_model_len``.
+
+        Raises:
+            NoSuchModel: no model has this name.
+        """
+        async with self._db.write() as tx:
+            await _check_model(tx, name)
+            await tx.execute(
+                "UPDATE models SET architecture = ?, weight_bytes = ?, kv_bytes_per_token = ?, "
+                "loaded_max_model_len = ? WHERE name = ?",
+                (architecture, weight_bytes, kv_bytes_per_token, max_model_len, name),
+            )
+            return await _row(tx, name)
+
+    async def remove(self, name: str) -> None:
+        """Forget a model and its aliases; its history stays.
+
+        Raises:
+            NoSuchModel: no model has this name.
+        """
+        async with self._db.write() as tx:
+            await _check_model(tx, name)
+            await tx.execute("DELETE FROM models WHERE name = ?", (name,))
+
+
+def _check_spec(spec: ModelSpec) -> None:
+    _check_names((spec.name, *spec.aliases))
+    _check_targets(spec.targets)
+    for text in (spec.source, spec.path):
+        if _storable(text) != text:
+            raise UsageError(
+                f"the path {_storable(text)!r} of model {spec.name!r} is not valid UTF-8",
+                "rename the folder, or make a link to it with a plain name",
+            )
+
+
+def _check_names(names: tuple[str, ...]) -> None:
+    for name in names:
+        if _NAME.fullmatch(name) is None:
+            raise UsageError(
+                f"{_storable(name)!r} cannot be the name or alias of a model",
+                "use 1 to 128 letters, digits and . _ : / - and begin with a letter or digit",
+            )
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise UsageError(f"{', '.join(repeated)} is given more than once", "name each alias once")
+
+
+def _check_targets(targets: Targets) -> None:
+    if not (math.isfinite(targets.ttft_s) and math.isfinite(targets.tbt_s)):
+        raise UsageError(
+            f"targets must be finite, got ttft {targets.ttft_s}, tbt {targets.tbt_s}",
+            "use a large number of seconds for a model without a promise",
+        )
+
+
+def _storable(text: str) -> str:
+    # Text that was not UTF-8 arrives with lone surrogates, which SQLite cannot take.
+    # Each becomes a question mark, which no name can contain.
+    return text.encode("utf-8", "replace").decode()
+
+
+async def _owner(tx: Transaction, name: str) -> str | None:
+    row = await tx.fetch_one(
+        "SELECT name FROM models WHERE name = ?1 UNION ALL "
+        "SELECT model FROM aliases WHERE alias = ?1",
+        (_storable(name),),
+    )
+    return None if row is None else str(row["name"])
+
+
+async def _check_free(tx: Transaction, name: str) -> None:
+    owner = await _owner(tx, name)
+    if owner == name:
+        raise Refused(
+            f"a model named {name!r} is already registered",
+            "choose another name, or remove that model first",
+        )
+    if owner is not None:
+        raise Refused(
+            f"{name!r} is already an alias of model {owner!r}",
+            f"choose another, or take the alias from {owner!r} first",
+        )
+
+
+async def _check_model(tx: Transaction, name: str) -> None:
+    owner = await _owner(tx, name)
+    if owner is None:
+        raise NoSuchModel(f"no model is named {_storable(name)!r}", "look at the list of models")
+    if owner != name:
+        raise NoSuchModel(
+            f"no model is named {name!r}; it is an alias of {owner!r}", f"use {owner!r}"
+        )
+
+
+async def _insert_aliases(tx: Transaction, name: str, aliases: tuple[str, ...]) -> None:
+    await tx.execute_many(
+        "INSERT INTO aliases (alias, model) VALUES (?, ?)", [(alias, name) for alias in aliases]
+    )
+
+
+async def _delete_alias(tx: Transaction, name: str, alias: str) -> None:
+    own = (_storable(alias), name)
+    if not await tx.execute("DELETE FROM aliases WHERE alias = ? AND model = ?", own):
+        raise Refused(
+            f"{_storable(alias)!r} is not an alias of model {name!r}",
+            "look at the model's list of aliases",
+        )
+
+
+async def _row(tx: Transaction, name: str) -> ModelRow:
+    (row,) = await tx.fetch_all(_FIND, (name,))
+    return _model_row(row)
+
+
+def _columns(spec: ModelSpec, created_at: float) -> tuple[str | int | float | None, ...]:
+    return (
+        spec.name,
+        spec.source,
+        spec.path,
+        spec.revision,
+        spec.dtype,
+        spec.max_model_len,
+        spec.targets.ttft_s,
+        spec.targets.tbt_s,
+        ModelState.REGISTERED.value,
+        created_at,
+    )
+
+
+def _model_row(row: sqlite3.Row) -> ModelRow:
+    spec = ModelSpec(
+        name=ModelName(row["name"]),
+        source=row["source"],
+        path=row["path"],
+        revision=row["revision"],
+        dtype=row["dtype"],
+        max_model_len=row["max_model_len"],
+        targets=Targets(ttft_s=row["ttft_s"], tbt_s=row["tbt_s"]),
+        aliases=tuple((row["aliases"] or "").split()),
+    )
+    return ModelRow(
+        spec=spec,
+        state=ModelState(row["state"]),
+        error=row["error"],
+        architecture=row["architecture"],
+        weight_bytes=row["weight_bytes"],
+        kv_bytes_per_token=row["kv_bytes_per_token"],
+        loaded_max_model_len=row["loaded_max_model_len"],
+        created_at=row["created_at"],
+    )

@@ -1,0 +1,128 @@
+"""The rows of the history and how they are kept in their tables."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from gpupoold.domain import FinishReason, InstanceId, ModelName
+
+EventLevel = Literal["info", "warning", "error"]
+Value = str | int | float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRow:
+    """A finished request. Times are None when it never got that far.
+
+    ``arrived_at`` is wall-clock seconds. ``tbt_*_s`` are over the gaps between
+    its tokens. ``instance`` is where it last ran, None if it never ran.
+    """
+
+    request_id: str
+    model: ModelName
+    instance: InstanceId | None
+    arrived_at: float
+    ttft_s: float | None
+    tbt_p50_s: float | None
+    tbt_p99_s: float | None
+    tbt_max_s: float | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_tokens_in_time: int
+    finish_reason: FinishReason
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchRow:
+    """A switch to ``model`` on ``instance``; ``at`` is wall-clock seconds, stages are durations."""
+
+    at: float
+    instance: InstanceId
+    model: ModelName
+    previous: ModelName | None
+    total_s: float
+    evict_s: float
+    map_s: float
+    weights_s: float
+    kv_s: float
+    weight_bytes: int
+    kv_in_bytes: int
+    kv_out_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EventRow:
+    """Something worth telling the operator; ids grow, ``at`` is wall-clock seconds."""
+
+    id: int
+    at: float
+    level: EventLevel
+    kind: str
+    subject: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A history table; ``columns`` leave out its ``id``."""
+
+    name: str
+    columns: tuple[str, ...]
+
+    @property
+    def insert(self) -> str:
+        """Adds a row, and does nothing when its id is there: writing a batch twice is harmless."""
+        marks = ", ".join("?" for _ in range(len(self.columns) + 1))
+        return (
+            f"INSERT INTO {self.name} (id, {', '.join(self.columns)}) VALUES ({marks}) "
+            "ON CONFLICT (id) DO NOTHING"
+        )
+
+    @property
+    def delete_oldest(self) -> str:
+        """Deletes as many rows as its parameter says, oldest first."""
+        return (
+            f"DELETE FROM {self.name} WHERE id IN (SELECT id FROM {self.name} ORDER BY id LIMIT ?)"
+        )
+
+
+def _columns(row_type: type[RequestRow | SwitchRow | EventRow]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(row_type) if field.name != "id")
+
+
+REQUESTS = Table("requests", _columns(RequestRow))
+SWITCHES = Table("switches", _columns(SwitchRow))
+EVENTS = Table("events", _columns(EventRow))
+TABLES = (REQUESTS, SWITCHES, EVENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A row on its way to its table; ``values`` begin with the id."""
+
+    table: Table
+    values: tuple[Value, ...]
+
+
+def entry(table: Table, row_id: int, row: RequestRow | SwitchRow | EventRow) -> Entry:
+    """``row`` ready to be written under ``row_id``."""
+    return Entry(table, (row_id, *(getattr(row, column) for column in table.columns)))
+
+
+def request_row(row: sqlite3.Row) -> RequestRow:
+    """A row of ``requests`` as it was recorded."""
+    values = {column: row[column] for column in REQUESTS.columns}
+    return RequestRow(**values | {"finish_reason": FinishReason(row["finish_reason"])})
+
+
+def switch_row(row: sqlite3.Row) -> SwitchRow:
+    """A row of ``switches`` as it was recorded."""
+    return SwitchRow(**{column: row[column] for column in SWITCHES.columns})
+
+
+def event_row(row: sqlite3.Row) -> EventRow:
+    """A row of ``events`` as it was recorded."""
+    return EventRow(id=row["id"], **{column: row[column] for column in EVENTS.columns})

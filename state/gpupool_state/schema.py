@@ -1,0 +1,99 @@
+"""The tables, as the statements of the migrations that made them.
+
+Times called ``*_at`` are wall-clock seconds since 1970, ``*_s`` are durations.
+"""
+
+from __future__ import annotations
+
+# Names and aliases share one name space. The registry checks that and explains
+# it; the triggers keep it true whoever else writes to the file.
+CREATE_REGISTRY = (
+    """
+    CREATE TABLE models (
+        name TEXT PRIMARY KEY,
+        source TEXT NOT NULL,
+        path TEXT NOT NULL,
+        revision TEXT,
+        dtype TEXT NOT NULL,
+        max_model_len INTEGER,
+        ttft_s REAL NOT NULL,
+        tbt_s REAL NOT NULL,
+        state TEXT NOT NULL,
+        error TEXT NOT NULL DEFAULT '',
+        architecture TEXT NOT NULL DEFAULT '',
+        weight_bytes INTEGER NOT NULL DEFAULT 0,
+        kv_bytes_per_token INTEGER NOT NULL DEFAULT 0,
+        loaded_max_model_len INTEGER,
+        created_at REAL NOT NULL
+    )
+    """,
+    """
+    CREATE TABLE aliases (
+        id INTEGER PRIMARY KEY,
+        alias TEXT NOT NULL UNIQUE,
+        model TEXT NOT NULL REFERENCES models (name) ON DELETE CASCADE
+    )
+    """,
+    "CREATE INDEX aliases_by_model ON aliases (model)",
+    """
+    CREATE TRIGGER alias_is_no_model BEFORE INSERT ON aliases
+    WHEN EXISTS (SELECT 1 FROM models WHERE name = NEW.alias)
+    BEGIN SELECT RAISE(ABORT, 'a model has that name'); END
+    """,
+    """
+    CREATE TRIGGER model_is_no_alias BEFORE INSERT ON models
+    WHEN EXISTS (SELECT 1 FROM aliases WHERE alias = NEW.name)
+    BEGIN SELECT RAISE(ABORT, 'a model has that alias'); END
+    """,
+)
+
+# History keeps models by name without a foreign key: it outlives their removal.
+CREATE_HISTORY = (
+    """
+    CREATE TABLE requests (
+        id INTEGER PRIMARY KEY,
+        request_id TEXT NOT NULL,
+        model TEXT NOT NULL,
+        instance INTEGER,
+        arrived_at REAL NOT NULL,
+        ttft_s REAL,
+        tbt_p50_s REAL,
+        tbt_p99_s REAL,
+        tbt_max_s REAL,
+        num_prompt_tokens INTEGER NOT NULL,
+        num_output_tokens INTEGER NOT NULL,
+        num_tokens_in_time INTEGER NOT NULL,
+        finish_reason TEXT NOT NULL,
+        total_s REAL NOT NULL
+    )
+    """,
+    "CREATE INDEX requests_by_arrival ON requests (arrived_at)",
+    "CREATE INDEX requests_by_model ON requests (model, arrived_at)",
+    """
+    CREATE TABLE switches (
+        id INTEGER PRIMARY KEY,
+        at REAL NOT NULL,
+        instance INTEGER NOT NULL,
+        model TEXT NOT NULL,
+        previous TEXT,
+        total_s REAL NOT NULL,
+        evict_s REAL NOT NULL,
+        map_s REAL NOT NULL,
+        weights_s REAL NOT NULL,
+        kv_s REAL NOT NULL,
+        weight_bytes INTEGER NOT NULL,
+        kv_in_bytes INTEGER NOT NULL,
+        kv_out_bytes INTEGER NOT NULL
+    )
+    """,
+    """
+    CREATE TABLE events (
+        id INTEGER PRIMARY KEY,
+        at REAL NOT NULL,
+        level TEXT NOT NULL,
+        kind TEXT NOT NULL,
+        subject TEXT NOT NULL,
+        message TEXT NOT NULL
+    )
+    """,
+)

@@ -1,0 +1,159 @@
+"""The one connection that writes, and the transactions on it."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiosqlite
+
+from gpupool_state.faults import explained
+from gpupoold.errors import Failed
+
+
+class Source(Protocol):
+    """Whatever rows can be read from: a transaction, the writer, the database."""
+
+    async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
+        """All rows of a query."""
+        ...
+
+
+class Transaction:
+    """An open write transaction; valid only inside its ``async with`` block."""
+
+    def __init__(self, connection: aiosqlite.Connection) -> None:
+        self._connection = connection
+        self._open = True
+
+    async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
+        """Run one statement; returns the number of rows it changed."""
+        self._check_open()
+        async with self._connection.execute(sql, values) as cursor:
+            return cursor.rowcount
+
+    async def execute_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> int:
+        """Run one statement once per row of ``rows``; returns the number of rows changed in all."""
+        self._check_open()
+        async with self._connection.executemany(sql, rows) as cursor:
+            return cursor.rowcount
+
+    async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
+        """All rows of a query; sees this transaction's own changes."""
+        self._check_open()
+        return list(await self._connection.execute_fetchall(sql, values))
+
+    async def fetch_one(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Row | None:
+        """The first row of a query, None when there is none."""
+        rows = await self.fetch_all(sql, values)
+        return rows[0] if rows else None
+
+    def end(self) -> None:
+        """Make later use an error: it would run outside the transaction."""
+        self._open = False
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise RuntimeError("this write transaction has ended")
+
+
+class Writer:
+    """Owns the write connection; transactions run one at a time, first come first served."""
+
+    def __init__(self, connection: aiosqlite.Connection, path: Path) -> None:
+        self._connection = connection
+        self._path = path
+        self._turn = asyncio.Lock()
+        self._owner: asyncio.Task[Any] | None = None
+        self._closed = False
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        """A write transaction: committed when the block ends, rolled back when it raises.
+
+        Once the block has ended without an error the change survives a kill of
+        the process. A cancellation that comes during the commit is delivered
+        after it.
+
+        Raises:
+            Failed: the disk is full; the database is locked, read-only, damaged or closed.
+            RuntimeError: opened inside another transaction of the same task.
+        """
+        if self._owner is not None and self._owner is asyncio.current_task():
+            raise RuntimeError("a write transaction was opened inside another")
+        async with self._turn:
+            if self._closed:
+                raise Failed(f"the state database {self._path} is closed")
+            self._owner = asyncio.current_task()
+            transaction = Transaction(self._connection)
+            try:
+                with explained(self._path):
+                    await self._begin()
+                    yield transaction
+                    await to_the_end(self._commit())
+            except BaseException:
+                # Does nothing when the commit had gone through or SQLite itself rolled back.
+                with suppress(sqlite3.Error):
+                    await to_the_end(self._connection.rollback())
+                raise
+            finally:
+                transaction.end()
+                self._owner = None
+
+    async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
+        """All rows of a query outside any transaction (start-up only)."""
+        with explained(self._path):
+            return list(await self._connection.execute_fetchall(sql, values))
+
+    async def copy_to(self, target: Path) -> None:
+        """Write a consistent, compacted copy of the database to ``target``, which must not exist.
+
+        Raises:
+            Failed: the disk is full or the folder cannot be written.
+        """
+        await self.fetch_all("VACUUM INTO ?", (str(target),))
+
+    async def close(self) -> None:
+        """Wait for the transaction under way, then close the connection."""
+        async with self._turn:
+            if not self._closed:
+                self._closed = True
+                await self._connection.close()
+
+    async def _begin(self) -> None:
+        # IMMEDIATE takes the write lock now, so that a lock held by another
+        # program shows before any work is done instead of half-way through.
+        async with self._connection.execute("BEGIN IMMEDIATE"):
+            pass
+
+    async def _commit(self) -> None:
+        # Not connection.commit(): that is silent when SQLite has already
+        # rolled the transaction back, as it does on some disk errors.
+        async with self._connection.execute("COMMIT"):
+            pass
+
+
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await ``work`` until it is finished even if the caller is cancelled meanwhile.
+
+    Raises:
+        asyncio.CancelledError: after ``work`` has ended, when a cancellation came.
+    """
+    task = asyncio.ensure_future(work)
+    cancellation: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if task.cancelled():
+                raise
+            cancellation = error
+        except Exception:
+            break
+    task.result()
+    if cancellation is not None:
+        raise cancellation

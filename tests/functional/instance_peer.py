@@ -1,0 +1,147 @@
+"""Plays the daemon towards a real instance process, for tests below the control plane."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gpupoold.wire import messages as m
+from gpupoold.wire.channel import BlockingChannel
+
+_START_TIMEOUT_S = 120.0
+
+
+class InstancePeer:
+    """An instance process on an emulated device, and the daemon's end of its channel."""
+
+    def __init__(
+        self, device_bytes: int, kv_host_bytes: int = 256 << 20, quota_max_s: float = 4.0
+    ) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "gpupoold.instance", "--instance", "0"]
+        options = {
+            "--parent-pid": os.getpid(),
+            "--wire-fd": theirs.fileno(),
+            "--device-bytes": device_bytes,
+            "--kv-host-bytes": kv_host_bytes,
+            "--quota-max-s": quota_max_s,
+            "--log-level": "warning",
+        }
+        command += [text for pair in options.items() for text in map(str, pair)]
+        self.process = subprocess.Popen(
+            command, pass_fds=(theirs.fileno(),), env=os.environ | {"PYTHONPATH": _python_path()}
+        )
+        theirs.close()
+        self.channel: BlockingChannel[m.FromInstance] = BlockingChannel(ours, m.FromInstance)
+        self.ready = self.wait(m.InstanceReady, _START_TIMEOUT_S)
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+        self.switches: list[m.SwitchRecord] = []
+        self.status: m.InstanceStatus | None = None
+        self._calls = 0
+
+    def wait(self, kind: type[Any], timeout_s: float = 60.0) -> Any:
+        """The next message of ``kind``; the others are taken note of."""
+        deadline_s = time.monotonic() + timeout_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            message = self.channel.receive(left_s)
+            if message is None:
+                break
+            self._note(message)
+            if isinstance(message, kind):
+                return message
+        raise TimeoutError(f"no {kind.__name__} within {timeout_s} s")
+
+    def load(self, name: str, path: Path, **options: Any) -> m.ModelLoaded:
+        """Load a checkpoint in float32; fails the test with the instance's reason."""
+        fields = {"dtype": "float32", "max_model_len": 1024, "ttft_s": 10.0, "tbt_s": 0.1}
+        model = m.ModelToLoad(name=name, path=str(path), **(fields | options))
+        self.channel.send(m.LoadModel(model))
+        answer = self.wait(m.ModelLoaded | m.ModelFailed)  # type: ignore[arg-type]
+        assert isinstance(answer, m.ModelLoaded), answer
+        os.close(self.channel.take_fd())
+        return answer
+
+    def ask(self, model: str, request_id: str, prompt: list[int], **sampling: Any) -> None:
+        """Send a greedy request (``sampling`` as vLLM's SamplingParams)."""
+        frames = encode_request(request_id, prompt, **sampling)
+        self.tokens[request_id] = []
+        self.channel.send(
+            m.AddRequest(model, request_id, time.monotonic(), prompt, 0, frames)
+        )
+
+    def abort(self, model: str, *request_ids: str) -> None:
+        """Cancel requests."""
+        self.channel.send(m.AbortRequests(model, list(request_ids)))
+
+    def run_until_ended(self, *request_ids: str, timeout_s: float = 120.0) -> None:
+        """Pump until the requests have ended."""
+        deadline_s = time.monotonic() + timeout_s
+        while not set(request_ids) <= set(self.ended):
+            assert time.monotonic() < deadline_s, f"still running: {set(request_ids)-set(self.ended)}"
+            self.pump(0.5)
+
+    def pump(self, timeout_s: float) -> None:
+        """Take note of one message, if one comes."""
+        message = self.channel.receive(timeout_s)
+        if message is not None:
+            self._note(message)
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """A named operation; its error fails the test."""
+        self._calls += 1
+        self.channel.send(m.Call(self._calls, method, arguments))
+        result = self.wait(m.CallResult)
+        assert not result.error_code, result.error_message
+        return result.result
+
+    def close(self) -> None:
+        """Stop the process as the daemon does."""
+        self.channel.send(m.Shutdown())
+        assert self.process.wait(30) == 0
+        self.channel.close()
+
+    def _note(self, message: m.FromInstance) -> None:
+        if isinstance(message, m.StepOutputs):
+            for item in message.progress:
+                self.tokens.setdefault(item.request_id, []).extend(item.new_token_ids)
+                if item.finish_reason:
+                    self.ended[item.request_id] = item.finish_reason
+        elif isinstance(message, m.RequestsFailed):
+            self.ended |= dict.fromkeys(message.request_ids, message.message)
+        elif isinstance(message, m.Switched):
+            self.switches.append(message.switch)
+        elif isinstance(message, m.InstanceStatus):
+            self.status = message
+
+
+def encode_request(request_id: str, prompt: list[int], **sampling: Any) -> list[bytes]:
+    """A request as a frontend encodes it."""
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.serial_utils import MsgpackEncoder
+
+    fields = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True} | sampling
+    request = EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        mm_features=None,
+        sampling_params=SamplingParams(**fields),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    frames: Any = MsgpackEncoder().encode(request)
+    return [bytes(frame) for frame in frames]
+
+
+def _python_path() -> str:
+    root = Path(__file__).resolve().parents[2]
+    return os.pathsep.join(str(root / part) for part in (".", "cli", "tui", "state"))

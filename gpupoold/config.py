@@ -123,7 +123,7 @@ class DeviceSettings(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _emulated_size(cls, data: Any) -> Any:  # noqa: ANN401
+    def _emulated_size(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("kind") == "emulated":
             return {"memory": EMULATED_DEVICE_BYTES} | data
         return data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
@@ -26,8 +27,10 @@ class Targets:
     tbt_s: float = DEFAULT_TBT_S
 
     def __post_init__(self) -> None:
-        if self.ttft_s <= 0 or self.tbt_s <= 0:
-            raise ValueError(f"targets must be positive, got ttft {self.ttft_s}, tbt {self.tbt_s}")
+        if not all(math.isfinite(target) and target > 0 for target in (self.ttft_s, self.tbt_s)):
+            raise ValueError(
+                f"targets must be positive and finite, got ttft {self.ttft_s}, tbt {self.tbt_s}"
+            )
 
     def deadline_s(self, arrival_s: float, token_index: int) -> float:
         """When token ``token_index`` of a request that came at ``arrival_s`` is due."""

@@ -34,29 +34,34 @@ def parse_size_bytes(text: str) -> int:
     number, unit = _split(text, "a size such as 24GiB or 500MB")
     if unit.lower() not in _SIZE_BYTES:
         raise ValueError(f"{text!r}: unknown unit {unit!r}, use B, kB, KiB, MB, MiB, GB, GiB or TiB")
-    return int(number * _SIZE_BYTES[unit.lower()])
+    return round(number * _SIZE_BYTES[unit.lower()])
 
 
 def format_duration(seconds: float) -> str:
     """Short form with three significant digits: ``1.25s``, ``340ms``, ``12us``."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g}us"
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g}ms"
+    if seconds < 0.9995e-3:
+        return f"{_digits(seconds * 1e6)}us"
+    if seconds < 0.9995:
+        return f"{_digits(seconds * 1e3)}ms"
     if seconds < 120:
-        return f"{seconds:.3g}s"
+        return f"{_digits(seconds)}s"
     if seconds < 7200:
-        return f"{seconds / 60:.3g}m"
-    return f"{seconds / 3600:.3g}h"
+        return f"{_digits(seconds / 60)}m"
+    return f"{_digits(seconds / 3600)}h"
 
 
 def format_bytes(num_bytes: float) -> str:
     """Binary units with three significant digits: ``1.5 GiB``, ``512 B``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.3g} {unit}"
+        if num_bytes < 1023.5:
+            return f"{_digits(num_bytes)} {unit}"
         num_bytes /= 1024
-    return f"{num_bytes:.3g} TiB"
+    return f"{_digits(num_bytes)} TiB"
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, never an exponent for large numbers."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _split(text: str, wanted: str) -> tuple[float, str]:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 BUILTIN_MODELS: Mapping[str, str] = MappingProxyType(
     {
-        "qwen-7b": "Qwen/Qwen-7B",
+        "qwen-7b": "Qwen/Qwen2.5-7B-Instruct",
         "qwen1.5-7b": "Qwen/Qwen1.5-7B-Chat",
         "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
         "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B-Instruct",

@@ -26,7 +26,7 @@ def main() -> None:
         format="%(asctime)s %(levelname)s instance %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    _prepare_environment(arguments.log_level)
+    _prepare_environment(arguments.log_level, arguments.compute_threads)
     channel: BlockingChannel[ToInstance] = BlockingChannel(
         socket.socket(fileno=arguments.wire_fd), ToInstance
     )
@@ -75,8 +75,9 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) 
     loop.run()
 
 
-def _prepare_environment(log_level: str) -> None:
+def _prepare_environment(log_level: str, compute_threads: int) -> None:
     """What vLLM and torch read from the environment when they are imported."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(compute_threads))
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_LOGGING_LEVEL=log_level.upper(),
@@ -98,6 +99,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--page-bytes", type=int, default=0)
     parser.add_argument("--kv-host-bytes", type=int, required=True)
     parser.add_argument("--quota-max-s", type=float, required=True)
+    parser.add_argument("--compute-threads", type=int, required=True)
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()
 

@@ -10,11 +10,9 @@ import gc
 import time
 from typing import Any
 
-import torch
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
-from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
@@ -276,11 +274,6 @@ def _hint(error: BaseException) -> str:
     return "see `gpupool logs` for the engine's full message"
 
 
-def is_cuda() -> bool:
-    """Whether the installed vLLM drives NVIDIA GPUs."""
-    return bool(current_platform.is_cuda())
-
-
 def use_plain_linear_layers() -> None:
     """Keep linear weights in torch tensors on the CPU.
 
@@ -290,8 +283,3 @@ def use_plain_linear_layers() -> None:
     import vllm._custom_ops as custom_ops
 
     custom_ops._supports_onednn = False
-
-
-def num_compute_threads() -> int:
-    """Threads torch computes with."""
-    return int(torch.get_num_threads())

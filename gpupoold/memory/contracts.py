@@ -64,8 +64,8 @@ class Device(ABC):
         """Map the runs one behind the other from ``address``; contents are undefined."""
 
     @abstractmethod
-    def unmap(self, address: int, num_pages: int) -> None:
-        """Unmap; the address range stays reserved."""
+    def unmap(self, address: int, runs: list[PageRun]) -> None:
+        """Undo a ``map`` of the same runs at ``address``; the range stays reserved."""
 
     @abstractmethod
     def map_and_fill(self, address: int, runs: list[PageRun], source: int | None) -> None:

@@ -8,7 +8,7 @@ layer when layers are outermost, a single row when blocks are.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _MIN_BLOCKS_PER_CHUNK = 1
 _MAX_ALIGNED_BLOCKS_PER_CHUNK = 32
@@ -34,6 +34,12 @@ class KvGeometry:
     num_blocks: int
     page_bytes: int
     rows: tuple[KvRow, ...]
+    blocks_per_chunk: int = field(init=False)
+    """Blocks in every chunk but perhaps the last."""
+
+    def __post_init__(self) -> None:
+        # Asked for every chunk of every switch: worked out once.
+        object.__setattr__(self, "blocks_per_chunk", self._blocks_per_chunk())
 
     @property
     def total_bytes(self) -> int:
@@ -50,17 +56,6 @@ class KvGeometry:
     def block_bytes(self) -> int:
         """Bytes of one block over all rows."""
         return sum(row.num_bytes for row in self.rows)
-
-    @property
-    def blocks_per_chunk(self) -> int:
-        """Blocks in every chunk but perhaps the last."""
-        aligned = math.lcm(
-            *(self.page_bytes // math.gcd(row.stride, self.page_bytes) for row in self.rows)
-        )
-        if aligned <= _MAX_ALIGNED_BLOCKS_PER_CHUNK:
-            return aligned
-        longest = max(-(-self.page_bytes // row.stride) for row in self.rows)
-        return max(_MIN_BLOCKS_PER_CHUNK, longest)
 
     @property
     def num_chunks(self) -> int:
@@ -94,3 +89,12 @@ class KvGeometry:
                 else:
                     extents.append((offset, row.num_bytes))
         return extents
+
+    def _blocks_per_chunk(self) -> int:
+        aligned = math.lcm(
+            *(self.page_bytes // math.gcd(row.stride, self.page_bytes) for row in self.rows)
+        )
+        if aligned <= _MAX_ALIGNED_BLOCKS_PER_CHUNK:
+            return aligned
+        longest = max(-(-self.page_bytes // row.stride) for row in self.rows)
+        return max(_MIN_BLOCKS_PER_CHUNK, longest)

@@ -15,6 +15,7 @@ MAP_ANONYMOUS = 0x20
 MAP_NORESERVE = 0x4000
 MAP_POPULATE = 0x8000
 
+_MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -25,6 +26,8 @@ def _libc() -> ctypes.CDLL:
     libc.mmap.restype = pointer
     libc.mmap.argtypes = [pointer, size, integer, integer, integer, ctypes.c_long]
     libc.munmap.argtypes = [pointer, size]
+    libc.mremap.restype = pointer
+    libc.mremap.argtypes = [pointer, size, size, integer, pointer]
     libc.memcpy.argtypes = [pointer, pointer, size]
     libc.memset.argtypes = [pointer, integer, size]
     return libc
@@ -48,6 +51,21 @@ def munmap(address: int, num_bytes: int) -> None:
     if _libc().munmap(address, num_bytes) != 0:
         errno = ctypes.get_errno()
         raise OSError(errno, f"munmap of {num_bytes} bytes: {os.strerror(errno)}")
+
+
+def move_pages(source: int, target: int, num_bytes: int) -> None:
+    """Move the page-table entries of a shared mapping to ``target``, replacing what is there.
+
+    ``source`` stays a mapping of the same file, with no pages present.
+
+    Raises:
+        OSError: with the errno of ``mremap(2)``; ``EINVAL`` before kernel 5.13.
+    """
+    flags = _MREMAP_MAYMOVE_FIXED_DONTUNMAP
+    result: int | None = _libc().mremap(source, num_bytes, num_bytes, flags, target)
+    if result != target:
+        errno = ctypes.get_errno()
+        raise OSError(errno, f"mremap of {num_bytes} bytes: {os.strerror(errno)}")
 
 
 def memcpy(target: int, source: int, num_bytes: int) -> None:

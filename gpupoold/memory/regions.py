@@ -29,7 +29,7 @@ class Region:
 
     def num_missing(self, pages: range) -> int:
         """How many of ``pages`` would have to be mapped."""
-        return sum(1 for page in pages if not self._holders[page])
+        return self._holders[pages.start : pages.stop].count(0)
 
     def retain(self, pages: range, source: int | None = None) -> None:
         """Hold ``pages``; those not mapped yet are mapped and filled.
@@ -51,8 +51,8 @@ class Region:
             physical = [page for run in mine for page in range(run.first, run.end)]
             self._physical[span.start : span.stop] = physical
             self._num_mapped += len(span)
-        for page in pages:
-            self._holders[page] += 1
+        held = self._holders[pages.start : pages.stop]
+        self._holders[pages.start : pages.stop] = [count + 1 for count in held]
 
     def drop(self, pages: range) -> None:
         """Let ``pages`` go; those nobody else holds are unmapped and given back.
@@ -60,13 +60,14 @@ class Region:
         Raises:
             ValueError: a page is not held.
         """
-        if any(not self._holders[page] for page in pages):
+        held = self._holders[pages.start : pages.stop]
+        if not all(held):
             raise ValueError(f"pages {pages} of the region are not all held")
-        for page in pages:
-            self._holders[page] -= 1
+        self._holders[pages.start : pages.stop] = [count - 1 for count in held]
         for span in self._spans(pages, mapped=False):
-            self._device.unmap(self._page_address(span.start), len(span))
-            self._pool.free(_as_runs(self._physical[span.start : span.stop]))
+            runs = _as_runs(self._physical[span.start : span.stop])
+            self._device.unmap(self._page_address(span.start), runs)
+            self._pool.free(runs)
             self._physical[span.start : span.stop] = [-1] * len(span)
             self._num_mapped -= len(span)
 
@@ -90,6 +91,8 @@ class Region:
 
     def _spans(self, pages: range, *, mapped: bool) -> list[range]:
         """Longest runs of ``pages`` whose held state is ``mapped``."""
+        if not mapped and not any(self._holders[pages.start : pages.stop]):
+            return [pages]  # the usual case: a whole weight region
         return _group([page for page in pages if bool(self._holders[page]) == mapped])
 
 

@@ -40,7 +40,7 @@ class ImageCache:
         Raises:
             Refused: it would go over the budget.
         """
-        left_bytes = self.budget_bytes - self.used_bytes
+        left_bytes = max(0, self.budget_bytes - self.used_bytes)
         if model not in self._images and num_bytes > left_bytes:
             raise Refused(
                 f"{model}: an image of {format_bytes(num_bytes)} does not fit in the model cache, "

@@ -237,9 +237,17 @@ def _arguments(settings: Settings, instance: Instance) -> list[str]:
         "--page-bytes": device.page_bytes or 0,
         "--kv-host-bytes": settings.memory.kv_host_bytes,
         "--quota-max-s": settings.scheduling.quota_max_s,
+        "--compute-threads": _compute_threads(settings),
         "--log-level": settings.log.level,
     }
     return [text for pair in options.items() for text in map(str, pair)]
+
+
+def _compute_threads(settings: Settings) -> int:
+    """Cores for each emulated device. One stays free for the daemon and the frontend, as vLLM
+    leaves one to its API server: compute threads spin, and a spinning thread without a core
+    stalls all others."""
+    return max(1, (len(os.sched_getaffinity(0)) - 1) // len(settings.devices))
 
 
 def _ending(status: int) -> str:

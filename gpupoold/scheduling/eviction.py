@@ -52,7 +52,8 @@ def plan_evictions(num_pages: int, holdings: Sequence[Holding]) -> list[Eviction
     idle.sort(key=lambda h: (h.last_used_s, -h.ttft_s))
     free_kv = _evictions(Victim.FREE_KV, [*idle, *paused])
     idle_weights = _evictions(Victim.WEIGHTS, idle)
-    live_kv = _evictions(Victim.LIVE_KV, paused)
+    # A model without live requests has no live KV, unless its engine is late to free it.
+    live_kv = _evictions(Victim.LIVE_KV, [*idle, *paused])
     paused_weights = _evictions(Victim.WEIGHTS, paused)
     gentle = [*free_kv, *idle_weights, *live_kv]
     if sum(eviction.num_pages for eviction in gentle) >= num_pages:

@@ -18,6 +18,7 @@ DEFAULT_QUOTA_MAX_S = 4.0
 _ROUND_SHARE_OF_TTFT = 0.5
 _FIRST_STEP_GUESS_S = 0.02
 _SMOOTHING = 0.1
+_MIN_STEP_S = 1e-6
 
 
 @dataclass(slots=True)
@@ -96,7 +97,8 @@ class TurnScheduler:
     def observe_step(self, model: str, step_s: float) -> None:
         """A decode step of the model took ``step_s``."""
         batch = self._batches[model]
-        batch.step_s += _SMOOTHING * (step_s - batch.step_s)
+        smoothed_s = batch.step_s + _SMOOTHING * (step_s - batch.step_s)
+        batch.step_s = max(smoothed_s, _MIN_STEP_S)
 
     def num_live(self, model: str) -> int:
         """Requests of the model that have not ended."""
@@ -138,7 +140,8 @@ class TurnScheduler:
 
     def turn_is_over(self, turn: Turn, now_s: float) -> bool:
         """Whether to give the device away: no work left, or the quota is used and others wait."""
-        if not self._batches[turn.model].requests:
+        batch = self._batches.get(turn.model)
+        if batch is None or not batch.requests:
             return True
         return now_s >= turn.ends_at_s and len(self.working_models()) > 1
 
@@ -155,5 +158,7 @@ class TurnScheduler:
         limit_s = min(self._batches[n].targets.ttft_s for n in order) * _ROUND_SHARE_OF_TTFT
         floors_s = [max(load.step_s, cost_s) for load, cost_s in zip(loads, costs_s, strict=True)]
         limited_s = limit_round(quotas_s, sum(costs_s), limit_s, floors_s)
+        # A turn cannot be shorter than a step, however little there is to switch.
+        turns_s = [max(q, load.step_s) for q, load in zip(limited_s, loads, strict=True)]
         self._round = order
-        self._quotas_s = dict(zip(order, limited_s, strict=True))
+        self._quotas_s = dict(zip(order, turns_s, strict=True))

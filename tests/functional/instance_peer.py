@@ -30,6 +30,7 @@ class InstancePeer:
             "--device-bytes": device_bytes,
             "--kv-host-bytes": kv_host_bytes,
             "--quota-max-s": quota_max_s,
+            "--compute-threads": 1,
             "--log-level": "warning",
         }
         command += [text for pair in options.items() for text in map(str, pair)]

@@ -1,0 +1,45 @@
+# Everything below runs in .venv, which `make venv` makes and keeps up to date.
+BIN := .venv/bin
+PYTHON_SOURCES := gpupoold cli state tests $(if $(wildcard tui/gpupool_tui/*.py),tui) \
+	$(if $(wildcard examples/*.py),examples) $(if $(wildcard benchmarks/*.py),benchmarks)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint format types imports check bench-switch bench-overhead clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: ## make .venv (PYTHON=..., GPUPOOL_DEVICE=cpu|cuda)
+	@scripts/make_venv.sh
+
+demo: venv ## three models on one emulated GPU, from nothing to streamed answers
+	@$(BIN)/python examples/demo.py
+
+test: venv ## the whole test suite (ARGS='-k name' for some of it)
+	@$(BIN)/pytest $(ARGS)
+
+lint: venv ## ruff: rules and formatting
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: venv ## ruff: mend what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: venv ## mypy, strict
+	@$(BIN)/mypy $(PYTHON_SOURCES)
+
+imports: venv ## import-linter: who may import whom
+	@$(BIN)/lint-imports
+
+check: lint types imports ## lint, types and imports
+
+bench-switch: venv ## how long a switch between models takes
+	@$(BIN)/gpupool bench switch --json
+
+bench-overhead: venv ## what the pool costs beside vLLM alone
+	@$(BIN)/gpupool bench overhead --json
+
+clean: ## remove .venv, build/ and all caches
+	rm -rf .venv build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

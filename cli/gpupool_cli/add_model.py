@@ -1,0 +1,88 @@
+"""``add-model``: register a checkpoint and wait until it can serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpupool_cli.diagnostics import say
+from gpupool_cli.models import print_model
+from gpupool_cli.options import TbtOption, TtftOption, model_name
+from gpupool_cli.progress import ProgressView
+from gpupool_cli.session import open_client
+from gpupoold.admin.client import AdminClient
+from gpupoold.admin.models import AddModelRequest, ModelInfo
+from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S
+from gpupoold.errors import Failed
+from gpupoold.units import format_bytes
+
+
+def add_model(
+    ctx: typer.Context,
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", parser=model_name, help="The name clients will ask for."),
+    ],
+    source: Annotated[
+        str | None,
+        typer.Option(metavar="PATH|HF-ID", help="The checkpoint; without it NAME is looked up."),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(metavar="R", help="Branch, tag or commit on Hugging Face.")
+    ] = None,
+    ttft: TtftOption = None,
+    tbt: TbtOption = None,
+    max_len: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Longest prompt plus answer, in tokens."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="D", help="Weight type, such as bfloat16.")
+    ] = "auto",
+    alias: Annotated[
+        list[str] | None,
+        typer.Option("--alias", metavar="A", help="A further name; may be repeated."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only say whether it could be served; add nothing.")
+    ] = False,
+) -> None:
+    """Register a model: find, download, check and load it.
+
+    Without --ttft and --tbt the targets are 10s and 100ms.
+    """
+    request = AddModelRequest(
+        name=name,
+        source=None if source is None else _as_daemon_sees(source),
+        revision=revision,
+        dtype=dtype,
+        max_model_len=max_len,
+        ttft_s=DEFAULT_TTFT_S if ttft is None else ttft,
+        tbt_s=DEFAULT_TBT_S if tbt is None else tbt,
+        aliases=alias or [],
+        check_only=check,
+    )
+    with open_client(ctx) as client:
+        model = _follow(client, request)
+    if check:
+        say(f"{model.name}: can be served; nothing was added")
+        print_model(model)
+    else:
+        say(f"{model.name}: {model.state}, {format_bytes(model.weight_bytes)} of weights")
+
+
+def _follow(client: AdminClient, request: AddModelRequest) -> ModelInfo:
+    with ProgressView(request.name) as view:
+        for progress in client.add_model(request):
+            view.show(progress)
+            if progress.model is not None:
+                return progress.model
+    raise Failed(f"the daemon said nothing about model {request.name!r}", "see `gpupool logs`")
+
+
+def _as_daemon_sees(source: str) -> str:
+    """A folder given relative to here, made absolute: the daemon's working folder differs."""
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.exists() else source

@@ -1,0 +1,154 @@
+"""One streamed chat completion from the OpenAI HTTP API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from gpupoold.admin.client import split_lines
+from gpupoold.errors import (
+    Failed,
+    GpupoolError,
+    NoSuchModel,
+    Refused,
+    TimedOut,
+    Unavailable,
+    UsageError,
+)
+
+DEFAULT_SILENCE_S = 600.0
+_CONNECT_TIMEOUT_S = 10.0
+_ERRORS: dict[int, type[GpupoolError]] = {
+    400: UsageError,
+    401: Refused,
+    403: Refused,
+    404: NoSuchModel,
+    409: Refused,
+    422: UsageError,
+    429: Unavailable,
+    503: Unavailable,
+    504: TimedOut,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """What to ask. ``silence_s`` is the longest wait for the next piece of the answer."""
+
+    model: str
+    prompt: str
+    system: str | None = None
+    max_tokens: int | None = None
+    silence_s: float = DEFAULT_SILENCE_S
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body of the HTTP request."""
+        messages = [{"role": "user", "content": self.prompt}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.max_tokens is not None:
+            body["max_completion_tokens"] = self.max_tokens
+        return body
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPiece:
+    """A piece of the answer; ``num_tokens`` is known at the end alone."""
+
+    text: str = ""
+    reasoning: str = ""
+    num_tokens: int | None = None
+
+
+def stream_chat(http_url: str, request: ChatRequest) -> Iterator[ChatPiece]:
+    """The answer piece by piece, as it comes.
+
+    Raises:
+        NoSuchModel, UsageError, Refused, Unavailable, Failed: as the server says.
+        TimedOut: nothing came for ``request.silence_s``.
+    """
+    url = f"{http_url.rstrip('/')}/v1/chat/completions"
+    timeout = httpx.Timeout(_CONNECT_TIMEOUT_S, read=request.silence_s)
+    try:
+        with (
+            httpx.Client(timeout=timeout, trust_env=False) as client,
+            client.stream("POST", url, json=request.body()) as response,
+        ):
+            if response.is_error:
+                response.read()
+                raise _error(response.status_code, response.text)
+            yield from _pieces(response)
+    except httpx.TimeoutException as error:
+        raise TimedOut(
+            f"{url} sent nothing for {request.silence_s:g} s",
+            "see `gpupool ps` for what the model waits for, or allow more with --timeout",
+        ) from error
+    except httpx.ConnectError as error:
+        raise Unavailable(f"cannot connect to {url}: {error}", "see `gpupool status`") from error
+    except httpx.RequestError as error:
+        raise Failed(f"{url} broke off: {error}", "see `gpupool logs`") from error
+
+
+def _pieces(response: httpx.Response) -> Iterator[ChatPiece]:
+    for data in _sse_data(split_lines(response.iter_bytes())):
+        if data == b"[DONE]":
+            return
+        try:
+            chunk = json.loads(data)
+        except ValueError as error:
+            raise Failed(f"the server sent a chunk that is not JSON: {data[:80]!r}") from error
+        if "error" in chunk:
+            raise _error(_status_of(chunk["error"]), data.decode(errors="replace"))
+        yield _piece(chunk)
+    raise Failed("the answer broke off before its end", "see `gpupool events` and `gpupool logs`")
+
+
+def _sse_data(lines: Iterator[bytes]) -> Iterator[bytes]:
+    """The data of each server-sent event; comments and other fields are skipped."""
+    data: list[bytes] = []
+    for line in lines:
+        if line.startswith(b"data:"):
+            data.append(line[5:].removeprefix(b" "))
+        elif not line and data:
+            yield b"\n".join(data)
+            data.clear()
+    if data:
+        yield b"\n".join(data)
+
+
+def _piece(chunk: dict[str, Any]) -> ChatPiece:
+    choices = chunk.get("choices") or [{}]
+    delta = choices[0].get("delta") or {}
+    usage = chunk.get("usage") or {}
+    return ChatPiece(
+        text=delta.get("content") or "",
+        reasoning=delta.get("reasoning") or delta.get("reasoning_content") or "",
+        num_tokens=usage.get("completion_tokens"),
+    )
+
+
+def _status_of(error: object) -> int:
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) else 500
+
+
+def _error(http_status: int, body: str) -> GpupoolError:
+    """The error an answer with ``http_status`` means; its text is the server's own."""
+    try:
+        answer = json.loads(body)
+        message = str((answer.get("error") or answer)["message"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        message = body.strip()[:200] or f"HTTP {http_status} without a reason"
+    kind = _ERRORS.get(http_status, Failed)
+    hint = "see `gpupool list`" if kind is NoSuchModel else ""
+    return kind(message, hint)

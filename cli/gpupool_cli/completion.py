@@ -1,0 +1,32 @@
+"""``completion``: the script that teaches a shell to complete ``gpupool``."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from typer.completion import shell_complete
+
+PROGRAM = "gpupool"
+_VARIABLE = f"_{PROGRAM.upper()}_COMPLETE"
+
+
+class Shell(StrEnum):
+    """Shells with completion."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def completion(
+    ctx: typer.Context,
+    shell: Annotated[Shell, typer.Argument(help="The shell to print the script for.")],
+) -> None:
+    """Print the completion script of a shell.
+
+    For bash: source <(gpupool completion bash)
+    """
+    code = shell_complete(ctx.find_root().command, {}, PROGRAM, _VARIABLE, f"source_{shell}")
+    raise typer.Exit(code)

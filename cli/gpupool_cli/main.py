@@ -1,0 +1,74 @@
+"""The ``gpupool`` command: global options and the list of commands."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpupool_cli import add_model, bench, completion, events, models, run, status, tiny
+from gpupool_cli.diagnostics import CliGroup
+from gpupool_cli.session import Session
+from gpupoold.admin.paths import default_socket_path
+
+app = typer.Typer(
+    cls=CliGroup,
+    name=completion.PROGRAM,
+    help="Serve many LLMs on few GPUs: talk to the gpupoold daemon on this machine.",
+    epilog="Exit status: 0 ok, 1 failed, 2 usage, 3 daemon not running, 4 no such model,"
+    " 5 refused, 6 timed out, 130 interrupted.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def global_options(
+    ctx: typer.Context,
+    socket_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--socket",
+            metavar="PATH",
+            envvar="GPUPOOL_SOCKET",
+            help="The daemon's admin socket, if not where the daemon puts it by itself.",
+        ),
+    ] = None,
+) -> None:
+    """Keep the global options where the commands find them."""
+    ctx.obj = Session(default_socket_path() if socket_path is None else socket_path)
+
+
+app.command("add-model")(add_model.add_model)
+app.command("list")(models.list_models)
+app.command("ls", hidden=True)(models.list_models)
+app.command("show")(models.show)
+app.command("set")(models.set_model)
+app.command("rm")(models.rm)
+app.command("status")(status.status)
+app.command("ps")(status.ps)
+app.command("switches")(status.switches)
+app.command("run")(run.run)
+app.command("events")(events.events)
+app.command("logs")(events.logs)
+app.add_typer(bench.app, name="bench")
+tiny.register(app)
+app.command("version")(status.version)
+app.command("completion")(completion.completion)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A model may answer with what the terminal's encoding lacks.
+        sys.stdout.reconfigure(errors="replace")
+    app(prog_name=completion.PROGRAM)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""``list``, ``show``, ``set`` and ``rm``: the registry."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gpupool_cli import output
+from gpupool_cli.diagnostics import report, say
+from gpupool_cli.options import (
+    JsonOption,
+    NameArgument,
+    TbtOption,
+    TtftOption,
+    complete_model_name,
+    model_name,
+)
+from gpupool_cli.session import open_client
+from gpupoold.admin.client import AdminClient, RemoveMode
+from gpupoold.admin.models import ModelInfo, SetModelRequest
+from gpupoold.errors import DaemonNotRunning, GpupoolError, UsageError
+from gpupoold.units import format_duration
+
+_COLUMNS = (
+    output.Column("NAME"),
+    output.Column("STATE", coloured=True),
+    output.Column("TTFT", right=True),
+    output.Column("TBT", right=True),
+    output.Column("DTYPE"),
+    output.Column("SIZE", right=True),
+    output.Column("ALIASES"),
+)
+
+
+def list_models(
+    ctx: typer.Context,
+    as_json: JsonOption = False,
+    quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", help="Print names only, one per line.")
+    ] = False,
+) -> None:
+    """List the registered models."""
+    if as_json and quiet:
+        raise UsageError("--json and --quiet exclude each other", "give one of them")
+    with open_client(ctx) as client:
+        models = client.models()
+    if as_json:
+        output.print_json(models)
+    elif quiet:
+        for model in models:
+            output.print_line(model.name)
+    else:
+        output.print_table(_COLUMNS, [_row(model) for model in models])
+        if not models:
+            say("no models yet: add one with `gpupool add-model NAME`")
+
+
+def show(ctx: typer.Context, name: NameArgument, as_json: JsonOption = False) -> None:
+    """Show everything known about one model."""
+    with open_client(ctx) as client:
+        model = client.model(name)
+    if as_json:
+        output.print_json(model)
+    else:
+        print_model(model)
+
+
+def set_model(
+    ctx: typer.Context,
+    name: NameArgument,
+    ttft: TtftOption = None,
+    tbt: TbtOption = None,
+    add_alias: Annotated[
+        list[str] | None,
+        typer.Option("--add-alias", metavar="ALIAS", help="A further name; may be repeated."),
+    ] = None,
+    remove_alias: Annotated[
+        list[str] | None,
+        typer.Option("--remove-alias", metavar="ALIAS", help="Drop a name; may be repeated."),
+    ] = None,
+) -> None:
+    """Change a model's targets and aliases at once."""
+    request = SetModelRequest(
+        ttft_s=ttft, tbt_s=tbt, add_aliases=add_alias or [], remove_aliases=remove_alias or []
+    )
+    if request == SetModelRequest():
+        raise UsageError(
+            f"nothing to change on {name!r}",
+            "give at least one of --ttft, --tbt, --add-alias, --remove-alias",
+        )
+    with open_client(ctx) as client:
+        model = client.set_model(name, request)
+    aliases = f", aliases {', '.join(model.aliases)}" if model.aliases else ""
+    say(
+        f"{model.name}: ttft {format_duration(model.ttft_s)},"
+        f" tbt {format_duration(model.tbt_s)}{aliases}"
+    )
+
+
+def rm(
+    ctx: typer.Context,
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...",
+            parser=model_name,
+            help="Names or aliases of registered models.",
+            autocompletion=complete_model_name,
+        ),
+    ],
+    drain: Annotated[
+        bool, typer.Option("--drain", help="Wait until the model's live requests have ended.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Abort the model's live requests.")
+    ] = False,
+) -> None:
+    """Remove models; their checkpoints stay on disk.
+
+    A model with live requests is refused unless --drain or --force is given.
+    """
+    if drain and force:
+        raise UsageError("--drain and --force exclude each other", "give one of them")
+    mode: RemoveMode = "drain" if drain else "force" if force else "refuse"
+    with open_client(ctx) as client:
+        failures = [error for name in names if (error := _remove(client, name, mode))]
+    if failures:
+        # Each was reported when it happened; the first one decides the status.
+        raise typer.Exit(failures[0].exit_code)
+
+
+def print_model(model: ModelInfo) -> None:
+    """One model as ``name  value`` lines on stdout."""
+    fields = {
+        "name": model.name,
+        "state": model.state,
+        "error": model.error,
+        "source": model.source,
+        "revision": model.revision or "",
+        "path": model.path,
+        "architecture": model.architecture,
+        "dtype": model.dtype,
+        "weights": output.size_text(model.weight_bytes),
+        "kv per token": output.size_text(model.kv_bytes_per_token),
+        "max length": "" if model.max_model_len is None else f"{model.max_model_len} tokens",
+        "ttft": format_duration(model.ttft_s),
+        "tbt": format_duration(model.tbt_s),
+        "aliases": ", ".join(model.aliases),
+        "added": output.time_text(model.created_at),
+    }
+    output.print_fields({name: value for name, value in fields.items() if value})
+
+
+def _row(model: ModelInfo) -> list[str]:
+    return [
+        model.name,
+        model.state,
+        format_duration(model.ttft_s),
+        format_duration(model.tbt_s),
+        model.dtype,
+        output.size_text(model.weight_bytes),
+        ",".join(model.aliases) or output.NOTHING,
+    ]
+
+
+def _remove(client: AdminClient, name: str, mode: RemoveMode) -> GpupoolError | None:
+    """The error that kept ``name`` from being removed; None when it was."""
+    if mode == "drain":
+        say(f"{name}: waiting for its live requests to end")
+    try:
+        model = client.remove_model(name, mode)
+    except DaemonNotRunning:
+        raise  # the other names would fail the same way
+    except GpupoolError as error:
+        report(error)
+        return error
+    say(f"{model.name}: removed")
+    return None

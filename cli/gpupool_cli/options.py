@@ -1,0 +1,84 @@
+"""Options and arguments that several commands share."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import typer
+
+from gpupoold.admin.client import AdminClient
+from gpupoold.admin.paths import default_socket_path
+from gpupoold.errors import GpupoolError
+from gpupoold.units import parse_duration_s
+
+_COMPLETION_TIMEOUT_S = 1.0
+
+
+def duration_s(text: str) -> float:
+    """Seconds in an option's value; more than zero.
+
+    Raises:
+        typer.BadParameter: it is no duration; Typer adds the option's name.
+    """
+    try:
+        seconds = parse_duration_s(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if not 0 < seconds < math.inf:
+        raise typer.BadParameter(f"{text!r} must be more than zero and finite")
+    return seconds
+
+
+def model_name(text: str) -> str:
+    """A model's name as typed.
+
+    Raises:
+        typer.BadParameter: it is empty.
+    """
+    if not text.strip():
+        raise typer.BadParameter("a model's name cannot be empty")
+    return text
+
+
+def complete_model_name(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Names of registered models; none, and no word about it, if the daemon is not there."""
+    socket_path = ctx.find_root().params.get("socket_path") or default_socket_path()
+    try:
+        with AdminClient(socket_path, timeout_s=_COMPLETION_TIMEOUT_S) as client:
+            names = [model.name for model in client.models()]
+    except GpupoolError:
+        return []
+    return [name for name in names if name.startswith(incomplete)]
+
+
+NameArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        parser=model_name,
+        help="Name or alias of a registered model.",
+        autocompletion=complete_model_name,
+    ),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document instead of text.")
+]
+TtftOption = Annotated[
+    float | None,
+    typer.Option(
+        "--ttft",
+        metavar="DURATION",
+        parser=duration_s,
+        help="Target for the time to first token, such as 10s or 500ms.",
+    ),
+]
+TbtOption = Annotated[
+    float | None,
+    typer.Option(
+        "--tbt",
+        metavar="DURATION",
+        parser=duration_s,
+        help="Target for the time between tokens, such as 100ms.",
+    ),
+]

@@ -1,0 +1,141 @@
+"""The only writer of stdout: tables, fields and JSON.
+
+Tables are drawn and coloured on a terminal and plain aligned text elsewhere;
+``NO_COLOR`` is respected.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from pydantic import BaseModel
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gpupoold.units import format_bytes, format_duration
+
+NOTHING = "-"
+_GAP = "  "
+_STYLES = {
+    "ready": "green",
+    "running": "green",
+    "loading": "yellow",
+    "draining": "yellow",
+    "starting": "yellow",
+    "stopping": "yellow",
+    "failed": "red",
+    "warning": "yellow",
+    "error": "red",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A table's column; numbers stand to the right, states have colours."""
+
+    title: str
+    right: bool = False
+    coloured: bool = False
+
+
+def print_line(text: str) -> None:
+    """One line of data, at once."""
+    print(text, flush=True)
+
+
+def print_piece(text: str) -> None:
+    """A piece of a line, at once."""
+    print(text, end="", flush=True)
+
+
+def print_json(value: BaseModel | Sequence[BaseModel] | Mapping[str, object]) -> None:
+    """One JSON document."""
+    print(json.dumps(_plain(value), indent=2, ensure_ascii=False))
+
+
+def print_json_line(value: BaseModel) -> None:
+    """One line of an NDJSON stream, at once."""
+    print(json.dumps(_plain(value), ensure_ascii=False), flush=True)
+
+
+def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    """``rows`` under the columns' titles."""
+    if not sys.stdout.isatty():
+        for line in aligned(columns, rows):
+            print(line)
+        return
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(column.title, justify="right" if column.right else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(_cell, columns, row))
+    # A table wider than the terminal is left for the terminal to wrap: nothing is cut off.
+    needed = max(map(len, aligned(columns, rows))) + len(_GAP)
+    _terminal(width=max(needed, _terminal().width)).print(table)
+
+
+def print_fields(fields: Mapping[str, str]) -> None:
+    """A record: one ``name  value`` per line, values aligned."""
+    width = max(map(len, fields))
+    for name, value in fields.items():
+        print(f"{name:<{width}}{_GAP}{value}".rstrip())
+
+
+def print_styled(parts: Sequence[str], style_of: str) -> None:
+    """``parts`` on one line; on a terminal in the colour of the word ``style_of``."""
+    line = " ".join(parts)
+    if sys.stdout.isatty():
+        text = Text(line, style=_STYLES.get(style_of, ""))
+        _terminal().print(text, soft_wrap=True)
+    else:
+        print_line(line)
+
+
+def aligned(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The table as text lines, columns two spaces apart."""
+    lines = [[column.title for column in columns], *rows]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    return [
+        _GAP.join(
+            f"{cell:>{width}}" if column.right else f"{cell:<{width}}"
+            for column, cell, width in zip(columns, line, widths, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def size_text(num_bytes: int) -> str:
+    """A size, or a dash for none."""
+    return format_bytes(num_bytes) if num_bytes else NOTHING
+
+
+def duration_text(seconds: float | None) -> str:
+    """A duration, or a dash where nothing was measured."""
+    return NOTHING if seconds is None else format_duration(seconds)
+
+
+def time_text(timestamp_s: float) -> str:
+    """A moment (seconds since the epoch) in local time."""
+    return datetime.fromtimestamp(timestamp_s).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _terminal(width: int | None = None) -> Console:
+    return Console(file=sys.stdout, width=width, markup=False, highlight=False, emoji=False)
+
+
+def _cell(column: Column, text: str) -> Text:
+    return Text(text, style=_STYLES.get(text, "") if column.coloured else "")
+
+
+def _plain(value: BaseModel | Sequence[BaseModel] | Mapping[str, object]) -> object:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return dict(value)
+    return [item.model_dump(mode="json") for item in value]

@@ -1,0 +1,156 @@
+"""What the pool costs beside vLLM alone: both servers up, asked in turn, in one run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from gpupool_cli.load import LoadResult, run_load
+from gpupool_cli.private_daemon import private_daemon
+from gpupoold.errors import Failed, TimedOut
+
+_START_TIMEOUT_S = 300.0
+_PROMPT = "Write about the number {index} and then about the number after it. "
+
+
+@dataclass(frozen=True, slots=True)
+class OverheadPlan:
+    """How much to ask of each server."""
+
+    rounds: int = 5
+    num_streams: int = 4
+    num_prompts: int = 8
+    max_tokens: int = 96
+    num_single: int = 6
+    max_model_len: int = 1024
+
+
+def measure_overhead(plan: OverheadPlan, checkpoint: Path, device_bytes: int) -> dict[str, Any]:
+    """Throughput under streams and TTFT of lone requests, alternating between the two.
+
+    Both use float32, eager mode, the same block size, the same linear kernels
+    and one compute thread less than there are cores.
+
+    Raises:
+        GpupoolError: a server did not start or answered with an error.
+    """
+    name = checkpoint.name
+    config = f'[[device]]\nkind = "emulated"\nmemory = {device_bytes}\n'
+    with private_daemon(config) as daemon, _vllm_serve(checkpoint, plan) as vllm_url:
+        daemon.add_model(name, checkpoint, dtype="float32", max_model_len=plan.max_model_len)
+        urls = {"gpupool": daemon.http_url, "vllm": vllm_url}
+        for url in urls.values():
+            _streams(plan, url, name)  # warm up both
+        throughput: dict[str, list[LoadResult]] = {server: [] for server in urls}
+        single: dict[str, list[LoadResult]] = {server: [] for server in urls}
+        for index in range(plan.rounds):
+            order = list(urls) if index % 2 == 0 else list(reversed(urls))
+            for server in order:
+                throughput[server].append(_streams(plan, urls[server], name))
+                single[server].append(_alone(plan, urls[server], name, index))
+    return _compare(throughput, single)
+
+
+def _streams(plan: OverheadPlan, url: str, model: str) -> LoadResult:
+    prompts = [_PROMPT.format(index=index) for index in range(plan.num_prompts)]
+    return run_load(url, model, prompts, plan.max_tokens, plan.num_streams)
+
+
+def _alone(plan: OverheadPlan, url: str, model: str, index: int) -> LoadResult:
+    # New prompts each round, so that neither server answers from its prefix cache.
+    prompts = [f"Round {index}.{i}: " + _PROMPT.format(index=i) * 4 for i in range(plan.num_single)]
+    return run_load(url, model, prompts, 2, 1)
+
+
+def _compare(
+    throughput: dict[str, list[LoadResult]], single: dict[str, list[LoadResult]]
+) -> dict[str, Any]:
+    rates = {s: [result.tokens_per_s for result in results] for s, results in throughput.items()}
+    ttfts = {s: [result.ttft_p50_s for result in results] for s, results in single.items()}
+    pairs = list(zip(rates["gpupool"], rates["vllm"], strict=True))
+    return {
+        "tokens_per_s_ratio": statistics.median(ours / theirs for ours, theirs in pairs),
+        "ttft_p50_delta_s": statistics.median(
+            ours - theirs for ours, theirs in zip(ttfts["gpupool"], ttfts["vllm"], strict=True)
+        ),
+        "gpupool": {
+            "tokens_per_s": statistics.median(rates["gpupool"]),
+            "ttft_p50_s": statistics.median(ttfts["gpupool"]),
+        },
+        "vllm": {
+            "tokens_per_s": statistics.median(rates["vllm"]),
+            "ttft_p50_s": statistics.median(ttfts["vllm"]),
+        },
+        "rounds": len(pairs),
+    }
+
+
+@contextlib.contextmanager
+def _vllm_serve(checkpoint: Path, plan: OverheadPlan) -> Iterator[str]:
+    """Plain ``vllm serve`` with the settings gpupool uses; yields its URL."""
+    port = _free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
+    command += ["--served-model-name", checkpoint.name, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--dtype", "float32", "--max-model-len", str(plan.max_model_len)]
+    command += ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(1 << 28)]
+    command += ["--disable-log-stats", "--disable-uvicorn-access-log"]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=_vllm_environment(), start_new_session=True
+        )
+        try:
+            _wait_healthy(process, port, log.fileno())
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+
+
+def _vllm_environment() -> dict[str, str]:
+    return os.environ | {
+        # The general plugin of gpupoold.instance.plugin reads this: same linear kernels.
+        "GPUPOOL_PLAIN_LINEAR": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+
+
+def _wait_healthy(process: subprocess.Popen[bytes], port: int, log_fd: int) -> None:
+    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            raise Failed(f"vllm serve ended: {_tail(log_fd)}")
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).is_success:
+                return
+        time.sleep(0.2)
+    raise TimedOut(f"vllm serve was not ready within {_START_TIMEOUT_S:g} s: {_tail(log_fd)}")
+
+
+def _tail(log_fd: int) -> str:
+    size = os.fstat(log_fd).st_size
+    return os.pread(log_fd, 600, max(0, size - 600)).decode(errors="replace")
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

@@ -1,0 +1,119 @@
+"""A daemon of one's own, in a temporary folder: for benchmarks, the demo and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpupoold.admin.client import AdminClient
+from gpupoold.admin.models import AddModelRequest, ModelInfo
+from gpupoold.errors import Failed, GpupoolError, TimedOut
+
+_START_TIMEOUT_S = 180.0
+_STOP_TIMEOUT_S = 30.0
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateDaemon:
+    """A running daemon and where to reach it."""
+
+    process: subprocess.Popen[bytes]
+    socket_path: Path
+    http_url: str
+    log_path: Path
+
+    def client(self) -> AdminClient:
+        """A client for its admin API."""
+        return AdminClient(self.socket_path)
+
+    def add_model(self, name: str, source: Path, **options: object) -> ModelInfo:
+        """Register a checkpoint and wait until it serves.
+
+        Raises:
+            GpupoolError: the daemon refused it.
+        """
+        body = AddModelRequest.model_validate({"name": name, "source": str(source)} | options)
+        with self.client() as client:
+            for progress in client.add_model(body):
+                if progress.model is not None:
+                    return progress.model
+        raise Failed(f"{name}: the daemon did not say what became of it")
+
+
+@contextlib.contextmanager
+def private_daemon(
+    config: str, folder: Path | None = None, timeout_s: float = _START_TIMEOUT_S
+) -> Iterator[PrivateDaemon]:
+    """Start ``gpupoold`` with its own folders and a free port, and stop it at the end.
+
+    ``config`` is TOML without ``[paths]`` and ``[server]``. A given ``folder``
+    is kept, a temporary one removed.
+
+    Raises:
+        Failed: it ended before it was ready; the end of its log is in the message.
+        TimedOut: it was not ready in time.
+    """
+    with contextlib.ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpupool-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        config_path = folder / "gpupool.toml"
+        config_path.write_text(_PATHS.format(folder=folder) + config)
+        log_path = folder / "daemon.log"
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "gpupoold", "--config", str(config_path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        stack.callback(_stop, process)
+        socket_path = folder / "run" / "admin.sock"
+        http_url = _wait_ready(process, socket_path, log_path, timeout_s)
+        yield PrivateDaemon(process, socket_path, http_url, log_path)
+
+
+_PATHS = """\
+[server]
+port = 0
+
+[paths]
+state_dir = "{folder}/state"
+runtime_dir = "{folder}/run"
+model_dirs = ["{folder}/models"]
+
+"""
+
+
+def _wait_ready(
+    process: subprocess.Popen[bytes], socket_path: Path, log_path: Path, timeout_s: float
+) -> str:
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            tail = log_path.read_text(errors="replace").splitlines()[-5:]
+            raise Failed("gpupoold ended: " + " / ".join(tail), f"see {log_path}")
+        with contextlib.suppress(GpupoolError), AdminClient(socket_path) as client:
+            status = client.status()
+            if status.state == "ready":
+                return status.http_url
+        time.sleep(_POLL_S)
+    raise TimedOut(f"gpupoold was not ready within {timeout_s:g} s", f"see {log_path}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

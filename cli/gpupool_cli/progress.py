@@ -1,0 +1,77 @@
+"""How far a long operation is, on stderr: a bar on a terminal, else one line per stage."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, SpinnerColumn, TaskID, TextColumn
+from rich.progress import Progress as RichProgress
+
+from gpupool_cli.diagnostics import say
+from gpupoold.admin.models import Progress
+from gpupoold.units import format_bytes
+
+_WORDS = {
+    "resolve": "finding the checkpoint",
+    "download": "downloading",
+    "check": "checking",
+    "load": "loading",
+    "ready": "ready",
+}
+
+
+class ProgressView:
+    """Shows the ``Progress`` lines of one operation; use as a context manager."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._stage = ""
+        self._task: TaskID | None = None
+        self._bar: RichProgress | None = None
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            self._bar = RichProgress(
+                SpinnerColumn(),
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                DownloadColumn(binary_units=True),
+                console=Console(file=sys.stderr),
+                transient=True,
+            )
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, progress: Progress) -> None:
+        """Take in the next line of the stream."""
+        started = progress.stage != self._stage
+        self._stage = progress.stage
+        if self._bar is not None:
+            self._show_bar(self._bar, progress, started)
+        elif started and progress.model is None:
+            total = f" {format_bytes(progress.total_bytes)}" if progress.total_bytes else ""
+            say(f"{self._name}: {_words(progress.stage)}{total}")
+
+    def _show_bar(self, bar: RichProgress, progress: Progress, started: bool) -> None:
+        if started and self._task is not None:
+            bar.remove_task(self._task)
+            self._task = None
+        if self._task is None:
+            self._task = bar.add_task(f"{self._name}: {_words(progress.stage)}", total=None)
+        bar.update(self._task, completed=progress.done_bytes, total=progress.total_bytes)
+
+
+def _words(stage: str) -> str:
+    return _WORDS.get(stage, stage)

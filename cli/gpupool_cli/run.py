@@ -1,0 +1,97 @@
+"""``run``: ask a model something and watch the answer come."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from gpupool_cli import output
+from gpupool_cli.chat import DEFAULT_SILENCE_S, ChatPiece, ChatRequest, stream_chat
+from gpupool_cli.diagnostics import say
+from gpupool_cli.options import NameArgument, duration_s
+from gpupool_cli.session import open_client
+from gpupoold.errors import UsageError
+from gpupoold.units import format_duration
+
+
+class AnswerTiming:
+    """When the pieces of an answer came, by the clock of this process."""
+
+    def __init__(self, started_s: float) -> None:
+        self._started_s = started_s
+        self._first_s: float | None = None
+        self._last_s = started_s
+        self._num_pieces = 0
+        self._num_tokens: int | None = None
+
+    def note(self, piece: ChatPiece, now_s: float) -> None:
+        """Take in a piece that came at ``now_s``."""
+        if piece.num_tokens is not None:
+            self._num_tokens = piece.num_tokens
+        if piece.text or piece.reasoning:
+            self._num_pieces += 1
+            self._last_s = now_s
+            if self._first_s is None:
+                self._first_s = now_s
+
+    def summary(self) -> str:
+        """Time to first token, tokens and tokens per second after the first."""
+        if self._first_s is None:
+            return "no tokens"
+        num_tokens = self._num_pieces if self._num_tokens is None else self._num_tokens
+        elapsed_s = self._last_s - self._first_s
+        rate = f", {(num_tokens - 1) / elapsed_s:.1f} tokens/s" if elapsed_s > 0 else ""
+        ttft = format_duration(self._first_s - self._started_s)
+        return f"ttft {ttft}, {num_tokens} tokens{rate}"
+
+
+def run(
+    ctx: typer.Context,
+    name: NameArgument,
+    prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from stdin.")],
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=1, metavar="N", help="Longest answer.")
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="A system message.")
+    ] = None,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose",
+            help="Also print, to stderr, the model's reasoning, the time to first token"
+            " and tokens per second.",
+        ),
+    ] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout",
+            metavar="DURATION",
+            parser=duration_s,
+            help="Give up when nothing came for this long; 10m unless given.",
+        ),
+    ] = None,
+) -> None:
+    """Stream one chat completion to stdout."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise UsageError("the prompt is empty", "give it as PROMPT, or on stdin with -")
+    request = ChatRequest(name, text, system, max_tokens, timeout or DEFAULT_SILENCE_S)
+    with open_client(ctx) as client:
+        http_url = client.status().http_url
+    timing = AnswerTiming(time.monotonic())
+    last = ""
+    for piece in stream_chat(http_url, request):
+        timing.note(piece, time.monotonic())
+        output.print_piece(piece.text)
+        last = piece.text or last
+        if verbose and piece.reasoning:
+            print(piece.reasoning, end="", file=sys.stderr, flush=True)
+    if not last.endswith("\n"):
+        output.print_line("")
+    if verbose:
+        say(timing.summary())

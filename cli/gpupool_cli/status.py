@@ -1,0 +1,176 @@
+"""``status``, ``ps``, ``switches`` and ``version``: what the daemon does now."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gpupool_cli import output
+from gpupool_cli.exit_codes import ExitCode
+from gpupool_cli.options import JsonOption
+from gpupool_cli.output import Column, duration_text, size_text
+from gpupool_cli.session import open_client
+from gpupoold import __version__
+from gpupoold.admin.models import DeviceInfo, ModelUsage, Status, SwitchInfo
+from gpupoold.errors import GpupoolError
+from gpupoold.units import format_bytes, format_duration
+
+_DEVICE_COLUMNS = (
+    Column("DEVICE", right=True),
+    Column("KIND"),
+    Column("STATE", coloured=True),
+    Column("PID", right=True),
+    Column("MEMORY", right=True),
+    Column("FREE", right=True),
+    Column("HOST-KV", right=True),
+    Column("ON-TURN"),
+    Column("QUOTA", right=True),
+    Column("STEPS", right=True),
+)
+_MODEL_COLUMNS = (
+    Column("NAME"),
+    Column("STATE", coloured=True),
+    Column("LIVE", right=True),
+    Column("WAIT", right=True),
+    Column("WEIGHTS", right=True),
+    Column("KV", right=True),
+    Column("TTFT-p99", right=True),
+    Column("TBT-p99", right=True),
+    Column("SLO%", right=True),
+)
+_SWITCH_COLUMNS = (
+    Column("AT"),
+    Column("DEVICE", right=True),
+    Column("MODEL"),
+    Column("PREVIOUS"),
+    Column("TOTAL", right=True),
+    Column("EVICT", right=True),
+    Column("MAP", right=True),
+    Column("WEIGHTS", right=True),
+    Column("KV", right=True),
+    Column("MOVED", right=True),
+)
+
+
+def status(ctx: typer.Context, as_json: JsonOption = False) -> None:
+    """Say whether the daemon is ready to serve.
+
+    Exit status 0 if it is, 1 if it is starting or stopping, 3 if it does not run.
+    """
+    with open_client(ctx) as client:
+        answer = client.status()
+    if as_json:
+        output.print_json(answer)
+    else:
+        output.print_fields(_status_fields(answer))
+    if answer.state != "ready":
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def ps(ctx: typer.Context, as_json: JsonOption = False) -> None:
+    """Show devices and models as they are now."""
+    with open_client(ctx) as client:
+        answer = client.ps()
+    if as_json:
+        output.print_json(answer)
+        return
+    output.print_table(_DEVICE_COLUMNS, [_device_row(device) for device in answer.devices])
+    output.print_line("")
+    output.print_table(_MODEL_COLUMNS, [_model_row(model) for model in answer.models])
+
+
+def switches(
+    ctx: typer.Context,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="How many at most.")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the latest switches and where their time went."""
+    with open_client(ctx) as client:
+        answer = client.switches(limit)
+    if as_json:
+        output.print_json(answer)
+    else:
+        output.print_table(_SWITCH_COLUMNS, [_switch_row(switch) for switch in answer])
+
+
+def version(ctx: typer.Context, as_json: JsonOption = False) -> None:
+    """Print the versions of gpupool, daemon and engine."""
+    daemon: Status | None = None
+    try:
+        with open_client(ctx) as client:
+            daemon = client.status()
+    except GpupoolError:
+        pass  # the own version is the answer; that no daemon runs is `status`'s to tell
+    versions = {
+        "gpupool": __version__,
+        "gpupoold": daemon.version if daemon else None,
+        "engine": daemon.engine_version if daemon else None,
+    }
+    if as_json:
+        output.print_json(versions)
+    else:
+        output.print_fields({name: value for name, value in versions.items() if value})
+
+
+def _status_fields(answer: Status) -> dict[str, str]:
+    fields = {
+        "state": answer.state,
+        "http": answer.http_url,
+        "version": answer.version,
+        "engine": answer.engine_version,
+        "pid": str(answer.pid),
+        "uptime": format_duration(answer.uptime_s),
+        "models": str(answer.num_models),
+        "live requests": str(answer.num_live_requests),
+        "model cache": f"{format_bytes(answer.model_cache_bytes)}"
+        f" of {format_bytes(answer.model_cache_limit_bytes)}",
+        "memory": format_bytes(answer.rss_bytes),
+        "state folder": answer.state_dir,
+    }
+    if answer.dropped_history_rows:
+        fields["lost history rows"] = str(answer.dropped_history_rows)
+    return fields
+
+
+def _device_row(device: DeviceInfo) -> list[str]:
+    return [
+        str(device.instance),
+        device.kind,
+        device.state,
+        output.NOTHING if device.pid is None else str(device.pid),
+        size_text(device.device_bytes),
+        format_bytes(device.free_bytes),
+        size_text(device.kv_host_bytes),
+        device.on_turn or output.NOTHING,
+        format_duration(device.quota_s) if device.on_turn else output.NOTHING,
+        str(device.num_steps),
+    ]
+
+
+def _model_row(model: ModelUsage) -> list[str]:
+    resident, total = model.weights_resident_bytes, model.weights_total_bytes
+    attainment = model.attainment
+    return [
+        model.name,
+        model.state,
+        str(model.num_live),
+        str(model.num_waiting),
+        f"{format_bytes(resident)}/{format_bytes(total)}" if total else output.NOTHING,
+        size_text(model.kv_resident_bytes + model.kv_host_bytes),
+        duration_text(model.ttft_p99_s),
+        duration_text(model.tbt_p99_s),
+        output.NOTHING if attainment is None else f"{100 * attainment:.1f}",
+    ]
+
+
+def _switch_row(switch: SwitchInfo) -> list[str]:
+    stages = (switch.total_s, switch.evict_s, switch.map_s, switch.weights_s, switch.kv_s)
+    return [
+        output.time_text(switch.at),
+        str(switch.instance),
+        switch.model,
+        switch.previous or output.NOTHING,
+        *map(format_duration, stages),
+        size_text(switch.weight_bytes + switch.kv_in_bytes + switch.kv_out_bytes),
+    ]

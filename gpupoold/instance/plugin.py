@@ -1,0 +1,17 @@
+"""A vLLM general plugin: vLLM alone with the pool's linear kernels, for fair comparison.
+
+vLLM loads it in each of its processes; without ``GPUPOOL_PLAIN_LINEAR=1`` it
+does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def register() -> None:
+    """Called by vLLM once per process (entry point group ``vllm.general_plugins``)."""
+    if os.environ.get("GPUPOOL_PLAIN_LINEAR") == "1":
+        import vllm._custom_ops as custom_ops
+
+        custom_ops._supports_onednn = False

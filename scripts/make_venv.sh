@@ -1,0 +1,156 @@
+#!/usr/bin/env bash
+# Makes .venv from the lock in requirements/ and installs the project into it, editable.
+#
+#   PYTHON=/path/to/python3.12   which Python (3.11 or 3.12); default: the first that works
+#   GPUPOOL_DEVICE=cpu|cuda      which lock; default: cuda if there is an NVIDIA GPU
+#
+# A finished environment is stamped with what it was made from, so that a second run does
+# nothing and a run after an interruption starts afresh. pip's output is in build/venv.log.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+readonly VENV=.venv LOG=build/venv.log
+readonly LOCK_STAMP=$VENV/.gpupool-lock PROJECT_STAMP=$VENV/.gpupool-project
+readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+# Their CUDA builds break vLLM's CPU build at import; see requirements/cpu.txt.
+readonly UNWANTED_ON_CPU=(torchvision torchaudio torchcodec)
+
+say() { printf 'venv: %s\n' "$*"; }
+
+die() {
+    printf 'venv: error: %s\n' "$1" >&2
+    shift
+    if (($#)); then printf '      %s\n' "$@" >&2; fi
+    exit 1
+}
+
+# Runs a command with its output in the log only.
+logged() {
+    printf '\n$ %s\n' "$*" >>"$LOG"
+    "$@" >>"$LOG" 2>&1
+}
+
+die_with_log() {
+    printf '%s\n' "---- end of $LOG ----" >&2
+    tail -n 15 "$LOG" >&2
+    printf '%s\n' "----" >&2
+    die "$@"
+}
+
+choose_device() {
+    case "${GPUPOOL_DEVICE:-auto}" in
+        cpu | cuda) echo "$GPUPOOL_DEVICE" ;;
+        auto) if has_nvidia_gpu; then echo cuda; else echo cpu; fi ;;
+        *) die "GPUPOOL_DEVICE is '$GPUPOOL_DEVICE'" "use cpu or cuda, or leave it out" ;;
+    esac
+}
+
+has_nvidia_gpu() {
+    nvidia-smi -L 2>/dev/null | grep -q '^GPU ' || compgen -G '/proc/driver/nvidia/gpus/*' >/dev/null
+}
+
+# Prints the first usable Python; a name on PATH may be a shim that does not run.
+choose_python() {
+    local candidate
+    if [[ -n ${PYTHON:-} ]]; then
+        is_supported "$PYTHON" || die "PYTHON=$PYTHON does not run as Python 3.11 or 3.12"
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3.11 python3.12 python3; do
+        if is_supported "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    die "no Python 3.11 or 3.12 found" \
+        "install one (Debian, Ubuntu: apt install python3.11 python3.11-venv)" \
+        "or name one: make venv PYTHON=/path/to/python3.12"
+}
+
+is_supported() {
+    "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in {(3, 11), (3, 12)})' 2>/dev/null
+}
+
+hash_of() { sha256sum "$@" | sha256sum | cut -d ' ' -f 1; }
+
+# With the folder's name, because an environment does not survive being moved.
+lock_stamp() { echo "$(hash_of "$1") PYTHON=${PYTHON:-} $PWD"; }
+
+# An editable install lists the packages it found: a new one needs a new install.
+project_stamp() { echo "$(hash_of pyproject.toml)" gpupoold/ {cli,tui,state}/gpupool*/; }
+
+holds() { [[ -f $1 && $(<"$1") == "$2" ]]; }
+
+make_environment() {
+    local lock=$1 python
+    python=$(choose_python)
+    "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+        die "$python has no venv module" "Debian, Ubuntu: apt install python3-venv (or python3.11-venv)"
+    [[ ! -e $VENV ]] || say "$VENV is not finished or out of date: making it anew"
+    rm -rf "$VENV"
+    say "making $VENV with $("$python" --version), $(basename "$lock") (log: $LOG)"
+    logged "$python" -m venv "$VENV" || die_with_log "$python -m venv failed"
+    install_torch "$lock"
+    say "installing $(grep -c '^[a-z]' "$lock") packages; about two minutes with a warm cache"
+    pip_install -r "$lock" || die_with_log "pip could not install $lock" \
+        "check the network and the free disk space, then run make venv again"
+}
+
+pip_install() { logged "$VENV/bin/python" -m pip install --no-input --no-deps "$@"; }
+
+# PyPI lacks the CPU build: pip's own sources are tried first (a mirror, a folder of
+# wheels), then PyTorch's index, for this package alone.
+install_torch() {
+    local torch
+    torch=$(grep -E '^torch==[^ ]+\+cpu' "$1") || return 0
+    say "installing $torch"
+    pip_install "$torch" && return
+    say "pip's own sources do not offer it: trying $TORCH_CPU_INDEX"
+    pip_install --index-url "$TORCH_CPU_INDEX" "$torch" && return
+    die_with_log "$torch is neither in pip's configured sources nor could it be had from $TORCH_CPU_INDEX" \
+        "either make that address reachable, or download the wheel for this Python elsewhere and run" \
+        "PIP_FIND_LINKS=/folder/of/the/wheel make venv"
+}
+
+remove_unwanted() {
+    local name
+    for name in "${UNWANTED_ON_CPU[@]}"; do
+        if compgen -G "$VENV/lib/python*/site-packages/$name-*.dist-info" >/dev/null; then
+            say "removing $name: pip's builds of it break vLLM's CPU build at import"
+            logged "$VENV/bin/python" -m pip uninstall -y "$name" || die_with_log "could not remove $name"
+        fi
+    done
+}
+
+install_project() {
+    say "installing the project, editable"
+    pip_install --no-build-isolation -e . || die_with_log "pip could not install the project"
+}
+
+main() {
+    local device lock made=no
+    device=$(choose_device)
+    lock=requirements/$device.txt
+    unset PYTHONPATH PYTHONHOME
+    export PIP_DISABLE_PIP_VERSION_CHECK=1
+    mkdir -p build
+    exec 9>build/venv.lock
+    if command -v flock >/dev/null; then flock 9; fi
+
+    if ! holds "$LOCK_STAMP" "$(lock_stamp "$lock")" || ! is_supported "$VENV/bin/python"; then
+        : >"$LOG"
+        make_environment "$lock"
+        lock_stamp "$lock" >"$LOCK_STAMP"
+        made=yes
+    fi
+    if [[ $device == cpu ]]; then remove_unwanted; fi
+    if ! holds "$PROJECT_STAMP" "$(project_stamp)"; then
+        install_project
+        project_stamp >"$PROJECT_STAMP"
+        made=yes
+    fi
+    if [[ $made == yes ]]; then say "ready: $VENV/bin/gpupool"; else say "$VENV is up to date"; fi
+}
+
+main

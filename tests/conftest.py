@@ -1,0 +1,61 @@
+"""Fixtures and marker handling for all tests."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE_ROOTS = [str(ROOT / name) for name in (".", "cli", "tui", "state")]
+_MAKER_FILES = [ROOT / "gpupoold/checkpoints" / name for name in ("tiny.py", "tiny_tokenizer.py")]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` where there is no NVIDIA GPU."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not has_nvidia_gpu():
+            item.add_marker(
+                pytest.mark.skip(reason="needs an NVIDIA GPU, and this machine has none")
+            )
+
+
+@cache
+def has_nvidia_gpu() -> bool:
+    """Whether the NVIDIA driver shows a GPU."""
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    except OSError:
+        return any(Path("/proc/driver/nvidia/gpus").glob("*"))
+    return listing.returncode == 0 and "GPU " in listing.stdout
+
+
+@pytest.fixture(scope="session")
+def project_env() -> dict[str, str]:
+    """Environment for child processes that import the project from this checkout."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(SOURCE_ROOTS)}
+
+
+@pytest.fixture(scope="session")
+def tiny_models(project_env: dict[str, str]) -> dict[str, Path]:
+    """The tiny checkpoints by name (``tiny-llama``, ...), float32, about 10 MB each.
+
+    Made once and kept below ``build/`` until the code that makes them changes. A child
+    process makes them, so that the test process does not load torch. Do not write there.
+    """
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in _MAKER_FILES)).hexdigest()[:12]
+    command = [sys.executable, "-m", "gpupoold.checkpoints.tiny"]
+    done = subprocess.run(
+        [*command, str(ROOT / "build" / f"tiny-models-{digest}")],
+        env=project_env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {path.name: path for path in map(Path, done.stdout.splitlines())}

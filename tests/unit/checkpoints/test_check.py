@@ -1,0 +1,240 @@
+"""Checkpoint folders: what is read from good ones, and what is said about bad ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint
+from gpupoold.errors import Refused
+from tests.unit.checkpoints import samples
+
+ROOT = Path(__file__).parents[3]
+
+
+def check(folder: Path, *, pickle: bool = False, code: bool = False) -> CheckpointInfo:
+    return check_checkpoint(folder, allow_pickle=pickle, allow_remote_code=code)
+
+
+def refusal(folder: Path, *, pickle: bool = False, code: bool = False) -> str:
+    with pytest.raises(Refused) as caught:
+        check(folder, pickle=pickle, code=code)
+    assert str(folder) in caught.value.message
+    return str(caught.value)
+
+
+def without(files: dict[str, bytes], *names: str) -> dict[str, bytes]:
+    return {name: content for name, content in files.items() if name not in names}
+
+
+class TestGood:
+    def test_single_file(self, tmp_path: Path) -> None:
+        info = check(samples.write(tmp_path, samples.checkpoint()))
+        assert info == CheckpointInfo(
+            path=tmp_path,
+            architecture="LlamaForCausalLM",
+            model_type="llama",
+            dtype="float16",
+            weight_bytes=2 * samples.NUM_ELEMENTS,
+            num_parameters=samples.NUM_ELEMENTS,
+            elements=(("F16", samples.NUM_ELEMENTS),),
+            max_position_embeddings=2048,
+            quantization=None,
+            weight_files=("model.safetensors",),
+            tokenizer_files=("tokenizer.json",),
+            is_pickle=False,
+            needs_remote_code=False,
+        )
+
+    def test_shards(self, tmp_path: Path) -> None:
+        info = check(samples.write(tmp_path, samples.sharded()))
+        assert len(info.weight_files) == 2
+        assert info.num_parameters == 2 * samples.NUM_ELEMENTS
+
+    def test_index_selects_among_files(self, tmp_path: Path) -> None:
+        extra = {"model.fp32.safetensors": samples.weights(dtype="float32")}
+        info = check(samples.write(tmp_path, samples.sharded() | extra))
+        assert "model.fp32.safetensors" not in info.weight_files
+
+    def test_weights_in_mistral_format_win_as_in_the_engine(self, tmp_path: Path) -> None:
+        extra = {"consolidated.safetensors": samples.weights()}
+        info = check(samples.write(tmp_path, samples.sharded() | extra))
+        assert info.weight_files == ("consolidated.safetensors",)
+
+    def test_pickles_next_to_safetensors_do_not_matter(self, tmp_path: Path) -> None:
+        info = check(samples.write(tmp_path, samples.checkpoint() | {"pytorch_model.bin": b"x"}))
+        assert not info.is_pickle
+
+    def test_links_as_in_a_hub_cache(self, tmp_path: Path) -> None:
+        blobs = samples.write(tmp_path / "blobs", samples.checkpoint())
+        (tmp_path / "snapshot").mkdir()
+        for name in os.listdir(blobs):
+            (tmp_path / "snapshot" / name).symlink_to(blobs / name)
+        assert check(tmp_path / "snapshot").num_parameters == samples.NUM_ELEMENTS
+
+    @pytest.mark.parametrize(
+        ("config", "dtype", "max_length"),
+        [
+            ({"torch_dtype": None, "dtype": "bfloat16"}, "bfloat16", 2048),
+            ({"torch_dtype": "torch.float32"}, "float32", 2048),
+            ({"torch_dtype": None}, "float16", 2048),
+            ({"max_position_embeddings": None}, "float16", None),
+            ({"max_position_embeddings": None, "n_positions": 99}, "float16", 99),
+            (
+                {
+                    "torch_dtype": None,
+                    "max_position_embeddings": None,
+                    "text_config": {"dtype": "bfloat16", "max_position_embeddings": 5},
+                },
+                "bfloat16",
+                5,
+            ),
+        ],
+    )
+    def test_configuration(
+        self, config: dict[str, Any], dtype: str, max_length: int | None, tmp_path: Path
+    ) -> None:
+        info = check(samples.write(tmp_path, samples.checkpoint(**config)))
+        assert (info.dtype, info.max_position_embeddings) == (dtype, max_length)
+
+    def test_quantization(self, tmp_path: Path) -> None:
+        config = {"quantization_config": {"quant_method": "awq"}}
+        assert check(samples.write(tmp_path, samples.checkpoint(**config))).quantization == "awq"
+
+    @pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "qwen.tiktoken"])
+    def test_other_tokenizers(self, name: str, tmp_path: Path) -> None:
+        files = without(samples.checkpoint(), "tokenizer.json") | {name: b""}
+        assert check(samples.write(tmp_path, files)).tokenizer_files == (name,)
+
+
+class TestFolder:
+    def test_missing(self, tmp_path: Path) -> None:
+        assert "cannot be read: No such file" in refusal(tmp_path / "gone")
+
+    def test_file_instead(self, tmp_path: Path) -> None:
+        samples.write(tmp_path, {"model.safetensors": b""})
+        assert "is a file (give the folder" in refusal(tmp_path / "model.safetensors")
+
+    def test_without_config(self, tmp_path: Path) -> None:
+        samples.write(tmp_path, without(samples.checkpoint(), "config.json"))
+        assert "has no config.json" in refusal(tmp_path)
+
+    def test_gguf(self, tmp_path: Path) -> None:
+        assert "GGUF" in refusal(samples.write(tmp_path, {"model-q4.gguf": b""}))
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (b"", "is not valid JSON"),
+            (b"{", "is not valid JSON"),
+            (b"\xff\xfe", "is not valid JSON"),
+            (b"[" * 100_000, "is not valid JSON"),
+            (b"[]", "must hold a JSON object"),
+            (b"{}", "names no model class under 'architectures'"),
+            (b'{"architectures": []}', "names no model class"),
+            (b'{"architectures": "Llama"}', "names no model class"),
+            (b'{"architectures": [3]}', "names no model class"),
+        ],
+    )
+    def test_bad_config(self, content: bytes, said: str, tmp_path: Path) -> None:
+        samples.write(tmp_path, samples.checkpoint() | {"config.json": content})
+        assert said in refusal(tmp_path)
+
+    def test_without_tokenizer(self, tmp_path: Path) -> None:
+        samples.write(tmp_path, without(samples.checkpoint(), "tokenizer.json"))
+        assert "has no tokenizer" in refusal(tmp_path)
+
+
+class TestCode:
+    @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+    def test_auto_map(self, file: str, tmp_path: Path) -> None:
+        files = samples.checkpoint()
+        files[file] = json.dumps(json.loads(files[file]) | {"auto_map": {"A": "m.X"}}).encode()
+        samples.write(tmp_path, files)
+        told = refusal(tmp_path)
+        assert str(tmp_path / file) in told
+        assert "allow_remote_code = true" in told
+        assert check(tmp_path, code=True).needs_remote_code
+
+    def test_pickles(self, tmp_path: Path) -> None:
+        files = without(samples.checkpoint(), "model.safetensors")
+        files |= {"pytorch_model-00001.bin": bytes(80), "pytorch_model-00002.bin": bytes(20)}
+        samples.write(tmp_path, files | {"training_args.bin": bytes(1000), "optimizer.pt": b"x"})
+        told = refusal(tmp_path)
+        assert "pytorch_model-00001.bin, pytorch_model-00002.bin" in told
+        assert "allow_pickle = true" in told
+        info = check(tmp_path, pickle=True)
+        assert (info.is_pickle, info.weight_bytes, info.num_parameters) == (True, 100, 50)
+
+
+class TestWeights:
+    def test_none(self, tmp_path: Path) -> None:
+        samples.write(tmp_path, without(samples.checkpoint(), "model.safetensors"))
+        assert "has no weights (*.safetensors)" in refusal(tmp_path)
+
+    def test_no_tensors(self, tmp_path: Path) -> None:
+        empty = {"model.safetensors": (2).to_bytes(8, "little") + b"{}"}
+        samples.write(tmp_path, samples.checkpoint() | empty)
+        assert "hold no tensors" in refusal(tmp_path)
+
+    def test_missing_shard(self, tmp_path: Path) -> None:
+        name = "model-00002-of-00002.safetensors"
+        samples.write(tmp_path, without(samples.sharded(), name))
+        assert f"1 of 2 weight files are missing: {name}" in refusal(tmp_path)
+
+    def test_all_shards_missing(self, tmp_path: Path) -> None:
+        files = {n: c for n, c in samples.sharded().items() if not n.endswith(".safetensors")}
+        assert "2 of 2 weight files are missing" in refusal(samples.write(tmp_path, files))
+
+    def test_truncated_shard(self, tmp_path: Path) -> None:
+        name = "model-00002-of-00002.safetensors"
+        files = samples.sharded()
+        whole = len(files[name])
+        files[name] = files[name][:-1]
+        told = refusal(samples.write(tmp_path, files))
+        assert str(tmp_path / name) in told
+        assert f"{whole - 1} bytes" in told
+        assert f"but {whole} (" in told
+
+    def test_index_of_another_version(self, tmp_path: Path) -> None:
+        files = samples.sharded()
+        files["model-00002-of-00002.safetensors"] = samples.weights("c")
+        told = refusal(samples.write(tmp_path, files))
+        assert "'b.embed.weight' should be in model-00002-of-00002.safetensors" in told
+
+    @pytest.mark.parametrize(
+        "index", [b"{", b"{}", b'{"weight_map": {}}', b'{"weight_map": {"a": 1}}']
+    )
+    def test_bad_index(self, index: bytes, tmp_path: Path) -> None:
+        files = samples.sharded() | {"model.safetensors.index.json": index}
+        told = refusal(samples.write(tmp_path, files))
+        assert "model.safetensors.index.json" in told
+
+    def test_index_cannot_name_files_elsewhere(self, tmp_path: Path) -> None:
+        samples.write(tmp_path, {"other.safetensors": samples.weights()})
+        index = json.dumps({"weight_map": {"model.embed.weight": "../other.safetensors"}}).encode()
+        files = samples.checkpoint() | {"model.safetensors.index.json": index}
+        assert "files are missing" in refusal(samples.write(tmp_path / "m", files))
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys\n"
+        "from gpupoold.checkpoints import check, download, fit, resolve\n"
+        "heavy = {'torch', 'vllm', 'transformers', 'huggingface_hub', 'safetensors', 'numpy'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert result.stdout.strip() == "[]"

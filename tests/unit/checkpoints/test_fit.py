@@ -1,0 +1,112 @@
+"""Sizes in other dtypes, and what is said when a model is too large."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpupoold.checkpoints.check import CheckpointInfo
+from gpupoold.checkpoints.fit import MODEL_DTYPE_BITS, estimate_weight_bytes, fits
+from gpupoold.checkpoints.tensor_file import DTYPE_BITS
+from gpupoold.errors import Refused, UsageError
+
+MIB = 2**20
+
+
+def info(*elements: tuple[str, int], quantization: str | None = None) -> CheckpointInfo:
+    return CheckpointInfo(
+        path=Path("/models/m"),
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        dtype="bfloat16",
+        weight_bytes=sum(count * DTYPE_BITS[dtype] // 8 for dtype, count in elements),
+        num_parameters=sum(count for _, count in elements),
+        elements=elements,
+        max_position_embeddings=None,
+        quantization=quantization,
+        weight_files=("model.safetensors",),
+        tokenizer_files=("tokenizer.json",),
+        is_pickle=False,
+        needs_remote_code=False,
+    )
+
+
+BF16 = info(("BF16", 8 * MIB))
+FP32 = info(("F32", 8 * MIB))
+
+
+class TestEstimate:
+    @pytest.mark.parametrize(
+        ("checkpoint", "dtype", "mib"),
+        [
+            (BF16, "auto", 16),
+            (BF16, "bfloat16", 16),
+            (BF16, "half", 16),
+            (BF16, "float32", 32),
+            (FP32, "float32", 32),
+            (FP32, "float16", 16),
+            (FP32, "auto", 16),
+            (info(("I32", MIB), ("F16", 2 * MIB)), "float32", 12),
+            (info(("F8_E4M3", 4 * MIB), ("BF16", MIB)), "auto", 6),
+            (info(("F4", 4 * MIB)), "auto", 2),
+        ],
+    )
+    def test_bytes(self, checkpoint: CheckpointInfo, dtype: str, mib: int) -> None:
+        assert estimate_weight_bytes(checkpoint, dtype) == mib * MIB
+
+    def test_unknown_dtype(self) -> None:
+        with pytest.raises(UsageError, match="unknown dtype 'int4' \\(use auto, bfloat16"):
+            estimate_weight_bytes(BF16, "int4")
+
+
+class TestFits:
+    def test_tells_what_is_left(self) -> None:
+        assert fits(BF16, "auto", 20 * MIB) == 4 * MIB
+        assert fits(BF16, "auto", 20 * MIB, reserve_bytes=MIB, kv_bytes=3 * MIB) == 0
+
+    def test_one_byte_too_many(self) -> None:
+        assert fits(BF16, "auto", 16 * MIB) == 0
+        with pytest.raises(Refused):
+            fits(BF16, "auto", 16 * MIB - 1)
+
+    def test_smaller_dtype_is_offered(self) -> None:
+        with pytest.raises(Refused) as caught:
+            fits(BF16, "float32", 20 * MIB)
+        assert "32 MiB of weights (float32) do not fit on a device of 20 MiB" in str(caught.value)
+        assert "with dtype bfloat16 it takes 16 MiB and fits" in caught.value.hint
+
+    def test_needed_bytes_are_told(self) -> None:
+        with pytest.raises(Refused) as caught:
+            fits(BF16, "auto", 10 * MIB, reserve_bytes=2 * MIB, kv_bytes=MIB)
+        assert "and 1 MiB of KV do not fit on a device of 10 MiB less 2 MiB" in str(caught.value)
+        assert caught.value.hint == (
+            "a device of at least 19 MiB would do, or a quantized version of the model"
+        )
+
+    def test_quantized_one_is_not_offered_quantization(self) -> None:
+        with pytest.raises(Refused) as caught:
+            fits(replace(BF16, quantization="awq"), "auto", MIB)
+        assert "quantized" not in caught.value.hint
+
+    @settings(deadline=None)
+    @given(
+        count=st.integers(1, 2**40),
+        stored=st.sampled_from(["F32", "BF16", "I8", "F4"]),
+        dtype=st.sampled_from(["auto", *MODEL_DTYPE_BITS]),
+        device=st.integers(0, 2**42),
+        reserve=st.integers(0, 2**32),
+    )
+    def test_fits_exactly_when_there_is_room(
+        self, count: int, stored: str, dtype: str, device: int, reserve: int
+    ) -> None:
+        checkpoint = info((stored, count))
+        room = device - reserve - estimate_weight_bytes(checkpoint, dtype)
+        if room >= 0:
+            assert fits(checkpoint, dtype, device, reserve_bytes=reserve) == room
+        else:
+            with pytest.raises(Refused):
+                fits(checkpoint, dtype, device, reserve_bytes=reserve)

@@ -1,0 +1,106 @@
+"""The engine client: what it sends, and how it reads outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from gpupoold.frontend.pool_client import EngineCodec, PoolClient
+from gpupoold.wire.messages import AbortRequests, AddRequest, RequestProgress, StepOutputs
+
+
+class Unavailable(Exception):
+    pass
+
+
+class Unsupported(Exception):
+    pass
+
+
+class Pool:
+    """A client whose messages are collected; frames are the text itself."""
+
+    def __init__(self) -> None:
+        self.sent: list[msgspec.Struct] = []
+        self.unreadable: list[list[str]] = []
+        codec = EngineCodec(
+            encode=lambda request: [request.request_id.encode(), memoryview(b"tensor")],
+            decode=lambda frames: frames[0].decode("ascii"),
+            unavailable=Unavailable,
+            unsupported=Unsupported,
+        )
+        self.client = PoolClient(
+            "m", ("generate",), codec, self.sent.append, self.unreadable.append
+        )
+
+
+def engine_request(**changes: Any) -> SimpleNamespace:
+    fields: dict[str, Any] = {
+        "request_id": "r1",
+        "prompt_token_ids": [1, 2],
+        "sampling_params": SimpleNamespace(max_tokens=9),
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+def step(frame: bytes) -> StepOutputs:
+    progress = [RequestProgress("r1", [5])]
+    return StepOutputs(model="m", at_s=0.0, frames=[frame], progress=progress)
+
+
+def test_request_is_sent_with_its_frames() -> None:
+    pool = Pool()
+    before_s = time.monotonic()
+    asyncio.run(pool.client.add_request_async(engine_request()))
+    (message,) = pool.sent
+    assert isinstance(message, AddRequest)
+    assert before_s <= message.arrival_s <= time.monotonic()
+    assert msgspec.structs.replace(message, arrival_s=0.0) == AddRequest(
+        model="m",
+        request_id="r1",
+        arrival_s=0.0,
+        prompt_token_ids=[1, 2],
+        max_tokens=9,
+        frames=[b"r1", b"tensor"],
+    )
+
+
+@pytest.mark.parametrize("field", ["prompt_token_ids", "sampling_params"])
+def test_only_generation_from_tokens(field: str) -> None:
+    pool = Pool()
+    with pytest.raises(Unsupported):
+        asyncio.run(pool.client.add_request_async(engine_request(**{field: None})))
+    assert pool.sent == []
+
+
+def test_stopped_client_refuses_with_the_reason() -> None:
+    pool = Pool()
+    pool.client.stop("gone")
+    assert pool.client.stopped
+    with pytest.raises(Unavailable, match="gone"):
+        asyncio.run(pool.client.add_request_async(engine_request()))
+
+
+def test_aborts_are_sent_unless_empty() -> None:
+    pool = Pool()
+    asyncio.run(pool.client.abort_requests_async([]))
+    asyncio.run(pool.client.abort_requests_async(("r1", "r2")))
+    assert pool.sent == [AbortRequests(model="m", request_ids=["r1", "r2"])]
+
+
+def test_unreadable_outputs_are_reported_and_skipped() -> None:
+    pool = Pool()
+    pool.client.push(step(b"\xff"))
+    pool.client.push(step(b"fine"))
+    assert asyncio.run(pool.client.get_output_async()) == "fine"
+    assert pool.unreadable == [["r1"]]
+
+
+def test_other_engine_operations_are_named() -> None:
+    with pytest.raises(AttributeError, match="sleep_async is not available through gpupool"):
+        Pool().client.sleep_async()

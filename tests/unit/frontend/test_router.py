@@ -1,0 +1,203 @@
+"""Routing by model, the router's own answers and refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from gpupoold.frontend.catalog import Catalog
+from gpupoold.frontend.errors import ApiError
+from gpupoold.frontend.mounts import Mounts
+from gpupoold.frontend.router import Router, read_model_name
+from gpupoold.wire.messages import ServedModel
+from tests.unit.frontend.asgi import Answer, EchoApi, request
+
+CHAT = "/v1/chat/completions"
+LIMIT = 1000
+
+
+def model(name: str, state: str = "ready", **more: Any) -> ServedModel:
+    return ServedModel(name=name, state=state, created_at=5.5, **{"aliases": ()} | more)
+
+
+MODELS = (
+    model("alpha", aliases=("first", "org/alpha")),
+    model("beta"),
+    model("late", "loading", retry_after_s=2.5),
+    model("unmounted"),
+)
+
+
+class Served:
+    """A router over two mounted models; one request per call."""
+
+    def __init__(self, models: tuple[ServedModel, ...] = MODELS) -> None:
+        self.catalog = Catalog()
+        self.catalog.replace(models, ready=True)
+        self.mounts = Mounts()
+        self.apis = {name: EchoApi(name) for name in ("alpha", "beta")}
+        for name, api in self.apis.items():
+            self.mounts.mount(name, api)
+        self.router = Router(self.catalog, self.mounts, LIMIT)
+
+    def send(self, method: str, path: str, *chunks: bytes, **more: Any) -> Answer:
+        return asyncio.run(request(self.router, method, path, chunks or (b"",), **more))
+
+    def ask(self, body: object, path: str = CHAT) -> Answer:
+        return self.send("POST", path, json.dumps(body).encode())
+
+
+@pytest.fixture
+def served() -> Served:
+    return Served()
+
+
+@pytest.mark.parametrize("name", ["alpha", "first", "org/alpha"])
+def test_body_reaches_the_named_model_unchanged(served: Served, name: str) -> None:
+    answer = served.ask({"model": name, "x": 1})
+    assert answer.body == b'alpha:{"model": "%s", "x": 1}' % name.encode()
+
+
+def test_body_in_pieces_is_joined_and_disconnect_passes_through(served: Served) -> None:
+    answer = served.send("POST", CHAT, b'{"model"', b': "be', b'ta"}')
+    assert answer.body == b'beta:{"model": "beta"}'
+    assert served.apis["beta"].seen_after_body == "http.disconnect"
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages", "/v1/responses", "/v1/completions"])
+def test_every_generation_path_is_routed(served: Served, path: str) -> None:
+    assert served.ask({"model": "beta"}, path).status == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind"),
+    [
+        ({"model": "gamma"}, 404, "NotFoundError"),
+        ({"model": "late"}, 503, "ServiceUnavailableError"),
+        ({"model": "unmounted"}, 503, "ServiceUnavailableError"),
+        ({"model": 7}, 400, "BadRequestError"),
+        ({}, 400, "BadRequestError"),
+        ([], 400, "BadRequestError"),
+        ("text", 400, "BadRequestError"),
+    ],
+)
+def test_refusals(served: Served, body: object, status: int, kind: str) -> None:
+    answer = served.ask(body)
+    error = answer.json()["error"]
+    assert (answer.status, error["code"], error["type"]) == (status, status, kind)
+
+
+def test_unready_model_says_when_to_come_back(served: Served) -> None:
+    assert served.ask({"model": "late"}).headers["retry-after"] == "3"
+
+
+def test_near_names_are_named(served: Served) -> None:
+    assert "`alpha`" in served.ask({"model": "alhpa"}).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"nonsense", b"\xff\xfe", b"[" * 900, b'{"model":NaN}']
+)
+def test_malformed_json(served: Served, body: bytes) -> None:
+    assert served.send("POST", CHAT, body).status == 400
+
+
+def test_lone_surrogate_in_the_name_is_only_a_wrong_name(served: Served) -> None:
+    assert served.send("POST", CHAT, b'{"model": "\\ud800"}').status in (400, 404)
+
+
+def test_very_long_name_is_cut(served: Served) -> None:
+    assert len(served.ask({"model": "m" * 900}).body) < 500
+
+
+def test_body_over_the_limit(served: Served) -> None:
+    half = b"x" * (LIMIT // 2 + 1)
+    assert served.send("POST", CHAT, half, half).status == 413
+    declared = [(b"content-length", str(LIMIT + 1).encode())]
+    assert served.send("POST", CHAT, headers=declared).status == 413
+
+
+def test_client_that_leaves_while_sending_gets_nothing(served: Served) -> None:
+    assert served.send("POST", CHAT, b'{"model":', leave_early=True).status == 0
+
+
+def test_application_error_stays_inside(served: Served) -> None:
+    assert served.ask({"model": "beta", "x": "explode"}).status == 0
+    assert served.ask({"model": "beta"}).status == 200
+
+
+def test_only_model_needs_no_name() -> None:
+    served = Served((model("beta"),))
+    assert served.ask({"prompt": "x"}).body.startswith(b"beta:")
+    assert served.ask({"model": None}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/health", 200),
+        ("HEAD", "/health", 200),
+        ("GET", "/ready", 200),
+        ("GET", "/version", 200),
+        ("GET", "/v1/models/org/alpha", 200),
+        ("GET", "/v1/models/gamma", 404),
+        ("GET", "/metrics", 404),
+        ("POST", "/scale_elastic_ep", 404),
+        ("DELETE", "/v1/models/alpha", 404),
+        ("GET", CHAT, 405),
+        ("DELETE", "/v1/responses/r1", 404),
+        ("GET", "/v1/responses/r1/input_items", 404),
+    ],
+)
+def test_other_paths(served: Served, method: str, path: str, status: int) -> None:
+    assert served.send(method, path).status == status
+
+
+def test_not_ready_is_503(served: Served) -> None:
+    served.catalog.replace(MODELS, ready=False)
+    assert served.send("GET", "/ready").status == 503
+    assert served.send("GET", "/health").status == 200
+
+
+def test_stored_response_is_asked_of_its_model(served: Served) -> None:
+    served.apis["beta"].responses.add("r1")
+    assert served.send("GET", "/v1/responses/r1").body == b"beta:"
+    assert served.send("POST", "/v1/responses/r1/cancel").body == b"beta:"
+    assert served.send("GET", "/v1/responses/r2").status == 404
+
+
+def test_anthropic_errors_have_their_shape(served: Served) -> None:
+    answer = served.ask({"model": "gamma"}, "/v1/messages")
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == "NotFoundError"
+
+
+def test_websockets_are_closed(served: Served) -> None:
+    sent: list[Any] = []
+
+    async def connect() -> None:
+        async def receive() -> dict[str, Any]:
+            return {"type": "websocket.connect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await served.router({"type": "websocket", "path": "/v1/realtime"}, receive, send)
+
+    asyncio.run(connect())
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_name_wins_over_an_alias_spelt_the_same() -> None:
+    catalog = Catalog()
+    catalog.replace([model("a", aliases=("b",)), model("b")], ready=True)
+    assert catalog.find("b").name == "b"
+
+
+def test_reading_the_name_skips_everything_else() -> None:
+    assert read_model_name(b'{"messages": [{"model": "x"}], "model": "y"}') == "y"
+    with pytest.raises(ApiError):
+        read_model_name(b'{"model": "y"} trailing')

@@ -1,0 +1,312 @@
+"""The admin API and a streaming chat endpoint in memory, on real sockets.
+
+Small, but no mock: requests are parsed and answered by FastAPI and uvicorn, so
+clients under test meet real connections, streams and disconnects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel
+
+from gpupoold.admin.models import (
+    AddModelRequest,
+    BenchSwitchRequest,
+    ErrorBody,
+    EventInfo,
+    ModelInfo,
+    Progress,
+    Ps,
+    SetModelRequest,
+    Status,
+    SwitchInfo,
+)
+from gpupoold.errors import Failed, GpupoolError, NoSuchModel, Refused, Unavailable, UsageError
+from tests.unit.gpupool_cli import samples
+
+_POLL_S = 0.01
+_NDJSON = "application/x-ndjson"
+_WEIGHT_BYTES = 15 * 1024**3
+
+
+class ServerThread:
+    """uvicorn in a thread, on a unix socket or on a free TCP port; a context manager."""
+
+    def __init__(self, app: FastAPI, uds: Path | None = None) -> None:
+        config = uvicorn.Config(
+            app,
+            uds=None if uds is None else str(uds),
+            host="127.0.0.1",
+            port=0,
+            log_level="error",
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+
+    @property
+    def port(self) -> int:
+        """The TCP port listened on."""
+        port: int = self._server.servers[0].sockets[0].getsockname()[1]
+        return port
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        give_up_at = time.monotonic() + 10
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > give_up_at:
+                raise RuntimeError("the server did not start")
+            time.sleep(_POLL_S)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._server.should_exit = True
+        self._thread.join(10)
+
+
+class FakeDaemon:
+    """What the tests look at and turn knobs on.
+
+    ``live`` counts live requests per model, ``delay_s`` holds back the answers
+    to ``GET /status`` and ``GET /models``, ``raw_answer`` replaces the first of
+    them. ``chat_chunks`` are the server-sent data of the next chat,
+    ``chat_status`` is its HTTP status.
+    """
+
+    def __init__(self, socket_path: Path) -> None:
+        self.socket_path = socket_path
+        self.models: dict[str, ModelInfo] = {}
+        self.live: dict[str, int] = {}
+        self.events: list[EventInfo] = []
+        self.log_lines: list[str] = ["one", "two", "three"]
+        self.switches: list[SwitchInfo] = []
+        self.delay_s = 0.0
+        self.download_pause_s = 0.0
+        self.state: Any = "ready"
+        self.raw_answer: Response | None = None
+        self.requests: list[BaseModel] = []
+        self.chats: list[dict[str, Any]] = []
+        self.chat_chunks: list[str] = samples.chat_chunks("Hello", ", wörld", "!")
+        self.chat_status = 200
+        self.chat_pause_s = 0.0
+        self._admin = ServerThread(admin_app(self), socket_path)
+        self._http = ServerThread(http_app(self))
+
+    def __enter__(self) -> Self:
+        self._http.__enter__()
+        self._admin.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._admin.__exit__(kind, error, traceback)
+        self._http.__exit__(kind, error, traceback)
+
+    def stop_admin(self) -> None:
+        """Stop answering at the admin socket, as a daemon that was told to stop."""
+        self._admin.__exit__(None, None, None)
+
+    @property
+    def http_url(self) -> str:
+        """Where the chat endpoint listens."""
+        return f"http://127.0.0.1:{self._http.port}"
+
+    def add(self, name: str, **changes: Any) -> ModelInfo:
+        """Register a model at once."""
+        model = samples.model(name).model_copy(update=changes)
+        self.models[name] = model
+        return model
+
+    def tell(self, message: str, level: Any = "info") -> None:
+        """Add an event."""
+        event = samples.event(len(self.events) + 1, message)
+        self.events.append(event.model_copy(update={"level": level}))
+
+    def find(self, name: str) -> ModelInfo:
+        """The model with this name or alias."""
+        for model in self.models.values():
+            if name == model.name or name in model.aliases:
+                return model
+        raise NoSuchModel(f"no model {name!r}", "see `gpupool list`")
+
+
+def admin_app(daemon: FakeDaemon) -> FastAPI:
+    """The admin contract over ``daemon``'s memory."""
+    app = FastAPI()
+    app.add_exception_handler(GpupoolError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    _add_model_routes(app, daemon)
+    _add_state_routes(app, daemon)
+    return app
+
+
+def http_app(daemon: FakeDaemon) -> FastAPI:
+    """An OpenAI-like chat endpoint that streams ``daemon.chat_chunks``."""
+    app = FastAPI()
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        daemon.chats.append(await request.json())
+        if daemon.chat_status != 200:
+            error = {"message": "the model is busy", "code": daemon.chat_status}
+            return JSONResponse({"error": error}, daemon.chat_status)
+        return StreamingResponse(chunks(), media_type="text/event-stream")
+
+    async def chunks() -> AsyncIterator[str]:
+        for chunk in daemon.chat_chunks:
+            yield f"data: {chunk}\n\n"
+            await asyncio.sleep(daemon.chat_pause_s)
+
+    return app
+
+
+async def _on_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, GpupoolError)
+    body = ErrorBody(code=error.code, message=error.message, hint=error.hint)
+    headers = {"Retry-After": "7"} if isinstance(error, Unavailable) else None
+    return JSONResponse({"error": body.model_dump()}, error.http_status, headers)
+
+
+async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
+    return await _on_error(request, UsageError(str(error)))
+
+
+def _add_model_routes(app: FastAPI, daemon: FakeDaemon) -> None:
+    @app.get("/models")
+    async def models() -> list[ModelInfo]:
+        await asyncio.sleep(daemon.delay_s)
+        return list(daemon.models.values())
+
+    @app.get("/models/{name:path}")
+    async def model(name: str) -> ModelInfo:
+        return daemon.find(name)
+
+    @app.post("/models")
+    async def add_model(body: AddModelRequest) -> Response:
+        daemon.requests.append(body)
+        if body.name in daemon.models:
+            raise Refused(f"model {body.name!r} exists", "remove it first, or `gpupool set`")
+        return StreamingResponse(_adding(daemon, body), media_type=_NDJSON)
+
+    @app.patch("/models/{name:path}")
+    async def set_model(name: str, body: SetModelRequest) -> ModelInfo:
+        daemon.requests.append(body)
+        model = daemon.find(name)
+        kept = [alias for alias in model.aliases if alias not in body.remove_aliases]
+        changes = body.model_dump(include={"ttft_s", "tbt_s"}, exclude_none=True)
+        changes["aliases"] = kept + body.add_aliases
+        daemon.models[model.name] = model.model_copy(update=changes)
+        return daemon.models[model.name]
+
+    @app.delete("/models/{name:path}")
+    async def remove_model(name: str, mode: str = "refuse") -> ModelInfo:
+        model = daemon.find(name)
+        while daemon.live.get(model.name, 0) and mode != "force":
+            if mode == "refuse":
+                raise Refused(f"model {model.name!r} has live requests", "use --drain or --force")
+            await asyncio.sleep(_POLL_S)
+        return daemon.models.pop(model.name)
+
+
+def _add_state_routes(app: FastAPI, daemon: FakeDaemon) -> None:
+    @app.get("/status", response_model=None)
+    async def status() -> Response | Status:
+        await asyncio.sleep(daemon.delay_s)
+        if daemon.raw_answer is not None:
+            return daemon.raw_answer
+        return samples.status(daemon.http_url, len(daemon.models), daemon.state)
+
+    @app.get("/ps")
+    async def ps() -> Ps:
+        return samples.ps(list(daemon.models.values()))
+
+    @app.get("/switches")
+    async def switches(limit: int) -> list[SwitchInfo]:
+        return daemon.switches[:limit]
+
+    @app.get("/events", response_model=None)
+    async def events(
+        after: int | None = None, limit: int = 100, follow: bool = False
+    ) -> Response | list[EventInfo]:
+        if follow:
+            return StreamingResponse(_following(daemon, after or 0), media_type=_NDJSON)
+        if after is None:
+            return daemon.events[-limit:]
+        return [event for event in daemon.events if event.id > after][:limit]
+
+    @app.get("/logs")
+    async def logs(lines: int, process: str | None = None, follow: bool = False) -> Response:
+        if process == "nobody":
+            raise Failed("no process 'nobody'", "see `gpupool ps`")
+        return StreamingResponse(_logging(daemon, lines, follow), media_type=_NDJSON)
+
+    @app.post("/bench/switch")
+    async def bench_switch(body: BenchSwitchRequest) -> dict[str, Any]:
+        return {"models": body.models, "rounds": body.rounds, "p50_s": 0.25}
+
+
+async def _adding(daemon: FakeDaemon, body: AddModelRequest) -> AsyncIterator[str]:
+    yield _line(Progress(stage="resolve"))
+    if body.source == "breaks-off":
+        return
+    if body.source == "missing/repo":
+        error = ErrorBody(code="failed", message="no such repository", hint="check --source")
+        yield _line(Progress(stage="resolve", error=error))
+        return
+    for done in range(0, _WEIGHT_BYTES + 1, _WEIGHT_BYTES // 3):
+        yield _line(Progress(stage="download", done_bytes=done, total_bytes=_WEIGHT_BYTES))
+        await asyncio.sleep(daemon.download_pause_s)
+    changes = body.model_dump(exclude={"name", "check_only", "source"})
+    if body.check_only:
+        yield _line(Progress(stage="check", model=samples.model(body.name)))
+        return
+    for stage in ("check", "load"):
+        yield _line(Progress(stage=stage))
+    model = daemon.add(body.name, source=body.source or body.name, **changes)
+    yield _line(Progress(stage="ready", model=model))
+
+
+async def _following(daemon: FakeDaemon, after: int) -> AsyncIterator[str]:
+    while True:
+        for event in list(daemon.events):
+            if event.id > after:
+                after = event.id
+                yield _line(event)
+        await asyncio.sleep(_POLL_S)
+
+
+async def _logging(daemon: FakeDaemon, lines: int, follow: bool) -> AsyncIterator[str]:
+    sent = max(len(daemon.log_lines) - lines, 0)
+    while True:
+        for text in daemon.log_lines[sent:]:
+            yield json.dumps({"line": text}, ensure_ascii=False) + "\n"
+        sent = len(daemon.log_lines)
+        if not follow:
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+def _line(body: BaseModel) -> str:
+    return body.model_dump_json() + "\n"

@@ -1,0 +1,142 @@
+"""Bodies filled with plausible values."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from gpupoold.admin.models import (
+    DeviceInfo,
+    EventInfo,
+    ModelInfo,
+    ModelUsage,
+    Ps,
+    Status,
+    SwitchInfo,
+)
+
+GIB = 1024**3
+AT = 1_750_000_000.0
+
+
+def model(name: str) -> ModelInfo:
+    """A registered 7B model."""
+    return ModelInfo(
+        name=name,
+        source=f"org/{name}",
+        path=f"/models/{name}",
+        revision=None,
+        dtype="bfloat16",
+        max_model_len=4096,
+        ttft_s=10.0,
+        tbt_s=0.1,
+        aliases=[],
+        state="ready",
+        error="",
+        architecture="Qwen2ForCausalLM",
+        weight_bytes=15 * GIB,
+        kv_bytes_per_token=57344,
+        created_at=AT,
+    )
+
+
+def event(event_id: int, message: str) -> EventInfo:
+    """Something that happened to an instance."""
+    return EventInfo(
+        id=event_id, at=AT, level="info", kind="instance", subject="instance-0", message=message
+    )
+
+
+def status(http_url: str, num_models: int, state: Any) -> Status:
+    """A daemon two minutes after its start."""
+    return Status(
+        version="0.1.0",
+        engine_version="0.32.0",
+        pid=4321,
+        uptime_s=125.0,
+        state=state,
+        http_url=http_url,
+        state_dir="/var/lib/gpupool",
+        model_cache_bytes=15 * GIB,
+        model_cache_limit_bytes=64 * GIB,
+        rss_bytes=60 * 1024**2,
+        num_models=num_models,
+        num_live_requests=2,
+        dropped_history_rows=0,
+    )
+
+
+def ps(models: list[ModelInfo]) -> Ps:
+    """One device, and the first model measured, the others not."""
+    device = DeviceInfo(
+        instance=0,
+        kind="cuda",
+        pid=4400,
+        state="ready",
+        device_bytes=80 * GIB,
+        free_bytes=20 * GIB,
+        page_bytes=2 * 1024**2,
+        bandwidth_bytes_per_s=5e10,
+        on_turn=models[0].name if models else None,
+        quota_s=0.5,
+        kv_host_bytes=0,
+        num_steps=1234,
+    )
+    usages = [usage(item, measured=index == 0) for index, item in enumerate(models)]
+    return Ps(
+        devices=[device],
+        models=usages,
+        requests=[],
+        num_switches=3,
+        switched_bytes=45 * GIB,
+        switch_seconds={"weights": 0.9},
+    )
+
+
+def usage(info: ModelInfo, measured: bool) -> ModelUsage:
+    """A model's row of ``ps``."""
+    return ModelUsage(
+        name=info.name,
+        state=info.state,
+        num_live=2,
+        num_waiting=1,
+        weights_resident_bytes=info.weight_bytes,
+        weights_total_bytes=info.weight_bytes,
+        kv_resident_bytes=GIB,
+        kv_host_bytes=GIB,
+        requests=10,
+        completed=8,
+        tokens=800,
+        tokens_in_time=780,
+        attainment=0.975 if measured else None,
+        ttft_p50_s=0.4 if measured else None,
+        ttft_p99_s=1.25 if measured else None,
+        tbt_p50_s=0.02 if measured else None,
+        tbt_p99_s=0.08 if measured else None,
+    )
+
+
+def switch(name: str, previous: str | None) -> SwitchInfo:
+    """A switch that copied a model's weights."""
+    return SwitchInfo(
+        at=AT,
+        instance=0,
+        model=name,
+        previous=previous,
+        total_s=0.34,
+        evict_s=0.01,
+        map_s=0.02,
+        weights_s=0.3,
+        kv_s=0.01,
+        weight_bytes=15 * GIB,
+        kv_in_bytes=0,
+        kv_out_bytes=0,
+    )
+
+
+def chat_chunks(*pieces: str) -> list[str]:
+    """Server-sent data of an answer of ``pieces``, its usage and its end."""
+    deltas = [{"choices": [{"delta": {"content": piece}}]} for piece in pieces]
+    usage_chunk = {"choices": [], "usage": {"completion_tokens": len(pieces)}}
+    chunks = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}, *deltas, usage_chunk]
+    return [*(json.dumps(chunk, ensure_ascii=False) for chunk in chunks), "[DONE]"]

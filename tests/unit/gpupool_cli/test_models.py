@@ -1,0 +1,123 @@
+"""``list``, ``show``, ``set`` and ``rm``."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+from gpupoold.admin.models import ModelInfo, SetModelRequest
+from tests.unit.gpupool_cli.conftest import Cli
+from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
+
+
+@pytest.mark.parametrize("verb", ["list", "ls"])
+def test_list_is_aligned_text_without_boxes(daemon: FakeDaemon, cli: Cli, verb: str) -> None:
+    daemon.add("qwen-7b", aliases=["q", "best"])
+    daemon.add("a", state="failed", weight_bytes=0, ttft_s=0.5)
+    assert cli(verb).stdout.splitlines() == [
+        "NAME     STATE    TTFT    TBT  DTYPE       SIZE  ALIASES",
+        "qwen-7b  ready     10s  100ms  bfloat16  15 GiB  q,best",
+        "a        failed  500ms  100ms  bfloat16       -  -",
+    ]
+
+
+def test_list_as_json_is_one_document(daemon: FakeDaemon, cli: Cli) -> None:
+    model = daemon.add("a")
+    assert [
+        ModelInfo.model_validate(item) for item in json.loads(cli("list", "--json").stdout)
+    ] == [model]
+
+
+def test_list_quiet_is_names_only(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.add("b")
+    daemon.add("org/a")
+    assert cli("list", "-q").stdout == "b\norg/a\n"
+
+
+def test_list_of_nothing_says_how_to_add(daemon: FakeDaemon, cli: Cli) -> None:
+    result = cli("list")
+    assert result.stdout == "NAME  STATE  TTFT  TBT  DTYPE  SIZE  ALIASES\n"
+    assert "gpupool add-model" in result.stderr
+    assert cli("list", "--json").stdout == "[]\n"
+
+
+def test_list_refuses_two_formats(daemon: FakeDaemon, cli: Cli) -> None:
+    assert cli("list", "-q", "--json").exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["org/qwen 7b?#%", "q"])
+def test_show_by_name_and_alias(daemon: FakeDaemon, cli: Cli, name: str) -> None:
+    model = daemon.add("org/qwen 7b?#%", aliases=["q"])
+    result = cli("show", name)
+    assert "name          org/qwen 7b?#%\n" in result.stdout
+    assert "kv per token  56 KiB\n" in result.stdout
+    assert "error" not in result.stdout
+    assert ModelInfo.model_validate_json(cli("show", name, "--json").stdout) == model
+
+
+def test_show_of_an_unknown_model(daemon: FakeDaemon, cli: Cli) -> None:
+    result = cli("show", "nobody")
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert result.stderr == "error: no model 'nobody'\nhint: see `gpupool list`\n"
+
+
+def test_set_changes_only_what_is_given(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.add("a", aliases=["old", "kept"])
+    result = cli("set", "a", "--tbt", "50ms", "--add-alias", "new", "--remove-alias", "old")
+    assert daemon.requests == [
+        SetModelRequest(tbt_s=0.05, add_aliases=["new"], remove_aliases=["old"])
+    ]
+    assert result.stderr == "a: ttft 10s, tbt 50ms, aliases kept, new\n"
+    assert result.stdout == ""
+
+
+def test_set_of_nothing_is_a_usage_error(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.add("a")
+    result = cli("set", "a")
+    assert result.exit_code == 2
+    assert "--ttft" in result.stderr
+
+
+def test_rm_goes_on_after_a_failure_and_reports_the_first(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.add("a")
+    daemon.add("busy")
+    daemon.live["busy"] = 1
+    result = cli("rm", "nobody", "busy", "a")
+    assert result.exit_code == 4
+    assert list(daemon.models) == ["busy"]
+    assert result.stderr.splitlines() == [
+        "error: no model 'nobody'",
+        "hint: see `gpupool list`",
+        "error: model 'busy' has live requests",
+        "hint: use --drain or --force",
+        "a: removed",
+    ]
+
+
+def test_rm_refused(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.add("busy")
+    daemon.live["busy"] = 1
+    assert cli("rm", "busy").exit_code == 5
+    assert cli("rm", "busy", "--force").exit_code == 0
+    assert daemon.models == {}
+
+
+def test_rm_drain_waits_for_live_requests(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.add("busy")
+    daemon.live["busy"] = 1
+    timer = threading.Timer(0.3, daemon.live.pop, ["busy"])
+    started = time.monotonic()
+    timer.start()
+    result = cli("rm", "busy", "--drain")
+    assert result.exit_code == 0
+    assert time.monotonic() - started > 0.25
+    assert daemon.models == {}
+
+
+def test_rm_with_both_modes_is_a_usage_error(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.add("a")
+    assert cli("rm", "a", "--drain", "--force").exit_code == 2
+    assert list(daemon.models) == ["a"]

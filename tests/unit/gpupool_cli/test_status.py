@@ -1,0 +1,79 @@
+"""``status``, ``ps``, ``switches`` and ``version``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gpupool_cli import output
+from gpupoold import __version__
+from gpupoold.admin.models import Ps, Status
+from tests.unit.gpupool_cli import samples
+from tests.unit.gpupool_cli.conftest import Cli, ProcessCli
+from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
+
+
+def test_status_of_a_ready_daemon(daemon: FakeDaemon, cli: Cli) -> None:
+    result = cli("status")
+    assert result.exit_code == 0
+    assert "state          ready\n" in result.stdout
+    assert f"http           {daemon.http_url}\n" in result.stdout
+    assert "model cache    15 GiB of 64 GiB\n" in result.stdout
+    assert Status.model_validate_json(cli("status", "--json").stdout).pid == 4321
+
+
+@pytest.mark.parametrize("state", ["starting", "stopping"])
+def test_status_of_a_daemon_that_is_not_ready(daemon: FakeDaemon, cli: Cli, state: str) -> None:
+    daemon.state = state
+    result = cli("status")
+    assert result.exit_code == 1
+    assert state in result.stdout
+
+
+@pytest.mark.parametrize("args", [["status"], ["status", "--json"], ["list"], ["ps"]])
+def test_no_daemon(process_cli: ProcessCli, args: list[str]) -> None:
+    result = process_cli(*args)
+    assert (result.returncode, result.stdout) == (3, "")
+    error, hint = result.stderr.splitlines()
+    assert error.startswith("error: no daemon answers at ")
+    assert hint.startswith("hint: start it with `gpupoold` or `systemctl start gpupoold`")
+
+
+def test_ps_shows_devices_and_models(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.add("a")
+    daemon.add("b")
+    lines = cli("ps").stdout.splitlines()
+    assert [line.split() for line in lines] == [
+        "DEVICE KIND STATE PID MEMORY FREE HOST-KV ON-TURN QUOTA STEPS".split(),
+        "0 cuda ready 4400 80 GiB 20 GiB - a 500ms 1234".split(),
+        [],
+        "NAME STATE LIVE WAIT WEIGHTS KV TTFT-p99 TBT-p99 SLO%".split(),
+        "a ready 2 1 15 GiB/15 GiB 2 GiB 1.25s 80ms 97.5".split(),
+        "b ready 2 1 15 GiB/15 GiB 2 GiB - - -".split(),
+    ]
+    assert Ps.model_validate_json(cli("ps", "--json").stdout).num_switches == 3
+
+
+def test_switches(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.switches = [samples.switch("b", "a"), samples.switch("a", None)]
+    lines = cli("switches").stdout.splitlines()
+    assert lines[1].startswith(output.time_text(samples.AT))
+    assert lines[1].split()[2:] == "0 b a 340ms 10ms 20ms 300ms 10ms 15 GiB".split()
+    assert len(json.loads(cli("switches", "--limit", "1", "--json").stdout)) == 1
+
+
+def test_version_with_and_without_a_daemon(daemon: FakeDaemon, cli: Cli) -> None:
+    assert json.loads(cli("version", "--json").stdout) == {
+        "gpupool": __version__,
+        "gpupoold": "0.1.0",
+        "engine": "0.32.0",
+    }
+    assert cli("version").stdout.splitlines()[-1] == "engine    0.32.0"
+
+
+def test_version_needs_no_daemon(cli: Cli) -> None:
+    result = cli("version")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == f"gpupool   {__version__}\n".replace("   ", "  ")
+    assert json.loads(cli("version", "--json").stdout)["gpupoold"] is None

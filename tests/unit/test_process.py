@@ -1,0 +1,52 @@
+"""Children die with their parent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+CHILD = "from gpupoold.process import die_with_parent; die_with_parent(); import time; "
+CHILD += "print('safe', flush=True); time.sleep(60)"
+PARENT = f"""
+import subprocess, sys, os
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_child_is_killed_with_its_parent() -> None:
+    parent = subprocess.run(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, cwd=ROOT, timeout=20
+    )
+    child_pid = int(parent.stdout)
+    deadline_s = time.monotonic() + 5
+    while is_running(child_pid):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_parent_that_is_already_gone_ends_the_child() -> None:
+    script = "from gpupoold.process import die_with_parent; die_with_parent(1234567)"
+    child = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True)
+    assert child.returncode == 1
+    assert b"1234567 is gone" in child.stderr
+
+
+def test_none_trusts_the_present_parent() -> None:
+    script = f"from gpupoold.process import die_with_parent; die_with_parent({os.getpid()})"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

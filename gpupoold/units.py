@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _DURATION_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_SIZE_BYTES = {"": 1, "b": 1} | {
+_SIZE_BYTES: dict[str, int] = {"": 1, "b": 1} | {
     unit: base**power
     for power, letter in enumerate("kmgt", start=1)
     for unit, base in ((f"{letter}b", 1000), (f"{letter}ib", 1024))
@@ -33,7 +33,8 @@ def parse_size_bytes(text: str) -> int:
     """
     number, unit = _split(text, "a size such as 24GiB or 500MB")
     if unit.lower() not in _SIZE_BYTES:
-        raise ValueError(f"{text!r}: unknown unit {unit!r}, use B, kB, KiB, MB, MiB, GB, GiB or TiB")
+        units = "B, kB, KiB, MB, MiB, GB, GiB, TB or TiB"
+        raise ValueError(f"{text!r}: unknown unit {unit!r}, use {units}")
     return round(number * _SIZE_BYTES[unit.lower()])
 
 

@@ -61,7 +61,10 @@ class Device(ABC):
 
     @abstractmethod
     def map(self, address: int, runs: list[PageRun]) -> None:
-        """Map the runs one behind the other from ``address``; contents are undefined."""
+        """Map the runs one behind the other from ``address``; contents are undefined.
+
+        When it raises, nothing is mapped.
+        """
 
     @abstractmethod
     def unmap(self, address: int, runs: list[PageRun]) -> None:
@@ -71,7 +74,7 @@ class Device(ABC):
     def map_and_fill(self, address: int, runs: list[PageRun], source: int | None) -> None:
         """``map``, then copy the same bytes from host address ``source`` (None: zeros).
 
-        Backends overlap mapping and copying where they can.
+        When it raises, nothing is mapped. Backends overlap mapping and copying where they can.
         """
 
     @abstractmethod

@@ -21,12 +21,16 @@ _HOME = libc.MAP_SHARED | libc.MAP_POPULATE
 # Two threads saturate the memory bus of a small box; one does not quite.
 _NUM_COPIERS = 2
 _PARALLEL_BYTES = 8 << 20
+_MAX_PAGES = 16384
 
 
 def default_page_bytes(device_bytes: int) -> int:
-    """64 KiB, more on large devices: a process may have only 65,530 mappings."""
+    """64 KiB, more on large devices: a process may have only 65,530 mappings.
+
+    At worst each page takes two, itself and the gap behind it; torch has thousands.
+    """
     page_bytes = 64 << 10
-    while device_bytes // page_bytes > 32768:
+    while device_bytes // page_bytes > _MAX_PAGES:
         page_bytes *= 2
     return page_bytes
 
@@ -47,8 +51,12 @@ class EmulatedDevice(Device):
         self.num_pages = device_bytes // self.page_bytes
         self._fd = os.memfd_create("gpupool-device", os.MFD_CLOEXEC)
         num_bytes = self.num_pages * self.page_bytes
-        os.posix_fallocate(self._fd, 0, num_bytes)
-        self._home = libc.mmap(None, num_bytes, libc.PROT_READ_WRITE, _HOME, self._fd, 0)
+        try:
+            os.posix_fallocate(self._fd, 0, num_bytes)
+            self._home = libc.mmap(None, num_bytes, libc.PROT_READ_WRITE, _HOME, self._fd, 0)
+        except OSError:
+            os.close(self._fd)
+            raise
         self._copiers = ThreadPoolExecutor(_NUM_COPIERS, "copier")
 
     def reserve(self, num_pages: int) -> int:
@@ -61,10 +69,16 @@ class EmulatedDevice(Device):
 
     def map(self, address: int, runs: list[PageRun]) -> None:
         """See :meth:`Device.map`."""
-        for run in runs:
+        at = address
+        for index, run in enumerate(runs):
             num_bytes = run.num_pages * self.page_bytes
-            libc.move_pages(self._home + run.first * self.page_bytes, address, num_bytes)
-            address += num_bytes
+            try:
+                libc.move_pages(self._home + run.first * self.page_bytes, at, num_bytes)
+            except OSError:
+                if index:
+                    self.unmap(address, runs[:index])
+                raise
+            at += num_bytes
 
     def unmap(self, address: int, runs: list[PageRun]) -> None:
         """See :meth:`Device.unmap`."""

@@ -15,10 +15,15 @@ class HostBuffer:
     """A memfd mapped into this process, its pages touched beforehand."""
 
     def __init__(self, fd: int, num_bytes: int) -> None:
-        """Map ``num_bytes`` of ``fd``, which this object owns from now on."""
+        """Map ``num_bytes`` of ``fd``, which this object owns from now on, even if it fails."""
         self.fd = fd
         self.num_bytes = num_bytes
-        self.address = libc.mmap(None, num_bytes, libc.PROT_READ_WRITE, _POPULATED, fd, 0)
+        try:
+            self.address = libc.mmap(None, num_bytes, libc.PROT_READ_WRITE, _POPULATED, fd, 0)
+        except OSError:
+            os.close(fd)
+            raise
+        self._is_open = True
 
     @classmethod
     def create(cls, name: str, num_bytes: int) -> HostBuffer:
@@ -30,13 +35,19 @@ class HostBuffer:
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, num_bytes)
-            return cls(fd, num_bytes)
         except OSError:
             os.close(fd)
             raise
+        return cls(fd, num_bytes)
 
     def close(self) -> None:
-        """Unmap and close; the bytes live on while another process has the memfd."""
+        """Unmap and close; the bytes live on while another process has the memfd.
+
+        Closing twice is harmless: the address and descriptor may be others' by then.
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
         libc.munmap(self.address, self.num_bytes)
         os.close(self.fd)
 

@@ -8,6 +8,7 @@ model's chunks may be moved to host memory below its block tables.
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import Enum, auto
 from typing import Protocol
 
@@ -87,12 +88,12 @@ class KvMemory:
 
     def num_missing_pages(self, chunks: list[int]) -> int:
         """Pages that mapping ``chunks`` would take from the pool."""
-        spans = [span for chunk in chunks for span in self.geometry.pages(chunk)]
-        return sum(self._region.num_missing(span) for span in spans)
+        return sum(1 for page in self._uses(chunks) if not self._region.num_holders(page))
 
     def num_resident_pages(self, chunks: list[int]) -> int:
-        """Pages behind ``chunks`` of the device, shared ones counted once."""
-        return len({p for c in chunks for span in self.geometry.pages(c) for p in span})
+        """Pages that dropping all of ``chunks`` would free: those no other chunk lies on."""
+        uses = self._uses(chunks)
+        return sum(1 for page, count in uses.items() if self._region.num_holders(page) == count)
 
     def live_blocks(self, chunk: int) -> list[int]:
         """Blocks of a backed chunk that requests use."""
@@ -191,6 +192,10 @@ class KvMemory:
             for page in span
         }
         assert len(pages) == self._region.num_mapped
+
+    def _uses(self, chunks: list[int]) -> Counter[int]:
+        """How many rows of ``chunks`` lie on each page they touch."""
+        return Counter(p for c in chunks for span in self.geometry.pages(c) for p in span)
 
     def _retain(self, chunk: int) -> None:
         spans = self.geometry.pages(chunk)

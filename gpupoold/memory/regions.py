@@ -31,6 +31,10 @@ class Region:
         """How many of ``pages`` would have to be mapped."""
         return self._holders[pages.start : pages.stop].count(0)
 
+    def num_holders(self, page: int) -> int:
+        """How often ``page`` is retained."""
+        return self._holders[page]
+
     def retain(self, pages: range, source: int | None = None) -> None:
         """Hold ``pages``; those not mapped yet are mapped and filled.
 
@@ -38,16 +42,26 @@ class Region:
         whole range) or with zeros, so that no bytes of another model show.
 
         Raises:
-            OutOfPages: nothing was changed.
+            OutOfPages: nothing was changed; as for any error of the device.
         """
         missing = self._spans(pages, mapped=False)
         runs = self._pool.allocate(sum(len(span) for span in missing))
-        for span in missing:
-            mine, runs = split_runs(runs, len(span))
-            skip = (span.start - pages.start) * self._device.page_bytes
-            self._device.map_and_fill(
-                self._page_address(span.start), mine, None if source is None else source + skip
-            )
+        mapped: list[tuple[range, list[PageRun]]] = []
+        left = runs
+        try:
+            for span in missing:
+                mine, left = split_runs(left, len(span))
+                skip = (span.start - pages.start) * self._device.page_bytes
+                self._device.map_and_fill(
+                    self._page_address(span.start), mine, None if source is None else source + skip
+                )
+                mapped.append((span, mine))
+        except BaseException:
+            for span, mine in mapped:
+                self._device.unmap(self._page_address(span.start), mine)
+            self._pool.free(runs)
+            raise
+        for span, mine in mapped:
             physical = [page for run in mine for page in range(run.first, run.end)]
             self._physical[span.start : span.stop] = physical
             self._num_mapped += len(span)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ class LiveRequest:
     def gaps_s(self) -> list[float]:
         """Times between tokens."""
         times = self.token_times_s
-        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
 
     @property
     def num_in_time(self) -> int:

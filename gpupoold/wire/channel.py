@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import logging
 import os
 import select
 import socket
@@ -20,18 +22,21 @@ from gpupoold.wire.codec import FrameDecoder, encode_frame
 
 T = TypeVar("T")
 
+_logger = logging.getLogger(__name__)
+
 _READ_BYTES = 1 << 20
 _MAX_FDS = 16
 
 
 class ChannelClosed(ConnectionError):
-    """The other process closed its end or died."""
+    """The other process closed its end, died, or sent what is no message."""
 
 
 class AsyncChannel(Generic[T]):
     """One end of a channel inside an event loop; not thread-safe.
 
-    Writes are queued and flushed in order; ``send`` never blocks.
+    Writes are queued and flushed in order; ``send`` never blocks. What the other
+    end sent before it closed or died can still be received, with its descriptors.
     """
 
     def __init__(self, sock: socket.socket, receives: Any) -> None:
@@ -42,7 +47,8 @@ class AsyncChannel(Generic[T]):
         self._incoming: asyncio.Queue[T | None] = asyncio.Queue()
         self._outgoing: deque[tuple[memoryview, list[int]]] = deque()
         self._fds: deque[int] = deque()
-        self._closed = False
+        self._can_send = True
+        self._is_open = True
         self._loop.add_reader(sock.fileno(), self._on_readable)
 
     def send(self, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:
@@ -55,7 +61,7 @@ class AsyncChannel(Generic[T]):
 
     def send_frame(self, frame: bytes, fds: tuple[int, ...] = ()) -> None:
         """Queue an already encoded frame (used to forward without re-encoding)."""
-        if self._closed:
+        if not self._can_send:
             raise ChannelClosed("the channel is closed")
         idle = not self._outgoing
         self._outgoing.append((memoryview(frame), [os.dup(fd) for fd in fds]))
@@ -66,7 +72,7 @@ class AsyncChannel(Generic[T]):
         """The next message.
 
         Raises:
-            ChannelClosed: end of stream.
+            ChannelClosed: end of stream, or the other end sent garbage.
         """
         message = await self._incoming.get()
         if message is None:
@@ -81,37 +87,48 @@ class AsyncChannel(Generic[T]):
     @property
     def closed(self) -> bool:
         """Whether either side has closed."""
-        return self._closed
+        return not self._can_send
 
     def close(self) -> None:
-        """Close this end; ``receive`` raises from then on."""
-        if self._closed:
-            return
-        self._closed = True
-        self._loop.remove_reader(self._sock.fileno())
-        self._loop.remove_writer(self._sock.fileno())
-        self._sock.close()
-        for _, fds in self._outgoing:
-            _close_all(fds)
-        self._outgoing.clear()
+        """Close this end; ``receive`` raises once it has returned what came before."""
+        self._hang_up()
         _close_all(self._fds)
-        self._fds.clear()
-        self._incoming.put_nowait(None)
 
     def _on_readable(self) -> None:
         try:
-            data, fds, _, _ = socket.recv_fds(self._sock, _READ_BYTES, _MAX_FDS)
+            data = _receive_some(self._sock, self._fds)
+            messages = self._decoder.feed(data)
         except BlockingIOError:
             return
         except OSError:
-            self.close()
+            self._hang_up()
             return
-        self._fds.extend(fds)
+        except ValueError as error:
+            _logger.error("closing a channel: %s", error)
+            self._hang_up()
+            return
         if not data:
-            self.close()
-            return
-        for message in self._decoder.feed(data):
+            self._hang_up()
+        for message in messages:
             self._incoming.put_nowait(message)
+
+    def _hang_up(self) -> None:
+        """Close the socket; messages and descriptors that came in stay."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._stop_sending()
+        self._loop.remove_reader(self._sock.fileno())
+        self._sock.close()
+        self._incoming.put_nowait(None)
+
+    def _stop_sending(self) -> None:
+        """The other end reads no more; what it wrote before may still be to read."""
+        self._can_send = False
+        self._loop.remove_writer(self._sock.fileno())
+        for _, fds in self._outgoing:
+            _close_all(fds)
+        self._outgoing.clear()
 
     def _flush(self) -> None:
         while self._outgoing:
@@ -122,7 +139,7 @@ class AsyncChannel(Generic[T]):
                 self._loop.add_writer(self._sock.fileno(), self._flush)
                 return
             except OSError:
-                self.close()
+                self._stop_sending()
                 return
             _close_all(fds)
             if sent < len(view):
@@ -160,19 +177,18 @@ class BlockingChannel(Generic[T]):
         """The next message, or None when none came within ``timeout_s`` (None waits for ever).
 
         Raises:
-            ChannelClosed: end of stream.
+            ChannelClosed: end of stream, or the other end sent garbage.
         """
         while not self._ready:
             if not select.select([self._sock], [], [], timeout_s)[0]:
                 return None
             try:
-                data, fds, _, _ = socket.recv_fds(self._sock, _READ_BYTES, _MAX_FDS)
-            except OSError as error:
+                data = _receive_some(self._sock, self._fds)
+                self._ready.extend(self._decoder.feed(data))
+            except (OSError, ValueError) as error:
                 raise ChannelClosed(str(error)) from error
-            self._fds.extend(fds)
             if not data:
                 raise ChannelClosed("the other end closed the channel")
-            self._ready.extend(self._decoder.feed(data))
         return self._ready.popleft()
 
     def take_fd(self) -> int:
@@ -180,8 +196,21 @@ class BlockingChannel(Generic[T]):
         return self._fds.popleft()
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end and descriptors that nobody took."""
         self._sock.close()
+        _close_all(self._fds)
+
+
+def _receive_some(sock: socket.socket, fds: deque[int]) -> bytes:
+    """Bytes that have come (none at the end of the stream); descriptors go to ``fds``."""
+    data, received, flags, _ = socket.recv_fds(
+        sock, _READ_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+    )
+    fds.extend(received)
+    if flags & socket.MSG_CTRUNC:
+        # Later messages would be given the wrong ones.
+        raise OSError(errno.EMFILE, "file descriptors of a message were lost")
+    return data
 
 
 def _send_some(sock: socket.socket, view: memoryview, fds: list[int]) -> int:

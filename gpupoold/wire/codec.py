@@ -22,8 +22,17 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:
-    """One message as header + payload."""
+    """One message as header + payload.
+
+    Raises:
+        ValueError: longer than ``MAX_FRAME_BYTES``: the receiver would hang up.
+    """
     payload = _encoder.encode(message)
+    if len(payload) > MAX_FRAME_BYTES:
+        kind = type(message).__name__
+        raise ValueError(
+            f"{kind} of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}"
+        )
     return _HEADER.pack(len(payload)) + payload
 
 

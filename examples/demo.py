@@ -9,6 +9,7 @@ answer with the same prompt run alone. Any differing token is a failure.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import shutil
@@ -66,7 +67,7 @@ class Answer:
     @property
     def gaps_s(self) -> list[float]:
         times = self.token_times_s
-        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
 
     @property
     def num_in_time(self) -> int:
@@ -273,7 +274,7 @@ def report(console: Console, result: dict[str, Any]) -> int:
 def models_table(models: dict[str, dict[str, Any]]) -> Table:
     table = new_table(f"per model; targets: first token in {TTFT}, then {TBT} per token")
     table.add_column("model", no_wrap=True)
-    for title in ("requests", "tokens", "TTFT p50", "p99", "TBT p50", "p99", "in time"):
+    for title in ("asked", "tokens", "TTFT p50", "p99", "TBT p50", "p99", "in time"):
         table.add_column(title, justify="right", no_wrap=True)
     for name, row in models.items():
         keys = ("ttft_p50_s", "ttft_p99_s", "tbt_p50_s", "tbt_p99_s")
@@ -295,7 +296,7 @@ def device_table(result: dict[str, Any]) -> Table:
 
 
 def new_table(title: str) -> Table:
-    return Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
+    return Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 if __name__ == "__main__":

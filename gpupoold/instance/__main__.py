@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 
+from gpupoold.errors import Failed
 from gpupoold.process import die_with_parent
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 from gpupoold.wire.messages import InstanceReady, ToInstance
@@ -27,6 +28,8 @@ def main() -> None:
         stream=sys.stderr,
     )
     _prepare_environment(arguments.log_level, arguments.compute_threads)
+    if arguments.device_kind == "cuda":
+        _show_one_gpu(arguments.device_index)
     channel: BlockingChannel[ToInstance] = BlockingChannel(
         socket.socket(fileno=arguments.wire_fd), ToInstance
     )
@@ -41,18 +44,25 @@ def main() -> None:
 
 def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) -> None:
     from gpupoold.instance import engine
+    from gpupoold.instance.device import open_device
     from gpupoold.instance.residency import Residency, measure_bandwidth
     from gpupoold.instance.turn_loop import TurnLoop
-    from gpupoold.memory.emulated import EmulatedDevice
     from gpupoold.memory.host import KvHostCache
     from gpupoold.memory.pages import PagePool
     from gpupoold.scheduling.turns import TurnScheduler
 
     version = engine.check_engine_version()
-    engine.use_plain_linear_layers()
-    device = EmulatedDevice(arguments.device_bytes, arguments.page_bytes or None)
+    if arguments.device_kind == "emulated":
+        engine.use_plain_linear_layers()
+    device = open_device(
+        arguments.device_kind,
+        arguments.device_bytes,
+        arguments.reserve_bytes,
+        arguments.page_bytes,
+    )
     pool = PagePool(device.num_pages)
     host = KvHostCache(arguments.kv_host_bytes, device.page_bytes)
+    host.pin(device)
     bandwidth = measure_bandwidth(device, pool)
     loop = TurnLoop(
         arguments.instance,
@@ -85,6 +95,27 @@ def _prepare_environment(log_level: str, compute_threads: int) -> None:
         DO_NOT_TRACK="1",
         HF_HUB_OFFLINE="1",
     )
+
+
+def _show_one_gpu(index: int) -> None:
+    """Hide all GPUs but the ``index``-th visible one; before vLLM and torch look for them.
+
+    vLLM puts an engine of one rank on the first GPU it sees, and a GPU that cannot be
+    seen cannot get a context by accident.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        chosen = str(index)
+    else:
+        entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
+        if index >= len(entries):
+            raise Failed(
+                f"there is no CUDA device {index}: CUDA_VISIBLE_DEVICES is {visible!r}",
+                "change the variable, or the device's index in the configuration",
+            )
+        chosen = entries[index]
+    os.environ["CUDA_VISIBLE_DEVICES"] = chosen
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # indices as nvidia-smi shows them
 
 
 def _parse() -> argparse.Namespace:

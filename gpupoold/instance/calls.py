@@ -41,6 +41,7 @@ def _check_integrity(loop: TurnLoop) -> dict[str, Any]:
 def _checksum(loop: TurnLoop, model: str) -> dict[str, Any]:
     """SHA-256 of a model's weights and live KV blocks; makes it resident first."""
     engine = _engine(loop, model)
+    loop.interrupt_turn()
     loop.switch_to(model)
     weights = tensors.over(loop.device, engine.weights.address, engine.info.weight_bytes)
     kv = hashlib.sha256()
@@ -57,6 +58,7 @@ def _checksum(loop: TurnLoop, model: str) -> dict[str, Any]:
 def _page_out(loop: TurnLoop, model: str) -> dict[str, Any]:
     """Take everything of a model off the device, as a switch under pressure would."""
     engine = _engine(loop, model)
+    loop.interrupt_turn()
     moved = _leave(engine)
     engine.weights.evict()
     return {"kv_out_bytes": moved}

@@ -10,6 +10,7 @@ import gc
 import time
 from typing import Any
 
+import torch
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
@@ -17,6 +18,7 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.worker import workspace
 
 from gpupoold.errors import Failed, GpupoolError, Refused
 from gpupoold.instance.loading import ModelLoad
@@ -89,6 +91,7 @@ class ModelEngine:
         self.kv = kv
         self._ledger = BlockPoolLedger(_block_pool(core))
         kv.attach(self._ledger)
+        self._workspace = workspace._manager
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreRequest)
 
@@ -106,7 +109,7 @@ class ModelEngine:
         try:
             request, wave = self._core.preprocess_add_request(self._decoder.decode(frames))
             self._core.add_request(request, wave)
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # whatever one request does must not end the others
             raise Refused(f"{self.name}: the engine refused the request: {error}") from error
 
     def abort(self, request_ids: list[str]) -> None:
@@ -119,6 +122,9 @@ class ModelEngine:
 
     def step(self) -> tuple[list[bytes], list[RequestProgress]]:
         """One engine step: encoded outputs for the frontend (may be empty), and their gist."""
+        # vLLM has one scratch manager per process and makes a new one for each engine on a GPU,
+        # while CUDA graphs keep addresses in the one they were captured with.
+        workspace._manager = self._workspace
         outputs, executed = self._core.step_fn()
         self._core.post_step(executed)
         result: EngineCoreOutputs | None = (outputs or {}).get(0)
@@ -149,7 +155,8 @@ class ModelEngine:
 
     def preempt(self) -> None:
         """Drop the KV of all requests; the engine recomputes it when they run again."""
-        self._core.scheduler.reset_prefix_cache(reset_running_requests=True)
+        with self.kv.without_ballast():
+            self._core.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def close(self) -> None:
         """Drop the engine and give its memory back. Shared state of other engines is kept:
@@ -162,11 +169,13 @@ class ModelEngine:
         runner.model = None
         runner.kv_caches.clear()
         self._core = None
+        self._workspace = workspace._manager = None
         del core, runner
         # vLLM freezes the heap after each engine start; a frozen engine would never be freed.
         gc.unfreeze()
         gc.collect()
         gc.freeze()
+        torch.cuda.empty_cache()  # no-op without a GPU
         self.kv.close()
         self.weights.close()
 
@@ -206,8 +215,9 @@ def _build_core(model: ModelToLoad, device: Device) -> EngineCore:
         trust_remote_code=model.allow_remote_code,
         enforce_eager=emulated,
         block_size=_CPU_BLOCK_TOKENS if emulated else None,
-        # Ours is the memory accounting; vLLM's check of the host's must not stand in the way.
-        gpu_memory_utilization=0.01 if emulated else 0.9,
+        # Ours is the memory accounting; vLLM's check of what is free (on a GPU only the
+        # reserve, the rest being pages) must not stand in the way.
+        gpu_memory_utilization=0.01 if emulated else 0.001,
         async_scheduling=False,
         worker_cls=f"gpupoold.instance.worker.{_WORKERS[emulated]}",
         **options,

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpupoold.errors import Refused
 from gpupoold.instance import tensors
+from gpupoold.instance.loan import PageLoan
 from gpupoold.instance.relocation import WeightLayout, copy_out, plan_layout, relocate
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.host import HostBuffer
@@ -43,13 +44,21 @@ class ModelLoad:
     """One model's memory while vLLM loads it; ``weights`` and ``kv_region`` are its yield."""
 
     def __init__(
-        self, name: str, device: Device, pool: PagePool, image: HostBuffer | None, digest: str
+        self,
+        name: str,
+        device: Device,
+        pool: PagePool,
+        image: HostBuffer | None,
+        digest: str,
+        num_lent_pages: int = 0,
     ) -> None:
         self._name = name
         self._device = device
         self._pool = pool
         self._image = image
         self._image_digest = digest
+        self._num_lent_pages = num_lent_pages
+        self._loan = PageLoan(device, pool)
         self.weights: WeightMemory | None = None
         self.kv_region: Region | None = None
         self.layout: WeightLayout | None = None
@@ -59,9 +68,11 @@ class ModelLoad:
         """Make this the load in progress; on failure everything taken is given back."""
         _current.append(self)
         try:
+            self._loan.lend(self._num_lent_pages)
             yield
-        except BaseException:
+        except BaseException as error:
             self._give_back()
+            self._loan.take_back(error)
             raise
         finally:
             _current.pop()
@@ -76,9 +87,43 @@ class ModelLoad:
         self._check_fits(layout.num_bytes, num_pages)
         image = self._usable_image(layout, num_pages)
         region = Region(self._device, self._pool, num_pages)
-        relocate(layout, region.address, self._device)
         self.layout = layout
         self.weights = WeightMemory(region, self._device, image)
+        relocate(layout, region.address, self._device)
+        self._loan.take_back()
+
+    def bring_weights(self) -> None:
+        """Make the weights resident, for phases of loading that compute.
+
+        Raises:
+            OutOfPages: other models have the memory.
+        """
+        assert self.weights is not None
+        self.weights.load()
+
+    @contextlib.contextmanager
+    def kv_scratch(self) -> Iterator[None]:
+        """Inside this context every KV address is valid, on a device that allows it.
+
+        Warm-up and graph capture touch many blocks, and what they read and write does not
+        matter: one page is mapped all over the region.
+        """
+        region = self.kv_region
+        if region is None:
+            yield
+            return
+        [page] = self._pool.allocate(1)
+        runs = [page] * region.num_pages
+        try:
+            self._device.map_and_fill(region.address, [page], None)
+            self._device.unmap(region.address, [page])
+            self._device.map(region.address, runs)
+            try:
+                yield
+            finally:
+                self._device.unmap(region.address, runs)
+        finally:
+            self._pool.free([page])
 
     def kv_budget_bytes(self) -> int:
         """Bytes of KV the model could have if it had the device to itself."""

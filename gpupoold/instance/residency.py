@@ -109,7 +109,8 @@ class Residency:
         """
         model = self._models[name]
         paged_out = model.kv.chunks(Place.HOST)
-        first = [] if model.kv.chunks(Place.DEVICE) else [0]  # the null block's chunk
+        # Kernels may touch the null block, block 0, whichever blocks are in use.
+        first = [0] if 0 in model.kv.chunks(Place.UNBACKED) else []
         if model.weights.is_resident and not paged_out and not first:
             return None
         wanted = 0 if model.weights.is_resident else model.weights.num_pages
@@ -121,8 +122,7 @@ class Residency:
         loaded_s = time.monotonic()
         map_s = (loaded_s - started_s) * self._device.spent.map_share_since(before)
         kv_bytes = sum(model.kv.page_in(chunk) for chunk in paged_out)
-        if first and 0 not in paged_out:
-            model.kv.back(first)
+        model.kv.back(first)
         stages = replace(
             stages,
             map_s=map_s,
@@ -133,6 +133,10 @@ class Residency:
         )
         self._learn_bandwidth(weight_bytes, loaded_s - started_s)
         return stages
+
+    def make_room(self, num_pages: int) -> None:
+        """Evict, whichever the model, until ``num_pages`` are free or nothing is left to evict."""
+        self._make_room(num_pages, keep="")
 
     def ensure_kv(self, name: str) -> None:
         """Back as many blocks as the next step may want, or as many as can be had.
@@ -239,6 +243,7 @@ def measure_bandwidth(device: Device, pool: PagePool) -> float:
     """Bytes per second of mapping and filling pages from warm host memory, best of three."""
     num_pages = min(pool.num_free, max(1, (32 << 20) // device.page_bytes))
     source = HostBuffer.create("gpupool-probe", num_pages * device.page_bytes)
+    device.pin(source.address, source.num_bytes)
     region = Region(device, pool, num_pages)
     best_s = float("inf")
     for _ in range(3):
@@ -248,5 +253,6 @@ def measure_bandwidth(device: Device, pool: PagePool) -> float:
         best_s = min(best_s, time.perf_counter() - started_s)
         region.drop(range(num_pages))
     region.close()
+    device.unpin(source.address, source.num_bytes)
     source.close()
     return num_pages * device.page_bytes / best_s

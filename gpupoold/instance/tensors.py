@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
 from gpupoold.memory.contracts import Device
-
-
-class _CudaArray:
-    """The array interface by which torch takes a device pointer without owning it."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|i1",
-            "data": (address, False),
-            "version": 3,
-            "strides": None,
-        }
 
 
 def over(device: Device, address: int, num_bytes: int) -> torch.Tensor:
@@ -27,7 +15,19 @@ def over(device: Device, address: int, num_bytes: int) -> torch.Tensor:
     if device.is_host_addressable:
         buffer = (ctypes.c_int8 * num_bytes).from_address(address)
         return torch.frombuffer(buffer, dtype=torch.int8)
-    return torch.as_tensor(_CudaArray(address, num_bytes), device="cuda")
+    return at_pointer(address, num_bytes, torch.device("cuda", torch.cuda.current_device()))
+
+
+def at_pointer(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """An int8 tensor over memory of ``device`` that it does not own.
+
+    The usual ways (array interface, DLPack) ask CUDA about the pointer, which knows
+    nothing of addresses without pages; a storage is made of the pointer as it is.
+    """
+    storage: Any = torch._C._construct_storage_from_data_pointer(
+        address, device, num_bytes
+    )
+    return torch.empty(0, dtype=torch.int8, device=device).set_(storage)
 
 
 def host_bytes(address: int, num_bytes: int) -> torch.Tensor:

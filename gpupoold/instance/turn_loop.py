@@ -12,6 +12,7 @@ from gpupoold.errors import GpupoolError, Refused
 from gpupoold.instance import calls
 from gpupoold.instance.engine import ModelEngine, load_engine
 from gpupoold.instance.loading import ModelLoad
+from gpupoold.instance.loan import pages_to_lend
 from gpupoold.instance.residency import Residency, SwitchStages, Use
 from gpupoold.memory.contracts import Device, OutOfPages
 from gpupoold.memory.host import HostBuffer, KvHostCache
@@ -49,6 +50,7 @@ class TurnLoop:
         self._previous: str | None = None
         self._num_steps = 0
         self._status_at_s = 0.0
+        self._interrupted = False
         self._stopping = False
 
     def run(self) -> None:
@@ -73,8 +75,13 @@ class TurnLoop:
         self._last_used_s[name] = time.monotonic()
         return stages
 
+    def interrupt_turn(self) -> None:
+        """End the turn after the step in progress: what is resident has been changed."""
+        self._interrupted = True
+
     def _run_turn(self, turn: Turn) -> None:
         self._turn = turn
+        self._interrupted = False
         engine = self.engines[turn.model]
         try:
             self.switch_to(turn.model)
@@ -85,7 +92,7 @@ class TurnLoop:
         while not self._stopping:
             self._step(engine)
             self._receive(block=False)
-            if turn.model not in self.engines:
+            if self._interrupted or turn.model not in self.engines:
                 break
             if self.scheduler.turn_is_over(turn, time.monotonic()):
                 break
@@ -161,14 +168,20 @@ class TurnLoop:
     def _load(self, message: m.LoadModel) -> None:
         fd = self._channel.take_fd() if message.has_image else -1
         name = message.model.name
+        image: HostBuffer | None = None
         try:
-            image = HostBuffer(fd, os.fstat(fd).st_size) if message.has_image else None
+            if message.has_image:
+                image = HostBuffer(fd, os.fstat(fd).st_size)
+            num_lent = pages_to_lend(message.model, self.device)
+            self.residency.make_room(num_lent)
             load = ModelLoad(
-                name, self.device, self.residency.pool, image, message.layout_digest
+                name, self.device, self.residency.pool, image, message.layout_digest, num_lent
             )
             engine = load_engine(message.model, load, self.device, self.host)
         except (GpupoolError, OSError) as error:
             _logger.exception("loading %s failed", name)
+            if image is not None:
+                image.close()
             self._channel.send(_failure(name, error))
             return
         self.engines[name] = engine

@@ -68,4 +68,24 @@ class EmulatedWorker(_PooledMemory, CPUWorker):
 
 
 class CudaWorker(_PooledMemory, Worker):
-    """vLLM's CUDA worker on a device whose pages are ours."""
+    """vLLM's CUDA worker on a device whose pages are ours.
+
+    Unlike the CPU's it runs the model while it is being loaded: to compile it, to tune
+    kernels, to capture CUDA graphs. Weights and KV then have to be behind their addresses.
+    """
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load, move the weights into the region and make them resident for what follows."""
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        current_load().bring_weights()
+
+    def determine_available_memory(self) -> int:
+        """The KV budget, after vLLM's profiling run: it compiles, and fails if activations do
+        not fit into the reserve. vLLM takes the budget as given and measures nothing."""
+        self.cache_config.kv_cache_memory_bytes = super().determine_available_memory()
+        return int(Worker.determine_available_memory(self))
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up and capture graphs with every KV block readable and writable."""
+        with current_load().kv_scratch():
+            return super().compile_or_warm_up_model()

@@ -90,5 +90,24 @@ class Device(ABC):
         """Return when every copy asked for before has ended."""
 
     @abstractmethod
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Pin host memory for full-speed copies. Slow on a GPU (0.1 s per GB): never in a switch.
+
+        When it raises, nothing is pinned.
+        """
+
+    @abstractmethod
+    def unpin(self, address: int, num_bytes: int) -> None:
+        """Undo a ``pin`` of the same range, before it is unmapped."""
+
+    @abstractmethod
+    def lend(self, runs: list[PageRun]) -> None:
+        """Leave the memory of unmapped pages to other users of the device until ``reclaim``."""
+
+    @abstractmethod
+    def reclaim(self, runs: list[PageRun]) -> None:
+        """End a ``lend`` of the same runs; their users must have freed the memory."""
+
+    @abstractmethod
     def close(self) -> None:
         """Give all physical memory back; every region must have been released."""

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from gpupoold.memory import libc
 from gpupoold.memory.contracts import Device, PageRun
+from gpupoold.memory.memfd import create_memfd
 
 _UNMAPPED = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE
 _HOME = libc.MAP_SHARED | libc.MAP_POPULATE
@@ -49,10 +50,9 @@ class EmulatedDevice(Device):
         super().__init__()
         self.page_bytes = page_bytes or default_page_bytes(device_bytes)
         self.num_pages = device_bytes // self.page_bytes
-        self._fd = os.memfd_create("gpupool-device", os.MFD_CLOEXEC)
         num_bytes = self.num_pages * self.page_bytes
+        self._fd = create_memfd("gpupool-device", num_bytes)
         try:
-            os.posix_fallocate(self._fd, 0, num_bytes)
             self._home = libc.mmap(None, num_bytes, libc.PROT_READ_WRITE, _HOME, self._fd, 0)
         except OSError:
             os.close(self._fd)
@@ -114,6 +114,18 @@ class EmulatedDevice(Device):
 
     def synchronize(self) -> None:
         """Copies are synchronous here."""
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Copies here are as quick from any memory."""
+
+    def unpin(self, address: int, num_bytes: int) -> None:
+        """Nothing was pinned."""
+
+    def lend(self, runs: list[PageRun]) -> None:
+        """Others use the host's memory, not this device's."""
+
+    def reclaim(self, runs: list[PageRun]) -> None:
+        """Nothing was lent."""
 
     def close(self) -> None:
         """See :meth:`Device.close`."""

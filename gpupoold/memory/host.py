@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 from gpupoold.memory import libc
-from gpupoold.memory.contracts import PageRun
+from gpupoold.memory.contracts import Device, PageRun
+from gpupoold.memory.memfd import create_memfd
 from gpupoold.memory.pages import PagePool
 
 _POPULATED = libc.MAP_SHARED | libc.MAP_POPULATE
@@ -32,13 +33,7 @@ class HostBuffer:
         Raises:
             OSError: the machine has less memory free than that.
         """
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(fd, 0, num_bytes)
-        except OSError:
-            os.close(fd)
-            raise
-        return cls(fd, num_bytes)
+        return cls(create_memfd(name, num_bytes), num_bytes)
 
     def close(self) -> None:
         """Unmap and close; the bytes live on while another process has the memfd.
@@ -71,6 +66,16 @@ class KvHostCache:
             if self._num_bytes
             else 0
         )
+
+    def pin(self, device: Device) -> None:
+        """Pin the whole buffer for copies to and from ``device``, which takes its memory now."""
+        if self._num_bytes:
+            device.pin(self._address, self._num_bytes)
+
+    def unpin(self, device: Device) -> None:
+        """Undo ``pin``; before ``close``."""
+        if self._num_bytes:
+            device.unpin(self._address, self._num_bytes)
 
     @property
     def used_bytes(self) -> int:

@@ -9,6 +9,8 @@ model's chunks may be moved to host memory below its block tables.
 from __future__ import annotations
 
 from collections import Counter
+import contextlib
+from collections.abc import Iterator
 from enum import Enum, auto
 from typing import Protocol
 
@@ -124,6 +126,23 @@ class KvMemory:
             self._engine().hold(self._real(self.geometry.blocks(chunk)))
             self._drop(chunk)
             self._place[chunk] = Place.UNBACKED
+
+    @contextlib.contextmanager
+    def without_ballast(self) -> Iterator[None]:
+        """Let the engine have all its blocks for an operation that wants the pool whole.
+
+        Nothing may be scheduled meanwhile: most of the blocks have no pages.
+        """
+        unbacked = [
+            block
+            for chunk in self.chunks(Place.UNBACKED)
+            for block in self._real(self.geometry.blocks(chunk))
+        ]
+        self._engine().give(unbacked)
+        try:
+            yield
+        finally:
+            self._engine().hold(unbacked)
 
     def page_out_bytes(self, chunk: int) -> int:
         """Host bytes that paging ``chunk`` out needs (before rounding to host pages)."""

@@ -11,7 +11,7 @@ class WeightMemory:
     """Maps the weight region and fills it from the image; never copies back.
 
     ``image`` holds the region's bytes as vLLM left them after loading and
-    post-processing, padded to whole pages.
+    post-processing, padded to whole pages. It is pinned from here to ``close``.
     """
 
     def __init__(self, region: Region, device: Device, image: HostBuffer) -> None:
@@ -20,6 +20,7 @@ class WeightMemory:
         self._region = region
         self._device = device
         self.is_resident = False
+        device.pin(image.address, image.num_bytes)
 
     @property
     def num_pages(self) -> int:
@@ -58,4 +59,5 @@ class WeightMemory:
     def close(self) -> None:
         """Unmap, release the addresses and this process's view of the image."""
         self._region.close()
+        self._device.unpin(self.image.address, self.image.num_bytes)
         self.image.close()

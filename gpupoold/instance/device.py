@@ -1,0 +1,37 @@
+"""Opening the device that an instance was told to own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from vllm.platforms import current_platform
+
+from gpupoold.errors import Failed
+from gpupoold.memory.contracts import Device
+from gpupoold.memory.cuda import CudaDevice
+from gpupoold.memory.emulated import EmulatedDevice
+
+
+def open_device(kind: str, device_bytes: int, reserve_bytes: int, page_bytes: int) -> Device:
+    """The device; a GPU is the only one this process sees.
+
+    Raises:
+        Failed: there is no such device, or vLLM was built for another kind.
+        CudaError: the driver refused something.
+        OSError: the host has too little memory for an emulated device.
+    """
+    if kind == "emulated":
+        return EmulatedDevice(device_bytes, page_bytes or None)
+    if not current_platform.is_cuda():
+        raise Failed("the installed vLLM is not its CUDA build", "pip install gpupool[cuda]")
+    return CudaDevice(
+        0, device_bytes, reserve_bytes, page_bytes or None, compute_streams=compute_streams
+    )
+
+
+def compute_streams() -> Iterable[int]:
+    """Streams with kernels of engines: vLLM sets one of its own, but starts on the default."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return ()
+    return {torch.cuda.default_stream().cuda_stream, torch.cuda.current_stream().cuda_stream}

@@ -1,0 +1,88 @@
+"""Device memory for torch while vLLM loads a model.
+
+vLLM builds a model in torch's memory before its weights move into pages of ours.
+On a GPU all but a small reserve is pages, so as many as the weights need are left
+to torch for the length of the load and made again afterwards.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from pathlib import Path
+
+import torch
+
+from gpupoold.checkpoints.check import check_checkpoint
+from gpupoold.checkpoints.fit import estimate_weight_bytes
+from gpupoold.memory.contracts import Device, PageRun
+from gpupoold.memory.pages import PagePool
+from gpupoold.wire.messages import ModelToLoad
+
+# Over the weights themselves: one layer at a time is also there in the checkpoint's format.
+_SLACK_SHARE = 0.1
+_SLACK_BYTES = 1 << 30
+
+
+def pages_to_lend(model: ModelToLoad, device: Device) -> int:
+    """Pages whose memory torch needs to load ``model``; 0 where torch uses the host's.
+
+    Raises:
+        GpupoolError: the checkpoint is not one.
+    """
+    if device.is_host_addressable:
+        return 0
+    info = check_checkpoint(
+        Path(model.path), allow_pickle=True, allow_remote_code=model.allow_remote_code
+    )
+    weight_bytes = estimate_weight_bytes(info, model.dtype)
+    num_bytes = int(weight_bytes * (1 + _SLACK_SHARE)) + _SLACK_BYTES
+    return min(device.num_pages, -(-num_bytes // device.page_bytes))
+
+
+class PageLoan:
+    """Pages left to torch; ``take_back`` ends the loan and may be called any time."""
+
+    def __init__(self, device: Device, pool: PagePool) -> None:
+        self._device = device
+        self._pool = pool
+        self._runs: list[PageRun] = []
+
+    def lend(self, num_pages: int) -> None:
+        """Leave ``num_pages`` to torch, or those that are free if they are fewer."""
+        assert not self._runs, "one loan at a time"
+        runs = self._pool.allocate(min(num_pages, self._pool.num_free))
+        self._device.lend(runs)
+        self._runs = runs
+
+    def take_back(self, failure: BaseException | None = None) -> None:
+        """Make the pages again.
+
+        A failed load's tensors live on in the frames of its ``failure``, which are
+        cleared.
+
+        Raises:
+            CudaError: torch still has the memory. The instance had better be restarted.
+        """
+        if not self._runs:
+            return
+        if failure is not None:
+            _clear_frames(failure)
+        gc.unfreeze()  # vLLM freezes the heap when it has loaded a model
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._device.reclaim(self._runs)
+        self._pool.free(self._runs)
+        self._runs = []
+
+
+def _clear_frames(error: BaseException) -> None:
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        current = waiting.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        waiting += [current.__cause__, current.__context__]

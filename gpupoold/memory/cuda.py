@@ -1,0 +1,285 @@
+"""An NVIDIA GPU's memory: pages made once, mapped and filled when a model is switched in.
+
+Order between our copies and the engines' kernels:
+
+- pages are unmapped, and copied out, only after the compute streams have run dry;
+- copies into a region are visible after ``synchronize``; zeros need no call,
+  because the compute streams themselves wait for them;
+- copies in and copies out have a stream each, so that they can overlap.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from gpupoold.errors import Failed
+from gpupoold.memory.contracts import Device, PageRun
+from gpupoold.memory.cuda_driver import BindingsDriver, CudaDriver, CudaError
+from gpupoold.memory.pages import split_runs
+from gpupoold.units import format_bytes
+
+# The smallest page CUDA has. With vLLM's default layout a KV block's bytes lie in one place
+# per layer, so a KV chunk takes a page per layer: for a model of 32 layers 64 MiB (512 tokens
+# of an 8B model) with 2 MiB pages, but 1 GiB with 32 MiB pages. Mapping costs 1.5 us per page
+# (12 ms for 16 GB, beneath a copy of 300 ms), granting access is one call per range, and making
+# pages (0.2 ms each, 14 s for 140 GB) happens at start-up only.
+_PAGE_BYTES = 2 << 20
+# Copied while the next piece is being mapped: 5 ms on PCIe 5, so that mapping hides behind it.
+_PIECE_BYTES = 256 << 20
+_PIN_BYTES = 64 << 30  # registering 512 GiB in one call fails
+_LEGACY_STREAM = 0
+
+
+def _legacy_stream() -> tuple[int, ...]:
+    return (_LEGACY_STREAM,)
+
+
+class CudaDevice(Device):
+    """Memory of one GPU in the device's primary context, which torch uses too.
+
+    ``device_bytes`` caps the memory taken (0: all that is free), ``reserve_bytes``
+    stay free for torch in any case. ``compute_streams`` names the streams engines
+    launch kernels on; it is asked again each time. ``page_bytes`` is a multiple of
+    the device's granularity.
+
+    Raises:
+        Failed: no page fits, or ``page_bytes`` cannot be mapped.
+        CudaError: the driver refused something.
+    """
+
+    is_host_addressable = False
+
+    def __init__(
+        self,
+        device_index: int,
+        device_bytes: int,
+        reserve_bytes: int,
+        page_bytes: int | None = None,
+        driver: CudaDriver | None = None,
+        compute_streams: Callable[[], Iterable[int]] = _legacy_stream,
+    ) -> None:
+        super().__init__()
+        self._driver: CudaDriver = BindingsDriver() if driver is None else driver
+        self._compute_streams = compute_streams
+        self._handles: list[int | None] = []  # of each page; None while it is lent
+        self._pinned: dict[int, int] = {}  # start of each registration → its end
+        self._driver.open(device_index)
+        try:
+            granularity = self._driver.granularity()
+            self.page_bytes = page_bytes or max(_PAGE_BYTES, granularity)
+            self.num_pages = self._plan(granularity, device_bytes, reserve_bytes)
+            self._handles = [None] * self.num_pages
+            self._make(range(self.num_pages))
+            self._in_stream = self._driver.create_stream()
+            self._out_stream = self._driver.create_stream()
+            self._filled = self._driver.create_event()
+        except BaseException:
+            self._release(range(len(self._handles)))
+            self._driver.close()
+            raise
+        self._pages_per_piece = max(1, _PIECE_BYTES // self.page_bytes)
+
+    def free_bytes(self) -> int:
+        """Device memory nobody has taken: what is left of the reserve."""
+        return self._driver.memory_info()[0]
+
+    def reserve(self, num_pages: int) -> int:
+        """See :meth:`Device.reserve`."""
+        return self._driver.reserve_addresses(num_pages * self.page_bytes, self.page_bytes)
+
+    def release(self, address: int, num_pages: int) -> None:
+        """See :meth:`Device.release`."""
+        self._driver.free_addresses(address, num_pages * self.page_bytes)
+
+    def map(self, address: int, runs: list[PageRun]) -> None:
+        """See :meth:`Device.map`. A page may be mapped in several places."""
+        at = address
+        try:
+            for run in runs:
+                for handle in self._handles[run.first : run.end]:
+                    assert handle is not None, f"{run} is lent"
+                    self._driver.map(at, self.page_bytes, handle)
+                    at += self.page_bytes
+            self._driver.allow_access(address, at - address)
+        except CudaError:
+            if at > address:
+                self._driver.unmap(address, at - address)
+            raise
+
+    def unmap(self, address: int, runs: list[PageRun]) -> None:
+        """See :meth:`Device.unmap`. Waits for kernels and copies, which may use the pages."""
+        self._wait_for_compute()
+        self.synchronize()
+        self._driver.unmap(address, _num_pages(runs) * self.page_bytes)
+
+    def map_and_fill(self, address: int, runs: list[PageRun], source: int | None) -> None:
+        """See :meth:`Device.map_and_fill`. The next piece is mapped while one is being copied."""
+        at, left = address, runs
+        try:
+            while left:
+                piece, left = split_runs(left, self._pages_per_piece)
+                num_bytes = _num_pages(piece) * self.page_bytes
+                started_s = time.perf_counter()
+                self.map(at, piece)
+                mapped_s = time.perf_counter()
+                at += num_bytes
+                self._fill(at - num_bytes, source, num_bytes)
+                source = None if source is None else source + num_bytes
+                self.spent.map_s += mapped_s - started_s
+                self.spent.copy_s += time.perf_counter() - mapped_s
+            if source is None:
+                self._let_compute_wait()
+        except CudaError:
+            if at > address:
+                mapped, _ = split_runs(runs, (at - address) // self.page_bytes)
+                self.unmap(address, mapped)
+            raise
+
+    def copy_in(self, address: int, source: int, num_bytes: int) -> None:
+        """See :meth:`Device.copy_in`."""
+        for offset, length in self._copies(source, num_bytes):
+            self._driver.copy_in(address + offset, source + offset, length, self._in_stream)
+
+    def copy_out(self, target: int, address: int, num_bytes: int) -> None:
+        """See :meth:`Device.copy_out`. Kernels asked for before have written what is copied."""
+        self._wait_for_compute()
+        for offset, length in self._copies(target, num_bytes):
+            self._driver.copy_out(target + offset, address + offset, length, self._out_stream)
+
+    def synchronize(self) -> None:
+        """See :meth:`Device.synchronize`. The wait counts as time of copying."""
+        started_s = time.perf_counter()
+        self._driver.synchronize_stream(self._in_stream)
+        self._driver.synchronize_stream(self._out_stream)
+        self.spent.copy_s += time.perf_counter() - started_s
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """See :meth:`Device.pin`."""
+        end = address + num_bytes
+        done: list[int] = []
+        try:
+            for start in range(address, end, _PIN_BYTES):
+                self._driver.register_host(start, min(_PIN_BYTES, end - start))
+                done.append(start)
+        except CudaError:
+            for start in done:
+                self._driver.unregister_host(start)
+            raise
+        self._pinned |= {start: min(start + _PIN_BYTES, end) for start in done}
+
+    def unpin(self, address: int, num_bytes: int) -> None:
+        """See :meth:`Device.unpin`.
+
+        Raises:
+            ValueError: the range was not pinned as a whole.
+        """
+        starts = range(address, address + num_bytes, _PIN_BYTES)
+        if any(start not in self._pinned for start in starts):
+            raise ValueError(f"{num_bytes} bytes at {address:#x} are not pinned")
+        self.synchronize()
+        for start in starts:
+            self._driver.unregister_host(start)
+            del self._pinned[start]
+
+    def lend(self, runs: list[PageRun]) -> None:
+        """See :meth:`Device.lend`."""
+        for page in _pages(runs):
+            handle = self._handles[page]
+            assert handle is not None, f"page {page} is lent already"
+            self._driver.release(handle)
+            self._handles[page] = None
+
+    def reclaim(self, runs: list[PageRun]) -> None:
+        """See :meth:`Device.reclaim`."""
+        self._make(_pages(runs))
+
+    def close(self) -> None:
+        """See :meth:`Device.close`."""
+        self._wait_for_compute()
+        self.synchronize()
+        for start in self._pinned:
+            self._driver.unregister_host(start)
+        self._pinned.clear()
+        self._driver.destroy_event(self._filled)
+        self._driver.destroy_stream(self._in_stream)
+        self._driver.destroy_stream(self._out_stream)
+        self._release(range(self.num_pages))
+        self._driver.close()
+
+    def _plan(self, granularity: int, device_bytes: int, reserve_bytes: int) -> int:
+        """How many pages to make."""
+        if self.page_bytes % granularity:
+            raise Failed(
+                f"page_bytes of {format_bytes(self.page_bytes)} is no multiple of "
+                f"{format_bytes(granularity)}, the least this GPU maps",
+                "change page_bytes of the device in the configuration",
+            )
+        free_bytes, total_bytes = self._driver.memory_info()
+        usable_bytes = free_bytes - reserve_bytes
+        if device_bytes:
+            usable_bytes = min(usable_bytes, device_bytes)
+        if usable_bytes < self.page_bytes:
+            raise Failed(
+                f"{format_bytes(free_bytes)} of {format_bytes(total_bytes)} are free on the GPU, "
+                f"and {format_bytes(reserve_bytes)} of them are to stay free",
+                "end other users of the GPU or lower memory.reserve",
+            )
+        return usable_bytes // self.page_bytes
+
+    def _make(self, pages: Iterable[int]) -> None:
+        """Make physical memory for pages without.
+
+        Raises:
+            CudaError: others have the memory; what was made here is given back.
+        """
+        made: list[int] = []
+        try:
+            for page in pages:
+                assert self._handles[page] is None, f"page {page} exists"
+                self._handles[page] = self._driver.create(self.page_bytes)
+                made.append(page)
+        except CudaError:
+            self._release(made)
+            raise
+
+    def _release(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            handle = self._handles[page]
+            if handle is not None:
+                self._driver.release(handle)
+                self._handles[page] = None
+
+    def _fill(self, address: int, source: int | None, num_bytes: int) -> None:
+        if source is None:
+            self._driver.fill(address, 0, num_bytes, self._in_stream)
+        else:
+            self.copy_in(address, source, num_bytes)
+
+    def _copies(self, host_address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+        """``(offset, num_bytes)`` of copies, none of which touches two registrations."""
+        offset = 0
+        while offset < num_bytes:
+            start = host_address + offset
+            ends = [end for begin, end in self._pinned.items() if begin <= start < end]
+            length = min(num_bytes - offset, ends[0] - start if ends else num_bytes)
+            yield offset, length
+            offset += length
+
+    def _wait_for_compute(self) -> None:
+        for stream in self._compute_streams():
+            self._driver.synchronize_stream(stream)
+
+    def _let_compute_wait(self) -> None:
+        """Kernels launched from now on run after what the in-stream has been given."""
+        self._driver.record_event(self._filled, self._in_stream)
+        for stream in self._compute_streams():
+            self._driver.wait_event(stream, self._filled)
+
+
+def _num_pages(runs: list[PageRun]) -> int:
+    return sum(run.num_pages for run in runs)
+
+
+def _pages(runs: list[PageRun]) -> Iterator[int]:
+    return (page for run in runs for page in range(run.first, run.end))

@@ -1,0 +1,244 @@
+"""The CUDA driver's calls that device memory needs; nothing else in the project makes them.
+
+``CudaDriver`` is what :class:`gpupoold.memory.cuda.CudaDevice` asks for: plain
+integers in and out, an exception instead of an error code. ``BindingsDriver``
+does it with ``cuda-bindings``, which is imported when one is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from gpupoold.errors import Failed
+
+_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED: ordinary device memory
+_ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit order with the legacy default stream
+_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+
+
+class CudaError(RuntimeError):
+    """A driver call failed. The device's state is unknown, so the process had better end."""
+
+    def __init__(self, call: str, code: str, message: str) -> None:
+        super().__init__(f"{call} failed: {code}: {message}")
+        self.call = call
+        self.code = code
+
+
+class CudaDriver(Protocol):
+    """Driver calls on one device's primary context; handles, addresses and streams are ints.
+
+    Every method raises :class:`CudaError`. Copies and fills are asynchronous.
+    """
+
+    def open(self, device_index: int) -> None:
+        """Retain the device's primary context, the one torch uses, and make it current here."""
+
+    def close(self) -> None:
+        """Let the primary context go."""
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total bytes of the device."""
+
+    def granularity(self) -> int:
+        """Bytes that sizes and addresses of mappings must be multiples of."""
+
+    def create(self, num_bytes: int) -> int:
+        """Physical memory; returns its handle."""
+
+    def release(self, handle: int) -> None:
+        """Give physical memory back once it is mapped nowhere."""
+
+    def reserve_addresses(self, num_bytes: int, alignment: int) -> int:
+        """Addresses without memory."""
+
+    def free_addresses(self, address: int, num_bytes: int) -> None:
+        """Give reserved addresses back."""
+
+    def map(self, address: int, num_bytes: int, handle: int) -> None:
+        """Put physical memory behind addresses; inaccessible until ``allow_access``."""
+
+    def allow_access(self, address: int, num_bytes: int) -> None:
+        """Let the device read and write a fully mapped range."""
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        """Undo all mappings of a range."""
+
+    def copy_in(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """Host to device, in stream order."""
+
+    def copy_out(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """Device to host, in stream order."""
+
+    def fill(self, address: int, value: int, num_bytes: int, stream: int) -> None:
+        """Set bytes, in stream order."""
+
+    def create_stream(self) -> int:
+        """A stream without implicit order to any other."""
+
+    def destroy_stream(self, stream: int) -> None:
+        """End a stream."""
+
+    def synchronize_stream(self, stream: int) -> None:
+        """Return when all work of a stream has ended; 0 is the legacy default stream."""
+
+    def create_event(self) -> int:
+        """An event without timing."""
+
+    def destroy_event(self, event: int) -> None:
+        """End an event."""
+
+    def record_event(self, event: int, stream: int) -> None:
+        """The event then stands for all work the stream has now."""
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """Later work of the stream waits for what the event stands for now."""
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        """Pin host memory."""
+
+    def unregister_host(self, address: int) -> None:
+        """Undo ``register_host`` of the same address."""
+
+
+class BindingsDriver:
+    """:class:`CudaDriver` by NVIDIA's ``cuda-bindings``.
+
+    Raises:
+        Failed: the package is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise Failed(
+                f"CUDA devices need the package cuda-bindings: {error}", "pip install gpupool[cuda]"
+            ) from error
+        self._driver: Any = driver
+        self._device: Any = None
+        self._allocation: Any = None
+        self._access: Any = None
+
+    def open(self, device_index: int) -> None:
+        """See :class:`CudaDriver`."""
+        cuda = self._driver
+        self._call("cuInit", 0)
+        self._device = self._call("cuDeviceGet", device_index)
+        self._call("cuCtxSetCurrent", self._call("cuDevicePrimaryCtxRetain", self._device))
+        location = cuda.CUmemLocation()
+        location.type = cuda.CUmemLocationType(_ON_DEVICE)
+        location.id = device_index
+        self._allocation = cuda.CUmemAllocationProp()
+        self._allocation.type = cuda.CUmemAllocationType(_PINNED)
+        self._allocation.location = location
+        self._access = cuda.CUmemAccessDesc()
+        self._access.location = location
+        self._access.flags = cuda.CUmemAccess_flags(_READ_WRITE)
+
+    def close(self) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuDevicePrimaryCtxRelease", self._device)
+
+    def memory_info(self) -> tuple[int, int]:
+        """See :class:`CudaDriver`."""
+        free, total = self._call("cuMemGetInfo")
+        return int(free), int(total)
+
+    def granularity(self) -> int:
+        """See :class:`CudaDriver`."""
+        minimum = self._driver.CUmemAllocationGranularity_flags(0)
+        return int(self._call("cuMemGetAllocationGranularity", self._allocation, minimum))
+
+    def create(self, num_bytes: int) -> int:
+        """See :class:`CudaDriver`."""
+        return int(self._call("cuMemCreate", num_bytes, self._allocation, 0))
+
+    def release(self, handle: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemRelease", handle)
+
+    def reserve_addresses(self, num_bytes: int, alignment: int) -> int:
+        """See :class:`CudaDriver`."""
+        return int(self._call("cuMemAddressReserve", num_bytes, alignment, 0, 0))
+
+    def free_addresses(self, address: int, num_bytes: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemAddressFree", address, num_bytes)
+
+    def map(self, address: int, num_bytes: int, handle: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemMap", address, num_bytes, 0, handle, 0)
+
+    def allow_access(self, address: int, num_bytes: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemSetAccess", address, num_bytes, [self._access], 1)
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemUnmap", address, num_bytes)
+
+    def copy_in(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemcpyHtoDAsync", target, source, num_bytes, stream)
+
+    def copy_out(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemcpyDtoHAsync", target, source, num_bytes, stream)
+
+    def fill(self, address: int, value: int, num_bytes: int, stream: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemsetD8Async", address, value, num_bytes, stream)
+
+    def create_stream(self) -> int:
+        """See :class:`CudaDriver`."""
+        return int(self._call("cuStreamCreate", _NON_BLOCKING))
+
+    def destroy_stream(self, stream: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuStreamDestroy", stream)
+
+    def synchronize_stream(self, stream: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuStreamSynchronize", stream)
+
+    def create_event(self) -> int:
+        """See :class:`CudaDriver`."""
+        return int(self._call("cuEventCreate", _NO_TIMING))
+
+    def destroy_event(self, event: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuEventDestroy", event)
+
+    def record_event(self, event: int, stream: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuEventRecord", event, stream)
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemHostRegister", address, num_bytes, 0)
+
+    def unregister_host(self, address: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemHostUnregister", address)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Call; a failure becomes an exception, the results lose their status code."""
+        try:
+            status, *results = getattr(self._driver, name)(*arguments)
+        except RuntimeError as error:  # the bindings find no driver library
+            raise CudaError(name, "no CUDA driver", str(error)) from error
+        if int(status) != 0:
+            raise CudaError(name, *self._describe(status))
+        return results[0] if len(results) == 1 else results
+
+    def _describe(self, status: Any) -> tuple[str, str]:
+        _, text = self._driver.cuGetErrorString(status)
+        message = text.decode() if text else "the driver has no text for it"
+        return str(status.name), message

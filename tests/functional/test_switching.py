@@ -1,0 +1,156 @@
+"""One real instance below the control plane: engines switched between tokens, on paged memory."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.functional.instance_peer import InstancePeer
+
+MAX_TOKENS = 24
+NUM_PROMPTS = 4
+_RUNS = itertools.count()
+_MODELS = ("tiny-llama", "tiny-mixtral", "tiny-qwen2", "tiny-qwen3")
+
+
+@pytest.fixture(scope="module")
+def peer(tiny_models: dict[str, Path]) -> Iterator[InstancePeer]:
+    """A device that holds the weights of one and a half models, turns of at most 50 ms."""
+    sizes = [_weight_bytes(tiny_models[name]) for name in _MODELS]
+    peer = InstancePeer(int(1.5 * max(sizes)), kv_host_bytes=64 << 20, quota_max_s=0.05)
+    for name in _MODELS:
+        peer.load(name, tiny_models[name], max_model_len=512)
+    yield peer
+    peer.close()
+
+
+@pytest.fixture(scope="module")
+def alone(peer: InstancePeer) -> dict[tuple[str, int], list[int]]:
+    """Each prompt's greedy answer when nothing else runs."""
+    answers = {}
+    for model in _MODELS:
+        for index in range(NUM_PROMPTS):
+            request_id = f"alone-{model}-{index}"
+            peer.ask(model, request_id, prompt(index), max_tokens=MAX_TOKENS)
+            peer.run_until_ended(request_id)
+            answers[model, index] = peer.tokens[request_id]
+    return answers
+
+
+def test_concurrent_answers_equal_those_alone(
+    peer: InstancePeer, alone: dict[tuple[str, int], list[int]]
+) -> None:
+    peer.switches.clear()
+    ids = {key: f"together-{key[0]}-{key[1]}" for key in alone}
+    for (model, index), request_id in ids.items():
+        peer.ask(model, request_id, prompt(index), max_tokens=MAX_TOKENS)
+    peer.run_until_ended(*ids.values())
+    assert {key: peer.tokens[request_id] for key, request_id in ids.items()} == alone
+    assert len(peer.switches) >= len(_MODELS)
+    peer.call("check_integrity")
+
+
+def test_weights_and_paused_kv_are_the_same_bytes_after_a_switch(peer: InstancePeer) -> None:
+    peer.ask("tiny-llama", "paused", prompt(1), max_tokens=400)
+    while len(peer.tokens["paused"]) < 20:
+        peer.pump(1.0)
+    # Calls are answered between two steps; nothing steps the model in between.
+    results = peer.call_many(
+        [
+            ("checksum", {"model": "tiny-llama"}),
+            ("page_out", {"model": "tiny-llama"}),
+            ("checksum", {"model": "tiny-qwen2"}),
+            ("checksum", {"model": "tiny-llama"}),
+        ]
+    )
+    before, moved, _, after = results
+    assert moved["kv_out_bytes"] > 0
+    assert before["num_live_blocks"] > 0
+    assert after == before
+    peer.abort("tiny-llama", "paused")
+    peer.call("check_integrity")
+
+
+def test_a_cancelled_request_frees_its_kv_at_once(peer: InstancePeer) -> None:
+    peer.ask("tiny-qwen3", "gone", prompt(2), max_tokens=400)
+    while len(peer.tokens["gone"]) < 5:
+        peer.pump(1.0)
+    peer.abort("tiny-qwen3", "gone")
+    assert peer.call("checksum", model="tiny-qwen3")["num_live_blocks"] == 0
+    peer.call("check_integrity")
+
+
+def test_answers_survive_a_full_host_cache(tiny_models: dict[str, Path]) -> None:
+    """Paused KV that fits nowhere is recomputed: slower, never wrong."""
+    names = ("tiny-llama", "tiny-qwen3")
+    largest = max(_weight_bytes(tiny_models[name]) for name in names)
+    peer = InstancePeer(int(1.3 * largest), kv_host_bytes=128 << 10, quota_max_s=0.02)
+    try:
+        for name in names:
+            peer.load(name, tiny_models[name], max_model_len=256)
+        expected = {}
+        for name in names:
+            peer.ask(name, f"alone-{name}", prompt(0), max_tokens=MAX_TOKENS)
+            peer.run_until_ended(f"alone-{name}")
+            expected[name] = peer.tokens[f"alone-{name}"]
+        ids = {f"{name}-{copy}": name for name in names for copy in range(6)}
+        for request_id, name in ids.items():
+            peer.ask(name, request_id, prompt(0), max_tokens=MAX_TOKENS)
+        peer.run_until_ended(*ids)
+        assert {i: peer.tokens[i] for i in ids} == {i: expected[n] for i, n in ids.items()}
+        peer.call("check_integrity")
+    finally:
+        peer.close()
+
+
+@settings(
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_no_schedule_changes_a_token(
+    peer: InstancePeer, alone: dict[tuple[str, int], list[int]], data: st.DataObject
+) -> None:
+    """Any order of arrivals, forced switches and cancellations gives the tokens of a run alone."""
+    run = next(_RUNS)
+    asked: dict[str, tuple[str, int]] = {}
+    cancelled: set[str] = set()
+    for number in range(data.draw(st.integers(4, 14), label="events")):
+        kind = data.draw(st.sampled_from(["ask", "ask", "ask", "cancel", "page_out", "wait"]))
+        if kind == "ask":
+            key = (data.draw(st.sampled_from(_MODELS)), data.draw(st.integers(0, NUM_PROMPTS - 1)))
+            request_id = f"{run}-{number}"
+            asked[request_id] = key
+            peer.ask(key[0], request_id, prompt(key[1]), max_tokens=MAX_TOKENS)
+        elif kind == "cancel" and asked:
+            request_id = data.draw(st.sampled_from(sorted(asked)))
+            cancelled.add(request_id)
+            peer.abort(asked[request_id][0], request_id)
+        elif kind == "page_out":
+            peer.call("page_out", model=data.draw(st.sampled_from(_MODELS)))
+        else:
+            peer.pump(data.draw(st.floats(0, 0.05)))
+    kept = [request_id for request_id in asked if request_id not in cancelled]
+    peer.run_until_ended(*kept)
+    for request_id in kept:
+        assert peer.tokens[request_id] == alone[asked[request_id]]
+    for request_id in cancelled:
+        tokens = peer.tokens[request_id]
+        assert tokens == alone[asked[request_id]][: len(tokens)]
+    peer.call("check_integrity")
+
+
+def prompt(index: int) -> list[int]:
+    """A prompt of token ids, long enough to span KV blocks."""
+    rng = random.Random(index)
+    return [rng.randrange(300, 1900) for _ in range(20 + 35 * index)]
+
+
+def _weight_bytes(checkpoint: Path) -> int:
+    return sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))

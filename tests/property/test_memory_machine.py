@@ -1,0 +1,261 @@
+"""Any order of loads, evictions, steps, paging and failures keeps every byte that matters.
+
+Several models with their own engines share one emulated device and one host
+cache. After each rule the bytes of all live and cached blocks and of all
+resident weights are compared with a plain model, and every account is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from gpupoold.memory.contracts import OutOfPages
+from gpupoold.memory.kv import KvMemory, Place
+from gpupoold.memory.weights import WeightMemory
+from tests.unit.memory.ledger import MemoryLedger
+from tests.unit.memory.rig import (
+    LAYOUTS,
+    PAGE,
+    Rig,
+    geometry_of,
+    pattern,
+    read,
+    read_block,
+    write_block,
+)
+
+WHICH = st.integers(0, 1_000)  # an index into whatever there is at that moment
+
+
+@dataclass
+class Model:
+    """A model on the device, and what its memory should hold."""
+
+    kv: KvMemory
+    ledger: MemoryLedger
+    weights: WeightMemory
+    image: bytes
+    requests: list[list[int]] = field(default_factory=list)
+    content: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def is_paused(self) -> bool:
+        """With KV on the host the engine does not step."""
+        return bool(self.kv.chunks(Place.HOST))
+
+    def forget_worthless(self) -> None:
+        """Only live and findable blocks have bytes that must be kept."""
+        worthy = {block for request in self.requests for block in request}
+        worthy |= set(self.ledger.cached().values())
+        self.content = {block: data for block, data in self.content.items() if block in worthy}
+
+    def snapshot(self) -> object:
+        return (
+            [self.kv.chunks(place) for place in Place],
+            self.kv.resident_bytes,
+            self.kv.host_bytes,
+            self.weights.is_resident,
+            list(self.ledger.refs),
+            self.ledger.num_free,
+            self.ledger.cached(),
+        )
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    @initialize(
+        layouts=st.lists(st.sampled_from(sorted(LAYOUTS)), min_size=2, max_size=3),
+        num_pages=st.integers(24, 56),
+        host_pages=st.integers(0, 40),
+    )
+    def start(self, layouts: list[str], num_pages: int, host_pages: int) -> None:
+        self.rig = Rig(num_pages, host_pages)
+        self.num_written = 0
+        self.models = []
+        for number, layout in enumerate(layouts):
+            kv, ledger = self.rig.kv(geometry_of(layout))
+            weights, image = self.rig.weights(5 + 6 * number, number)
+            self.models.append(Model(kv, ledger, weights, image))
+
+    @rule(which=WHICH, fail_in=st.integers(0, 3))
+    def load(self, which: int, fail_in: int) -> None:
+        model = self.model(which)
+        was_resident = model.weights.is_resident
+        moved = self.attempt(model, fail_in, model.weights.num_pages, model.weights.load)
+        assert moved in (None, 0 if was_resident else model.weights.num_bytes)
+
+    @rule(which=WHICH)
+    def evict(self, which: int) -> None:
+        self.model(which).weights.evict()
+
+    @rule(which=WHICH, chunk=WHICH, fail_in=st.integers(0, 4))
+    def back(self, which: int, chunk: int, fail_in: int) -> None:
+        model = self.model(which)
+        unbacked = model.kv.chunks(Place.UNBACKED)
+        if unbacked:
+            picked = unbacked[chunk % len(unbacked)]
+            self.appear(model, picked, fail_in, lambda: model.kv.back([picked]))
+
+    @rule(which=WHICH, chunk=WHICH)
+    def unback(self, which: int, chunk: int) -> None:
+        model = self.model(which)
+        free = model.kv.free_chunks()
+        if free:
+            self.vanish(model, free[chunk % len(free)], model.kv.unback)
+
+    @rule(which=WHICH, chunk=WHICH)
+    def page_out(self, which: int, chunk: int) -> None:
+        model = self.model(which)
+        device = model.kv.chunks(Place.DEVICE)
+        if not device:
+            return
+        picked = device[chunk % len(device)]
+        wanted, before = model.kv.page_out_bytes(picked), model.snapshot()
+        host_free = self.rig.host.free_bytes
+        try:
+            self.vanish(model, picked, lambda chunks: model.kv.page_out(chunks[0]))
+        except OutOfPages:
+            assert wanted > host_free
+            assert model.snapshot() == before
+
+    @rule(which=WHICH, chunk=WHICH, fail_in=st.integers(0, 4))
+    def page_in(self, which: int, chunk: int, fail_in: int) -> None:
+        model = self.model(which)
+        host = model.kv.chunks(Place.HOST)
+        if host:
+            picked = host[chunk % len(host)]
+            self.appear(model, picked, fail_in, lambda: model.kv.page_in(picked))
+
+    @rule(which=WHICH, num_blocks=st.integers(1, 6), num_cached=st.integers(0, 3))
+    def request(self, which: int, num_blocks: int, num_cached: int) -> None:
+        model = self.model(which)
+        if model.is_paused:
+            return
+        blocks = model.ledger.allocate(min(num_blocks, model.ledger.num_free))
+        model.requests.append(blocks)
+        for block in blocks:
+            self.num_written += 1
+            data = pattern(self.num_written, model.kv.geometry.block_bytes)
+            write_block(model.kv, block, data)
+            model.content[block] = data
+        for block in blocks[:num_cached]:
+            model.ledger.remember(block, f"prefix {self.num_written} of {block}")
+
+    @rule(which=WHICH, key=WHICH)
+    def request_with_a_known_prefix(self, which: int, key: int) -> None:
+        model = self.model(which)
+        keys = sorted(model.ledger.cached())
+        if model.is_paused or not keys:
+            return
+        block = model.ledger.reuse(keys[key % len(keys)])
+        assert block in model.content
+        model.requests.append([block])
+
+    @rule(which=WHICH, request=WHICH)
+    def end(self, which: int, request: int) -> None:
+        model = self.model(which)
+        if model.requests:
+            model.ledger.release(model.requests.pop(request % len(model.requests)))
+            model.kv.discard_dead()
+
+    @rule(which=WHICH)
+    def preempt_all(self, which: int) -> None:
+        model = self.model(which)
+        for blocks in model.requests:
+            model.ledger.release(blocks)
+        model.requests.clear()
+        model.kv.discard_dead()
+        model.kv.unback(model.kv.free_chunks())
+        assert model.kv.resident_bytes == 0
+        assert model.kv.host_bytes == 0
+
+    @invariant()
+    def bytes_are_right(self) -> None:
+        for model in self.models:
+            model.forget_worthless()
+            for chunk in model.kv.chunks(Place.DEVICE):
+                for block in model.kv.geometry.blocks(chunk):
+                    if block in model.content:
+                        assert read_block(model.kv, block) == model.content[block]
+            if model.weights.is_resident:
+                assert read(model.weights.address, len(model.image)) == model.image
+
+    @invariant()
+    def accounts_are_right(self) -> None:
+        self.rig.pool.check_integrity()
+        self.rig.host.check_integrity()
+        owned = 0
+        for model in self.models:
+            model.kv.check_integrity()
+            owned += model.kv.resident_bytes // PAGE
+            owned += model.weights.num_pages if model.weights.is_resident else 0
+            out = [model.kv.live_blocks(chunk) for chunk in model.kv.chunks(Place.UNBACKED)]
+            held = [b for c in model.kv.chunks(Place.UNBACKED) for b in model.kv.geometry.blocks(c)]
+            assert sorted(b for blocks in out for b in blocks) == [b for b in held if b]
+        assert owned == self.rig.pool.num_pages - self.rig.pool.num_free
+        assert self.rig.host.used_bytes == sum(model.kv.host_bytes for model in self.models)
+
+    def teardown(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.close()
+
+    def model(self, which: int) -> Model:
+        return self.models[which % len(self.models)]
+
+    def attempt(
+        self, model: Model, fail_in: int, num_pages: int, act: Callable[[], int | None]
+    ) -> int | None:
+        """Do it, or see that a failure had its reason and changed nothing."""
+        before, free = model.snapshot(), self.rig.pool.num_free
+        self.rig.device.fail_in = fail_in
+        try:
+            return act()
+        except OutOfPages:
+            assert num_pages > free
+        except OSError:
+            assert fail_in
+        finally:
+            self.rig.device.fail_in = 0
+        assert model.snapshot() == before
+        assert self.rig.pool.num_free == free
+        return None
+
+    def appear(
+        self, model: Model, chunk: int, fail_in: int, act: Callable[[], int | None]
+    ) -> None:
+        """A chunk comes to the device: as many pages as predicted, nothing of others on them."""
+        kv, free = model.kv, self.rig.pool.num_free
+        wanted = kv.num_missing_pages([chunk])
+        self.attempt(model, fail_in, wanted, act)
+        if chunk not in kv.chunks(Place.DEVICE):
+            return
+        assert self.rig.pool.num_free == free - wanted
+        for block in kv.geometry.blocks(chunk):
+            if block not in model.content:
+                self.shows_nothing_foreign(model, block)
+
+    def shows_nothing_foreign(self, model: Model, block: int) -> None:
+        """Bytes that nobody wrote since the model got the page are zero or its own."""
+        others = b"".join(
+            data for other in self.models if other is not model for data in other.content.values()
+        ) + b"".join(other.image for other in self.models)
+        data = read_block(model.kv, block)
+        for start in range(0, len(data) - 32, 32):
+            piece = data[start : start + 32]
+            assert not any(piece) or piece not in others
+
+    def vanish(self, model: Model, chunk: int, act: Callable[[list[int]], object]) -> None:
+        """A chunk leaves the device: as many pages come free as predicted."""
+        free, wanted = self.rig.pool.num_free, model.kv.num_resident_pages([chunk])
+        act([chunk])
+        assert self.rig.pool.num_free == free + wanted
+
+
+MemoryMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=50, deadline=None
+)
+TestMemoryMachine = MemoryMachine.TestCase

@@ -1,0 +1,138 @@
+"""One emulated device with its pool and host cache, and models on it, for the memory tests."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+from collections.abc import Sequence
+
+from gpupoold.memory.contracts import PageRun
+from gpupoold.memory.emulated import EmulatedDevice
+from gpupoold.memory.geometry import KvGeometry, KvRow
+from gpupoold.memory.host import HostBuffer, KvHostCache
+from gpupoold.memory.kv import KvMemory
+from gpupoold.memory.pages import PagePool
+from gpupoold.memory.regions import Region
+from gpupoold.memory.weights import WeightMemory
+from tests.unit.memory.ledger import MemoryLedger
+
+PAGE = 4096
+
+# (num_blocks, rows): where block b of each row lies in the KV buffer.
+LAYERS_OUTERMOST = (16, tuple(KvRow(layer * 16 * 2048, 2048, 2048) for layer in range(3)))
+BLOCKS_OUTERMOST = (12, (KvRow(0, 3 * PAGE, 3 * PAGE),))
+UNALIGNED = (11, tuple(KvRow(layer * 11 * 1500 + 100, 1500, 1500) for layer in range(2)))
+# Two kinds of layer on the same blocks: the second uses less of each, elsewhere in the buffer.
+HYBRID = (10, (KvRow(0, 6000, 6000), KvRow(60_000, 6000, 1000)))
+LAYOUTS = {
+    "layers-outermost": LAYERS_OUTERMOST,
+    "blocks-outermost": BLOCKS_OUTERMOST,
+    "unaligned": UNALIGNED,
+    "hybrid": HYBRID,
+}
+
+
+def geometry_of(layout: str, page_bytes: int = PAGE) -> KvGeometry:
+    num_blocks, rows = LAYOUTS[layout]
+    return KvGeometry(num_blocks, page_bytes, rows)
+
+
+def read(address: int, num_bytes: int) -> bytes:
+    return ctypes.string_at(address, num_bytes)
+
+
+def write(address: int, data: bytes) -> None:
+    ctypes.memmove(address, data, len(data))
+
+
+def pattern(key: object, num_bytes: int) -> bytes:
+    """Bytes that depend on ``key`` and hold no zero, so that a zeroed page shows."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    nonzero = bytes(byte or 1 for byte in digest)
+    return (nonzero * (num_bytes // len(nonzero) + 1))[:num_bytes]
+
+
+class FailingDevice(EmulatedDevice):
+    """An emulated device; ``fail_in`` n lets the n-th next fill fail, for want of mappings."""
+
+    fail_in = 0
+
+    def map_and_fill(self, address: int, runs: list[PageRun], source: int | None) -> None:
+        if self.fail_in:
+            self.fail_in -= 1
+            if not self.fail_in:
+                raise OSError(errno.ENOMEM, "too many mappings")
+        super().map_and_fill(address, runs, source)
+
+
+class Rig:
+    """A device of ``num_pages``; ``close`` checks that everything came back."""
+
+    def __init__(
+        self, num_pages: int = 64, host_pages: int = 64, page_bytes: int = PAGE
+    ) -> None:
+        self.device = FailingDevice(num_pages * page_bytes, page_bytes)
+        self.pool = PagePool(num_pages)
+        self.host = KvHostCache(host_pages * page_bytes, page_bytes)
+        self._open: list[Region | KvMemory | WeightMemory] = []
+
+    def region(self, num_pages: int) -> Region:
+        region = Region(self.device, self.pool, num_pages)
+        self._open.append(region)
+        return region
+
+    def kv(self, geometry: KvGeometry) -> tuple[KvMemory, MemoryLedger]:
+        region = Region(self.device, self.pool, geometry.num_pages)
+        kv = KvMemory(geometry, region, self.device, self.host)
+        ledger = MemoryLedger(geometry.num_blocks)
+        kv.attach(ledger)
+        self._open.append(kv)
+        return kv, ledger
+
+    def weights(self, num_pages: int, key: object) -> tuple[WeightMemory, bytes]:
+        image = HostBuffer.create("test-image", num_pages * self.device.page_bytes)
+        data = pattern(key, image.num_bytes)
+        write(image.address, data)
+        region = Region(self.device, self.pool, num_pages)
+        weights = WeightMemory(region, self.device, image)
+        self._open.append(weights)
+        return weights, data
+
+    def soil(self) -> None:
+        """Leave bytes of "another model" in every free page."""
+        num_pages = self.pool.num_free
+        other = Region(self.device, self.pool, num_pages)
+        other.retain(range(num_pages))
+        write(other.address, b"\xee" * (num_pages * self.device.page_bytes))
+        other.close()
+
+    def close(self) -> None:
+        for part in self._open:
+            part.close()
+        self.pool.check_integrity()
+        self.host.check_integrity()
+        assert self.pool.num_free == self.pool.num_pages
+        assert self.host.used_bytes == 0
+        self.host.close()
+        self.device.close()
+
+
+def write_block(kv: KvMemory, block: int, data: bytes) -> None:
+    """Fill a block, row by row, with ``data`` of ``geometry.block_bytes``."""
+    for row in kv.geometry.rows:
+        write(kv.address + row.offset + block * row.stride, data[: row.num_bytes])
+        data = data[row.num_bytes :]
+
+
+def read_block(kv: KvMemory, block: int) -> bytes:
+    rows = kv.geometry.rows
+    return b"".join(read(kv.address + r.offset + block * r.stride, r.num_bytes) for r in rows)
+
+
+def fill_blocks(kv: KvMemory, blocks: Sequence[int], key: object) -> dict[int, bytes]:
+    """Write a pattern of its own to each block; returns what was written."""
+    written = {block: pattern((key, block), kv.geometry.block_bytes) for block in blocks}
+    for block, data in written.items():
+        write_block(kv, block, data)
+    return written

@@ -1,0 +1,230 @@
+"""The emulated device: bytes stay with physical pages, unmapped addresses fault."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from gpupoold.memory import libc
+from gpupoold.memory.contracts import PageRun
+from gpupoold.memory.emulated import EmulatedDevice, default_page_bytes
+from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.memfd import available_bytes, create_memfd
+from tests.unit.memory.rig import PAGE, Rig, pattern, read, write
+
+
+def test_bytes_belong_to_physical_pages(rig: Rig) -> None:
+    first, second = rig.device.reserve(8), rig.device.reserve(8)
+    runs = [PageRun(3, 2), PageRun(0, 1)]
+    rig.device.map(first, runs)
+    data = pattern("a", 3 * PAGE)
+    write(first, data)
+    rig.device.unmap(first, runs)
+    elsewhere = [PageRun(0, 1), PageRun(3, 2)]
+    rig.device.map(second + PAGE, elsewhere)
+    assert read(second + PAGE, 3 * PAGE) == data[2 * PAGE :] + data[: 2 * PAGE]
+    rig.device.unmap(second + PAGE, elsewhere)
+    rig.device.release(first, 8)
+    rig.device.release(second, 8)
+
+
+def test_runs_may_be_unmapped_in_other_pieces_than_mapped(rig: Rig) -> None:
+    address = rig.device.reserve(4)
+    rig.device.map(address, [PageRun(0, 2)])
+    rig.device.map(address + 2 * PAGE, [PageRun(2, 2)])
+    data = pattern("b", 4 * PAGE)
+    write(address, data)
+    rig.device.unmap(address, [PageRun(0, 4)])
+    rig.device.map(address, [PageRun(0, 4)])
+    assert read(address, 4 * PAGE) == data
+    rig.device.unmap(address + PAGE, [PageRun(1, 2)])
+    assert read(address, PAGE) == data[:PAGE]
+    assert read(address + 3 * PAGE, PAGE) == data[3 * PAGE :]
+    rig.device.unmap(address, [PageRun(0, 1)])
+    rig.device.unmap(address + 3 * PAGE, [PageRun(3, 1)])
+    rig.device.release(address, 4)
+
+
+def test_map_and_fill_zeroes_or_copies(rig: Rig) -> None:
+    rig.soil()
+    source = HostBuffer.create("source", 4 * PAGE)
+    data = pattern("c", 4 * PAGE)
+    write(source.address, data)
+    address = rig.device.reserve(4)
+    runs = [PageRun(10, 1), PageRun(20, 3)]
+    rig.device.map_and_fill(address, runs, source.address)
+    assert read(address, 4 * PAGE) == data
+    rig.device.unmap(address, runs)
+    rig.device.map_and_fill(address, runs, None)
+    assert read(address, 4 * PAGE) == bytes(4 * PAGE)
+    assert rig.device.spent.map_s > 0
+    assert rig.device.spent.copy_s > 0
+    rig.device.unmap(address, runs)
+    rig.device.release(address, 4)
+    source.close()
+
+
+def test_large_copies_in_two_threads_are_whole() -> None:
+    page_bytes, num_pages = 64 << 10, 160  # 10 MiB: over the limit for one thread
+    rig = Rig(num_pages, 0, page_bytes)
+    num_bytes = num_pages * page_bytes - 12_345
+    source = HostBuffer.create("source", num_pages * page_bytes)
+    target = HostBuffer.create("target", num_pages * page_bytes)
+    data = os.urandom(num_bytes)
+    write(source.address, data)
+    address = rig.device.reserve(num_pages)
+    rig.device.map_and_fill(address, [PageRun(0, num_pages)], source.address)
+    rig.device.copy_out(target.address, address, num_bytes)
+    assert read(target.address, num_bytes) == data
+    write(source.address, data[::-1])
+    rig.device.copy_in(address, source.address, num_bytes)
+    rig.device.synchronize()
+    assert read(address, num_bytes) == data[::-1]
+    rig.device.unmap(address, [PageRun(0, num_pages)])
+    rig.device.release(address, num_pages)
+    source.close()
+    target.close()
+    rig.close()
+
+
+def test_a_map_that_fails_half_way_maps_nothing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = rig.device.reserve(3)
+    real, calls = libc.move_pages, []
+
+    def fail_second(source: int, target: int, num_bytes: int) -> None:
+        calls.append(source)
+        if len(calls) == 2:
+            raise OSError(12, "no more mappings")
+        real(source, target, num_bytes)
+
+    runs = [PageRun(0, 1), PageRun(5, 1), PageRun(9, 1)]
+    with monkeypatch.context() as patch:
+        patch.setattr(libc, "move_pages", fail_second)
+        with pytest.raises(OSError, match="no more mappings"):
+            rig.device.map(address, runs)
+    data = pattern("d", 3 * PAGE)
+    rig.device.map(address, runs)
+    write(address, data)
+    assert read(address, 3 * PAGE) == data
+    rig.device.unmap(address, runs)
+    rig.device.release(address, 3)
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        pytest.param("", id="reserved"),
+        pytest.param(
+            "device.map(address, [PageRun(0, 2)]); device.unmap(address, [PageRun(0, 2)])",
+            id="unmapped",
+        ),
+        pytest.param("device.map(address + 4096, [PageRun(0, 1)])", id="beside"),
+    ],
+)
+@pytest.mark.parametrize("access", ["string_at(address, 1)", "memset(address, 1, 1)"])
+def test_touching_an_unmapped_page_faults(
+    touch: str, access: str, project_env: dict[str, str]
+) -> None:
+    assert run_script(touch, access, project_env) == -11
+
+
+def test_touching_a_mapped_page_does_not_fault(project_env: dict[str, str]) -> None:
+    mapped = "device.map(address, [PageRun(0, 1)])"
+    assert run_script(mapped, "memset(address, 1, 4096)", project_env) == 0
+
+
+def run_script(setup: str, access: str, env: dict[str, str]) -> int:
+    script = textwrap.dedent(
+        f"""
+        import ctypes, resource
+        from gpupoold.memory.contracts import PageRun
+        from gpupoold.memory.emulated import EmulatedDevice
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        device = EmulatedDevice(16384, 4096)
+        address = device.reserve(4)
+        {setup}
+        ctypes.{access}
+        """
+    )
+    return subprocess.run([sys.executable, "-c", script], env=env, check=False).returncode
+
+
+def test_sizes() -> None:
+    device = EmulatedDevice(10 * PAGE + 7, PAGE)
+    assert (device.num_pages, device.page_bytes) == (10, PAGE)
+    assert device.is_host_addressable
+    device.close()
+    default = EmulatedDevice(1 << 20)
+    assert (default.num_pages, default.page_bytes) == (16, 64 << 10)
+    default.close()
+
+
+def test_large_devices_get_larger_pages() -> None:
+    assert default_page_bytes(1 << 30) == 64 << 10
+    for shift in range(20, 41):
+        page_bytes = default_page_bytes(1 << shift)
+        assert page_bytes >= 64 << 10
+        assert 2 * ((1 << shift) // page_bytes) < 60_000  # a page and a gap: two mappings
+
+
+def test_more_memory_than_there_is_is_refused_at_once() -> None:
+    too_much = 2 * available_bytes()
+    started_s, fds = time.monotonic(), num_fds()
+    with pytest.raises(OSError, match="gpupool-device"):
+        EmulatedDevice(too_much)
+    with pytest.raises(OSError, match="image"):
+        HostBuffer.create("image", too_much)
+    assert time.monotonic() - started_s < 1
+    assert num_fds() == fds
+
+
+def test_failing_memfd_is_closed() -> None:
+    fds = num_fds()
+    with pytest.raises(OSError, match="Invalid argument"):
+        create_memfd("empty", 0)
+    assert num_fds() == fds
+
+
+def test_closing_leaves_nothing() -> None:
+    fds, mappings = num_fds(), num_mappings()
+    Rig().close()
+    assert num_fds() == fds
+    assert num_mappings() <= mappings + 4  # thread stacks may be kept by the C library
+
+
+def test_libc_errors_name_the_call() -> None:
+    flags = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS
+    with pytest.raises(OSError, match="mmap of 0 bytes"):
+        libc.mmap(None, 0, libc.PROT_READ_WRITE, flags, -1, 0)
+    with pytest.raises(OSError, match="mmap of 4096 bytes") as bad_fd:
+        libc.mmap(None, PAGE, libc.PROT_READ_WRITE, libc.MAP_SHARED, -1, 0)
+    assert bad_fd.value.errno == 9
+    with pytest.raises(OSError, match="munmap of 4096 bytes"):
+        libc.munmap(1, PAGE)
+    with pytest.raises(OSError, match="mremap of 4096 bytes"):
+        libc.move_pages(PAGE + 1, 0, PAGE)
+
+
+def test_libc_copies() -> None:
+    flags = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS
+    address = libc.mmap(None, 2 * PAGE, libc.PROT_READ_WRITE, flags, -1, 0)
+    libc.memset(address, 7, PAGE)
+    libc.memcpy(address + PAGE, address, PAGE)
+    assert read(address + PAGE, PAGE) == b"\x07" * PAGE
+    libc.munmap(address, 2 * PAGE)
+
+
+def num_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def num_mappings() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum(1 for _ in maps)

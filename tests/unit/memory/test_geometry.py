@@ -1,0 +1,84 @@
+"""Where blocks lie, for every kind of layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpupoold.memory.geometry import KvGeometry, KvRow
+from tests.unit.memory.rig import LAYOUTS, PAGE, geometry_of
+
+
+def test_layers_outermost() -> None:
+    geometry = geometry_of("layers-outermost")  # 3 layers of 16 blocks of half a page
+    assert geometry.total_bytes == 3 * 16 * 2048
+    assert geometry.num_pages == 24
+    assert geometry.block_bytes == 3 * 2048
+    assert (geometry.blocks_per_chunk, geometry.num_chunks) == (2, 8)
+    assert geometry.pages(1) == [range(1, 2), range(9, 10), range(17, 18)]
+    assert geometry.extents([2, 3, 5]) == [
+        (4096, 4096),
+        (10240, 2048),
+        (4096 + 32768, 4096),
+        (10240 + 32768, 2048),
+        (4096 + 65536, 4096),
+        (10240 + 65536, 2048),
+    ]
+
+
+def test_blocks_outermost() -> None:
+    geometry = geometry_of("blocks-outermost")
+    assert (geometry.blocks_per_chunk, geometry.num_chunks) == (1, 12)
+    assert geometry.pages(11) == [range(33, 36)]
+    assert geometry.extents([0, 1, 2]) == [(0, 9 * PAGE)]
+
+
+def test_unaligned_strides() -> None:
+    geometry = geometry_of("unaligned")  # 1500-byte blocks never fill whole pages
+    assert (geometry.blocks_per_chunk, geometry.num_chunks) == (3, 4)
+    assert list(geometry.blocks(3)) == [9, 10]
+    assert geometry.pages(0) == [range(0, 2), range(4, 6)]
+    assert geometry.pages(1) == [range(1, 3), range(5, 7)]
+
+
+def test_hybrid_overlay_of_two_kinds_of_layer() -> None:
+    # Both kinds see the same bytes through the same block ids: nothing is counted twice
+    # on the device, and both rows travel.
+    overlay = KvGeometry(8, PAGE, (KvRow(0, 2 * PAGE, 2 * PAGE), KvRow(0, 2 * PAGE, PAGE)))
+    assert overlay.num_pages == 16
+    assert overlay.pages(1) == [range(2, 4), range(2, 3)]
+    hybrid = geometry_of("hybrid")
+    assert hybrid.extents([0, 1]) == [(0, 12_000), (60_000, 1000), (66_000, 1000)]
+
+
+def test_large_strides_take_a_chunk_per_block() -> None:
+    geometry = KvGeometry(4, PAGE, (KvRow(0, 33 * PAGE + 4, 33 * PAGE + 4),))
+    assert (geometry.blocks_per_chunk, geometry.num_chunks) == (1, 4)
+
+
+def test_long_alignment_gives_way() -> None:
+    # 2040-byte blocks come out even after 512: a chunk is then one page's worth.
+    geometry = KvGeometry(600, PAGE, (KvRow(0, 2040, 2040),))
+    assert geometry.blocks_per_chunk == 3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("page_bytes", [512, 4096, 65536])
+def test_chunks_cover_every_block_and_byte_once(layout: str, page_bytes: int) -> None:
+    geometry = geometry_of(layout, page_bytes)
+    blocks = [b for chunk in range(geometry.num_chunks) for b in geometry.blocks(chunk)]
+    assert blocks == list(range(geometry.num_blocks))
+    for chunk in range(geometry.num_chunks):
+        pages = {page for span in geometry.pages(chunk) for page in span}
+        for offset, num_bytes in geometry.extents(list(geometry.blocks(chunk))):
+            assert offset + num_bytes <= geometry.total_bytes
+            last = (offset + num_bytes - 1) // page_bytes
+            assert set(range(offset // page_bytes, last + 1)) <= pages
+        assert max(pages) < geometry.num_pages
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_extents_are_as_many_bytes_as_the_blocks(layout: str) -> None:
+    geometry = geometry_of(layout)
+    for blocks in ([], [1], [1, 2, 4], list(range(geometry.num_blocks))):
+        sizes = [num_bytes for _, num_bytes in geometry.extents(blocks)]
+        assert sum(sizes) == len(blocks) * geometry.block_bytes

@@ -1,0 +1,295 @@
+"""KV memory: backing, paging out and in, host copies of ended requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpupoold.memory.contracts import OutOfPages
+from gpupoold.memory.kv import KvMemory, Place
+from tests.unit.memory.ledger import MemoryLedger
+from tests.unit.memory.rig import LAYOUTS, PAGE, Rig, fill_blocks, geometry_of, read_block
+
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def all_chunks(kv: KvMemory) -> list[int]:
+    return list(range(kv.geometry.num_chunks))
+
+
+def check(rig: Rig, *kvs: KvMemory) -> None:
+    for kv in kvs:
+        kv.check_integrity()
+    rig.pool.check_integrity()
+    rig.host.check_integrity()
+
+
+@every_layout
+def test_the_engine_gets_only_backed_blocks(rig: Rig, layout: str) -> None:
+    kv, ledger = rig.kv(geometry_of(layout))
+    assert (ledger.num_free, kv.resident_bytes) == (0, 0)
+    assert kv.chunks(Place.UNBACKED) == all_chunks(kv)
+    kv.back([1, 2])
+    backed = [*kv.geometry.blocks(1), *kv.geometry.blocks(2)]
+    assert sorted(ledger.allocate(ledger.num_free)) == backed
+    assert kv.chunks(Place.DEVICE) == [1, 2]
+    check(rig, kv)
+
+
+@every_layout
+def test_the_null_block_is_backed_but_never_given(rig: Rig, layout: str) -> None:
+    kv, ledger = rig.kv(geometry_of(layout))
+    kv.back(all_chunks(kv))
+    assert sorted(ledger.allocate(ledger.num_free)) == list(range(1, kv.geometry.num_blocks))
+    assert read_block(kv, 0) == bytes(kv.geometry.block_bytes)
+
+
+@every_layout
+def test_fresh_blocks_are_zero(rig: Rig, layout: str) -> None:
+    rig.soil()
+    kv, _ = rig.kv(geometry_of(layout))
+    kv.back(all_chunks(kv))
+    for block in range(kv.geometry.num_blocks):
+        assert read_block(kv, block) == bytes(kv.geometry.block_bytes)
+
+
+@every_layout
+def test_predicted_pages_are_those_taken_and_freed(rig: Rig, layout: str) -> None:
+    kv, _ = rig.kv(geometry_of(layout))
+    for chunks in ([1], [0, 2], [3]):
+        predicted, before = kv.num_missing_pages(chunks), rig.pool.num_free
+        kv.back(chunks)
+        assert before - rig.pool.num_free == predicted
+        assert kv.num_missing_pages(chunks) == 0
+    assert kv.resident_bytes == (64 - rig.pool.num_free) * PAGE
+    for chunks in ([1], [2, 3], [0]):
+        predicted, before = kv.num_resident_pages(chunks), rig.pool.num_free
+        kv.unback(chunks)
+        assert rig.pool.num_free - before == predicted
+        check(rig, kv)
+
+
+def test_a_chunk_between_neighbours_frees_no_page(rig: Rig) -> None:
+    kv, _ = rig.kv(geometry_of("unaligned"))
+    kv.back([0, 1, 2])
+    assert kv.num_resident_pages([1]) == 0
+    assert kv.num_resident_pages([0, 1, 2]) == 64 - rig.pool.num_free
+
+
+@every_layout
+def test_out_and_in_again_at_other_pages(rig: Rig, layout: str) -> None:
+    kv, ledger = rig.kv(geometry_of(layout))
+    kv.back(all_chunks(kv))
+    live = ledger.allocate(ledger.num_free - 2)
+    written = fill_blocks(kv, live, layout)
+    num_live = {chunk: len(kv.live_blocks(chunk)) for chunk in all_chunks(kv)}
+    for chunk in all_chunks(kv):
+        expected = num_live[chunk] * kv.geometry.block_bytes
+        assert kv.page_out_bytes(chunk) == expected
+        assert kv.page_out(chunk) == expected
+        check(rig, kv)
+    assert (kv.resident_bytes, rig.pool.num_free) == (0, 64)
+    assert kv.host_bytes == rig.host.used_bytes > 0
+    rig.soil()
+    for chunk in reversed(all_chunks(kv)):
+        assert kv.page_in(chunk) == num_live[chunk] * kv.geometry.block_bytes
+        check(rig, kv)
+    assert {block: read_block(kv, block) for block in live} == written
+    assert rig.host.used_bytes == 0
+    assert all(ledger.is_live(block) for block in live)
+
+
+@every_layout
+def test_neighbours_stay_intact_while_a_chunk_is_out(rig: Rig, layout: str) -> None:
+    kv, ledger = rig.kv(geometry_of(layout))
+    kv.back(all_chunks(kv))
+    written = fill_blocks(kv, ledger.allocate(ledger.num_free), "n")
+    for chunk in all_chunks(kv):
+        kv.page_out(chunk)
+        there = [b for c in kv.chunks(Place.DEVICE) for b in kv.live_blocks(c)]
+        assert all(read_block(kv, block) == written[block] for block in there)
+        rig.soil()
+        kv.page_in(chunk)
+        assert {block: read_block(kv, block) for block in written} == written
+
+
+def test_blocks_that_do_not_travel_show_nothing_of_another_model(rig: Rig) -> None:
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))
+    kv.back([1])
+    live = ledger.allocate(1)
+    written = fill_blocks(kv, live, "x")
+    kv.page_out(1)
+    rig.soil()
+    kv.page_in(1)
+    (idle,) = set(kv.geometry.blocks(1)) - set(live)
+    assert read_block(kv, live[0]) == written[live[0]]
+    assert read_block(kv, idle) == bytes(kv.geometry.block_bytes)
+
+
+def test_free_chunks_are_those_without_a_live_block(rig: Rig) -> None:
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))
+    kv.back([0, 1, 2, 3])
+    assert kv.free_chunks() == [3, 2, 1, 0]
+    blocks = ledger.allocate(2)  # block 1 in chunk 0, block 2 in chunk 1
+    assert kv.free_chunks() == [3, 2]
+    ledger.release(blocks[:1])
+    assert kv.free_chunks() == [3, 2, 0]
+    kv.unback([3, 0])
+    assert kv.chunks(Place.DEVICE) == [1, 2]
+    check(rig, kv)
+
+
+def test_unback_forgets_cached_prefixes(rig: Rig) -> None:
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))
+    kv.back([1])
+    block = ledger.allocate(1)[0]
+    ledger.remember(block, "prefix")
+    ledger.release([block])
+    kv.unback([1])
+    assert ledger.reuse("prefix") is None
+    kv.back([1])
+    assert ledger.num_free == 2
+
+
+def test_page_out_forgets_prefixes_of_free_blocks_only(rig: Rig) -> None:
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))
+    kv.back([1])
+    live, idle = ledger.allocate(2)
+    ledger.remember(live, "live")
+    ledger.remember(idle, "idle")
+    ledger.release([idle])
+    kv.page_out(1)
+    assert ledger.cached() == {"live": live}
+
+
+def test_a_prefix_of_a_request_that_ended_outside_comes_back(rig: Rig) -> None:
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))
+    kv.back([1])
+    blocks = ledger.allocate(2)
+    written = fill_blocks(kv, blocks, "p")
+    ledger.remember(blocks[0], "prefix")
+    kv.page_out(1)
+    ledger.release(blocks[:1])
+    kv.discard_dead()
+    assert kv.chunks(Place.HOST) == [1]  # the other block is still live
+    rig.soil()
+    kv.page_in(1)
+    assert ledger.reuse("prefix") == blocks[0]
+    assert read_block(kv, blocks[0]) == written[blocks[0]]
+
+
+def test_discard_dead_frees_the_host_and_holds_the_blocks(rig: Rig) -> None:
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))
+    kv.back([1, 2])
+    blocks = ledger.allocate(4)
+    ledger.remember(blocks[0], "prefix")
+    for chunk in (1, 2):
+        kv.page_out(chunk)
+    ledger.release(blocks[:2])
+    kv.discard_dead()
+    assert (kv.chunks(Place.UNBACKED)[:2], kv.chunks(Place.HOST)) == ([0, 1], [2])
+    assert ledger.num_free == 0
+    assert ledger.reuse("prefix") is None
+    ledger.release(blocks[2:])
+    kv.discard_dead()
+    assert rig.host.used_bytes == 0
+    kv.back([1])
+    assert ledger.num_free == 2
+    check(rig, kv)
+
+
+def test_host_cache_full_changes_nothing() -> None:
+    rig = Rig(host_pages=1)
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))
+    kv.back([1, 2])
+    written = fill_blocks(kv, ledger.allocate(4), "f")
+    before = rig.pool.num_free
+    with pytest.raises(OutOfPages):
+        kv.page_out(1)
+    assert kv.chunks(Place.DEVICE) == [1, 2]
+    assert (rig.pool.num_free, rig.host.used_bytes) == (before, 0)
+    assert {block: read_block(kv, block) for block in written} == written
+    check(rig, kv)
+    rig.close()
+
+
+def test_a_chunk_without_live_blocks_needs_no_host_room() -> None:
+    rig = Rig(host_pages=0)
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))
+    kv.back([1])
+    assert kv.page_out(1) == 0
+    assert rig.pool.num_free == 64
+    assert kv.page_in(1) == 0
+    assert ledger.num_free == 2
+    rig.close()
+
+
+@every_layout
+def test_no_pages_to_come_back_to_changes_nothing(rig: Rig, layout: str) -> None:
+    kv, ledger = rig.kv(geometry_of(layout))
+    kv.back([1, 2])
+    written = fill_blocks(kv, ledger.allocate(ledger.num_free), "d")
+    kv.page_out(2)
+    other = rig.region(64)
+    other.retain(range(rig.pool.num_free - kv.num_missing_pages([2]) + 1))
+    before = (rig.pool.num_free, rig.host.used_bytes)
+    with pytest.raises(OutOfPages):
+        kv.page_in(2)
+    assert (rig.pool.num_free, rig.host.used_bytes) == before
+    assert kv.chunks(Place.HOST) == [2]
+    check(rig, kv)
+    other.drop(range(other.num_mapped))
+    kv.page_in(2)
+    assert {block: read_block(kv, block) for block in written} == written
+
+
+def test_no_pages_to_back_with_keeps_what_was_backed(rig: Rig) -> None:
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))  # three pages per chunk
+    rig.region(64).retain(range(64 - 7))
+    with pytest.raises(OutOfPages):
+        kv.back([1, 2, 3])
+    assert kv.chunks(Place.DEVICE) == [1, 2]
+    assert (ledger.num_free, rig.pool.num_free) == (4, 1)
+    check(rig, kv)
+
+
+def test_two_models_take_turns_on_a_full_device() -> None:
+    rig = Rig(num_pages=24)
+    models = [rig.kv(geometry_of("layers-outermost")) for _ in range(2)]
+    written: list[dict[int, bytes]] = []
+    for number, (kv, ledger) in enumerate(models):
+        kv.back(all_chunks(kv))
+        written.append(fill_blocks(kv, ledger.allocate(15), number))
+        for chunk in all_chunks(kv):
+            kv.page_out(chunk)
+    for turn in range(4):
+        kv, _ = models[turn % 2]
+        for chunk in kv.chunks(Place.HOST):
+            kv.page_in(chunk)
+        assert {b: read_block(kv, b) for b in written[turn % 2]} == written[turn % 2]
+        for chunk in kv.chunks(Place.DEVICE):
+            kv.page_out(chunk)
+    rig.close()
+
+
+def test_unattached_memory_says_so(rig: Rig) -> None:
+    geometry = geometry_of("layers-outermost")
+    region = rig.region(geometry.num_pages)
+    kv = KvMemory(geometry, region, rig.device, rig.host)
+    with pytest.raises(AssertionError, match="attach"):
+        kv.live_blocks(0)
+
+
+def test_close_frees_host_slots(rig: Rig) -> None:
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))
+    kv.back([1])
+    ledger.allocate(2)
+    kv.page_out(1)
+    assert rig.host.used_bytes > 0
+    # The fixture closes and checks that nothing is left.
+
+
+def test_ledger_refuses_to_hold_a_block_in_use() -> None:
+    ledger = MemoryLedger(3)
+    blocks = ledger.allocate(1)
+    with pytest.raises(AssertionError, match="in use"):
+        ledger.hold(blocks)

@@ -1,0 +1,95 @@
+"""The page pool: best fit, joining of neighbours, all or nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpupoold.memory.contracts import FillTime, OutOfPages, PageRun
+from gpupoold.memory.pages import PagePool, split_runs
+
+
+def test_fresh_pool_gives_one_run() -> None:
+    pool = PagePool(8)
+    assert pool.allocate(5) == [PageRun(0, 5)]
+    assert pool.num_free == 3
+    pool.check_integrity()
+
+
+def test_smallest_run_that_fits_is_taken() -> None:
+    pool = pool_with_holes()  # free: 1 page at 1, 3 pages at 4, 2 pages at 8
+    assert pool.allocate(2) == [PageRun(8, 2)]
+    assert pool.allocate(1) == [PageRun(1, 1)]
+
+
+def test_without_a_fitting_run_the_largest_go_first() -> None:
+    pool = pool_with_holes()
+    assert pool.allocate(5) == [PageRun(4, 3), PageRun(8, 2)]
+    assert pool.num_free == 1
+    pool.check_integrity()
+
+
+def test_too_many_pages_take_nothing() -> None:
+    pool = pool_with_holes()
+    with pytest.raises(OutOfPages, match="7 pages asked, 6 of 10 free"):
+        pool.allocate(7)
+    assert pool.num_free == 6
+    pool.check_integrity()
+
+
+def test_nothing_asked_nothing_taken() -> None:
+    pool = PagePool(0)
+    assert pool.allocate(0) == []
+    pool.check_integrity()
+    with pytest.raises(OutOfPages):
+        pool.allocate(1)
+
+
+def test_freed_neighbours_are_joined() -> None:
+    pool = PagePool(6)
+    pages = [pool.allocate(1)[0] for _ in range(6)]
+    for page in (pages[1], pages[4], pages[2], pages[0], pages[5], pages[3]):
+        pool.free([page])
+        pool.check_integrity()
+    assert pool.allocate(6) == [PageRun(0, 6)]
+
+
+@pytest.mark.parametrize(
+    "run", [PageRun(1, 1), PageRun(0, 2), PageRun(3, 2), PageRun(3, 1), PageRun(9, 2)]
+)
+def test_double_free_changes_nothing(run: PageRun) -> None:
+    pool = PagePool(10)
+    pool.allocate(10)
+    pool.free([PageRun(1, 1), PageRun(4, 3)])
+    if run == PageRun(3, 1):
+        pool.free([run])
+    free = pool.num_free
+    with pytest.raises(ValueError, match="double free"):
+        pool.free([run])
+    assert pool.num_free == free
+    pool.check_integrity()
+
+
+def test_split_runs_anywhere() -> None:
+    runs = [PageRun(0, 2), PageRun(5, 3)]
+    assert split_runs(runs, 0) == ([], runs)
+    assert split_runs(runs, 1) == ([PageRun(0, 1)], [PageRun(1, 1), PageRun(5, 3)])
+    assert split_runs(runs, 2) == ([PageRun(0, 2)], [PageRun(5, 3)])
+    assert split_runs(runs, 4) == ([PageRun(0, 2), PageRun(5, 2)], [PageRun(7, 1)])
+    assert split_runs(runs, 5) == (runs, [])
+
+
+def test_page_run_end() -> None:
+    assert PageRun(3, 4).end == 7
+
+
+def test_map_share() -> None:
+    before = FillTime(1.0, 1.0)
+    assert FillTime(2.0, 4.0).map_share_since(before) == 0.25
+    assert FillTime(1.0, 1.0).map_share_since(before) == 0.0
+
+
+def pool_with_holes() -> PagePool:
+    pool = PagePool(10)
+    pool.allocate(10)
+    pool.free([PageRun(1, 1), PageRun(4, 3), PageRun(8, 2)])
+    return pool

@@ -8,6 +8,7 @@ answer with the same prompt run alone. Any differing token is a failure.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import json
@@ -76,7 +77,17 @@ class Answer:
 
 
 def main() -> int:
-    console = Console()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--svg", type=Path, help="also save what was printed as a picture")
+    picture: Path | None = parser.parse_args().svg
+    console = Console(record=picture is not None, width=88 if picture else None, highlight=False)
+    status = run(console)
+    if picture is not None:
+        console.save_svg(str(picture), title="make demo")
+    return status
+
+
+def run(console: Console) -> int:
     folder = BUILD / "demo"
     shutil.rmtree(folder, ignore_errors=True)
     models = make_models(console)
@@ -296,7 +307,13 @@ def device_table(result: dict[str, Any]) -> Table:
 
 
 def new_table(title: str) -> Table:
-    return Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    return Table(
+        title=title,
+        title_style="bold",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import uvicorn
+
 from gpupool_state import (
     DATABASE_NAME,
     Database,
@@ -22,7 +23,6 @@ from gpupool_state import (
     Registry,
     StateLock,
 )
-
 from gpupoold import __version__
 from gpupoold.admin.app import build_app
 from gpupoold.admin.paths import SOCKET_FILE_NAME
@@ -132,7 +132,7 @@ class _Server(uvicorn.Server):
     """Uvicorn without signal handlers: signals are the daemon's."""
 
     @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
+    def capture_signals(self) -> Iterator[None]:
         yield
 
 

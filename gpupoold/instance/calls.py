@@ -46,9 +46,7 @@ def _checksum(loop: TurnLoop, model: str) -> dict[str, Any]:
     weights = tensors.over(loop.device, engine.weights.address, engine.info.weight_bytes)
     kv = hashlib.sha256()
     blocks = [b for c in engine.kv.chunks(Place.DEVICE) for b in engine.kv.live_blocks(c)]
-    buffer = tensors.over(
-        loop.device, engine.kv.address, engine.kv.geometry.total_bytes
-    )
+    buffer = tensors.over(loop.device, engine.kv.address, engine.kv.geometry.total_bytes)
     for offset, num_bytes in engine.kv.geometry.extents(blocks):
         kv.update(buffer[offset : offset + num_bytes].cpu().numpy().tobytes())
     weights_sha = hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()

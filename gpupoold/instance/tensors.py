@@ -24,9 +24,7 @@ def at_pointer(address: int, num_bytes: int, device: torch.device) -> torch.Tens
     The usual ways (array interface, DLPack) ask CUDA about the pointer, which knows
     nothing of addresses without pages; a storage is made of the pointer as it is.
     """
-    storage: Any = torch._C._construct_storage_from_data_pointer(
-        address, device, num_bytes
-    )
+    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
     return torch.empty(0, dtype=torch.int8, device=device).set_(storage)
 
 

@@ -173,7 +173,9 @@ class TurnLoop:
             if message.has_image:
                 image = HostBuffer(fd, os.fstat(fd).st_size)
             num_lent = pages_to_lend(message.model, self.device)
-            self.residency.make_room(num_lent)
+            if num_lent:
+                self.interrupt_turn()
+                self.residency.make_room(num_lent)
             load = ModelLoad(
                 name, self.device, self.residency.pool, image, message.layout_digest, num_lent
             )

@@ -138,8 +138,6 @@ class EmulatedDevice(Device):
             libc.memcpy(target, source, num_bytes)
             return
         half = num_bytes // 2
-        other = self._copiers.submit(
-            libc.memcpy, target + half, source + half, num_bytes - half
-        )
+        other = self._copiers.submit(libc.memcpy, target + half, source + half, num_bytes - half)
         libc.memcpy(target, source, half)
         other.result()

@@ -8,8 +8,8 @@ model's chunks may be moved to host memory below its block tables.
 
 from __future__ import annotations
 
-from collections import Counter
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from enum import Enum, auto
 from typing import Protocol
@@ -80,9 +80,7 @@ class KvMemory:
     @property
     def host_bytes(self) -> int:
         """Host bytes of chunks that were paged out."""
-        return sum(
-            num_bytes for slot, _ in self._saved.values() for _, num_bytes in slot.pieces()
-        )
+        return sum(num_bytes for slot, _ in self._saved.values() for _, num_bytes in slot.pieces())
 
     def chunks(self, place: Place) -> list[int]:
         """Chunks at ``place``, lowest first."""

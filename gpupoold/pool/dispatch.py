@@ -6,7 +6,6 @@ import logging
 import time
 
 from gpupool_state import History, RequestRow, SwitchRow
-
 from gpupoold.config import LimitSettings
 from gpupoold.domain import FinishReason, InstanceId, ModelName, Targets
 from gpupoold.pool.frontends import FrontendSupervisor
@@ -62,9 +61,7 @@ class Dispatcher:
         """End all live requests of a model with an error."""
         requests = self.live.of_model(model)
         for request in requests:
-            self._instances[request.instance].send(
-                m.AbortRequests(model, [request.request_id])
-            )
+            self._instances[request.instance].send(m.AbortRequests(model, [request.request_id]))
         self._fail(requests, reason)
 
     def instance_down(self, instance: Instance, reason: str) -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
 from gpupoold.config import DeviceSettings, Settings
@@ -58,7 +57,9 @@ class Instance:
 class InstanceSupervisor:
     """Starts, watches and restarts the instances."""
 
-    def __init__(self, settings: Settings, on_message: OnMessage, on_up: OnState, on_down: OnState):
+    def __init__(
+        self, settings: Settings, on_message: OnMessage, on_up: OnState, on_down: OnState
+    ) -> None:
         self._settings = settings
         self._on_message = on_message
         self._on_up = on_up
@@ -270,5 +271,3 @@ def _reject(futures: dict[K, asyncio.Future[V]], key: K, error: GpupoolError) ->
     future = futures.get(key)
     if future is not None and not future.done():
         future.set_exception(error)
-
-

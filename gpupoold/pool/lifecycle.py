@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 from gpupool_state import History, ModelRow, Registry
-
 from gpupoold.admin.models import AddModelRequest, ModelInfo, Progress, SetModelRequest
 from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint
 from gpupoold.checkpoints.download import checkpoint_dir, download

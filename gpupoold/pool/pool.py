@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import psutil
-from gpupool_state import History, Registry
 
+from gpupool_state import History, Registry
 from gpupoold import __version__
 from gpupoold.admin.models import BenchSwitchRequest, ModelInfo, Ps, Status
 from gpupoold.config import Settings
@@ -153,5 +153,3 @@ def build_pool(
         cache,
         f"http://{shown}:{port}",
     )
-
-

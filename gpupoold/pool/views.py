@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable
 
 from gpupool_state import EventRow, ModelRow, SwitchRow
-
 from gpupoold.admin.models import (
     DeviceInfo,
     EventInfo,

@@ -203,9 +203,7 @@ class BlockingChannel(Generic[T]):
 
 def _receive_some(sock: socket.socket, fds: deque[int]) -> bytes:
     """Bytes that have come (none at the end of the stream); descriptors go to ``fds``."""
-    data, received, flags, _ = socket.recv_fds(
-        sock, _READ_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
-    )
+    data, received, flags, _ = socket.recv_fds(sock, _READ_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
     fds.extend(received)
     if flags & socket.MSG_CTRUNC:
         # Later messages would be given the wrong ones.

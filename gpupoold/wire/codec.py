@@ -30,9 +30,7 @@ def encode_frame(message: msgspec.Struct) -> bytes:
     payload = _encoder.encode(message)
     if len(payload) > MAX_FRAME_BYTES:
         kind = type(message).__name__
-        raise ValueError(
-            f"{kind} of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}"
-        )
+        raise ValueError(f"{kind} of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}")
     return _HEADER.pack(len(payload)) + payload
 
 

@@ -261,9 +261,7 @@ class RequestsFailed(Message):
     message: str
 
 
-ToInstance = (
-    LoadModel | UnloadModel | SetTargets | AddRequest | AbortRequests | Call | Shutdown
-)
+ToInstance = LoadModel | UnloadModel | SetTargets | AddRequest | AbortRequests | Call | Shutdown
 FromInstance = (
     InstanceReady
     | ModelLoaded

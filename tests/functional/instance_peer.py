@@ -60,7 +60,12 @@ class InstancePeer:
 
     def load(self, name: str, path: Path, **options: Any) -> m.ModelLoaded:
         """Load a checkpoint in float32; fails the test with the instance's reason."""
-        fields = {"dtype": "float32", "max_model_len": 1024, "ttft_s": 10.0, "tbt_s": 0.1}
+        fields: dict[str, Any] = {
+            "dtype": "float32",
+            "max_model_len": 1024,
+            "ttft_s": 10.0,
+            "tbt_s": 0.1,
+        }
         model = m.ModelToLoad(name=name, path=str(path), **(fields | options))
         self.channel.send(m.LoadModel(model))
         answer = self.wait(m.ModelLoaded | m.ModelFailed)  # type: ignore[arg-type]
@@ -72,9 +77,7 @@ class InstancePeer:
         """Send a greedy request (``sampling`` as vLLM's SamplingParams)."""
         frames = encode_request(request_id, prompt, **sampling)
         self.tokens[request_id] = []
-        self.channel.send(
-            m.AddRequest(model, request_id, time.monotonic(), prompt, 0, frames)
-        )
+        self.channel.send(m.AddRequest(model, request_id, time.monotonic(), prompt, 0, frames))
 
     def abort(self, model: str, *request_ids: str) -> None:
         """Cancel requests."""

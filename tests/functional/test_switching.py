@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from tests.functional.instance_peer import InstancePeer
 
 MAX_TOKENS = 24

@@ -78,8 +78,12 @@ class MemoryMachine(RuleBasedStateMachine):
         self.models = []
         for number, layout in enumerate(layouts):
             kv, ledger = self.rig.kv(geometry_of(layout))
-            weights, image = self.rig.weights(5 + 6 * number, number)
+            weights, image = self.rig.weights(5 + 6 * number, ("image", number))
             self.models.append(Model(kv, ledger, weights, image))
+            for chunk in range(2 * number, 2 * number + 3):
+                self.back(number, chunk, fail_in=0)
+            self.request(number, num_blocks=2, num_cached=1)
+            self.request(number, num_blocks=3, num_cached=1)
 
     @rule(which=WHICH, fail_in=st.integers(0, 3))
     def load(self, which: int, fail_in: int) -> None:
@@ -224,9 +228,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.rig.pool.num_free == free
         return None
 
-    def appear(
-        self, model: Model, chunk: int, fail_in: int, act: Callable[[], int | None]
-    ) -> None:
+    def appear(self, model: Model, chunk: int, fail_in: int, act: Callable[[], int | None]) -> None:
         """A chunk comes to the device: as many pages as predicted, nothing of others on them."""
         kv, free = model.kv, self.rig.pool.num_free
         wanted = kv.num_missing_pages([chunk])
@@ -255,7 +257,5 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.rig.pool.num_free == free + wanted
 
 
-MemoryMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=50, deadline=None
-)
+MemoryMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
 TestMemoryMachine = MemoryMachine.TestCase

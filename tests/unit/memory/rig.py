@@ -69,9 +69,7 @@ class FailingDevice(EmulatedDevice):
 class Rig:
     """A device of ``num_pages``; ``close`` checks that everything came back."""
 
-    def __init__(
-        self, num_pages: int = 64, host_pages: int = 64, page_bytes: int = PAGE
-    ) -> None:
+    def __init__(self, num_pages: int = 64, host_pages: int = 64, page_bytes: int = PAGE) -> None:
         self.device = FailingDevice(num_pages * page_bytes, page_bytes)
         self.pool = PagePool(num_pages)
         self.host = KvHostCache(host_pages * page_bytes, page_bytes)

@@ -92,9 +92,7 @@ def test_large_copies_in_two_threads_are_whole() -> None:
     rig.close()
 
 
-def test_a_map_that_fails_half_way_maps_nothing(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_map_that_fails_half_way_maps_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     address = rig.device.reserve(3)
     real, calls = libc.move_pages, []
 

@@ -1,0 +1,94 @@
+"""One real daemon for all tests of the whole pool: starting it takes most of their time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+from tests.functional.daemon_tools import (
+    LOAD_OPTIONS,
+    MODELS,
+    api_client,
+    check,
+    device_config,
+    ps,
+    until,
+    weight_bytes,
+)
+
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+
+MAX_REQUEST_ROWS = 60
+_POOL_CONFIG = """
+[memory]
+model_cache = {cache_bytes}
+
+[history]
+max_requests = {max_requests}
+"""
+
+
+@pytest.fixture(scope="session")
+def device_bytes(tiny_models: dict[str, Path]) -> int:
+    """Memory for about one and a half models, and for the longest request of each."""
+    return int(1.6 * max(map(weight_bytes, tiny_models.values())))
+
+
+@pytest.fixture(scope="session")
+def shared_pool(
+    tiny_models: dict[str, Path], device_bytes: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PrivateDaemon]:
+    """The daemon behind ``pool``; its model cache has room for five models."""
+    sizes = [weight_bytes(tiny_models[name]) for name in MODELS]
+    config = device_config(device_bytes) + _POOL_CONFIG.format(
+        cache_bytes=int(sum(sizes) + 1.4 * max(sizes)), max_requests=MAX_REQUEST_ROWS
+    )
+    with private_daemon(config, tmp_path_factory.mktemp("pool")) as daemon:
+        for name in MODELS:
+            daemon.add_model(name, tiny_models[name], **LOAD_OPTIONS)
+        yield daemon
+
+
+@pytest.fixture
+def pool(shared_pool: PrivateDaemon) -> Iterator[PrivateDaemon]:
+    """A running daemon with the four tiny models, left as it was found.
+
+    After every test nothing may be live, and the instance's accounts must agree.
+    """
+    yield shared_pool
+    until(lambda: not ps(shared_pool).requests)
+    until(lambda: all(row.num_live == 0 for row in ps(shared_pool).models))
+    check(shared_pool)
+    states = {row.name: row.state for row in ps(shared_pool).models}
+    assert states == dict.fromkeys(MODELS, "ready")
+
+
+@pytest.fixture
+async def api(pool: PrivateDaemon) -> AsyncIterator[AsyncOpenAI]:
+    """The official OpenAI client of ``pool``."""
+    async with api_client(pool.http_url) as client:
+        yield client
+
+
+@pytest.fixture
+def http(pool: PrivateDaemon) -> Iterator[httpx.Client]:
+    """Plain HTTP to ``pool``, for what the official client would not send."""
+    with httpx.Client(base_url=pool.http_url, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture
+def copy_checkpoint(tmp_path: Path) -> Callable[[Path], Path]:
+    """Makes a copy of a checkpoint that a test may damage."""
+
+    def copy(source: Path) -> Path:
+        target = tmp_path / "checkpoint"
+        target.mkdir()
+        for file in source.iterdir():
+            (target / file.name).write_bytes(file.read_bytes())
+        return target
+
+    return copy

@@ -1,0 +1,297 @@
+"""What the tests of the whole daemon do to it: ask, run the command line, look for leftovers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from openai import AsyncOpenAI, AsyncStream
+from openai.types import Completion
+from tests.conftest import SOURCE_ROOTS
+
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.admin.models import DeviceInfo, ModelUsage, Ps
+
+MODELS = ("tiny-llama", "tiny-mixtral", "tiny-qwen2", "tiny-qwen3")
+LLAMA, MIXTRAL, QWEN2, QWEN3 = MODELS
+MAX_LEN = 1024
+# About 2 s of streaming: long enough to do things meanwhile.
+LONG = 900
+LOAD_OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": MAX_LEN}
+
+
+def weight_bytes(checkpoint: Path) -> int:
+    """Bytes of a checkpoint's weight files."""
+    return sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+
+
+def device_config(num_bytes: int) -> str:
+    """TOML of one emulated device."""
+    return f'[[device]]\nkind = "emulated"\nmemory = {num_bytes}\n'
+
+
+# Asking
+
+
+@dataclass(slots=True)
+class Answer:
+    """One streamed completion as its client saw it."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@contextlib.asynccontextmanager
+async def api_client(url: str) -> AsyncIterator[AsyncOpenAI]:
+    """The official client, without retries."""
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def open_stream(
+    api: AsyncOpenAI, model: str, prompt: str, max_tokens: int
+) -> AsyncStream[Completion]:
+    """A greedy completion of exactly ``max_tokens`` tokens, as a stream."""
+    return await api.completions.create(
+        model=model,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+
+
+async def ask(api: AsyncOpenAI, model: str, prompt: str, max_tokens: int = 48) -> Answer:
+    """The whole of such a stream."""
+    answer = Answer()
+    async for chunk in await open_stream(api, model, prompt, max_tokens):
+        note(answer, chunk)
+    return answer
+
+
+def note(answer: Answer, chunk: Completion) -> None:
+    """Add a piece to the answer."""
+    for choice in chunk.choices:
+        answer.text += choice.text
+        answer.token_ids += (choice.model_extra or {}).get("token_ids") or []
+        answer.finish_reason = choice.finish_reason or answer.finish_reason
+
+
+class Background:
+    """A greedy stream that runs while something else happens, and must not notice it."""
+
+    def __init__(self, api: AsyncOpenAI, model: str, prompt: str, max_tokens: int = LONG) -> None:
+        self._arguments = (api, model, prompt, max_tokens)
+        self.answer = Answer()
+        self._started = asyncio.Event()
+        self._task = asyncio.create_task(self._read())
+
+    async def started(self) -> None:
+        """Return once its first tokens have come."""
+        waiter = asyncio.ensure_future(self._started.wait())
+        await asyncio.wait({waiter, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        if self._task.done():
+            waiter.cancel()
+            await self._task
+
+    @property
+    def is_running(self) -> bool:
+        """Whether tokens are still to come."""
+        return not self._task.done()
+
+    async def finished(self) -> Answer:
+        """The whole answer; raises what the client got instead."""
+        return await self._task
+
+    async def _read(self) -> Answer:
+        async for chunk in await open_stream(*self._arguments):
+            note(self.answer, chunk)
+            self._started.set()
+        return self.answer
+
+
+# Waiting
+
+
+async def eventually(
+    condition: Callable[[], bool] | Callable[[], Awaitable[bool]], timeout_s: float = 20.0
+) -> None:
+    """Wait until the condition holds."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        holds = condition()
+        if not isinstance(holds, bool):
+            holds = await holds
+        if holds:
+            return
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s"
+        await asyncio.sleep(0.02)
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """The same without an event loop."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s"
+        time.sleep(0.02)
+
+
+# Looking
+
+
+def ps(daemon: PrivateDaemon) -> Ps:
+    """What runs now."""
+    with daemon.client() as client:
+        return client.ps()
+
+
+def usage(daemon: PrivateDaemon, model: str) -> ModelUsage:
+    """One model's row of ``ps``."""
+    return next(row for row in ps(daemon).models if row.name == model)
+
+
+def device(daemon: PrivateDaemon) -> DeviceInfo:
+    """The only device's row of ``ps``."""
+    [row] = ps(daemon).devices
+    return row
+
+
+def check(daemon: PrivateDaemon) -> dict[str, int]:
+    """The instance's accounts agree with its page tables; free and all pages."""
+    with admin_http(daemon) as http:
+        response = http.post("/check")
+    assert response.status_code == 200, response.text
+    [accounts] = response.json()
+    return dict(accounts)
+
+
+def admin_http(daemon: PrivateDaemon, timeout_s: float = 30.0) -> httpx.Client:
+    """The admin API without our client, for what that would not send."""
+    transport = httpx.HTTPTransport(uds=str(daemon.socket_path))
+    return httpx.Client(transport=transport, base_url="http://gpupoold", timeout=timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """Everything that knows of a model; equal before and after what must leave no trace."""
+
+    registered: tuple[str, ...]
+    listed: tuple[str, ...]
+    on_device: tuple[str, ...]
+    cache_bytes: int
+    num_pages: int
+    num_free_pages: int
+    images: tuple[str, ...]
+
+    @classmethod
+    def of(cls, daemon: PrivateDaemon) -> Traces:
+        """Look everywhere; the device must be idle."""
+        accounts = check(daemon)
+        with daemon.client() as client:
+            models, status, now = client.models(), client.status(), client.ps()
+        listed = httpx.get(f"{daemon.http_url}/v1/models").json()["data"]
+        pids = [daemon.process.pid, *(row.pid for row in now.devices if row.pid)]
+        return cls(
+            tuple(f"{model.name} {model.aliases} {model.state}" for model in models),
+            tuple(sorted(f"{row['id']} {row['aliases']} {row['status']}" for row in listed)),
+            tuple(row.name for row in now.models if row.weights_total_bytes),
+            status.model_cache_bytes,
+            accounts["pages"],
+            accounts["free_pages"],
+            tuple(sorted(set(itertools.chain.from_iterable(map(_images_held, pids))))),
+        )
+
+
+def _images_held(pid: int) -> Iterator[str]:
+    """Weight images that a process has open or mapped."""
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if "gpupool-image" in (target := os.readlink(link)):
+                yield target.split()[0]
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if "gpupool-image" in line:
+            yield line.split()[5]
+
+
+# The command line
+
+
+def cli(daemon: PrivateDaemon | Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``gpupool`` as a user would."""
+    socket_path = daemon if isinstance(daemon, Path) else daemon.socket_path
+    return subprocess.run(
+        [sys.executable, "-m", "gpupool_cli.main", *arguments],
+        env=child_env() | {"GPUPOOL_SOCKET": str(socket_path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def child_env() -> dict[str, str]:
+    """Environment for processes that import the project from this checkout."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(SOURCE_ROOTS)}
+
+
+# Starting and ending
+
+
+def children(daemon: PrivateDaemon) -> list[psutil.Process]:
+    """The daemon's child processes, and theirs."""
+    return psutil.Process(daemon.process.pid).children(recursive=True)
+
+
+def child(daemon: PrivateDaemon, module: str) -> psutil.Process:
+    """Its child that runs ``python -m gpupoold.MODULE``."""
+    [found] = [c for c in children(daemon) if f"gpupoold.{module}" in c.cmdline()]
+    return found
+
+
+def all_gone(processes: list[psutil.Process], timeout_s: float) -> bool:
+    """Whether all of them end in time."""
+    _, alive = psutil.wait_procs(processes, timeout_s)
+    return not alive
+
+
+class Restartable:
+    """A daemon on one state folder that tests may kill: ``running`` starts it again."""
+
+    def __init__(self, config: str, folder: Path, models: dict[str, Path]) -> None:
+        self._config = config
+        self._folder = folder
+        self._models = models
+        self._stack = contextlib.ExitStack()
+        self._daemon: PrivateDaemon | None = None
+
+    def running(self) -> PrivateDaemon:
+        """The daemon with all its models ready; after the first time they come by themselves."""
+        if self._daemon is None or self._daemon.process.poll() is not None:
+            self._stack.close()
+            is_new = self._daemon is None
+            daemon = self._stack.enter_context(private_daemon(self._config, self._folder))
+            self._daemon = daemon
+            for name, path in self._models.items() if is_new else ():
+                daemon.add_model(name, path, **LOAD_OPTIONS)
+        daemon = self._daemon
+        until(lambda: {row.state for row in ps(daemon).models} == {"ready"}, 60)
+        assert [row.name for row in ps(daemon).models] == sorted(self._models)
+        return daemon
+
+    def close(self) -> None:
+        """Stop it if it runs."""
+        self._stack.close()

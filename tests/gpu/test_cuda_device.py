@@ -1,0 +1,152 @@
+"""``CudaDevice`` on a real GPU: what the fake driver can only assume."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from gpupoold.memory.contracts import PageRun
+from gpupoold.memory.cuda import CudaDevice
+from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.pages import PagePool
+from gpupoold.memory.regions import Region
+
+pytestmark = pytest.mark.gpu
+
+PAGE = 2 << 20
+NUM_PAGES = 96
+
+
+@pytest.fixture
+def device() -> Iterator[CudaDevice]:
+    opened = CudaDevice(0, NUM_PAGES * PAGE, 0)
+    assert opened.num_pages == NUM_PAGES
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def image(device: CudaDevice) -> Iterator[HostBuffer]:
+    """Pinned shared memory with random bytes, for half of the pages."""
+    buffer = HostBuffer.create("gpu-test", NUM_PAGES // 2 * PAGE)
+    ctypes.memmove(buffer.address, random.Random(1).randbytes(buffer.num_bytes), buffer.num_bytes)
+    device.pin(buffer.address, buffer.num_bytes)
+    yield buffer
+    device.unpin(buffer.address, buffer.num_bytes)
+    buffer.close()
+
+
+def read(device: CudaDevice, address: int, num_bytes: int) -> bytes:
+    target = ctypes.create_string_buffer(num_bytes)
+    device.copy_out(ctypes.addressof(target), address, num_bytes)
+    device.synchronize()
+    return target.raw
+
+
+def test_a_region_has_the_images_bytes_on_whichever_pages(
+    device: CudaDevice, image: HostBuffer
+) -> None:
+    pool = PagePool(device.num_pages)
+    region = Region(device, pool, NUM_PAGES // 2)
+    expected = ctypes.string_at(image.address, image.num_bytes)
+    for hole in (0, 3, 17):
+        held = pool.allocate(hole)
+        region.retain(range(region.num_pages), image.address)
+        device.synchronize()
+        assert read(device, region.address, image.num_bytes) == expected
+        region.drop(range(region.num_pages))
+        pool.free(held)
+    region.close()
+
+
+def test_fresh_pages_are_zero(device: CudaDevice, image: HostBuffer) -> None:
+    address = device.reserve(4)
+    device.map_and_fill(address, [PageRun(0, 4)], image.address)
+    device.unmap(address, [PageRun(0, 4)])
+    device.map_and_fill(address, [PageRun(2, 2), PageRun(0, 2)], None)
+    device.synchronize()
+    assert read(device, address, 4 * PAGE) == bytes(4 * PAGE)
+    device.unmap(address, [PageRun(2, 2), PageRun(0, 2)])
+    device.release(address, 4)
+
+
+def test_one_page_can_be_behind_many_addresses(device: CudaDevice, image: HostBuffer) -> None:
+    runs = [PageRun(5, 1)] * (4 * NUM_PAGES)
+    address = device.reserve(len(runs))
+    device.map(address, runs)
+    device.copy_in(address + (len(runs) - 1) * PAGE, image.address, PAGE)
+    device.synchronize()
+    assert read(device, address, PAGE) == ctypes.string_at(image.address, PAGE)
+    device.unmap(address, runs)
+    device.release(address, len(runs))
+
+
+def test_lent_memory_can_be_used_and_comes_back(device: CudaDevice) -> None:
+    runs = [PageRun(8, 64)]
+    before_bytes = device.free_bytes()
+    device.lend(runs)
+    assert device.free_bytes() >= before_bytes + 60 * PAGE
+    device.reclaim(runs)
+    assert abs(device.free_bytes() - before_bytes) <= 4 * PAGE
+
+
+def test_nothing_is_kept_after_close() -> None:
+    CudaDevice(0, NUM_PAGES * PAGE, 0).close()  # the context and its modules stay
+    outer = CudaDevice(0, PAGE, 0)
+    before_bytes = outer.free_bytes()
+    for _ in range(3):
+        CudaDevice(0, NUM_PAGES * PAGE, 0).close()
+    assert outer.free_bytes() >= before_bytes - 4 * PAGE
+    outer.close()
+
+
+class TestWithTorch:
+    """Torch computes on our pages, in the same context."""
+
+    @pytest.fixture(autouse=True)
+    def _needs_torch(self) -> None:
+        torch = pytest.importorskip("torch", reason="the engine is not installed")
+        if not torch.cuda.is_available():
+            pytest.skip("the installed torch has no CUDA")
+
+    def test_tensors_are_made_before_their_pages(
+        self, device: CudaDevice, image: HostBuffer
+    ) -> None:
+        from gpupoold.instance import tensors
+
+        address = device.reserve(2)
+        tensor = tensors.over(device, address, 2 * PAGE)
+        assert tensor.is_cuda
+        device.map_and_fill(address, [PageRun(0, 2)], image.address)
+        device.synchronize()
+        assert tensor.cpu().numpy().tobytes() == ctypes.string_at(image.address, 2 * PAGE)
+        device.unmap(address, [PageRun(0, 2)])
+        device.release(address, 2)
+
+    def test_a_graph_replays_after_its_pages_were_exchanged(self) -> None:
+        """Kernels wait for zeros; pages go only when kernels have ended."""
+        import torch
+
+        from gpupoold.instance import tensors
+        from gpupoold.instance.device import compute_streams
+
+        device = CudaDevice(0, 8 * PAGE, 0, compute_streams=compute_streams)
+        address = device.reserve(1)
+        device.map_and_fill(address, [PageRun(0, 1)], None)
+        tensor = tensors.over(device, address, PAGE)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            tensor.add_(1)
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            for page in range(3):
+                device.unmap(address, [PageRun(page, 1)])
+                device.map_and_fill(address, [PageRun(page + 1, 1)], None)
+                graph.replay()
+                graph.replay()
+            assert int(tensor.min()) == int(tensor.max()) == 2
+        device.unmap(address, [PageRun(3, 1)])
+        device.release(address, 1)
+        device.close()

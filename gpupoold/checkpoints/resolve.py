@@ -101,7 +101,7 @@ def _hint(wanted: str, name: str, model_dirs: Sequence[Path]) -> str:
     return "; ".join(
         [f"similar: {', '.join(known[key] for key in near)}"] * bool(near)
         + [f"searched {searched} and the built-in names"]
-        + [f"name it yourself: gpupool model add {name} --source {source}"]
+        + [f"name it yourself: gpupool add-model {name} --source {source}"]
     )
 
 

@@ -96,6 +96,7 @@ class InstanceSupervisor:
         future = _new_future(instance.loading, model.name)
         has_image = image_fd is not None
         fds = (image_fd,) if image_fd is not None else ()
+        instance.models.add(model.name)  # even if nobody waits for the end of the load
         instance.send(m.LoadModel(model, has_image, digest), fds)
         try:
             async with asyncio.timeout(self._settings.limits.load_timeout_s):
@@ -107,21 +108,31 @@ class InstanceSupervisor:
             ) from None
         finally:
             instance.loading.pop(model.name, None)
-        instance.models.add(model.name)
         return loaded, instance.image_fds.pop(model.name)
 
     async def unload(self, instance: Instance, name: str) -> None:
-        """Drop a model from an instance; returns when its memory is free."""
+        """Drop a model from an instance; returns when its memory is free.
+
+        Raises:
+            TimedOut: the instance did not answer.
+        """
         if name not in instance.models:
             return
         future = _new_future(instance.unloading, name)
         instance.models.discard(name)
         instance.send(m.UnloadModel(name))
+        limit_s = self._settings.limits.load_timeout_s  # a load may have to end before
         try:
-            async with asyncio.timeout(self._settings.limits.drain_timeout_s):
+            async with asyncio.timeout(limit_s):
                 await future
+        except TimeoutError:
+            raise TimedOut(
+                f"instance {instance.number} did not let go of {name} within {limit_s:g} s",
+                "see `gpupool logs`",
+            ) from None
         finally:
             instance.unloading.pop(name, None)
+            _close(instance.image_fds.pop(name, None))
 
     async def call(self, instance: Instance, method: str, **arguments: object) -> object:
         """Run a named operation on an instance between two of its steps.
@@ -191,9 +202,14 @@ class InstanceSupervisor:
                 task.add_done_callback(self._tasks.remove)
             case m.ModelLoaded():
                 assert instance.child is not None
-                instance.image_fds[message.model.name] = instance.child.channel.take_fd()
-                _resolve(instance.loading, message.model.name, message)
+                name, fd = message.model.name, instance.child.channel.take_fd()
+                if name in instance.loading:
+                    instance.image_fds[name] = fd
+                    _resolve(instance.loading, name, message)
+                else:
+                    _close(fd)  # who asked for it has left, and has it unloaded
             case m.ModelFailed():
+                instance.models.discard(message.name)
                 error = error_from_code(message.error_code, message.message, message.hint)
                 _reject(instance.loading, message.name, error)
             case m.ModelUnloaded():
@@ -249,6 +265,11 @@ def _compute_threads(settings: Settings) -> int:
     leaves one to its API server: compute threads spin, and a spinning thread without a core
     stalls all others."""
     return max(1, (len(os.sched_getaffinity(0)) - 1) // len(settings.devices))
+
+
+def _close(fd: int | None) -> None:
+    if fd is not None:
+        os.close(fd)
 
 
 def _ending(status: int) -> str:

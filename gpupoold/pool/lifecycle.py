@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Literal
 
-from gpupool_state import History, ModelRow, Registry
+from gpupool_state import History, ModelRow, Registry, check_names
 from gpupoold.admin.models import AddModelRequest, ModelInfo, Progress, SetModelRequest
 from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint
 from gpupoold.checkpoints.download import checkpoint_dir, download
 from gpupoold.checkpoints.fit import estimate_weight_bytes, fits
 from gpupoold.checkpoints.resolve import HubSource, resolve
 from gpupoold.config import Settings
-from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
+from gpupoold.domain import ModelSpec, ModelState, Targets
 from gpupoold.errors import GpupoolError, NoSuchModel, Refused, TimedOut, Unavailable
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.image_cache import ImageCache
 from gpupoold.pool.instances import Instance, InstanceSupervisor
+from gpupoold.pool.specs import checked_info, spec_of, to_load
 from gpupoold.pool.views import model_info
 from gpupoold.units import format_bytes
 from gpupoold.wire import messages as m
@@ -56,6 +58,8 @@ class ModelLifecycle:
         self._cache = cache
         self._loaded: dict[str, m.LoadedModel] = {}
         self._changing = asyncio.Lock()
+        self._leaving: set[str] = set()
+        self._tasks: set[asyncio.Task[ModelRow]] = set()
         self.frontend: FrontendSupervisor | None = None
 
     async def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
@@ -79,13 +83,20 @@ class ModelLifecycle:
             source = request.source or str(path)
         yield Progress(stage="check")
         info = await self._check(path, request)
-        row = _spec(request, source, path)
+        spec = spec_of(request, source, path)
         if request.check_only:
-            yield Progress(stage="check", model=_checked_info(row, info, request.dtype))
+            yield Progress(stage="check", model=checked_info(spec, info, request.dtype))
             return
         yield Progress(stage="load", total_bytes=estimate_weight_bytes(info, request.dtype))
-        async with self._changing:
-            yield Progress(stage="ready", model=model_info(await self._register_and_load(row)))
+        # A task of its own: when the client leaves, what was begun is undone undisturbed.
+        task = asyncio.create_task(self._register_and_load(spec), name=f"add-{spec.name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            row = await asyncio.shield(task)
+        finally:
+            task.cancel()
+        yield Progress(stage="ready", model=model_info(row))
 
     async def set(self, name: str, request: SetModelRequest) -> ModelRow:
         """Change targets and aliases of a model while it serves.
@@ -123,21 +134,19 @@ class ModelLifecycle:
         """
         row = await self.find(name)
         model = row.spec.name
-        num_live = self._dispatcher.live.num_of(model)
-        if num_live and mode == "refuse":
-            raise Refused(
-                f"{model} has {num_live} live requests", "use --drain to wait or --force to cancel"
-            )
         async with self._changing:
+            row = await self.find(model)
+            self._check_may_leave(model, mode)
+            self._leaving.add(model)
             await self._registry.set_state(model, ModelState.DRAINING)
             await self.publish()
+        try:
             if mode == "drain":
-                await self._drain(row)
-            self._dispatcher.fail_model(model, f"{model} was removed")
-            await self._stop_serving(model)
-            await self._registry.remove(model)
-            await self.publish()
-            self._event("info", "model_removed", model, "removed")
+                await self._drain(row)  # may last: other models can be changed meanwhile
+            async with self._changing:
+                await self._forget(row)
+        finally:
+            self._leaving.discard(model)
         return row
 
     async def find(self, name: str) -> ModelRow:
@@ -157,9 +166,8 @@ class ModelLifecycle:
         self._event("info", "instance_ready", str(instance.number), "ready")
         async with self._changing:
             for row in await self._registry.list():
-                if row.state is ModelState.DRAINING or not instance.is_ready:
-                    continue
-                await self._reload(row, instance)
+                if row.spec.name not in self._leaving and instance.is_ready:
+                    await self._reload(row, instance)
             await self.publish()
 
     async def instance_down(self, instance: Instance) -> None:
@@ -173,8 +181,11 @@ class ModelLifecycle:
         """Mount every loaded model on a new frontend."""
         await self.publish()
         for row in await self._registry.list():
-            if row.spec.name in self._loaded:
-                await self._serve(row.spec)
+            try:
+                if row.spec.name in self._loaded:
+                    await self._serve(row.spec)
+            except GpupoolError as error:
+                self._event("error", "model_failed", row.spec.name, str(error))
         await self.publish()
 
     async def publish(self) -> None:
@@ -186,8 +197,14 @@ class ModelLifecycle:
         self.frontend.send(m.ModelList([self._served(row) for row in rows], ready))
 
     def state_of(self, row: ModelRow) -> ModelState:
-        """A model's state now: ready needs an instance that has it."""
-        if row.state is ModelState.READY and not self._dispatcher.routes.get(row.spec.name):
+        """A model's state now: ready needs an instance that has it.
+
+        One that was draining when the daemon ended is loaded again like the others.
+        """
+        if row.spec.name in self._leaving:
+            return ModelState.DRAINING
+        is_up = row.state in (ModelState.READY, ModelState.DRAINING)
+        if is_up and not self._dispatcher.routes.get(row.spec.name):
             return ModelState.LOADING
         return row.state
 
@@ -202,6 +219,7 @@ class ModelLifecycle:
         )
 
     async def _check_names_free(self, request: AddModelRequest) -> None:
+        check_names((request.name, *request.aliases))
         for name in (request.name, *request.aliases):
             row = await self._registry.get(name)
             if row is not None:
@@ -245,23 +263,29 @@ class ModelLifecycle:
         return instance.ready.device_bytes
 
     async def _register_and_load(self, spec: ModelSpec) -> ModelRow:
-        await self._registry.add(spec)
-        await self._registry.set_state(spec.name, ModelState.LOADING)
-        await self.publish()
-        try:
-            for instance in self._supervisor.instances:
-                await self._load(spec, instance)
-            await self._serve(spec)
-            row = await self._registry.set_state(spec.name, ModelState.READY)
-        except BaseException as error:
-            await self._stop_serving(spec.name)
-            await self._registry.remove(spec.name)
-            self._event("error", "model_refused", spec.name, str(error))
+        async with self._changing:
+            await self._registry.add(spec)
+            try:
+                await self._registry.set_state(spec.name, ModelState.LOADING)
+                await self.publish()
+                for instance in self._supervisor.instances:
+                    await self._load(spec, instance)
+                await self._serve(spec)
+                row = await self._registry.set_state(spec.name, ModelState.READY)
+            except BaseException as error:
+                await self._undo_add(spec, str(error) or "its client left")
+                raise
+            self._event("info", "model_added", spec.name, f"serving from {spec.path}")
             await self.publish()
-            raise
-        self._event("info", "model_added", spec.name, f"serving from {spec.path}")
-        await self.publish()
-        return row
+            return row
+
+    async def _undo_add(self, spec: ModelSpec, reason: str) -> None:
+        try:
+            await self._stop_serving(spec.name)
+        finally:
+            await self._registry.remove(spec.name)
+            self._event("error", "model_refused", spec.name, reason)
+            await self.publish()
 
     async def _load(self, spec: ModelSpec, instance: Instance) -> None:
         await _wait_ready(instance)
@@ -269,10 +293,16 @@ class ModelLifecycle:
         started_s = time.monotonic()
         loaded, fd = await self._supervisor.load(
             instance,
-            _to_load(spec, self._settings),
+            to_load(spec, self._settings),
             image.fd if image else None,
             image.digest if image else "",
         )
+        try:
+            self._cache.check_room(spec.name, os.fstat(fd).st_size)
+        except Refused:
+            os.close(fd)
+            await self._supervisor.unload(instance, spec.name)
+            raise
         self._cache.put(spec.name, fd, loaded.layout_digest)
         info = loaded.model
         self._loaded[spec.name] = info
@@ -308,13 +338,21 @@ class ModelLifecycle:
 
     async def _serve(self, spec: ModelSpec) -> None:
         if self.frontend is not None:
-            await self.frontend.serve(_to_load(spec, self._settings), self._loaded[spec.name])
+            await self.frontend.serve(to_load(spec, self._settings), self._loaded[spec.name])
+
+    def _check_may_leave(self, model: str, mode: RemoveMode) -> None:
+        num_live = self._dispatcher.live.num_of(model)
+        if num_live and mode == "refuse":
+            raise Refused(
+                f"{model} has {num_live} live requests", "use --drain to wait or --force to cancel"
+            )
 
     async def _drain(self, row: ModelRow) -> None:
         limit_s = self._settings.limits.drain_timeout_s
         deadline_s = time.monotonic() + limit_s
         while num_live := self._dispatcher.live.num_of(row.spec.name):
             if time.monotonic() > deadline_s:
+                self._leaving.discard(row.spec.name)
                 await self._registry.set_state(row.spec.name, row.state)
                 await self.publish()
                 raise TimedOut(
@@ -322,6 +360,17 @@ class ModelLifecycle:
                     "raise limits.drain_timeout or use --force",
                 )
             await asyncio.sleep(_DRAIN_POLL_S)
+
+    async def _forget(self, row: ModelRow) -> None:
+        model = row.spec.name
+        now = await self._registry.get(model)
+        if now is None or now.created_at != row.created_at:
+            return  # somebody else removed it while its requests ended
+        self._dispatcher.fail_model(model, f"{model} was removed")
+        await self._stop_serving(model)
+        await self._registry.remove(model)
+        await self.publish()
+        self._event("info", "model_removed", model, "removed")
 
     async def _stop_serving(self, name: str) -> None:
         self._dispatcher.routes.pop(name, None)
@@ -362,43 +411,3 @@ async def _wait_ready(instance: Instance) -> None:
         if time.monotonic() > deadline_s:
             raise Unavailable(f"instance {instance.number} is {instance.state}", "see gpupool logs")
         await asyncio.sleep(_DRAIN_POLL_S)
-
-
-def _spec(request: AddModelRequest, source: str, path: Path) -> ModelSpec:
-    return ModelSpec(
-        name=ModelName(request.name),
-        source=source,
-        path=str(path),
-        revision=request.revision,
-        dtype=request.dtype,
-        max_model_len=request.max_model_len,
-        targets=Targets(request.ttft_s, request.tbt_s),
-        aliases=tuple(request.aliases),
-    )
-
-
-def _checked_info(spec: ModelSpec, info: CheckpointInfo, dtype: str) -> ModelInfo:
-    row = ModelRow(
-        spec=spec,
-        state=ModelState.REGISTERED,
-        error="",
-        architecture=info.architecture,
-        weight_bytes=estimate_weight_bytes(info, dtype),
-        kv_bytes_per_token=0,
-        loaded_max_model_len=info.max_position_embeddings,
-        created_at=time.time(),
-    )
-    return model_info(row)
-
-
-def _to_load(spec: ModelSpec, settings: Settings) -> m.ModelToLoad:
-    return m.ModelToLoad(
-        name=spec.name,
-        path=spec.path,
-        dtype=spec.dtype,
-        max_model_len=spec.max_model_len,
-        aliases=spec.aliases,
-        ttft_s=spec.targets.ttft_s,
-        tbt_s=spec.targets.tbt_s,
-        allow_remote_code=settings.security.allow_remote_code,
-    )

@@ -13,7 +13,7 @@ A leaf: imports only the standard library, aiosqlite and ``gpupoold``'s words.
 from gpupool_state.db import Database
 from gpupool_state.history import History, HistoryLimits
 from gpupool_state.lock import StateLock
-from gpupool_state.registry import ModelRow, Registry
+from gpupool_state.registry import ModelRow, Registry, check_names
 from gpupool_state.rows import EventLevel, EventRow, RequestRow, SwitchRow
 
 DATABASE_NAME = "gpupool.db"
@@ -30,4 +30,5 @@ __all__ = [
     "RequestRow",
     "StateLock",
     "SwitchRow",
+    "check_names",
 ]

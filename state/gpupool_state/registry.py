@@ -106,7 +106,7 @@ class Registry:
             Refused: an alias to add is taken, or one to remove is not this model's.
         """
         added, removed = tuple(add_aliases), tuple(remove_aliases)
-        _check_names(added)
+        check_names(added)
         if targets is not None:
             _check_targets(targets)
         async with self._db.write() as tx:
@@ -186,7 +186,7 @@ class Registry:
 
 
 def _check_spec(spec: ModelSpec) -> None:
-    _check_names((spec.name, *spec.aliases))
+    check_names((spec.name, *spec.aliases))
     _check_targets(spec.targets)
     for text in (spec.source, spec.path):
         if _storable(text) != text:
@@ -196,7 +196,12 @@ def _check_spec(spec: ModelSpec) -> None:
             )
 
 
-def _check_names(names: tuple[str, ...]) -> None:
+def check_names(names: tuple[str, ...]) -> None:
+    """See that a model's name and aliases can be kept; whether they are free is not looked at.
+
+    Raises:
+        UsageError: one is malformed or given twice.
+    """
     for name in names:
         if _NAME.fullmatch(name) is None:
             raise UsageError(

@@ -44,7 +44,7 @@ def shared_pool(
     """The daemon behind ``pool``; its model cache has room for five models."""
     sizes = [weight_bytes(tiny_models[name]) for name in MODELS]
     config = device_config(device_bytes) + _POOL_CONFIG.format(
-        cache_bytes=int(sum(sizes) + 1.4 * max(sizes)), max_requests=MAX_REQUEST_ROWS
+        cache_bytes=int(sum(sizes) + 1.6 * max(sizes)), max_requests=MAX_REQUEST_ROWS
     )
     with private_daemon(config, tmp_path_factory.mktemp("pool")) as daemon:
         for name in MODELS:

@@ -134,6 +134,18 @@ class MemoryMachine(RuleBasedStateMachine):
             picked = host[chunk % len(host)]
             self.appear(model, picked, fail_in, lambda: model.kv.page_in(picked))
 
+    @rule(which=WHICH)
+    def pause(self, which: int) -> None:
+        """All of a model goes out, as far as the host has room."""
+        for _ in self.model(which).kv.chunks(Place.DEVICE):
+            self.page_out(which, chunk=0)
+
+    @rule(which=WHICH)
+    def resume(self, which: int) -> None:
+        """All of a model comes back, as far as there are pages."""
+        for _ in self.model(which).kv.chunks(Place.HOST):
+            self.page_in(which, chunk=0, fail_in=0)
+
     @rule(which=WHICH, num_blocks=st.integers(1, 6), num_cached=st.integers(0, 3))
     def request(self, which: int, num_blocks: int, num_cached: int) -> None:
         model = self.model(which)

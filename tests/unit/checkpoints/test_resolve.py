@@ -39,14 +39,14 @@ class TestName:
         assert caught.value.message == "no checkpoint is known for 'qwen3-9b'"
         assert "similar: qwen3-8b" in caught.value.hint
         assert f"searched {dirs[0]}, {dirs[1]}, {dirs[2]}" in caught.value.hint
-        assert "gpupool model add qwen3-9b --source PATH" in caught.value.hint
+        assert "gpupool add-model qwen3-9b --source PATH" in caught.value.hint
 
     def test_similar_folder(self, dirs: tuple[Path, ...]) -> None:
         with pytest.raises(Refused, match="similar: only-b"):
             resolve("onlyb", None, dirs)
 
     def test_hub_id_as_a_name_gets_the_command(self, dirs: tuple[Path, ...]) -> None:
-        with pytest.raises(Refused, match="model add Org/X --source Org/X"):
+        with pytest.raises(Refused, match="add-model Org/X --source Org/X"):
             resolve("Org/X", None, dirs)
 
     @pytest.mark.parametrize("name", ["", "..", "../a", "a/../b", "/etc", ".x", "a//b", "a b", "~"])

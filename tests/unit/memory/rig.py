@@ -25,7 +25,9 @@ BLOCKS_OUTERMOST = (12, (KvRow(0, 3 * PAGE, 3 * PAGE),))
 UNALIGNED = (11, tuple(KvRow(layer * 11 * 1500 + 100, 1500, 1500) for layer in range(2)))
 # Two kinds of layer on the same blocks: the second uses less of each, elsewhere in the buffer.
 HYBRID = (10, (KvRow(0, 6000, 6000), KvRow(60_000, 6000, 1000)))
+SMALL_BLOCKS = (40, tuple(KvRow(layer * 40 * 512, 512, 512) for layer in range(2)))
 LAYOUTS = {
+    "small-blocks": SMALL_BLOCKS,
     "layers-outermost": LAYERS_OUTERMOST,
     "blocks-outermost": BLOCKS_OUTERMOST,
     "unaligned": UNALIGNED,

@@ -34,8 +34,8 @@ def driver() -> FakeCuda:
 
 
 @pytest.fixture
-def device(driver: FakeCuda) -> Iterator[CudaDevice]:
-    """Every test ends with everything given back."""
+def device(driver: FakeCuda, image: HostBuffer) -> Iterator[CudaDevice]:
+    """Every test ends with everything given back. The image outlives copies left behind."""
     opened = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=driver)
     yield opened
     opened.close()
@@ -195,7 +195,9 @@ class TestMapping:
 @pytest.mark.usefixtures("small_pieces")
 class TestFilling:
     @pytest.fixture
-    def device(self, driver: FakeCuda, small_pieces: None) -> Iterator[CudaDevice]:
+    def device(
+        self, driver: FakeCuda, image: HostBuffer, small_pieces: None
+    ) -> Iterator[CudaDevice]:
         opened = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=driver)
         yield opened
         opened.close()

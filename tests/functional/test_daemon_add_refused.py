@@ -1,0 +1,225 @@
+"""Models that are refused: the reason is told, and nothing of them stays anywhere."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.functional.daemon_tools import (
+    LLAMA,
+    LOAD_OPTIONS,
+    QWEN2,
+    QWEN3,
+    Traces,
+    admin_http,
+    cli,
+    device,
+    until,
+    usage,
+)
+
+from gpupool_cli.private_daemon import PrivateDaemon
+from gpupoold.errors import GpupoolError, Refused, UsageError
+
+Copy = Callable[[Path], Path]
+
+
+@pytest.fixture
+def refused(pool: PrivateDaemon) -> Iterator[Callable[..., GpupoolError]]:
+    """Tries to add a model and returns the daemon's error; all traces must be gone after it."""
+    before = Traces.of(pool)
+
+    def add(source: Path, name: str = "unwanted", **options: Any) -> GpupoolError:
+        try:
+            pool.add_model(name, source, **(LOAD_OPTIONS | options))
+        except GpupoolError as error:
+            return error
+        assert cli(pool, "rm", name).returncode == 0
+        pytest.fail(f"{name} was accepted")
+
+    yield add
+    assert Traces.of(pool) == before
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+class TestCheckpoints:
+    def test_a_folder_without_config(self, refused: Callable[..., Any], tmp_path: Path) -> None:
+        error = refused(tmp_path)
+        assert isinstance(error, Refused)
+        assert "config.json" in error.message
+
+    def test_no_such_folder(self, refused: Callable[..., Any], tmp_path: Path) -> None:
+        assert "does not exist" in refused(tmp_path / "nowhere").message
+
+    def test_truncated_weights(
+        self, refused: Callable[..., Any], copy_checkpoint: Copy, tiny_models: dict[str, Path]
+    ) -> None:
+        folder = copy_checkpoint(tiny_models[LLAMA])
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1000])
+        error = refused(folder)
+        assert isinstance(error, Refused)
+        assert "model.safetensors: cut short" in error.message
+
+    def test_corrupted_weights(
+        self, refused: Callable[..., Any], copy_checkpoint: Copy, tiny_models: dict[str, Path]
+    ) -> None:
+        folder = copy_checkpoint(tiny_models[LLAMA])
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.seek(100)
+            file.write(b"\x00\xff" * 20)
+        assert "damaged safetensors" in refused(folder).message
+
+    def test_weights_of_another_shape_than_the_config(
+        self, refused: Callable[..., Any], copy_checkpoint: Copy, tiny_models: dict[str, Path]
+    ) -> None:
+        folder = copy_checkpoint(tiny_models[LLAMA])
+        edit_json(folder / "config.json", hidden_size=2048)
+        error = refused(folder)
+        assert isinstance(error, Refused)
+        assert error.message.startswith("unwanted: ")
+
+    def test_an_architecture_that_the_engine_does_not_know(
+        self, refused: Callable[..., Any], copy_checkpoint: Copy, tiny_models: dict[str, Path]
+    ) -> None:
+        folder = copy_checkpoint(tiny_models[LLAMA])
+        edit_json(folder / "config.json", architectures=["ElizaForCausalLM"])
+        error = refused(folder)
+        assert isinstance(error, Refused)
+        assert "ElizaForCausalLM" in error.message
+        assert "supported models" in error.hint
+
+    def test_pickled_weights(
+        self, refused: Callable[..., Any], copy_checkpoint: Copy, tiny_models: dict[str, Path]
+    ) -> None:
+        folder = copy_checkpoint(tiny_models[LLAMA])
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+        error = refused(folder)
+        assert "pytorch_model.bin" in error.message
+        assert "allow_pickle" in error.hint
+
+    def test_code_of_its_own(
+        self, refused: Callable[..., Any], copy_checkpoint: Copy, tiny_models: dict[str, Path]
+    ) -> None:
+        folder = copy_checkpoint(tiny_models[LLAMA])
+        edit_json(folder / "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"})
+        (folder / "evil.py").write_text("raise SystemExit('this code was run')\n")
+        error = refused(folder)
+        assert "auto_map" in error.message
+        assert "allow_remote_code" in error.hint
+
+
+class TestSizes:
+    def test_weights_larger_than_the_device(
+        self,
+        pool: PrivateDaemon,
+        refused: Callable[..., Any],
+        copy_checkpoint: Copy,
+        tiny_models: dict[str, Path],
+    ) -> None:
+        folder = copy_checkpoint(tiny_models[LLAMA])
+        num_elements = device(pool).device_bytes // 4 + 1
+        tensor = {"dtype": "F32", "shape": [num_elements], "data_offsets": [0, 4 * num_elements]}
+        header = json.dumps({"big": tensor}).encode()
+        with (folder / "model.safetensors").open("wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            file.truncate(8 + len(header) + 4 * num_elements)  # a hole: takes no disk
+        error = refused(folder)
+        assert "do not fit on a device" in error.message
+        assert "bfloat16" in error.hint
+
+    def test_longer_requests_than_the_kv_has_room_for(
+        self, refused: Callable[..., Any], tiny_models: dict[str, Path]
+    ) -> None:
+        error = refused(tiny_models[QWEN2], max_model_len=4096)
+        assert isinstance(error, Refused)
+        assert "4096" in error.message
+        assert "--max-len" in error.hint
+
+    def test_longer_requests_than_the_checkpoint_knows(
+        self, refused: Callable[..., Any], tiny_models: dict[str, Path]
+    ) -> None:
+        assert "100000" in refused(tiny_models[QWEN2], max_model_len=100_000).message
+
+    def test_a_full_model_cache(
+        self, pool: PrivateDaemon, tiny_models: dict[str, Path]
+    ) -> None:
+        pool.add_model("fifth", tiny_models[QWEN3], **LOAD_OPTIONS)
+        try:
+            before = Traces.of(pool)
+            with pytest.raises(Refused, match="does not fit in the model cache") as caught:
+                pool.add_model("sixth", tiny_models[QWEN3], **LOAD_OPTIONS)
+            assert "memory.model_cache" in caught.value.hint
+            assert Traces.of(pool) == before
+        finally:
+            assert cli(pool, "rm", "fifth").returncode == 0
+
+    def test_an_unknown_dtype(
+        self, refused: Callable[..., Any], tiny_models: dict[str, Path]
+    ) -> None:
+        error = refused(tiny_models[QWEN2], dtype="float3")
+        assert isinstance(error, UsageError)
+        assert "float3" in error.message
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        ("name", "aliases"),
+        [(LLAMA, []), ("other", [LLAMA]), ("other", ["a-1", QWEN2]), ("taken", [])],
+        ids=["name", "alias-is-a-name", "second-alias", "name-is-an-alias"],
+    )
+    def test_taken(
+        self, pool: PrivateDaemon, tiny_models: dict[str, Path], name: str, aliases: list[str]
+    ) -> None:
+        assert cli(pool, "set", QWEN3, "--add-alias", "taken").returncode == 0
+        try:
+            before = Traces.of(pool)
+            with pytest.raises(Refused) as caught:
+                pool.add_model(name, tiny_models[LLAMA], aliases=aliases, **LOAD_OPTIONS)
+            assert f"{(aliases or [name])[-1]!r} is already" in caught.value.message
+            assert Traces.of(pool) == before
+        finally:
+            assert cli(pool, "set", QWEN3, "--remove-alias", "taken").returncode == 0
+
+    def test_an_alias_given_twice(
+        self, refused: Callable[..., Any], tiny_models: dict[str, Path]
+    ) -> None:
+        assert isinstance(refused(tiny_models[LLAMA], aliases=["a-1", "a-1"]), UsageError)
+
+    @pytest.mark.parametrize("check_only", [False, True])
+    def test_malformed_names_show_before_any_work(
+        self, pool: PrivateDaemon, tmp_path: Path, check_only: bool
+    ) -> None:
+        with pytest.raises(UsageError, match="bad name"):
+            pool.add_model("bad name", tmp_path, check_only=check_only)
+
+
+class TestLeaving:
+    def test_a_client_that_leaves_while_the_model_loads(
+        self, pool: PrivateDaemon, tiny_models: dict[str, Path]
+    ) -> None:
+        before = Traces.of(pool)
+        body = {"name": "left", "source": str(tiny_models[QWEN2]), **LOAD_OPTIONS}
+        with admin_http(pool) as http, http.stream("POST", "/models", json=body) as response:
+            lines = response.iter_lines()
+            while json.loads(next(lines))["stage"] != "load":
+                pass
+        until(lambda: Traces.of(pool) == before)
+        # The name is free again and the instance loads as before.
+        pool.add_model("left", tiny_models[QWEN2], **LOAD_OPTIONS)
+        assert usage(pool, "left").state == "ready"
+        assert cli(pool, "rm", "left").returncode == 0
+
+    def test_a_body_that_is_no_request(self, pool: PrivateDaemon) -> None:
+        with admin_http(pool) as http:
+            for body in ({}, {"name": "x", "nome": "y"}, {"name": "x", "ttft_s": -1}):
+                answer = http.post("/models", json=body)
+                assert answer.status_code == 400
+                assert answer.json()["error"]["code"] == "usage"

@@ -1,0 +1,73 @@
+"""Eviction plans for any holdings: enough when there is enough, and no more than needed."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpupoold.scheduling.eviction import Holding, Victim, plan_evictions
+
+PAGES = st.integers(0, 50)
+TIMES = st.floats(0, 1e6)
+HOLDINGS = st.lists(
+    st.builds(
+        Holding,
+        model=st.integers(0, 99).map(str),
+        num_live=st.integers(0, 2),
+        last_used_s=TIMES,
+        ttft_s=TIMES,
+        next_deadline_s=TIMES,
+        weight_pages=PAGES,
+        free_kv_pages=PAGES,
+        live_kv_pages=PAGES,
+    ),
+    max_size=6,
+    unique_by=lambda holding: holding.model,
+)
+
+
+def pages_of(holding: Holding, victim: Victim) -> int:
+    return {
+        Victim.FREE_KV: holding.free_kv_pages,
+        Victim.WEIGHTS: holding.weight_pages,
+        Victim.LIVE_KV: holding.live_kv_pages,
+    }[victim]
+
+
+@given(st.integers(-5, 900), HOLDINGS)
+def test_enough_and_not_more(num_pages: int, holdings: list[Holding]) -> None:
+    plan = plan_evictions(num_pages, holdings)
+    by_model = {holding.model: holding for holding in holdings}
+    for eviction in plan:
+        assert eviction.num_pages == pages_of(by_model[eviction.model], eviction.victim) > 0
+    assert len({(eviction.model, eviction.victim) for eviction in plan}) == len(plan)
+    there = sum(pages_of(holding, victim) for holding in holdings for victim in Victim)
+    taken = sum(eviction.num_pages for eviction in plan)
+    if num_pages <= 0:
+        assert plan == []
+    elif there >= num_pages:
+        assert taken - plan[-1].num_pages < num_pages <= taken
+    else:
+        assert taken == there
+
+
+@given(st.integers(1, 900), HOLDINGS)
+def test_kinder_victims_come_first(num_pages: int, holdings: list[Holding]) -> None:
+    plan = plan_evictions(num_pages, holdings)
+    idle = {holding.model for holding in holdings if not holding.num_live}
+
+    def harm(model: str, victim: Victim) -> int:
+        if victim is Victim.FREE_KV:
+            return 0
+        return 1 if victim is Victim.WEIGHTS and model in idle else 2
+
+    harms = [harm(eviction.model, eviction.victim) for eviction in plan]
+    assert harms == sorted(harms)
+    weights = [e.model for e in plan if e.victim is Victim.WEIGHTS and e.model in idle]
+    by_model = {holding.model: holding for holding in holdings}
+    used_s = [by_model[model].last_used_s for model in weights]
+    assert used_s == sorted(used_s)
+    kinds = {(e.victim, e.model in idle) for e in plan}
+    if (Victim.LIVE_KV, False) in kinds and (Victim.WEIGHTS, False) in kinds:
+        order = [e.victim for e in plan if e.model not in idle and e.victim is not Victim.FREE_KV]
+        assert order == sorted(order, key=lambda victim: victim is Victim.LIVE_KV)

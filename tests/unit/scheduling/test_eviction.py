@@ -1,0 +1,62 @@
+"""The order in which models give pages up."""
+
+from __future__ import annotations
+
+from gpupoold.scheduling.eviction import Eviction, Holding, Victim, plan_evictions
+
+FREE, WEIGHTS, LIVE = Victim.FREE_KV, Victim.WEIGHTS, Victim.LIVE_KV
+
+
+def idle(model: str, last_used_s: float = 0.0, ttft_s: float = 1.0) -> Holding:
+    return Holding(model, 0, last_used_s, ttft_s, float("inf"), 10, 3, 0)
+
+
+def paused(model: str, next_deadline_s: float) -> Holding:
+    return Holding(model, 2, 0.0, 1.0, next_deadline_s, 10, 3, 5)
+
+
+def names(evictions: list[Eviction]) -> list[tuple[str, Victim]]:
+    return [(eviction.model, eviction.victim) for eviction in evictions]
+
+
+def test_nothing_is_evicted_for_nothing() -> None:
+    assert plan_evictions(0, [idle("a"), paused("b", 1.0)]) == []
+    assert plan_evictions(-3, [idle("a")]) == []
+    assert plan_evictions(5, []) == []
+
+
+def test_free_kv_goes_first_then_idle_weights() -> None:
+    holdings = [paused("p", 9.0), idle("i")]
+    assert names(plan_evictions(1, holdings)) == [("i", FREE)]
+    assert names(plan_evictions(4, holdings)) == [("i", FREE), ("p", FREE)]
+    assert names(plan_evictions(7, holdings)) == [("i", FREE), ("p", FREE), ("i", WEIGHTS)]
+
+
+def test_idle_weights_least_recently_used_then_larger_ttft() -> None:
+    holdings = [idle("new", 5.0), idle("tight", 1.0, 0.5), idle("loose", 1.0, 9.0)]
+    plan = plan_evictions(9 + 30, holdings)
+    assert names(plan)[3:] == [("loose", WEIGHTS), ("tight", WEIGHTS), ("new", WEIGHTS)]
+
+
+def test_paused_kv_latest_deadline_first_when_it_suffices() -> None:
+    holdings = [paused("soon", 1.0), paused("late", 9.0)]
+    plan = plan_evictions(6 + 6, holdings)
+    assert names(plan) == [("late", FREE), ("soon", FREE), ("late", LIVE), ("soon", LIVE)]
+
+
+def test_paused_weights_go_before_kv_when_kv_alone_is_too_little() -> None:
+    holdings = [paused("soon", 1.0), paused("late", 9.0)]
+    assert names(plan_evictions(6 + 11, holdings))[2:] == [("late", WEIGHTS), ("soon", WEIGHTS)]
+    everything = plan_evictions(1000, holdings)
+    assert names(everything)[2:] == [
+        ("late", WEIGHTS),
+        ("soon", WEIGHTS),
+        ("late", LIVE),
+        ("soon", LIVE),
+    ]
+    assert sum(eviction.num_pages for eviction in everything) == 36
+
+
+def test_kv_that_an_engine_is_late_to_free_can_be_had() -> None:
+    late = Holding("late", 0, 0.0, 1.0, float("inf"), 0, 0, 4)
+    assert plan_evictions(2, [late]) == [Eviction("late", LIVE, 4)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from gpupoold.config import DeviceSettings, Settings
-from gpupoold.errors import Failed, GpupoolError, TimedOut, error_from_code
+from gpupoold.errors import Failed, GpupoolError, TimedOut, Unavailable, error_from_code
 from gpupoold.pool.child import Child
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import ChannelClosed
@@ -22,6 +23,8 @@ V = TypeVar("V")
 _FIRST_BACKOFF_S = 1.0
 _MAX_BACKOFF_S = 60.0
 _STABLE_AFTER_S = 60.0
+_READY_TIMEOUT_S = 120.0
+_READY_POLL_S = 0.05
 
 OnMessage = Callable[["Instance", m.FromInstance], None]
 OnState = Callable[["Instance"], Awaitable[None]]
@@ -83,6 +86,30 @@ class InstanceSupervisor:
         grace_s = self._settings.limits.stop_grace_s
         children = [instance.child for instance in self.instances if instance.child is not None]
         await asyncio.gather(*(child.stop(m.Shutdown(), grace_s) for child in children))
+
+    async def wait_ready(self, instance: Instance) -> None:
+        """Return when the instance can load models.
+
+        Raises:
+            Unavailable: it did not come up in time.
+        """
+        deadline_s = time.monotonic() + _READY_TIMEOUT_S
+        while not instance.is_ready:
+            if time.monotonic() > deadline_s:
+                raise Unavailable(
+                    f"instance {instance.number} is {instance.state}", "see `gpupool logs`"
+                )
+            await asyncio.sleep(_READY_POLL_S)
+
+    async def device_bytes(self, instance: Instance) -> int:
+        """Memory of the instance's device; waits until it is known.
+
+        Raises:
+            Unavailable: the instance did not come up in time.
+        """
+        await self.wait_ready(instance)
+        assert instance.ready is not None
+        return instance.ready.device_bytes
 
     async def load(
         self, instance: Instance, model: m.ModelToLoad, image_fd: int | None, digest: str

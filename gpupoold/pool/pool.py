@@ -139,7 +139,7 @@ def build_pool(
         dispatcher.frontend_down,
     )
     dispatcher.frontend = frontend
-    lifecycle.frontend = frontend
+    lifecycle.loader.frontend = frontend
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     return Pool(

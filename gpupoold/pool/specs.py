@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 from gpupool_state import ModelRow
-
 from gpupoold.admin.models import AddModelRequest, ModelInfo
 from gpupoold.checkpoints.check import CheckpointInfo
 from gpupoold.checkpoints.fit import estimate_weight_bytes

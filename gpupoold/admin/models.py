@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S
+
 
 class Body(BaseModel):
     """Base of all bodies: unknown fields are errors, so typos are seen."""
@@ -21,8 +23,8 @@ class AddModelRequest(Body):
     revision: str | None = None
     dtype: str = "auto"
     max_model_len: int | None = Field(default=None, gt=0)
-    ttft_s: float = Field(default=10.0, gt=0)
-    tbt_s: float = Field(default=0.1, gt=0)
+    ttft_s: float = Field(default=DEFAULT_TTFT_S, gt=0, allow_inf_nan=False)
+    tbt_s: float = Field(default=DEFAULT_TBT_S, gt=0, allow_inf_nan=False)
     aliases: list[str] = []
     check_only: bool = False
 
@@ -30,8 +32,8 @@ class AddModelRequest(Body):
 class SetModelRequest(Body):
     """``PATCH /models/{name}``; None leaves a value as it is."""
 
-    ttft_s: float | None = Field(default=None, gt=0)
-    tbt_s: float | None = Field(default=None, gt=0)
+    ttft_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    tbt_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     add_aliases: list[str] = []
     remove_aliases: list[str] = []
 

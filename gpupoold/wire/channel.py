@@ -13,6 +13,7 @@ import logging
 import os
 import select
 import socket
+import struct
 from collections import deque
 from typing import Any, Generic, TypeVar
 
@@ -26,6 +27,7 @@ _logger = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 20
 _MAX_FDS = 16
+_INT = struct.Struct("@i")
 
 
 class ChannelClosed(ConnectionError):
@@ -203,8 +205,13 @@ class BlockingChannel(Generic[T]):
 
 def _receive_some(sock: socket.socket, fds: deque[int]) -> bytes:
     """Bytes that have come (none at the end of the stream); descriptors go to ``fds``."""
-    data, received, flags, _ = socket.recv_fds(sock, _READ_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
-    fds.extend(received)
+    # socket.recv_fds() drops its flags, and children would inherit the descriptors.
+    room = socket.CMSG_LEN(_MAX_FDS * _INT.size)
+    data, ancillary, flags, _ = sock.recvmsg(_READ_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            whole = len(payload) - len(payload) % _INT.size
+            fds.extend(fd for (fd,) in _INT.iter_unpack(payload[:whole]))
     if flags & socket.MSG_CTRUNC:
         # Later messages would be given the wrong ones.
         raise OSError(errno.EMFILE, "file descriptors of a message were lost")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sqlite3
 import time
@@ -68,7 +67,7 @@ class Registry:
         """Register a model with its aliases, in state ``registered``.
 
         Raises:
-            UsageError: a name, alias, path or target that cannot be kept.
+            UsageError: a name, alias or path that cannot be kept.
             Refused: the name or an alias is taken; names the model that has it.
         """
         _check_spec(spec)
@@ -102,13 +101,11 @@ class Registry:
 
         Raises:
             NoSuchModel: no model has this name.
-            UsageError: an alias or target that cannot be kept.
+            UsageError: an alias that cannot be kept.
             Refused: an alias to add is taken, or one to remove is not this model's.
         """
         added, removed = tuple(add_aliases), tuple(remove_aliases)
         check_names(added)
-        if targets is not None:
-            _check_targets(targets)
         async with self._db.write() as tx:
             await _check_model(tx, name)
             if targets is not None:
@@ -187,7 +184,6 @@ class Registry:
 
 def _check_spec(spec: ModelSpec) -> None:
     check_names((spec.name, *spec.aliases))
-    _check_targets(spec.targets)
     for text in (spec.source, spec.path):
         if _storable(text) != text:
             raise UsageError(
@@ -211,14 +207,6 @@ def check_names(names: tuple[str, ...]) -> None:
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise UsageError(f"{', '.join(repeated)} is given more than once", "name each alias once")
-
-
-def _check_targets(targets: Targets) -> None:
-    if not (math.isfinite(targets.ttft_s) and math.isfinite(targets.tbt_s)):
-        raise UsageError(
-            f"targets must be finite, got ttft {targets.ttft_s}, tbt {targets.tbt_s}",
-            "use a large number of seconds for a model without a promise",
-        )
 
 
 def _storable(text: str) -> str:

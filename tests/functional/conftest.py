@@ -8,6 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 from openai import AsyncOpenAI
+
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from tests.functional.daemon_tools import (
     LOAD_OPTIONS,
     MODELS,
@@ -18,8 +20,6 @@ from tests.functional.daemon_tools import (
     until,
     weight_bytes,
 )
-
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 
 MAX_REQUEST_ROWS = 60
 _POOL_CONFIG = """

@@ -18,10 +18,10 @@ import httpx
 import psutil
 from openai import AsyncOpenAI, AsyncStream
 from openai.types import Completion
-from tests.conftest import SOURCE_ROOTS
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.admin.models import DeviceInfo, ModelUsage, Ps
+from tests.conftest import SOURCE_ROOTS
 
 MODELS = ("tiny-llama", "tiny-mixtral", "tiny-qwen2", "tiny-qwen3")
 LLAMA, MIXTRAL, QWEN2, QWEN3 = MODELS

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from gpupool_cli.private_daemon import PrivateDaemon
+from gpupoold.errors import GpupoolError, Refused, UsageError
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,
@@ -21,9 +24,6 @@ from tests.functional.daemon_tools import (
     until,
     usage,
 )
-
-from gpupool_cli.private_daemon import PrivateDaemon
-from gpupoold.errors import GpupoolError, Refused, UsageError
 
 Copy = Callable[[Path], Path]
 
@@ -148,9 +148,7 @@ class TestSizes:
     ) -> None:
         assert "100000" in refused(tiny_models[QWEN2], max_model_len=100_000).message
 
-    def test_a_full_model_cache(
-        self, pool: PrivateDaemon, tiny_models: dict[str, Path]
-    ) -> None:
+    def test_a_full_model_cache(self, pool: PrivateDaemon, tiny_models: dict[str, Path]) -> None:
         pool.add_model("fifth", tiny_models[QWEN3], **LOAD_OPTIONS)
         try:
             before = Traces.of(pool)

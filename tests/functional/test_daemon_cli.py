@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.functional.daemon_tools import LLAMA, MODELS, QWEN2, QWEN3, Traces, cli
 
 from gpupool_cli.private_daemon import PrivateDaemon
+from tests.functional.daemon_tools import LLAMA, MODELS, QWEN2, QWEN3, Traces, cli
 
 
 class TestLooking:

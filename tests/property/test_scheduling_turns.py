@@ -33,6 +33,9 @@ class TurnMachine(RuleBasedStateMachine):
         self.longest_step_s: dict[str, float] = {}
         self.turn: Turn | None = None
         self.waited: dict[str, int] = {}  # turns of others since a model began to wait
+        for number in range(3):
+            self.add_model(Targets(), switch_s=0.5 * number)
+            self.arrive(number, count=2, ago_s=0.0)
 
     @rule(promised=TARGETS, switch_s=SECONDS)
     def add_model(self, promised: Targets, switch_s: float) -> None:
@@ -193,5 +196,5 @@ class TurnMachine(RuleBasedStateMachine):
         return sorted(self.live)[which % len(self.live)]
 
 
-TurnMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TurnMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestTurnMachine = TurnMachine.TestCase

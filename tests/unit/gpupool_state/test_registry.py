@@ -113,9 +113,6 @@ async def test_targets(registry: Registry, make_spec: MakeSpec) -> None:
     row = await registry.set_targets("llama", Targets(ttft_s=1.5, tbt_s=0.25))
     assert row.spec.targets == Targets(ttft_s=1.5, tbt_s=0.25)
     assert await registry.get("llama") == row
-    with pytest.raises(UsageError, match="finite"):
-        await registry.set_targets("llama", Targets(ttft_s=float("nan"), tbt_s=1))
-    assert await registry.get("llama") == row
 
 
 async def test_aliases_come_and_go(registry: Registry, make_spec: MakeSpec) -> None:

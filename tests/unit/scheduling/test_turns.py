@@ -15,8 +15,10 @@ def scheduler_of(*models: str, ttft_s: float = 10.0, tbt_s: float = 0.1) -> Turn
     return scheduler
 
 
-def cost(*models: str, now_s: float = 0.0, full_s: float = 1.0, all_fit: bool = True) -> SwitchCost:
-    return SwitchCost(dict.fromkeys(models, now_s), dict.fromkeys(models, full_s), all_fit)
+def cost(
+    *models: str, switch_s: float = 0.0, full_s: float = 1.0, all_fit: bool = True
+) -> SwitchCost:
+    return SwitchCost(dict.fromkeys(models, switch_s), dict.fromkeys(models, full_s), all_fit)
 
 
 def next_turn(scheduler: TurnScheduler, now_s: float, **costs: float | bool) -> Turn:
@@ -110,7 +112,7 @@ def test_a_turn_ends_when_its_quota_is_used_and_others_wait() -> None:
     scheduler = scheduler_of("a", "b")
     scheduler.arrive("a", "r", 0.0)
     scheduler.arrive("b", "r", 0.0)
-    turn = next_turn(scheduler, 100.0, now_s=0.5)
+    turn = next_turn(scheduler, 100.0, switch_s=0.5)
     assert turn.ends_at_s == pytest.approx(100.5 + turn.quota_s)
     assert not scheduler.turn_is_over(turn, turn.ends_at_s - 1e-6)
     assert scheduler.turn_is_over(turn, turn.ends_at_s)
@@ -153,7 +155,7 @@ def test_immeasurably_short_steps_do_no_harm(step_s: float) -> None:
         scheduler.observe_step("a", step_s)
     scheduler.arrive("a", "r", 0.0)
     scheduler.arrive("b", "r", 0.0)
-    assert 0 < next_turn(scheduler, 0.0, now_s=0.1).quota_s < 4.0
+    assert 0 < next_turn(scheduler, 0.0, switch_s=0.1).quota_s < 4.0
 
 
 def test_c5_through_the_scheduler() -> None:
@@ -163,7 +165,7 @@ def test_c5_through_the_scheduler() -> None:
             scheduler.observe_step(model, 0.025)
     for model in "abc":
         scheduler.arrive(model, "r", 0.0)
-    turns = [next_turn(scheduler, 0.0, now_s=0.0, full_s=1.0, all_fit=False) for _ in range(3)]
+    turns = [next_turn(scheduler, 0.0, switch_s=0.0, full_s=1.0, all_fit=False) for _ in range(3)]
     assert [turn.quota_s for turn in turns] == pytest.approx([4.0] * 3)
 
 
@@ -182,7 +184,7 @@ def test_when_all_fit_only_what_is_missing_counts() -> None:
     scheduler = scheduler_of("a", "b")
     scheduler.arrive("a", "r", 0.0)
     scheduler.arrive("b", "r", 0.0)
-    free = [next_turn(scheduler, 0.0, now_s=0.0, full_s=5.0) for _ in range(2)]
+    free = [next_turn(scheduler, 0.0, switch_s=0.0, full_s=5.0) for _ in range(2)]
     assert sum(turn.quota_s for turn in free) <= 0.1
 
 
@@ -190,7 +192,7 @@ def test_a_quota_is_never_shorter_than_a_step() -> None:
     scheduler = scheduler_of("a", "b")
     scheduler.arrive("a", "r", 0.0)
     scheduler.arrive("b", "r", 0.0)
-    turns = [next_turn(scheduler, 0.0, now_s=1e-9) for _ in range(2)]
+    turns = [next_turn(scheduler, 0.0, switch_s=1e-9) for _ in range(2)]
     assert [turn.quota_s for turn in turns] == pytest.approx([0.02, 0.02])
 
 

@@ -1,0 +1,215 @@
+"""The HTTP API through the whole daemon: one of each kind of request, and bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from gpupool_cli.private_daemon import PrivateDaemon
+from tests.functional.daemon_tools import (
+    LLAMA,
+    MAX_LEN,
+    MIXTRAL,
+    MODELS,
+    QWEN2,
+    QWEN3,
+    Background,
+    ask,
+    cli,
+)
+
+GREETING: Any = [{"role": "user", "content": "hello there"}]
+JSON = {"content-type": "application/json"}
+
+
+class TestGeneration:
+    async def test_stream_equals_whole_answer(self, api: AsyncOpenAI) -> None:
+        arguments: Any = {"model": LLAMA, "messages": GREETING, "max_tokens": 16, "temperature": 0}
+        whole = (await api.chat.completions.create(**arguments)).choices[0].message.content
+        parts = await api.chat.completions.create(**arguments, stream=True)
+        assert "".join([part.choices[0].delta.content or "" async for part in parts]) == whole
+        assert whole
+
+    async def test_usage_at_the_end_of_a_stream(self, api: AsyncOpenAI) -> None:
+        parts = await api.completions.create(
+            model=QWEN3,
+            prompt="a b c",
+            max_tokens=7,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        *_, last = [part async for part in parts]
+        assert last.usage is not None
+        assert last.usage.completion_tokens == 7
+
+    async def test_two_samples(self, api: AsyncOpenAI) -> None:
+        answer = await api.completions.create(
+            model=QWEN2, prompt="a b c", n=2, max_tokens=8, seed=3, extra_body={"ignore_eos": True}
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1]
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 16
+
+    async def test_stop_string(self, api: AsyncOpenAI) -> None:
+        text = (await ask(api, MIXTRAL, "hello", 32)).text
+        stop = text[len(text) // 2 :][:3]
+        answer = await api.completions.create(
+            model=MIXTRAL, prompt="hello", max_tokens=32, temperature=0, stop=[stop]
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.choices[0].text == text[: text.index(stop)]
+
+    async def test_log_probabilities(self, api: AsyncOpenAI) -> None:
+        answer = await api.chat.completions.create(
+            model=QWEN3, messages=GREETING, max_tokens=5, logprobs=True, top_logprobs=3
+        )
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.content is not None
+        assert [len(token.top_logprobs) for token in logprobs.content] == [3] * 5
+
+    async def test_json_schema(self, api: AsyncOpenAI) -> None:
+        kinds = {"type": "object", "properties": {"kind": {"enum": ["cat", "dog"]}}}
+        schema = kinds | {"required": ["kind"], "additionalProperties": False}
+        # An untrained model likes white space; the penalty makes it get to the point.
+        answer = await api.chat.completions.create(
+            model=LLAMA,
+            messages=GREETING,
+            max_tokens=300,
+            temperature=0,
+            frequency_penalty=2,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "pet", "schema": schema},
+            },
+        )
+        assert json.loads(answer.choices[0].message.content or "")["kind"] in ("cat", "dog")
+
+    async def test_tools(self, api: AsyncOpenAI) -> None:
+        parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+        answer = await api.chat.completions.create(
+            model=QWEN2,
+            messages=GREETING,
+            tools=[{"type": "function", "function": {"name": "weather", "parameters": parameters}}],
+            tool_choice="auto",
+            max_tokens=8,
+        )
+        assert answer.choices[0].message.role == "assistant"
+
+    async def test_one_request_id_for_several_requests(self, pool: PrivateDaemon) -> None:
+        """Clients may send ``X-Request-Id``, and may send the same one twice at a time."""
+        body = {"model": LLAMA, "prompt": "hello", "max_tokens": 40, "temperature": 0}
+        async with httpx.AsyncClient(base_url=pool.http_url, timeout=30) as http:
+            posts = [
+                http.post("/v1/completions", json=body, headers={"x-request-id": "same"})
+                for _ in range(4)
+            ]
+            answers = await asyncio.gather(*posts)
+        assert [answer.status_code for answer in answers] == [200] * 4
+        assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+
+
+class TestNames:
+    def test_every_model_is_listed(self, http: httpx.Client) -> None:
+        rows = http.get("/v1/models").json()["data"]
+        assert [(row["id"], row["status"]) for row in rows] == [(name, "ready") for name in MODELS]
+        assert http.get(f"/v1/models/{LLAMA}").json()["max_model_len"] == MAX_LEN
+        assert http.get("/ready").json() == {"ready": True}
+
+    async def test_an_alias_answers_as_its_model(
+        self, pool: PrivateDaemon, api: AsyncOpenAI
+    ) -> None:
+        expected = await ask(api, QWEN3, "def foo(self):")
+        assert cli(pool, "set", QWEN3, "--add-alias", "org/name:v1").returncode == 0
+        try:
+            assert await ask(api, "org/name:v1", "def foo(self):") == expected
+        finally:
+            assert cli(pool, "set", QWEN3, "--remove-alias", "org/name:v1").returncode == 0
+        with pytest.raises(openai.NotFoundError):
+            await ask(api, "org/name:v1", "def foo(self):")
+
+
+def completion(**fields: Any) -> bytes:
+    body = {"model": LLAMA, "prompt": "x", "max_tokens": 2}
+    return json.dumps({name: value for name, value in (body | fields).items() if value}).encode()
+
+
+# What a body is, and the status and part of the message that it must be answered with.
+BAD_BODIES: dict[str, tuple[bytes, int, str]] = {
+    "empty": (b"", 400, "JSON"),
+    "malformed": (b'{"model": "tiny-llama",', 400, "JSON"),
+    "not-unicode": (b"\xff\xfe{}", 400, "JSON"),
+    "a-list": (b"[1, 2]", 400, "object"),
+    "no-model": (completion(model=None), 400, "model"),
+    "model-is-a-number": (completion(model=7), 400, "model"),
+    "unknown-model": (completion(model="tiny-lama"), 404, "`tiny-llama`"),
+    "no-prompt": (completion(prompt=None), 400, "prompt"),
+    "prompt-of-another-type": (completion(prompt={"a": 1}), 400, "prompt"),
+    "prompt-too-long": (completion(prompt="x y " * 4000), 400, str(MAX_LEN)),
+    "answer-too-long": (completion(max_tokens=MAX_LEN + 1), 400, str(MAX_LEN)),
+    "max-tokens-is-text": (completion(max_tokens="many"), 400, "max_tokens"),
+    "token-out-of-vocabulary": (completion(prompt=[99999]), 400, "vocabulary"),
+    "temperature-is-text": (completion(temperature="hot"), 400, "temperature"),
+    "too-many-log-probabilities": (completion(logprobs=1000), 400, "logprobs"),
+    "bad-regex": (completion(structured_outputs={"regex": "((("}), 400, "rammar"),
+}
+
+
+class TestBadInput:
+    @pytest.fixture
+    async def background(self, api: AsyncOpenAI) -> AsyncIterator[None]:
+        """While the test runs so does a stream on the same model, and it must not notice."""
+        expected = await ask(api, LLAMA, "go on", 200)
+        stream = Background(api, LLAMA, "go on", 200)
+        await stream.started()
+        yield
+        assert await stream.finished() == expected
+
+    @pytest.mark.usefixtures("background")
+    @pytest.mark.parametrize("case", BAD_BODIES)
+    async def test_is_answered_with_the_reason(self, pool: PrivateDaemon, case: str) -> None:
+        content, status, words = BAD_BODIES[case]
+        async with httpx.AsyncClient(base_url=pool.http_url, timeout=30) as http:
+            answer = await http.post("/v1/completions", content=content, headers=JSON)
+        assert answer.status_code == status
+        error = answer.json()["error"]
+        assert error.keys() >= {"message", "type", "param", "code"}
+        assert error["code"] == status
+        assert words in error["message"]
+
+    @pytest.mark.usefixtures("background")
+    @pytest.mark.parametrize("chunked", [False, True])
+    async def test_a_body_over_the_limit(self, pool: PrivateDaemon, chunked: bool) -> None:
+        body = completion(prompt="x" * 11_000_000)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for start in range(0, len(body), 1 << 16):
+                yield body[start : start + (1 << 16)]
+
+        content = chunks() if chunked else body
+        async with httpx.AsyncClient(base_url=pool.http_url, timeout=30) as http:
+            answer = await http.post("/v1/completions", content=content, headers=JSON)
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == 413
+
+    def test_unknown_fields_are_tolerated(self, http: httpx.Client) -> None:
+        answer = http.post("/v1/completions", content=completion(frobnicate=1), headers=JSON)
+        assert answer.status_code == 200
+
+    def test_the_openai_client_sees_its_own_errors(self, pool: PrivateDaemon) -> None:
+        url = f"{pool.http_url}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.NotFoundError):
+                client.completions.create(model="nobody", prompt="x")
+            with pytest.raises(openai.BadRequestError, match=str(MAX_LEN)):
+                client.completions.create(model=LLAMA, prompt="x y " * 4000)
+            with pytest.raises(openai.BadRequestError, match="messages"):
+                client.chat.completions.create(model=LLAMA, messages=[])

@@ -1,0 +1,85 @@
+"""One instance of every message, with every field set to something telling."""
+
+from __future__ import annotations
+
+from gpupoold.wire import messages as m
+
+MODEL = m.ModelToLoad(
+    name="llama",
+    path="/models/llama",
+    dtype="bfloat16",
+    max_model_len=4096,
+    aliases=("l", "chat"),
+    ttft_s=1.5,
+    tbt_s=0.05,
+    allow_remote_code=True,
+)
+LOADED = m.LoadedModel(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    max_model_len=4096,
+    dtype="bfloat16",
+    block_size=32,
+    num_gpu_blocks=1000,
+    weight_bytes=1 << 33,
+    kv_bytes_per_token=4096,
+    supported_tasks=("generate",),
+    load_s=12.25,
+)
+SWITCH = m.SwitchRecord(
+    instance=1,
+    model="llama",
+    previous=None,
+    at_s=10.5,
+    total_s=0.75,
+    evict_s=0.125,
+    map_s=0.25,
+    weights_s=0.25,
+    kv_s=0.125,
+    weight_bytes=1 << 33,
+    kv_in_bytes=7,
+    kv_out_bytes=8,
+)
+MEMORY = m.ModelMemory(
+    model="llama",
+    weights_resident_bytes=0,
+    weights_total_bytes=1 << 33,
+    kv_resident_bytes=5,
+    kv_host_bytes=6,
+    num_live=2,
+    num_waiting=1,
+)
+SERVED = m.ServedModel(
+    name="llama",
+    aliases=("l",),
+    state="failed",
+    created_at=1_700_000_000.0,
+    reason="no room",
+    retry_after_s=5.0,
+    max_model_len=None,
+)
+PROGRESS = [m.RequestProgress("r1", [1, 2]), m.RequestProgress("r2", [], "stop")]
+
+MESSAGES: list[m.Message] = [
+    m.LoadModel(MODEL, True, "digest"),
+    m.UnloadModel("llama"),
+    m.SetTargets("llama", 1.0, 0.25),
+    m.AddRequest("llama", "r1", 3.5, list(range(300)), 64, [b"", b"\x00\xff" * 40]),
+    m.AbortRequests("llama", ["r1", "r2"]),
+    m.Call(7, "residency", {"models": ["a"], "num": 3, "none": None, "nested": {"x": 0.5}}),
+    m.CallResult(7, {"seconds": [0.5, 1.5]}, "", "", ""),
+    m.CallResult(8, None, "failed", "it did not work", "try again"),
+    m.Shutdown(),
+    m.InstanceReady(1, 4242, 1 << 36, 2 << 20, 2.5e10, "0.32.0"),
+    m.ModelLoaded(LOADED, "digest", True),
+    m.ModelFailed("llama", "refused", "too large", "a larger device"),
+    m.ModelUnloaded("llama"),
+    m.StepOutputs("llama", 5.25, [b"frame", bytes(range(256))], PROGRESS),
+    m.Switched(SWITCH),
+    m.InstanceStatus(1, 6.5, None, 0.25, 99, 1 << 30, 0, [MEMORY, MEMORY]),
+    m.FrontendReady(4243),
+    m.ModelList([SERVED], True),
+    m.ServeModel(9, MODEL, LOADED),
+    m.StopServing("llama"),
+    m.RequestsFailed("llama", ["r1"], "the worker ended"),
+]

@@ -1,0 +1,327 @@
+"""Both kinds of channel over real socket pairs: order, descriptors, back-pressure, death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from gpupoold.wire import messages as m
+from gpupoold.wire.channel import AsyncChannel, BlockingChannel, ChannelClosed
+from gpupoold.wire.codec import encode_frame
+from tests.unit.wire.samples import LOADED, MESSAGES, MODEL
+
+Both = tuple[AsyncChannel[m.FromInstance], BlockingChannel[m.ToInstance]]
+TO_INSTANCE = [message for message in MESSAGES if isinstance(message, m.ToInstance)]
+FROM_INSTANCE = [message for message in MESSAGES if isinstance(message, m.FromInstance)]
+
+
+@contextlib.asynccontextmanager
+async def channels() -> AsyncIterator[Both]:
+    """A daemon's end and an instance's; no descriptor is left afterwards."""
+    before = open_fds()
+    ours, theirs = socket.socketpair()
+    daemon: AsyncChannel[m.FromInstance] = AsyncChannel(ours, m.FromInstance)
+    instance: BlockingChannel[m.ToInstance] = BlockingChannel(theirs, m.ToInstance)
+    try:
+        yield daemon, instance
+    finally:
+        daemon.close()
+        instance.close()
+        await asyncio.sleep(0)
+    assert open_fds() == before
+
+
+def open_fds() -> set[str]:
+    names = os.listdir("/proc/self/fd")
+    return {name for name in names if os.path.exists(f"/proc/self/fd/{name}")}
+
+
+def memfd(text: str) -> int:
+    fd = os.memfd_create(text)
+    os.write(fd, text.encode())
+    return fd
+
+
+def content(fd: int) -> str:
+    """What the memfd holds; closes it."""
+    with open(fd, "rb") as file:
+        file.seek(0)
+        return file.read().decode()
+
+
+async def soon(coroutine):
+    async with asyncio.timeout(10):
+        return await coroutine
+
+
+async def test_every_message_both_ways() -> None:
+    async with channels() as (daemon, instance):
+        for message in TO_INSTANCE:
+            daemon.send(message)
+        assert [instance.receive(5.0) for _ in TO_INSTANCE] == TO_INSTANCE
+        for message in FROM_INSTANCE:
+            instance.send(message)
+        assert [await soon(daemon.receive()) for _ in FROM_INSTANCE] == FROM_INSTANCE
+
+
+async def test_descriptors_come_in_order_with_their_messages() -> None:
+    async with channels() as (daemon, instance):
+        for number in range(5):
+            fd = memfd(f"image {number}")
+            daemon.send(m.UnloadModel(f"before {number}"))
+            daemon.send(m.LoadModel(MODEL, True, str(number)), (fd,))
+            os.close(fd)
+        daemon.send(m.Shutdown())
+        for number in range(5):
+            assert instance.receive(5.0) == m.UnloadModel(f"before {number}")
+            assert instance.receive(5.0) == m.LoadModel(MODEL, True, str(number))
+            assert content(instance.take_fd()) == f"image {number}"
+        assert instance.receive(5.0) == m.Shutdown()
+
+
+async def test_descriptors_to_the_daemon_even_read_late() -> None:
+    async with channels() as (daemon, instance):
+        for number in range(5):
+            fd = memfd(f"image {number}")
+            instance.send(m.ModelLoaded(LOADED, str(number), True), (fd,))
+            instance.send(m.ModelUnloaded(str(number)))
+            os.close(fd)
+        await asyncio.sleep(0.05)  # all are in the daemon's queue now
+        for number in range(5):
+            loaded = await soon(daemon.receive())
+            assert loaded == m.ModelLoaded(LOADED, str(number), True)
+            fd = daemon.take_fd()
+            assert not os.get_inheritable(fd)
+            assert content(fd) == f"image {number}"
+            assert await soon(daemon.receive()) == m.ModelUnloaded(str(number))
+
+
+async def test_received_descriptors_are_not_inherited() -> None:
+    async with channels() as (daemon, instance):
+        fd = memfd("image")
+        daemon.send(m.LoadModel(MODEL, True), (fd,))
+        instance.receive(5.0)
+        received = instance.take_fd()
+        assert not os.get_inheritable(received)
+        os.close(received)
+        os.close(fd)
+
+
+async def test_descriptors_that_nobody_takes_are_closed() -> None:
+    async with channels() as (daemon, instance):  # checks for leaks
+        fd = memfd("image")
+        daemon.send(m.LoadModel(MODEL, True), (fd,))
+        instance.send(m.ModelLoaded(LOADED, "", True), (fd,))
+        os.close(fd)
+        assert instance.receive(5.0)
+        assert await soon(daemon.receive())
+
+
+async def test_descriptors_of_unsent_messages_are_closed() -> None:
+    async with channels() as (daemon, _):
+        fd = memfd("image")
+        daemon.send(m.LoadModel(MODEL, False, "x" * (8 << 20)))
+        daemon.send(m.LoadModel(MODEL, True), (fd,))
+        os.close(fd)
+
+
+async def test_big_frames_wait_for_a_slow_reader_without_blocking() -> None:
+    async with channels() as (daemon, instance):
+        big = [m.AddRequest("m", str(n), 0.0, [], 1, [bytes([n]) * (3 << 20)]) for n in range(4)]
+        started_s = time.monotonic()
+        for message in big:
+            daemon.send(message)
+        fd = memfd("after the big ones")
+        daemon.send(m.LoadModel(MODEL, True), (fd,))
+        os.close(fd)
+        assert time.monotonic() - started_s < 1
+        reader = asyncio.to_thread(lambda: [instance.receive(5.0) for _ in range(5)])
+        assert await soon(reader) == [*big, m.LoadModel(MODEL, True)]
+        assert content(instance.take_fd()) == "after the big ones"
+
+
+async def test_big_frames_from_a_blocking_sender() -> None:
+    async with channels() as (daemon, instance):
+        big = [m.StepOutputs("m", n, [bytes([n]) * (3 << 20)], []) for n in range(3)]
+        sending = asyncio.to_thread(lambda: [instance.send(message) for message in big])
+        sender = asyncio.create_task(sending)
+        received = [await soon(daemon.receive()) for _ in big]
+        await soon(sender)
+        assert received == big
+
+
+async def test_both_send_big_frames_at_once() -> None:
+    async with channels() as (daemon, instance):
+        request = m.AddRequest("m", "r", 0.0, [], 1, [b"a" * (4 << 20)])
+        outputs = m.StepOutputs("m", 0.0, [b"b" * (4 << 20)], [])
+
+        def work() -> m.ToInstance | None:
+            instance.send(outputs)
+            return instance.receive(5.0)
+
+        daemon.send(request)
+        worker = asyncio.create_task(asyncio.to_thread(work))
+        assert await soon(daemon.receive()) == outputs
+        assert await soon(worker) == request
+
+
+async def test_a_forwarded_frame_is_not_encoded_again() -> None:
+    async with channels() as (daemon, instance):
+        daemon.send_frame(encode_frame(m.UnloadModel("x")))
+        assert instance.receive(5.0) == m.UnloadModel("x")
+
+
+async def test_receive_times_out() -> None:
+    async with channels() as (daemon, instance):
+        assert instance.receive(0.0) is None
+        started_s = time.monotonic()
+        assert instance.receive(0.05) is None
+        assert time.monotonic() - started_s >= 0.04
+        daemon.send(m.Shutdown())
+        assert instance.receive(None) == m.Shutdown()
+
+
+async def test_half_a_frame_is_not_a_message() -> None:
+    ours, theirs = socket.socketpair()
+    instance: BlockingChannel[m.ToInstance] = BlockingChannel(theirs, m.ToInstance)
+    frame = encode_frame(m.UnloadModel("x"))
+    ours.send(frame[:7])
+    assert instance.receive(0.0) is None
+    ours.send(frame[7:])
+    assert instance.receive(0.0) == m.UnloadModel("x")
+    ours.close()
+    instance.close()
+
+
+async def test_closing_is_seen_after_what_was_sent_before() -> None:
+    async with channels() as (daemon, instance):
+        daemon.send(m.UnloadModel("x"))
+        instance.send(m.ModelUnloaded("y"))
+        daemon.close()
+        assert daemon.closed
+        assert instance.receive(5.0) == m.UnloadModel("x")
+        with pytest.raises(ChannelClosed):
+            instance.receive(5.0)
+        with pytest.raises(ChannelClosed):
+            instance.send(m.ModelUnloaded("z"))
+        with pytest.raises(ChannelClosed):
+            daemon.send(m.Shutdown())
+        daemon.close()
+
+
+async def test_every_receive_after_the_end_raises() -> None:
+    async with channels() as (daemon, instance):
+        instance.send(m.ModelUnloaded("last"))
+        waiting = [asyncio.create_task(daemon.receive()) for _ in range(3)]
+        await asyncio.sleep(0)
+        instance.close()
+        results = await soon(asyncio.gather(*waiting, return_exceptions=True))
+        assert results[0] == m.ModelUnloaded("last")
+        assert all(isinstance(result, ChannelClosed) for result in results[1:])
+        with pytest.raises(ChannelClosed):
+            await soon(daemon.receive())
+        assert daemon.closed
+
+
+async def test_last_words_of_a_dead_peer_are_read_though_sending_to_it_failed() -> None:
+    async with channels() as (daemon, instance):
+        fd = memfd("image")
+        for number in range(3):
+            instance.send(m.ModelLoaded(LOADED, str(number), True), (fd,))
+        os.close(fd)
+        instance.close()
+        daemon.send(m.Shutdown())  # finds out, before anything was read
+        assert daemon.closed
+        for number in range(3):
+            assert await soon(daemon.receive()) == m.ModelLoaded(LOADED, str(number), True)
+            await asyncio.sleep(0.01)  # the end of the stream is read meanwhile
+            assert content(daemon.take_fd()) == "image"
+        with pytest.raises(ChannelClosed):
+            await soon(daemon.receive())
+
+
+async def test_garbage_closes_the_channel(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = socket.socketpair()
+    daemon: AsyncChannel[m.FromInstance] = AsyncChannel(ours, m.FromInstance)
+    theirs.send(encode_frame(m.ModelUnloaded("good")))
+    assert await soon(daemon.receive()) == m.ModelUnloaded("good")
+    theirs.send(b"\xff\xff\xff\xff")
+    with pytest.raises(ChannelClosed):
+        await soon(daemon.receive())
+    assert "over the limit" in caplog.text
+    assert theirs.recv(1) == b""
+    theirs.close()
+    daemon.close()
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", b"\x01\x00\x00\x00\xc1"])
+def test_garbage_to_a_blocking_channel(garbage: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    instance: BlockingChannel[m.ToInstance] = BlockingChannel(theirs, m.ToInstance)
+    ours.send(garbage)
+    with pytest.raises(ChannelClosed):
+        instance.receive(1.0)
+    ours.close()
+    instance.close()
+
+
+def test_lost_descriptors_end_the_channel() -> None:
+    ours, theirs = socket.socketpair()
+    instance: BlockingChannel[m.ToInstance] = BlockingChannel(theirs, m.ToInstance)
+    fd = memfd("image")
+    socket.send_fds(ours, [encode_frame(m.LoadModel(MODEL, True))], [fd] * 17)
+    with pytest.raises(ChannelClosed, match="descriptors of a message were lost"):
+        instance.receive(1.0)
+    os.close(fd)
+    ours.close()
+    instance.close()
+
+
+async def test_a_killed_process_closes_its_channel(project_env: dict[str, str]) -> None:
+    before = open_fds()
+    ours, theirs = socket.socketpair()
+    script = f"""
+import os, socket, signal
+from gpupoold.wire import messages as m
+from gpupoold.wire.channel import BlockingChannel
+channel = BlockingChannel(socket.socket(fileno={theirs.fileno()}), m.ToInstance)
+fd = os.memfd_create("image")
+channel.send(m.ModelLoaded(channel.receive(None).model and m.LoadedModel(
+    name="x", architecture="a", max_model_len=1, dtype="d", block_size=1, num_gpu_blocks=1,
+    weight_bytes=1, kv_bytes_per_token=1, supported_tasks=(), load_s=0.0), "d", True), (fd,))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, env=project_env, pass_fds=[theirs.fileno()]) as process:
+        theirs.close()
+        daemon: AsyncChannel[m.FromInstance] = AsyncChannel(ours, m.FromInstance)
+        daemon.send(m.LoadModel(MODEL))
+        assert isinstance(await soon(daemon.receive()), m.ModelLoaded)
+        with pytest.raises(ChannelClosed):
+            await soon(daemon.receive())
+        os.close(daemon.take_fd())
+        with contextlib.suppress(ChannelClosed):
+            daemon.send(m.Shutdown())
+        daemon.close()
+        assert process.wait(10) == -9
+    assert open_fds() == before
+
+
+def test_a_blocked_sender_learns_of_the_death() -> None:
+    ours, theirs = socket.socketpair()
+    instance: BlockingChannel[m.ToInstance] = BlockingChannel(theirs, m.ToInstance)
+    timer = threading.Timer(0.1, ours.close)
+    timer.start()
+    with pytest.raises(ChannelClosed):
+        instance.send(m.StepOutputs("m", 0.0, [bytes(16 << 20)], []))
+    timer.join()
+    instance.close()

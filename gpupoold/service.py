@@ -27,7 +27,7 @@ from gpupoold import __version__
 from gpupoold.admin.app import build_app
 from gpupoold.admin.paths import SOCKET_FILE_NAME
 from gpupoold.config import ServerSettings, Settings, load_settings
-from gpupoold.errors import Failed, GpupoolError
+from gpupoold.errors import Failed, GpupoolError, Refused
 from gpupoold.pool.pool import Pool, build_pool
 
 _logger = logging.getLogger("gpupoold")
@@ -102,14 +102,7 @@ async def _running_pool(pool: Pool) -> AsyncIterator[None]:
 @contextlib.asynccontextmanager
 async def _running_admin(pool: Pool, runtime_dir: Path) -> AsyncIterator[None]:
     path = runtime_dir / SOCKET_FILE_NAME
-    path.unlink(missing_ok=True)  # the state lock says that no other daemon uses it
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.bind(str(path))
-        os.chmod(path, 0o660)
-        sock.listen(128)
-    except OSError as error:
-        raise Failed(f"{path}: the admin socket cannot be made: {error.strerror}") from error
+    sock = _admin_socket(path)
     config = uvicorn.Config(
         build_app(pool),
         log_config=None,
@@ -126,6 +119,36 @@ async def _running_admin(pool: Pool, runtime_dir: Path) -> AsyncIterator[None]:
         server.should_exit = True
         await asyncio.wait([task])
         path.unlink(missing_ok=True)
+
+
+def _admin_socket(path: Path) -> socket.socket:
+    if _is_answered(path):
+        raise Refused(
+            f"another daemon answers at the admin socket {path}",
+            "stop it first, or give this one another paths.runtime_dir",
+        )
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.unlink(missing_ok=True)  # left by a daemon that was killed
+        sock.bind(str(path))
+        os.chmod(path, 0o660)
+        sock.listen(128)
+    except OSError as error:
+        sock.close()
+        raise Failed(
+            f"{path}: the admin socket cannot be made: {error.strerror or error}",
+            "change paths.runtime_dir or its permissions",
+        ) from error
+    return sock
+
+
+def _is_answered(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
 
 
 class _Server(uvicorn.Server):

@@ -92,6 +92,11 @@ class Mounts:
         for mount in self._retired.get(name, ()):
             mount.api.stop(message)
 
+    def unmount_all(self, message: str) -> None:
+        """Take no more requests at all; open ones end with ``message``."""
+        for name in {*self._current, *self._retired}:
+            self.unmount(name, message)
+
     def deliver(self, outputs: StepOutputs) -> None:
         """Hand one engine step's outputs to the model's API."""
         mount = self._current.get(outputs.model)

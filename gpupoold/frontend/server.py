@@ -35,6 +35,8 @@ from gpupoold.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
+# While it stops, open streams may finish for so long; then they end with an error.
+_STREAMS_GRACE_S = 4.0
 _GRACE_S = 5
 
 
@@ -98,7 +100,11 @@ class Frontend:
         server.should_exit = True
         # Without the daemon no stream can go on.
         server.force_exit = not daemon_is_there
+        following = asyncio.create_task(self._follow_daemon())
+        await asyncio.wait({serving}, timeout=_STREAMS_GRACE_S)
+        self._mounts.unmount_all("the server is stopping")
         await serving
+        following.cancel()
 
     def _uvicorn_config(self) -> uvicorn.Config:
         router = Router(self._catalog, self._mounts, self._settings.max_body_bytes)

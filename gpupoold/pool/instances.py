@@ -86,6 +86,8 @@ class InstanceSupervisor:
         grace_s = self._settings.limits.stop_grace_s
         children = [instance.child for instance in self.instances if instance.child is not None]
         await asyncio.gather(*(child.stop(m.Shutdown(), grace_s) for child in children))
+        for instance in self.instances:
+            self._forget(instance, "the daemon is stopping")
 
     async def wait_ready(self, instance: Instance) -> None:
         """Return when the instance can load models.

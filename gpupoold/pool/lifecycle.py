@@ -138,6 +138,12 @@ class ModelLifecycle:
             raise NoSuchModel(f"no model is named {name!r}", f"registered: {names or 'none'}")
         return row
 
+    async def stop(self) -> None:
+        """Undo what is still being added; the instances have stopped before."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     async def instance_up(self, instance: Instance) -> None:
         """Load every registered model on an instance that has just come up."""
         self._event("info", "instance_ready", str(instance.number), "ready")
@@ -252,7 +258,7 @@ class ModelLifecycle:
         while num_live := self._dispatcher.live.num_of(row.spec.name):
             if time.monotonic() > deadline_s:
                 self._leaving.discard(row.spec.name)
-                await self._registry.set_state(row.spec.name, row.state)
+                await self._registry.set_state(row.spec.name, ModelState.READY)
                 await self.publish()
                 raise TimedOut(
                     f"{row.spec.name}: {num_live} requests still run after {limit_s:g} s",

@@ -52,6 +52,7 @@ class Pool:
         self.stopping = True
         await self.frontend.stop()
         await self.supervisor.stop()
+        await self.lifecycle.stop()
         self.cache.close()
 
     @property

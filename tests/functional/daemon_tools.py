@@ -186,20 +186,25 @@ def admin_http(daemon: PrivateDaemon, timeout_s: float = 30.0) -> httpx.Client:
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """Everything that knows of a model; equal before and after what must leave no trace."""
+    """Everything that knows of a model; equal before and after what must leave no trace.
+
+    Which models are resident may differ; but all pages must be free or somebody's.
+    """
 
     registered: tuple[str, ...]
     listed: tuple[str, ...]
     on_device: tuple[str, ...]
     cache_bytes: int
     num_pages: int
-    num_free_pages: int
+    lost_bytes: int
     images: tuple[str, ...]
 
     @classmethod
     def of(cls, daemon: PrivateDaemon) -> Traces:
         """Look everywhere; the device must be idle."""
         accounts = check(daemon)
+        with contextlib.suppress(AssertionError):
+            until(lambda: lost_bytes(daemon) == 0, 2)
         with daemon.client() as client:
             models, status, now = client.models(), client.status(), client.ps()
         listed = httpx.get(f"{daemon.http_url}/v1/models").json()["data"]
@@ -210,9 +215,17 @@ class Traces:
             tuple(row.name for row in now.models if row.weights_total_bytes),
             status.model_cache_bytes,
             accounts["pages"],
-            accounts["free_pages"],
+            lost_bytes(daemon),
             tuple(sorted(set(itertools.chain.from_iterable(map(_images_held, pids))))),
         )
+
+
+def lost_bytes(daemon: PrivateDaemon) -> int:
+    """Device memory that is neither free nor a registered model's."""
+    now = ps(daemon)
+    [row] = now.devices
+    used = sum(model.weights_resident_bytes + model.kv_resident_bytes for model in now.models)
+    return row.device_bytes - row.free_bytes - used
 
 
 def _images_held(pid: int) -> Iterator[str]:

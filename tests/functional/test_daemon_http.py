@@ -211,5 +211,5 @@ class TestBadInput:
                 client.completions.create(model="nobody", prompt="x")
             with pytest.raises(openai.BadRequestError, match=str(MAX_LEN)):
                 client.completions.create(model=LLAMA, prompt="x y " * 4000)
-            with pytest.raises(openai.BadRequestError, match="messages"):
+            with pytest.raises(openai.BadRequestError, match="message"):
                 client.chat.completions.create(model=LLAMA, messages=[])

@@ -1,0 +1,292 @@
+"""Processes that die: the daemon, its instance, its frontend, each in the middle of work."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+from openai import AsyncOpenAI
+
+from gpupool_cli.private_daemon import PrivateDaemon
+from tests.functional.daemon_tools import (
+    LLAMA,
+    LOAD_OPTIONS,
+    LONG,
+    QWEN2,
+    QWEN3,
+    Answer,
+    Background,
+    Restartable,
+    admin_http,
+    all_gone,
+    api_client,
+    ask,
+    child,
+    child_env,
+    children,
+    device_config,
+    eventually,
+    ps,
+    until,
+)
+
+GRACE_S = 15.0
+
+
+@pytest.fixture(scope="module")
+def restartable(
+    tiny_models: dict[str, Path], device_bytes: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Restartable]:
+    """Two models on a daemon that tests kill."""
+    models = {name: tiny_models[name] for name in (LLAMA, QWEN2)}
+    config = device_config(device_bytes) + f'[limits]\nstop_grace = "{GRACE_S:g}s"\n'
+    daemons = Restartable(config, tmp_path_factory.mktemp("restartable"), models)
+    yield daemons
+    daemons.close()
+
+
+@pytest.fixture
+def daemon(restartable: Restartable) -> PrivateDaemon:
+    """The daemon, started anew if the test before ended it; its models are ready."""
+    return restartable.running()
+
+
+@pytest.fixture
+async def api(daemon: PrivateDaemon) -> AsyncIterator[AsyncOpenAI]:
+    async with api_client(daemon.http_url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Answer]:
+    """First answers of the module by model; later processes must give the same."""
+    return {}
+
+
+async def same_answers(daemon: PrivateDaemon, expected: dict[str, Answer]) -> None:
+    async with api_client(daemon.http_url) as api:
+        for model in (LLAMA, QWEN2):
+            answer = await ask(api, model, "who are you?")
+            assert expected.setdefault(model, answer) == answer
+
+
+def models_ready(daemon: PrivateDaemon) -> bool:
+    return {row.state for row in ps(daemon).models} == {"ready"}
+
+
+class TestInstance:
+    async def test_killed(
+        self, daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
+    ) -> None:
+        await same_answers(daemon, expected)
+        streams = [Background(api, name, "interrupted", LONG) for name in (LLAMA, QWEN2)]
+        for stream in streams:
+            await stream.started()
+        killed = child(daemon, "instance")
+        killed.kill()
+        for stream in streams:
+            with pytest.raises(openai.APIError, match="device 0"):
+                await stream.finished()
+        assert ps(daemon).requests == []
+        with pytest.raises(openai.InternalServerError, match="loading") as caught:
+            await ask(api, LLAMA, "too early")
+        assert caught.value.response.headers["retry-after"]
+        await eventually(lambda: models_ready(daemon), 60)
+        await same_answers(daemon, expected)
+        assert child(daemon, "instance").pid != killed.pid
+        with daemon.client() as client:
+            kinds = [event.kind for event in client.events()]
+        assert kinds.index("instance_down") < len(kinds) - 1 - kinds[::-1].index("instance_ready")
+
+
+class TestFrontend:
+    async def test_killed(self, daemon: PrivateDaemon, expected: dict[str, Answer]) -> None:
+        await same_answers(daemon, expected)
+        async with api_client(daemon.http_url) as api:
+            stream = Background(api, LLAMA, "interrupted", LONG)
+            await stream.started()
+            child(daemon, "frontend").kill()
+            with pytest.raises((openai.APIError, httpx.HTTPError)):
+                await stream.finished()
+        await eventually(lambda: not ps(daemon).requests, 5)
+        # A connection made now waits in the socket until the next frontend accepts it.
+        body = {"model": LLAMA, "prompt": "who are you?", "max_tokens": 1}
+        statuses: list[int] = []
+
+        async def answered() -> bool:
+            async with httpx.AsyncClient(timeout=60) as http:
+                answer = await http.post(f"{daemon.http_url}/v1/completions", json=body)
+            statuses.append(answer.status_code)
+            return answer.status_code == 200
+
+        await eventually(answered, 60)
+        assert set(statuses) <= {200, 404, 503}
+        await same_answers(daemon, expected)
+
+
+class TestDaemon:
+    async def test_killed(
+        self, restartable: Restartable, daemon: PrivateDaemon, expected: dict[str, Answer]
+    ) -> None:
+        await same_answers(daemon, expected)
+        processes = children(daemon)
+        assert {row.pid for row in ps(daemon).devices} < {process.pid for process in processes}
+        async with api_client(daemon.http_url) as api:
+            stream = Background(api, LLAMA, "interrupted", LONG)
+            await stream.started()
+            daemon.process.kill()
+            assert all_gone(processes, 2)
+            with pytest.raises((openai.APIError, httpx.HTTPError)):
+                await stream.finished()
+        daemon.process.wait()
+        await same_answers(await asyncio.to_thread(restartable.running), expected)
+
+    async def test_terminated_in_the_middle_of_work(
+        self, restartable: Restartable, daemon: PrivateDaemon, tiny_models: dict[str, Path]
+    ) -> None:
+        processes = children(daemon)
+        async with api_client(daemon.http_url) as api:
+            expected = await ask(api, QWEN2, "interrupted", LONG)
+            short = Background(api, QWEN2, "interrupted", LONG)
+            # More than the few seconds that open streams are given.
+            endless = [Background(api, LLAMA, f"endless {i}", LONG) for i in range(24)]
+            for stream in (short, *endless):
+                await stream.started()
+            request = {"name": "late", "source": str(tiny_models[QWEN3]), **LOAD_OPTIONS}
+            with (
+                admin_http(daemon) as admin,
+                admin.stream("POST", "/models", json=request) as adding,
+            ):
+                lines = adding.iter_lines()
+                while json.loads(next(lines))["stage"] != "load":
+                    pass
+                daemon.process.send_signal(signal.SIGTERM)
+                await asyncio.to_thread(daemon.process.wait, GRACE_S)
+            assert await short.finished() == expected
+            outcomes = await asyncio.gather(
+                *(stream.finished() for stream in endless), return_exceptions=True
+            )
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        assert {str(error) for error in errors} <= {"the server is stopping"}
+        assert daemon.process.returncode == 0
+        assert all_gone(processes, 0)
+        assert not daemon.socket_path.exists()
+        assert "Traceback" not in daemon.log_path.read_text()
+
+    def test_a_second_one_on_the_same_folder(self, daemon: PrivateDaemon) -> None:
+        config = daemon.log_path.parent / "gpupool.toml"
+        done = run_gpupoold(config)
+        assert done.returncode == 5
+        assert f"pid {daemon.process.pid}" in done.stderr
+        assert models_ready(daemon)
+
+    def test_a_second_one_with_the_same_socket(self, daemon: PrivateDaemon, tmp_path: Path) -> None:
+        paths = {"state_dir": tmp_path / "state", "runtime_dir": daemon.socket_path.parent}
+        done = run_gpupoold(write_config(tmp_path, "[server]\nport = 0\n", **paths))
+        assert done.returncode == 5
+        assert str(daemon.socket_path) in done.stderr
+        assert models_ready(daemon)
+
+    def test_is_light(self, daemon: PrivateDaemon) -> None:
+        maps = Path(f"/proc/{daemon.process.pid}/maps").read_text()
+        assert "libtorch" not in maps
+        assert "/vllm/" not in maps
+        assert psutil.Process(daemon.process.pid).memory_info().rss < 100_000_000
+        with daemon.client() as client:
+            assert client.status().rss_bytes < 100_000_000
+
+
+class TestStarting:
+    def test_interrupted(self, tmp_path: Path) -> None:
+        """Ctrl-C in the first seconds: the children are still importing the engine."""
+        config = write_config(tmp_path, "[server]\nport = 0\n" + device_config(16 << 20))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gpupoold", "--config", str(config)],
+            env=child_env(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        me = psutil.Process(process.pid)
+        until(lambda: len(me.children()) == 2)
+        processes = me.children(recursive=True)
+        until(lambda: all("-m" in p.cmdline() for p in processes))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(GRACE_S) == 0
+        assert all_gone(processes, 0)
+
+    def test_a_port_in_use(self, tmp_path: Path, daemon: PrivateDaemon) -> None:
+        port = daemon.http_url.rsplit(":", 1)[1]
+        done = run_gpupoold(write_config(tmp_path, f"[server]\nport = {port}\n"))
+        assert done.returncode == 1
+        assert f"127.0.0.1:{port}" in done.stderr
+        assert "server.port" in done.stderr
+
+    def test_an_unknown_key(self, tmp_path: Path) -> None:
+        config = write_config(tmp_path, "[memory]\nmodel_cash = 1\n")
+        done = run_gpupoold(config)
+        assert done.returncode == 2
+        assert f"{config}: memory.model_cash: unknown key" in done.stderr
+        assert "'model_cache'" in done.stderr
+
+    def test_no_such_config(self, tmp_path: Path) -> None:
+        done = run_gpupoold(tmp_path / "nowhere.toml")
+        assert done.returncode == 2
+        assert "nowhere.toml" in done.stderr
+
+    def test_a_state_folder_below_a_file(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        state_dir = tmp_path / "file" / "state"
+        done = run_gpupoold(write_config(tmp_path, "", state_dir=state_dir))
+        assert done.returncode == 1
+        assert str(state_dir) in done.stderr
+        assert "Not a directory" in done.stderr
+
+    def test_a_socket_path_that_is_too_long(self, tmp_path: Path) -> None:
+        runtime_dir = tmp_path / ("long" * 30)
+        config = write_config(tmp_path, "[server]\nport = 0\n", runtime_dir=runtime_dir)
+        done = run_gpupoold(config)
+        assert done.returncode == 1
+        assert "too long" in done.stderr
+        assert "runtime_dir" in done.stderr
+
+    def test_a_database_that_is_none(self, tmp_path: Path) -> None:
+        (tmp_path / "state").mkdir()
+        (tmp_path / "state" / "gpupool.db").write_text("this is not a database " * 100)
+        done = run_gpupoold(write_config(tmp_path, "[server]\nport = 0\n"))
+        assert done.returncode == 1
+        assert "gpupool.db" in done.stderr
+
+
+def write_config(folder: Path, text: str, **paths: Path) -> Path:
+    """A configuration with its folders below ``folder``, unless others are given."""
+    places = {"state_dir": folder / "state", "runtime_dir": folder / "run"} | paths
+    lines = [f'{name} = "{path}"' for name, path in places.items()]
+    config = folder / "gpupool.toml"
+    config.write_text("\n".join(["[paths]", *lines, "model_dirs = []", text]))
+    return config
+
+
+def run_gpupoold(config: Path) -> subprocess.CompletedProcess[str]:
+    """A daemon that must end by itself, with one clear line and no traceback."""
+    done = subprocess.run(
+        [sys.executable, "-m", "gpupoold", "--config", str(config)],
+        env=child_env(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    assert "gpupoold: " in done.stderr
+    assert "Traceback" not in done.stderr
+    return done

@@ -75,7 +75,7 @@ def _add_model_routes(app: FastAPI, pool: Pool) -> None:
 
     @app.post("/check")
     async def check() -> list[object]:
-        return [result async for result in pool.check_integrity()]
+        return await pool.check_integrity()
 
 
 def _add_view_routes(app: FastAPI, pool: Pool) -> None:

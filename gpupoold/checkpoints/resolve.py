@@ -68,7 +68,7 @@ def is_hub_id(text: str) -> bool:
 def _existing_folder(source: str) -> Path:
     try:
         path = Path(source).expanduser()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # no such user; a null byte
         raise UsageError(f"source {source!r}: {error}") from error
     # os.path rather than Path: it says no, and does not raise, where it may not look.
     if os.path.isdir(path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gpupoold.domain import ModelState
-from gpupoold.frontend.errors import ApiError, bad_request, no_such_model, not_ready
+from gpupoold.frontend.errors import ApiError, bad_request, no_such_model, not_ready, starting
 from gpupoold.wire.messages import ServedModel
 
 
@@ -14,12 +14,14 @@ class Catalog:
 
     def __init__(self) -> None:
         self.ready = False
+        self._is_known = False
         self._models: dict[str, ServedModel] = {}
         self._by_any_name: dict[str, ServedModel] = {}
 
     def replace(self, models: Iterable[ServedModel], ready: bool) -> None:
         """Forget the list held before and take this one."""
         self.ready = ready
+        self._is_known = True
         self._models = {model.name: model for model in models}
         # A name wins over an alias that is spelt the same.
         self._by_any_name = {
@@ -30,8 +32,9 @@ class Catalog:
         """The model of this name or alias.
 
         Raises:
-            ApiError: 404, with the nearest names.
+            ApiError: 404, with the nearest names; 503 before the daemon named any.
         """
+        self._require_known()
         model = self._by_any_name.get(name)
         if model is None:
             raise no_such_model(name, self._by_any_name)
@@ -44,14 +47,25 @@ class Catalog:
             ApiError: 400 without a name among several models, 404 for an
                 unknown one, 503 for one that is not ready.
         """
+        self._require_known()
         model = self._only_model() if name is None else self.find(name)
         if model.state != ModelState.READY:
             raise not_ready(model)
         return model
 
     def list_rows(self) -> list[dict[str, object]]:
-        """The rows of ``GET /v1/models``."""
+        """The rows of ``GET /v1/models``.
+
+        Raises:
+            ApiError: 503 before the daemon named any model.
+        """
+        self._require_known()
         return [model_row(model) for model in self._models.values()]
+
+    def _require_known(self) -> None:
+        # "There is no such model" would be a lie while nobody has said which there are.
+        if not self._is_known:
+            raise starting()
 
     def _only_model(self) -> ServedModel:
         if len(self._models) == 1:

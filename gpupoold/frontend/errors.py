@@ -13,6 +13,7 @@ from gpupoold.wire.messages import ServedModel
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _MAX_NAME_CHARS = 200
+_RETRY_STARTING_S = 1.0
 
 
 class ApiError(Exception):
@@ -111,6 +112,13 @@ def not_ready(model: ServedModel) -> ApiError:
         f"The model `{model.name}` is {model.state}{reason}",
         param="model",
         retry_after_s=model.retry_after_s,
+    )
+
+
+def starting() -> ApiError:
+    """503: this frontend has just been started and knows no models yet."""
+    return ApiError(
+        503, "ServiceUnavailableError", "The server is starting.", retry_after_s=_RETRY_STARTING_S
     )
 
 

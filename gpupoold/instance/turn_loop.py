@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -232,13 +233,7 @@ class TurnLoop:
             previous=self._previous,
             at_s=started_s,
             total_s=stages.total_s,
-            evict_s=stages.evict_s,
-            map_s=stages.map_s,
-            weights_s=stages.weights_s,
-            kv_s=stages.kv_s,
-            weight_bytes=stages.weight_bytes,
-            kv_in_bytes=stages.kv_in_bytes,
-            kv_out_bytes=stages.kv_out_bytes,
+            **dataclasses.asdict(stages),
         )
 
     def _maybe_report(self) -> None:

@@ -142,10 +142,6 @@ class KvMemory:
         finally:
             self._engine().hold(unbacked)
 
-    def page_out_bytes(self, chunk: int) -> int:
-        """Host bytes that paging ``chunk`` out needs (before rounding to host pages)."""
-        return len(self.live_blocks(chunk)) * self.geometry.block_bytes
-
     def page_out(self, chunk: int) -> int:
         """Move a chunk's live blocks to the host and free its pages; returns bytes moved.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
+import msgspec
+
 from gpupool_state import History, RequestRow, SwitchRow
 from gpupoold.config import LimitSettings
 from gpupoold.domain import FinishReason, InstanceId, ModelName, Targets
@@ -184,17 +186,5 @@ def _request_row(request: LiveRequest, reason: FinishReason) -> RequestRow:
 
 
 def _switch_row(switch: m.SwitchRecord) -> SwitchRow:
-    return SwitchRow(
-        at=_wall_clock(switch.at_s),
-        instance=InstanceId(switch.instance),
-        model=ModelName(switch.model),
-        previous=ModelName(switch.previous) if switch.previous else None,
-        total_s=switch.total_s,
-        evict_s=switch.evict_s,
-        map_s=switch.map_s,
-        weights_s=switch.weights_s,
-        kv_s=switch.kv_s,
-        weight_bytes=switch.weight_bytes,
-        kv_in_bytes=switch.kv_in_bytes,
-        kv_out_bytes=switch.kv_out_bytes,
-    )
+    fields = msgspec.structs.asdict(switch)
+    return SwitchRow(at=_wall_clock(fields.pop("at_s")), **fields)

@@ -84,6 +84,8 @@ class FrontendSupervisor:
                 await self._run_once()
             except OSError as error:
                 _logger.error("the frontend could not be started: %s", error)
+            except Exception:
+                _logger.exception("following the frontend failed")
             await asyncio.sleep(_BACKOFF_S)
 
     async def _run_once(self) -> None:
@@ -108,7 +110,10 @@ class FrontendSupervisor:
         try:
             while True:
                 self._note(await child.channel.receive())
-        except ChannelClosed:
+        except Exception as error:
+            if not isinstance(error, ChannelClosed):
+                _logger.exception("a message of the frontend could not be handled")
+                child.kill()
             child.channel.close()
             status = await child.wait()
             _logger.error("the frontend ended (%d)", status)

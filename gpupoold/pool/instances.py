@@ -190,6 +190,8 @@ class InstanceSupervisor:
                 await self._run_once(instance)
             except OSError as error:
                 _logger.error("instance %d could not be started: %s", instance.number, error)
+            except Exception:
+                _logger.exception("following instance %d failed", instance.number)
             if loop.time() - started_s > _STABLE_AFTER_S:
                 backoff_s = _FIRST_BACKOFF_S
             _logger.info("instance %d restarts in %g s", instance.number, backoff_s)
@@ -210,7 +212,10 @@ class InstanceSupervisor:
         try:
             while True:
                 self._note(instance, await child.channel.receive())
-        except ChannelClosed:
+        except Exception as error:
+            if not isinstance(error, ChannelClosed):
+                _logger.exception("a message of instance %d could not be handled", instance.number)
+                child.kill()
             child.channel.close()
             status = await child.wait()
             instance.state = "down"

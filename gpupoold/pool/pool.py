@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -112,10 +111,14 @@ class Pool:
         assert isinstance(result, dict)
         return result
 
-    async def check_integrity(self) -> AsyncIterator[object]:
-        """Every instance's accounts; an error names what disagrees."""
-        for instance in self.supervisor.instances:
-            yield await self.supervisor.call(instance, "check_integrity")
+    async def check_integrity(self) -> list[object]:
+        """Every instance's accounts.
+
+        Raises:
+            Failed: naming what disagrees, or an instance that is down.
+        """
+        calls = (self.supervisor.call(i, "check_integrity") for i in self.supervisor.instances)
+        return [await call for call in calls]
 
 
 def build_pool(

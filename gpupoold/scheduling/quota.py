@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MIN_ALPHA = 0.5
+# Less than a nanosecond of switching is none; its quotients would underflow.
+_LEAST_SWITCH_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ def round_quotas_s(loads: Sequence[Load], switch_s: float, quota_max_s: float) -
     """
     counts = [load.tokens_per_target for load in loads]
     need = sum(1 / count for count in counts)
-    if switch_s <= 0:
+    if switch_s < _LEAST_SWITCH_S:
         shortest_s = min(load.tbt_s for load in loads)
         return [
             max(load.step_s, shortest_s / count / max(need, MIN_ALPHA))

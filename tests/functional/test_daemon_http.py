@@ -20,6 +20,7 @@ from tests.functional.daemon_tools import (
     MODELS,
     QWEN2,
     QWEN3,
+    Answer,
     Background,
     ask,
     cli,
@@ -164,14 +165,20 @@ BAD_BODIES: dict[str, tuple[bytes, int, str]] = {
 
 
 class TestBadInput:
+    @pytest.fixture(scope="class")
+    def undisturbed(self) -> list[Answer]:
+        """The background stream's answer when nothing else runs, once somebody has asked."""
+        return []
+
     @pytest.fixture
-    async def background(self, api: AsyncOpenAI) -> AsyncIterator[None]:
+    async def background(self, api: AsyncOpenAI, undisturbed: list[Answer]) -> AsyncIterator[None]:
         """While the test runs so does a stream on the same model, and it must not notice."""
-        expected = await ask(api, LLAMA, "go on", 200)
-        stream = Background(api, LLAMA, "go on", 200)
+        if not undisturbed:
+            undisturbed.append(await ask(api, LLAMA, "go on", 120))
+        stream = Background(api, LLAMA, "go on", 120)
         await stream.started()
         yield
-        assert await stream.finished() == expected
+        assert await stream.finished() == undisturbed[0]
 
     @pytest.mark.usefixtures("background")
     @pytest.mark.parametrize("case", BAD_BODIES)

@@ -118,7 +118,8 @@ class MemoryMachine(RuleBasedStateMachine):
         if not device:
             return
         picked = device[chunk % len(device)]
-        wanted, before = model.kv.page_out_bytes(picked), model.snapshot()
+        wanted = len(model.kv.live_blocks(picked)) * model.kv.geometry.block_bytes
+        before = model.snapshot()
         host_free = self.rig.host.free_bytes
         try:
             self.vanish(model, picked, lambda chunks: model.kv.page_out(chunks[0]))

@@ -1,0 +1,143 @@
+"""Fitting the laws of ``models`` to measured steps, and how well they fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from gpupoold.latency.errors import FitError
+from gpupoold.latency.least_squares import solve
+from gpupoold.latency.models import DecodeBatch, DecodeLaw, Law, PrefillBatch, PrefillLaw
+
+PrefillT = TypeVar("PrefillT", bound=PrefillLaw)
+DecodeT = TypeVar("DecodeT", bound=DecodeLaw)
+LawT = TypeVar("LawT", bound=Law[Any])
+
+
+class PrefillSample(NamedTuple):
+    """One measured prefill: the prompt lengths, and seconds."""
+
+    batch: PrefillBatch
+    duration_s: float
+
+
+class DecodeSample(NamedTuple):
+    """One measured decode step, and seconds."""
+
+    batch: DecodeBatch
+    duration_s: float
+
+
+class Weighting(StrEnum):
+    """Which errors are made small.
+
+    ``absolute``: seconds, so that long steps decide. ``relative``: per cent of the
+    measured time, so that all decades of a grid count alike.
+    """
+
+    ABSOLUTE = "absolute"
+    RELATIVE = "relative"
+
+
+@dataclass(frozen=True, slots=True)
+class FitQuality:
+    """How far the law is from the points it was fitted to.
+
+    ``r_squared`` is of the seconds, whatever the weighting; the relative errors are parts
+    of the measured time (0.05 is 5 %).
+    """
+
+    r_squared: float
+    mean_relative_error: float
+    p90_relative_error: float
+    num_points: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fit(Generic[LawT]):
+    """A law with its fitted constants, and how good it is."""
+
+    law: LawT
+    quality: FitQuality
+
+
+def fit_prefill(
+    law: PrefillT,
+    samples: Sequence[PrefillSample],
+    *,
+    weighting: Weighting = Weighting.RELATIVE,
+    non_negative: bool = True,
+) -> Fit[PrefillT]:
+    """Least-squares constants of ``law`` (its own are ignored) for measured prefills.
+
+    Raises:
+        FitError: fewer points than constants, points that do not tell the constants apart
+            (for example all prompts of one length), or a time that is not positive.
+    """
+    return _fit(law, samples, weighting, non_negative)
+
+
+def fit_decode(
+    law: DecodeT,
+    samples: Sequence[DecodeSample],
+    *,
+    weighting: Weighting = Weighting.RELATIVE,
+    non_negative: bool = True,
+) -> Fit[DecodeT]:
+    """Least-squares constants of ``law`` (its own are ignored) for measured decode steps.
+
+    Raises:
+        FitError: as ``fit_prefill``.
+    """
+    return _fit(law, samples, weighting, non_negative)
+
+
+def quality_of(law: Law[Any], samples: Sequence[PrefillSample | DecodeSample]) -> FitQuality:
+    """How far ``law`` is from any measured steps, not only those it was fitted to.
+
+    Raises:
+        FitError: no samples, or a time that is not positive.
+    """
+    _check_times(samples)
+    if not samples:
+        raise FitError("no points to compare the law with")
+    measured = [sample.duration_s for sample in samples]
+    predicted = [law.predict_s(sample.batch) for sample in samples]
+    mean = math.fsum(measured) / len(measured)
+    spread = math.fsum((m - mean) ** 2 for m in measured)
+    residual = math.fsum((p - m) ** 2 for p, m in zip(predicted, measured, strict=True))
+    relative = sorted(abs(p - m) / m for p, m in zip(predicted, measured, strict=True))
+    return FitQuality(
+        # Times that do not vary leave nothing to explain: only an exact law explains all.
+        r_squared=1.0 - residual / spread if spread else float(residual == 0.0),
+        mean_relative_error=math.fsum(relative) / len(relative),
+        p90_relative_error=relative[math.ceil(0.9 * len(relative)) - 1],
+        num_points=len(relative),
+    )
+
+
+def _fit(
+    law: LawT,
+    samples: Sequence[PrefillSample] | Sequence[DecodeSample],
+    weighting: Weighting,
+    non_negative: bool,
+) -> Fit[LawT]:
+    _check_times(samples)
+    rows: list[Sequence[float]] = [law.terms(sample.batch) for sample in samples]
+    targets = [sample.duration_s for sample in samples]
+    if weighting is Weighting.RELATIVE:
+        rows = [[x / t for x in row] for row, t in zip(rows, targets, strict=True)]
+        targets = [1.0] * len(rows)
+    fitted = law.with_constants(solve(rows, targets, non_negative=non_negative))
+    return Fit(fitted, quality_of(fitted, samples))
+
+
+def _check_times(samples: Sequence[PrefillSample | DecodeSample]) -> None:
+    for i, sample in enumerate(samples):
+        if not (math.isfinite(sample.duration_s) and sample.duration_s > 0):
+            raise FitError(
+                f"point {i}, {sample.batch}: the time must be positive, got {sample.duration_s} s"
+            )

@@ -1,0 +1,278 @@
+"""How long a prefill, a decode step and a switch take.
+
+Every law here is linear in its constants: seconds are the sum of constant times term.
+So one least-squares routine fits them all, and one online estimator refines them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
+
+from gpupoold.latency.errors import LatencyError
+from gpupoold.latency.shape import ModelShape
+
+# Rows of a FlashAttention tile for heads of 128. C2 takes up any other choice.
+ATTENTION_BLOCK_SIZE = 128
+
+PrefillBatch = Sequence[int]
+"""The prompt lengths, in tokens, that are prefilled in one step."""
+
+
+class DecodeBatch(NamedTuple):
+    """One decode step: sequences in it, and tokens of context of all of them together."""
+
+    batch_size: int
+    context_tokens: int
+
+
+BatchT_contra = TypeVar("BatchT_contra", contravariant=True)
+
+
+class Law(Protocol[BatchT_contra]):
+    """Seconds of a batch as a sum of constants times terms; immutable."""
+
+    @property
+    def constants(self) -> tuple[float, ...]:
+        """The fitted numbers, in the order of the terms."""
+        ...
+
+    def terms(self, batch: BatchT_contra, /) -> tuple[float, ...]:
+        """What each constant is multiplied by; raises ``LatencyError`` on a negative count."""
+        ...
+
+    def with_constants(self, constants: Sequence[float], /) -> Self:
+        """The same law with other numbers."""
+        ...
+
+    def predict_s(self, batch: BatchT_contra, /) -> float:
+        """Seconds, never negative."""
+        ...
+
+
+PrefillLaw = Law[PrefillBatch]
+DecodeLaw = Law[DecodeBatch]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillModel:
+    """Aegaeon, equation 5: ``C1 (4 t h^2 + 2 t h m) + C2 * 3 h t2 / b + C3``.
+
+    ``t`` is the number of tokens in the batch, ``t2`` the sum of the squared prompt
+    lengths, ``h`` and ``m`` the hidden and the FFN size, ``b`` the block size of the
+    attention kernel. The number of layers and of devices is in the constants, which
+    therefore belong to one model on one device. C1 and C2 in s per operation, C3 in s.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    c1: float = 0.0
+    c2: float = 0.0
+    c3: float = 0.0
+    block_size: int = ATTENTION_BLOCK_SIZE
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> Self:
+        """For a model's dimensions, constants still zero."""
+        return cls(shape.hidden_size, shape.intermediate_size)
+
+    @property
+    def constants(self) -> tuple[float, float, float]:
+        """C1, C2, C3."""
+        return self.c1, self.c2, self.c3
+
+    def terms(self, batch: PrefillBatch, /) -> tuple[float, ...]:
+        """``4th^2 + 2thm``, ``3 h t2 / b``, 1."""
+        tokens = _total_tokens(batch)
+        squares = math.fsum(length * length for length in batch)
+        h, m = self.hidden_size, self.intermediate_size
+        return 4.0 * tokens * h * h + 2.0 * tokens * h * m, 3.0 * h * squares / self.block_size, 1.0
+
+    def with_constants(self, constants: Sequence[float], /) -> Self:
+        """The same dimensions with other C1, C2, C3."""
+        c1, c2, c3 = constants
+        return type(self)(self.hidden_size, self.intermediate_size, c1, c2, c3, self.block_size)
+
+    def predict_s(self, batch: PrefillBatch, /) -> float:
+        """Seconds to prefill these prompts in one step; 0 for none."""
+        return _seconds(self, batch) if batch else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeModel:
+    """Aegaeon, equation 6: ``C4 (4 h^2 + 2 h m) + C5 * 3 h t``.
+
+    ``t`` is here the number of tokens of context that the step attends to, over all
+    sequences of the batch. The first part is the reading of the weights, the same for
+    any batch; the equation has no term for the batch size.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    c4: float = 0.0
+    c5: float = 0.0
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> Self:
+        """For a model's dimensions, constants still zero."""
+        return cls(shape.hidden_size, shape.intermediate_size)
+
+    @property
+    def constants(self) -> tuple[float, float]:
+        """C4, C5."""
+        return self.c4, self.c5
+
+    def terms(self, batch: DecodeBatch, /) -> tuple[float, ...]:
+        """``4h^2 + 2hm``, ``3 h t``."""
+        _check_decode(batch)
+        h, m = self.hidden_size, self.intermediate_size
+        return 4.0 * h * h + 2.0 * h * m, 3.0 * h * batch.context_tokens
+
+    def with_constants(self, constants: Sequence[float], /) -> Self:
+        """The same dimensions with other C4, C5."""
+        c4, c5 = constants
+        return type(self)(self.hidden_size, self.intermediate_size, c4, c5)
+
+    def predict_s(self, batch: DecodeBatch, /) -> float:
+        """Seconds of one step; 0 for an empty batch."""
+        return _seconds(self, batch) if batch.batch_size else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPrefill:
+    """Aladdin, equation 2: ``k1 * t + c1``, linear in the tokens of the batch.
+
+    ``token_s`` is s per prompt token, ``base_s`` the rest.
+    """
+
+    token_s: float = 0.0
+    base_s: float = 0.0
+
+    @property
+    def constants(self) -> tuple[float, float]:
+        """k1, c1."""
+        return self.token_s, self.base_s
+
+    def terms(self, batch: PrefillBatch, /) -> tuple[float, ...]:
+        """``t``, 1."""
+        return float(_total_tokens(batch)), 1.0
+
+    def with_constants(self, constants: Sequence[float], /) -> Self:
+        """The law with other k1, c1."""
+        token_s, base_s = constants
+        return type(self)(token_s, base_s)
+
+    def predict_s(self, batch: PrefillBatch, /) -> float:
+        """Seconds to prefill these prompts in one step; 0 for none."""
+        return _seconds(self, batch) if batch else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinearDecode:
+    """Aladdin, equation 3: ``(k2 * mean context + c2) * b + c3``.
+
+    The mean context times the batch size is the total context, so this is linear in the
+    batch size and in the total context. ``context_s`` is s per token of context,
+    ``sequence_s`` s per sequence, ``base_s`` the rest. The paper states it for b > 1;
+    here b = 1 is on the same line.
+    """
+
+    context_s: float = 0.0
+    sequence_s: float = 0.0
+    base_s: float = 0.0
+
+    @property
+    def constants(self) -> tuple[float, float, float]:
+        """k2, c2, c3."""
+        return self.context_s, self.sequence_s, self.base_s
+
+    def terms(self, batch: DecodeBatch, /) -> tuple[float, ...]:
+        """Total context, batch size, 1."""
+        _check_decode(batch)
+        return float(batch.context_tokens), float(batch.batch_size), 1.0
+
+    def with_constants(self, constants: Sequence[float], /) -> Self:
+        """The law with other k2, c2, c3."""
+        context_s, sequence_s, base_s = constants
+        return type(self)(context_s, sequence_s, base_s)
+
+    def predict_s(self, batch: DecodeBatch, /) -> float:
+        """Seconds of one step; 0 for an empty batch."""
+        return _seconds(self, batch) if batch.batch_size else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchModel:
+    """Time to bring a model's missing bytes onto the device.
+
+    The bandwidth is what copies were *measured* to reach, so the inefficiency of the link
+    is in it already and needs no correction factor.
+    """
+
+    bandwidth_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.bandwidth_bytes_per_s) and self.bandwidth_bytes_per_s > 0):
+            raise LatencyError(
+                f"bandwidth must be positive and finite, got {self.bandwidth_bytes_per_s} bytes/s"
+            )
+
+    @classmethod
+    def measured(cls, num_bytes: int, duration_s: float) -> Self:
+        """From one copy: ``num_bytes`` took ``duration_s``."""
+        if num_bytes <= 0 or duration_s <= 0:
+            raise LatencyError(
+                f"a measured copy needs bytes and time, got {num_bytes} bytes in {duration_s} s"
+            )
+        return cls(num_bytes / duration_s)
+
+    def predict_s(self, missing_bytes: int) -> float:
+        """Seconds to copy ``missing_bytes``; a resident model misses none and costs nothing."""
+        if missing_bytes < 0:
+            raise LatencyError(f"missing bytes cannot be negative, got {missing_bytes}")
+        return missing_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyModel:
+    """One model on one device: everything the schedule asks about time.
+
+    ``is_scaled`` says that the constants were not measured on this pair but carried over
+    from the nearest one; ``source`` says where they come from.
+    """
+
+    prefill: PrefillLaw
+    decode: DecodeLaw
+    switch: SwitchModel
+    is_scaled: bool = False
+    source: str = ""
+
+    def prefill_s(self, prompt_lengths: Sequence[int]) -> float:
+        """Seconds to prefill prompts of these many tokens in one step."""
+        return self.prefill.predict_s(prompt_lengths)
+
+    def decode_step_s(self, batch_size: int, context_tokens: int) -> float:
+        """Seconds of one decode step over ``context_tokens`` in all its sequences together."""
+        return self.decode.predict_s(DecodeBatch(batch_size, context_tokens))
+
+    def switch_s(self, missing_bytes: int) -> float:
+        """Seconds to copy what is missing on the device."""
+        return self.switch.predict_s(missing_bytes)
+
+
+def _seconds(law: Law[Any], batch: Any) -> float:
+    terms = zip(law.constants, law.terms(batch), strict=True)
+    return max(0.0, math.fsum(constant * term for constant, term in terms))
+
+
+def _total_tokens(batch: PrefillBatch) -> int:
+    if any(length < 0 for length in batch):
+        raise LatencyError(f"a prompt length cannot be negative, got {list(batch)}")
+    return sum(batch)
+
+
+def _check_decode(batch: DecodeBatch) -> None:
+    if batch.batch_size < 0 or batch.context_tokens < 0:
+        raise LatencyError(f"a decode batch cannot have negative counts, got {batch}")

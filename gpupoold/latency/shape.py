@@ -1,0 +1,196 @@
+"""What latency depends on in a model: its dimensions, the bytes of its weights and its KV."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from gpupoold.latency.errors import DataError, ShapeError
+
+# What the common field is called in configurations of other families.
+_NAMES: dict[str, tuple[str, ...]] = {
+    "num_hidden_layers": ("n_layer", "num_layers"),
+    "hidden_size": ("n_embd", "d_model"),
+    "intermediate_size": ("ffn_dim", "n_inner"),
+    "num_attention_heads": ("n_head",),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
+    "vocab_size": (),
+}
+_DTYPE_BYTES = {
+    "float32": 4,
+    "float": 4,
+    "float16": 2,
+    "half": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+# Their FFN is two matrices; all others' is a gate, an up and a down projection.
+_UNGATED_TYPES = frozenset(
+    {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "phi", "starcoder2"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The dimensions of a decoder-only transformer.
+
+    ``intermediate_size`` is the width of the feed-forward network that one token goes
+    through: for a mixture of experts, the sum over the experts chosen for it.
+    ``num_parameters`` counts all of them.
+    """
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_parameters: int
+    dtype_bytes: int = 2
+    kv_dtype_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value <= 0:
+                raise ShapeError(f"{name} must be a positive integer, got {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ShapeError(
+                f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}"
+            )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Device bytes of the weights, all devices of a tensor-parallel group together."""
+        return self.num_parameters * self.dtype_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token leaves behind, in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_dtype_bytes
+
+    @property
+    def matmul_term(self) -> int:
+        """``4h^2 + 2hm``: a layer's projections as Aegaeon's equations 5 and 6 count them."""
+        return 4 * self.hidden_size**2 + 2 * self.hidden_size * self.intermediate_size
+
+
+def from_hf_config(
+    config: Mapping[str, Any], num_parameters: int | None = None, dtype: str | None = None
+) -> ModelShape:
+    """The shape that a checkpoint's ``config.json`` describes.
+
+    Args:
+        config: the file as a dictionary; of a multimodal model, its ``text_config`` counts.
+        num_parameters: where known, for example from the checkpoint's index; else they are
+            counted from the dimensions, which is exact for the Llama family (Llama, Yi,
+            InternLM2, Mixtral) and leaves out at most the biases of others.
+        dtype: of the weights and the KV; else the configuration's own, else 16 bits.
+
+    Raises:
+        ShapeError: naming the key that is missing, is no positive integer, or the unknown dtype.
+    """
+    text = config.get("text_config", config)
+    hidden = _read(text, "hidden_size")
+    heads = _read(text, "num_attention_heads")
+    if "head_dim" not in text and hidden % heads:
+        raise ShapeError(
+            f"hidden_size {hidden} is no multiple of num_attention_heads {heads} and there is "
+            "no head_dim"
+        )
+    dtype_bytes = _dtype_bytes(text, dtype)
+    return ModelShape(
+        num_layers=_read(text, "num_hidden_layers"),
+        hidden_size=hidden,
+        intermediate_size=_ffn_width(text) * _experts(text)[1],
+        num_heads=heads,
+        num_kv_heads=_read(text, "num_key_value_heads", default=heads),
+        head_dim=_read(text, "head_dim", default=hidden // heads),
+        num_parameters=num_parameters or _count_parameters(text),
+        dtype_bytes=dtype_bytes,
+        kv_dtype_bytes=dtype_bytes,
+    )
+
+
+@cache
+def builtin_shapes() -> dict[str, ModelShape]:
+    """The shapes of ``shapes.toml`` by model name."""
+    entries = tomllib.loads(
+        resources.files("gpupoold.latency").joinpath("shapes.toml").read_text("utf-8")
+    )
+    return {
+        name: ModelShape(**{key: value for key, value in entry.items() if key != "source"})
+        for name, entry in entries.items()
+    }
+
+
+def builtin_shape(name: str) -> ModelShape:
+    """The shape of a model that the package knows, for example ``Llama-3.1-8B``.
+
+    Raises:
+        DataError: there is none of that name; the message lists those there are.
+    """
+    shapes = builtin_shapes()
+    if name not in shapes:
+        raise DataError(f"no built-in shape {name!r}: there are {', '.join(sorted(shapes))}")
+    return shapes[name]
+
+
+def _read(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    names = (key, *_NAMES.get(key, ()))
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise ShapeError(f"config.json: {name} must be a positive integer, got {value!r}")
+        return value
+    if default is None:
+        raise ShapeError(f"config.json: missing key {' or '.join(names)}")
+    return default
+
+
+def _dtype_bytes(config: Mapping[str, Any], dtype: str | None) -> int:
+    name = str(dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    name = name.removeprefix("torch.")
+    if name not in _DTYPE_BYTES:
+        raise ShapeError(f"unknown dtype {name!r}: use {', '.join(sorted(_DTYPE_BYTES))}")
+    return _DTYPE_BYTES[name]
+
+
+def _experts(config: Mapping[str, Any]) -> tuple[int, int]:
+    """How many experts a layer has, and how many of them a token goes through."""
+    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if config.get(key):
+            return _read(config, key), _read(config, "num_experts_per_tok")
+    return 1, 1
+
+
+def _ffn_width(config: Mapping[str, Any]) -> int:
+    """Width of the feed-forward network, or of one expert."""
+    if config.get("moe_intermediate_size"):
+        return _read(config, "moe_intermediate_size")
+    # The first Qwen's files state the width of gate and up projection together.
+    halves = 2 if config.get("model_type") == "qwen" else 1
+    gpt_default = 4 * _read(config, "hidden_size") if "n_embd" in config else None
+    return _read(config, "intermediate_size", gpt_default) // halves
+
+
+def _count_parameters(config: Mapping[str, Any]) -> int:
+    hidden = _read(config, "hidden_size")
+    heads = _read(config, "num_attention_heads")
+    kv_heads = _read(config, "num_key_value_heads", default=heads)
+    head_dim = _read(config, "head_dim", default=hidden // heads)
+    num_experts, _ = _experts(config)
+    matrices = 2 if config.get("model_type") in _UNGATED_TYPES else 3
+    attention = 2 * hidden * head_dim * (heads + kv_heads)
+    router = hidden * num_experts if num_experts > 1 else 0
+    ffn = num_experts * matrices * hidden * _ffn_width(config) + router
+    layers = _read(config, "num_hidden_layers") * (attention + ffn + 2 * hidden)
+    embeddings = 1 if config.get("tie_word_embeddings") else 2
+    return layers + hidden + embeddings * _read(config, "vocab_size") * hidden

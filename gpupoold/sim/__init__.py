@@ -1,0 +1,1 @@
+"""Virtual time, workloads and metrics for comparing policies without engines or devices."""

@@ -1,0 +1,158 @@
+"""CSV files with a header line, read so that every complaint names file, line and column.
+
+The only file access of the simulator's inputs. Files may be gzipped (``.gz``); empty
+lines and lines that begin with ``#`` are skipped.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+
+from gpupoold.errors import UsageError
+
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+_COUNT = re.compile(r"[+-]?\d{1,15}", re.ASCII)
+_MAX_LISTED = 20
+SCENARIO = "scenario"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a table; ``line`` counts from 1 as editors do."""
+
+    line: int
+    cells: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A CSV file's columns by name and its rows; ``name`` is the file, for messages."""
+
+    name: str
+    columns: dict[str, int]
+    rows: list[Row]
+
+    def require(self, *columns: str) -> None:
+        """Raise UsageError unless all of ``columns`` are there."""
+        missing = [column for column in columns if column not in self.columns]
+        if missing:
+            raise UsageError(
+                f"{self.name}: line 1: no column {', '.join(missing)}",
+                f"the columns are {', '.join(self.columns)}",
+            )
+
+    def text(self, row: Row, column: str) -> str:
+        """The cell, without surrounding space. Raises UsageError when it is empty."""
+        cell = row.cells[self.columns[column]].strip()
+        if not cell:
+            raise self.error(row, column, "empty")
+        return cell
+
+    def number(self, row: Row, column: str) -> float:
+        """The cell as a finite number >= 0. Raises UsageError when it is none."""
+        cell = self.text(row, column)
+        value = float(cell) if _NUMBER.fullmatch(cell) else math.nan
+        if not math.isfinite(value):
+            raise self.error(row, column, f"{cell!r} is not a number")
+        if value < 0:
+            raise self.error(row, column, f"{cell} is negative")
+        return value
+
+    def count(self, row: Row, column: str) -> int:
+        """The cell as a whole number >= 1. Raises UsageError when it is none."""
+        cell = self.text(row, column)
+        if not _COUNT.fullmatch(cell):
+            raise self.error(row, column, f"{cell!r} is not a whole number")
+        if (value := int(cell)) < 1:
+            raise self.error(row, column, f"{cell} is less than 1")
+        return value
+
+    def error(self, row: Row, column: str, problem: str) -> UsageError:
+        """What is wrong with a cell, with its place."""
+        return UsageError(f"{self.name}: line {row.line}, column {column}: {problem}")
+
+
+def read_table(path: Path) -> Table:
+    """The table in a ``.csv`` or ``.csv.gz`` file. Raises UsageError when there is none."""
+    try:
+        raw = gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+        with raw:
+            text = raw.read().decode("utf-8-sig")
+    except (OSError, EOFError) as error:
+        raise UsageError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    return parse_table(text.splitlines(keepends=True), str(path))
+
+
+def read_package_table(name: str) -> Table:
+    """A table that is part of this package, in its folder ``data``."""
+    text = (resources.files("gpupoold.sim") / "data" / name).read_text(encoding="utf-8")
+    return parse_table(text.splitlines(keepends=True), name)
+
+
+def parse_table(lines: Iterable[str], name: str) -> Table:
+    """The table in ``lines``; ``name`` is for messages. Raises UsageError when it is malformed."""
+    rows = _rows(lines, name)
+    header = next(rows, None)
+    if header is None:
+        raise UsageError(f"{name}: empty, expected a header line with the column names")
+    names = [cell.strip() for cell in header.cells]
+    columns = {column: index for index, column in enumerate(names)}
+    if len(columns) < len(names):
+        repeated = next(column for column in names if names.count(column) > 1)
+        raise UsageError(f"{name}: line {header.line}: column {repeated!r} is there twice")
+    table = Table(name, columns, [])
+    for row in rows:
+        if len(row.cells) != len(names):
+            problem = f"{len(row.cells)} cells, expected {len(names)}"
+            raise UsageError(f"{name}: line {row.line}: {problem}")
+        table.rows.append(row)
+    return table
+
+
+def select_scenario(table: Table, scenario: str | None) -> Table:
+    """Only the rows of one scenario.
+
+    Without a name: the whole table, if it has no more than one scenario.
+
+    Raises:
+        UsageError: no such scenario, no such column, or several and none was named.
+    """
+    if SCENARIO not in table.columns:
+        if scenario is not None:
+            raise UsageError(f"{table.name}: has no column {SCENARIO}, so no {scenario!r} in it")
+        return table
+    by_name: dict[str, list[Row]] = {}
+    for row in table.rows:
+        by_name.setdefault(table.text(row, SCENARIO), []).append(row)
+    if scenario is None and len(by_name) <= 1:
+        return table
+    if scenario not in by_name:
+        problem = f"no scenario {scenario!r}" if scenario else "which scenario?"
+        raise UsageError(f"{table.name}: {problem}", f"it has {_listed(by_name)}")
+    return replace(table, rows=by_name[scenario])
+
+
+def _rows(lines: Iterable[str], name: str) -> Iterator[Row]:
+    """The non-empty rows; comments become empty lines, so that line numbers stay right."""
+    reader = csv.reader("\n" if line.startswith("#") else line for line in lines)
+    try:
+        for cells in reader:
+            if cells:
+                yield Row(reader.line_num, cells)
+    except csv.Error as error:
+        raise UsageError(f"{name}: line {reader.line_num}: {error}") from error
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = list(names)
+    more = len(ordered) - _MAX_LISTED
+    return ", ".join(ordered[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,145 @@
+"""How long prompts and answers are: samplers over measured lengths.
+
+The generator of random numbers always belongs to the caller, so that a run is
+repeated by its seed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import NamedTuple, Protocol
+
+from gpupoold.errors import UsageError
+from gpupoold.sim.csv_table import Table, read_package_table, read_table, select_scenario
+
+PROMPT, OUTPUT, QUANTILE = "prompt_tokens", "output_tokens", "quantile"
+SHAREGPT_TABLE = "sharegpt_lengths.csv"
+# Variants of a workload as the Aegaeon paper names them: factors on prompts and outputs.
+VARIANTS: dict[str, tuple[int, int]] = {"ix1": (1, 1), "ix2": (2, 1), "ox2": (1, 2)}
+
+
+class Lengths(NamedTuple):
+    """Tokens of one request; both at least 1."""
+
+    prompt_tokens: int
+    output_tokens: int
+
+
+class LengthSource(Protocol):
+    """Anything that lengths can be drawn from."""
+
+    def sample(self, rng: Random) -> Lengths:
+        """The lengths of one more request."""
+        ...
+
+
+class LengthSampler:
+    """Draws whole (prompt, output) pairs, each equally likely."""
+
+    def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Raises UsageError without pairs or with a length below 1."""
+        if not pairs:
+            raise UsageError("no token lengths to draw from")
+        for pair in pairs:
+            if min(pair) < 1:
+                raise UsageError(f"token lengths {pair}: both must be at least 1")
+        self._pairs = [Lengths(*pair) for pair in pairs]
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def sample(self, rng: Random) -> Lengths:
+        """One of the pairs."""
+        return rng.choice(self._pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantileSampler:
+    """Draws prompt and output independently from their quantiles.
+
+    ``prompt_tokens[i]`` and ``output_tokens[i]`` belong to ``quantiles[i]``, which
+    rises from 0 to 1; between two quantiles lengths are spread evenly.
+    """
+
+    quantiles: Sequence[float]
+    prompt_tokens: Sequence[int]
+    output_tokens: Sequence[int]
+
+    def __post_init__(self) -> None:
+        ends = (self.quantiles[0], self.quantiles[-1])
+        rising = all(one < other for one, other in itertools.pairwise(self.quantiles))
+        if ends != (0.0, 1.0) or not rising:
+            raise ValueError("quantiles must rise from 0 to 1")
+
+    def sample(self, rng: Random) -> Lengths:
+        """A prompt and an output, each from its own distribution."""
+        return Lengths(self._draw(rng, self.prompt_tokens), self._draw(rng, self.output_tokens))
+
+    def _draw(self, rng: Random, values: Sequence[int]) -> int:
+        share = rng.random()
+        right = bisect.bisect_right(self.quantiles, share)
+        below, above = self.quantiles[right - 1], self.quantiles[right]
+        step = (share - below) / (above - below)
+        return round(values[right - 1] + step * (values[right] - values[right - 1]))
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledLengths:
+    """Another source's lengths times whole factors."""
+
+    source: LengthSource
+    prompt_factor: int = 1
+    output_factor: int = 1
+
+    def sample(self, rng: Random) -> Lengths:
+        """Lengths of the source, multiplied."""
+        prompt, output = self.source.sample(rng)
+        return Lengths(prompt * self.prompt_factor, output * self.output_factor)
+
+
+def length_variant(source: LengthSource, name: str) -> LengthSource:
+    """``ix2``: prompts doubled; ``ox2``: outputs doubled; ``ix1``: as they are.
+
+    Raises:
+        UsageError: another name.
+    """
+    if name not in VARIANTS:
+        raise UsageError(f"no length variant {name!r}", f"use one of {', '.join(VARIANTS)}")
+    return ScaledLengths(source, *VARIANTS[name])
+
+
+def load_lengths(path: Path, scenario: str | None = None) -> LengthSampler:
+    """A sampler over the columns ``prompt_tokens`` and ``output_tokens`` of a CSV file.
+
+    Raises:
+        UsageError: naming file, line and column of what is wrong, or the scenarios to choose from.
+    """
+    table = select_scenario(read_table(path), scenario)
+    pairs = length_pairs(table)
+    if not pairs:
+        raise UsageError(f"{table.name}: has a header and no lengths")
+    return LengthSampler(pairs)
+
+
+def length_pairs(table: Table) -> list[Lengths]:
+    """All (prompt, output) pairs of a table. Raises UsageError as ``load_lengths`` does."""
+    table.require(PROMPT, OUTPUT)
+    return [Lengths(table.count(row, PROMPT), table.count(row, OUTPUT)) for row in table.rows]
+
+
+@functools.cache
+def sharegpt_lengths() -> QuantileSampler:
+    """The built-in lengths: single-turn ShareGPT conversations, prompt and output independent."""
+    table = read_package_table(SHAREGPT_TABLE)
+    pairs = length_pairs(table)
+    return QuantileSampler(
+        tuple(table.number(row, QUANTILE) for row in table.rows),
+        tuple(pair.prompt_tokens for pair in pairs),
+        tuple(pair.output_tokens for pair in pairs),
+    )

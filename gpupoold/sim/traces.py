@@ -1,0 +1,142 @@
+"""Recorded requests: CSV traces, and changes to them that make other experiments.
+
+Columns: ``arrival_s``, ``prompt_tokens``, ``output_tokens``; optional ``model`` and
+``scenario``; others are ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+from gpupoold.errors import UsageError
+from gpupoold.sim.csv_table import Table, read_table, select_scenario
+from gpupoold.sim.lengths import OUTPUT, PROMPT
+from gpupoold.sim.workloads import MAX_REQUESTS, SimRequest, in_arrival_order, model_names
+
+ARRIVAL, MODEL = "arrival_s", "model"
+DEFAULT_MODEL = "model"
+
+
+def load_trace(
+    path: Path, *, scenario: str | None = None, default_model: str = DEFAULT_MODEL
+) -> tuple[SimRequest, ...]:
+    """The requests of a ``.csv`` or ``.csv.gz`` file, in order of arrival.
+
+    ``default_model`` is everyone's model where the file has no such column.
+
+    Raises:
+        UsageError: naming file, line and column of what is wrong, or the scenarios to choose from.
+    """
+    return trace_requests(select_scenario(read_table(path), scenario), default_model)
+
+
+def trace_requests(table: Table, default_model: str = DEFAULT_MODEL) -> tuple[SimRequest, ...]:
+    """The requests of a table that is one trace. Raises UsageError as ``load_trace`` does."""
+    table.require(ARRIVAL, PROMPT, OUTPUT)
+    if not table.rows:
+        raise UsageError(f"{table.name}: has a header and no requests")
+    return tuple(_requests(table, default_model))
+
+
+def scale_time(requests: Iterable[SimRequest], factor: float) -> tuple[SimRequest, ...]:
+    """The same requests over ``factor`` times the time: 0.5 doubles the load, bursts included.
+
+    Raises:
+        UsageError: ``factor`` is not positive.
+    """
+    _check_factor("time", factor)
+    return tuple(replace(one, arrival_s=one.arrival_s * factor) for one in requests)
+
+
+def scale_rate(
+    requests: Sequence[SimRequest], factor: float, seed: int
+) -> tuple[SimRequest, ...]:
+    """``factor`` times the requests over the same time.
+
+    Below 1 each request is kept with that probability. Above 1 copies are added, the
+    last of them thinned to the fraction: each model's copy is its own sequence moved
+    round by a random time, so that its bursts stay but do not fall on the original's.
+
+    Raises:
+        UsageError: ``factor`` is not positive or gives far too many requests.
+    """
+    _check_factor("rate", factor)
+    if factor * len(requests) > MAX_REQUESTS:
+        raise UsageError(f"rate factor {factor}: at most {MAX_REQUESTS} requests fit in a run")
+    whole, fraction = int(factor), factor - int(factor)
+    scaled = [one for number in range(whole) for one in _copy(requests, number, seed)]
+    if fraction:
+        coin = Random(f"{seed}/thinning")
+        scaled += [one for one in _copy(requests, whole, seed) if coin.random() < fraction]
+    return in_arrival_order(scaled)
+
+
+def rename_models(
+    requests: Iterable[SimRequest], names: Mapping[str, str]
+) -> tuple[SimRequest, ...]:
+    """Requests of the models in ``names`` go to their new names; several may become one.
+
+    Raises:
+        UsageError: a model in ``names`` has no request here.
+    """
+    renamed = tuple(replace(one, model=names.get(one.model, one.model)) for one in requests)
+    return renamed
+
+
+def fold_models(
+    requests: Sequence[SimRequest], num_models: int
+) -> tuple[SimRequest, ...]:
+    """All requests on at most ``num_models`` models, named as ``model_names`` does.
+
+    Models are dealt out like cards in order of their number of requests (equal ones by
+    name): the busiest to the first, and so on round. With fewer models than
+    ``num_models`` the rest stay without requests.
+
+    Raises:
+        UsageError: ``num_models`` is less than one.
+    """
+    names = model_names(num_models)
+    counts = Counter(one.model for one in requests)
+    ranked = sorted(counts, key=lambda model: (-counts[model], model))
+    return rename_models(
+        requests, {model: names[rank % num_models] for rank, model in enumerate(ranked)}
+    )
+
+
+def _requests(table: Table, default_model: str) -> Iterator[SimRequest]:
+    has_model = MODEL in table.columns
+    before_s = 0.0
+    for number, row in enumerate(table.rows):
+        arrival_s = table.number(row, ARRIVAL)
+        if arrival_s < before_s:
+            problem = f"{arrival_s} comes after {before_s}: arrivals must not go back"
+            raise table.error(row, ARRIVAL, problem)
+        before_s = arrival_s
+        model = table.text(row, MODEL) if has_model else default_model
+        lengths = table.count(row, PROMPT), table.count(row, OUTPUT)
+        yield SimRequest(f"r{number}", model, arrival_s, *lengths)
+
+
+def _copy(requests: Sequence[SimRequest], number: int, seed: int) -> Iterator[SimRequest]:
+    """Copy ``number`` of the requests; copy 0 is the original."""
+    if not number:
+        yield from requests
+        return
+    span_s = max((one.arrival_s for one in requests), default=0.0)
+    models = {one.model for one in requests}
+    shifts_s = {
+        model: Random(f"{seed}/{model}/{number}").uniform(0, span_s) for model in models
+    }
+    for one in requests:
+        moved_s = one.arrival_s + shifts_s[one.model]
+        yield replace(one, arrival_s=moved_s - span_s if moved_s > span_s else moved_s)
+
+
+def _check_factor(what: str, factor: float) -> None:
+    if not (math.isfinite(factor) and factor > 0):
+        raise UsageError(f"{what} factor {factor}: must be above 0")

@@ -1,0 +1,127 @@
+"""Requests that arrive by a law: Poisson streams with a rate per model.
+
+Each model draws its arrivals and its lengths from generators of its own, both made
+from the run's seed and its name: another model, rate or duration leaves its n-th
+request's lengths as they were, so that runs can be compared request by request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from random import Random
+
+from gpupoold.errors import UsageError
+from gpupoold.sim.lengths import LengthSource
+
+MAX_REQUESTS = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class SimRequest:
+    """A request to come. ``arrival_s`` counts from the start of the run."""
+
+    id: str
+    model: str
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+def model_names(num_models: int) -> list[str]:
+    """``m00``, ``m01``, ... Raises UsageError for less than one."""
+    if num_models < 1:
+        raise UsageError(f"{num_models} models: at least one is needed")
+    width = max(2, len(str(num_models - 1)))
+    return [f"m{number:0{width}}" for number in range(num_models)]
+
+
+def equal_rates(models: Sequence[str], rate_rps: float) -> dict[str, float]:
+    """The same rate for every model, in requests per second. Raises UsageError."""
+    return _checked(dict.fromkeys(_distinct(models), rate_rps))
+
+
+def zipf_rates(
+    models: Sequence[str], total_rps: float, exponent: float = 1.0
+) -> dict[str, float]:
+    """``total_rps`` shared out so that the k-th model gets a part like ``1 / k**exponent``.
+
+    Raises:
+        UsageError: no models, one named twice, or a rate that is not positive.
+    """
+    if not (math.isfinite(exponent) and exponent >= 0):
+        raise UsageError(f"Zipf exponent {exponent}: must be a number from 0")
+    if not total_rps > 0:
+        raise UsageError(f"total rate {total_rps} requests/s: must be above 0")
+    parts = [rank**-exponent for rank in range(1, len(models) + 1)]
+    unit_rps = total_rps / sum(parts) if parts else 0.0
+    shared = zip(_distinct(models), (part * unit_rps for part in parts), strict=True)
+    return _checked(dict(shared))
+
+
+def poisson_workload(
+    rates_rps: Mapping[str, float], duration_s: float, lengths: LengthSource, seed: int
+) -> tuple[SimRequest, ...]:
+    """Poisson arrivals in ``[0, duration_s)``, each model at its own rate, in order of arrival.
+
+    The same arguments give the same requests, in any process, whatever the order of
+    the models. Empty when by chance nothing arrives.
+
+    Raises:
+        UsageError: no models, a rate or the duration not positive, or far too many requests.
+    """
+    rates = _checked(rates_rps)
+    if not (math.isfinite(duration_s) and duration_s > 0):
+        raise UsageError(f"duration {duration_s} s: must be above 0")
+    expected = sum(rates.values()) * duration_s
+    if expected > MAX_REQUESTS:
+        raise UsageError(f"about {expected:.3g} requests: at most {MAX_REQUESTS} fit in a run")
+    streams = (
+        _stream(model, rates[model], duration_s, lengths, seed) for model in sorted(rates)
+    )
+    return in_arrival_order(request for stream in streams for request in stream)
+
+
+def merge(*workloads: Iterable[SimRequest]) -> tuple[SimRequest, ...]:
+    """All requests of several workloads as one; of equal arrivals the earlier workload's first."""
+    return in_arrival_order(request for workload in workloads for request in workload)
+
+
+def in_arrival_order(requests: Iterable[SimRequest]) -> tuple[SimRequest, ...]:
+    """Sorted by arrival (equal ones stay in order) and numbered anew: ``r0``, ``r1``, ..."""
+    ordered = sorted(requests, key=attrgetter("arrival_s"))
+    return tuple(
+        SimRequest(f"r{number}", one.model, one.arrival_s, one.prompt_tokens, one.output_tokens)
+        for number, one in enumerate(ordered)
+    )
+
+
+def _stream(
+    model: str, rate_rps: float, duration_s: float, lengths: LengthSource, seed: int
+) -> Iterator[SimRequest]:
+    """One model's requests, not numbered yet."""
+    gaps, sizes = (Random(f"{seed}/{model}/{use}") for use in ("arrivals", "lengths"))
+    arrival_s = gaps.expovariate(rate_rps)
+    while arrival_s < duration_s:
+        prompt_tokens, output_tokens = lengths.sample(sizes)
+        yield SimRequest("", model, arrival_s, prompt_tokens, output_tokens)
+        arrival_s += gaps.expovariate(rate_rps)
+
+
+def _distinct(models: Sequence[str]) -> Sequence[str]:
+    name, times = max(Counter(models).items(), key=lambda item: item[1], default=("", 1))
+    if times > 1:
+        raise UsageError(f"model {name!r} is named {times} times")
+    return models
+
+
+def _checked(rates_rps: Mapping[str, float]) -> dict[str, float]:
+    if not rates_rps:
+        raise UsageError("no models: at least one is needed")
+    for model, rate_rps in rates_rps.items():
+        if not (math.isfinite(rate_rps) and rate_rps > 0):
+            raise UsageError(f"model {model!r}: rate {rate_rps} requests/s: must be above 0")
+    return dict(rates_rps)

@@ -1,6 +1,6 @@
 # Everything below runs in .venv, which `make venv` makes and keeps up to date.
 BIN := .venv/bin
-PYTHON_SOURCES := gpupoold cli state tests $(if $(wildcard tui/gpupool_tui/*.py),tui) \
+PYTHON_SOURCES := gpupoold cli state scripts tests $(if $(wildcard tui/gpupool_tui/*.py),tui) \
 	$(if $(wildcard examples/*.py),examples) $(if $(wildcard benchmarks/*.py),benchmarks)
 
 .DEFAULT_GOAL := help

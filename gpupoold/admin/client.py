@@ -147,25 +147,26 @@ class AdminClient:
     def set_model(self, name: str, request: SetModelRequest) -> ModelInfo:
         """Change a model's targets or aliases; the answer is the model as it is now.
 
+        Changes are made one at a time: this one may wait for a model that is being loaded.
+
         Raises:
             NoSuchModel: there is no such model.
             Refused: an alias is taken.
         """
-        return self._call(_MODEL, "PATCH", _model_path(name), body=request)
+        return self._call(_MODEL, "PATCH", _model_path(name), body=request, unbounded=True)
 
     def remove_model(self, name: str, mode: RemoveMode = "refuse") -> ModelInfo:
         """Take a model out of the registry; the answer is the model as it was.
 
         ``mode`` says what happens to its live requests: ``refuse`` keeps the
-        model if there are any, ``drain`` waits for them, ``force`` aborts them.
+        model if there are any, ``drain`` waits for them, ``force`` aborts them. Waits for
+        another change that is under way.
 
         Raises:
             NoSuchModel: there is no such model.
             Refused: it has live requests and ``mode`` is ``refuse``.
         """
-        return self._call(
-            _MODEL, "DELETE", _model_path(name), query={"mode": mode}, unbounded=mode == "drain"
-        )
+        return self._call(_MODEL, "DELETE", _model_path(name), query={"mode": mode}, unbounded=True)
 
     def ps(self) -> Ps:
         """Devices, models and live requests now."""

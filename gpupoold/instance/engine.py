@@ -22,6 +22,7 @@ from vllm.v1.worker import workspace
 
 from gpupoold.errors import Failed, GpupoolError, Refused
 from gpupoold.instance.loading import ModelLoad
+from gpupoold.instance.reasons import refusal
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import KvHostCache
@@ -203,7 +204,7 @@ def load_engine(
         except GpupoolError:
             raise
         except Exception as error:
-            raise Refused(f"{model.name}: {_reason(error)}", _hint(error)) from error
+            raise refusal(model.name, error) from error
 
 
 def _build_core(model: ModelToLoad, device: Device) -> EngineCore:
@@ -265,23 +266,6 @@ def _block_pool(core: Any) -> Any:
 
 def _runner(core: Any) -> Any:
     return core.model_executor.driver_worker.worker.model_runner
-
-
-def _reason(error: BaseException) -> str:
-    """The useful part of vLLM's message: pydantic and wrapped errors are long."""
-    text = str(error).strip() or type(error).__name__
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    useful = [line for line in lines if not line.startswith("For further information")]
-    return " ".join(useful[:4])[:600]
-
-
-def _hint(error: BaseException) -> str:
-    text = str(error)
-    if "max seq len" in text or "max_model_len" in text:
-        return "give a smaller --max-len or a larger device"
-    if "architectures" in text or "not supported" in text:
-        return "see vLLM's list of supported models"
-    return "see `gpupool logs` for the engine's full message"
 
 
 def use_plain_linear_layers() -> None:

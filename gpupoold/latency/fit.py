@@ -70,14 +70,22 @@ def fit_prefill(
     *,
     weighting: Weighting = Weighting.RELATIVE,
     non_negative: bool = True,
+    floors: Sequence[float] = (),
 ) -> Fit[PrefillT]:
     """Least-squares constants of ``law`` (its own are ignored) for measured prefills.
+
+    Args:
+        law: which law, and the model's dimensions if it needs them.
+        samples: measured steps, more than there are constants.
+        weighting: whether absolute or relative errors are made small.
+        non_negative: no constant below zero.
+        floors: one per constant: none below its floor, whatever ``non_negative`` says.
 
     Raises:
         FitError: fewer points than constants, points that do not tell the constants apart
             (for example all prompts of one length), or a time that is not positive.
     """
-    return _fit(law, samples, weighting, non_negative)
+    return _fit(law, samples, weighting, non_negative, floors)
 
 
 def fit_decode(
@@ -86,13 +94,13 @@ def fit_decode(
     *,
     weighting: Weighting = Weighting.RELATIVE,
     non_negative: bool = True,
+    floors: Sequence[float] = (),
 ) -> Fit[DecodeT]:
     """Least-squares constants of ``law`` (its own are ignored) for measured decode steps.
 
-    Raises:
-        FitError: as ``fit_prefill``.
+    Arguments and errors are those of ``fit_prefill``.
     """
-    return _fit(law, samples, weighting, non_negative)
+    return _fit(law, samples, weighting, non_negative, floors)
 
 
 def quality_of(law: Law[Any], samples: Sequence[PrefillSample | DecodeSample]) -> FitQuality:
@@ -124,14 +132,21 @@ def _fit(
     samples: Sequence[PrefillSample] | Sequence[DecodeSample],
     weighting: Weighting,
     non_negative: bool,
+    floors: Sequence[float],
 ) -> Fit[LawT]:
     _check_times(samples)
-    rows: list[Sequence[float]] = [law.terms(sample.batch) for sample in samples]
-    targets = [sample.duration_s for sample in samples]
-    if weighting is Weighting.RELATIVE:
-        rows = [[x / t for x in row] for row, t in zip(rows, targets, strict=True)]
-        targets = [1.0] * len(rows)
-    fitted = law.with_constants(solve(rows, targets, non_negative=non_negative))
+    base = floors or [0.0] * len(law.constants)
+    rows: list[Sequence[float]] = []
+    targets = []
+    for sample in samples:
+        terms = law.terms(sample.batch)
+        # What the floors leave unexplained is what the constants above them are for.
+        rest_s = sample.duration_s - math.fsum(f * x for f, x in zip(base, terms, strict=True))
+        unit_s = sample.duration_s if weighting is Weighting.RELATIVE else 1.0
+        rows.append([term / unit_s for term in terms])
+        targets.append(rest_s / unit_s)
+    above = solve(rows, targets, non_negative=non_negative or bool(floors))
+    fitted = law.with_constants([f + x for f, x in zip(base, above, strict=True)])
     return Fit(fitted, quality_of(fitted, samples))
 
 

@@ -93,9 +93,14 @@ def from_hf_config(
         dtype: of the weights and the KV; else the configuration's own, else 16 bits.
 
     Raises:
-        ShapeError: naming the key that is missing, is no positive integer, or the unknown dtype.
+        ShapeError: naming the key that is missing or no positive integer, the unknown dtype,
+            or the kind of attention that is not covered.
     """
     text = config.get("text_config", config)
+    if text.get("kv_lora_rank"):
+        raise ShapeError(
+            "config.json: kv_lora_rank means compressed KV, which ModelShape does not describe"
+        )
     hidden = _read(text, "hidden_size")
     heads = _read(text, "num_attention_heads")
     if "head_dim" not in text and hidden % heads:
@@ -111,7 +116,7 @@ def from_hf_config(
         num_heads=heads,
         num_kv_heads=_read(text, "num_key_value_heads", default=heads),
         head_dim=_read(text, "head_dim", default=hidden // heads),
-        num_parameters=num_parameters or _count_parameters(text),
+        num_parameters=_count_parameters(text) if num_parameters is None else num_parameters,
         dtype_bytes=dtype_bytes,
         kv_dtype_bytes=dtype_bytes,
     )

@@ -12,8 +12,9 @@ from gpupoold.config import LimitSettings
 from gpupoold.domain import FinishReason, InstanceId, ModelName, Targets
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instances import Instance
-from gpupoold.pool.requests import LiveRequest, LiveRequests, percentile
+from gpupoold.pool.requests import LiveRequest, LiveRequests
 from gpupoold.pool.stats import ModelStats, SwitchStats
+from gpupoold.stats import percentile
 from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)
@@ -87,8 +88,7 @@ class Dispatcher:
             failed = m.RequestsFailed(message.model, [message.request_id], refusal)
             self._to_frontend(failed)
             return
-        candidates = self.routes[message.model]
-        instance = min(candidates, key=lambda i: len(self.live.on_instance(i.number)))
+        instance = self._choose(message.model)
         self._instances[instance.number] = instance
         targets = self.targets[message.model]
         self.stats.setdefault(message.model, ModelStats()).requests += 1
@@ -103,6 +103,14 @@ class Dispatcher:
             )
         )
         instance.send(message)
+
+    def _choose(self, model: str) -> Instance:
+        """The instance with the fewest live requests; among equals one that has the model on
+        its device, so that no switch is needed."""
+        return min(
+            self.routes[model],
+            key=lambda i: (len(self.live.on_instance(i.number)), not i.has_resident(model)),
+        )
 
     def _refusal(self, model: str) -> str:
         if not self.routes.get(model):

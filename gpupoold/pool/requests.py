@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gpupoold.domain import Targets
@@ -95,11 +94,3 @@ class LiveRequests:
     def all(self) -> list[LiveRequest]:
         """Every live request, oldest first."""
         return list(self._requests.values())
-
-
-def percentile(values: Iterable[float], fraction: float) -> float | None:
-    """Nearest-rank percentile (``fraction`` of 0.99 for p99); None without values."""
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]

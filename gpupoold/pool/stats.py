@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from gpupoold.pool.requests import LiveRequest, percentile
+from gpupoold.pool.requests import LiveRequest
+from gpupoold.stats import percentile
 from gpupoold.wire.messages import SwitchRecord
 
 _NUM_TTFTS = 2_000

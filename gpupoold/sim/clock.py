@@ -105,9 +105,7 @@ class EventQueue(Generic[E]):
         self._drop_cancelled()
         return self._heap[0][0] if self._heap else None
 
-    def schedule(
-        self, at_s: float, event: E, priority: int = Priority.COMPLETION
-    ) -> Scheduled[E]:
+    def schedule(self, at_s: float, event: E, priority: int = Priority.COMPLETION) -> Scheduled[E]:
         """Let ``event`` come out at ``at_s``, which may be now.
 
         Raises:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import math
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -37,6 +39,7 @@ class Table:
 
     name: str
     columns: dict[str, int]
+    header_line: int
     rows: list[Row]
 
     def require(self, *columns: str) -> None:
@@ -44,7 +47,7 @@ class Table:
         missing = [column for column in columns if column not in self.columns]
         if missing:
             raise UsageError(
-                f"{self.name}: line 1: no column {', '.join(missing)}",
+                f"{self.name}: line {self.header_line}: no column {', '.join(missing)}",
                 f"the columns are {', '.join(self.columns)}",
             )
 
@@ -82,20 +85,20 @@ class Table:
 def read_table(path: Path) -> Table:
     """The table in a ``.csv`` or ``.csv.gz`` file. Raises UsageError when there is none."""
     try:
-        raw = gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-        with raw:
-            text = raw.read().decode("utf-8-sig")
-    except (OSError, EOFError) as error:
-        raise UsageError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{path}: cannot be read: {reason}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    return parse_table(text.splitlines(keepends=True), str(path))
+    return parse_table(io.StringIO(text, newline=""), str(path))
 
 
 def read_package_table(name: str) -> Table:
     """A table that is part of this package, in its folder ``data``."""
     text = (resources.files("gpupoold.sim") / "data" / name).read_text(encoding="utf-8")
-    return parse_table(text.splitlines(keepends=True), name)
+    return parse_table(io.StringIO(text, newline=""), name)
 
 
 def parse_table(lines: Iterable[str], name: str) -> Table:
@@ -104,12 +107,12 @@ def parse_table(lines: Iterable[str], name: str) -> Table:
     header = next(rows, None)
     if header is None:
         raise UsageError(f"{name}: empty, expected a header line with the column names")
-    names = [cell.strip() for cell in header.cells]
+    names = [" ".join(cell.split()) for cell in header.cells]
     columns = {column: index for index, column in enumerate(names)}
     if len(columns) < len(names):
         repeated = next(column for column in names if names.count(column) > 1)
         raise UsageError(f"{name}: line {header.line}: column {repeated!r} is there twice")
-    table = Table(name, columns, [])
+    table = Table(name, columns, header.line, [])
     for row in rows:
         if len(row.cells) != len(names):
             problem = f"{len(row.cells)} cells, expected {len(names)}"
@@ -153,6 +156,6 @@ def _rows(lines: Iterable[str], name: str) -> Iterator[Row]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    ordered = list(names)
+    ordered = [" ".join(name.split()) for name in names]
     more = len(ordered) - _MAX_LISTED
     return ", ".join(ordered[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -53,9 +53,7 @@ def scale_time(requests: Iterable[SimRequest], factor: float) -> tuple[SimReques
     return tuple(replace(one, arrival_s=one.arrival_s * factor) for one in requests)
 
 
-def scale_rate(
-    requests: Sequence[SimRequest], factor: float, seed: int
-) -> tuple[SimRequest, ...]:
+def scale_rate(requests: Sequence[SimRequest], factor: float, seed: int) -> tuple[SimRequest, ...]:
     """``factor`` times the requests over the same time.
 
     Below 1 each request is kept with that probability. Above 1 copies are added, the
@@ -84,13 +82,14 @@ def rename_models(
     Raises:
         UsageError: a model in ``names`` has no request here.
     """
-    renamed = tuple(replace(one, model=names.get(one.model, one.model)) for one in requests)
-    return renamed
+    before = tuple(requests)
+    unknown = sorted(names.keys() - {one.model for one in before})
+    if unknown:
+        raise UsageError(f"no requests of {', '.join(unknown)}, so nothing to rename")
+    return tuple(replace(one, model=names.get(one.model, one.model)) for one in before)
 
 
-def fold_models(
-    requests: Sequence[SimRequest], num_models: int
-) -> tuple[SimRequest, ...]:
+def fold_models(requests: Sequence[SimRequest], num_models: int) -> tuple[SimRequest, ...]:
     """All requests on at most ``num_models`` models, named as ``model_names`` does.
 
     Models are dealt out like cards in order of their number of requests (equal ones by
@@ -129,9 +128,7 @@ def _copy(requests: Sequence[SimRequest], number: int, seed: int) -> Iterator[Si
         return
     span_s = max((one.arrival_s for one in requests), default=0.0)
     models = {one.model for one in requests}
-    shifts_s = {
-        model: Random(f"{seed}/{model}/{number}").uniform(0, span_s) for model in models
-    }
+    shifts_s = {model: Random(f"{seed}/{model}/{number}").uniform(0, span_s) for model in models}
     for one in requests:
         moved_s = one.arrival_s + shifts_s[one.model]
         yield replace(one, arrival_s=moved_s - span_s if moved_s > span_s else moved_s)

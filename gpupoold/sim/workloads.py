@@ -44,9 +44,7 @@ def equal_rates(models: Sequence[str], rate_rps: float) -> dict[str, float]:
     return _checked(dict.fromkeys(_distinct(models), rate_rps))
 
 
-def zipf_rates(
-    models: Sequence[str], total_rps: float, exponent: float = 1.0
-) -> dict[str, float]:
+def zipf_rates(models: Sequence[str], total_rps: float, exponent: float = 1.0) -> dict[str, float]:
     """``total_rps`` shared out so that the k-th model gets a part like ``1 / k**exponent``.
 
     Raises:
@@ -79,9 +77,7 @@ def poisson_workload(
     expected = sum(rates.values()) * duration_s
     if expected > MAX_REQUESTS:
         raise UsageError(f"about {expected:.3g} requests: at most {MAX_REQUESTS} fit in a run")
-    streams = (
-        _stream(model, rates[model], duration_s, lengths, seed) for model in sorted(rates)
-    )
+    streams = (_stream(model, rates[model], duration_s, lengths, seed) for model in sorted(rates))
     return in_arrival_order(request for stream in streams for request in stream)
 
 

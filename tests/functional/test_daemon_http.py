@@ -96,10 +96,11 @@ class TestGeneration:
 
     async def test_tools(self, api: AsyncOpenAI) -> None:
         parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+        tool: Any = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
         answer = await api.chat.completions.create(
             model=QWEN2,
             messages=GREETING,
-            tools=[{"type": "function", "function": {"name": "weather", "parameters": parameters}}],
+            tools=[tool],
             tool_choice="auto",
             max_tokens=8,
         )

@@ -101,7 +101,7 @@ class TestLeaving:
         stream = await open_stream(api, QWEN3, "nobody waits for this", LONG)
         await anext(aiter(stream))
         assert [request.model for request in ps(pool).requests] == [QWEN3]
-        assert usage(pool, QWEN3).kv_resident_bytes > 0
+        await eventually(lambda: usage(pool, QWEN3).kv_resident_bytes > 0, 2)
         await stream.close()
         await eventually(lambda: not ps(pool).requests, 5)
         await eventually(lambda: usage(pool, QWEN3).num_live == 0, 5)

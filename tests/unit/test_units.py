@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpupoold.domain import Targets
-from gpupoold.errors import ALL_ERRORS, Failed, Unavailable, error_from_code
+from gpupoold.errors import ALL_ERRORS, Failed, GpupoolError, Unavailable, error_from_code
 from gpupoold.units import format_bytes, format_duration, parse_duration_s, parse_size_bytes
 
 
@@ -129,7 +129,7 @@ def test_targets_are_positive_and_finite(bad: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ALL_ERRORS, ids=lambda kind: kind.__name__)
-def test_errors_cross_processes_by_their_code(kind: type) -> None:
+def test_errors_cross_processes_by_their_code(kind: type[GpupoolError]) -> None:
     error = error_from_code(kind.code, "what", "do this")
     assert type(error) is kind
     assert (error.message, error.hint, str(error)) == ("what", "do this", "what (do this)")

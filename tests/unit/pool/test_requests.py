@@ -1,11 +1,11 @@
-"""Live requests: deadlines, attainment, counts; percentiles."""
+"""Live requests: deadlines, attainment, counts."""
 
 from __future__ import annotations
 
 import pytest
 
 from gpupoold.domain import Targets
-from gpupoold.pool.requests import LiveRequest, LiveRequests, percentile
+from gpupoold.pool.requests import LiveRequest, LiveRequests
 
 
 def request(request_id: str = "r", model: str = "m", instance: int = 0) -> LiveRequest:
@@ -78,20 +78,3 @@ def test_ids_are_unique() -> None:
     live.add(request())
     with pytest.raises(AssertionError):
         live.add(request())
-
-
-def test_percentile_is_the_nearest_rank() -> None:
-    values = list(range(1, 101))
-    assert percentile(reversed(values), 0.5) == 50
-    assert percentile(values, 0.99) == 99
-    assert percentile(values, 1.0) == 100
-    assert percentile(values, 0.0) == 1
-    assert percentile([3.0], 0.99) == 3.0
-    assert percentile([1.0, 2.0], 0.5) == 1.0
-    assert percentile([], 0.5) is None
-
-
-@pytest.mark.parametrize("percent", [50, 90, 95, 99])
-def test_percentile_ranks_are_exact(percent: int) -> None:
-    for count in range(1, 400):
-        assert percentile(range(1, count + 1), percent / 100) == -(-percent * count // 100)

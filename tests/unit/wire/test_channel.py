@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
+from typing import TypeVar
 
 import pytest
 
@@ -18,6 +19,8 @@ from gpupoold.wire import messages as m
 from gpupoold.wire.channel import AsyncChannel, BlockingChannel, ChannelClosed
 from gpupoold.wire.codec import encode_frame
 from tests.unit.wire.samples import LOADED, MESSAGES, MODEL
+
+T = TypeVar("T")
 
 Both = tuple[AsyncChannel[m.FromInstance], BlockingChannel[m.ToInstance]]
 TO_INSTANCE = [message for message in MESSAGES if isinstance(message, m.ToInstance)]
@@ -58,7 +61,7 @@ def content(fd: int) -> str:
         return file.read().decode()
 
 
-async def soon(coroutine):
+async def soon(coroutine: Awaitable[T]) -> T:
     async with asyncio.timeout(10):
         return await coroutine
 
@@ -68,8 +71,8 @@ async def test_every_message_both_ways() -> None:
         for message in TO_INSTANCE:
             daemon.send(message)
         assert [instance.receive(5.0) for _ in TO_INSTANCE] == TO_INSTANCE
-        for message in FROM_INSTANCE:
-            instance.send(message)
+        for answer in FROM_INSTANCE:
+            instance.send(answer)
         assert [await soon(daemon.receive()) for _ in FROM_INSTANCE] == FROM_INSTANCE
 
 
@@ -149,11 +152,15 @@ async def test_big_frames_wait_for_a_slow_reader_without_blocking() -> None:
         assert content(instance.take_fd()) == "after the big ones"
 
 
+def send_all(channel: BlockingChannel[m.ToInstance], messages: list[m.StepOutputs]) -> None:
+    for message in messages:
+        channel.send(message)
+
+
 async def test_big_frames_from_a_blocking_sender() -> None:
     async with channels() as (daemon, instance):
         big = [m.StepOutputs("m", n, [bytes([n]) * (3 << 20)], []) for n in range(3)]
-        sending = asyncio.to_thread(lambda: [instance.send(message) for message in big])
-        sender = asyncio.create_task(sending)
+        sender = asyncio.create_task(asyncio.to_thread(send_all, instance, big))
         received = [await soon(daemon.receive()) for _ in big]
         await soon(sender)
         assert received == big

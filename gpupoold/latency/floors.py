@@ -1,0 +1,33 @@
+"""The least that the fast-growing constants can be, from the hardware's peak.
+
+Public grids end at a few thousand tokens, where the cost of attention drowns in noise and a
+fit may find none at all. Carried to long prompts that would be far off, so these terms are
+kept at or above what a perfect kernel would need.
+"""
+
+from __future__ import annotations
+
+from gpupoold.latency.hardware import HardwareProfile
+from gpupoold.latency.models import ATTENTION_BLOCK_SIZE
+from gpupoold.latency.shape import ModelShape
+
+
+def prefill_floors(
+    shape: ModelShape, gpu: HardwareProfile, num_gpus: int = 1
+) -> tuple[float, float, float]:
+    """Of C1, C2, C3 of ``PrefillModel``: only C2 has one.
+
+    Causal attention over a prompt of ``l`` tokens takes ``2 l^2`` operations per layer and
+    per unit of width; the term is ``3 h l^2 / b``.
+    """
+    width = shape.num_heads * shape.head_dim
+    operations = 2 * shape.num_layers * width / (gpu.bf16_flops * num_gpus)
+    return 0.0, operations * ATTENTION_BLOCK_SIZE / (3 * shape.hidden_size), 0.0
+
+
+def decode_floors(
+    shape: ModelShape, gpu: HardwareProfile, num_gpus: int = 1
+) -> tuple[float, float, float]:
+    """Of k2, c2, c3 of ``LinearDecode``: only k2 has one, the reading of a token's KV."""
+    read_s = shape.kv_bytes_per_token / (gpu.memory_bandwidth_bytes_per_s * num_gpus)
+    return read_s, 0.0, 0.0

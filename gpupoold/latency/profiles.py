@@ -1,0 +1,190 @@
+"""Latency of a model on a GPU before anything was measured here: ``measured.csv``."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from gpupoold.latency.errors import DataError
+from gpupoold.latency.fit import Fit, FitQuality, Weighting
+from gpupoold.latency.hardware import HardwareProfile, hardware
+from gpupoold.latency.models import LatencyModel, LinearDecode, PrefillModel, SwitchModel
+from gpupoold.latency.scaling import distance, scale_decode, scale_prefill
+from gpupoold.latency.shape import ModelShape, builtin_shape
+
+COLUMNS = (
+    "gpu",
+    "model",
+    "num_gpus",
+    "phase",
+    "constant_1",
+    "constant_2",
+    "constant_3",
+    "weighting",
+    "r_squared",
+    "mean_relative_error",
+    "p90_relative_error",
+    "num_points",
+    "source",
+    "licence",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredProfile:
+    """Fitted constants of one model on one kind of GPU, and where the points come from.
+
+    ``num_gpus`` is the size of the tensor-parallel group that was measured.
+    """
+
+    gpu: str
+    model: str
+    num_gpus: int
+    prefill: Fit[PrefillModel]
+    decode: Fit[LinearDecode]
+    prefill_weighting: Weighting
+    decode_weighting: Weighting
+    source: str
+    licence: str
+
+    @property
+    def shape(self) -> ModelShape:
+        """Dimensions of the measured model."""
+        return builtin_shape(self.model)
+
+
+@cache
+def measured_profiles() -> tuple[MeasuredProfile, ...]:
+    """All packaged fits."""
+    file = resources.files("gpupoold.latency").joinpath("measured.csv")
+    return parse(file.read_text("utf-8").splitlines())
+
+
+def parse(lines: Iterable[str]) -> tuple[MeasuredProfile, ...]:
+    """Profiles from the text of a file as ``scripts/fit_profiles.py`` writes it.
+
+    Raises:
+        DataError: naming the line or the pair that is incomplete or malformed.
+    """
+    phases: dict[tuple[str, str, int], dict[str, Mapping[str, str]]] = {}
+    for number, row in enumerate(csv.DictReader(lines), start=2):
+        missing = [column for column in COLUMNS if not row.get(column)]
+        if missing or not row["num_gpus"].isdecimal():
+            raise DataError(f"measured.csv line {number}: {missing or 'num_gpus'} missing or wrong")
+        key = row["gpu"], row["model"], int(row["num_gpus"])
+        phases.setdefault(key, {})[row["phase"]] = row
+    return tuple(_profile(key, rows) for key, rows in phases.items())
+
+
+def latency_for(
+    gpu: str,
+    shape: ModelShape,
+    *,
+    num_gpus: int = 1,
+    bandwidth_bytes_per_s: float | None = None,
+    candidates: Sequence[MeasuredProfile] | None = None,
+) -> LatencyModel:
+    """What is known of a model on ``num_gpus`` GPUs of one kind.
+
+    A packaged fit of the same dimensions on the same GPU is used as it is; else that of the
+    nearest pair is scaled, and ``is_scaled`` says so.
+
+    Args:
+        gpu: a name that ``hardware`` knows.
+        shape: the model's dimensions.
+        num_gpus: size of the tensor-parallel group.
+        bandwidth_bytes_per_s: of host-to-device copies, all devices of the group together,
+            where measured; else ``num_gpus`` times what the hardware profile states.
+        candidates: the fits to choose from; by default the packaged ones.
+
+    Raises:
+        DataError: unknown GPU, or no fit for a group of that size.
+        LatencyError: the bandwidth is not positive.
+    """
+    profile = hardware(gpu)
+    known = measured_profiles() if candidates is None else candidates
+    measured = [fit for fit in known if fit.num_gpus == num_gpus]
+    if not measured:
+        sizes = sorted({fit.num_gpus for fit in known})
+        raise DataError(f"no measured fit for {num_gpus} GPUs together: there are {sizes}")
+    bandwidth = bandwidth_bytes_per_s
+    if bandwidth is None:
+        bandwidth = num_gpus * profile.pcie_bandwidth_bytes_per_s
+    nearest = min(measured, key=lambda fit: _rank(shape, profile, fit))
+    return _carried_over(nearest, shape, profile, SwitchModel(bandwidth))
+
+
+def _carried_over(
+    fit: MeasuredProfile, shape: ModelShape, gpu: HardwareProfile, switch: SwitchModel
+) -> LatencyModel:
+    from_gpu = hardware(fit.gpu)
+    if from_gpu == gpu and _same_dimensions(fit.shape, shape):
+        return LatencyModel(fit.prefill.law, fit.decode.law, switch, source=fit.source)
+    return LatencyModel(
+        scale_prefill(fit.prefill.law, fit.shape, from_gpu, shape, gpu),
+        scale_decode(fit.decode.law, fit.shape, from_gpu, shape, gpu),
+        switch,
+        is_scaled=True,
+        source=f"scaled from {fit.model} on {fit.gpu}: {fit.source}",
+    )
+
+
+def _rank(
+    shape: ModelShape, gpu: HardwareProfile, fit: MeasuredProfile
+) -> tuple[bool, float, int, str, str]:
+    """Same dimensions and GPU first, then the nearest; names make the choice unique."""
+    is_exact = hardware(fit.gpu) == gpu and _same_dimensions(fit.shape, shape)
+    far = distance(shape, gpu, fit.shape, hardware(fit.gpu))
+    parameters_off = abs(fit.shape.num_parameters - shape.num_parameters)
+    return not is_exact, far, parameters_off, fit.gpu, fit.model
+
+
+def _same_dimensions(one: ModelShape, other: ModelShape) -> bool:
+    """All but the vocabulary, which costs one row of the last layer per sequence."""
+    return all(
+        getattr(one, name) == getattr(other, name)
+        for name in one.__slots__
+        if name != "num_parameters"
+    )
+
+
+def _profile(key: tuple[str, str, int], rows: Mapping[str, Mapping[str, str]]) -> MeasuredProfile:
+    gpu, model, num_gpus = key
+    if set(rows) != {"prefill", "decode"}:
+        raise DataError(f"measured.csv: {model} on {gpu} has {sorted(rows)}, not both phases")
+    shape = builtin_shape(model)
+    prefill, decode = rows["prefill"], rows["decode"]
+    try:
+        return MeasuredProfile(
+            gpu=hardware(gpu).name,
+            model=model,
+            num_gpus=num_gpus,
+            prefill=Fit(PrefillModel.of(shape).with_constants(_constants(prefill)), _q(prefill)),
+            decode=Fit(LinearDecode().with_constants(_constants(decode)), _q(decode)),
+            prefill_weighting=Weighting(prefill["weighting"]),
+            decode_weighting=Weighting(decode["weighting"]),
+            source=prefill["source"],
+            licence=prefill["licence"],
+        )
+    except ValueError as error:
+        raise DataError(f"measured.csv: {model} on {gpu}: {error}") from error
+
+
+def _constants(row: Mapping[str, str]) -> tuple[float, float, float]:
+    constants = float(row["constant_1"]), float(row["constant_2"]), float(row["constant_3"])
+    if not all(math.isfinite(constant) and constant >= 0 for constant in constants):
+        raise ValueError(f"constants must be finite and not negative, got {constants}")
+    return constants
+
+
+def _q(row: Mapping[str, str]) -> FitQuality:
+    return FitQuality(
+        float(row["r_squared"]),
+        float(row["mean_relative_error"]),
+        float(row["p90_relative_error"]),
+        int(row["num_points"]),
+    )

@@ -1,0 +1,83 @@
+"""Carrying measured constants over to a model or a GPU that was not measured.
+
+Each constant grows with what its term stands for:
+
+    constant             with the model                 with the GPU
+    C1 (projections)     layers (h, m are in the term)  compute
+    C2 (attention)       layers (h is in the term)      compute
+    C3 (fixed)           layers                         nothing: kernel launches by the host
+    k2 (context)         KV bytes per token             memory bandwidth
+    c2 (per sequence)    nothing                        nothing: work of the host
+    c3 (weights)         layers * (4h^2 + 2hm) * dtype  root of memory bandwidth
+
+Equation 6 counts a token's KV as 3h; KV bytes are the same for plain attention and right
+for grouped-query attention too. The root stands for a fixed part that is half reading
+weights, half launching kernels: with the full ratio there, and c2 carried like compute, each
+packaged pair was predicted worse from the others (``docs/latency.md`` has the errors).
+"""
+
+from __future__ import annotations
+
+import math
+
+from gpupoold.latency.hardware import HardwareProfile
+from gpupoold.latency.models import LinearDecode, PrefillModel
+from gpupoold.latency.shape import ModelShape
+
+
+def distance(
+    shape: ModelShape, gpu: HardwareProfile, other_shape: ModelShape, other_gpu: HardwareProfile
+) -> float:
+    """How far a measured pair is from the wanted one: sum of the logarithms of the ratios.
+
+    Compared are the work per token, the KV per token, compute and memory bandwidth.
+    """
+    ratios = (
+        _work(shape) / _work(other_shape),
+        shape.kv_bytes_per_token / other_shape.kv_bytes_per_token,
+        gpu.bf16_flops / other_gpu.bf16_flops,
+        gpu.memory_bandwidth_bytes_per_s / other_gpu.memory_bandwidth_bytes_per_s,
+    )
+    return math.fsum(abs(math.log(ratio)) for ratio in ratios)
+
+
+def scale_prefill(
+    law: PrefillModel,
+    from_shape: ModelShape,
+    from_gpu: HardwareProfile,
+    to_shape: ModelShape,
+    to_gpu: HardwareProfile,
+) -> PrefillModel:
+    """The law of one pair as that of another."""
+    layers = to_shape.num_layers / from_shape.num_layers
+    compute = from_gpu.bf16_flops / to_gpu.bf16_flops
+    return PrefillModel(
+        to_shape.hidden_size,
+        to_shape.intermediate_size,
+        c1=law.c1 * layers * compute,
+        c2=law.c2 * layers * compute,
+        c3=law.c3 * layers,
+        block_size=law.block_size,
+    )
+
+
+def scale_decode(
+    law: LinearDecode,
+    from_shape: ModelShape,
+    from_gpu: HardwareProfile,
+    to_shape: ModelShape,
+    to_gpu: HardwareProfile,
+) -> LinearDecode:
+    """The law of one pair as that of another."""
+    weights = _work(to_shape) * to_shape.dtype_bytes / (_work(from_shape) * from_shape.dtype_bytes)
+    kv = to_shape.kv_bytes_per_token / from_shape.kv_bytes_per_token
+    memory = from_gpu.memory_bandwidth_bytes_per_s / to_gpu.memory_bandwidth_bytes_per_s
+    return LinearDecode(
+        context_s=law.context_s * kv * memory,
+        sequence_s=law.sequence_s,
+        base_s=law.base_s * weights * math.sqrt(memory),
+    )
+
+
+def _work(shape: ModelShape) -> int:
+    return shape.num_layers * shape.matmul_term

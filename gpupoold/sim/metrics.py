@@ -1,0 +1,273 @@
+"""What a run was worth: attainment two ways (and the paper artifact's), TTFT, TBT, goodput.
+
+Worked example, also a test: TTFT 3 s, TBT 2 s, arrival at 0, tokens at 3, 6, 7, 8 s.
+
+- *Token attainment* (ours): deadlines 3, 5, 7, 9 are fixed at arrival; the token at 6 s
+  missed its own: 3 of 4 = 0.75.
+- *On-schedule share*: until 3 s nothing is overdue and the next token is due at 5; it comes
+  at 6, one second overdue, and from there the clock starts anew: the next is due at 8, the
+  one after at 10. 7 of 8 seconds = 0.875.
+- *Artifact attainment*: as the plots of the Aegaeon artifact compute it. From the last
+  token in time (3 s) to the late one (6 s) all counts as lost: 5 of 8 seconds = 0.625.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gpupoold.domain import Targets
+from gpupoold.sim.workloads import SimRequest
+from gpupoold.stats import percentile
+
+GOODPUT_ATTAINMENT = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class RequestResult:
+    """A request, what its users were promised, and when each of its tokens came out."""
+
+    request: SimRequest
+    targets: Targets
+    token_times_s: Sequence[float]
+
+    def check(self, end_s: float) -> None:
+        """Raise ValueError unless its tokens are in order, within the run and not too many."""
+        times = self.token_times_s
+        one = self.request
+        if len(times) > one.output_tokens:
+            raise ValueError(f"{one.id}: {len(times)} tokens of {one.output_tokens}")
+        path_s = (one.arrival_s, *times, end_s)
+        if any(later < earlier for earlier, later in itertools.pairwise(path_s)):
+            raise ValueError(f"{one.id}: times go back: arrival, tokens, end of the run {path_s}")
+
+    @property
+    def is_finished(self) -> bool:
+        """All tokens came out."""
+        return len(self.token_times_s) == self.request.output_tokens
+
+    def judged_until_s(self, end_s: float) -> float:
+        """Its last token, or the end of the run if that cut it off."""
+        return self.token_times_s[-1] if self.is_finished else end_s
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    """Tokens that were due or came out, and how many of them came in time."""
+
+    num_due: int = 0
+    num_in_time: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Nearest-rank percentiles in seconds; None without values."""
+
+    p50: float | None
+    p90: float | None
+    p95: float | None
+    p99: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The numbers of one model, or of all. Shares are means over requests, None without any."""
+
+    num_requests: int
+    num_finished: int
+    num_tokens: int
+    tokens: TokenCount
+    on_schedule: float | None
+    artifact: float | None
+    ttft_s: Percentiles
+    tbt_s: Percentiles
+
+    @property
+    def attainment(self) -> float | None:
+        """Share of tokens that met the deadline fixed at arrival; None when none was due."""
+        return self.tokens.num_in_time / self.tokens.num_due if self.tokens.num_due else None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All requests together, and each model by itself in order of name."""
+
+    overall: Summary
+    models: dict[str, Summary]
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """The highest load with enough attainment; a lower bound if no load tried was too much."""
+
+    load: float
+    is_lower_bound: bool
+
+
+def count_tokens(result: RequestResult, end_s: float = math.inf) -> TokenCount:
+    """How many tokens met ``Targets.deadline_s``, of those that came out or should have.
+
+    A token that never came out is a miss once it is due by ``end_s``; one that was not
+    due yet is left out. With ``end_s`` infinite every missing token is a miss.
+    """
+    deadline_s, arrival_s = result.targets.deadline_s, result.request.arrival_s
+    times = result.token_times_s
+    in_time = sum(at_s <= deadline_s(arrival_s, index) for index, at_s in enumerate(times))
+    missing = range(len(times), result.request.output_tokens)
+    overdue = bisect.bisect_right(missing, end_s, key=lambda index: deadline_s(arrival_s, index))
+    return TokenCount(len(times) + overdue, in_time)
+
+
+def on_schedule_share(result: RequestResult, end_s: float = math.inf) -> float:
+    """Share of a request's time during which its next token was not overdue.
+
+    Its time goes from arrival to its last token, or to ``end_s`` if that cut it off.
+    The first token is due ``ttft_s`` after arrival, each other ``tbt_s`` after the one
+    before was due; but after a token that came late, ``tbt_s`` after it came.
+    1 for a request without any time; 0 for one that waits for ever.
+    """
+    targets, until_s = result.targets, result.judged_until_s(end_s)
+    due_s = result.request.arrival_s + targets.ttft_s
+    overdue_s = 0.0
+    for at_s in result.token_times_s:
+        if at_s > due_s:
+            overdue_s += at_s - due_s
+            due_s = at_s
+        due_s += targets.tbt_s
+    if not result.is_finished:
+        overdue_s += max(0.0, until_s - due_s)
+    return _share_not_lost(overdue_s, until_s - result.request.arrival_s)
+
+
+def artifact_attainment(result: RequestResult, end_s: float = math.inf) -> float:
+    """A request's attainment as the plotting script of the Aegaeon artifact computes it.
+
+    Unlike ``on_schedule_share`` a late token loses the whole time since the deadline of
+    the last token in time; and re-basing the clock keeps the allowance gathered so far:
+    after the i-th token of a request (from 0), late or not, the next one may come up to
+    ``ttft_s + (i + 1) * tbt_s`` after the base, which is the arrival or the last late
+    token. So one late token makes all after it more lenient. For comparison with the
+    paper's figures only. Requests cut off at ``end_s`` are judged up to it (the
+    artifact's runs always end with all requests finished).
+    """
+    targets, until_s = result.targets, result.judged_until_s(end_s)
+    base_s = result.request.arrival_s
+    allowance_s, kept_s, lost_s = targets.ttft_s, 0.0, 0.0
+    for at_s in result.token_times_s:
+        if at_s - base_s <= allowance_s:
+            kept_s = allowance_s
+        else:
+            lost_s += at_s - base_s - kept_s
+            base_s, kept_s = at_s, 0.0
+        allowance_s += targets.tbt_s
+    if not result.is_finished and until_s - base_s > allowance_s:
+        lost_s += until_s - base_s - kept_s
+    return _share_not_lost(lost_s, until_s - result.request.arrival_s)
+
+
+def summarise(results: Iterable[RequestResult], end_s: float = math.inf) -> Report:
+    """All numbers of a run that ended at ``end_s``.
+
+    Raises:
+        ValueError: a result whose times contradict each other.
+    """
+    by_model: dict[str, _Tally] = {}
+    for result in results:
+        result.check(end_s)
+        by_model.setdefault(result.request.model, _Tally()).add(result, end_s)
+    tallies = [by_model[model] for model in sorted(by_model)]
+    models = {model: by_model[model].summary() for model in sorted(by_model)}
+    return Report(_Tally.of_all(tallies).summary(), models)
+
+
+def goodput(
+    points: Iterable[tuple[float, float]], threshold: float = GOODPUT_ATTAINMENT
+) -> Goodput | None:
+    """The highest load whose attainment is at least ``threshold``, from (load, attainment) points.
+
+    Between the highest load that passed and the next one tried, attainment is taken to
+    fall in a straight line. None when no load passed.
+
+    Raises:
+        ValueError: no points, or a load given twice.
+    """
+    ordered = sorted(points)
+    if not ordered:
+        raise ValueError("goodput of no points")
+    if any(one[0] == other[0] for one, other in itertools.pairwise(ordered)):
+        raise ValueError(f"a load is given twice in {ordered}")
+    passed = [index for index, (_, attainment) in enumerate(ordered) if attainment >= threshold]
+    if not passed:
+        return None
+    load, attainment = ordered[passed[-1]]
+    if passed[-1] + 1 == len(ordered):
+        return Goodput(load, is_lower_bound=True)
+    next_load, next_attainment = ordered[passed[-1] + 1]
+    step = (attainment - threshold) / (attainment - next_attainment)
+    return Goodput(load + step * (next_load - load), is_lower_bound=False)
+
+
+class _Tally:
+    """Sums over requests, until they become a summary."""
+
+    def __init__(self) -> None:
+        self.num_requests = self.num_finished = self.num_due = self.num_in_time = 0
+        self.num_tokens = 0
+        self.on_schedule: list[float] = []
+        self.artifact: list[float] = []
+        self.ttfts_s: list[float] = []
+        self.gaps_s: list[float] = []
+
+    @classmethod
+    def of_all(cls, tallies: Iterable[_Tally]) -> _Tally:
+        """One tally of everything in ``tallies``."""
+        total = cls()
+        for tally in tallies:
+            for name, value in vars(tally).items():
+                vars(total)[name] += value
+        return total
+
+    def add(self, result: RequestResult, end_s: float) -> None:
+        """Count a request."""
+        times, tokens = result.token_times_s, count_tokens(result, end_s)
+        self.num_requests += 1
+        self.num_finished += result.is_finished
+        self.num_tokens += len(times)
+        self.num_due += tokens.num_due
+        self.num_in_time += tokens.num_in_time
+        self.on_schedule.append(on_schedule_share(result, end_s))
+        self.artifact.append(artifact_attainment(result, end_s))
+        if times:
+            self.ttfts_s.append(times[0] - result.request.arrival_s)
+            self.gaps_s.extend(later - earlier for earlier, later in itertools.pairwise(times))
+
+    def summary(self) -> Summary:
+        """The finished numbers."""
+        return Summary(
+            self.num_requests,
+            self.num_finished,
+            self.num_tokens,
+            TokenCount(self.num_due, self.num_in_time),
+            _mean(self.on_schedule),
+            _mean(self.artifact),
+            _percentiles(self.ttfts_s),
+            _percentiles(self.gaps_s),
+        )
+
+
+def _share_not_lost(lost_s: float, total_s: float) -> float:
+    if math.isinf(lost_s):
+        return 0.0
+    return 1.0 - lost_s / total_s if total_s > 0 else 1.0
+
+
+def _percentiles(values: list[float]) -> Percentiles:
+    values.sort()  # once, so that the four below find them in order
+    return Percentiles(*(percentile(values, fraction) for fraction in (0.5, 0.9, 0.95, 0.99)))
+
+
+def _mean(shares: Sequence[float]) -> float | None:
+    return math.fsum(shares) / len(shares) if shares else None

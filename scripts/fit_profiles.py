@@ -1,0 +1,219 @@
+#!/usr/bin/env python3
+"""Fit the packaged latency profiles, ``gpupoold/latency/measured.csv``, to public grids.
+
+    python scripts/fit_profiles.py --profiles DIR [--output FILE]
+
+DIR holds two files of measured prefill and decode times:
+
+``aegaeon_prefill_decode.csv.gz``
+    ``set, model, gpu, tp, input_tokens, batch, prefill_ms_p50, decode_step_ms_p50, suspect``:
+    from the artifact of the Aegaeon paper, ten output tokens each. Rows marked suspect (prefills
+    that ran in two parts) are left out.
+``splitwise_prefill_decode.csv``
+    ``model, gpu, tp, prompt_tokens, batch, output_tokens, prefill_ms, decode_step_ms, e2e_ms``:
+    from the artifact of the Splitwise paper.
+
+Attention costs at least what the hardware's peak allows (``gpupoold/latency/floors.py``).
+Relative errors are made small; where that leaves R-squared at 0.9 or below, absolute ones.
+A pair that even then fits badly is left out, and named on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+from gpupoold.latency.errors import FitError
+from gpupoold.latency.fit import (
+    DecodeSample,
+    FitQuality,
+    PrefillSample,
+    Weighting,
+    fit_decode,
+    fit_prefill,
+)
+from gpupoold.latency.floors import decode_floors, prefill_floors
+from gpupoold.latency.hardware import hardware
+from gpupoold.latency.models import DecodeBatch, LinearDecode, PrefillModel
+from gpupoold.latency.profiles import COLUMNS
+from gpupoold.latency.shape import builtin_shape
+
+DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / "gpupoold/latency/measured.csv"
+MIN_R_SQUARED = 0.9
+MAX_MEAN_ERROR = 0.15
+
+AEGAEON_FILE = "aegaeon_prefill_decode.csv.gz"
+AEGAEON_SOURCE = (
+    "MachineLearningSystem/25SOSP-Aegaeon@1c3b110a5e69be3f3ac3a3b71f7eba9ce65b7cfd aegaeon/profiles"
+)
+AEGAEON_MODELS = {
+    "baichuan_7b": "Baichuan-7B",
+    "baichuan2_13b_chat": "Baichuan2-13B",
+    "internlm2_5_7b_chat": "InternLM2.5-7B",
+    "llama2_7b": "Llama-2-7B",
+    "llama2_13b_chat": "Llama-2-13B",
+    "qwen_7b": "Qwen-7B",
+    "qwen_7b_chat": "Qwen-7B",
+    "qwen_14b_chat": "Qwen-14B",
+    "qwen1_5_14b_chat": "Qwen1.5-14B",
+    "qwen2_5_7b": "Qwen2.5-7B",
+    "yi1_5_6b_chat": "Yi-1.5-6B",
+    "yi1_5_9b_chat": "Yi-1.5-9B",
+}
+# The artifact says A100 without the memory's size.
+AEGAEON_GPUS = {"A10": "A10", "A100": "A100-80", "H100": "H100", "H20": "H20", "H800": "H800"}
+# A step that makes token i of ten attends to input + i tokens: on average five more.
+AEGAEON_MEAN_OUTPUT_TOKENS = 5
+
+SPLITWISE_FILE = "splitwise_prefill_decode.csv"
+SPLITWISE_SOURCE = (
+    "Mutinifni/splitwise-sim@8f99e7dc9b407f4ce2488d03dd44c0b8b946dab0 data/perf_model.csv"
+)
+SPLITWISE_GPUS = {"a100-80gb": "A100-80", "h100-80gb": "H100"}
+SPLITWISE_MODELS = {"llama2-70b": "Llama-2-70B"}
+
+
+class Pair(NamedTuple):
+    """What one profile is about, and where its points come from."""
+
+    gpu: str
+    model: str
+    num_gpus: int
+    source: str
+    licence: str
+
+
+class Point(NamedTuple):
+    """One measured cell of a grid."""
+
+    prefill: PrefillSample
+    decode: DecodeSample
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fit and write; 1 if no pair fits well."""
+    parser = argparse.ArgumentParser(description="Fit the packaged latency profiles.")
+    parser.add_argument("--profiles", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, metavar="FILE")
+    options = parser.parse_args(arguments)
+    grids: dict[Pair, list[Point]] = defaultdict(list)
+    for pair, point in (*_aegaeon(options.profiles), *_splitwise(options.profiles)):
+        grids[pair].append(point)
+    rows = [row for pair, points in sorted(grids.items()) for row in _rows(pair, points)]
+    with options.output.open("w", newline="", encoding="utf-8") as output:
+        writer = csv.writer(output, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(rows)
+    print(f"{options.output}: {len(rows) // 2} of {len(grids)} pairs", file=sys.stderr)
+    return 0 if rows else 1
+
+
+def _aegaeon(folder: Path) -> Iterator[tuple[Pair, Point]]:
+    with gzip.open(folder / AEGAEON_FILE, "rt", encoding="utf-8") as file:
+        for row in _read(file):
+            if row["set"] != "profiles" or row["suspect"] != "0" or row["tp"] != "1":
+                continue
+            if row["model"] not in AEGAEON_MODELS:
+                continue
+            gpu, model = AEGAEON_GPUS[row["gpu"]], AEGAEON_MODELS[row["model"]]
+            batch, length = int(row["batch"]), int(row["input_tokens"])
+            context = batch * (length + AEGAEON_MEAN_OUTPUT_TOKENS)
+            yield (
+                Pair(gpu, model, 1, AEGAEON_SOURCE, "Apache-2.0"),
+                Point(
+                    PrefillSample((length,) * batch, float(row["prefill_ms_p50"]) / 1e3),
+                    DecodeSample(
+                        DecodeBatch(batch, context), float(row["decode_step_ms_p50"]) / 1e3
+                    ),
+                ),
+            )
+
+
+def _splitwise(folder: Path) -> Iterator[tuple[Pair, Point]]:
+    with (folder / SPLITWISE_FILE).open(encoding="utf-8") as file:
+        for row in _read(file):
+            if row["model"] not in SPLITWISE_MODELS or row["gpu"] not in SPLITWISE_GPUS:
+                continue
+            gpu, model = SPLITWISE_GPUS[row["gpu"]], SPLITWISE_MODELS[row["model"]]
+            prefill_ms, step_ms = float(row["prefill_ms"]), float(row["decode_step_ms"])
+            # Some answers ended before the output tokens asked for: the whole time tells.
+            made = (float(row["e2e_ms"]) - prefill_ms) / step_ms
+            batch, length = int(row["batch"]), int(row["prompt_tokens"])
+            context = round(batch * (length + made / 2))
+            yield (
+                Pair(gpu, model, int(row["tp"]), SPLITWISE_SOURCE, "MIT"),
+                Point(
+                    PrefillSample((length,) * batch, prefill_ms / 1e3),
+                    DecodeSample(DecodeBatch(batch, context), step_ms / 1e3),
+                ),
+            )
+
+
+def _read(file: TextIO) -> Iterator[dict[str, str]]:
+    yield from csv.DictReader(file)
+
+
+def _rows(pair: Pair, points: Sequence[Point]) -> list[list[str]]:
+    """Both phases' rows, or none with the reason on stderr."""
+    prefills = [point.prefill for point in points]
+    decodes = [point.decode for point in points]
+    shape, gpu = builtin_shape(pair.model), hardware(pair.gpu)
+    prefill_least = prefill_floors(shape, gpu, pair.num_gpus)
+    decode_least = decode_floors(shape, gpu, pair.num_gpus)
+    found: list[tuple[str, Weighting, tuple[float, ...], FitQuality]] = []
+    for weighting in (Weighting.RELATIVE, Weighting.ABSOLUTE):
+        try:
+            prefill = fit_prefill(
+                PrefillModel.of(shape), prefills, weighting=weighting, floors=prefill_least
+            )
+            decode = fit_decode(LinearDecode(), decodes, weighting=weighting, floors=decode_least)
+        except FitError as error:
+            print(f"left out: {pair[:3]}: {error}", file=sys.stderr)
+            return []
+        phases = {phase for phase, *_ in found}
+        for phase, constants, quality in (
+            ("prefill", prefill.law.constants, prefill.quality),
+            ("decode", decode.law.constants, decode.quality),
+        ):
+            if phase not in phases and _is_good(quality):
+                found.append((phase, weighting, constants, quality))
+            elif phase not in phases and weighting is Weighting.ABSOLUTE:
+                print(f"left out: {pair[:3]}: {phase}: {quality}", file=sys.stderr)
+    return [_row(pair, *entry) for entry in sorted(found)] if len(found) == 2 else []
+
+
+def _is_good(quality: FitQuality) -> bool:
+    return quality.r_squared > MIN_R_SQUARED and quality.mean_relative_error <= MAX_MEAN_ERROR
+
+
+def _row(
+    pair: Pair,
+    phase: str,
+    weighting: Weighting,
+    constants: tuple[float, ...],
+    quality: FitQuality,
+) -> list[str]:
+    return [
+        pair.gpu,
+        pair.model,
+        str(pair.num_gpus),
+        phase,
+        *(f"{constant:.6g}" for constant in constants),
+        weighting,
+        f"{quality.r_squared:.4f}",
+        f"{quality.mean_relative_error:.4f}",
+        f"{quality.p90_relative_error:.4f}",
+        str(quality.num_points),
+        pair.source,
+        pair.licence,
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

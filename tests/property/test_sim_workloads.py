@@ -1,0 +1,112 @@
+"""Workloads and traces for any input: order, ids, repeatability, no surprise errors."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpupoold.errors import UsageError
+from gpupoold.sim.csv_table import parse_table
+from gpupoold.sim.lengths import LengthSampler
+from gpupoold.sim.traces import fold_models, scale_rate, trace_requests
+from gpupoold.sim.workloads import SimRequest, merge, poisson_workload
+
+LENGTHS = LengthSampler([(number, 100 - number) for number in range(1, 100)])
+RATES = st.dictionaries(st.text("abc", min_size=1, max_size=3), st.floats(0.01, 5), min_size=1)
+REQUESTS = st.lists(
+    st.builds(
+        SimRequest,
+        st.just("r0"),
+        st.sampled_from("abcdef"),
+        st.floats(0, 1e6),
+        st.integers(1, 9),
+        st.integers(1, 9),
+    ),
+    max_size=30,
+)
+
+
+def assert_in_order(requests: tuple[SimRequest, ...]) -> None:
+    arrivals_s = [one.arrival_s for one in requests]
+    assert arrivals_s == sorted(arrivals_s)
+    assert [one.id for one in requests] == [f"r{number}" for number in range(len(requests))]
+
+
+def contents(requests: tuple[SimRequest, ...] | list[SimRequest]) -> Counter[tuple[object, ...]]:
+    return Counter(
+        (one.model, one.arrival_s, one.prompt_tokens, one.output_tokens) for one in requests
+    )
+
+
+@settings(max_examples=50)
+@given(RATES, st.floats(0.1, 60), st.integers())
+def test_poisson_workloads(rates_rps: dict[str, float], duration_s: float, seed: int) -> None:
+    requests = poisson_workload(rates_rps, duration_s, LENGTHS, seed)
+    assert_in_order(requests)
+    assert all(0 <= one.arrival_s < duration_s for one in requests)
+    assert {one.model for one in requests} <= rates_rps.keys()
+    assert (
+        poisson_workload(dict(reversed(rates_rps.items())), duration_s, LENGTHS, seed) == requests
+    )
+    parts = [poisson_workload({m: r}, duration_s, LENGTHS, seed) for m, r in rates_rps.items()]
+    assert contents(merge(*parts)) == contents(requests)
+
+
+@given(st.lists(REQUESTS, max_size=4))
+def test_merging_loses_nothing(workloads: list[list[SimRequest]]) -> None:
+    merged = merge(*workloads)
+    assert_in_order(merged)
+    assert contents(merged) == sum((contents(one) for one in workloads), Counter())
+
+
+@given(REQUESTS, st.floats(0.01, 4), st.integers())
+def test_scaled_rates(requests: list[SimRequest], factor: float, seed: int) -> None:
+    scaled = scale_rate(merge(requests), factor, seed)
+    assert_in_order(scaled)
+    assert int(factor) * len(requests) <= len(scaled) <= (int(factor) + 1) * len(requests)
+    last_s = max((one.arrival_s for one in requests), default=0)
+    assert all(0 <= one.arrival_s <= last_s for one in scaled)
+
+
+@given(REQUESTS, st.integers(1, 8))
+def test_folding_keeps_requests_of_a_model_together(
+    requests: list[SimRequest], num_models: int
+) -> None:
+    folded = fold_models(requests, num_models)
+    assert [one.arrival_s for one in folded] == [one.arrival_s for one in requests]
+    target = {before.model: after.model for before, after in zip(requests, folded, strict=True)}
+    assert [target[one.model] for one in requests] == [one.model for one in folded]
+    assert len(set(target.values())) == min(num_models, len(target))
+
+
+@given(REQUESTS)
+def test_a_trace_comes_back_as_it_was_written(requests: list[SimRequest]) -> None:
+    ordered = merge(requests)
+    text = "output_tokens,arrival_s,model,prompt_tokens\n" + "".join(
+        f"{one.output_tokens},{one.arrival_s!r},{one.model},{one.prompt_tokens}\n"
+        for one in ordered
+    )
+    if ordered:
+        assert trace_requests(parse_table(io.StringIO(text), "t.csv")) == ordered
+
+
+CELL = st.one_of(st.text(max_size=6), st.sampled_from(["0", "1", "1.5", "-1", '"', "nan", "1e9"]))
+HEADERS = st.sampled_from(["arrival_s,prompt_tokens,output_tokens", "arrival_s,model", "#", ""])
+
+
+@given(HEADERS, st.lists(st.lists(CELL, max_size=5).map(",".join), max_size=5))
+def test_any_text_is_a_trace_or_a_complaint_of_one_line(header: str, lines: list[str]) -> None:
+    text = "\n".join([header, *lines])
+    complaint = ""
+    requests: tuple[SimRequest, ...] = ()
+    try:
+        requests = trace_requests(parse_table(io.StringIO(text, newline=""), "t.csv"))
+    except UsageError as error:
+        complaint = str(error)
+    assert bool(complaint) != bool(requests)
+    assert complaint.startswith("t.csv: " if complaint else "")
+    assert "\n" not in complaint
+    assert_in_order(requests)

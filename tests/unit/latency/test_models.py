@@ -1,0 +1,105 @@
+"""The laws as the papers write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpupoold.latency.errors import LatencyError
+from gpupoold.latency.models import (
+    DecodeBatch,
+    DecodeModel,
+    LatencyModel,
+    LinearDecode,
+    LinearPrefill,
+    PrefillModel,
+    SwitchModel,
+)
+from gpupoold.latency.shape import builtin_shape
+
+H, M, B = 4096, 11008, 128
+
+
+def test_equation_5_term_by_term() -> None:
+    law = PrefillModel(H, M, c1=1e-13, c2=1e-11, c3=0.01, block_size=B)
+    lengths = [100, 300]
+    t, t2 = 400, 100**2 + 300**2
+    expected = 1e-13 * (4 * t * H * H + 2 * t * H * M) + 1e-11 * (3 * H * t2 / B) + 0.01
+    assert law.predict_s(lengths) == pytest.approx(expected, rel=1e-14)
+
+
+def test_equation_5_one_long_prompt_costs_more_than_two_halves_of_it() -> None:
+    law = PrefillModel(H, M, c1=1e-13, c2=1e-11, c3=0.01)
+    assert law.predict_s([8192]) > law.predict_s([4096, 4096])
+
+
+def test_equation_6_term_by_term() -> None:
+    law = DecodeModel(H, M, c4=1e-10, c5=1e-10)
+    expected = 1e-10 * (4 * H * H + 2 * H * M) + 1e-10 * 3 * H * 5000
+    assert law.predict_s(DecodeBatch(7, 5000)) == pytest.approx(expected, rel=1e-14)
+
+
+def test_aladdin_equation_2() -> None:
+    assert LinearPrefill(2e-5, 0.007).predict_s([100, 300]) == pytest.approx(0.007 + 400 * 2e-5)
+
+
+def test_aladdin_equation_3() -> None:
+    k2, c2, c3, batch_size, mean_context = 1e-7, 1e-4, 0.009, 8, 500
+    law = LinearDecode(context_s=k2, sequence_s=c2, base_s=c3)
+    batch = DecodeBatch(batch_size, batch_size * mean_context)
+    assert law.predict_s(batch) == pytest.approx((k2 * mean_context + c2) * batch_size + c3)
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        PrefillModel.of(builtin_shape("Qwen-7B")),
+        DecodeModel.of(builtin_shape("Qwen-7B")),
+        LinearPrefill(),
+        LinearDecode(),
+    ],
+)
+def test_constants_go_in_and_come_out(law: Any) -> None:
+    constants = tuple(float(i + 1) for i in range(len(law.constants)))
+    changed = law.with_constants(constants)
+    assert changed.constants == constants
+    assert type(changed) is type(law)
+    with pytest.raises(ValueError, match="values to unpack"):
+        law.with_constants([1.0])
+
+
+def test_combined_model_asks_the_right_law() -> None:
+    model = LatencyModel(
+        LinearPrefill(1e-5, 0.01), LinearDecode(1e-7, 1e-4, 0.01), SwitchModel(5e10)
+    )
+    assert model.prefill_s([1000]) == pytest.approx(0.02)
+    assert model.decode_step_s(10, 10_000) == pytest.approx(0.012)
+    assert model.switch_s(25_000_000_000) == 0.5
+    assert model.switch_s(0) == 0.0
+    assert not model.is_scaled
+
+
+def test_no_work_takes_no_time() -> None:
+    model = LatencyModel(
+        LinearPrefill(1e-5, 0.01), DecodeModel(H, M, 1e-10, 1e-10), SwitchModel(1e9)
+    )
+    assert model.prefill_s([]) == 0.0
+    assert model.decode_step_s(0, 0) == 0.0
+
+
+@pytest.mark.parametrize("law", [PrefillModel(H, M, 1e-13), LinearPrefill(1e-5)])
+def test_negative_prompt_is_refused(law: Any) -> None:
+    with pytest.raises(LatencyError, match=r"\[5, -1\]"):
+        law.predict_s([5, -1])
+
+
+@pytest.mark.parametrize("law", [DecodeModel(H, M, 1e-10), LinearDecode(1e-7)])
+@pytest.mark.parametrize("batch", [DecodeBatch(-1, 0), DecodeBatch(1, -1)])
+def test_negative_decode_batch_is_refused(law: Any, batch: DecodeBatch) -> None:
+    with pytest.raises(LatencyError, match="negative"):
+        law.predict_s(batch)
+
+
+def test_negative_constants_never_predict_negative_time() -> None:
+    assert LinearPrefill(1e-5, -1.0).predict_s([10]) == 0.0

@@ -14,6 +14,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """A running hub that the environment points at, without a token."""
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
+    # Read once when the library is imported, which a test with an engine may have done offline.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with run_hub() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         yield hub

@@ -25,6 +25,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             )
 
 
+_exit_status = 0
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    """Remember the result for ``pytest_unconfigure``."""
+    global _exit_status
+    _exit_status = exitstatus
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """Leave at once where engines ran in this process: at an ordinary exit their compiler
+    prints pages of leak reports after the summary."""
+    if "triton" in sys.modules:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_exit_status)
+
+
 @cache
 def has_nvidia_gpu() -> bool:
     """Whether the NVIDIA driver shows a GPU."""

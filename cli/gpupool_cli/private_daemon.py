@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from gpupoold.admin.client import AdminClient
 from gpupoold.admin.models import AddModelRequest, ModelInfo
 from gpupoold.errors import Failed, GpupoolError, TimedOut
+from gpupoold.process import die_with_parent
 
 _START_TIMEOUT_S = 180.0
 _STOP_TIMEOUT_S = 30.0
@@ -54,8 +56,8 @@ def private_daemon(
 ) -> Iterator[PrivateDaemon]:
     """Start ``gpupoold`` with its own folders and a free port, and stop it at the end.
 
-    ``config`` is TOML without ``[paths]`` and ``[server]``. A given ``folder``
-    is kept, a temporary one removed.
+    It dies with the thread that starts it. ``config`` is TOML without ``[paths]``
+    and ``[server]``. A given ``folder`` is kept, a temporary one removed.
 
     Raises:
         Failed: it ended before it was ready; the end of its log is in the message.
@@ -75,6 +77,7 @@ def private_daemon(
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
         stack.callback(_stop, process)
         socket_path = folder / "run" / "admin.sock"

@@ -171,33 +171,34 @@ class ModelLifecycle:
                     self._event("error", "model_not_mounted", row.spec.name, str(error))
         await self.publish()
 
-    async def publish(self) -> None:
-        """Tell the frontend which models there are and in which state."""
+    async def publish(self, opening: str | None = None) -> None:
+        """Tell the frontend which models there are and in which state; ``opening`` is ready."""
         if self.loader.frontend is None:
             return
         rows = await self._registry.list()
         ready = any(instance.is_ready for instance in self._supervisor.instances)
-        self.loader.frontend.send(m.ModelList([self._served(row) for row in rows], ready))
+        served = [self._served(row, is_open=row.spec.name == opening) for row in rows]
+        self.loader.frontend.send(m.ModelList(served, ready))
 
     def state_of(self, row: ModelRow) -> ModelState:
-        """A model's state now: ready needs an instance that has it.
+        """A model's state now: ready needs an instance that has it and a mounted API.
 
         One that was draining when the daemon ended is loaded again like the others.
         """
         if row.spec.name in self._leaving:
             return ModelState.DRAINING
         is_up = row.state in (ModelState.READY, ModelState.DRAINING)
-        if is_up and not self._dispatcher.routes.get(row.spec.name):
+        if is_up and not self.loader.is_open(row.spec.name):
             return ModelState.LOADING
         return row.state
 
-    def _served(self, row: ModelRow) -> m.ServedModel:
+    def _served(self, row: ModelRow, *, is_open: bool) -> m.ServedModel:
         return m.ServedModel(
             name=row.spec.name,
             aliases=row.spec.aliases,
-            state=self.state_of(row).value,
+            state=(ModelState.READY if is_open else self.state_of(row)).value,
             created_at=row.created_at,
-            reason=row.error,
+            reason="" if is_open else row.error,
             max_model_len=row.loaded_max_model_len,
         )
 
@@ -216,13 +217,19 @@ class ModelLifecycle:
                 await self._registry.set_state(spec.name, ModelState.LOADING)
                 await self.publish()
                 await self.loader.load_everywhere(spec)
-                row = await self._registry.set_state(spec.name, ModelState.READY)
+                row = await self._open(spec)
             except BaseException as error:
                 await self._undo_add(spec, str(error) or "its client left")
                 raise
             self._event("info", "model_added", spec.name, f"serving from {spec.path}")
-            await self.publish()
             return row
+
+    async def _open(self, spec: ModelSpec) -> ModelRow:
+        """Let a loaded model serve. Whoever reads that it is ready can use it: the frontend
+        hears of it first, and the mount's answer says that it has."""
+        await self.publish(opening=spec.name)
+        await self.loader.serve(spec)
+        return await self._registry.set_state(spec.name, ModelState.READY)
 
     async def _undo_add(self, spec: ModelSpec, reason: str) -> None:
         try:
@@ -236,8 +243,7 @@ class ModelLifecycle:
         name = row.spec.name
         try:
             await self.loader.load(row.spec, instance)
-            await self.loader.serve(row.spec)
-            await self._registry.set_state(name, ModelState.READY)
+            await self._open(row.spec)
         except GpupoolError as error:
             _logger.error("%s could not be loaded: %s", name, error)
             self._event("error", "model_failed", name, str(error))

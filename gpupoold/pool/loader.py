@@ -38,14 +38,19 @@ class ModelLoader:
         self._supervisor = supervisor
         self._cache = cache
         self._loaded: dict[str, m.LoadedModel] = {}
+        self._served: set[str] = set()
         self.frontend: FrontendSupervisor | None = None
 
     def is_loaded(self, name: str) -> bool:
         """Whether the model has been loaded since the daemon started."""
         return name in self._loaded
 
+    def is_open(self, name: str) -> bool:
+        """Whether an instance has the model and its API has been mounted."""
+        return name in self._served and bool(self._dispatcher.routes.get(name))
+
     async def load_everywhere(self, spec: ModelSpec) -> None:
-        """Load on every instance and mount the API.
+        """Load on every instance.
 
         Raises:
             GpupoolError: the first reason why not; call ``unload`` then.
@@ -53,7 +58,6 @@ class ModelLoader:
         for instance in self._supervisor.instances:
             await self._supervisor.wait_ready(instance)
             await self.load(spec, instance)
-        await self.serve(spec)
 
     async def load(self, spec: ModelSpec, instance: Instance) -> None:
         """Load on one instance; does nothing when it has the model already.
@@ -105,12 +109,14 @@ class ModelLoader:
         """
         if self.frontend is not None:
             await self.frontend.serve(to_load(spec, self._settings), self._loaded[spec.name])
+        self._served.add(spec.name)
 
     async def unload(self, name: str) -> None:
         """Take the model off the frontend and all instances; its image is dropped."""
         self._dispatcher.routes.pop(name, None)
         self._dispatcher.targets.pop(name, None)
         self._loaded.pop(name, None)
+        self._served.discard(name)
         if self.frontend is not None:
             self.frontend.send(m.StopServing(name))
         for instance in self._supervisor.instances:

@@ -14,8 +14,9 @@ from gpupoold.domain import Targets
 from gpupoold.scheduling.quota import Load, limit_round, round_quotas_s
 
 DEFAULT_QUOTA_MAX_S = 4.0
-# A round must leave a newcomer time to be prefilled within its TTFT.
-_ROUND_SHARE_OF_TTFT = 0.5
+# A newcomer may have to wait for a whole round, and must then still be prefilled within its
+# TTFT. Simulated, 0.5 instead costs 13 points of attainment at 130 models on 16 devices.
+_ROUND_SHARE_OF_TTFT = 0.9
 _FIRST_STEP_GUESS_S = 0.02
 _SMOOTHING = 0.1
 _MIN_STEP_S = 1e-6
@@ -144,6 +145,10 @@ class TurnScheduler:
         if batch is None or not batch.requests:
             return True
         return now_s >= turn.ends_at_s and len(self.working_models()) > 1
+
+    def upcoming(self) -> str | None:
+        """The model whose turn comes next in this round."""
+        return next((name for name in self._round if self._batches[name].requests), None)
 
     def _start_round(self, cost: SwitchCost) -> None:
         """Earliest deadline first, but adjacent to what is resident: resident models lead ties."""

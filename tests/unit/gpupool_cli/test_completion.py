@@ -72,4 +72,4 @@ def test_a_daemon_that_hangs_does_not_hang_the_shell(
 
 
 def test_commands_are_completed(process_cli: ProcessCli) -> None:
-    assert _complete(process_cli, "s") == ["show", "set", "status", "switches"]
+    assert _complete(process_cli, "s") == ["show", "set", "status", "switches", "simulate"]

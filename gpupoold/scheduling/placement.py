@@ -1,0 +1,74 @@
+"""On which device a request runs. Pure: a view of the devices in, a choice out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceView:
+    """One device as placement sees it: models with live requests, and models resident."""
+
+    device: int
+    num_live: int
+    working: frozenset[str]
+    resident: frozenset[str]
+
+
+class Placement(Protocol):
+    """Chooses a device, or None to let the request wait until a device changes."""
+
+    def choose(self, model: str, devices: Sequence[DeviceView]) -> int | None:
+        """The device for a request of ``model``; ``devices`` are those that may serve it."""
+
+
+class StickyPlacement:
+    """Where the model already works; else where it was last, unless that device is clearly
+    busier than the least busy one; else the least busy one, resident models first.
+
+    Busy is counted in models, not requests: a further request of a model that is
+    served anyway joins its batch, a further model makes every round longer.
+    """
+
+    def __init__(self, tolerance: int = 1) -> None:
+        self._tolerance = tolerance
+        self._home: dict[str, int] = {}
+
+    def choose(self, model: str, devices: Sequence[DeviceView]) -> int | None:
+        """See :class:`Placement`; never None while there is a device."""
+        if not devices:
+            return None
+        serving = [view for view in devices if model in view.working]
+        if serving:
+            chosen = min(serving, key=lambda view: (view.num_live, view.device))
+        else:
+            chosen = self._fresh(model, devices)
+        self._home[model] = chosen.device
+        return chosen.device
+
+    def _fresh(self, model: str, devices: Sequence[DeviceView]) -> DeviceView:
+        least = min(devices, key=lambda view: _business(view, model))
+        home = next((v for v in devices if v.device == self._home.get(model)), None)
+        if home is not None and len(home.working) <= len(least.working) + self._tolerance:
+            return home
+        return least
+
+
+class WholeDevicePlacement:
+    """Request-level serving: the device that serves the model, else an idle one, else wait."""
+
+    def choose(self, model: str, devices: Sequence[DeviceView]) -> int | None:
+        """See :class:`Placement`."""
+        serving = [view for view in devices if model in view.working]
+        if serving:
+            return min(serving, key=lambda view: (view.num_live, view.device)).device
+        idle = [view for view in devices if not view.working]
+        if not idle:
+            return None
+        return min(idle, key=lambda view: _business(view, model)).device
+
+
+def _business(view: DeviceView, model: str) -> tuple[int, bool, int, int]:
+    return len(view.working), model not in view.resident, view.num_live, view.device

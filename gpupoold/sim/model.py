@@ -1,0 +1,19 @@
+"""A model in the simulator: what it promises, what it weighs, how fast it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpupoold.domain import Targets
+from gpupoold.latency.models import LatencyModel
+
+
+@dataclass(frozen=True, slots=True)
+class SimModel:
+    """A registered model on one kind of device."""
+
+    name: str
+    targets: Targets
+    latency: LatencyModel
+    weight_bytes: int
+    kv_bytes_per_token: int

@@ -14,6 +14,7 @@ from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instances import Instance
 from gpupoold.pool.requests import LiveRequest, LiveRequests
 from gpupoold.pool.stats import ModelStats, SwitchStats
+from gpupoold.scheduling.placement import DeviceView, StickyPlacement
 from gpupoold.stats import percentile
 from gpupoold.wire import messages as m
 
@@ -36,6 +37,7 @@ class Dispatcher:
         self.routes: dict[str, list[Instance]] = {}
         self.targets: dict[str, Targets] = {}
         self._instances: dict[int, Instance] = {}
+        self._placement = StickyPlacement()
         self.frontend: FrontendSupervisor | None = None
 
     def from_frontend(self, message: m.FromFrontend) -> None:
@@ -105,12 +107,15 @@ class Dispatcher:
         instance.send(message)
 
     def _choose(self, model: str) -> Instance:
-        """The instance with the fewest live requests; among equals one that has the model on
-        its device, so that no switch is needed."""
-        return min(
-            self.routes[model],
-            key=lambda i: (len(self.live.on_instance(i.number)), not i.has_resident(model)),
-        )
+        instances = {instance.number: instance for instance in self.routes[model]}
+        number = self._placement.choose(model, [self._view(i) for i in instances.values()])
+        assert number is not None, "sticky placement always finds a device"
+        return instances[number]
+
+    def _view(self, instance: Instance) -> DeviceView:
+        counts = self.live.models_on(instance.number)
+        working = frozenset(counts)
+        return DeviceView(instance.number, sum(counts.values()), working, instance.resident)
 
     def _refusal(self, model: str) -> str:
         if not self.routes.get(model):

@@ -51,10 +51,11 @@ class Instance:
         """Whether it can load and serve."""
         return self.state == "ready"
 
-    def has_resident(self, model: str) -> bool:
-        """Whether the model's weights were on the device when it last reported."""
+    @property
+    def resident(self) -> frozenset[str]:
+        """Models whose weights were on the device when it last reported."""
         models = self.status.models if self.status else []
-        return any(held.model == model and held.weights_resident_bytes > 0 for held in models)
+        return frozenset(held.model for held in models if held.weights_resident_bytes)
 
     def send(self, message: m.Message, fds: tuple[int, ...] = ()) -> None:
         """Send, or do nothing when it is down: its end is handled elsewhere."""

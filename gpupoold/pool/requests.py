@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -57,7 +58,8 @@ class LiveRequests:
 
     def __init__(self) -> None:
         self._requests: dict[str, LiveRequest] = {}
-        self._num_by_model: dict[str, int] = {}
+        self._num_by_model: Counter[str] = Counter()
+        self._num_by_place: dict[int, Counter[str]] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -66,7 +68,8 @@ class LiveRequests:
         """A request came in; ids are unique."""
         assert request.request_id not in self._requests
         self._requests[request.request_id] = request
-        self._num_by_model[request.model] = self.num_of(request.model) + 1
+        self._num_by_model[request.model] += 1
+        self._num_by_place.setdefault(request.instance, Counter())[request.model] += 1
 
     def get(self, request_id: str) -> LiveRequest | None:
         """The request, None when it has ended."""
@@ -77,11 +80,17 @@ class LiveRequests:
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._num_by_model[request.model] -= 1
+            self._num_by_place[request.instance][request.model] -= 1
         return request
 
     def num_of(self, model: str) -> int:
         """Live requests of a model."""
-        return self._num_by_model.get(model, 0)
+        return self._num_by_model[model]
+
+    def models_on(self, instance: int) -> dict[str, int]:
+        """Models with live requests on an instance, and how many they have."""
+        counts = self._num_by_place.get(instance, Counter())
+        return {model: count for model, count in counts.items() if count}
 
     def of_model(self, model: str) -> list[LiveRequest]:
         """A model's live requests, oldest first."""

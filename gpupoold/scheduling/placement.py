@@ -25,15 +25,15 @@ class Placement(Protocol):
 
 
 class StickyPlacement:
-    """Where the model already works; else where it was last, unless that device is clearly
-    busier than the least busy one; else the least busy one, resident models first.
+    """Where the model works already; else on the least busy device, among equals at home.
 
     Busy is counted in models, not requests: a further request of a model that is
-    served anyway joins its batch, a further model makes every round longer.
+    served anyway joins its batch, a further model makes every round longer. Home is
+    where the model was last, and its weights may still be. Going home even where that
+    is a model busier was tried in the simulator: no gain on 16 devices, a loss on 2.
     """
 
-    def __init__(self, tolerance: int = 1) -> None:
-        self._tolerance = tolerance
+    def __init__(self) -> None:
         self._home: dict[str, int] = {}
 
     def choose(self, model: str, devices: Sequence[DeviceView]) -> int | None:
@@ -44,16 +44,19 @@ class StickyPlacement:
         if serving:
             chosen = min(serving, key=lambda view: (view.num_live, view.device))
         else:
-            chosen = self._fresh(model, devices)
+            chosen = min(devices, key=lambda view: self._rank(view, model))
         self._home[model] = chosen.device
         return chosen.device
 
-    def _fresh(self, model: str, devices: Sequence[DeviceView]) -> DeviceView:
-        least = min(devices, key=lambda view: _business(view, model))
-        home = next((v for v in devices if v.device == self._home.get(model)), None)
-        if home is not None and len(home.working) <= len(least.working) + self._tolerance:
-            return home
-        return least
+    def _rank(self, view: DeviceView, model: str) -> tuple[int, bool, bool, int, int]:
+        is_away = view.device != self._home.get(model)
+        return (
+            len(view.working),
+            is_away,
+            model not in view.resident,
+            view.num_live,
+            view.device,
+        )
 
 
 class WholeDevicePlacement:
@@ -67,8 +70,4 @@ class WholeDevicePlacement:
         idle = [view for view in devices if not view.working]
         if not idle:
             return None
-        return min(idle, key=lambda view: _business(view, model)).device
-
-
-def _business(view: DeviceView, model: str) -> tuple[int, bool, int, int]:
-    return len(view.working), model not in view.resident, view.num_live, view.device
+        return min(idle, key=lambda view: (model not in view.resident, view.device)).device

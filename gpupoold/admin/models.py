@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -189,13 +189,3 @@ class BenchSwitchRequest(Body):
 
     models: tuple[str, str]
     rounds: int = Field(default=20, gt=0, le=10_000)
-
-
-class JsonObject(Body):
-    """A free-form answer (benchmarks)."""
-
-    model_config = ConfigDict(extra="allow")
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields as a plain dict."""
-        return self.model_dump()

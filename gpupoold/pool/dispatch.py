@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 
 import msgspec
@@ -17,8 +16,6 @@ from gpupoold.pool.stats import ModelStats, SwitchStats
 from gpupoold.scheduling.placement import DeviceView, StickyPlacement
 from gpupoold.stats import percentile
 from gpupoold.wire import messages as m
-
-_logger = logging.getLogger(__name__)
 
 
 class Dispatcher:
@@ -66,7 +63,7 @@ class Dispatcher:
         """End all live requests of a model with an error."""
         requests = self.live.of_model(model)
         for request in requests:
-            self._instances[request.instance].send(m.AbortRequests(model, [request.request_id]))
+            self._cancel(request)
         self._fail(requests, reason)
 
     def instance_down(self, instance: Instance, reason: str) -> None:
@@ -79,9 +76,7 @@ class Dispatcher:
     def frontend_down(self) -> None:
         """Nobody reads the answers any more: every live request is cancelled."""
         for request in self.live.all():
-            self._instances[request.instance].send(
-                m.AbortRequests(request.model, [request.request_id])
-            )
+            self._cancel(request)
             self._end(request.request_id, FinishReason.ABORT)
 
     def _add(self, message: m.AddRequest) -> None:
@@ -130,11 +125,14 @@ class Dispatcher:
     def _abort(self, message: m.AbortRequests) -> None:
         for request_id in message.request_ids:
             request = self.live.get(request_id)
-            if request is None:
-                continue
-            instance = self._instances[request.instance]
-            instance.send(m.AbortRequests(request.model, [request_id]))
-            self._end(request_id, FinishReason.ABORT)
+            if request is not None:
+                self._cancel(request)
+                self._end(request_id, FinishReason.ABORT)
+
+    def _cancel(self, request: LiveRequest) -> None:
+        """Tell the request's instance to stop; the record ends separately."""
+        abort = m.AbortRequests(request.model, [request.request_id])
+        self._instances[request.instance].send(abort)
 
     def _note_outputs(self, message: m.StepOutputs) -> None:
         for item in message.progress:

@@ -77,6 +77,11 @@ class InstanceSupervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._next_call = 0
 
+    @property
+    def any_ready(self) -> bool:
+        """Whether some instance can load and serve."""
+        return any(instance.is_ready for instance in self.instances)
+
     def start(self) -> None:
         """Start every instance; ``on_up`` is called for each when it is ready."""
         self._tasks = [

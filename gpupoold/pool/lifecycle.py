@@ -176,9 +176,8 @@ class ModelLifecycle:
         if self.loader.frontend is None:
             return
         rows = await self._registry.list()
-        ready = any(instance.is_ready for instance in self._supervisor.instances)
         served = [self._served(row, is_open=row.spec.name == opening) for row in rows]
-        self.loader.frontend.send(m.ModelList(served, ready))
+        self.loader.frontend.send(m.ModelList(served, self._supervisor.any_ready))
 
     def state_of(self, row: ModelRow) -> ModelState:
         """A model's state now: ready needs an instance that has it and a mounted API.

@@ -59,8 +59,8 @@ class Pool:
         """Whether requests can be served."""
         if self.stopping:
             return "stopping"
-        ready = any(instance.is_ready for instance in self.supervisor.instances)
-        return "ready" if ready and self.frontend.is_ready else "starting"
+        ready = self.supervisor.any_ready and self.frontend.is_ready
+        return "ready" if ready else "starting"
 
     async def models(self) -> list[ModelInfo]:
         """All registered models by name, with their states now."""

@@ -1,38 +1,22 @@
-"""A fake daemon per test and two ways to call the CLI: in this process and as its own."""
+"""Two ways to call the CLI: in this process and as its own."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from gpupool_cli.main import app
-from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 
 ROOT = Path(__file__).resolve().parents[3]
 Cli = Callable[..., Result]
 Process = subprocess.CompletedProcess[str]
 ProcessCli = Callable[..., Process]
-
-
-@pytest.fixture
-def socket_path() -> Iterator[Path]:
-    """Where a socket may lie: a unix socket's path must be short."""
-    with tempfile.TemporaryDirectory(prefix="gpupool-") as folder:
-        yield Path(folder) / "admin.sock"
-
-
-@pytest.fixture
-def daemon(socket_path: Path) -> Iterator[FakeDaemon]:
-    """A running fake daemon without models."""
-    with FakeDaemon(socket_path) as running:
-        yield running
 
 
 @pytest.fixture

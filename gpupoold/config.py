@@ -27,6 +27,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from gpupoold.admin.paths import SYSTEM_RUNTIME_DIR, default_socket_path
+from gpupoold.device_names import check_gpu, named_devices
 from gpupoold.errors import ConfigError
 from gpupoold.units import format_bytes, parse_duration_s, parse_size_bytes
 
@@ -99,26 +100,32 @@ class ServerSettings(Section):
 
 
 class PathSettings(Section):
-    """``[paths]``: all absolute. Defaults depend on the user, see ``load_settings``."""
+    """``[paths]``: all absolute. Defaults depend on the user, see ``load_settings``.
+
+    ``workloads_dir`` is for ``gpupool simulate``; the daemon does not read it.
+    """
 
     state_dir: AbsolutePath
     runtime_dir: AbsolutePath
     model_dirs: Annotated[tuple[AbsolutePath, ...], BeforeValidator(_list)]
     log_dir: AbsolutePath
     download_dir: AbsolutePath
+    workloads_dir: AbsolutePath | None = None
 
 
 class DeviceSettings(Section):
     """One ``[[device]]``.
 
-    ``memory_bytes`` is the size of an emulated device's memory; on a CUDA device
-    it is a cap, None for all of it. ``index`` is the CUDA ordinal, None when
-    emulated. ``page_bytes`` None lets the instance choose.
+    ``memory_bytes`` is the size of an emulated device's memory; on others it is a
+    cap, None for all of it. ``index`` is the CUDA ordinal, None on others. ``gpu``
+    is what a ``sim`` device simulates, None on others. ``page_bytes`` None lets the
+    instance choose.
     """
 
-    kind: Literal["emulated", "cuda"]
+    kind: Literal["emulated", "cuda", "sim"]
     memory_bytes: PositiveSize | None = Field(default=None, alias="memory")
     index: int | None = Field(default=None, ge=0)
+    gpu: str | None = None
     page_bytes: PositiveSize | None = None
 
     @model_validator(mode="before")
@@ -130,8 +137,11 @@ class DeviceSettings(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.kind == "emulated" and self.index is not None:
+        if self.kind != "cuda" and self.index is not None:
             raise ValueError('index is for kind = "cuda" only')
+        check_gpu(self.kind, self.gpu)
+        if self.kind == "sim" and self.page_bytes is not None:
+            raise ValueError('page_bytes is not for kind = "sim": it has no pages')
         step = CUDA_GRANULARITY_BYTES if self.kind == "cuda" else HOST_PAGE_BYTES
         if self.page_bytes is not None and self.page_bytes % step:
             raise ValueError(
@@ -155,8 +165,11 @@ class MemorySettings(Section):
 
 
 class SchedulingSettings(Section):
-    """``[scheduling]``: ``quota_max_s`` is the longest turn of a model in a round."""
+    """``[scheduling]``: ``quota_max_s`` is the longest turn of a model while others wait."""
 
+    policy: Literal[
+        "gpupool", "request-level", "request-level-4", "static", "prefill-first", "decode-first"
+    ] = "gpupool"
     quota_max_s: Duration = Field(default=4.0, alias="quota_max")
 
 
@@ -263,6 +276,11 @@ def parse_settings(raw: Mapping[str, Any], origin: str) -> Settings:
     paths = data.get("paths", {})
     if isinstance(paths, dict):
         data["paths"] = _with_default_paths(paths)
+    try:
+        if "devices" in data:
+            data["device"] = named_devices(data.pop("devices"), "device" in data)
+    except ValueError as error:
+        raise ConfigError(f"{origin}: devices: {error}") from None
     data.setdefault("device", default_devices())
     try:
         return Settings.model_validate(data)

@@ -9,7 +9,18 @@ from typing import Annotated
 
 import typer
 
-from gpupool_cli import add_model, bench, completion, events, models, run, simulate, status, tiny
+from gpupool_cli import (
+    add_model,
+    bench,
+    completion,
+    events,
+    models,
+    plan,
+    run,
+    simulate,
+    status,
+    tiny,
+)
 from gpupool_cli.diagnostics import CliGroup
 from gpupool_cli.session import Session
 from gpupoold.admin.paths import default_socket_path
@@ -58,6 +69,7 @@ app.command("events")(events.events)
 app.command("logs")(events.logs)
 app.add_typer(bench.app, name="bench")
 app.command("simulate")(simulate.simulate)
+app.command("plan")(plan.plan)
 tiny.register(app)
 app.command("version")(status.version)
 app.command("completion")(completion.completion)

@@ -22,6 +22,7 @@ from gpupoold.admin.models import ModelInfo, SetModelRequest
 from gpupoold.errors import DaemonNotRunning, GpupoolError, UsageError
 from gpupoold.units import format_duration
 
+_SHOWN_BATCH = 8
 _COLUMNS = (
     output.Column("NAME"),
     output.Column("STATE", coloured=True),
@@ -148,8 +149,33 @@ def print_model(model: ModelInfo) -> None:
         "tbt": format_duration(model.tbt_s),
         "aliases": ", ".join(model.aliases),
         "added": output.time_text(model.created_at),
+        **_latency_fields(model),
     }
     output.print_fields({name: value for name, value in fields.items() if value})
+
+
+def _latency_fields(model: ModelInfo) -> dict[str, str]:
+    """What was measured, as times of typical steps."""
+    latency = model.latency
+    if latency is None:
+        return {}
+    prompt, context = (min(tokens, model.max_model_len or tokens) for tokens in (1000, 500))
+    prefill_s = latency.prefill_s([prompt])
+    step_s = latency.decode_step_s(_SHOWN_BATCH, _SHOWN_BATCH * context)
+    fields = {}
+    for name, seconds, batch, fit in (
+        ("prefill", prefill_s, f"a prompt of {prompt} tokens", latency.prefill),
+        ("decode step", step_s, f"{_SHOWN_BATCH} sequences of {context} tokens", latency.decode),
+    ):
+        if seconds is not None and fit is not None:
+            quality = f"R2 {fit.r_squared:.3f}, {fit.num_points} points"
+            error = f"mean error {100 * fit.mean_relative_error:.2g} %"
+            fields[name] = f"{format_duration(seconds)} for {batch} ({quality}, {error})"
+    switch_s = format_duration(latency.switch_s(model.weight_bytes))
+    bandwidth = output.size_text(round(latency.bandwidth_bytes_per_s))
+    fields["switch"] = f"{switch_s} for all weights ({bandwidth}/s)"
+    fields["measured"] = f"{output.time_text(latency.measured_at)} on {latency.device}"
+    return fields
 
 
 def _row(model: ModelInfo) -> list[str]:

@@ -68,7 +68,8 @@ def private_daemon(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpupool-")))
         folder.mkdir(parents=True, exist_ok=True)
         config_path = folder / "gpupool.toml"
-        config_path.write_text(_PATHS.format(folder=folder) + config)
+        # Last, so that ``config`` may begin with keys outside any table.
+        config_path.write_text(f"{config}\n{_PATHS.format(folder=folder)}")
         log_path = folder / "daemon.log"
         with log_path.open("wb") as log:
             process = subprocess.Popen(

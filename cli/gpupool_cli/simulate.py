@@ -2,95 +2,178 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
 
 from gpupool_cli.diagnostics import say
 from gpupool_cli.options import JsonOption, TbtOption, TtftOption, duration_s
-from gpupool_cli.output import Column, duration_text, print_line, print_table
-from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S, Targets
+from gpupool_cli.output import Column, print_line, print_table
+from gpupool_cli.plot import check_plot, save_plot
+from gpupool_cli.simulation_view import PointsView, print_rows
+from gpupoold.config import load_settings
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import parse_box
-from gpupoold.sim.run import Point, run_point
+from gpupoold.sim.presets import poisson_panel, preset_names, preset_panels, trace_panel
+from gpupoold.sim.run import Row, run_points
+from gpupoold.sim.scenario import Overrides, Panel, Point
 
 N = TypeVar("N", int, float)
 
-_DURATION_S = 600.0
+_LIST_COLUMNS = (Column("PRESET"), Column("WHAT"))
 
-_COLUMNS = (
-    Column("POLICY"),
-    Column("DEVICES"),
-    Column("MODELS", right=True),
-    Column("RPS", right=True),
-    Column("SLO%", right=True),
-    Column("PAPER%", right=True),
-    Column("TTFT-p50", right=True),
-    Column("TTFT-p99", right=True),
-    Column("TBT-p99", right=True),
-    Column("SWITCHES", right=True),
-)
+
+def _complete_preset(incomplete: str) -> list[str]:
+    return [name for name in preset_names() if name.startswith(incomplete)]
 
 
 def simulate(
-    devices: Annotated[str, typer.Option(help="The box, such as 16xH800 or 4xA10.")] = "16xH800",
+    preset: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PRESET",
+            help="An experiment by name; see --list.",
+            autocompletion=_complete_preset,
+        ),
+    ] = None,
+    list_presets: Annotated[
+        bool, typer.Option("--list", help="List the presets and what they are.")
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Requests to play: a .csv or .csv.gz file."),
+    ] = None,
     policies: Annotated[
-        str, typer.Option("--policy", help="Policies to compare, separated by commas.")
-    ] = "gpupool,request-level",
-    models: Annotated[str, typer.Option(help="Numbers of models, separated by commas.")] = "40,70",
-    rps: Annotated[str, typer.Option(help="Requests per second and model, by commas.")] = "0.1",
+        str | None, typer.Option("--policy", help="Policies to compare, separated by commas.")
+    ] = None,
+    models: Annotated[
+        str | None, typer.Option(help="Numbers of models, separated by commas.")
+    ] = None,
+    rps: Annotated[
+        str | None, typer.Option(help="Requests per second and model, separated by commas.")
+    ] = None,
+    devices: Annotated[str | None, typer.Option(help="The box, such as 16xH800 or 4xA10.")] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(metavar="N", help="GPUs that hold a model together.")
+    ] = None,
+    prefill: Annotated[
+        int | None,
+        typer.Option(metavar="K", help="Devices that prefill, for policies that split roles."),
+    ] = None,
     ttft: TtftOption = None,
     tbt: TbtOption = None,
+    switch_overhead: Annotated[
+        float | None,
+        typer.Option(parser=duration_s, metavar="DURATION", help="Added to every switch."),
+    ] = None,
     duration: Annotated[
         float | None,
         typer.Option(parser=duration_s, metavar="DURATION", help="How long requests arrive."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same requests.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same requests.")] = None,
+    workloads: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", envvar="GPUPOOL_WORKLOADS", help="Where presets find recorded workloads."
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option(metavar="N", help="Processes to run points in.")] = 1,
     as_json: JsonOption = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw attainment: a .svg or .png file.")
+    ] = None,
 ) -> None:
-    """Simulate a box of GPUs under Poisson arrivals with ShareGPT lengths.
+    """Simulate a box of GPUs: a preset, a file of requests, or Poisson arrivals.
 
-    Without --ttft, --tbt and --duration these are 10s, 100ms and 10m.
+    A preset brings its own values for all options but --jobs, --json and --plot.
+    Without one they are those of aegaeon-fig11a, with 40 and 70 models.
     """
-    box = parse_box(devices)
-    targets = Targets(ttft or DEFAULT_TTFT_S, tbt or DEFAULT_TBT_S)
-    points = [
-        Point(box, num_models, rate, policy, targets, duration or _DURATION_S, seed)
-        for policy, num_models, rate in itertools.product(
-            policies.split(","), _numbers(models, int), _numbers(rps, float)
-        )
-    ]
-    rows: list[Mapping[str, object]] = []
-    for number, point in enumerate(points, start=1):
-        say(f"{number} of {len(points)}: {point.policy}, {point.num_models} models")
-        row = run_point(point)
-        if as_json:
-            print_line(json.dumps(row))
-        rows.append(row)
+    if list_presets:
+        _print_presets()
+        return
+    if plot is not None:
+        check_plot(plot)
+    wanted = Overrides(
+        policies=_names(policies),
+        models=_numbers(models, int),
+        rps=_numbers(rps, float),
+        box=None if devices is None else parse_box(devices),
+        tensor_parallel_size=tensor_parallel,
+        num_prefill=prefill,
+        ttft_s=ttft,
+        tbt_s=tbt,
+        duration_s=duration,
+        seed=seed,
+        switch_overhead_s=switch_overhead,
+    )
+    points = _points(_panels(preset, trace), wanted, workloads)
+    rows = _run(points, jobs, as_json)
     if not as_json:
-        print_table(_COLUMNS, [_cells(row) for row in rows])
+        print_rows(rows)
+    if plot is not None:
+        save_plot(rows, {point.preset: point.panel.title for point in points}, plot)
+        say(f"plot: {plot}")
 
 
-def _numbers(text: str, kind: type[N]) -> list[N]:
+def _panels(preset: str | None, trace: Path | None) -> tuple[Panel, ...]:
+    if preset is not None and trace is not None:
+        raise UsageError("both a preset and --trace: give one of them")
+    if trace is not None:
+        return (trace_panel(trace),)
+    return (poisson_panel(),) if preset is None else preset_panels(preset)
+
+
+def _points(panels: Sequence[Panel], wanted: Overrides, workloads: Path | None) -> list[Point]:
+    if workloads is None and any(panel.workload.needs_folder for panel in panels):
+        workloads = load_settings().paths.workloads_dir
+    wanted = replace(wanted, workloads_dir=workloads)
+    return [point for panel in panels for point in panel.changed(wanted).points()]
+
+
+def _run(points: Sequence[Point], jobs: int, as_json: bool) -> list[Row]:
+    """The rows of all points; printed one by one as JSON if asked for."""
+    rows: list[Row] = []
+    with PointsView(points, jobs, keeps_stdout=as_json) as view:
+        for row in run_points(points, jobs=jobs, on_progress=view.show):
+            rows.append(row)
+            view.finished(len(rows))
+            if as_json and "refused" not in row:
+                print_line(json.dumps(row))
+    _tell_refusals(rows)
+    return rows
+
+
+def _tell_refusals(rows: Sequence[Row]) -> None:
+    """Say which points were refused; raises UsageError if all were."""
+    refusals = [row for row in rows if "refused" in row]
+    if len(refusals) == len(rows):
+        raise UsageError(refusals[0]["refused"])
+    for row in refusals:
+        say(f"{row['preset']}: {row['policy']}, {row['models']} models: {row['refused']}")
+
+
+def _print_presets() -> None:
+    rows = []
+    for name in preset_names():
+        panels = preset_panels(name)
+        names = [panel.name for panel in panels]
+        several = f"{len(names)} panels, {names[0]} to {names[-1]}"
+        rows.append((name, panels[0].title if len(panels) == 1 else several))
+    print_table(_LIST_COLUMNS, rows)
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(part.strip() for part in text.split(","))
+
+
+def _numbers(text: str | None, kind: type[N]) -> tuple[N, ...] | None:
+    if text is None:
+        return None
     try:
-        return [kind(part) for part in text.split(",")]
+        return tuple(kind(part) for part in text.split(","))
     except ValueError:
         raise UsageError(f"{text!r} is not a list of numbers", "write it like 40,70,100") from None
-
-
-def _cells(row: Mapping[str, object]) -> Sequence[str]:
-    shares = [_percent(row["attainment"]), _percent(row["attainment_paper"])]
-    times = [_seconds(row[key]) for key in ("ttft_p50_s", "ttft_p99_s", "tbt_p99_s")]
-    named = [str(row[key]) for key in ("policy", "devices", "models", "rps")]
-    return [*named, *shares, *times, str(row["switches"])]
-
-
-def _percent(value: object) -> str:
-    return f"{value:.1%}".rstrip("%") if isinstance(value, float) else "-"
-
-
-def _seconds(value: object) -> str:
-    return duration_text(value if isinstance(value, float) else None)

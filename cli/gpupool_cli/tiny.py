@@ -1,4 +1,4 @@
-"""``make-tiny-models``: small random checkpoints to try gpupool with, made offline."""
+"""``make-tiny-models`` and ``make-hollow-models``: checkpoints to try gpupool with, offline."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from gpupoold.errors import Failed, GpupoolError, error_from_code
 from gpupoold.units import format_bytes
 
 # Run by name: it needs torch, which this process must never load.
-_MAKER = "gpupoold.checkpoints.tiny"
+_TINY_MAKER = "gpupoold.checkpoints.tiny"
+_HOLLOW_MAKER = "gpupoold.checkpoints.hollow"
 _COLUMNS = (output.Column("NAME"), output.Column("SIZE", right=True), output.Column("PATH"))
 
 
 class TinyModel(BaseModel):
-    """One made checkpoint."""
+    """One made checkpoint; ``size_bytes`` on the disk."""
 
     name: str
     path: str
@@ -30,8 +31,9 @@ class TinyModel(BaseModel):
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
+    """Add the commands to ``app``."""
     app.command("make-tiny-models")(make_tiny_models)
+    app.command("make-hollow-models")(make_hollow_models)
 
 
 def make_tiny_models(
@@ -44,7 +46,26 @@ def make_tiny_models(
 ) -> None:
     """Make small random models to try gpupool with; needs no network and no daemon."""
     options = [f"--size={size}", f"--arch={arch}", f"--dtype={dtype}", f"--seed={seed}"]
-    made = run_maker([*options, "--", str(directory)])
+    _print(run_maker([*options, "--", str(directory)]), as_json=as_json)
+
+
+def make_hollow_models(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to make the folders.")],
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option("--shape", metavar="MODEL", help="Its dimensions; may be repeated."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make models of real dimensions without weights, for simulated devices.
+
+    They take no room on the disk. Without --shape there is one, of Qwen2.5-7B.
+    """
+    options = [f"--shape={shape}" for shape in shapes or ()]
+    _print(run_maker([*options, "--", str(directory)], _HOLLOW_MAKER), as_json=as_json)
+
+
+def _print(made: list[TinyModel], *, as_json: bool) -> None:
     if as_json:
         output.print_json(made)
     else:
@@ -52,13 +73,13 @@ def make_tiny_models(
         output.print_table(_COLUMNS, rows)
 
 
-def run_maker(arguments: list[str]) -> list[TinyModel]:
-    """Make checkpoints in a child process.
+def run_maker(arguments: list[str], maker: str = _TINY_MAKER) -> list[TinyModel]:
+    """Make checkpoints in a child process, by the module ``maker``.
 
     Raises:
         GpupoolError: what the child reported, or ``Failed`` with its last words.
     """
-    command = [sys.executable, "-m", _MAKER, "--json", *arguments]
+    command = [sys.executable, "-m", maker, "--json", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise _error_of(done.stderr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +11,7 @@ from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from gpupool_state import RequestRow
 from gpupoold.admin.log_reader import follow_logs
 from gpupoold.admin.models import (
     AddModelRequest,
@@ -30,6 +31,7 @@ from gpupoold.pool.pool import Pool
 
 _NDJSON = "application/x-ndjson"
 _FOLLOW_WAIT_S = 10.0
+_LINES_AT_ONCE = 200
 
 Limit = Annotated[int, Query(gt=0, le=10_000)]
 
@@ -77,6 +79,10 @@ def _add_model_routes(app: FastAPI, pool: Pool) -> None:
     async def check() -> list[object]:
         return await pool.check_integrity()
 
+    @app.get("/stimuli")
+    async def stimuli() -> StreamingResponse:
+        return StreamingResponse(pool.stimuli(), media_type=_NDJSON)
+
 
 def _add_view_routes(app: FastAPI, pool: Pool) -> None:
     @app.get("/status")
@@ -91,6 +97,12 @@ def _add_view_routes(app: FastAPI, pool: Pool) -> None:
     async def switches(limit: Limit = 20) -> list[SwitchInfo]:
         await pool.history.flush()
         return [views.switch_info(row) for row in await pool.history.recent_switches(limit)]
+
+    @app.get("/requests")
+    async def requests(limit: Limit = 10_000) -> StreamingResponse:
+        await pool.history.flush()
+        rows = await pool.history.recent_requests(limit=limit)
+        return StreamingResponse(_request_lines(rows), media_type=_NDJSON)
 
     @app.get("/events", response_model=None)
     async def events(
@@ -119,6 +131,14 @@ async def _progress_lines(pool: Pool, body: AddModelRequest) -> AsyncIterator[st
             yield line.model_dump_json() + "\n"
     except GpupoolError as error:
         yield Progress(stage="failed", error=_body(error)).model_dump_json() + "\n"
+
+
+async def _request_lines(rows: Sequence[RequestRow]) -> AsyncIterator[str]:
+    """A few lines at a time: thousands in one go would hold up the tokens being served."""
+    for start in range(0, len(rows), _LINES_AT_ONCE):
+        chunk = rows[start : start + _LINES_AT_ONCE]
+        yield "".join(views.request_record(row).model_dump_json() + "\n" for row in chunk)
+        await asyncio.sleep(0)
 
 
 async def _event_lines(pool: Pool, after_id: int) -> AsyncIterator[str]:

@@ -26,6 +26,7 @@ from gpupoold.admin.models import (
     ModelInfo,
     Progress,
     Ps,
+    RequestRecord,
     SetModelRequest,
     Status,
     SwitchInfo,
@@ -175,6 +176,19 @@ class AdminClient:
     def switches(self, limit: int = 20) -> list[SwitchInfo]:
         """The latest ``limit`` switches."""
         return self._call(_SWITCHES, "GET", "/switches", query={"limit": limit})
+
+    def stimuli(self) -> Iterator[bytes]:
+        """What the scheduling core was told and did since the daemon's start, line by line.
+
+        Raises:
+            Refused: the beginning has been forgotten.
+        """
+        yield from self._stream("GET", "/stimuli")
+
+    def requests(self, limit: int = 10_000) -> Iterator[RequestRecord]:
+        """The latest ``limit`` finished requests (at most 10,000), latest arrival first."""
+        for line in self._stream("GET", "/requests", query={"limit": limit}):
+            yield _parsed(RequestRecord, line, "GET /requests")
 
     def events(self, after: int | None = None, limit: int = 100) -> list[EventInfo]:
         """Up to ``limit`` events in order of id: those after ``after``, else the latest."""

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S
+from gpupoold.latency.stored import StoredLatency
 
 
 class Body(BaseModel):
@@ -47,7 +48,10 @@ class ErrorBody(Body):
 
 
 class ModelInfo(Body):
-    """A registered model."""
+    """A registered model.
+
+    ``latency`` is what was measured of it here, None before; ``latency.model()`` predicts.
+    """
 
     name: str
     source: str
@@ -64,6 +68,7 @@ class ModelInfo(Body):
     weight_bytes: int
     kv_bytes_per_token: int
     created_at: float
+    latency: StoredLatency | None = None
 
 
 class Progress(Body):
@@ -120,11 +125,29 @@ class RequestInfo(Body):
 
     request_id: str
     model: str
-    instance: int
+    instance: int | None
     age_s: float
     num_prompt_tokens: int
     num_output_tokens: int
     next_deadline_in_s: float
+
+
+class RequestRecord(Body):
+    """A finished request from the history; ``arrived_at`` is wall-clock seconds.
+
+    Times are None when it never got that far.
+    """
+
+    request_id: str
+    model: str
+    arrived_at: float
+    ttft_s: float | None
+    tbt_p99_s: float | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_tokens_in_time: int
+    finish_reason: str
+    total_s: float
 
 
 class SwitchInfo(Body):

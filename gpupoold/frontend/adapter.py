@@ -12,7 +12,7 @@ import copy
 import functools
 import types
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -24,7 +24,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
@@ -32,7 +32,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from gpupoold.frontend.mounts import AsgiApp
 from gpupoold.frontend.pool_client import EngineCodec, PoolClient
-from gpupoold.wire.messages import LoadedModel, ModelToLoad, StepOutputs
+from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
 
 # Works with any tokenizer; the other parsers insist on special tokens of their own family.
 _TOOL_PARSER = "hermes"
@@ -43,15 +43,15 @@ _UNUSED_MIDDLEWARE = frozenset(
 
 
 class RequestLost(GracefulHTTPError, GenerationError):  # type: ignore[misc, unused-ignore]
-    """The pool cannot answer a request; clients see 503 and the message.
+    """The pool cannot answer a request; clients see the message and the status, by default 503.
 
     ``AsyncLLM.generate`` passes the first base on unchanged, the streaming
     endpoints turn the second into an error event.
     """
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, HTTPStatus.SERVICE_UNAVAILABLE)
-        self.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+    def __init__(self, message: str, status: HTTPStatus = HTTPStatus.SERVICE_UNAVAILABLE) -> None:
+        super().__init__(message, status)
+        self.status_code = status
 
 
 class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
@@ -125,9 +125,31 @@ class VllmModelApi:
 
     def push(self, outputs: StepOutputs) -> None:
         """Hand over the outputs of one engine step."""
+        if not outputs.frames:
+            self._refuse_probabilities(outputs.progress)
         self._client.push(outputs)
 
-    def fail(self, request_ids: Iterable[str], message: str) -> None:
+    def _refuse_probabilities(self, progress: Iterable[RequestProgress]) -> None:
+        """Made-up tokens have none: fail the requests that want some, at their first token."""
+        states = self._llm.output_processor.request_states
+        wanting = []
+        for one in progress:
+            state = states.get(one.request_id)
+            if state is None or not state.is_prefilling or state.logprobs_processor is None:
+                continue
+            wanted = state.logprobs_processor
+            if wanted.num_logprobs is not None or wanted.num_prompt_logprobs is not None:
+                wanting.append(one.request_id)
+        if wanting:
+            self.fail(wanting, _NO_PROBABILITIES, HTTPStatus.BAD_REQUEST)
+            self._client.abort(wanting)
+
+    def fail(
+        self,
+        request_ids: Iterable[str],
+        message: str,
+        status: HTTPStatus = HTTPStatus.SERVICE_UNAVAILABLE,
+    ) -> None:
         """End these requests' streams with an error; unknown ids are ignored.
 
         With ``n > 1`` the ids are those of single samples: the whole request
@@ -140,7 +162,7 @@ class VllmModelApi:
             if state is None or state.queue is None:
                 continue
             # The error goes first: the abort's own output never replaces it.
-            state.queue.put(RequestLost(message))
+            state.queue.put(RequestLost(message, status))
             whole = request_id if state.parent_req is None else state.parent_req.request_id
             gone = processor.abort_requests([whole], internal=True)
             self._client.abort([sample for sample in gone if sample not in failed])
@@ -164,6 +186,7 @@ class VllmModelApi:
 
 
 _GARBLED = "the engine's output for this request could not be read"
+_NO_PROBABILITIES = "logprobs are not available: a simulated device makes its tokens up"
 
 
 async def build_model_api(
@@ -207,9 +230,26 @@ def _codec() -> EngineCodec:
     return EngineCodec(
         encode=MsgpackEncoder().encode,
         decode=MsgpackDecoder(EngineCoreOutputs).decode,
+        make_outputs=_make_outputs,
         unavailable=RequestLost,
         unsupported=VLLMValidationError,
     )
+
+
+def _make_outputs(progress: Sequence[RequestProgress]) -> EngineCoreOutputs:
+    """Outputs as an engine would have made them for these tokens."""
+    outputs = [
+        EngineCoreOutput(
+            one.request_id,
+            one.new_token_ids,
+            finish_reason=_FINISH_REASONS[one.finish_reason] if one.finish_reason else None,
+        )
+        for one in progress
+    ]
+    return EngineCoreOutputs(outputs=outputs)
+
+
+_FINISH_REASONS = {str(reason): reason for reason in FinishReason}
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from gpupoold.wire.messages import AbortRequests, AddRequest, StepOutputs
+from gpupoold.wire.messages import AbortRequests, AddRequest, RequestProgress, StepOutputs
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +24,14 @@ logger = logging.getLogger(__name__)
 class EngineCodec:
     """The engine's serialiser and the errors its API layer understands.
 
-    ``encode`` takes a request, ``decode`` returns an engine's outputs.
-    ``unavailable`` makes an error that clients see as 503, ``unsupported`` as 400.
+    ``encode`` takes a request, ``decode`` returns an engine's outputs, and ``make_outputs``
+    those of a device without an engine. ``unavailable`` makes an error that clients see as
+    503, ``unsupported`` as 400.
     """
 
     encode: Callable[[Any], Sequence[bytes | bytearray | memoryview]]
     decode: Callable[[Sequence[bytes]], Any]
+    make_outputs: Callable[[Sequence[RequestProgress]], Any]
     unavailable: Callable[[str], Exception]
     unsupported: Callable[[str], Exception]
 
@@ -111,6 +113,8 @@ class PoolClient:
         while True:
             outputs = await self._steps.get()
             try:
+                if not outputs.frames:
+                    return self._codec.make_outputs(outputs.progress)
                 return self._codec.decode(outputs.frames)
             except Exception:
                 logger.exception("unreadable outputs of %s", self._model)

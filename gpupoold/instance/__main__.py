@@ -44,12 +44,11 @@ def main() -> None:
 
 def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) -> None:
     from gpupoold.instance import engine
-    from gpupoold.instance.device import open_device
+    from gpupoold.instance.device import device_name, open_device
     from gpupoold.instance.residency import Residency, measure_bandwidth
     from gpupoold.instance.turn_loop import TurnLoop
     from gpupoold.memory.host import KvHostCache
     from gpupoold.memory.pages import PagePool
-    from gpupoold.scheduling.turns import TurnScheduler
 
     version = engine.check_engine_version()
     if arguments.device_kind == "emulated":
@@ -69,7 +68,6 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) 
         device,
         host,
         lambda use_of: Residency(device, pool, host, bandwidth, use_of),
-        TurnScheduler(arguments.quota_max_s),
         channel,
     )
     channel.send(
@@ -80,6 +78,7 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) 
             device.page_bytes,
             bandwidth,
             version,
+            device_name(arguments.device_kind),
         )
     )
     loop.run()
@@ -129,7 +128,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--reserve-bytes", type=int, default=0)
     parser.add_argument("--page-bytes", type=int, default=0)
     parser.add_argument("--kv-host-bytes", type=int, required=True)
-    parser.add_argument("--quota-max-s", type=float, required=True)
     parser.add_argument("--compute-threads", type=int, required=True)
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()

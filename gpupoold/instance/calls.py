@@ -65,7 +65,7 @@ def _page_out(loop: TurnLoop, model: str) -> dict[str, Any]:
 def _bench_switch(loop: TurnLoop, models: list[str], rounds: int) -> dict[str, Any]:
     """Alternate between two models, one resident at a time, and copy the same bytes plainly."""
     engines = [_engine(loop, name) for name in models]
-    if loop.scheduler.has_work():
+    if not loop.ledger.is_idle():
         raise Refused("the device is serving requests", "run the benchmark on an idle daemon")
     for engine in engines:
         _leave(engine)

@@ -30,6 +30,13 @@ def open_device(kind: str, device_bytes: int, reserve_bytes: int, page_bytes: in
     )
 
 
+def device_name(kind: str) -> str:
+    """What makes two devices equally fast: the GPU's name, or how many cores play one."""
+    if kind == "emulated":
+        return f"CPU x {torch.get_num_threads()}"
+    return str(torch.cuda.get_device_name(0))
+
+
 def compute_streams() -> Iterable[int]:
     """Streams with kernels of engines: vLLM sets one of its own, but starts on the default."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -7,11 +7,13 @@ scheduler's queues (read only), and ``BlockPool.touch/free_blocks/evict_blocks``
 from __future__ import annotations
 
 import gc
+import random
 import time
 from typing import Any
 
 import torch
 import vllm
+from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -112,6 +114,39 @@ class ModelEngine:
             self._core.add_request(request, wave)
         except Exception as error:  # whatever one request does must not end the others
             raise Refused(f"{self.name}: the engine refused the request: {error}") from error
+
+    @property
+    def max_batched_tokens(self) -> int:
+        """Tokens of one step at most; longer prompts are prefilled in pieces."""
+        return int(self._core.scheduler.max_num_scheduled_tokens)
+
+    @property
+    def max_sequences(self) -> int:
+        """Requests of one step at most."""
+        return int(self._core.scheduler.max_num_running_reqs)
+
+    def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Queue a request with a made-up prompt, greedy, of exactly ``max_tokens`` tokens.
+
+        No prefix of it is another's, so it is always prefilled in full.
+        """
+        size = self._core.vllm_config.model_config.get_vocab_size()
+        tokens = random.Random(request_id)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=tokens.choices(range(size), k=num_prompt_tokens),
+            mm_features=None,
+            sampling_params=sampling,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self._core.add_request(*self._core.preprocess_add_request(request))
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests; their blocks are free at once."""

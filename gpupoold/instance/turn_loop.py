@@ -12,12 +12,14 @@ from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.instance import calls
 from gpupoold.instance.engine import ModelEngine, load_engine
+from gpupoold.instance.ledger import RequestLedger
 from gpupoold.instance.loading import ModelLoad
 from gpupoold.instance.loan import pages_to_lend
+from gpupoold.instance.orders import Orders
+from gpupoold.instance.profiling import profile
 from gpupoold.instance.residency import Residency, SwitchStages, Use
 from gpupoold.memory.contracts import Device, OutOfPages
 from gpupoold.memory.host import HostBuffer, KvHostCache
-from gpupoold.scheduling.turns import SwitchCost, Turn, TurnScheduler
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 
@@ -27,7 +29,7 @@ _STATUS_INTERVAL_S = 0.25
 
 
 class TurnLoop:
-    """Owns the device for as long as the process runs."""
+    """Owns the device for as long as the process runs; the daemon's core says who runs."""
 
     def __init__(
         self,
@@ -35,19 +37,18 @@ class TurnLoop:
         device: Device,
         host: KvHostCache,
         residency_of: Callable[[Callable[[str], Use]], Residency],
-        scheduler: TurnScheduler,
         channel: BlockingChannel[m.ToInstance],
     ) -> None:
         self.instance = instance
         self.device = device
         self.host = host
-        self.scheduler = scheduler
+        self.ledger = RequestLedger()
         self.residency = residency_of(self._use)
         self.engines: dict[str, ModelEngine] = {}
         self._channel = channel
-        self._targets: dict[str, Targets] = {}
         self._last_used_s: dict[str, float] = {}
-        self._turn: Turn | None = None
+        self._orders = Orders()
+        self._told_missing: dict[str, int] = {}
         self._previous: str | None = None
         self._num_steps = 0
         self._status_at_s = 0.0
@@ -61,10 +62,9 @@ class TurnLoop:
             ChannelClosed: the daemon is gone.
         """
         while not self._stopping:
-            self._receive(block=not self.scheduler.has_work())
-            turn = self.scheduler.next_turn(time.monotonic(), self._switch_cost())
-            if turn is not None:
-                self._run_turn(turn)
+            self._receive(block=self._orders.turn is None)
+            if self._orders.turn is not None:
+                self._run_turn(self._orders.turn.turn_id, self._orders.turn.model)
 
     def switch_to(self, name: str) -> SwitchStages | None:
         """Make a model resident and report the switch, if there was one to make."""
@@ -77,44 +77,64 @@ class TurnLoop:
         return stages
 
     def interrupt_turn(self) -> None:
-        """End the turn after the step in progress: what is resident has been changed."""
+        """What is resident has been changed: make the turn's model resident again."""
         self._interrupted = True
 
-    def _run_turn(self, turn: Turn) -> None:
-        self._turn = turn
+    def _run_turn(self, turn_id: int, model: str) -> None:
+        """Switch in, then step until the turn is over, or something else is to be done."""
         self._interrupted = False
-        engine = self.engines[turn.model]
-        try:
-            self.switch_to(turn.model)
-        except OutOfPages as error:
-            self._fail_all(turn.model, f"no room on the device for {turn.model}: {error}")
+        if model not in self.engines:
+            self._end_turn()
             return
-        self._turn = turn = Turn(turn.model, turn.quota_s, time.monotonic() + turn.quota_s)
-        while not self._stopping:
+        engine = self.engines[model]
+        try:
+            self.switch_to(model)
+        except OutOfPages as error:
+            self._fail_all(model, f"no room on the device for {model}: {error}")
+            self._end_turn()
+            return
+        self._orders.began(time.monotonic())
+        self._report_memory()
+        while self.ledger.num_live(model):
             self._step(engine)
             self._receive(block=False)
-            if self._interrupted or turn.model not in self.engines:
+            turn = self._orders.turn
+            if turn is None or turn.turn_id != turn_id:
                 break
-            if self.scheduler.turn_is_over(turn, time.monotonic()):
+            if self._stopping or self._interrupted or model not in self.engines:
+                return
+            if self._orders.is_quota_used(time.monotonic()):
                 break
-        self._last_used_s[turn.model] = time.monotonic()
-        self._turn = None
+        self._last_used_s[model] = time.monotonic()
+        if self._orders.turn is not None and self._orders.turn.turn_id == turn_id:
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        """Tell the daemon, and make ready for who comes next while its answer is on the way."""
+        turn_id, then = self._orders.end()
+        self._channel.send(m.TurnEnded(turn_id, self._changed_missing()))
+        if then is None or then not in self.engines:
+            return
+        try:
+            self.switch_to(then)
+        except OutOfPages:
+            _logger.info("no room yet for %s", then)  # told to its requests on its turn
+        self._report_memory()
 
     def _step(self, engine: ModelEngine) -> None:
         self.residency.ensure_kv(engine.name)
-        prefilling = self.scheduler.num_waiting(engine.name)
+        prefilling = self.ledger.num_waiting(engine.name)
         started_s = time.monotonic()
         frames, progress = engine.step()
         ended_s = time.monotonic()
         self._num_steps += 1
-        if not prefilling:
-            self.scheduler.observe_step(engine.name, ended_s - started_s)
         for item in progress:
-            self.scheduler.progress(engine.name, item.request_id, len(item.new_token_ids))
+            self.ledger.progress(engine.name, item.request_id, len(item.new_token_ids))
             if item.finish_reason is not None:
-                self.scheduler.finish(engine.name, item.request_id)
+                self.ledger.finish(engine.name, item.request_id)
         if frames:
-            self._channel.send(m.StepOutputs(engine.name, ended_s, frames, progress))
+            step_s = None if prefilling else ended_s - started_s
+            self._channel.send(m.StepOutputs(engine.name, ended_s, frames, progress, step_s))
         elif not engine.has_requests():
             self._fail_all(engine.name, f"the engine of {engine.name} lost the request")
 
@@ -137,9 +157,11 @@ class TurnLoop:
             case m.UnloadModel():
                 self._unload(message.name)
             case m.SetTargets():
-                targets = Targets(message.ttft_s, message.tbt_s)
-                self._targets[message.name] = targets
-                self.scheduler.set_targets(message.name, targets)
+                if message.name in self.engines:
+                    targets = Targets(message.ttft_s, message.tbt_s)
+                    self.ledger.set_targets(message.name, targets)
+            case m.RunTurn():
+                self._orders.take(message)
             case m.Call():
                 self._channel.send(calls.answer(self, message))
             case m.Shutdown():
@@ -155,7 +177,7 @@ class TurnLoop:
             failed = m.RequestsFailed(message.model, [message.request_id], str(error))
             self._channel.send(failed)
             return
-        self.scheduler.arrive(message.model, message.request_id, message.arrival_s)
+        self.ledger.arrive(message.model, message.request_id, message.arrival_s)
 
     def _abort(self, model: str, request_ids: list[str]) -> None:
         engine = self.engines.get(model)
@@ -163,7 +185,7 @@ class TurnLoop:
             return
         engine.abort(request_ids)
         for request_id in request_ids:
-            self.scheduler.finish(model, request_id)
+            self.ledger.finish(model, request_id)
         engine.kv.discard_dead()
 
     def _load(self, message: m.LoadModel) -> None:
@@ -188,43 +210,47 @@ class TurnLoop:
             self._channel.send(_failure(name, error))
             return
         self.engines[name] = engine
-        self._targets[name] = Targets(message.model.ttft_s, message.model.tbt_s)
         self._last_used_s[name] = time.monotonic()
-        self.scheduler.add_model(name, self._targets[name])
+        self.ledger.add_model(name, Targets(message.model.ttft_s, message.model.tbt_s))
         self.residency.add(engine)
-        loaded = m.ModelLoaded(engine.info, engine.layout_digest, has_image=True)
+        self.interrupt_turn()  # profiling takes pages
+        measured = profile(engine, self.residency, message.profiling_budget_s, message.model.path)
+        loaded = m.ModelLoaded(engine.info, engine.layout_digest, True, measured)
         self._channel.send(loaded, (engine.weights.image.fd,))
+        self._report_memory()
 
     def _unload(self, name: str) -> None:
         engine = self.engines.pop(name, None)
         if engine is not None:
-            self.scheduler.remove_model(name)
+            self.ledger.remove_model(name)
             self.residency.remove(name)
             engine.close()
         self._channel.send(m.ModelUnloaded(name))
 
     def _fail_all(self, model: str, reason: str) -> None:
-        request_ids = self.scheduler.live_requests(model)
+        request_ids = self.ledger.live_requests(model)
         self._abort(model, request_ids)
         if request_ids:
             self._channel.send(m.RequestsFailed(model, request_ids, reason))
 
     def _use(self, name: str) -> Use:
         return Use(
-            num_live=self.scheduler.num_live(name),
+            num_live=self.ledger.num_live(name),
             last_used_s=self._last_used_s[name],
-            ttft_s=self._targets[name].ttft_s,
-            next_deadline_s=self.scheduler.next_deadline_s(name),
+            ttft_s=self.ledger.ttft_s(name),
+            next_deadline_s=self.ledger.next_deadline_s(name),
         )
 
-    def _switch_cost(self) -> SwitchCost:
-        names = self.scheduler.working_models()
-        rate = self.residency.bandwidth_bytes_per_s
-        missing = {name: self.residency.missing_bytes(name) / rate for name in names}
-        totals = {name: self.residency.total_bytes(name) for name in names}
-        device_bytes = self.device.num_pages * self.device.page_bytes
-        full = {name: total / rate for name, total in totals.items()}
-        return SwitchCost(missing, full, sum(totals.values()) <= device_bytes)
+    def _changed_missing(self) -> dict[str, int]:
+        """Missing bytes of the models for which they have changed since they were last told."""
+        now = {name: self.residency.missing_bytes(name) for name in self.engines}
+        told, self._told_missing = self._told_missing, now
+        return {name: missing for name, missing in now.items() if told.get(name) != missing}
+
+    def _report_memory(self) -> None:
+        changed = self._changed_missing()
+        if changed:
+            self._channel.send(m.TurnEnded(0, changed))
 
     def _record(self, name: str, stages: SwitchStages, started_s: float) -> m.SwitchRecord:
         return m.SwitchRecord(
@@ -245,8 +271,8 @@ class TurnLoop:
             m.InstanceStatus(
                 instance=self.instance,
                 at_s=now_s,
-                on_turn=self._turn.model if self._turn else None,
-                quota_s=self._turn.quota_s if self._turn else 0.0,
+                on_turn=self._orders.turn.model if self._orders.turn else None,
+                quota_s=self._orders.turn.quota_s if self._orders.turn else 0.0,
                 num_steps=self._num_steps,
                 free_bytes=self.residency.pool.num_free * self.device.page_bytes,
                 kv_host_bytes=self.host.used_bytes,
@@ -262,8 +288,8 @@ class TurnLoop:
             weights_total_bytes=weights.num_bytes,
             kv_resident_bytes=engine.kv.resident_bytes,
             kv_host_bytes=engine.kv.host_bytes,
-            num_live=self.scheduler.num_live(engine.name),
-            num_waiting=self.scheduler.num_waiting(engine.name),
+            num_live=self.ledger.num_live(engine.name),
+            num_waiting=self.ledger.num_waiting(engine.name),
         )
 
 

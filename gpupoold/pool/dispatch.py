@@ -9,11 +9,14 @@ import msgspec
 from gpupool_state import History, RequestRow, SwitchRow
 from gpupoold.config import LimitSettings
 from gpupoold.domain import FinishReason, InstanceId, ModelName, Targets
+from gpupoold.errors import Refused
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instances import Instance
 from gpupoold.pool.requests import LiveRequest, LiveRequests
+from gpupoold.pool.scheduler import Scheduler
 from gpupoold.pool.stats import ModelStats, SwitchStats
-from gpupoold.scheduling.placement import DeviceView, StickyPlacement
+from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.stats import percentile
 from gpupoold.wire import messages as m
 
@@ -25,7 +28,7 @@ class Dispatcher:
     have them.
     """
 
-    def __init__(self, limits: LimitSettings, history: History) -> None:
+    def __init__(self, limits: LimitSettings, history: History, policy: Policy) -> None:
         self._limits = limits
         self._history = history
         self.live = LiveRequests()
@@ -34,7 +37,7 @@ class Dispatcher:
         self.routes: dict[str, list[Instance]] = {}
         self.targets: dict[str, Targets] = {}
         self._instances: dict[int, Instance] = {}
-        self._placement = StickyPlacement()
+        self.scheduler = Scheduler(policy, self._send_to, self._on_sent)
         self.frontend: FrontendSupervisor | None = None
 
     def from_frontend(self, message: m.FromFrontend) -> None:
@@ -50,7 +53,9 @@ class Dispatcher:
         match message:
             case m.StepOutputs():
                 self._to_frontend(message)
-                self._note_outputs(message)
+                self._note_outputs(instance, message)
+            case m.TurnEnded():
+                self.scheduler.turn_ended(instance.number, message)
             case m.RequestsFailed():
                 self._to_frontend(message)
                 for request_id in message.request_ids:
@@ -58,6 +63,40 @@ class Dispatcher:
             case m.Switched():
                 self.switches.add(message.switch)
                 self._history.record_switch(_switch_row(message.switch))
+
+    def instance_up(self, instance: Instance) -> None:
+        """It can have models, and with them requests."""
+        assert instance.ready is not None
+        self._instances[instance.number] = instance
+        self.scheduler.device_up(instance.number, instance.ready)
+
+    def host(
+        self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None, instance: Instance
+    ) -> None:
+        """An instance has a model: requests for it can be served there."""
+        name = loaded.name
+        self.targets[name] = targets
+        self.scheduler.add_model(targets, loaded, costs)
+        self.scheduler.host(instance.number, name)
+        self.routes.setdefault(name, []).append(instance)
+
+    def check_servable(self) -> None:
+        """Raise Refused when the policy cannot serve all the models there are."""
+        try:
+            self.scheduler.check()
+        except CannotServe as error:
+            raise Refused(str(error), "remove another model, or choose another policy") from error
+
+    def set_targets(self, name: str, targets: Targets) -> None:
+        """New targets, for requests under way too."""
+        self.targets[name] = targets
+        self.scheduler.set_targets(name, targets)
+
+    def forget(self, name: str) -> None:
+        """A model is served no more; its requests have ended before."""
+        self.routes.pop(name, None)
+        self.targets.pop(name, None)
+        self.scheduler.remove_model(name)
 
     def fail_model(self, model: str, reason: str) -> None:
         """End all live requests of a model with an error."""
@@ -72,6 +111,7 @@ class Dispatcher:
             if instance in instances:
                 instances.remove(instance)
         self._fail(self.live.on_instance(instance.number), reason)
+        self.scheduler.device_down(instance.number)
 
     def frontend_down(self) -> None:
         """Nobody reads the answers any more: every live request is cancelled."""
@@ -85,32 +125,27 @@ class Dispatcher:
             failed = m.RequestsFailed(message.model, [message.request_id], refusal)
             self._to_frontend(failed)
             return
-        instance = self._choose(message.model)
-        self._instances[instance.number] = instance
         targets = self.targets[message.model]
         self.stats.setdefault(message.model, ModelStats()).requests += 1
         self.live.add(
             LiveRequest(
                 message.request_id,
                 message.model,
-                instance.number,
+                None,
                 message.arrival_s,
                 targets,
                 message.prompt_token_ids,
             )
         )
-        instance.send(message)
+        self.scheduler.arrived(message)
 
-    def _choose(self, model: str) -> Instance:
-        instances = {instance.number: instance for instance in self.routes[model]}
-        number = self._placement.choose(model, [self._view(i) for i in instances.values()])
-        assert number is not None, "sticky placement always finds a device"
-        return instances[number]
+    def _send_to(self, number: int, message: m.AddRequest | m.RunTurn) -> None:
+        self._instances[number].send(message)
 
-    def _view(self, instance: Instance) -> DeviceView:
-        counts = self.live.models_on(instance.number)
-        working = frozenset(counts)
-        return DeviceView(instance.number, sum(counts.values()), working, instance.resident)
+    def _on_sent(self, request_id: str, number: int) -> None:
+        request = self.live.get(request_id)
+        if request is not None:
+            request.instance = number
 
     def _refusal(self, model: str) -> str:
         if not self.routes.get(model):
@@ -131,17 +166,20 @@ class Dispatcher:
 
     def _cancel(self, request: LiveRequest) -> None:
         """Tell the request's instance to stop; the record ends separately."""
+        if request.instance is None:
+            return
         abort = m.AbortRequests(request.model, [request.request_id])
         self._instances[request.instance].send(abort)
 
-    def _note_outputs(self, message: m.StepOutputs) -> None:
+    def _note_outputs(self, instance: Instance, message: m.StepOutputs) -> None:
         for item in message.progress:
             request = self.live.get(item.request_id)
-            if request is None:
-                continue
-            request.add_tokens(item.new_token_ids, message.at_s)
+            if request is not None:
+                request.add_tokens(item.new_token_ids, message.at_s)
+        self.scheduler.stepped(instance.number, message)
+        for item in message.progress:
             if item.finish_reason is not None:
-                self._end(item.request_id, _finish_reason(item.finish_reason))
+                self._record_end(item.request_id, _finish_reason(item.finish_reason))
 
     def _fail(self, requests: list[LiveRequest], reason: str) -> None:
         by_model: dict[str, list[str]] = {}
@@ -153,6 +191,10 @@ class Dispatcher:
                 self._end(request_id, FinishReason.ERROR)
 
     def _end(self, request_id: str, reason: FinishReason) -> None:
+        self.scheduler.ended(request_id)
+        self._record_end(request_id, reason)
+
+    def _record_end(self, request_id: str, reason: FinishReason) -> None:
         request = self.live.pop(request_id)
         if request is None:
             return
@@ -182,7 +224,7 @@ def _request_row(request: LiveRequest, reason: FinishReason) -> RequestRow:
     return RequestRow(
         request_id=request.request_id,
         model=ModelName(request.model),
-        instance=InstanceId(request.instance),
+        instance=None if request.instance is None else InstanceId(request.instance),
         arrived_at=_wall_clock(request.arrival_s),
         ttft_s=request.ttft_s,
         tbt_p50_s=percentile(gaps_s, 0.5),

@@ -125,9 +125,17 @@ class InstanceSupervisor:
         return instance.ready.device_bytes
 
     async def load(
-        self, instance: Instance, model: m.ModelToLoad, image_fd: int | None, digest: str
-    ) -> tuple[m.ModelLoaded, int]:
-        """Load a model on an instance; returns what it learnt and a descriptor of the image.
+        self,
+        instance: Instance,
+        model: m.ModelToLoad,
+        image_fd: int | None,
+        digest: str,
+        profiling_budget_s: float = 0.0,
+    ) -> tuple[m.ModelLoaded, int | None]:
+        """Load a model on an instance; returns what it learnt and a descriptor of the image,
+        None from a device that makes none.
+
+        Its steps are timed afterwards, for ``profiling_budget_s`` at most.
 
         Raises:
             GpupoolError: the instance's reason, or that it died meanwhile.
@@ -137,7 +145,7 @@ class InstanceSupervisor:
         has_image = image_fd is not None
         fds = (image_fd,) if image_fd is not None else ()
         instance.models.add(model.name)  # even if nobody waits for the end of the load
-        instance.send(m.LoadModel(model, has_image, digest), fds)
+        instance.send(m.LoadModel(model, has_image, digest, profiling_budget_s), fds)
         try:
             async with asyncio.timeout(self._settings.limits.load_timeout_s):
                 loaded = await future
@@ -148,7 +156,7 @@ class InstanceSupervisor:
             ) from None
         finally:
             instance.loading.pop(model.name, None)
-        return loaded, instance.image_fds.pop(model.name)
+        return loaded, instance.image_fds.pop(model.name, None)
 
     async def unload(self, instance: Instance, name: str) -> None:
         """Drop a model from an instance; returns when its memory is free.
@@ -214,7 +222,7 @@ class InstanceSupervisor:
         log_path = self._settings.paths.log_dir / f"instance-{instance.number}.log"
         child: Child[m.FromInstance] = await Child.start(
             f"instance {instance.number}",
-            "gpupoold.instance",
+            "gpupoold.simdevice" if instance.device.kind == "sim" else "gpupoold.instance",
             _arguments(self._settings, instance),
             m.FromInstance,
             log_path,
@@ -247,12 +255,13 @@ class InstanceSupervisor:
                 task.add_done_callback(self._tasks.remove)
             case m.ModelLoaded():
                 assert instance.child is not None
-                name, fd = message.model.name, instance.child.channel.take_fd()
-                if name in instance.loading:
-                    instance.image_fds[name] = fd
-                    _resolve(instance.loading, name, message)
-                else:
+                name = message.model.name
+                fd = instance.child.channel.take_fd() if message.has_image else None
+                if name not in instance.loading:
                     _close(fd)  # who asked for it has left, and has it unloaded
+                elif fd is not None:
+                    instance.image_fds[name] = fd
+                _resolve(instance.loading, name, message)
             case m.ModelFailed():
                 instance.models.discard(message.name)
                 error = error_from_code(message.error_code, message.message, message.hint)
@@ -289,19 +298,23 @@ class InstanceSupervisor:
 def _arguments(settings: Settings, instance: Instance) -> list[str]:
     device = instance.device
     device_bytes = (device.memory_bytes or 0) - settings.memory.reserve_for(device.kind)
-    options = {
+    options: dict[str, object] = {
         "--instance": instance.number,
         "--parent-pid": os.getpid(),
-        "--device-kind": device.kind,
-        "--device-index": device.index or 0,
         "--device-bytes": max(0, device_bytes),
-        "--reserve-bytes": settings.memory.reserve_for(device.kind),
-        "--page-bytes": device.page_bytes or 0,
-        "--kv-host-bytes": settings.memory.kv_host_bytes,
-        "--quota-max-s": settings.scheduling.quota_max_s,
-        "--compute-threads": _compute_threads(settings),
         "--log-level": settings.log.level,
     }
+    if device.kind == "sim":
+        options["--gpu"] = device.gpu
+    else:
+        options |= {
+            "--device-kind": device.kind,
+            "--device-index": device.index or 0,
+            "--reserve-bytes": settings.memory.reserve_for(device.kind),
+            "--page-bytes": device.page_bytes or 0,
+            "--kv-host-bytes": settings.memory.kv_host_bytes,
+            "--compute-threads": _compute_threads(settings),
+        }
     return [text for pair in options.items() for text in map(str, pair)]
 
 
@@ -309,7 +322,8 @@ def _compute_threads(settings: Settings) -> int:
     """Cores for each emulated device. One stays free for the daemon and the frontend, as vLLM
     leaves one to its API server: compute threads spin, and a spinning thread without a core
     stalls all others."""
-    return max(1, (len(os.sched_getaffinity(0)) - 1) // len(settings.devices))
+    num_computing = sum(device.kind != "sim" for device in settings.devices)
+    return max(1, (len(os.sched_getaffinity(0)) - 1) // max(1, num_computing))
 
 
 def _close(fd: int | None) -> None:

@@ -91,7 +91,8 @@ class Intake:
         sizes = [await self._supervisor.device_bytes(i) for i in self._supervisor.instances]
         least_kv_bytes = int(weight_bytes * _MIN_KV_SHARE)
         fits(info, self._request.dtype, max(sizes), kv_bytes=least_kv_bytes)
-        self._cache.check_room(self._request.name, weight_bytes)
+        if any(device.kind != "sim" for device in self._settings.devices):
+            self._cache.check_room(self._request.name, weight_bytes)
         return info
 
     async def _download(self, repo_id: str, lines: asyncio.Queue[Progress]) -> Path:

@@ -49,7 +49,7 @@ class ModelLifecycle:
         self._changing = asyncio.Lock()
         self._leaving: set[str] = set()
         self._tasks: set[asyncio.Task[ModelRow]] = set()
-        self.loader = ModelLoader(settings, registry, dispatcher, supervisor, cache)
+        self.loader = ModelLoader(settings, registry, history, dispatcher, supervisor, cache)
 
     async def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
         """Register a model step by step; nothing is kept when a step fails or the reader leaves.
@@ -94,7 +94,8 @@ class ModelLifecycle:
             )
             for instance in self._dispatcher.routes.get(old.name, []):
                 instance.send(m.SetTargets(old.name, targets.ttft_s, targets.tbt_s))
-            self._dispatcher.targets[old.name] = targets
+            if old.name in self._dispatcher.targets:
+                self._dispatcher.set_targets(old.name, targets)
             if row.spec.aliases != old.aliases and self.loader.is_loaded(old.name):
                 await self.loader.serve(row.spec)
             await self.publish()
@@ -147,6 +148,7 @@ class ModelLifecycle:
     async def instance_up(self, instance: Instance) -> None:
         """Load every registered model on an instance that has just come up."""
         self._event("info", "instance_ready", str(instance.number), "ready")
+        self._dispatcher.instance_up(instance)
         async with self._changing:
             for row in await self._registry.list():
                 if row.spec.name not in self._leaving and instance.is_ready:
@@ -240,8 +242,12 @@ class ModelLifecycle:
 
     async def _reload(self, row: ModelRow, instance: Instance) -> None:
         name = row.spec.name
+        # Mounting takes the frontend a while; once is enough for all instances of a box.
+        was_open = self.loader.is_open(name)
         try:
             await self.loader.load(row.spec, instance)
+            if was_open:
+                return
             await self._open(row.spec)
         except GpupoolError as error:
             _logger.error("%s could not be loaded: %s", name, error)

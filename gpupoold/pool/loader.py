@@ -6,19 +6,27 @@ import logging
 import os
 import time
 
-from gpupool_state import Registry
+from gpupool_state import History, Registry
 from gpupoold.config import Settings
 from gpupoold.domain import ModelSpec
-from gpupoold.errors import Refused
+from gpupoold.errors import GpupoolError, Refused
+from gpupoold.latency.errors import LatencyError
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.image_cache import ImageCache
 from gpupoold.pool.instances import Instance, InstanceSupervisor
+from gpupoold.pool.profiles import is_profiled, latency_model_of, profile_rows
 from gpupoold.pool.specs import to_load
+from gpupoold.scheduling.costs import ModelCosts, costs_of
 from gpupoold.units import format_bytes
 from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)
+
+# How long a model may keep a device to itself while its steps are timed. What is played by
+# a CPU is small and for trying things out: adding a model shall be quick there.
+# What is simulated keeps to a law that it can tell at once.
+_PROFILING_BUDGET_S = {"cuda": 3.0, "emulated": 1.0, "sim": 1.0}
 
 
 class ModelLoader:
@@ -28,12 +36,14 @@ class ModelLoader:
         self,
         settings: Settings,
         registry: Registry,
+        history: History,
         dispatcher: Dispatcher,
         supervisor: InstanceSupervisor,
         cache: ImageCache,
     ) -> None:
         self._settings = settings
         self._registry = registry
+        self._history = history
         self._dispatcher = dispatcher
         self._supervisor = supervisor
         self._cache = cache
@@ -58,6 +68,7 @@ class ModelLoader:
         for instance in self._supervisor.instances:
             await self._supervisor.wait_ready(instance)
             await self.load(spec, instance)
+        self._dispatcher.check_servable()
 
     async def load(self, spec: ModelSpec, instance: Instance) -> None:
         """Load on one instance; does nothing when it has the model already.
@@ -68,21 +79,17 @@ class ModelLoader:
         name = spec.name
         if name in instance.models:
             return
-        image = self._cache.get(name)
+        image = self._cache.get(name) if instance.device.kind != "sim" else None
         started_s = time.monotonic()
         loaded, fd = await self._supervisor.load(
             instance,
             to_load(spec, self._settings),
             image.fd if image else None,
             image.digest if image else "",
+            await self._profiling_budget_s(spec, instance),
         )
-        try:
-            self._cache.check_room(name, os.fstat(fd).st_size)
-        except Refused:
-            os.close(fd)
-            await self._supervisor.unload(instance, name)
-            raise
-        self._cache.put(name, fd, loaded.layout_digest)
+        if fd is not None:
+            await self._keep_image(instance, name, fd, loaded.layout_digest)
         self._loaded[name] = loaded.model
         await self._registry.set_loaded(
             name,
@@ -91,8 +98,9 @@ class ModelLoader:
             kv_bytes_per_token=loaded.model.kv_bytes_per_token,
             max_model_len=loaded.model.max_model_len,
         )
-        self._dispatcher.targets[name] = spec.targets
-        self._dispatcher.routes.setdefault(name, []).append(instance)
+        await self._keep_profile(spec, instance, loaded)
+        costs = await self._costs(name, instance)
+        self._dispatcher.host(spec.targets, loaded.model, costs, instance)
         _logger.info(
             "%s loaded on instance %d in %.2f s: %s of weights",
             name,
@@ -100,6 +108,50 @@ class ModelLoader:
             time.monotonic() - started_s,
             format_bytes(loaded.model.weight_bytes),
         )
+
+    async def _costs(self, name: str, instance: Instance) -> ModelCosts | None:
+        """What the scheduling core is told of the model's speed; None while it is not known."""
+        row = await self._registry.get(name)
+        if row is None or instance.ready is None:
+            return None
+        try:
+            latency = latency_model_of(row, instance.ready.device_name)
+        except LatencyError as error:
+            _logger.warning("%s: what is stored of its latency is unusable: %s", name, error)
+            return None
+        return costs_of(latency) if latency is not None else None
+
+    async def _keep_image(self, instance: Instance, name: str, fd: int, digest: str) -> None:
+        try:
+            self._cache.check_room(name, os.fstat(fd).st_size)
+        except Refused:
+            os.close(fd)
+            await self._supervisor.unload(instance, name)
+            raise
+        self._cache.put(name, fd, digest)
+
+    async def _profiling_budget_s(self, spec: ModelSpec, instance: Instance) -> float:
+        """Models are measured once on each kind of device, when they are registered."""
+        row = await self._registry.get(spec.name)
+        known = row is None or instance.ready is None or is_profiled(row, instance.ready)
+        return 0.0 if known else _PROFILING_BUDGET_S[instance.device.kind]
+
+    async def _keep_profile(
+        self, spec: ModelSpec, instance: Instance, loaded: m.ModelLoaded
+    ) -> None:
+        """Store what the instance measured. A model whose latency is unknown serves as well."""
+        measured, ready = loaded.profile, instance.ready
+        if measured is None or ready is None:
+            return
+        problem = measured.problem
+        try:
+            rows = profile_rows(measured, loaded.model, spec.revision, ready, time.time())
+            await self._registry.set_profiles(spec.name, rows)
+        except GpupoolError as error:
+            problem = f"{problem}; {error}" if problem else str(error)
+        if problem:
+            _logger.warning("%s: not all of its latency is known: %s", spec.name, problem)
+            self._history.record_event("warning", "profile_incomplete", spec.name, problem)
 
     async def serve(self, spec: ModelSpec) -> None:
         """Mount or remount the model's API.
@@ -113,8 +165,7 @@ class ModelLoader:
 
     async def unload(self, name: str) -> None:
         """Take the model off the frontend and all instances; its image is dropped."""
-        self._dispatcher.routes.pop(name, None)
-        self._dispatcher.targets.pop(name, None)
+        self._dispatcher.forget(name)
         self._loaded.pop(name, None)
         self._served.discard(name)
         if self.frontend is not None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,13 +17,18 @@ from gpupool_state import History, Registry
 from gpupoold import __version__
 from gpupoold.admin.models import BenchSwitchRequest, ModelInfo, Ps, Status
 from gpupoold.config import Settings
-from gpupoold.errors import Refused
+from gpupoold.errors import Failed, Refused
 from gpupoold.pool import views
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.image_cache import ImageCache
 from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.lifecycle import ModelLifecycle
+from gpupoold.pool.stimulus_file import Header, lines
+from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
+
+_logger = logging.getLogger(__name__)
+_CHECK_INTERVAL_S = 5.0
 
 PoolState = Literal["starting", "ready", "stopping"]
 
@@ -40,15 +48,20 @@ class Pool:
     http_url: str
     stopping: bool = False
     _started_s: float = field(default_factory=time.monotonic)
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self) -> None:
         """Start the instances and the frontend; they come up in the background."""
         self.supervisor.start()
         self.frontend.start()
+        self._tasks = [asyncio.create_task(self._check_when_idle(), name="check-core")]
 
     async def stop(self) -> None:
         """Stop the frontend, then the instances."""
         self.stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.frontend.stop()
         await self.supervisor.stop()
         await self.lifecycle.stop()
@@ -111,12 +124,48 @@ class Pool:
         assert isinstance(result, dict)
         return result
 
+    def stimuli(self) -> Iterator[bytes]:
+        """What the scheduling core was told and what it did since the start, as JSON lines
+        that :mod:`gpupoold.pool.stimulus_file` reads.
+
+        Raises:
+            Refused: it was so much that the beginning has been forgotten.
+        """
+        core = self.dispatcher.scheduler.core
+        if not core.is_from_start:
+            raise Refused(
+                "the beginning of the core's log has been forgotten",
+                "ask sooner after the daemon's start",
+            )
+        settings = self.settings.scheduling
+        header = Header(settings.policy, PolicyOptions(quota_max_s=settings.quota_max_s))
+        return lines(header, core.stimuli())
+
+    async def _check_when_idle(self) -> None:
+        """An idle daemon looks at the core's books, and says once when they disagree."""
+        told = ""
+        while True:
+            await asyncio.sleep(_CHECK_INTERVAL_S)
+            if len(self.dispatcher.live):
+                continue
+            try:
+                self.dispatcher.scheduler.check_state()
+            except AssertionError as error:
+                if str(error) != told:
+                    told = str(error)
+                    _logger.error("the scheduling core's books disagree: %s", error)
+                    self.history.record_event("error", "core_inconsistent", "core", told)
+
     async def check_integrity(self) -> list[object]:
-        """Every instance's accounts.
+        """The scheduling core's books and every instance's accounts.
 
         Raises:
             Failed: naming what disagrees, or an instance that is down.
         """
+        try:
+            self.dispatcher.scheduler.check_state()
+        except AssertionError as error:
+            raise Failed(f"the scheduling core's books disagree: {error}") from error
         calls = (self.supervisor.call(i, "check_integrity") for i in self.supervisor.instances)
         return [await call for call in calls]
 
@@ -125,7 +174,9 @@ def build_pool(
     settings: Settings, registry: Registry, history: History, listener: socket.socket
 ) -> Pool:
     """Wire the parts together; nothing is started yet."""
-    dispatcher = Dispatcher(settings.limits, history)
+    scheduling = settings.scheduling
+    policy = make_policy(scheduling.policy, PolicyOptions(quota_max_s=scheduling.quota_max_s))
+    dispatcher = Dispatcher(settings.limits, history, policy)
     cache = ImageCache(settings.memory.model_cache_bytes)
 
     supervisor = InstanceSupervisor(

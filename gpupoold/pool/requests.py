@@ -12,11 +12,14 @@ from gpupoold.domain import Targets
 
 @dataclass(slots=True)
 class LiveRequest:
-    """One request from its arrival to its end; engines are disposable, this record is not."""
+    """One request from its arrival to its end; engines are disposable, this record is not.
+
+    ``instance`` is None until one has got it.
+    """
 
     request_id: str
     model: str
-    instance: int
+    instance: int | None
     arrival_s: float
     targets: Targets
     prompt_token_ids: list[int]
@@ -59,7 +62,6 @@ class LiveRequests:
     def __init__(self) -> None:
         self._requests: dict[str, LiveRequest] = {}
         self._num_by_model: Counter[str] = Counter()
-        self._num_by_place: dict[int, Counter[str]] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -69,7 +71,6 @@ class LiveRequests:
         assert request.request_id not in self._requests
         self._requests[request.request_id] = request
         self._num_by_model[request.model] += 1
-        self._num_by_place.setdefault(request.instance, Counter())[request.model] += 1
 
     def get(self, request_id: str) -> LiveRequest | None:
         """The request, None when it has ended."""
@@ -80,17 +81,11 @@ class LiveRequests:
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._num_by_model[request.model] -= 1
-            self._num_by_place[request.instance][request.model] -= 1
         return request
 
     def num_of(self, model: str) -> int:
         """Live requests of a model."""
         return self._num_by_model[model]
-
-    def models_on(self, instance: int) -> dict[str, int]:
-        """Models with live requests on an instance, and how many they have."""
-        counts = self._num_by_place.get(instance, Counter())
-        return {model: count for model, count in counts.items() if count}
 
     def of_model(self, model: str) -> list[LiveRequest]:
         """A model's live requests, oldest first."""

@@ -10,7 +10,7 @@ from gpupoold.stats import percentile
 from gpupoold.wire.messages import SwitchRecord
 
 _NUM_TTFTS = 2_000
-_NUM_GAPS = 50_000
+_NUM_GAPS = 4_000
 
 
 @dataclass(slots=True)

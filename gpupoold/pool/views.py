@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from gpupool_state import EventRow, ModelRow, SwitchRow
+from gpupool_state import EventRow, ModelRow, RequestRow, SwitchRow
 from gpupoold.admin.models import (
     DeviceInfo,
     EventInfo,
@@ -13,11 +13,13 @@ from gpupoold.admin.models import (
     ModelUsage,
     Ps,
     RequestInfo,
+    RequestRecord,
     SwitchInfo,
 )
 from gpupoold.domain import ModelState
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.instances import Instance
+from gpupoold.pool.profiles import latency_on
 from gpupoold.pool.requests import LiveRequest
 from gpupoold.pool.stats import ModelStats
 from gpupoold.wire.messages import ModelMemory
@@ -42,12 +44,18 @@ def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
         weight_bytes=row.weight_bytes,
         kv_bytes_per_token=row.kv_bytes_per_token,
         created_at=row.created_at,
+        latency=latency_on(row.profiles),
     )
 
 
 def switch_info(row: SwitchRow) -> SwitchInfo:
     """A switch from the history."""
     return SwitchInfo(**{name: getattr(row, name) for name in SwitchInfo.model_fields})
+
+
+def request_record(row: RequestRow) -> RequestRecord:
+    """A finished request from the history."""
+    return RequestRecord(**{name: getattr(row, name) for name in RequestRecord.model_fields})
 
 
 def event_info(row: EventRow) -> EventInfo:

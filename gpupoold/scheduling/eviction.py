@@ -38,14 +38,17 @@ class Eviction:
     num_pages: int
 
 
-def plan_evictions(num_pages: int, holdings: Sequence[Holding]) -> list[Eviction]:
+def plan_evictions(
+    num_pages: int, holdings: Sequence[Holding], *, may_move: bool = True
+) -> list[Eviction]:
     """Evictions in order until ``num_pages`` are free, or all there are if that is too few.
 
     Order: free KV; weights of models without live requests (least recently
     used, larger TTFT first); KV of paused requests (latest deadline first);
     weights of paused models. When paused KV alone does not make the room, the
     paused models' weights go before it: dropping weights moves no bytes, and
-    KV that stays need not be copied out and in again.
+    KV that stays need not be copied out and in again. Without ``may_move`` live KV stays,
+    as when making room for a prefetch: only what costs no copy goes.
     """
     idle = [h for h in holdings if not h.num_live]
     paused = sorted((h for h in holdings if h.num_live), key=lambda h: -h.next_deadline_s)
@@ -55,6 +58,8 @@ def plan_evictions(num_pages: int, holdings: Sequence[Holding]) -> list[Eviction
     # A model without live requests has no live KV, unless its engine is late to free it.
     live_kv = _evictions(Victim.LIVE_KV, [*idle, *paused])
     paused_weights = _evictions(Victim.WEIGHTS, paused)
+    if not may_move:
+        return _until(num_pages, [*free_kv, *idle_weights, *paused_weights])
     gentle = [*free_kv, *idle_weights, *live_kv]
     if sum(eviction.num_pages for eviction in gentle) >= num_pages:
         return _until(num_pages, gentle)

@@ -1,9 +1,9 @@
-"""Simulated boxes: devices by name, models by cycling through measured ones."""
+"""Simulated boxes: devices by name, models by the names of measured ones."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpupoold.domain import Targets
@@ -18,35 +18,57 @@ from gpupoold.sim.workloads import model_names
 # Activations, CUDA graphs and the framework's own memory (Aegaeon, section 7.1: about 10 %).
 USABLE_SHARE = 0.9
 DEFAULT_SHAPES = ("Qwen2.5-7B", "Yi-1.5-9B", "Llama-2-13B")
+_MAX_GPUS = 4096
 _DEVICES = re.compile(r"(?:(\d+)\s*x\s*)?([A-Za-z][\w .-]*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """``num_devices`` devices of one kind."""
+    """``num_devices`` devices of one kind of GPU.
+
+    With ``tensor_parallel_size`` above 1 a device is a group of so many GPUs that hold each
+    model together: their memory and their links to the host add up.
+    """
 
     num_devices: int
     gpu: str
+    tensor_parallel_size: int = 1
+
+    @property
+    def name(self) -> str:
+        """As ``parse_box`` reads it: GPUs, not groups."""
+        return f"{self.num_devices * self.tensor_parallel_size}x{self.gpu}"
 
     @property
     def device_bytes(self) -> int:
         """Memory of one device for weights and KV."""
-        return int(hardware(self.gpu).memory_bytes * USABLE_SHARE)
+        return int(hardware(self.gpu).memory_bytes * USABLE_SHARE) * self.tensor_parallel_size
+
+    def grouped(self, tensor_parallel_size: int) -> Box:
+        """The same GPUs in groups of another size. Raises UsageError if that leaves some over."""
+        num_gpus = self.num_devices * self.tensor_parallel_size
+        if tensor_parallel_size < 1 or num_gpus % tensor_parallel_size:
+            raise UsageError(f"{self.name} cannot be split into groups of {tensor_parallel_size}")
+        return Box(num_gpus // tensor_parallel_size, self.gpu, tensor_parallel_size)
 
 
-def parse_box(text: str) -> Box:
-    """``16xH800`` or ``A10``.
+def parse_box(text: str, tensor_parallel_size: int = 1) -> Box:
+    """``16xH800`` or ``A10``, in groups of ``tensor_parallel_size``.
 
     Raises:
-        UsageError: not of that form, no devices, or a GPU that nothing is known of.
+        UsageError: not of that form, no devices, a GPU that nothing is known of, or GPUs
+            left over.
     """
     match = _DEVICES.fullmatch(text.strip())
     if match is None or (match[1] is not None and int(match[1]) < 1):
         raise UsageError(f"{text!r} is not a box of devices", "write it like 16xH800 or 4xA10")
+    if match[1] is not None and int(match[1]) > _MAX_GPUS:
+        raise UsageError(f"{text!r}: at most {_MAX_GPUS} GPUs fit in a box")
     try:
-        return Box(int(match[1] or 1), hardware(match[2]).name)
+        box = Box(int(match[1] or 1), hardware(match[2]).name)
     except LatencyError as error:
         raise UsageError(str(error)) from error
+    return box.grouped(tensor_parallel_size)
 
 
 def box_models(
@@ -55,16 +77,36 @@ def box_models(
     """``num_models`` models whose dimensions take turns through ``shapes``.
 
     Raises:
-        UsageError: no models, or one that nothing is known of on this GPU.
+        UsageError: no models, or as ``models_on`` does.
     """
-    models: dict[str, SimModel] = {}
-    for index, name in enumerate(model_names(num_models)):
-        try:
-            shape = builtin_shape(shapes[index % len(shapes)])
-            latency = latency_for(box.gpu, shape)
-        except LatencyError as error:
-            raise UsageError(str(error)) from error
-        models[name] = SimModel(
-            name, targets, latency, shape.weight_bytes, shape.kv_bytes_per_token
+    names = model_names(num_models)
+    return models_on(box, {n: shapes[i % len(shapes)] for i, n in enumerate(names)}, targets)
+
+
+def models_on(box: Box, shapes: Mapping[str, str], targets: Targets) -> dict[str, SimModel]:
+    """Models of the packaged dimensions ``shapes`` names for each.
+
+    Raises:
+        UsageError: one that nothing is known of on this GPU, or heavier than a device.
+    """
+    by_shape = {shape: _model_on(box, shape, targets) for shape in sorted(set(shapes.values()))}
+    return {
+        name: SimModel(name, targets, kind.latency, kind.weight_bytes, kind.kv_bytes_per_token)
+        for name, kind in ((name, by_shape[shape]) for name, shape in shapes.items())
+    }
+
+
+def _model_on(box: Box, shape_name: str, targets: Targets) -> SimModel:
+    try:
+        shape = builtin_shape(shape_name)
+        latency = latency_for(box.gpu, shape, num_gpus=box.tensor_parallel_size)
+    except LatencyError as error:
+        raise UsageError(str(error)) from error
+    if shape.weight_bytes >= box.device_bytes:
+        gpus = "one GPU" if box.tensor_parallel_size == 1 else f"{box.tensor_parallel_size} GPUs"
+        raise UsageError(
+            f"{shape_name} weighs {shape.weight_bytes / 1e9:.3g} GB, {gpus} of {box.name} "
+            f"can hold {box.device_bytes / 1e9:.3g} GB",
+            "let several GPUs hold it together (--tensor-parallel), or take other devices",
         )
-    return models
+    return SimModel(shape_name, targets, latency, shape.weight_bytes, shape.kv_bytes_per_token)

@@ -1,8 +1,8 @@
-"""One simulated device: turns, prefills and decode steps in virtual time.
+"""One simulated device: carries out turns, prefills and decode steps in virtual time.
 
-It does what the instance's turn loop does, with the same policy objects. Decode
-steps of an unchanged batch are taken together as one *segment*, which is cut at
-the next step boundary when something happens that the turn loop would react to.
+It does what an instance's turn loop does. Decode steps of an unchanged batch are taken
+together as one *segment*, which is cut at the next step boundary when something happens
+that the turn loop would react to.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from gpupoold.scheduling.placement import DeviceView
-from gpupoold.scheduling.policy import DevicePolicy
-from gpupoold.scheduling.turns import SwitchCost, Turn
+from gpupoold.scheduling import events as e
+from gpupoold.scheduling.actions import Turn
+from gpupoold.scheduling.state import State
 from gpupoold.sim.clock import EventQueue, Scheduled
 from gpupoold.sim.memory import SimMemory
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.workloads import SimRequest
 
-_MAX_SEGMENT_STEPS = 4096
+# Between its ends the core knows nothing of a segment, so a long one would let it decide by
+# what is no longer so; in steps of one the attainments are the same to half a point.
+_MAX_SEGMENT_STEPS = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +45,7 @@ class SimLive:
 @dataclass(slots=True)
 class _Segment:
     model: str
+    batch: list[SimLive]
     start_s: float
     step_s: float
     num_steps: int
@@ -61,50 +64,65 @@ class DeviceTally:
 
 
 class SimDevice:
-    """Runs requests by a policy; ``on_end`` is told of every request that ends."""
+    """Carries out the core's orders and tells what came of them through ``tell``."""
 
     def __init__(
         self,
         number: int,
         models: Mapping[str, SimModel],
-        policy: DevicePolicy,
         capacity_bytes: int,
         queue: EventQueue[Callable[[], None]],
-        on_end: Callable[[int, SimLive], None],
+        tell: Callable[[e.Event], None],
+        state: State,
         *,
         prefetches: bool = True,
+        switch_overhead_s: float = 0.0,
     ) -> None:
         self.number = number
         self.tally = DeviceTally()
         self._models = models
-        self._policy = policy
         self._queue = queue
-        self._on_end = on_end
+        self._tell = tell
+        self._state = state
         self._prefetches = prefetches
-        self._memory = SimMemory(capacity_bytes, models, self._use_of)
-        self._capacity_bytes = capacity_bytes
+        self._memory = SimMemory(capacity_bytes, models, self._use_of, switch_overhead_s)
         self._waiting: dict[str, list[SimLive]] = {}
         self._running: dict[str, list[SimLive]] = {}
         self._turn: Turn | None = None
+        self._began_s = self._ends_at_s = 0.0
+        self._then: str | None = None
         self._segment: _Segment | None = None
-        for name, model in models.items():
-            policy.add_model(name, model.targets)
-
-    def view(self) -> DeviceView:
-        """The device as placement sees it."""
-        working = self._policy.working_models()
-        num_live = sum(self._policy.num_live(name) for name in working)
-        return DeviceView(self.number, num_live, frozenset(working), self._memory.resident)
 
     def add(self, live: SimLive) -> None:
         """A request to serve."""
-        request = live.request
-        self._policy.arrive(request.model, request.id, request.arrival_s)
-        self._waiting.setdefault(request.model, []).append(live)
+        model = live.request.model
+        self._waiting.setdefault(model, []).append(live)
+        if self._segment is not None and self._segment.model == model:
+            self._cut(self._queue.now_s)
+
+    def plan(self, turn: Turn | None, then: str | None) -> None:
+        """Orders; see ``RunTurn``."""
+        self._then = then
+        if turn is None:
+            return
         if self._turn is None:
-            self._next_turn()
-        elif self._segment is not None:
-            self._cut(self._turn, request.model)
+            self._start(turn)
+        elif turn.turn_id == self._turn.turn_id:
+            self._turn = turn
+            self._ends_at_s = self._began_s + turn.quota_s
+            if self._segment is not None and then is not None:
+                self._cut(max(self._queue.now_s, self._ends_at_s))
+            self._prefetch()
+
+    def give_up(self, live: SimLive) -> float:
+        """Let a request go with its KV; when that will be in host memory."""
+        model = live.request.model
+        self._running[model].remove(live)
+        return self._memory.send_kv(model, live.context_tokens, self._queue.now_s)
+
+    def take_over(self, live: SimLive, ready_s: float) -> None:
+        """Have a request whose KV is in host memory from ``ready_s``."""
+        self._queue.schedule(ready_s, lambda: self._adopt(live))
 
     def flush(self, end_s: float) -> None:
         """Write down the tokens of a segment that the end of the run cuts off."""
@@ -112,39 +130,82 @@ class SimDevice:
         if segment is None:
             return
         times_s = [segment.start_s + (k + 1) * segment.step_s for k in range(segment.num_steps)]
-        for live in self._running[segment.model]:
+        for live in segment.batch:
             live.token_times_s.extend(at_s for at_s in times_s if at_s <= end_s)
 
-    def _use_of(self, name: str) -> tuple[int, float]:
-        return self._policy.num_live(name), self._policy.next_deadline_s(name)
+    def _adopt(self, live: SimLive) -> None:
+        """The KV is in host memory; a model on its turn fetches it, others with their switch."""
+        model, now_s = live.request.model, self._queue.now_s
+        self._memory.receive_kv(model, live.context_tokens)
+        if self._turn is not None and self._turn.model == model and now_s >= self._began_s:
+            delay_s, moved = self._memory.switch_in(model, now_s)
+            self.tally.moved_bytes += moved
+            self._queue.schedule(now_s + delay_s, lambda: self._join(live))
+        else:
+            self._join(live)
+        self._tell_memory()
 
-    def _next_turn(self) -> None:
+    def _join(self, live: SimLive) -> None:
+        model = live.request.model
+        self._running.setdefault(model, []).append(live)
+        self._tell(e.Adopted(live.request.id))
+        if self._segment is not None and self._segment.model == model:
+            self._cut(self._queue.now_s)
+
+    def _use_of(self, name: str) -> tuple[int, float]:
+        batch = self._state.devices[self.number].batches[name]
+        return len(batch.requests), batch.next_deadline_s()
+
+    def _start(self, turn: Turn) -> None:
         now_s = self._queue.now_s
-        turn = self._policy.next_turn(now_s, self._cost())
         self._turn = turn
-        if turn is None:
-            return
         delay_s, moved = self._memory.switch_in(turn.model, now_s)
         self.tally.turns += 1
         self.tally.switches += moved > 0
         self.tally.moved_bytes += moved
         self.tally.switch_s += delay_s
-        started = Turn(turn.model, turn.quota_s, now_s + delay_s + turn.quota_s)
-        self._turn = started
-        self._queue.schedule(now_s + delay_s, lambda: self._begin(started))
+        self._began_s = now_s + delay_s
+        self._ends_at_s = self._began_s + turn.quota_s
+        self._tell_memory()
+        if delay_s > 0:
+            self._queue.schedule(now_s + delay_s, lambda: self._begin(turn))
+        else:
+            self._begin(turn)
 
     def _begin(self, turn: Turn) -> None:
-        upcoming = self._policy.upcoming() if self._prefetches else None
-        if upcoming is not None and upcoming != turn.model:
-            self._memory.prefetch(upcoming, turn.model, self._queue.now_s)
-        self._work(turn)
-
-    def _work(self, turn: Turn) -> None:
-        """Prefill what waits, then decode; one piece of work, whose end calls again."""
+        """The model is in; KV that was handed over meanwhile comes after it."""
         now_s = self._queue.now_s
-        if self._policy.turn_is_over(turn, now_s):
-            self._next_turn()
-        elif waiting := self._waiting.get(turn.model):
+        delay_s, moved = self._memory.switch_in(turn.model, now_s)
+        if moved:
+            self.tally.moved_bytes += moved
+            self.tally.switch_s += delay_s
+            self._began_s, self._ends_at_s = now_s + delay_s, now_s + delay_s + turn.quota_s
+            self._tell_memory()
+            self._queue.schedule(self._began_s, lambda: self._begin(turn))
+            return
+        self._prefetch()
+        self._work(turn, is_new=True)
+
+    def _prefetch(self) -> None:
+        """Bring in the next model during this turn; not while this one is still coming in."""
+        if self._prefetches and self._turn is not None and self._then is not None:
+            moved = self._memory.prefetch(self._then, self._turn.model, self._queue.now_s)
+            if moved:
+                self.tally.moved_bytes += moved
+                self._tell_memory()
+
+    def _work(self, turn: Turn, *, is_new: bool = False) -> None:
+        """Prefill what waits, then decode; one piece of work, whose end calls again.
+
+        A new turn does at least one, however short its quota is.
+        """
+        self._tell_memory()  # KV that grew may have pushed others out
+        now_s = self._queue.now_s
+        waiting = self._waiting.get(turn.model)
+        if self._is_over(turn, now_s, is_new):
+            self._turn = None
+            self._tell(e.TurnEnded(self.number, turn.turn_id))
+        elif waiting:
             live = waiting.pop(0)
             prefill_s = self._models[turn.model].latency.prefill_s([live.request.prompt_tokens])
             self.tally.busy_s += prefill_s
@@ -152,52 +213,63 @@ class SimDevice:
         else:
             self._decode(turn)
 
+    def _is_over(self, turn: Turn, now_s: float, is_new: bool) -> bool:
+        if not self._waiting.get(turn.model) and not self._running.get(turn.model):
+            return True
+        return not is_new and self._then is not None and now_s >= self._ends_at_s
+
     def _prefilled(self, turn: Turn, live: SimLive) -> None:
-        self._memory.add_kv(turn.model, live.request.prompt_tokens + 1)
+        model = turn.model
+        self._memory.add_kv(model, live.request.prompt_tokens + 1)
         live.token_times_s.append(self._queue.now_s)
-        self._policy.progress(turn.model, live.request.id, 1)
-        self._running.setdefault(turn.model, []).append(live)
-        self._end_finished(turn.model)
-        self._work(turn)
+        self._running.setdefault(model, []).append(live)
+        if live.num_left:
+            self._tell(e.Stepped(self.number, model, (live.request.id,)))
+        self._end_finished(model)
+        # After the core has heard: a request that is handed over is not decoded here.
+        self._queue.schedule(self._queue.now_s, lambda: self._work(turn))
 
     def _decode(self, turn: Turn) -> None:
-        batch = self._running[turn.model]
-        context = sum(live.context_tokens for live in batch)
-        step_s = self._models[turn.model].latency.decode_step_s(len(batch), context)
+        batch = list(self._running[turn.model])
         num_steps = min(min(live.num_left for live in batch), _MAX_SEGMENT_STEPS)
+        context = sum(live.context_tokens for live in batch)
+        latency = self._models[turn.model].latency
         now_s = self._queue.now_s
-        if len(self._policy.working_models()) > 1 and math.isfinite(turn.ends_at_s):
-            left_s = max(turn.ends_at_s - now_s, 0.0)
+        step_s = latency.decode_step_s(len(batch), context)
+        if self._then is not None and math.isfinite(self._ends_at_s):
+            left_s = max(self._ends_at_s - now_s, 0.0)
             num_steps = min(num_steps, max(1, math.ceil(left_s / step_s)))
+        # The steps grow with the context; by their middle one the whole takes what it takes.
+        step_s = latency.decode_step_s(len(batch), context + len(batch) * (num_steps - 1) // 2)
         event = self._queue.schedule(now_s + num_steps * step_s, lambda: self._decoded(turn))
-        self._segment = _Segment(turn.model, now_s, step_s, num_steps, event)
+        self._segment = _Segment(turn.model, batch, now_s, step_s, num_steps, event)
 
-    def _cut(self, turn: Turn, arrived: str) -> None:
-        """End the segment at the first step boundary at which the turn loop would act."""
-        segment = self._segment
+    def _cut(self, act_s: float) -> None:
+        """End the segment at the first step boundary not before ``act_s``."""
+        segment, turn = self._segment, self._turn
         assert segment is not None
-        now_s = self._queue.now_s
-        act_s = now_s if arrived == turn.model else max(now_s, turn.ends_at_s)
+        assert turn is not None
         if not math.isfinite(act_s):
             return
         steps = max(1, math.ceil((act_s - segment.start_s) / segment.step_s))
         if steps < segment.num_steps:
             segment.event.cancel()
             segment.num_steps = steps
-            at_s = max(now_s, segment.start_s + steps * segment.step_s)
+            at_s = max(self._queue.now_s, segment.start_s + steps * segment.step_s)
             segment.event = self._queue.schedule(at_s, lambda: self._decoded(turn))
 
     def _decoded(self, turn: Turn) -> None:
         segment, self._segment = self._segment, None
         assert segment is not None
-        batch = self._running[turn.model]
-        times_s = [segment.start_s + (k + 1) * segment.step_s for k in range(segment.num_steps)]
+        batch = segment.batch
+        start_s, step_s = segment.start_s, segment.step_s
+        times_s = [start_s + k * step_s for k in range(1, segment.num_steps + 1)]
         for live in batch:
-            live.token_times_s.extend(times_s)
-            self._policy.progress(turn.model, live.request.id, segment.num_steps)
+            live.token_times_s += times_s
         self._memory.add_kv(turn.model, len(batch) * segment.num_steps)
-        self._policy.observe_step(turn.model, segment.step_s)
-        self.tally.busy_s += segment.num_steps * segment.step_s
+        ids = tuple(live.request.id for live in batch)
+        self._tell(e.Stepped(self.number, turn.model, ids, segment.num_steps, step_s))
+        self.tally.busy_s += segment.num_steps * step_s
         self._end_finished(turn.model)
         self._work(turn)
 
@@ -208,14 +280,9 @@ class SimDevice:
         self._running[model] = [live for live in self._running[model] if live.num_left > 0]
         for live in finished:
             self._memory.add_kv(model, -live.context_tokens)
-            self._policy.finish(model, live.request.id)
-            self._on_end(self.number, live)
+            self._tell(e.Ended(live.request.id))
 
-    def _cost(self) -> SwitchCost:
-        names = self._policy.working_models()
-        switch_s = {
-            n: self._models[n].latency.switch_s(self._memory.missing_bytes(n)) for n in names
-        }
-        totals = {name: self._memory.total_bytes(name) for name in names}
-        full_s = {n: self._models[n].latency.switch_s(total) for n, total in totals.items()}
-        return SwitchCost(switch_s, full_s, sum(totals.values()) <= self._capacity_bytes)
+    def _tell_memory(self) -> None:
+        changes = self._memory.take_changes()
+        if changes:
+            self._tell(e.MemoryChanged(self.number, changes))

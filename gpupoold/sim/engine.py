@@ -1,31 +1,22 @@
-"""A run of the simulator: requests through placement and devices, in virtual time."""
+"""A run of the simulator: the scheduling core over simulated devices, in virtual time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from gpupoold.errors import UsageError
-from gpupoold.scheduling.placement import Placement
-from gpupoold.scheduling.policy import DevicePolicy
+from gpupoold.scheduling import events as e
+from gpupoold.scheduling.actions import Action, HandOver, RunTurn, Send
+from gpupoold.scheduling.core import Core
+from gpupoold.scheduling.costs import costs_of
+from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.sim.clock import EventQueue, Priority
 from gpupoold.sim.device import DeviceTally, SimDevice, SimLive
 from gpupoold.sim.metrics import RequestResult
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.workloads import SimRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """A way to schedule a box: a placement, and a policy for each of its devices."""
-
-    name: str
-    placement: Callable[[], Placement]
-    device: Callable[[], DevicePolicy]
-    prefetches: bool = True
-    # Requests that wait for a device go in this order; by default that of their arrival.
-    rank: Callable[[SimRequest], float] = attrgetter("arrival_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,40 +32,48 @@ class Simulation:
     """One box of equal devices under one policy. The same arguments give the same outcome."""
 
     def __init__(
-        self, models: Mapping[str, SimModel], policy: Policy, num_devices: int, device_bytes: int
+        self,
+        models: Mapping[str, SimModel],
+        policy: Policy,
+        num_devices: int,
+        device_bytes: int,
+        *,
+        prefetches: bool = True,
+        switch_overhead_s: float = 0.0,
     ) -> None:
-        """Build the box.
+        """Build the box; ``switch_overhead_s`` is added to every switch that loads weights.
 
         Raises:
             UsageError: no devices, or a model that no device can hold.
         """
-        if num_devices < 1:
-            raise UsageError(f"{num_devices} devices: at least one is needed")
-        for model in models.values():
-            if model.weight_bytes >= device_bytes:
-                raise UsageError(
-                    f"{model.name} weighs {model.weight_bytes / 1e9:.3g} GB, "
-                    f"a device has {device_bytes / 1e9:.3g} GB"
-                )
-        self._models = models
-        self._placement = policy.placement()
-        self._rank = policy.rank
+        _check(models, num_devices, device_bytes)
+        # By name: whoever breaks a tie by the order of models must not depend on the caller.
+        self._models = {name: models[name] for name in sorted(models)}
+        self.core = Core(policy)
         self._queue: EventQueue[Callable[[], None]] = EventQueue()
-        self._held: list[SimLive] = []
+        self._events: deque[e.Event] = deque()
+        self._lives: dict[str, SimLive] = {}
         self._devices = [
             SimDevice(
                 number,
-                models,
-                policy.device(),
+                self._models,
                 device_bytes,
                 self._queue,
-                lambda _number, _live: self._retry(),
-                prefetches=policy.prefetches,
+                self._events.append,
+                self.core.state,
+                prefetches=prefetches,
+                switch_overhead_s=switch_overhead_s,
             )
             for number in range(num_devices)
         ]
+        self._introduce(num_devices, device_bytes, prefetches)
 
-    def run(self, requests: Sequence[SimRequest], end_s: float) -> SimOutcome:
+    def run(
+        self,
+        requests: Sequence[SimRequest],
+        end_s: float,
+        on_progress: Callable[[float], None] | None = None,
+    ) -> SimOutcome:
         """Serve until ``end_s``; what is not done by then counts as late or never produced.
 
         Raises:
@@ -85,44 +84,100 @@ class Simulation:
             if live.request.model not in self._models:
                 raise UsageError(f"the workload asks for {live.request.model}, which is not there")
             self._arrive_later(live)
+        num_handled = 0
         while (at_s := self._queue.next_at_s) is not None and at_s <= end_s:
             due = self._queue.pop()
             assert due is not None
             due.event()
+            self._settle()
+            num_handled += 1
+            if on_progress is not None and num_handled % _PROGRESS_EVERY == 0:
+                on_progress(at_s)
         for device in self._devices:
             device.flush(end_s)
-        results = tuple(
-            RequestResult(
-                live.request,
-                self._models[live.request.model].targets,
-                tuple(at for at in live.token_times_s if at <= end_s),
-            )
-            for live in lives
+        return SimOutcome(
+            tuple(self._result(live, end_s) for live in lives),
+            tuple(device.tally for device in self._devices),
+            end_s,
         )
-        return SimOutcome(results, tuple(device.tally for device in self._devices), end_s)
+
+    def _introduce(self, num_devices: int, device_bytes: int, prefetches: bool) -> None:
+        bandwidth = min(
+            model.latency.switch.bandwidth_bytes_per_s for model in self._models.values()
+        )
+        events: list[e.Event] = [
+            e.ModelAdded(
+                model.name,
+                model.targets,
+                model.weight_bytes,
+                model.kv_bytes_per_token,
+                costs_of(model.latency),
+            )
+            for model in self._models.values()
+        ]
+        events += [
+            e.DeviceUp(number, device_bytes, bandwidth, prefetches) for number in range(num_devices)
+        ]
+        events += [e.Hosted(n, name) for n in range(num_devices) for name in self._models]
+        self.core.handle(events, 0.0)
+        try:
+            self.core.policy.check(self.core.state)
+        except CannotServe as error:
+            raise UsageError(f"{self.core.policy.name} refuses: {error}") from error
 
     def _arrive_later(self, live: SimLive) -> None:
         self._queue.schedule(
-            live.request.arrival_s, lambda: self._place([live]), priority=Priority.ARRIVAL
+            live.request.arrival_s, lambda: self._arrive(live), priority=Priority.ARRIVAL
         )
 
-    def _place(self, lives: Sequence[SimLive]) -> None:
-        """Give each request to a device; those that get none are held back."""
-        views = [device.view() for device in self._devices]
-        for live in lives:
-            number = self._placement.choose(live.request.model, views)
-            if number is None:
-                self._held.append(live)
-            else:
-                self._devices[number].add(live)
-                views[number] = self._devices[number].view()
+    def _arrive(self, live: SimLive) -> None:
+        request = live.request
+        self._lives[request.id] = live
+        self._events.append(
+            e.Arrived(
+                request.id,
+                request.model,
+                request.arrival_s,
+                request.prompt_tokens,
+                request.output_tokens,
+            )
+        )
 
-    def _retry(self) -> None:
-        """A request ended: those held back are tried again, in order of arrival."""
-        if self._held:
-            self._queue.schedule(self._queue.now_s, self._place_held, priority=Priority.DECISION)
+    def _settle(self) -> None:
+        """Let the core and the devices talk until neither has anything more to say now."""
+        while self._events:
+            events = tuple(self._events)
+            self._events.clear()
+            self._carry_out(self.core.handle(events, self._queue.now_s))
 
-    def _place_held(self) -> None:
-        held = sorted(self._held, key=lambda live: self._rank(live.request))
-        self._held.clear()
-        self._place(held)
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send():
+                    self._devices[action.device].add(self._lives[action.request_id])
+                case RunTurn():
+                    self._devices[action.device].plan(action.turn, action.then)
+                case HandOver():
+                    live = self._lives[action.request_id]
+                    ready_s = self._devices[action.source].give_up(live)
+                    self._devices[action.target].take_over(live, ready_s)
+
+    def _result(self, live: SimLive, end_s: float) -> RequestResult:
+        times_s = live.token_times_s
+        if times_s and times_s[-1] > end_s:
+            times_s = [at_s for at_s in times_s if at_s <= end_s]
+        return RequestResult(live.request, self._models[live.request.model].targets, times_s)
+
+
+_PROGRESS_EVERY = 1000
+
+
+def _check(models: Mapping[str, SimModel], num_devices: int, device_bytes: int) -> None:
+    if num_devices < 1:
+        raise UsageError(f"{num_devices} devices: at least one is needed")
+    for model in models.values():
+        if model.weight_bytes >= device_bytes:
+            raise UsageError(
+                f"{model.name} weighs {model.weight_bytes / 1e9:.3g} GB, "
+                f"a device has {device_bytes / 1e9:.3g} GB"
+            )

@@ -19,19 +19,28 @@ class _Held:
 
 
 class SimMemory:
-    """Who is resident, and the bytes that a switch must move. One link, used in turn."""
+    """Who is resident, and the bytes that a switch must move.
+
+    One link each way, used in turn: copies of weights and of KV to the device queue up
+    behind each other, and so do those to the host.
+    """
 
     def __init__(
         self,
         capacity_bytes: int,
         models: Mapping[str, SimModel],
         use_of: Callable[[str], tuple[int, float]],
+        switch_overhead_s: float = 0.0,
     ) -> None:
         self._capacity_bytes = capacity_bytes
         self._models = models
         self._use_of = use_of
+        self._switch_overhead_s = switch_overhead_s
         self._held = {name: _Held() for name in models}
-        self._link_free_s = 0.0
+        self._used_bytes = 0
+        self._in_free_s = 0.0
+        self._out_free_s = 0.0
+        self._changed: set[str] = set()
 
     @property
     def resident(self) -> frozenset[str]:
@@ -43,40 +52,70 @@ class SimMemory:
         held = self._held[name]
         return held.kv_host_bytes + (0 if held.weights else self._models[name].weight_bytes)
 
-    def total_bytes(self, name: str) -> int:
-        """Bytes of the model in all."""
+    @property
+    def free_bytes(self) -> int:
+        """What nobody has; negative when KV has grown over the device."""
+        return self._capacity_bytes - self._used_bytes
+
+    def add(self, name: str) -> None:
+        """A model has come into the mapping of models; nothing of it is on the device."""
+        self._held[name] = _Held()
+        self._changed.add(name)
+
+    def remove(self, name: str) -> None:
+        """A model is about to leave the mapping; what it holds is free."""
+        held = self._held.pop(name)
+        weight_bytes = self._models[name].weight_bytes if held.weights else 0
+        self._used_bytes -= weight_bytes + held.kv_bytes
+        self._changed.discard(name)
+
+    def held_bytes(self, name: str) -> tuple[int, int, int]:
+        """A model's weights and KV on the device, and its KV in host memory."""
         held = self._held[name]
-        return self._models[name].weight_bytes + held.kv_bytes + held.kv_host_bytes
+        weight_bytes = self._models[name].weight_bytes if held.weights else 0
+        return weight_bytes, held.kv_bytes, held.kv_host_bytes
+
+    def take_changes(self) -> tuple[tuple[str, int], ...]:
+        """Missing bytes of the models for which they have changed since the last call."""
+        changes = tuple((name, self.missing_bytes(name)) for name in sorted(self._changed))
+        self._changed.clear()
+        return changes
 
     def switch_in(self, name: str, now_s: float) -> tuple[float, int]:
         """Make the model resident; seconds until it can run and bytes that move."""
         held, model = self._held[name], self._models[name]
         held.last_used_s = now_s
         missing = self.missing_bytes(name)
+        if not missing:
+            return max(held.ready_s - now_s, 0.0), 0
         out_bytes = self._make_room(missing, keep={name})
-        held.weights = True
-        held.kv_bytes += held.kv_host_bytes
-        held.kv_host_bytes = 0
-        moved = missing + out_bytes
-        start_s = max(now_s, self._link_free_s) if moved else now_s
-        end_s = start_s + model.latency.switch_s(moved) if moved else now_s
-        if moved:
-            self._link_free_s = end_s
-        return max(end_s, held.ready_s, now_s) - now_s, moved
+        out_s = self._copy_out(model, out_bytes, now_s) if out_bytes else now_s
+        overhead_s = 0.0 if held.weights else self._switch_overhead_s
+        self._take(name, held, missing)
+        end_s = self._copy_in(model, missing, max(now_s, out_s), overhead_s)
+        return max(end_s, held.ready_s) - now_s, missing + out_bytes
 
-    def prefetch(self, name: str, current: str, now_s: float) -> bool:
-        """Begin to bring a model's weights during another's turn, if room can be made cheaply."""
+    def prefetch(self, name: str, current: str, now_s: float) -> int:
+        """Begin to bring in what a model lacks during another's turn; bytes that move to it.
+
+        Nothing happens when there is no room for both.
+        """
         held, model = self._held[name], self._models[name]
-        if held.weights:
-            return False
-        if self._free_bytes() < model.weight_bytes:
-            self._make_room(model.weight_bytes, keep={name, current}, cheaply=True)
-        if self._free_bytes() < model.weight_bytes:
-            return False
-        start_s = max(now_s, self._link_free_s)
-        self._link_free_s = start_s + model.latency.switch_s(model.weight_bytes)
-        held.weights, held.ready_s, held.last_used_s = True, self._link_free_s, now_s
-        return True
+        missing = self.missing_bytes(name)
+        if not missing or not self._fit_together(name, current):
+            return 0
+        out_s = now_s
+        self._make_room(missing, keep={name, current}, may_move=False)
+        if self._free_bytes() < missing:
+            out_bytes = self._make_room(missing, keep={name, current})
+            out_s = self._copy_out(model, out_bytes, now_s) if out_bytes else now_s
+        if self._free_bytes() < missing:
+            return 0
+        overhead_s = 0.0 if held.weights else self._switch_overhead_s
+        self._take(name, held, missing)
+        held.ready_s = self._copy_in(model, missing, out_s, overhead_s)
+        held.last_used_s = now_s
+        return missing
 
     def add_kv(self, name: str, num_tokens: int) -> None:
         """The model's requests grew (or, negative, ended)."""
@@ -84,31 +123,76 @@ class SimMemory:
         if num_bytes > 0:
             self._make_room(num_bytes, keep={name})
         held = self._held[name]
-        held.kv_bytes = max(0, held.kv_bytes + num_bytes)
+        grown = max(num_bytes, -held.kv_bytes)
+        held.kv_bytes += grown
+        self._used_bytes += grown
+        if grown > num_bytes:  # it ended while its KV was in host memory
+            held.kv_host_bytes = max(0, held.kv_host_bytes + num_bytes - grown)
+            self._changed.add(name)
+
+    def send_kv(self, name: str, num_tokens: int, now_s: float) -> float:
+        """Copy a request's KV to host memory and free it; when it is there."""
+        num_bytes = num_tokens * self._models[name].kv_bytes_per_token
+        self.add_kv(name, -num_tokens)
+        return self._copy_out(self._models[name], num_bytes, now_s)
+
+    def receive_kv(self, name: str, num_tokens: int) -> None:
+        """KV of a request came to host memory; the model's next switch brings it in."""
+        self._held[name].kv_host_bytes += num_tokens * self._models[name].kv_bytes_per_token
+        self._changed.add(name)
+
+    def _fit_together(self, name: str, current: str) -> bool:
+        """Whether two models (or one, named twice) would fit with all their KV if everything
+        else went."""
+        together = {one: self._held[one] for one in (name, current)}
+        held_bytes = sum(
+            self._models[one].weight_bytes + held.kv_bytes + held.kv_host_bytes
+            for one, held in together.items()
+        )
+        return held_bytes <= self._capacity_bytes
+
+    def _take(self, name: str, held: _Held, missing: int) -> None:
+        self._used_bytes += missing
+        held.kv_bytes += held.kv_host_bytes
+        held.kv_host_bytes = 0
+        held.weights = True
+        self._changed.add(name)
+
+    def _copy_in(self, model: SimModel, num_bytes: int, now_s: float, overhead_s: float) -> float:
+        start_s = max(now_s, self._in_free_s)
+        self._in_free_s = start_s + model.latency.switch_s(num_bytes) + overhead_s
+        return self._in_free_s
+
+    def _copy_out(self, model: SimModel, num_bytes: int, now_s: float) -> float:
+        start_s = max(now_s, self._out_free_s)
+        self._out_free_s = start_s + model.latency.switch_s(num_bytes)
+        return self._out_free_s
 
     def _free_bytes(self) -> int:
-        used = sum(
-            held.kv_bytes + (self._models[name].weight_bytes if held.weights else 0)
-            for name, held in self._held.items()
-        )
-        return self._capacity_bytes - used
+        return self._capacity_bytes - self._used_bytes
 
-    def _make_room(self, num_bytes: int, keep: set[str], *, cheaply: bool = False) -> int:
+    def _make_room(self, num_bytes: int, keep: set[str], *, may_move: bool = True) -> int:
         """Evict until ``num_bytes`` are free; returns KV bytes that move to the host."""
         short = num_bytes - self._free_bytes()
         if short <= 0:
             return 0
         moved = 0
-        for eviction in plan_evictions(
-            short, [self._holding(n) for n in self._held if n not in keep]
-        ):
+        holdings = [
+            self._holding(name)
+            for name, held in self._held.items()
+            if (held.weights or held.kv_bytes) and name not in keep
+        ]
+        for eviction in plan_evictions(short, holdings, may_move=may_move):
             held = self._held[eviction.model]
             if eviction.victim is Victim.WEIGHTS:
+                self._used_bytes -= self._models[eviction.model].weight_bytes
                 held.weights, held.ready_s = False, 0.0
-            elif eviction.victim is Victim.LIVE_KV and not cheaply:
+            elif eviction.victim is Victim.LIVE_KV:
                 moved += held.kv_bytes
+                self._used_bytes -= held.kv_bytes
                 held.kv_host_bytes += held.kv_bytes
                 held.kv_bytes = 0
+            self._changed.add(eviction.model)
         return moved
 
     def _holding(self, name: str) -> Holding:

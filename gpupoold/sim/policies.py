@@ -1,33 +1,17 @@
-"""Policies by name, for the simulator's command line."""
+"""Policies by name, as a user writes them."""
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 from gpupoold.errors import UsageError
-from gpupoold.scheduling.placement import StickyPlacement, WholeDevicePlacement
-from gpupoold.scheduling.request_level import RequestLevelScheduler
-from gpupoold.scheduling.turns import TurnScheduler
-from gpupoold.sim.engine import Policy
+from gpupoold.scheduling.policies import named
+from gpupoold.scheduling.policies.base import Policy
+from gpupoold.scheduling.policies.named import POLICY_NAMES, PolicyOptions
 
-POLICIES: dict[str, Policy] = {
-    policy.name: policy
-    for policy in (
-        Policy("gpupool", StickyPlacement, TurnScheduler),
-        Policy("request-level", WholeDevicePlacement, RequestLevelScheduler, prefetches=False),
-        Policy(
-            "request-level-sjf",
-            WholeDevicePlacement,
-            RequestLevelScheduler,
-            prefetches=False,
-            rank=attrgetter("output_tokens"),
-        ),
-    )
-}
+__all__ = ["POLICY_NAMES", "PolicyOptions", "make_policy"]
 
 
-def policy_named(name: str) -> Policy:
-    """The policy of this name. Raises UsageError with the known names."""
-    if name not in POLICIES:
-        raise UsageError(f"no policy is named {name!r}", f"known: {', '.join(POLICIES)}")
-    return POLICIES[name]
+def make_policy(name: str, options: PolicyOptions | None = None) -> Policy:
+    """A new policy of this name. Raises UsageError with the known names."""
+    if name not in POLICY_NAMES:
+        raise UsageError(f"no policy is named {name!r}", f"known: {', '.join(POLICY_NAMES)}")
+    return named.make_policy(name, options)

@@ -1,66 +1,200 @@
-"""One point of an experiment: a box, a workload, a policy, and the row it gives."""
+"""Running points, one by one or side by side, and the row each gives."""
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
+import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import NotRequired, TypedDict
 
-from gpupoold.domain import Targets
-from gpupoold.sim.boxes import Box, box_models
+from gpupoold.errors import UsageError
 from gpupoold.sim.engine import SimOutcome, Simulation
-from gpupoold.sim.lengths import sharegpt_lengths
-from gpupoold.sim.metrics import summarise
-from gpupoold.sim.policies import policy_named
-from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload
+from gpupoold.sim.metrics import Goodput, goodput, summarise
+from gpupoold.sim.policies import PolicyOptions, make_policy
+from gpupoold.sim.scenario import Axis, Point, Scenario, build_scenario
+from gpupoold.sim.workloads import SimRequest
 
-# Time for the last requests to end; whatever has not come by then never came.
-_DRAIN_FACTOR = 3
+# Called with the virtual time and with the time in which requests arrive, in seconds.
+OnProgress = Callable[[float, float], None]
+# Multiplexing ends where memory does: that is a result, not a mistake of who asks.
+_MAY_REFUSE = frozenset({"static"})
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """What to simulate: Poisson arrivals at ``rps`` per model, ShareGPT lengths."""
+class Row(TypedDict):
+    """What was asked for, and what came out; None where there was nothing to measure."""
 
-    box: Box
-    num_models: int
-    rps: float
+    preset: str
     policy: str
-    targets: Targets
-    duration_s: float
+    axis: Axis
+    devices: str
+    tensor_parallel: int
+    models: int
+    rps: float
+    ttft_s: float
+    tbt_s: float
     seed: int
+    requests: int
+    finished: int
+    attainment: float | None
+    attainment_paper: float | None
+    on_schedule: float | None
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    tbt_p99_s: float | None
+    switches: int
+    busy_share: float
+    switching_share: float
+    wall_s: float
+    active_models_mean: NotRequired[float]
+    refused: NotRequired[str]
 
 
-def run_point(point: Point) -> dict[str, object]:
-    """The point's row: what was asked for, and what came out.
+def run_point(point: Point, on_progress: OnProgress | None = None) -> Row:
+    """The point's row.
 
     Raises:
-        UsageError: a point that cannot be simulated.
+        UsageError: a point that cannot be simulated; the policy ``static`` refuses more
+            models than fit.
     """
-    models = box_models(point.box, point.num_models, point.targets)
-    rates = equal_rates(list(models), point.rps)
-    requests = poisson_workload(rates, point.duration_s, sharegpt_lengths(), point.seed)
-    policy = policy_named(point.policy)
-    box = Simulation(models, policy, point.box.num_devices, point.box.device_bytes)
+    return _run(point, build_scenario(point), on_progress)
+
+
+def run_points(
+    points: Sequence[Point],
+    *,
+    jobs: int = 1,
+    on_progress: Callable[[int, float, float], None] | None = None,
+) -> Iterator[Row]:
+    """The rows of several points, in their order, from up to ``jobs`` processes.
+
+    Where the policy ``static`` refuses the models, the row says so in ``refused`` and has
+    no attainment. ``on_progress`` gets the point's index and what ``OnProgress`` gets; with
+    several processes, nothing.
+
+    Raises:
+        UsageError: ``jobs`` is less than one, or as ``run_point`` does.
+    """
+    if jobs < 1:
+        raise UsageError(f"{jobs} jobs: at least one is needed")
+    if jobs > 1 and len(points) > 1:
+        yield from _run_in_processes(points, min(jobs, len(points)))
+        return
+    for index, point in enumerate(points):
+        told = functools.partial(on_progress, index) if on_progress else None
+        yield _run_or_refusal(point, told)
+
+
+def sweep_goodput(rows: Iterable[Row]) -> dict[tuple[str, str], Goodput | None]:
+    """The load that 90 % attainment allows, by (preset, policy), where one was swept.
+
+    In models or in requests/s per model, as the row's ``axis`` says. None if even the
+    lowest load was too much. Where the next load was refused, the last one served counts.
+    """
+    swept: dict[tuple[str, str], list[tuple[float, float | None]]] = {}
+    for row in rows:
+        served = row["attainment"]
+        swept.setdefault((row["preset"], row["policy"]), []).append((row[row["axis"]], served))
+    return {key: _goodput(loads) for key, loads in swept.items() if len(loads) > 1}
+
+
+def mean_active_models(
+    requests: Iterable[SimRequest], service_s: float, duration_s: float
+) -> float:
+    """Mean number of models with a request in flight, if each request stayed ``service_s``.
+
+    Over the time from ``service_s``, when the start is forgotten, to ``duration_s``.
+    """
+    from_s = min(service_s, duration_s / 2)
+    until_s: dict[str, float] = {}
+    busy_s = 0.0
+    for one in requests:
+        begin_s = max(one.arrival_s, until_s.get(one.model, from_s), from_s)
+        end_s = min(one.arrival_s + service_s, duration_s)
+        busy_s += max(0.0, end_s - begin_s)
+        until_s[one.model] = max(end_s, until_s.get(one.model, from_s))
+    return busy_s / (duration_s - from_s)
+
+
+def _goodput(loads: Sequence[tuple[float, float | None]]) -> Goodput | None:
+    served = [(load, attained) for load, attained in loads if attained is not None]
+    best = goodput(served) if served else None
+    if best is not None and best.is_lower_bound and max(loads)[0] > best.load:
+        return Goodput(best.load, is_lower_bound=False)
+    return best
+
+
+def _run_in_processes(points: Sequence[Point], jobs: int) -> Iterator[Row]:
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_die_at_interrupt)
+    try:
+        yield from pool.map(_run_or_refusal, points)
+    except BaseException:
+        # Nobody waits for the rest: neither for what has not begun nor for what runs.
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in multiprocessing.active_children():
+            child.terminate()
+        raise
+    pool.shutdown()
+
+
+def _die_at_interrupt() -> None:
+    """Ctrl-C reaches the whole group of processes: those that only compute say nothing."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _run_or_refusal(point: Point, on_progress: OnProgress | None = None) -> Row:
+    scenario = build_scenario(point)
+    try:
+        return _run(point, scenario, on_progress)
+    except UsageError as error:
+        if point.policy not in _MAY_REFUSE:
+            raise
+        return _row(point, scenario, SimOutcome((), (), scenario.end_s), 0.0) | {
+            "refused": error.message
+        }
+
+
+def _run(point: Point, scenario: Scenario, on_progress: OnProgress | None) -> Row:
+    panel = point.panel
+    simulation = Simulation(
+        scenario.models,
+        make_policy(point.policy, PolicyOptions(num_prefill=panel.num_prefill)),
+        scenario.box.num_devices,
+        scenario.box.device_bytes,
+        prefetches=point.policy not in panel.without_prefetch,
+        switch_overhead_s=panel.switch_overhead_s,
+    )
+    duration_s = scenario.duration_s
+    told = (lambda at_s: on_progress(at_s, duration_s)) if on_progress else None
     started_s = time.perf_counter()
-    outcome = box.run(requests, point.duration_s * (1 + _DRAIN_FACTOR))
-    return _row(point, requests, outcome, time.perf_counter() - started_s)
+    outcome = simulation.run(scenario.requests, scenario.end_s, told)
+    return _row(point, scenario, outcome, time.perf_counter() - started_s)
 
 
-def _row(
-    point: Point, requests: Sequence[SimRequest], outcome: SimOutcome, wall_s: float
-) -> dict[str, object]:
+def _row(point: Point, scenario: Scenario, outcome: SimOutcome, wall_s: float) -> Row:
     overall = summarise(outcome.results, outcome.end_s).overall
-    devices = outcome.devices
-    available_s = len(devices) * point.duration_s
-    return {
+    devices, num_models = outcome.devices, len(scenario.models)
+    available_s = scenario.box.num_devices * scenario.duration_s
+    rps = point.rps or len(scenario.requests) / scenario.duration_s / num_models
+    row: Row = {
+        "preset": scenario.name,
         "policy": point.policy,
-        "devices": f"{point.box.num_devices}x{point.box.gpu}",
-        "models": point.num_models,
-        "rps": point.rps,
-        "requests": len(requests),
+        "axis": point.panel.axis,
+        "devices": scenario.box.name,
+        "tensor_parallel": scenario.box.tensor_parallel_size,
+        "models": num_models,
+        "rps": round(rps, 6),
+        "ttft_s": scenario.targets.ttft_s,
+        "tbt_s": scenario.targets.tbt_s,
+        "seed": point.panel.seed,
+        "requests": len(scenario.requests),
+        "finished": overall.num_finished,
         "attainment": overall.attainment,
         "attainment_paper": overall.artifact,
+        "on_schedule": overall.on_schedule,
         "ttft_p50_s": overall.ttft_s.p50,
         "ttft_p99_s": overall.ttft_s.p99,
         "tbt_p99_s": overall.tbt_s.p99,
@@ -69,3 +203,7 @@ def _row(
         "switching_share": sum(device.switch_s for device in devices) / available_s,
         "wall_s": wall_s,
     }
+    if (service_s := point.panel.service_s) is not None:
+        active = mean_active_models(scenario.requests, service_s, scenario.duration_s)
+        row["active_models_mean"] = active
+    return row

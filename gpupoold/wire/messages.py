@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import msgspec
 
+from gpupoold.latency.stored import Profile
+
 
 class Message(msgspec.Struct, tag=True):
     """Base of all messages; the struct's name is its tag on the wire."""
@@ -85,11 +87,15 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadModel(Message):
-    """Load a model; with ``has_image`` one descriptor (the image's memfd) comes along."""
+    """Load a model; with ``has_image`` one descriptor (the image's memfd) comes along.
+
+    ``profiling_budget_s`` is how long its steps may be timed afterwards; 0: they are known.
+    """
 
     model: ModelToLoad
     has_image: bool = False
     layout_digest: str = ""
+    profiling_budget_s: float = 0.0
 
 
 class UnloadModel(Message):
@@ -124,6 +130,20 @@ class AbortRequests(Message):
     request_ids: list[str]
 
 
+class RunTurn(Message):
+    """What the device does now, and the model whose turn is next: to be made ready meanwhile.
+
+    A ``turn_id`` that is under way goes on, with the new ``quota_s`` and ``then``; one that
+    has ended is old news. ``model`` None: no turn. ``then`` None: the turn goes on past its
+    quota. When a turn ends the device makes ready for ``then`` without waiting for orders.
+    """
+
+    turn_id: int
+    model: str | None
+    quota_s: float
+    then: str | None = None
+
+
 class Call(Message):
     """A named operation with msgpack-encodable arguments; answered by ``CallResult``."""
 
@@ -150,7 +170,10 @@ class Shutdown(Message):
 
 
 class InstanceReady(Message):
-    """The instance owns its device and can load models."""
+    """The instance owns its device and can load models.
+
+    ``prefetches``: it brings in the next model during the turn before.
+    """
 
     instance: int
     pid: int
@@ -158,14 +181,20 @@ class InstanceReady(Message):
     page_bytes: int
     bandwidth_bytes_per_s: float
     engine_version: str
+    device_name: str = ""
+    prefetches: bool = False
 
 
 class ModelLoaded(Message):
-    """A model is ready to serve; with ``has_image`` its image's memfd comes along."""
+    """A model is ready to serve; with ``has_image`` its image's memfd comes along.
+
+    ``profile`` is what timing its steps gave, None when that was not asked for.
+    """
 
     model: LoadedModel
     layout_digest: str
     has_image: bool = False
+    profile: Profile | None = None
 
 
 class ModelFailed(Message):
@@ -184,12 +213,29 @@ class ModelUnloaded(Message):
 
 
 class StepOutputs(Message):
-    """What one engine step produced (instance → daemon → frontend, forwarded as it is)."""
+    """What one engine step produced (instance → daemon → frontend, forwarded as it is).
+
+    ``frames`` is empty when a device without an engine made the tokens: ``progress`` has
+    them. ``step_s`` is the time of a pure decode step, None when the step prefilled.
+    """
 
     model: str
     at_s: float
     frames: list[bytes]
     progress: list[RequestProgress]
+    step_s: float | None = None
+
+
+class TurnEnded(Message):
+    """A turn is over: its quota used while another model waits, or nothing left to do.
+
+    ``missing_bytes`` has, for every model whose number has changed since it was last told,
+    the bytes that would have to move now to run it. It comes also with ``turn_id`` 0, when
+    only memory has changed.
+    """
+
+    turn_id: int
+    missing_bytes: dict[str, int] = {}
 
 
 class Switched(Message):
@@ -261,13 +307,16 @@ class RequestsFailed(Message):
     message: str
 
 
-ToInstance = LoadModel | UnloadModel | SetTargets | AddRequest | AbortRequests | Call | Shutdown
+ToInstance = (
+    LoadModel | UnloadModel | SetTargets | AddRequest | AbortRequests | RunTurn | Call | Shutdown
+)
 FromInstance = (
     InstanceReady
     | ModelLoaded
     | ModelFailed
     | ModelUnloaded
     | StepOutputs
+    | TurnEnded
     | Switched
     | InstanceStatus
     | RequestsFailed

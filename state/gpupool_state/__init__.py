@@ -13,6 +13,7 @@ A leaf: imports only the standard library, aiosqlite and ``gpupoold``'s words.
 from gpupool_state.db import Database
 from gpupool_state.history import History, HistoryLimits
 from gpupool_state.lock import StateLock
+from gpupool_state.profiles import Phase, ProfileRow
 from gpupool_state.registry import ModelRow, Registry, check_names
 from gpupool_state.rows import EventLevel, EventRow, RequestRow, SwitchRow
 
@@ -26,6 +27,8 @@ __all__ = [
     "History",
     "HistoryLimits",
     "ModelRow",
+    "Phase",
+    "ProfileRow",
     "Registry",
     "RequestRow",
     "StateLock",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gpupool_state.db import Database
+from gpupool_state.profiles import ProfileRow, all_profiles, profiles_of, replace_profiles
 from gpupool_state.writer import Transaction
 from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
 from gpupoold.errors import NoSuchModel, Refused, UsageError
@@ -38,7 +39,8 @@ class ModelRow:
     ``architecture``, the byte counts and ``loaded_max_model_len`` (tokens; the
     limit the engine settled on, where ``spec.max_model_len`` is the one asked
     for) are empty, 0 and None until the model has been loaded once.
-    ``created_at`` is wall-clock seconds.
+    ``created_at`` is wall-clock seconds. ``profiles`` are the laws of its latency,
+    those measured last at the end.
     """
 
     spec: ModelSpec
@@ -49,6 +51,7 @@ class ModelRow:
     kv_bytes_per_token: int
     loaded_max_model_len: int | None
     created_at: float
+    profiles: tuple[ProfileRow, ...] = ()
 
 
 class Registry:
@@ -81,11 +84,15 @@ class Registry:
     async def get(self, name_or_alias: str) -> ModelRow | None:
         """The model that has this name or alias, None when there is none."""
         row = await self._db.fetch_one(_FIND, (_storable(name_or_alias),))
-        return None if row is None else _model_row(row)
+        if row is None:
+            return None
+        return _model_row(row, await profiles_of(self._db, row["name"]))
 
     async def list(self) -> list[ModelRow]:
         """All models by name."""
-        return [_model_row(row) for row in await self._db.fetch_all(f"{_SELECT} ORDER BY name")]
+        profiles = await all_profiles(self._db)
+        rows = await self._db.fetch_all(f"{_SELECT} ORDER BY name")
+        return [_model_row(row, profiles.get(row["name"], ())) for row in rows]
 
     async def update(
         self,
@@ -171,8 +178,19 @@ class Registry:
             )
             return await _row(tx, name)
 
+    async def set_profiles(self, name: str, rows: Sequence[ProfileRow]) -> ModelRow:
+        """Keep what was measured of the model, in place of all that was known on these devices.
+
+        Raises:
+            NoSuchModel: no model has this name.
+        """
+        async with self._db.write() as tx:
+            await _check_model(tx, name)
+            await replace_profiles(tx, name, rows)
+            return await _row(tx, name)
+
     async def remove(self, name: str) -> None:
-        """Forget a model and its aliases; its history stays.
+        """Forget a model, its aliases and its profiles; its history stays.
 
         Raises:
             NoSuchModel: no model has this name.
@@ -265,7 +283,7 @@ async def _delete_alias(tx: Transaction, name: str, alias: str) -> None:
 
 async def _row(tx: Transaction, name: str) -> ModelRow:
     (row,) = await tx.fetch_all(_FIND, (name,))
-    return _model_row(row)
+    return _model_row(row, await profiles_of(tx, row["name"]))
 
 
 def _columns(spec: ModelSpec, created_at: float) -> tuple[str | int | float | None, ...]:
@@ -283,7 +301,7 @@ def _columns(spec: ModelSpec, created_at: float) -> tuple[str | int | float | No
     )
 
 
-def _model_row(row: sqlite3.Row) -> ModelRow:
+def _model_row(row: sqlite3.Row, profiles: tuple[ProfileRow, ...]) -> ModelRow:
     spec = ModelSpec(
         name=ModelName(row["name"]),
         source=row["source"],
@@ -303,4 +321,5 @@ def _model_row(row: sqlite3.Row) -> ModelRow:
         kv_bytes_per_token=row["kv_bytes_per_token"],
         loaded_max_model_len=row["loaded_max_model_len"],
         created_at=row["created_at"],
+        profiles=profiles,
     )

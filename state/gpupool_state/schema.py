@@ -47,6 +47,30 @@ CREATE_REGISTRY = (
     """,
 )
 
+# A model's laws go with it, so one that is registered anew is measured anew.
+CREATE_PROFILES = (
+    """
+    CREATE TABLE profiles (
+        model TEXT NOT NULL REFERENCES models (name) ON DELETE CASCADE,
+        device TEXT NOT NULL,
+        phase TEXT NOT NULL CHECK (phase IN ('prefill', 'decode', 'switch')),
+        engine_version TEXT NOT NULL,
+        revision TEXT,
+        dtype TEXT NOT NULL,
+        law TEXT NOT NULL,
+        constants TEXT NOT NULL,
+        hidden_size INTEGER NOT NULL,
+        intermediate_size INTEGER NOT NULL,
+        r_squared REAL,
+        mean_relative_error REAL,
+        p90_relative_error REAL,
+        num_points INTEGER NOT NULL,
+        measured_at REAL NOT NULL,
+        PRIMARY KEY (model, device, phase)
+    )
+    """,
+)
+
 # History keeps models by name without a foreign key: it outlives their removal.
 CREATE_HISTORY = (
     """

@@ -10,6 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gpupoold.domain import Targets
+from gpupoold.pool.scheduler import Scheduler
+from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 
@@ -29,7 +32,6 @@ class InstancePeer:
             "--wire-fd": theirs.fileno(),
             "--device-bytes": device_bytes,
             "--kv-host-bytes": kv_host_bytes,
-            "--quota-max-s": quota_max_s,
             "--compute-threads": 1,
             "--log-level": "warning",
         }
@@ -39,12 +41,17 @@ class InstancePeer:
         )
         theirs.close()
         self.channel: BlockingChannel[m.FromInstance] = BlockingChannel(ours, m.FromInstance)
-        self.ready = self.wait(m.InstanceReady, _START_TIMEOUT_S)
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.switches: list[m.SwitchRecord] = []
         self.status: m.InstanceStatus | None = None
         self._calls = 0
+        policy = make_policy("gpupool", PolicyOptions(quota_max_s=quota_max_s))
+        self.scheduler = Scheduler(
+            policy, lambda _, message: self.channel.send(message), lambda *_: None
+        )
+        self.ready = self.wait(m.InstanceReady, _START_TIMEOUT_S)
+        self.scheduler.device_up(0, self.ready)
 
     def wait(self, kind: type[Any], timeout_s: float = 60.0) -> Any:
         """The next message of ``kind``; the others are taken note of."""
@@ -71,17 +78,22 @@ class InstancePeer:
         answer = self.wait(m.ModelLoaded | m.ModelFailed)  # type: ignore[arg-type]
         assert isinstance(answer, m.ModelLoaded), answer
         os.close(self.channel.take_fd())
+        self.scheduler.add_model(Targets(model.ttft_s, model.tbt_s), answer.model)
+        self.scheduler.host(0, name)
         return answer
 
     def ask(self, model: str, request_id: str, prompt: list[int], **sampling: Any) -> None:
         """Send a greedy request (``sampling`` as vLLM's SamplingParams)."""
         frames = encode_request(request_id, prompt, **sampling)
         self.tokens[request_id] = []
-        self.channel.send(m.AddRequest(model, request_id, time.monotonic(), prompt, 0, frames))
+        arrival_s = time.monotonic()
+        self.scheduler.arrived(m.AddRequest(model, request_id, arrival_s, prompt, 0, frames))
 
     def abort(self, model: str, *request_ids: str) -> None:
         """Cancel requests."""
         self.channel.send(m.AbortRequests(model, list(request_ids)))
+        for request_id in request_ids:
+            self.scheduler.ended(request_id)
 
     def run_until_ended(self, *request_ids: str, timeout_s: float = 120.0) -> None:
         """Pump until the requests have ended."""
@@ -126,8 +138,15 @@ class InstancePeer:
                 self.tokens.setdefault(item.request_id, []).extend(item.new_token_ids)
                 if item.finish_reason:
                     self.ended[item.request_id] = item.finish_reason
+            self.scheduler.stepped(0, message)
+            self.scheduler.check_state()
+        elif isinstance(message, m.TurnEnded):
+            self.scheduler.turn_ended(0, message)
+            self.scheduler.check_state()
         elif isinstance(message, m.RequestsFailed):
             self.ended |= dict.fromkeys(message.request_ids, message.message)
+            for request_id in message.request_ids:
+                self.scheduler.ended(request_id)
         elif isinstance(message, m.Switched):
             self.switches.append(message.switch)
         elif isinstance(message, m.InstanceStatus):

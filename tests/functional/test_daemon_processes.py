@@ -17,6 +17,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from gpupool_cli.private_daemon import PrivateDaemon
+from gpupoold.latency.stored import StoredLatency
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,
@@ -70,6 +71,12 @@ async def api(daemon: PrivateDaemon) -> AsyncIterator[AsyncOpenAI]:
 def expected() -> dict[str, Answer]:
     """First answers of the module by model; later processes must give the same."""
     return {}
+
+
+def measured(daemon: PrivateDaemon) -> list[StoredLatency | None]:
+    """What is known of each model's latency, and since when."""
+    with daemon.client() as client:
+        return [model.latency for model in client.models()]
 
 
 async def same_answers(daemon: PrivateDaemon, expected: dict[str, Answer]) -> None:
@@ -143,6 +150,8 @@ class TestDaemon:
         self, restartable: Restartable, daemon: PrivateDaemon, expected: dict[str, Answer]
     ) -> None:
         await same_answers(daemon, expected)
+        latencies = measured(daemon)
+        assert None not in latencies
         processes = children(daemon)
         assert {row.pid for row in ps(daemon).devices} < {process.pid for process in processes}
         async with api_client(daemon.http_url) as api:
@@ -155,6 +164,7 @@ class TestDaemon:
         daemon.process.wait()
         # Not in a thread: the daemon would die with it.
         await same_answers(restartable.running(), expected)
+        assert measured(restartable.running()) == latencies  # kept, not measured again
 
     async def test_terminated_in_the_middle_of_work(
         self, restartable: Restartable, daemon: PrivateDaemon, tiny_models: dict[str, Path]

@@ -55,6 +55,12 @@ class TestDefaults:
         assert not settings.security.allow_remote_code
         assert not settings.security.allow_pickle
 
+    def test_recorded_workloads_are_nowhere_until_named(self) -> None:
+        assert load_settings(None).paths.workloads_dir is None
+        named = parse('[paths]\nworkloads_dir = "/data/workloads"')
+        assert named.paths.workloads_dir == Path("/data/workloads")
+        assert "relative" in refusal('[paths]\nworkloads_dir = "workloads"')
+
     def test_without_gpu_one_emulated_device(self) -> None:
         (device,) = load_settings(None).devices
         assert (device.kind, device.memory_bytes, device.index) == ("emulated", 2 * GIB, None)
@@ -188,6 +194,24 @@ class TestDevices:
         assert (one.memory_bytes, one.page_bytes) == (GIB, None)
         assert (two.memory_bytes, two.page_bytes) == (2 * GIB, 65536)
 
+    def test_names_instead_of_tables(self) -> None:
+        devices = parse('devices = ["cuda:1", "cuda", "emulated", "sim:A10"]').devices
+        assert [(device.kind, device.index, device.gpu) for device in devices] == [
+            ("cuda", 1, None),
+            ("cuda", 0, None),
+            ("emulated", None, None),
+            ("sim", None, "A10"),
+        ]
+        assert devices[2].memory_bytes == 2 * GIB
+
+    def test_simulated_boxes(self) -> None:
+        many = parse_settings({"devices": ["sim:H800"] * 16}, "test").devices
+        assert many == parse('devices = ["sim:16xH800"]').devices
+        assert many == parse('[[device]]\nkind = "sim"\ngpu = "H800"\n' * 16).devices
+        assert [(device.kind, device.gpu, device.memory_bytes) for device in many] == [
+            ("sim", "H800", None)
+        ] * 16
+
     def test_cuda_indexes_are_filled_in(self) -> None:
         devices = parse(
             '[[device]]\nkind = "cuda"\n[[device]]\nkind = "cuda"\nindex = 0\n'
@@ -199,7 +223,22 @@ class TestDevices:
         ("table", "said"),
         [
             ("[[device]]", "device[0].kind: is missing"),
-            ('[[device]]\nkind = "gpu"', "device[0].kind: must be 'emulated' or 'cuda', got 'gpu'"),
+            ('[[device]]\nkind = "gpu"', "must be 'emulated', 'cuda' or 'sim', got 'gpu'"),
+            ('[[device]]\nkind = "sim"', 'device[0]: kind = "sim" needs gpu'),
+            ('[[device]]\nkind = "sim"\ngpu = "H9"', "no hardware profile 'H9': there are A10"),
+            ('[[device]]\nkind = "cuda"\ngpu = "A10"', 'gpu is for kind = "sim" only'),
+            ('[[device]]\nkind="sim"\ngpu="A10"\nindex=0', 'index is for kind = "cuda" only'),
+            ('[[device]]\nkind="sim"\ngpu="A10"\npage_bytes=4096', "it has no pages"),
+            ('devices = ["sim:H9"]', "devices: no hardware profile 'H9'"),
+            ('devices = ["sim"]', "devices: 'sim' is no device: write"),
+            ('devices = ["sim:0xH800"]', "is no device"),
+            ('devices = ["cuda:x"]', "is no device"),
+            ('devices = ["emulated:2"]', "is no device"),
+            ("devices = [3]", "devices: 3 is no device"),
+            ("devices = []", "devices: write a list such as"),
+            ('devices = "cuda"', "devices: write a list such as"),
+            ('devices = ["cuda:1", "cuda:1"]', "two devices have the same index"),
+            ('devices = ["cuda"]\n[[device]]\nkind = "cuda"', "not both"),
             ('[[device]]\nkind = "emulated"\nindex = 1', 'index is for kind = "cuda" only'),
             ('[[device]]\nkind = "cuda"\npage_bytes = 4096', "multiple of 2 MiB on a cuda device"),
             ('[[device]]\nkind = "cuda"\nindex = -1', "device[0].index: must be greater than"),

@@ -50,6 +50,7 @@ def test_lock_holds_what_the_project_pins(device: str, pyproject: dict[str, Any]
             *project["dependencies"],
             *extras[device],
             *extras["dev"],
+            *extras["plot"],
             *pyproject["build-system"]["requires"],
         ]
     )

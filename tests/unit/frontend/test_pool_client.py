@@ -31,6 +31,7 @@ class Pool:
         codec = EngineCodec(
             encode=lambda request: [request.request_id.encode(), memoryview(b"tensor")],
             decode=lambda frames: frames[0].decode("ascii"),
+            make_outputs=lambda progress: [one.new_token_ids for one in progress],
             unavailable=Unavailable,
             unsupported=Unsupported,
         )
@@ -84,6 +85,16 @@ def test_stopped_client_refuses_with_the_reason() -> None:
     assert pool.client.stopped
     with pytest.raises(Unavailable, match="gone"):
         asyncio.run(pool.client.add_request_async(engine_request()))
+
+
+def test_outputs_without_frames_are_made_from_progress() -> None:
+    async def run() -> Any:
+        pool = Pool()
+        progress = [RequestProgress("r1", [5, 6]), RequestProgress("r2", [7], "length")]
+        pool.client.push(StepOutputs(model="m", at_s=0.0, frames=[], progress=progress))
+        return await pool.client.get_output_async()
+
+    assert asyncio.run(run()) == [[5, 6], [7]]
 
 
 def test_aborts_are_sent_unless_empty() -> None:

@@ -29,6 +29,7 @@ from gpupoold.admin.models import (
     ModelInfo,
     Progress,
     Ps,
+    RequestRecord,
     SetModelRequest,
     Status,
     SwitchInfo,
@@ -98,6 +99,7 @@ class FakeDaemon:
         self.events: list[EventInfo] = []
         self.log_lines: list[str] = ["one", "two", "three"]
         self.switches: list[SwitchInfo] = []
+        self.history: list[RequestRecord] = []
         self.delay_s = 0.0
         self.download_pause_s = 0.0
         self.state: Any = "ready"
@@ -245,6 +247,11 @@ def _add_state_routes(app: FastAPI, daemon: FakeDaemon) -> None:
     @app.get("/switches")
     async def switches(limit: int) -> list[SwitchInfo]:
         return daemon.switches[:limit]
+
+    @app.get("/requests")
+    async def requests(limit: int) -> Response:
+        lines = [_line(record) for record in daemon.history[:limit]]
+        return StreamingResponse(iter(lines), media_type=_NDJSON)
 
     @app.get("/events", response_model=None)
     async def events(

@@ -14,9 +14,19 @@ from gpupoold.admin.models import (
     Status,
     SwitchInfo,
 )
+from gpupoold.latency.stored import StoredFit, StoredLatency
 
 GIB = 1024**3
 AT = 1_750_000_000.0
+# Measured, but too slowly for a decode fit.
+LATENCY = StoredLatency(
+    device="NVIDIA A10",
+    engine_version="0.32.0",
+    dtype="bfloat16",
+    measured_at=AT,
+    bandwidth_bytes_per_s=50.0 * GIB,
+    prefill=StoredFit("LinearPrefill", (1e-4, 0.01), 0.998, 0.031, 0.07, 9),
+)
 
 
 def model(name: str) -> ModelInfo:

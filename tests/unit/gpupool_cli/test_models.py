@@ -9,6 +9,7 @@ import time
 import pytest
 
 from gpupoold.admin.models import ModelInfo, SetModelRequest
+from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 
@@ -56,6 +57,18 @@ def test_show_by_name_and_alias(daemon: FakeDaemon, cli: Cli, name: str) -> None
     assert "kv per token  56 KiB\n" in result.stdout
     assert "error" not in result.stdout
     assert ModelInfo.model_validate_json(cli("show", name, "--json").stdout) == model
+
+
+def test_show_tells_what_was_measured(daemon: FakeDaemon, cli: Cli) -> None:
+    model = daemon.add("a", latency=samples.LATENCY)
+    lines = [line.split(maxsplit=1) for line in cli("show", "a").stdout.splitlines()]
+    shown = {name: text for name, text in lines if name in ("prefill", "switch")}
+    assert shown == {
+        "prefill": "110ms for a prompt of 1000 tokens (R2 0.998, 9 points, mean error 3.1 %)",
+        "switch": "300ms for all weights (50 GiB/s)",
+    }
+    assert "decode step" not in cli("show", "a").stdout  # no fit: nothing is made up
+    assert ModelInfo.model_validate_json(cli("show", "a", "--json").stdout) == model
 
 
 def test_show_of_an_unknown_model(daemon: FakeDaemon, cli: Cli) -> None:

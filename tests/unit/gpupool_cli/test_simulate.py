@@ -3,34 +3,160 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
-SMALL = ("--devices", "1xH800", "--models", "2", "--duration", "20s")
+SMALL = ("--devices", "1xH800", "--models", "2", "--duration", "20s", "--policy", "gpupool")
+
+
+@pytest.fixture
+def env(project_env: dict[str, str]) -> dict[str, str]:
+    """No workloads, no configuration of the developer's."""
+    kept = {key: value for key, value in project_env.items() if not key.startswith("GPUPOOL_")}
+    return kept | {"GPUPOOL_CONFIG": os.devnull}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "gpupool_cli.main", "simulate", *arguments]
 
 
 def simulate(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gpupool_cli.main", "simulate", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command(*arguments), env=env, capture_output=True, text=True, check=False, timeout=120
+    )
 
 
-def test_one_object_per_line(project_env: dict[str, str]) -> None:
-    done = simulate(project_env, *SMALL, "--policy", "gpupool,request-level", "--json")
+def rows_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def write_trace(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(("arrival_s,model,prompt_tokens,output_tokens", *lines)) + "\n")
+    return path
+
+
+def test_one_object_per_line(env: dict[str, str]) -> None:
+    rows = rows_of(simulate(env, *SMALL, "--policy", "gpupool,request-level", "--json"))
     assert [row["policy"] for row in rows] == ["gpupool", "request-level"]
     for row in rows:
         assert (row["devices"], row["models"], row["rps"]) == ("1xH800", 2, 0.1)
-        assert 0 <= row["attainment"] <= 1
+        assert row["preset"] == "poisson"
+        assert set(row) >= {
+            *("attainment", "attainment_paper", "ttft_p50_s", "ttft_p99_s", "tbt_p99_s"),
+            *("switches", "wall_s", "requests", "on_schedule"),
+        }
 
 
-def test_a_table(project_env: dict[str, str]) -> None:
-    done = simulate(project_env, *SMALL, "--policy", "gpupool")
-    header, row = done.stdout.splitlines()
-    assert header.split()[:3] == ["POLICY", "DEVICES", "MODELS"]
-    assert row.split()[:3] == ["gpupool", "1xH800", "2"]
+def test_a_table_and_what_it_is_good_for(env: dict[str, str]) -> None:
+    done = simulate(env, *SMALL, "--models", "2,3")
+    header, *rows, empty, title, goodput = done.stdout.splitlines()
+    assert header.split()[:4] == ["PRESET", "POLICY", "DEVICES", "MODELS"]
+    assert [row.split()[:4] for row in rows] == [
+        ["poisson", "gpupool", "1xH800", number] for number in "23"
+    ]
+    assert empty == ""
+    assert title.endswith("90 % GOODPUT")
+    assert goodput.split() == ["poisson", "gpupool", "at", "least", "3", "models"]
+    assert done.stderr.splitlines() == [
+        "1 of 2: poisson: gpupool, 2 models, 0.1 rps",
+        "2 of 2: poisson: gpupool, 3 models, 0.1 rps",
+    ]
+
+
+def test_a_single_point_has_no_goodput(env: dict[str, str]) -> None:
+    assert len(simulate(env, *SMALL).stdout.splitlines()) == 2
+
+
+def test_a_preset_with_changes_in_several_processes(env: dict[str, str]) -> None:
+    done = simulate(
+        env, "aegaeon-fig12", "--policy", "request-level", "--models", "2", "--duration", "9s",
+        "--jobs", "2", "--json",
+    )  # fmt: skip
+    assert [row["preset"] for row in rows_of(done)] == ["aegaeon-fig12-ix2", "aegaeon-fig12-ox2"]
+
+
+def test_active_models_have_a_column(env: dict[str, str]) -> None:
+    done = simulate(env, "aegaeon-fig4", "--models", "3", "--duration", "1m")
+    assert done.stdout.splitlines()[0].split()[-1] == "ACTIVE"
+
+
+def test_gpus_in_groups(env: dict[str, str]) -> None:
+    [row] = rows_of(
+        simulate(
+            env,
+            "aegaeon-fig17-72b",
+            "--rps",
+            "0.1",
+            "--duration",
+            "20s",
+            "--json",
+            "--policy",
+            "gpupool",
+        )
+    )
+    assert (row["devices"], row["tensor_parallel"]) == ("8xH800", 4)
+
+
+def test_presets_are_listed(env: dict[str, str]) -> None:
+    listed = [line.split()[0] for line in simulate(env, "--list").stdout.splitlines()]
+    assert {"aegaeon-fig11a", "aegaeon-fig13", "azure23-conv", "real-traces"} <= set(listed)
+
+
+class TestTraces:
+    def test_a_file(self, env: dict[str, str], tmp_path: Path) -> None:
+        trace = write_trace(tmp_path / "mine.csv", "0,a,10,20", "1,b,10,20")
+        done = simulate(env, "--trace", str(trace), "--policy", "gpupool", "--json")
+        [row] = rows_of(done)
+        assert (row["preset"], row["models"], row["requests"]) == ("mine", 2, 2)
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("", "empty"),
+            ("arrival_s,prompt_tokens,output_tokens\n", "no requests"),
+            ("arrival_s,output_tokens\n0,1\n", "no column prompt_tokens"),
+            ("arrival_s,prompt_tokens,output_tokens\n1,1,1\n0,1,1\n", "line 3, column arrival_s"),
+            ("arrival_s,prompt_tokens,output_tokens\n0,0,1\n", "less than 1"),
+        ],
+    )
+    def test_a_bad_file(self, env: dict[str, str], tmp_path: Path, text: str, said: str) -> None:
+        path = tmp_path / "bad.csv"
+        path.write_text(text)
+        done = simulate(env, "--trace", str(path), "--policy", "gpupool")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"error: {path}: " in done.stderr
+        assert said in done.stderr
+
+    def test_the_folder_of_presets(self, env: dict[str, str], tmp_path: Path) -> None:
+        write_trace(tmp_path / "arena27_first5min.csv.gz", "0,a,10,20").rename(tmp_path / "t.csv")
+        packed = subprocess.run(["gzip", "-c", tmp_path / "t.csv"], capture_output=True, check=True)
+        (tmp_path / "arena27_first5min.csv.gz").write_bytes(packed.stdout)
+        arguments = ("arena27", "--policy", "gpupool", "--json")
+        config = tmp_path / "gpupool.toml"
+        config.write_text(f'[paths]\nworkloads_dir = "{tmp_path}"\n')
+        for found in (
+            simulate(env, *arguments, "--workloads", str(tmp_path)),
+            simulate(env | {"GPUPOOL_WORKLOADS": str(tmp_path)}, *arguments),
+            simulate(env | {"GPUPOOL_CONFIG": str(config)}, *arguments),
+        ):
+            [row] = rows_of(found)
+            assert (row["preset"], row["requests"]) == ("arena27", 1)
+
+    def test_no_folder(self, env: dict[str, str], tmp_path: Path) -> None:
+        nowhere = simulate(env, "azure23-conv")
+        assert (nowhere.returncode, nowhere.stdout) == (2, "")
+        assert "azure23_conv.csv.gz: no folder" in nowhere.stderr
+        assert "--workloads" in nowhere.stderr
+        elsewhere = simulate(env, "azure23-conv", "--workloads", str(tmp_path))
+        assert elsewhere.returncode == 2
+        assert f"{tmp_path}/azure23_conv.csv.gz" in elsewhere.stderr
 
 
 @pytest.mark.parametrize(
@@ -38,18 +164,49 @@ def test_a_table(project_env: dict[str, str]) -> None:
     [
         (("--devices", "0xH800"), "box of devices"),
         (("--devices", "4xTPU"), "TPU"),
+        (("--devices", "1xA10"), "weighs"),
+        (("--tensor-parallel", "2"), "groups"),
         (("--models", "many"), "list of numbers"),
         (("--models", "0"), "at least one"),
         (("--rps", "-1"), "rate"),
+        (("--rps", "nan"), "rate"),
         (("--ttft", "0s"), "more than zero"),
+        (("--tbt", "0"), "more than zero"),
+        (("--duration", "-3"), "not a duration"),
+        (("--prefill", "1"), "prefill"),
         (("--policy", "best"), "no policy"),
+        (("--jobs", "0"), "jobs"),
+        (("--plot", "a.pdf"), ".svg or .png"),
+        (("--plot", "/nowhere/a.svg"), "no folder"),
+        (("--trace", "/nowhere.csv"), "cannot be read"),
+        (("aegaeon-fig99",), "did you mean"),
+        (("aegaeon-fig11a", "--trace", "a.csv"), "both"),
     ],
 )
 def test_what_cannot_be_simulated(
-    project_env: dict[str, str], arguments: tuple[str, ...], said: str
+    env: dict[str, str], arguments: tuple[str, ...], said: str
 ) -> None:
-    done = simulate(project_env, *SMALL, *arguments)
+    done = simulate(env, *SMALL, "--models", "3", *arguments)
     assert done.returncode == 2
     assert said in done.stderr
+    assert sum(line.startswith("error: ") for line in done.stderr.splitlines()) == 1
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_an_interrupt_ends_it_at_once(env: dict[str, str], jobs: str) -> None:
+    arguments = ("--models", "100,101,102,103", "--policy", "gpupool", "--duration", "1h")
+    with subprocess.Popen(
+        command(*arguments, "--jobs", jobs),
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        time.sleep(3)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in said

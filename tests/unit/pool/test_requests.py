@@ -78,22 +78,3 @@ def test_ids_are_unique() -> None:
     live.add(request())
     with pytest.raises(AssertionError):
         live.add(request())
-
-
-def test_models_on_an_instance_are_counted_until_their_requests_end() -> None:
-    live = LiveRequests()
-    for request_id, model, instance in [
-        ("r1", "a", 0),
-        ("r2", "a", 0),
-        ("r3", "b", 0),
-        ("r4", "a", 1),
-    ]:
-        live.add(LiveRequest(request_id, model, instance, 0.0, Targets(), []))
-    assert live.models_on(0) == {"a": 2, "b": 1}
-    live.pop("r3")
-    live.pop("r1")
-    live.pop("r1")
-    assert live.models_on(0) == {"a": 1}
-    assert live.models_on(1) == {"a": 1}
-    assert live.models_on(2) == {}
-    assert (live.num_of("a"), live.num_of("b")) == (2, 0)

@@ -60,3 +60,17 @@ def test_paused_weights_go_before_kv_when_kv_alone_is_too_little() -> None:
 def test_kv_that_an_engine_is_late_to_free_can_be_had() -> None:
     late = Holding("late", 0, 0.0, 1.0, float("inf"), 0, 0, 4)
     assert plan_evictions(2, [late]) == [Eviction("late", LIVE, 4)]
+
+
+def test_when_nothing_may_move_live_kv_stays() -> None:
+    holdings = [paused("soon", 1.0), paused("late", 9.0), idle("i")]
+    everything = plan_evictions(1000, holdings, may_move=False)
+    assert names(everything) == [
+        ("i", FREE),
+        ("late", FREE),
+        ("soon", FREE),
+        ("i", WEIGHTS),
+        ("late", WEIGHTS),
+        ("soon", WEIGHTS),
+    ]
+    assert plan_evictions(12, holdings, may_move=False) == plan_evictions(12, holdings)

@@ -1,0 +1,267 @@
+"""Every figure of the scheduler in one run: ``make bench-sim`` writes ``build/bench-sim.json``.
+
+Sweeps the paper's figures and the recorded workloads with all policies, and puts what was
+asked for beside what came out. A sweep of a policy ends where its attainment has fallen
+below half: what comes after is worse. With ``--plots DIR`` it draws the figures too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gpupool_cli.plot import save_plot
+from gpupoold.domain import Targets
+from gpupoold.errors import UsageError
+from gpupoold.sim.boxes import box_models, parse_box
+from gpupoold.sim.engine import Simulation
+from gpupoold.sim.lengths import sharegpt_lengths
+from gpupoold.sim.policies import PolicyOptions, make_policy
+from gpupoold.sim.presets import preset_panels
+from gpupoold.sim.run import Row, run_point, run_points, sweep_goodput
+from gpupoold.sim.scenario import Overrides, Panel, Point
+from gpupoold.sim.workloads import equal_rates, poisson_workload
+from gpupoold.stats import percentile
+
+FIGURES = (
+    "aegaeon-fig4",
+    "aegaeon-fig6",
+    "aegaeon-fig11",
+    "aegaeon-fig12",
+    "aegaeon-fig13",
+    "aegaeon-fig17-left",
+    "aegaeon-fig17-right",
+)
+RECORDED = ("real-traces", "aegaeon-synth")
+# 90 % goodput of gpupool over that of aegaeon, asked of each figure.
+RATIOS = {
+    "aegaeon-fig11a": 2.0,
+    "aegaeon-fig11b": 1.5,
+    "aegaeon-fig11c": 1.5,
+    "aegaeon-fig12-ix2": 1.5,
+    "aegaeon-fig12-ox2": 1.5,
+    "aegaeon-fig13a": 1.5,
+    "aegaeon-fig13b": 1.5,
+    "aegaeon-fig13c": 1.5,
+    "aegaeon-fig17-a10": 1.5,
+}
+# What the simulator of the paper's authors gives: token attainment, and its own metric.
+ARTIFACT = {40: (1.0, 1.0), 60: (0.975, 0.964), 70: (0.909, 0.898)}
+SLOW_SWITCH_S = 3.0
+_HOPELESS = 0.5
+
+
+def main() -> int:
+    """Run everything; exit code 1 when a figure was missed."""
+    arguments = _parse()
+    started_s = time.perf_counter()
+    panels = list(_panels(arguments.workloads))
+    tasks = [replace(panel, policies=(name,)) for panel in panels for name in panel.policies]
+    rows = list(_run(tasks, arguments.jobs, _known(arguments.reuse)))
+    slow = _slow_switching(arguments.jobs)
+    figures = [*_figures(rows, slow), *_speed()]
+    report = {
+        "figures": figures,
+        "goodput": _goodputs([*rows, *slow]),
+        "below_another_policy": _losses(rows),
+        "rows": [*rows, *slow],
+        "wall_s": time.perf_counter() - started_s,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    if arguments.plots is not None:
+        _plot(rows, panels, arguments.plots)
+    for figure in figures:
+        print("{figure}: asked {asked}, measured {measured}{mark}".format_map(_shown(figure)))
+    return 0 if all(figure["reached"] for figure in figures) else 1
+
+
+def _panels(workloads: Path | None) -> Iterator[Panel]:
+    """The figures' panels; the recorded ones too, where the recordings are there."""
+    for name in (*FIGURES, *RECORDED):
+        for panel in preset_panels(name):
+            try:
+                yield panel.changed(Overrides(workloads_dir=workloads))
+            except UsageError as error:
+                print(f"{panel.name} left out: {error}", file=sys.stderr)
+
+
+def _known(report: Path | None) -> dict[tuple[str, str, int, float], Row]:
+    """The baselines' rows of an earlier run; the baselines change less often than gpupool."""
+    if report is None:
+        return {}
+    rows: list[Row] = json.loads(report.read_text())["rows"]
+    return {
+        (row["preset"], row["policy"], row["models"], row["rps"]): row
+        for row in rows
+        if row["policy"] != "gpupool"
+    }
+
+
+def _run(
+    tasks: Sequence[Panel], jobs: int, known: Mapping[tuple[str, str, int, float], Row]
+) -> Iterator[Row]:
+    context = multiprocessing.get_context("spawn")
+    sweep = functools.partial(_sweep, known=known)
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        for task, rows in zip(tasks, pool.map(sweep, tasks), strict=True):
+            print(f"{task.name} {task.policies[0]}: {len(rows)} points", file=sys.stderr)
+            yield from rows
+
+
+def _sweep(panel: Panel, known: Mapping[tuple[str, str, int, float], Row]) -> list[Row]:
+    """One policy's points in order of load, as long as it keeps half of its promises."""
+    rows: list[Row] = []
+    for point in panel.points():
+        key = panel.name, point.policy, point.num_models or 0, point.rps or 0.0
+        row = known.get(key) or next(iter(run_points([point])))
+        rows.append(row)
+        attainment = row["attainment"]
+        if attainment is None or attainment < _HOPELESS:
+            break
+    return rows
+
+
+def _slow_switching(jobs: int) -> list[Row]:
+    """Request-level serving as it is without fast switching: seconds more per load."""
+    panel = preset_panels("aegaeon-fig11a")[0]
+    slow = replace(
+        panel,
+        name="aegaeon-fig11a-slow-switch",
+        policies=("request-level",),
+        switch_overhead_s=SLOW_SWITCH_S,
+    )
+    return list(_run([slow], jobs, {}))
+
+
+def _figures(rows: Sequence[Row], slow: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    best = {key: load.load if load else 0.0 for key, load in sweep_goodput(rows).items()}
+    aegaeon = best["aegaeon-fig11a", "aegaeon"]
+    yield _figure("aegaeon, fig 11a: models at 90 %", "65 to 80", aegaeon, 65 <= aegaeon <= 80)
+    by_point = {(row["preset"], row["policy"], row["models"]): row for row in rows}
+    for models, (attainment, paper) in ARTIFACT.items():
+        row = by_point["aegaeon-fig11a", "aegaeon", models]
+        ours = row["attainment"] or 0.0, row["attainment_paper"] or 0.0
+        near = max(abs(ours[0] - attainment), abs(ours[1] - paper)) <= 0.04
+        asked = f"{attainment:.3f} / {paper:.3f}, within 0.04"
+        name = f"aegaeon against its authors' simulator, {models} models"
+        yield _figure(name, asked, f"{ours[0]:.3f} / {ours[1]:.3f}", near)
+    for preset, wanted in RATIOS.items():
+        ratio = best[preset, "gpupool"] / best[preset, "aegaeon"]
+        yield _figure(f"{preset}: goodput over aegaeon's", wanted, ratio, ratio >= wanted)
+    ratio = best["aegaeon-fig11a", "gpupool"] / best["aegaeon-fig11a", "request-level"]
+    yield _figure("aegaeon-fig11a: goodput over request-level's", 2.0, ratio, ratio >= 2.0)
+    losses = _losses(rows)
+    yield _figure("points where another policy does better", 0, len(losses), not losses)
+    load = next(iter(sweep_goodput(slow).values()))
+    num_models = load.load if load else 0.0
+    name = f"request-level with {SLOW_SWITCH_S:g} s more per load: models at 90 %"
+    yield _figure(name, "to be reported", num_models, True)
+
+
+def _losses(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Points at which another policy kept more of its promises, by more than rounding."""
+    points: dict[tuple[str, int, float], dict[str, float]] = {}
+    for row in rows:
+        if row["attainment"] is not None:
+            point = points.setdefault((row["preset"], row["models"], row["rps"]), {})
+            point[row["policy"]] = row["attainment"]
+    return [
+        {"preset": preset, "models": models, "rps": rps, "gpupool": point["gpupool"], name: other}
+        for (preset, models, rps), point in points.items()
+        for name, other in point.items()
+        if other > point.get("gpupool", 1.0) + 1e-4
+    ]
+
+
+def _speed() -> Iterator[dict[str, Any]]:
+    panel = preset_panels("aegaeon-fig11a")[0]
+    row = run_point(Point(panel, "gpupool", 70, 0.1))
+    wall_s = row["wall_s"]
+    yield _figure("10 min of fig 11a at 70 models, one core, s", 5.0, wall_s, wall_s < 5.0)
+    p99_us, num_calls = _decision_p99_us()
+    name = f"a decision at 100 models and 1,000 live requests, p99 of {num_calls}, us"
+    yield _figure(name, 200, p99_us, p99_us < 200)
+
+
+def _decision_p99_us() -> tuple[float, int]:
+    """Of all calls of the core while 900 requests and more are live."""
+    box = parse_box("16xH800")
+    models = box_models(box, 100, Targets())
+    requests = poisson_workload(equal_rates(list(models), 0.55), 120.0, sharegpt_lengths(), 0)
+    simulation = Simulation(
+        models, make_policy("gpupool", PolicyOptions()), box.num_devices, box.device_bytes
+    )
+    core, taken_us = simulation.core, []
+    handle = core.handle
+
+    @functools.wraps(handle)
+    def timed(events: Any, now_s: float) -> Any:
+        begun_ns = time.perf_counter_ns()
+        actions = handle(events, now_s)
+        if len(core.state.requests) >= 900:
+            taken_us.append((time.perf_counter_ns() - begun_ns) / 1e3)
+        return actions
+
+    core.handle = timed  # type: ignore[method-assign]
+    simulation.run(requests, 120.0)
+    return percentile(taken_us, 0.99) or 0.0, len(taken_us)
+
+
+def _goodputs(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    loads: dict[str, dict[str, Any]] = {}
+    for (preset, policy), best in sweep_goodput(rows).items():
+        loads.setdefault(preset, {})[policy] = (
+            None if best is None else {"load": best.load, "is_lower_bound": best.is_lower_bound}
+        )
+    return loads
+
+
+def _figure(name: str, asked: object, measured: object, reached: bool) -> dict[str, Any]:
+    return {"figure": name, "asked": asked, "measured": measured, "reached": reached}
+
+
+def _shown(figure: Mapping[str, Any]) -> dict[str, Any]:
+    measured = figure["measured"]
+    text = f"{measured:.4g}" if isinstance(measured, float) else str(measured)
+    return {**figure, "measured": text, "mark": "" if figure["reached"] else "  MISSED"}
+
+
+def _plot(rows: Sequence[Row], panels: Sequence[Panel], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    titles = {panel.name: panel.title for panel in panels}
+    for name in (*FIGURES[2:], "real-traces"):
+        shown = {panel.name for panel in preset_panels(name)}
+        chosen = [row for row in rows if row["preset"] in shown]
+        if chosen:
+            save_plot(chosen, titles, folder / f"{name}.svg")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=Path("build/bench-sim.json"))
+    parser.add_argument("--plots", type=Path, help="draw the figures there")
+    parser.add_argument("--reuse", type=Path, help="take the baselines from this earlier report")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    default = os.environ.get("GPUPOOL_WORKLOADS")
+    parser.add_argument(
+        "--workloads",
+        type=Path,
+        default=Path(default) if default else None,
+        help="folder of recorded workloads (default: GPUPOOL_WORKLOADS)",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

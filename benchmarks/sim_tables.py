@@ -1,0 +1,236 @@
+"""Puts the figures of ``benchmarks/sim.py`` into ``docs/scheduling.md`` as tables.
+
+    python benchmarks/sim_tables.py build/bench-sim.json
+
+A table stands between a comment with its name and an end mark; what was there is replaced.
+No number comes from anywhere but the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpupoold.errors import UsageError
+from gpupoold.sim.policies import POLICY_NAMES
+
+Report = Mapping[str, Any]
+Rows = Sequence[Mapping[str, Any]]
+
+_PAGE = Path(__file__).resolve().parent.parent / "docs" / "scheduling.md"
+_FIGURE = "aegaeon-fig"
+_SYNTH = "aegaeon-synth-"
+_MARKED = re.compile(r"<!-- bench-sim: (?P<name>[\w-]+) -->\n(?P<old>.*?)<!-- end -->", re.DOTALL)
+_BEGIN = "<!-- bench-sim:"
+# These two also by the metric that the authors of Aegaeon use.
+_BOTH_METRICS = ("gpupool", "aegaeon")
+
+
+def main() -> int:
+    """Rewrite the page; exit code 2 when the report or the page is not as it must be."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("report", type=Path, help="what `make bench-sim` wrote")
+    parser.add_argument("--page", type=Path, default=_PAGE, help="default: %(default)s")
+    arguments = parser.parse_args()
+    try:
+        report = json.loads(arguments.report.read_text("utf-8"))
+        before = arguments.page.read_text("utf-8")
+        after = rewritten(before, report)
+    except (UsageError, OSError, ValueError) as error:
+        print(f"error: {arguments.report}, {arguments.page}: {error}", file=sys.stderr)
+        return 2
+    if after != before:
+        arguments.page.write_text(after, "utf-8")
+    print(f"{arguments.page}: {'rewritten' if after != before else 'unchanged'}")
+    return 0
+
+
+def rewritten(page: str, report: Report) -> str:
+    """The page with all its tables as the report has them.
+
+    Raises:
+        UsageError: no such table, a table without an end, or a report without its numbers.
+    """
+    names = [match["name"] for match in _MARKED.finditer(page)]
+    if len(names) != page.count(_BEGIN):
+        raise UsageError(f"{page.count(_BEGIN)} tables begin in the page, {len(names)} of them end")
+    if any(_BEGIN in match["old"] for match in _MARKED.finditer(page)):
+        raise UsageError("a table of the page begins before the one above it has ended")
+    tables = {name: table(name, report) for name in names}
+    return _MARKED.sub(
+        lambda m: f"{_BEGIN} {m['name']} -->\n\n{tables[m['name']]}\n<!-- end -->", page
+    )
+
+
+def table(name: str, report: Report) -> str:
+    """One table in Markdown. Raises UsageError as :func:`rewritten` does."""
+    if name not in TABLES:
+        raise UsageError(f"no table is named {name!r}; known: {', '.join(TABLES)}")
+    try:
+        return TABLES[name](report)
+    except KeyError as error:
+        raise UsageError(f"the report has no {error}, which the table {name!r} needs") from None
+
+
+def figures_table(report: Report) -> str:
+    """What was asked for beside what came out."""
+    lines = [
+        (one["figure"], _plain(one["asked"]), _plain(one["measured"]), _reached(one))
+        for one in report["figures"]
+    ]
+    return _markdown(("figure", "asked for", "measured", ""), lines)
+
+
+def goodput_table(report: Report) -> str:
+    """The load at 90 % attainment, by preset and policy."""
+    axes = {row["preset"]: row["axis"] for row in report["rows"]}
+    loads = report["goodput"]
+    policies = _known(name for by_policy in loads.values() for name in by_policy)
+    lines = []
+    for preset, by_policy in loads.items():
+        axis = axes[preset]
+        cells = [_load(by_policy, policy, axis) for policy in policies]
+        lines.append((f"`{preset}`", "models" if axis == "models" else "rps", *cells))
+    return _markdown(("preset", "load in", *policies), lines)
+
+
+def recorded_table(report: Report) -> str:
+    """Attainment on each recorded workload."""
+    return _attainments(
+        row for row in report["rows"] if not row["preset"].startswith((_FIGURE, _SYNTH))
+    )
+
+
+def synth_table(report: Report) -> str:
+    """Attainment on each request list of the Aegaeon artifact."""
+    return _attainments(row for row in report["rows"] if row["preset"].startswith(_SYNTH))
+
+
+def fig11a_table(report: Report) -> str:
+    """Attainment by number of models, with two metrics for two of the policies."""
+    rows = [row for row in report["rows"] if row["preset"] == "aegaeon-fig11a"]
+    by_point = {(row["models"], row["policy"]): row for row in rows}
+    policies = _known(row["policy"] for row in rows)
+    lines = []
+    for models in sorted({row["models"] for row in rows}):
+        cells = [str(models)]
+        for policy in policies:
+            row = by_point.get((models, policy))
+            cells.append(_attained(row))
+            if policy in _BOTH_METRICS:
+                cells.append(_attained(row, "attainment_paper"))
+        lines.append(cells)
+    heads = ["models"]
+    for policy in policies:
+        heads += [policy, f"{policy}, paper's metric"] if policy in _BOTH_METRICS else [policy]
+    return _markdown(heads, lines)
+
+
+def fig6_table(report: Report) -> str:
+    """The three ways to share devices between prompts and answers."""
+    lines = [
+        (
+            f"`{row['policy']}`",
+            _attained(row),
+            _seconds(row["ttft_p50_s"]),
+            _seconds(row["ttft_p99_s"]),
+            str(row["switches"]),
+        )
+        for row in report["rows"]
+        if row["preset"] == "aegaeon-fig6"
+    ]
+    return _markdown(("policy", "attainment", "TTFT p50", "TTFT p99", "switches"), lines)
+
+
+def losses_table(report: Report) -> str:
+    """Points at which another policy did better than the default one."""
+    lines = []
+    for one in report["below_another_policy"]:
+        where = f"`{one['preset']}`", str(one["models"]), f"{one['rps']:g}"
+        [other] = [name for name in one if name in POLICY_NAMES and name != "gpupool"]
+        lines.append((*where, _percent(one["gpupool"]), other, _percent(one[other])))
+    if not lines:
+        return "None.\n"
+    return _markdown(("preset", "models", "rps", "gpupool", "better", "its attainment"), lines)
+
+
+TABLES: Mapping[str, Callable[[Report], str]] = {
+    "figures": figures_table,
+    "goodput": goodput_table,
+    "recorded": recorded_table,
+    "synth": synth_table,
+    "fig11a": fig11a_table,
+    "fig6": fig6_table,
+    "losses": losses_table,
+}
+
+
+def _attainments(rows: Iterable[Mapping[str, Any]]) -> str:
+    """One line per preset, one column per policy."""
+    points: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        points.setdefault(row["preset"], {})[row["policy"]] = row
+    policies = _known(name for point in points.values() for name in point)
+    lines = []
+    for preset, point in points.items():
+        some = next(iter(point.values()))
+        cells = [_attained(point.get(policy)) for policy in policies]
+        lines.append((f"`{preset}`", some["devices"], str(some["models"]), *cells))
+    if not lines:
+        return "Not measured: the recorded workloads were not there.\n"
+    return _markdown(("workload", "box", "models", *policies), lines)
+
+
+def _known(names: Iterable[str]) -> list[str]:
+    """These policies, in the usual order."""
+    there = set(names)
+    return [name for name in POLICY_NAMES if name in there]
+
+
+def _load(by_policy: Mapping[str, Any], policy: str, axis: str) -> str:
+    if policy not in by_policy:
+        return ""
+    best = by_policy[policy]
+    if best is None:
+        return "none"
+    load = f"{best['load']:.0f}" if axis == "models" else f"{best['load']:.2f}"
+    return f"≥ {load}" if best["is_lower_bound"] else load
+
+
+def _attained(row: Mapping[str, Any] | None, metric: str = "attainment") -> str:
+    """A share in percent; empty where nothing was run."""
+    if row is None:
+        return ""
+    if row.get("refused"):
+        return "refused"
+    return "none" if row[metric] is None else _percent(row[metric])
+
+
+def _reached(figure: Mapping[str, Any]) -> str:
+    return "" if figure["reached"] else "missed"
+
+
+def _plain(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _seconds(value: float | None) -> str:
+    return "none" if value is None else f"{value:.2f} s"
+
+
+def _markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    ruled = [heads, ["---"] * len(heads), *lines]
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in ruled)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

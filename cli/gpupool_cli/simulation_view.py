@@ -1,0 +1,150 @@
+"""What ``gpupool simulate`` shows: progress on stderr, tables of the rows on stdout."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+
+from gpupool_cli.diagnostics import say
+from gpupool_cli.output import NOTHING, Column, duration_text, print_line, print_table
+from gpupoold.sim.metrics import Goodput
+from gpupoold.sim.run import Row, sweep_goodput
+from gpupoold.sim.scenario import Point
+
+_SHOW_EVERY_S = 0.1
+_COLUMNS = (
+    Column("PRESET"),
+    Column("POLICY"),
+    Column("DEVICES"),
+    Column("MODELS", right=True),
+    Column("RPS", right=True),
+    Column("SLO%", right=True),
+    Column("PAPER%", right=True),
+    Column("TTFT-p50", right=True),
+    Column("TTFT-p99", right=True),
+    Column("TBT-p99", right=True),
+    Column("SWITCHES", right=True),
+)
+_ACTIVE = Column("ACTIVE", right=True)
+_GOODPUT_COLUMNS = (Column("PRESET"), Column("POLICY"), Column("90 % GOODPUT"))
+
+
+class PointsView:
+    """How far a list of points is; use as a context manager.
+
+    A bar on a terminal, else one line per point. ``keeps_stdout``: rows go to stdout at the
+    same time, so that no bar is drawn if that is the same terminal.
+    """
+
+    def __init__(self, points: Sequence[Point], jobs: int, *, keeps_stdout: bool) -> None:
+        self._points = points
+        self._in_order = jobs == 1
+        self._begun = -1
+        self._shown_s = 0.0
+        self._bar: RichProgress | None = None
+        if sys.stderr.isatty() and not (keeps_stdout and sys.stdout.isatty()):
+            self._bar = RichProgress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                TimeElapsedColumn(),
+                console=Console(file=sys.stderr),
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._task = self._bar.add_task("", total=len(self._points))
+            self._bar.start()
+        if self._in_order:
+            self._begin(0)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, index: int, at_s: float, duration_s: float) -> None:
+        """Point ``index`` is at the virtual time ``at_s`` of ``duration_s``."""
+        if self._bar is None or time.monotonic() - self._shown_s < _SHOW_EVERY_S:
+            return
+        self._shown_s = time.monotonic()
+        done = index + min(1.0, at_s / duration_s)
+        text = f"{self._label(index)}, {min(at_s, duration_s):.0f} s of {duration_s:.0f}"
+        self._bar.update(self._task, completed=done, description=text)
+
+    def finished(self, count: int) -> None:
+        """The first ``count`` points are done."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=count)
+        if not self._in_order:
+            self._tell(count - 1)
+        elif count < len(self._points):
+            self._begin(count)
+
+    def _begin(self, index: int) -> None:
+        self._tell(index)
+
+    def _tell(self, index: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, description=self._label(index))
+        elif index < len(self._points):
+            say(self._label(index))
+
+    def _label(self, index: int) -> str:
+        return f"{index + 1} of {len(self._points)}: {self._points[index]}"
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """A table of the rows, and one of the goodputs where a load was swept."""
+    has_active = any("active_models_mean" in row for row in rows)
+    columns = (*_COLUMNS, _ACTIVE) if has_active else _COLUMNS
+    print_table(columns, [_cells(row, has_active) for row in rows])
+    goodputs = sweep_goodput(rows)
+    if goodputs:
+        print_line("")
+        axes = {row["preset"]: row["axis"] for row in rows}
+        lowest = {preset: _lowest(rows, preset) for preset in axes}
+        print_table(
+            _GOODPUT_COLUMNS,
+            [
+                (preset, policy, _goodput_text(best, axes[preset], lowest[preset]))
+                for (preset, policy), best in goodputs.items()
+            ],
+        )
+
+
+def _lowest(rows: Sequence[Row], preset: str) -> float:
+    return min(row[row["axis"]] for row in rows if row["preset"] == preset)
+
+
+def _goodput_text(best: Goodput | None, axis: str, lowest: float) -> str:
+    if best is None:
+        return f"less than {lowest:g} {axis}"
+    return f"{'at least ' if best.is_lower_bound else ''}{best.load:.3g} {axis}"
+
+
+def _cells(row: Row, has_active: bool) -> list[str]:
+    named = [row["preset"], row["policy"], row["devices"], str(row["models"]), f"{row['rps']:.3g}"]
+    shares = [_percent(row["attainment"]), _percent(row["attainment_paper"])]
+    times = [duration_text(row[key]) for key in ("ttft_p50_s", "ttft_p99_s", "tbt_p99_s")]
+    switches = NOTHING if "refused" in row else str(row["switches"])
+    active = f"{row['active_models_mean']:.2f}" if "active_models_mean" in row else NOTHING
+    return [*named, *shares, *times, switches, *([active] if has_active else [])]
+
+
+def _percent(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.1%}".rstrip("%")

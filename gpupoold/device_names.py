@@ -1,0 +1,57 @@
+"""Devices by short names, as the configuration's ``devices`` lists them. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from gpupoold.latency.errors import LatencyError
+from gpupoold.latency.hardware import hardware
+
+_SIM_DEVICES = re.compile(r"(?:(?P<count>[1-9]\d{0,2})x)?(?P<gpu>[A-Za-z][\w .-]*)")
+
+
+def named_devices(names: object, has_tables: bool) -> list[dict[str, object]]:
+    """``devices``, the short form of ``[[device]]``, in the long form.
+
+    Raises:
+        ValueError: no list of known names, or ``has_tables``: both forms are there.
+    """
+    if has_tables:
+        raise ValueError("write either devices or [[device]], not both")
+    if not isinstance(names, list) or not names:
+        raise ValueError('write a list such as ["cuda:0", "cuda:1"] or ["sim:16xH800"]')
+    return [device for name in names for device in _named_device(name)]
+
+
+def check_gpu(kind: str, gpu: str | None) -> None:
+    """See that devices of kind ``sim``, and no others, name a GPU that something is known of.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if kind != "sim":
+        if gpu is not None:
+            raise ValueError('gpu is for kind = "sim" only')
+        return
+    if gpu is None:
+        raise ValueError('kind = "sim" needs gpu, such as "H800"')
+    try:
+        hardware(gpu)
+    except LatencyError as error:
+        raise ValueError(str(error)) from error
+
+
+def _named_device(name: object) -> list[dict[str, object]]:
+    kind, _, rest = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if kind == "cuda" and rest.isdecimal():
+        return [{"kind": kind, "index": int(rest)}]
+    if kind in ("cuda", "emulated") and name == kind:
+        return [{"kind": kind}]
+    match = _SIM_DEVICES.fullmatch(rest)
+    if kind != "sim" or match is None:
+        raise ValueError(
+            f'{name!r} is no device: write "cuda", "cuda:0", "emulated", "sim:H800" or '
+            '"sim:16xH800"'
+        )
+    check_gpu(kind, match["gpu"])
+    return [{"kind": kind, "gpu": match["gpu"]} for _ in range(int(match["count"] or 1))]

@@ -1,0 +1,84 @@
+"""What an instance remembers of its requests: enough for the order of eviction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from gpupoold.domain import Targets
+
+
+@dataclass(slots=True)
+class _Entry:
+    arrival_s: float
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Page:
+    targets: Targets
+    requests: dict[str, _Entry] = field(default_factory=dict)
+
+
+class RequestLedger:
+    """Live requests by model. Events about requests that have ended are ignored."""
+
+    def __init__(self) -> None:
+        self._pages: dict[str, _Page] = {}
+
+    def add_model(self, model: str, targets: Targets) -> None:
+        """A model that can have requests."""
+        self._pages[model] = _Page(targets)
+
+    def set_targets(self, model: str, targets: Targets) -> None:
+        """New targets, for requests under way too."""
+        self._pages[model].targets = targets
+
+    def remove_model(self, model: str) -> None:
+        """Forget a model and its requests."""
+        del self._pages[model]
+
+    def arrive(self, model: str, request_id: str, arrival_s: float) -> None:
+        """A request came in."""
+        self._pages[model].requests[request_id] = _Entry(arrival_s)
+
+    def progress(self, model: str, request_id: str, num_tokens: int) -> None:
+        """A request gained tokens."""
+        entry = self._pages[model].requests.get(request_id)
+        if entry is not None:
+            entry.num_tokens += num_tokens
+
+    def finish(self, model: str, request_id: str) -> None:
+        """A request ended, whatever the reason."""
+        self._pages[model].requests.pop(request_id, None)
+
+    def is_idle(self) -> bool:
+        """Whether no model has a request."""
+        return not any(page.requests for page in self._pages.values())
+
+    def num_live(self, model: str) -> int:
+        """Requests of the model that have not ended."""
+        return len(self._pages[model].requests)
+
+    def num_waiting(self, model: str) -> int:
+        """Requests of the model that have no token yet."""
+        return sum(not entry.num_tokens for entry in self._pages[model].requests.values())
+
+    def live_requests(self, model: str) -> list[str]:
+        """Ids of the model's requests that have not ended."""
+        return list(self._pages[model].requests)
+
+    def ttft_s(self, model: str) -> float:
+        """The model's TTFT target."""
+        return self._pages[model].targets.ttft_s
+
+    def next_deadline_s(self, model: str) -> float:
+        """The earliest deadline among the model's requests; infinity without any."""
+        page = self._pages[model]
+        return min(
+            (
+                page.targets.deadline_s(entry.arrival_s, entry.num_tokens)
+                for entry in page.requests.values()
+            ),
+            default=math.inf,
+        )

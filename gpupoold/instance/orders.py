@@ -1,0 +1,57 @@
+"""The orders an instance works by: one turn, and the model to make ready for after it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gpupoold.wire.messages import RunTurn
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedTurn:
+    """``model`` runs for ``quota_s`` from when it is resident, or longer while nobody waits."""
+
+    turn_id: int
+    model: str
+    quota_s: float
+
+
+class Orders:
+    """The last word of the daemon, as far as it is not old news. Pure bookkeeping."""
+
+    def __init__(self) -> None:
+        self.turn: OrderedTurn | None = None
+        self.then: str | None = None
+        self._began_s = math.inf
+        self._last_ended = 0
+
+    def take(self, order: RunTurn) -> None:
+        """A new order. One about a turn that has ended crossed with the news of its end."""
+        if order.model is None:
+            self.turn, self.then = None, None
+            return
+        if order.turn_id <= self._last_ended:
+            return
+        if self.turn is None or order.turn_id != self.turn.turn_id:
+            self._began_s = math.inf
+        self.turn = OrderedTurn(order.turn_id, order.model, order.quota_s)
+        self.then = order.then
+
+    def began(self, now_s: float) -> None:
+        """The turn's model is resident; counts the first time only."""
+        self._began_s = min(self._began_s, now_s)
+
+    def is_quota_used(self, now_s: float) -> bool:
+        """Whether another model waits and the turn has had its time."""
+        if self.turn is None or self.then is None:
+            return False
+        return now_s >= self._began_s + self.turn.quota_s
+
+    def end(self) -> tuple[int, str | None]:
+        """The turn is over: its id, and the model to make ready for."""
+        assert self.turn is not None
+        ended, then = self.turn.turn_id, self.then
+        self._last_ended = max(self._last_ended, ended)
+        self.turn, self.then, self._began_s = None, None, math.inf
+        return ended, then

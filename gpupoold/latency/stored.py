@@ -1,0 +1,157 @@
+"""Fitted laws as plain data: what a message, a table and JSON can carry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from gpupoold.latency.errors import DataError
+from gpupoold.latency.fit import Fit
+from gpupoold.latency.models import (
+    ATTENTION_BLOCK_SIZE,
+    DecodeBatch,
+    DecodeLaw,
+    DecodeModel,
+    LatencyModel,
+    LinearDecode,
+    LinearPrefill,
+    PrefillLaw,
+    PrefillModel,
+    SwitchModel,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFit:
+    """A law's name, its constants, the dimensions it needs if any, and how good the fit is.
+
+    ``r_squared`` and the relative errors are those of ``FitQuality``.
+    """
+
+    law: str
+    constants: tuple[float, ...]
+    r_squared: float
+    mean_relative_error: float
+    p90_relative_error: float
+    num_points: int
+    hidden_size: int = 0
+    intermediate_size: int = 0
+
+    @classmethod
+    def of(cls, fit: Fit[Any]) -> Self:
+        """Of a fitted law of ``models``."""
+        law, constants, sizes = fit.law, fit.law.constants, (0, 0)
+        if isinstance(law, PrefillModel | DecodeModel):
+            sizes = law.hidden_size, law.intermediate_size
+        if isinstance(law, PrefillModel):
+            # The block size is in C2: another one is only another unit of it.
+            c2 = law.c2 * ATTENTION_BLOCK_SIZE / law.block_size
+            constants = law.c1, c2, law.c3
+        quality = fit.quality
+        return cls(
+            type(law).__name__,
+            tuple(constants),
+            quality.r_squared,
+            quality.mean_relative_error,
+            quality.p90_relative_error,
+            quality.num_points,
+            *sizes,
+        )
+
+    def prefill_law(self) -> PrefillLaw:
+        """The law again.
+
+        Raises:
+            DataError: it is no prefill law, or has another number of constants.
+        """
+        laws: dict[str, PrefillLaw] = {
+            "PrefillModel": PrefillModel(self.hidden_size, self.intermediate_size),
+            "LinearPrefill": LinearPrefill(),
+        }
+        if self.law not in laws:
+            raise DataError(f"no prefill law is named {self.law!r}: there are {', '.join(laws)}")
+        return laws[self.law].with_constants(_as_many(self.constants, laws[self.law].constants))
+
+    def decode_law(self) -> DecodeLaw:
+        """The law again.
+
+        Raises:
+            DataError: it is no decode law, or has another number of constants.
+        """
+        laws: dict[str, DecodeLaw] = {
+            "DecodeModel": DecodeModel(self.hidden_size, self.intermediate_size),
+            "LinearDecode": LinearDecode(),
+        }
+        if self.law not in laws:
+            raise DataError(f"no decode law is named {self.law!r}: there are {', '.join(laws)}")
+        return laws[self.law].with_constants(_as_many(self.constants, laws[self.law].constants))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What one profiling run found; a phase without enough points has no fit.
+
+    ``problem`` says why one is missing, empty when none is. ``duration_s`` is how long the
+    run kept the device.
+    """
+
+    prefill: StoredFit | None
+    decode: StoredFit | None
+    duration_s: float
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLatency:
+    """Everything measured of one model on one kind of device.
+
+    ``bandwidth_bytes_per_s`` is what copies of weights were measured to reach, ``measured_at``
+    wall-clock seconds.
+    """
+
+    device: str
+    engine_version: str
+    dtype: str
+    measured_at: float
+    bandwidth_bytes_per_s: float
+    prefill: StoredFit | None = None
+    decode: StoredFit | None = None
+
+    def prefill_s(self, prompt_lengths: Sequence[int]) -> float | None:
+        """Seconds to prefill prompts of these many tokens in one step; None without a fit."""
+        if self.prefill is None:
+            return None
+        return self.prefill.prefill_law().predict_s(prompt_lengths)
+
+    def decode_step_s(self, batch_size: int, context_tokens: int) -> float | None:
+        """Seconds of one decode step over so much context in all; None without a fit."""
+        if self.decode is None:
+            return None
+        return self.decode.decode_law().predict_s(DecodeBatch(batch_size, context_tokens))
+
+    def switch_s(self, num_bytes: int) -> float:
+        """Seconds to copy ``num_bytes`` onto the device."""
+        return SwitchModel(self.bandwidth_bytes_per_s).predict_s(num_bytes)
+
+    def model(self) -> LatencyModel | None:
+        """The latency model; None while a phase has no fit.
+
+        Raises:
+            DataError: a stored law that this program does not know.
+            LatencyError: the bandwidth is not positive.
+        """
+        if self.prefill is None or self.decode is None:
+            return None
+        return LatencyModel(
+            self.prefill.prefill_law(),
+            self.decode.decode_law(),
+            SwitchModel(self.bandwidth_bytes_per_s),
+            source=f"measured on {self.device} with {self.dtype}, engine {self.engine_version}",
+        )
+
+
+def _as_many(constants: Sequence[float], wanted: Sequence[float]) -> Sequence[float]:
+    if len(constants) != len(wanted):
+        raise DataError(f"{len(constants)} constants stored, the law has {len(wanted)}")
+    return constants

@@ -1,0 +1,106 @@
+"""What was measured of models' latency, between the instances, the registry and its readers.
+
+Pure conversions, and the decision whether a model has to be measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from gpupool_state import ModelRow, Phase, ProfileRow
+from gpupoold.latency.models import LatencyModel, SwitchModel
+from gpupoold.latency.stored import Profile, StoredFit, StoredLatency
+from gpupoold.wire.messages import InstanceReady, LoadedModel
+
+
+def is_profiled(row: ModelRow, ready: InstanceReady) -> bool:
+    """Whether both phases are known of this revision, on such a device, with this engine."""
+    known = {
+        profile.phase
+        for profile in row.profiles
+        if profile.device == ready.device_name
+        and profile.engine_version == ready.engine_version
+        and profile.revision == row.spec.revision
+    }
+    return {Phase.PREFILL, Phase.DECODE} <= known
+
+
+def profile_rows(
+    measured: Profile,
+    loaded: LoadedModel,
+    revision: str | None,
+    ready: InstanceReady,
+    measured_at: float,
+) -> list[ProfileRow]:
+    """What the registry keeps of a profiling run: a row per fit, and one for switches.
+
+    ``measured_at`` is wall-clock seconds.
+    """
+    switch = ProfileRow(
+        device=ready.device_name,
+        phase=Phase.SWITCH,
+        engine_version=ready.engine_version,
+        revision=revision,
+        dtype=loaded.dtype,
+        law=SwitchModel.__name__,
+        constants=(ready.bandwidth_bytes_per_s,),
+        hidden_size=0,
+        intermediate_size=0,
+        r_squared=None,
+        mean_relative_error=None,
+        p90_relative_error=None,
+        num_points=1,
+        measured_at=measured_at,
+    )
+    fits = ((Phase.PREFILL, measured.prefill), (Phase.DECODE, measured.decode))
+    # A fit's fields are columns of the row by the same names.
+    rows = [replace(switch, phase=phase, **asdict(fit)) for phase, fit in fits if fit is not None]
+    return [*rows, switch]
+
+
+def latency_on(profiles: Sequence[ProfileRow], device: str | None = None) -> StoredLatency | None:
+    """What is stored of a model on a kind of device, by default the one measured last.
+
+    None when the model was not measured there.
+    """
+    if device is None and profiles:
+        device = profiles[-1].device
+    by_phase = {profile.phase: profile for profile in profiles if profile.device == device}
+    switch = by_phase.get(Phase.SWITCH)
+    if switch is None:
+        return None
+    prefill, decode = by_phase.get(Phase.PREFILL), by_phase.get(Phase.DECODE)
+    return StoredLatency(
+        device=switch.device,
+        engine_version=switch.engine_version,
+        dtype=switch.dtype,
+        measured_at=switch.measured_at,
+        bandwidth_bytes_per_s=switch.constants[0],
+        prefill=_fit(prefill) if prefill else None,
+        decode=_fit(decode) if decode else None,
+    )
+
+
+def latency_model_of(row: ModelRow, device: str | None = None) -> LatencyModel | None:
+    """The latency model of a registered model on a kind of device (an instance's
+    ``ready.device_name``), by default the one measured last; None while it is not known.
+
+    Raises:
+        LatencyError: what is stored is not of this program's laws.
+    """
+    stored = latency_on(row.profiles, device)
+    return None if stored is None else stored.model()
+
+
+def _fit(row: ProfileRow) -> StoredFit:
+    return StoredFit(
+        law=row.law,
+        constants=row.constants,
+        r_squared=row.r_squared or 0.0,
+        mean_relative_error=row.mean_relative_error or 0.0,
+        p90_relative_error=row.p90_relative_error or 0.0,
+        num_points=row.num_points,
+        hidden_size=row.hidden_size,
+        intermediate_size=row.intermediate_size,
+    )

@@ -1,0 +1,139 @@
+"""The shell around the scheduling core: messages become events, actions become messages."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+from gpupoold.domain import Targets
+from gpupoold.scheduling import events as e
+from gpupoold.scheduling.actions import Action, HandOver, RunTurn, Send
+from gpupoold.scheduling.core import Core
+from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.invariants import check_state
+from gpupoold.scheduling.policies.base import Policy
+from gpupoold.scheduling.stimuli import RecordedCore
+from gpupoold.wire import messages as m
+
+SendTo = Callable[[int, m.AddRequest | m.RunTurn], None]
+OnSent = Callable[[str, int], None]
+
+
+class Scheduler:
+    """Tells the core what happens, and carries out what it wants done.
+
+    ``send`` gets an instance's number and a message for it; ``on_sent`` a request's id and
+    the number of the instance that has got it.
+    """
+
+    def __init__(self, policy: Policy, send: SendTo, on_sent: OnSent) -> None:
+        self.core = RecordedCore(Core(policy))
+        self._send = send
+        self._on_sent = on_sent
+        self._unsent: dict[str, m.AddRequest] = {}
+
+    def add_model(
+        self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None = None
+    ) -> None:
+        """A model that can have requests once an instance hosts it; or a new description."""
+        self._tell(
+            e.ModelAdded(
+                loaded.name,
+                targets,
+                loaded.weight_bytes,
+                loaded.kv_bytes_per_token,
+                costs or ModelCosts(),
+            )
+        )
+
+    def check(self) -> None:
+        """Raise ``CannotServe`` when the policy cannot serve all the models there are."""
+        self.core.core.policy.check(self.core.core.state)
+
+    def remove_model(self, name: str) -> None:
+        """A model is gone; its requests have ended before."""
+        self._tell(e.ModelRemoved(name))
+
+    def set_targets(self, name: str, targets: Targets) -> None:
+        """New targets, for requests under way too."""
+        self._tell(e.TargetsChanged(name, targets))
+
+    def device_up(self, number: int, ready: m.InstanceReady) -> None:
+        """An instance can serve."""
+        self._tell(
+            e.DeviceUp(number, ready.device_bytes, ready.bandwidth_bytes_per_s, ready.prefetches)
+        )
+
+    def device_down(self, number: int) -> None:
+        """An instance is gone; requests that it had must have ended before."""
+        self._tell(e.DeviceDown(number))
+
+    def host(self, number: int, name: str) -> None:
+        """An instance can run a model."""
+        self._tell(e.Hosted(number, name))
+
+    def arrived(self, message: m.AddRequest) -> None:
+        """A request; its instance gets it when the policy says so."""
+        self._unsent[message.request_id] = message
+        self._tell(
+            e.Arrived(
+                message.request_id,
+                message.model,
+                message.arrival_s,
+                len(message.prompt_token_ids),
+            )
+        )
+
+    def ended(self, request_id: str) -> None:
+        """A request is over, whatever the reason."""
+        self._unsent.pop(request_id, None)
+        self._tell(e.Ended(request_id))
+
+    def stepped(self, number: int, outputs: m.StepOutputs) -> None:
+        """Tokens came out of an instance, and some requests may have ended with them."""
+        by_count: dict[int, list[str]] = defaultdict(list)
+        ended = []
+        for item in outputs.progress:
+            if item.new_token_ids:
+                by_count[len(item.new_token_ids)].append(item.request_id)
+            if item.finish_reason is not None:
+                ended.append(item.request_id)
+        steps = [
+            e.Stepped(number, outputs.model, tuple(ids), count, outputs.step_s)
+            for count, ids in by_count.items()
+        ]
+        for request_id in ended:
+            self._unsent.pop(request_id, None)
+        self._tell(*steps, *(e.Ended(request_id) for request_id in ended))
+
+    def turn_ended(self, number: int, message: m.TurnEnded) -> None:
+        """A turn is over, or memory has changed."""
+        changed = tuple(sorted(message.missing_bytes.items()))
+        self._tell(e.MemoryChanged(number, changed), e.TurnEnded(number, message.turn_id))
+
+    def check_state(self) -> None:
+        """Raise AssertionError when the core's books disagree."""
+        check_state(self.core.core.state)
+
+    def _tell(self, *events: e.Event) -> None:
+        for action in self.core.handle(events, time.monotonic()):
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Send():
+                message = self._unsent.pop(action.request_id)
+                self._on_sent(action.request_id, action.device)
+                self._send(action.device, message)
+            case RunTurn():
+                self._send(action.device, _order(action))
+            case HandOver():
+                raise AssertionError(f"{action}: the daemon hands no requests over yet")
+
+
+def _order(action: RunTurn) -> m.RunTurn:
+    turn = action.turn
+    if turn is None:
+        return m.RunTurn(0, None, 0.0)
+    return m.RunTurn(turn.turn_id, turn.model, turn.quota_s, action.then)

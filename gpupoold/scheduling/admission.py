@@ -1,0 +1,88 @@
+"""Which waiting prefills can still be on time. Pure: durations and deadlines in, a split out."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One waiting prefill: how long it takes, switching included, and when it is due.
+
+    Times are seconds, deadlines on the clock of ``now_s``. Raises ValueError for a duration
+    that is negative or not finite, and a deadline that is not a number.
+    """
+
+    job_id: str
+    duration_s: float
+    deadline_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.duration_s < math.inf or math.isnan(self.deadline_s):
+            raise ValueError(f"a duration is finite and not negative, a deadline a number: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A split of the jobs: those on time in the order to run them, and those that are not.
+
+    ``late`` is in order of deadline, too; they miss it wherever they run after the others.
+    """
+
+    on_time: tuple[Job, ...]
+    late: tuple[Job, ...]
+
+    @property
+    def order(self) -> tuple[Job, ...]:
+        """All jobs in the order to run them: nobody who can be on time waits for one who cannot."""
+        return self.on_time + self.late
+
+
+def most_on_time(jobs: Iterable[Job], now_s: float = 0.0) -> Admission:
+    """The largest set of jobs that one device can finish by their deadlines, and its order.
+
+    Moore and Hodgson: take jobs by deadline; whenever the last is late, drop the longest
+    taken so far. Optimal in number for jobs that are all ready at ``now_s`` and run one after
+    the other; O(n log n). Prism, algorithm 2, uses it for the prefills waiting for one GPU.
+    """
+    by_deadline = sorted(jobs, key=lambda job: (job.deadline_s, job.duration_s))
+    longest_first: list[tuple[float, int]] = []  # (-duration, position)
+    is_late = [False] * len(by_deadline)
+    end_s = now_s
+    for position, job in enumerate(by_deadline):
+        heapq.heappush(longest_first, (-job.duration_s, position))
+        end_s += job.duration_s
+        if end_s > job.deadline_s:
+            minus_duration_s, dropped = heapq.heappop(longest_first)
+            end_s += minus_duration_s
+            is_late[dropped] = True
+    return Admission(
+        on_time=tuple(job for job, late in zip(by_deadline, is_late, strict=True) if not late),
+        late=tuple(job for job, late in zip(by_deadline, is_late, strict=True) if late),
+    )
+
+
+def prefill_job(
+    job_id: str,
+    arrival_s: float,
+    ttft_s: float,
+    num_prompt_tokens: int,
+    prefill_tokens_per_s: float,
+    switch_s: float = 0.0,
+) -> Job:
+    """The job of a waiting request: prompt length by prefill speed, due at arrival + target.
+
+    Raises ValueError for a speed that is not above 0.
+    """
+    if not prefill_tokens_per_s > 0:
+        raise ValueError(f"prefill speed must be above 0 tokens/s, got {prefill_tokens_per_s}")
+    duration_s = switch_s + num_prompt_tokens / prefill_tokens_per_s
+    return Job(job_id, duration_s, arrival_s + ttft_s)
+
+
+def on_time_ids(waiting: Iterable[Job], now_s: float) -> frozenset[str]:
+    """Ids of the waiting prefills that can meet their deadlines, as many as possible."""
+    return frozenset(job.job_id for job in most_on_time(waiting, now_s).on_time)

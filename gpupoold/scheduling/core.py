@@ -1,0 +1,369 @@
+"""The scheduling core: one state, events in, actions out.
+
+The daemon and the simulator run this same object. It does no I/O and reads no clock.
+Who decides is the policy; the core keeps the books, so that a policy cannot corrupt them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from gpupoold.scheduling import events as e
+from gpupoold.scheduling.actions import Action, HandOver, RunTurn, Send, Turn
+from gpupoold.scheduling.policies.base import Policy
+from gpupoold.scheduling.state import (
+    TRANSITIONS,
+    Batch,
+    Device,
+    Model,
+    Phase,
+    Request,
+    State,
+    Trigger,
+)
+
+_STEP_SMOOTHING = 0.1
+
+
+class UnknownName(KeyError):
+    """An event speaks of a model or device that the core was not told of."""
+
+
+class IllegalTransition(AssertionError):
+    """A request was to do what its phase does not allow: a bug of the policy or the shell."""
+
+
+class Core:
+    """Events in, actions out; see :meth:`handle`."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.state = State()
+        self._actions: list[Action] = []
+        self._to_plan: dict[int, None] = {}  # a set that keeps its order
+        self._prefilled: list[Request] = []
+        self._must_assign = False
+
+    def handle(self, events: Iterable[e.Event], now_s: float) -> list[Action]:
+        """Take note of what happened and decide; actions are to be carried out in order.
+
+        Events about requests, turns and devices that have gone are ignored: the shell's
+        messages cross. ``now_s`` never goes back.
+
+        Raises:
+            UnknownName: a model or device that was never added.
+            ValueError: a request arrived whose id another live one has.
+        """
+        self._actions = []
+        for event in events:
+            _HANDLERS[type(event)](self, event, now_s)
+        if self._prefilled:
+            requests, self._prefilled = self._prefilled, []
+            for request in requests:
+                self._go_on(request, now_s)
+        if self._must_assign:
+            self._must_assign = False
+            self._assign(now_s)
+        if self._to_plan:
+            numbers, self._to_plan = self._to_plan, {}
+            for number in numbers:
+                device = self.state.devices.get(number)
+                if device is not None:
+                    self._plan(device, now_s)
+        return self._actions
+
+    def _model_added(self, event: e.ModelAdded, now_s: float) -> None:
+        known = self.state.models.get(event.model)
+        if known is None:
+            self.state.models[event.model] = Model(
+                event.model,
+                event.targets,
+                event.weight_bytes,
+                event.kv_bytes_per_token,
+                event.costs,
+            )
+            return
+        known.targets, known.costs, known.step_ratio = event.targets, event.costs, 1.0
+        known.weight_bytes = event.weight_bytes
+        known.kv_bytes_per_token = event.kv_bytes_per_token
+
+    def _targets_changed(self, event: e.TargetsChanged, now_s: float) -> None:
+        self._model(event.model).targets = event.targets
+
+    def _model_removed(self, event: e.ModelRemoved, now_s: float) -> None:
+        model = self.state.models.pop(event.model, None)
+        if model is None:
+            return
+        for request in [r for r in self.state.requests.values() if r.model is model]:
+            self._ended(e.Ended(request.id), now_s)
+        for device in self.state.hosts(model):
+            self._take_off(device, model)
+        for device in self.state.devices.values():
+            device.missing_bytes.pop(model.name, None)
+
+    def _device_up(self, event: e.DeviceUp, now_s: float) -> None:
+        self._device_down(e.DeviceDown(event.device), now_s)
+        self.state.devices[event.device] = Device(
+            event.device, event.capacity_bytes, event.bandwidth_bytes_per_s, event.prefetches
+        )
+        self._must_assign = True
+
+    def _device_down(self, event: e.DeviceDown, now_s: float) -> None:
+        device = self.state.devices.pop(event.device, None)
+        if device is None:
+            return
+        for model in self.state.models.values():
+            model.hosts.discard(device.number)
+        for request in [r for r in self.state.requests.values() if r.device == device.number]:
+            self._lose_device(request)
+        self._must_assign = True  # others may have to do what it did
+
+    def _hosted(self, event: e.Hosted, now_s: float) -> None:
+        model, device = self._model(event.model), self._device(event.device)
+        model.hosts.add(device.number)
+        device.batches.setdefault(model.name, Batch(model))
+        self._must_assign = True
+
+    def _unhosted(self, event: e.Unhosted, now_s: float) -> None:
+        model = self.state.models.get(event.model)
+        device = self.state.devices.get(event.device)
+        if model is None or device is None or device.number not in model.hosts:
+            return
+        requests = [one for one in self.state.requests.values() if one.model is model]
+        lost = [one for one in requests if one.device == device.number]
+        for request in lost:
+            _remove(request, device)
+        self._take_off(device, model)
+        for request in lost:
+            self._lose_device(request)
+
+    def _arrived(self, event: e.Arrived, now_s: float) -> None:
+        if event.request_id in self.state.requests:
+            raise ValueError(f"request {event.request_id} arrived, but is live already")
+        request = Request(
+            event.request_id,
+            self._model(event.model),
+            event.arrival_s,
+            event.prompt_tokens,
+            event.output_tokens,
+        )
+        self.state.requests[request.id] = self.state.held[request.id] = request
+        self.policy.arrived(request, self.state)
+        self._must_assign = True
+
+    def _stepped(self, event: e.Stepped, now_s: float) -> None:
+        device = self.state.devices.get(event.device)
+        if device is None or event.model not in device.batches:
+            return
+        batch = device.batches[event.model]
+        if event.step_s is not None:
+            _learn_step(batch, event.step_s)
+        if event.num_tokens < 1:  # a part of a long prompt
+            return
+        for request_id in event.request_ids:
+            request = batch.requests.get(request_id)
+            if request is not None:
+                self._tokens(request, batch, event.num_tokens)
+
+    def _tokens(self, request: Request, batch: Batch, num_tokens: int) -> None:
+        is_first = request.phase is Phase.SENT
+        _move(request, Trigger.TOKEN)
+        request.num_tokens += num_tokens
+        if not is_first:
+            batch.context_tokens += num_tokens
+            return
+        batch.num_waiting -= 1
+        batch.context_tokens += request.context_tokens
+        self._prefilled.append(request)
+
+    def _go_on(self, request: Request, now_s: float) -> None:
+        """Where to decode a request that has its first token; it may have ended since."""
+        if request.phase is not Phase.DECODING or request.id not in self.state.requests:
+            return
+        target = self.policy.first_token(request, self.state, now_s)
+        if target is not None and target.number != request.device:
+            self._hand_over(request, target)
+
+    def _hand_over(self, request: Request, target: Device) -> None:
+        assert request.device is not None
+        self._actions.append(HandOver(request.id, request.device, target.number))
+        self._to_plan[request.device] = None
+        _leave(request, self.state.devices[request.device])
+        _move(request, Trigger.HAND_OVER)
+        request.device = target.number
+        target.moving[request.id] = request
+
+    def _adopted(self, event: e.Adopted, now_s: float) -> None:
+        request = self.state.requests.get(event.request_id)
+        if request is None or request.phase is not Phase.MOVING or request.device is None:
+            return
+        device = self.state.devices[request.device]
+        del device.moving[request.id]
+        _move(request, Trigger.ADOPT)
+        _join(request, device)
+        self._to_plan[device.number] = None
+
+    def _ended(self, event: e.Ended, now_s: float) -> None:
+        request = self.state.requests.pop(event.request_id, None)
+        if request is None:
+            return
+        self.state.held.pop(request.id, None)
+        if request.device is not None:
+            device = self.state.devices[request.device]
+            _remove(request, device)
+            self._to_plan[request.device] = None
+        self.policy.ended(request, self.state)
+        self._must_assign = True
+
+    def _memory_changed(self, event: e.MemoryChanged, now_s: float) -> None:
+        device = self.state.devices.get(event.device)
+        if device is not None:
+            known = self.state.models
+            device.missing_bytes.update(one for one in event.missing_bytes if one[0] in known)
+
+    def _turn_ended(self, event: e.TurnEnded, now_s: float) -> None:
+        device = self.state.devices.get(event.device)
+        if device is None or device.turn is None or device.turn.turn_id != event.turn_id:
+            return
+        device.turn = None
+        self._to_plan[device.number] = None
+
+    def _assign(self, now_s: float) -> None:
+        """Held requests to devices, then queued requests to those that may have them."""
+        for request, device in self.policy.assign(self.state, now_s):
+            if request.phase is Phase.QUEUED and request.device is not None:
+                del self.state.devices[request.device].queued[request.id]
+                self._to_plan[request.device] = None
+            else:
+                del self.state.held[request.id]
+            _move(request, Trigger.PLACE)
+            request.device = device.number
+            device.queued[request.id] = request
+            self._to_plan[device.number] = None
+
+    def _send(self, device: Device, now_s: float) -> None:
+        for request in self.policy.send(device, self.state, now_s):
+            del device.queued[request.id]
+            _move(request, Trigger.SEND)
+            _join(request, device)
+            self._actions.append(Send(request.id, device.number))
+
+    def _plan(self, device: Device, now_s: float) -> None:
+        """What the device does now and next; says so when that has changed."""
+        if device.queued:
+            self._send(device, now_s)
+        before = device.turn, device.then
+        if device.turn is None:
+            choice = self.policy.next_turn(device, self.state, now_s)
+            if choice is not None:
+                self.state.num_turns += 1
+                device.turn = Turn(self.state.num_turns, choice.model, choice.quota_s)
+                device.turn_began_s = now_s
+                if device.queued:
+                    self._send(device, now_s)
+        device.then = None
+        if device.turn is not None:
+            self._revise(device, device.turn, now_s)
+            device.then = self.policy.upcoming(device, self.state, now_s)
+        if (device.turn, device.then) != before:
+            self._actions.append(RunTurn(device.number, device.turn, device.then))
+
+    def _revise(self, device: Device, turn: Turn, now_s: float) -> None:
+        quota_s = self.policy.revise(device, self.state, now_s)
+        if quota_s is not None and quota_s != turn.quota_s:
+            device.turn = Turn(turn.turn_id, turn.model, quota_s)
+
+    def _lose_device(self, request: Request) -> None:
+        _move(request, Trigger.LOSE_DEVICE)
+        request.device = None
+        self.state.held[request.id] = request
+        self.policy.arrived(request, self.state)
+        self._must_assign = True
+
+    def _take_off(self, device: Device, model: Model) -> None:
+        model.hosts.discard(device.number)
+        del device.batches[model.name]
+        device.missing_bytes.pop(model.name, None)
+        if device.turn is not None and device.turn.model == model.name:
+            device.turn = None
+        self._to_plan[device.number] = None
+
+    def _model(self, name: str) -> Model:
+        try:
+            return self.state.models[name]
+        except KeyError:
+            raise UnknownName(f"the core knows no model {name!r}") from None
+
+    def _device(self, number: int) -> Device:
+        try:
+            return self.state.devices[number]
+        except KeyError:
+            raise UnknownName(f"the core knows no device {number}") from None
+
+
+def _move(request: Request, trigger: Trigger) -> None:
+    """Take a transition of the table; raises IllegalTransition for one that is not there."""
+    phase = TRANSITIONS.get((request.phase, trigger))
+    if phase is None:
+        raise IllegalTransition(
+            f"request {request.id} of {request.model.name} is {request.phase.name} on device "
+            f"{request.device} with {request.num_tokens} tokens: no {trigger.name} from there"
+        )
+    request.phase = phase
+
+
+def _join(request: Request, device: Device) -> None:
+    batch = device.batches[request.model.name]
+    batch.requests[request.id] = request
+    device.working[request.model.name] = batch
+    if request.phase is Phase.SENT:
+        batch.num_waiting += 1
+    else:
+        batch.context_tokens += request.context_tokens
+
+
+def _leave(request: Request, device: Device) -> None:
+    batch = device.batches[request.model.name]
+    del batch.requests[request.id]
+    if not batch.requests:
+        del device.working[request.model.name]
+    if request.phase is Phase.SENT:
+        batch.num_waiting -= 1
+    else:
+        batch.context_tokens -= request.context_tokens
+
+
+def _remove(request: Request, device: Device) -> None:
+    """Take a request out of wherever its device has it."""
+    if request.phase is Phase.QUEUED:
+        del device.queued[request.id]
+    elif request.phase is Phase.MOVING:
+        del device.moving[request.id]
+    else:
+        _leave(request, device)
+
+
+def _learn_step(batch: Batch, step_s: float) -> None:
+    """Correct the model's predicted steps by what one really took."""
+    model = batch.model
+    predicted_s = model.costs.step_s(len(batch.requests), batch.context_tokens)
+    if predicted_s > 0:
+        model.step_ratio += _STEP_SMOOTHING * (step_s / predicted_s - model.step_ratio)
+
+
+_HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
+    e.ModelAdded: Core._model_added,
+    e.TargetsChanged: Core._targets_changed,
+    e.ModelRemoved: Core._model_removed,
+    e.DeviceUp: Core._device_up,
+    e.DeviceDown: Core._device_down,
+    e.Hosted: Core._hosted,
+    e.Unhosted: Core._unhosted,
+    e.Arrived: Core._arrived,
+    e.Stepped: Core._stepped,
+    e.Adopted: Core._adopted,
+    e.Ended: Core._ended,
+    e.MemoryChanged: Core._memory_changed,
+    e.TurnEnded: Core._turn_ended,
+}

@@ -1,0 +1,64 @@
+"""The latency of a model as the scheduling core uses it: a few numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpupoold.latency.models import DecodeBatch, LatencyModel
+
+_PROBE_TOKENS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCosts:
+    """Seconds of a prefill (``base + t * token + t^2 * token2``) and of a decode step
+    (``base + batch * sequence + context * context``).
+
+    The defaults are a guess for a model of which nothing is known yet; the core corrects
+    the steps by what it sees.
+    """
+
+    prefill_base_s: float = 0.02
+    prefill_token_s: float = 1e-4
+    prefill_token2_s: float = 0.0
+    decode_base_s: float = 0.02
+    decode_sequence_s: float = 0.0
+    decode_context_s: float = 0.0
+
+    def prefill_s(self, prompt_tokens: int) -> float:
+        """Seconds to prefill one prompt."""
+        square = prompt_tokens * prompt_tokens
+        return (
+            self.prefill_base_s
+            + prompt_tokens * self.prefill_token_s
+            + square * self.prefill_token2_s
+        )
+
+    def step_s(self, batch_size: int, context_tokens: int) -> float:
+        """Seconds of a decode step of ``batch_size`` sequences with so much context in all."""
+        return (
+            self.decode_base_s
+            + batch_size * self.decode_sequence_s
+            + context_tokens * self.decode_context_s
+        )
+
+
+def costs_of(latency: LatencyModel) -> ModelCosts:
+    """The numbers of a latency model whose laws are of the forms above, as all of ours are."""
+    prefill = latency.prefill.predict_s
+    base_s, once_s, twice_s = (
+        prefill([tokens]) for tokens in (0, _PROBE_TOKENS, 2 * _PROBE_TOKENS)
+    )
+    square_s = (twice_s - 2 * once_s + base_s) / (2 * _PROBE_TOKENS**2)
+    decode = latency.decode.predict_s
+    one_s = decode(DecodeBatch(1, 0))
+    sequence_s = decode(DecodeBatch(2, 0)) - one_s
+    context_s = (decode(DecodeBatch(1, _PROBE_TOKENS)) - one_s) / _PROBE_TOKENS
+    return ModelCosts(
+        prefill_base_s=base_s,
+        prefill_token_s=(once_s - base_s) / _PROBE_TOKENS - square_s * _PROBE_TOKENS,
+        prefill_token2_s=square_s,
+        decode_base_s=one_s - sequence_s,
+        decode_sequence_s=sequence_s,
+        decode_context_s=context_s,
+    )

@@ -1,0 +1,148 @@
+"""What the scheduling core is told. Plain data: a list of these, replayed, is the whole past.
+
+Instants are seconds of any one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpupoold.domain import Targets
+from gpupoold.scheduling.costs import ModelCosts
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAdded:
+    """A model can have requests from now on; told again, its description is replaced.
+
+    Requests of a model that no device hosts are held until one does.
+    """
+
+    model: str
+    targets: Targets
+    weight_bytes: int
+    kv_bytes_per_token: int
+    costs: ModelCosts
+
+
+@dataclass(frozen=True, slots=True)
+class TargetsChanged:
+    """New targets, for requests under way too."""
+
+    model: str
+    targets: Targets
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRemoved:
+    """A model is gone, and all its requests with it."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUp:
+    """A device can serve: its bytes for weights and KV, and what a copy to it reaches.
+
+    ``prefetches``: it brings in the next model during the turn before.
+    """
+
+    device: int
+    capacity_bytes: int
+    bandwidth_bytes_per_s: float
+    prefetches: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDown:
+    """A device is gone; its requests wait for another and start anew from their tokens."""
+
+    device: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """A device can run a model: its engine is made, its image is in host memory."""
+
+    device: int
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unhosted:
+    """A device can run a model no more; its requests there wait for another device."""
+
+    device: int
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A request. ``output_tokens`` is known to a simulator only, for policies with an oracle."""
+
+    request_id: str
+    model: str
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """Work done on a device: ``num_tokens`` more for each of ``request_ids``.
+
+    ``step_s`` is the time of one decode step, None for a step that prefilled.
+    """
+
+    device: int
+    model: str
+    request_ids: tuple[str, ...]
+    num_tokens: int = 1
+    step_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """The KV of a request that was handed over is in the host memory of its new device."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request is over, whatever the reason."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryChanged:
+    """Bytes that a device would have to move now to run each of these models."""
+
+    device: int
+    missing_bytes: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnded:
+    """A device has ended a turn: quota used while others wait, or nothing left to do."""
+
+    device: int
+    turn_id: int
+
+
+Event = (
+    ModelAdded
+    | TargetsChanged
+    | ModelRemoved
+    | DeviceUp
+    | DeviceDown
+    | Hosted
+    | Unhosted
+    | Arrived
+    | Stepped
+    | Adopted
+    | Ended
+    | MemoryChanged
+    | TurnEnded
+)

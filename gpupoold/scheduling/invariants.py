@@ -1,0 +1,159 @@
+"""What must hold of the core's state between any two calls of ``handle``."""
+
+from __future__ import annotations
+
+import math
+
+from gpupoold.scheduling.state import Batch, Device, Model, Phase, Request, State
+
+
+class InvariantBroken(AssertionError):
+    """The state contradicts itself: a bug in the core, in a policy or in how it was fed."""
+
+
+def check_state(state: State) -> None:
+    """Look at everything once; about a millisecond per thousand live requests.
+
+    Raises:
+        InvariantBroken: names what disagrees, and with what.
+    """
+    for name, model in state.models.items():
+        _check_model(name, model, state)
+    num_placed = len(state.held)
+    for request_id, request in state.held.items():
+        _check_request(request_id, request, Phase.HELD, None, state)
+    for number, device in state.devices.items():
+        num_placed += _check_device(number, device, state)
+    _check_turn_ids(state)
+    # Every place has only live requests, each in the phase and on the device that it names
+    # itself, so none is in two places; if the numbers agree, each is in one.
+    if num_placed != len(state.requests):
+        _fail(f"{len(state.requests)} requests are live, {num_placed} are held or on a device")
+
+
+def _check_model(name: str, model: Model, state: State) -> None:
+    if model.name != name:
+        _fail(f"model {model.name} is known as {name}")
+    if model.weight_bytes < 0 or model.kv_bytes_per_token < 0:
+        _fail(f"model {name} has negative bytes: {model.weight_bytes}, {model.kv_bytes_per_token}")
+    if not (math.isfinite(model.step_ratio) and model.step_ratio >= 0):
+        _fail(f"model {name} has a step ratio of {model.step_ratio}")
+    for number in model.hosts:
+        device = state.devices.get(number)
+        if device is None:
+            _fail(f"model {name} is hosted by device {number}, which is not up")
+        elif name not in device.batches:
+            _fail(f"model {name} is hosted by device {number}, which has no batch of it")
+
+
+def _check_device(number: int, device: Device, state: State) -> int:
+    """Check one device; the number of requests that it has."""
+    if device.number != number:
+        _fail(f"device {device.number} is known as {number}")
+    for name, batch in device.batches.items():
+        _check_batch(name, batch, device, state)
+    for name, batch in device.working.items():
+        if device.batches.get(name) is not batch or not batch.requests:
+            _fail(f"device {number} works on {name}, of which it has no requests")
+    for request_id, request in device.queued.items():
+        _check_request(request_id, request, Phase.QUEUED, device, state)
+    for request_id, request in device.moving.items():
+        _check_request(request_id, request, Phase.MOVING, device, state)
+    for name, missing_bytes in device.missing_bytes.items():
+        if name not in state.models:
+            _fail(f"device {number} lacks bytes of {name}, which is no model")
+        if missing_bytes < 0:
+            _fail(f"device {number} lacks {missing_bytes} bytes of {name}")
+    _check_turn(device)
+    num_in_batches = sum(len(batch.requests) for batch in device.batches.values())
+    return num_in_batches + len(device.queued) + len(device.moving)
+
+
+def _check_batch(name: str, batch: Batch, device: Device, state: State) -> None:
+    where = f"the batch of {name} on device {device.number}"
+    if state.models.get(name) is not batch.model:
+        _fail(f"{where} is of {batch.model.name}, which is not the {name} that is known")
+    if device.number not in batch.model.hosts:
+        _fail(f"there is {where}, which does not host it")
+    if batch.requests and name not in device.working:
+        _fail(f"{where} has requests, but is not among those worked on")
+    num_waiting = context_tokens = 0
+    for request_id, request in batch.requests.items():
+        waits = request.phase is Phase.SENT
+        phase = Phase.SENT if waits else Phase.DECODING
+        _check_request(request_id, request, phase, device, state)
+        if request.model is not batch.model:
+            _fail(f"{_named(request)} is in {where}")
+        num_waiting += waits
+        context_tokens += 0 if waits else request.context_tokens
+    if batch.num_waiting != num_waiting:
+        _fail(f"{where} says {batch.num_waiting} requests wait, but {num_waiting} do")
+    if batch.context_tokens != context_tokens:
+        _fail(f"{where} says {batch.context_tokens} tokens of context, it has {context_tokens}")
+
+
+def _check_request(
+    request_id: str, request: Request, phase: Phase, device: Device | None, state: State
+) -> None:
+    place = "among the held" if device is None else f"on device {device.number}"
+    if request.id != request_id or state.requests.get(request_id) is not request:
+        _fail(f"{_named(request)} is {place} as {request_id}, but is not live under that id")
+    if request.phase is not phase:
+        _fail(f"{_named(request)} is {place} where only requests in phase {phase.name} belong")
+    if request.device != (None if device is None else device.number):
+        _fail(f"{_named(request)} is {place}, but says device {request.device}")
+    if state.models.get(request.model.name) is not request.model:
+        _fail(f"{_named(request)} is of a model that is not known (any more)")
+    if device is not None and device.number not in request.model.hosts:
+        _fail(f"{_named(request)} is {place}, which does not host its model")
+    has_token = phase in (Phase.DECODING, Phase.MOVING)
+    if request.num_tokens < has_token or request.prompt_tokens < 0:
+        _fail(f"{_named(request)} has {request.num_tokens} tokens after {request.prompt_tokens}")
+
+
+def _check_turn(device: Device) -> None:
+    turn, then = device.turn, device.then
+    if turn is None:
+        if then is not None:
+            _fail(f"device {device.number} has no turn, but {then} is to come after it")
+        return
+    if turn.model not in device.batches:
+        _fail(f"device {device.number} has a turn of {turn.model}, which it does not host")
+    if not turn.quota_s >= 0:
+        _fail(f"device {device.number} has a turn of {turn.model} for {turn.quota_s} s")
+    if then is None:
+        return
+    if then == turn.model:
+        _fail(f"device {device.number} has a turn of {then} and {then} again after it")
+    if then not in device.batches:
+        _fail(f"device {device.number} runs {then} next, which it does not host")
+    if not _has_work(device, then):
+        _fail(f"device {device.number} runs {then} next, which has no requests there")
+
+
+def _has_work(device: Device, name: str) -> bool:
+    if device.batches[name].requests:
+        return True
+    coming = (*device.queued.values(), *device.moving.values())
+    return any(request.model.name == name for request in coming)
+
+
+def _check_turn_ids(state: State) -> None:
+    seen: dict[int, int] = {}
+    for device in state.devices.values():
+        if device.turn is None:
+            continue
+        turn_id = device.turn.turn_id
+        if not 0 < turn_id <= state.num_turns:
+            _fail(f"device {device.number} has turn {turn_id} of {state.num_turns} so far")
+        if turn_id in seen:
+            _fail(f"devices {seen[turn_id]} and {device.number} both have turn {turn_id}")
+        seen[turn_id] = device.number
+
+
+def _named(request: Request) -> str:
+    return f"request {request.id} of {request.model.name} in phase {request.phase.name}"
+
+
+def _fail(what: str) -> None:
+    raise InvariantBroken(what)

@@ -1,0 +1,216 @@
+"""Predicting output lengths by the mean of like requests before (Aladdin, section 2, appendix D).
+
+Like means: same model, similar prompt length. The mean is crude for one request but has no
+bias, so that errors cancel within a batch. What is kept is bounded: a window of recent lengths
+for each class of each of the models used last.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass
+
+WINDOW = 256  # requests a class remembers; older ones no longer count
+MAX_MODELS = 1024
+NUM_PROMPT_CLASSES = 18  # powers of two up to 128 K tokens and one for all longer prompts
+DEFAULT_OUTPUT_TOKENS = 256.0
+
+
+def prompt_class(num_prompt_tokens: int) -> int:
+    """Class of a prompt length: the powers of two of tokens it needs, 0 to 17.
+
+    Raises ValueError for a negative length.
+    """
+    if num_prompt_tokens < 0:
+        raise ValueError(f"a prompt has no negative length, got {num_prompt_tokens}")
+    return min(max(num_prompt_tokens - 1, 0).bit_length(), NUM_PROMPT_CLASSES - 1)
+
+
+class RunningMoments:
+    """Mean and standard deviation over all values seen, in three numbers."""
+
+    __slots__ = ("_mean", "_num_values", "_square_sum")
+
+    def __init__(self) -> None:
+        self._num_values = 0
+        self._mean = 0.0
+        self._square_sum = 0.0  # of distances from the mean
+
+    @property
+    def num_values(self) -> int:
+        """How many values were added."""
+        return self._num_values
+
+    @property
+    def mean(self) -> float:
+        """Mean of the values; 0 without any."""
+        return self._mean
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the values as a population; 0 without any."""
+        return math.sqrt(self._square_sum / self._num_values) if self._num_values else 0.0
+
+    def add(self, value: float) -> None:
+        """Count one value (Welford's update)."""
+        self._num_values += 1
+        distance = value - self._mean
+        self._mean += distance / self._num_values
+        self._square_sum += distance * (value - self._mean)
+
+
+class RecentLengths:
+    """The last lengths of one class and their running sum."""
+
+    __slots__ = ("_lengths", "_next", "_sum", "_window")
+
+    def __init__(self, window: int = WINDOW) -> None:
+        self._window = window
+        self._lengths = array("q")
+        self._next = 0
+        self._sum = 0
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def add(self, num_tokens: int) -> None:
+        """Remember one length; forget the oldest if the window is full."""
+        if len(self._lengths) < self._window:
+            self._lengths.append(num_tokens)
+        else:
+            self._sum -= self._lengths[self._next]
+            self._lengths[self._next] = num_tokens
+        self._sum += num_tokens
+        self._next = (self._next + 1) % self._window
+
+    def mean(self) -> float | None:
+        """Mean of the window; None if it is empty."""
+        return self._sum / len(self._lengths) if self._lengths else None
+
+    def mean_above(self, num_tokens: int) -> float | None:
+        """Mean of the lengths above ``num_tokens``; None if there are none."""
+        longer = [length for length in self._lengths if length > num_tokens]
+        return sum(longer) / len(longer) if longer else None
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Error of the predictions for one model: real minus predicted output tokens.
+
+    ``mean`` is the bias, ``deviation`` the standard deviation.
+    """
+
+    num_requests: int
+    mean: float
+    deviation: float
+
+    def bound_tokens(self, predicted_tokens: float, factor: float) -> float:
+        """A length rarely exceeded: prediction + bias + ``factor`` deviations.
+
+        With the factor ``sqrt((1 - tau) / tau)`` it is exceeded at most with probability tau,
+        if errors stay as they were (Cantelli; Aladdin, section 4.3).
+        """
+        return predicted_tokens + self.mean + factor * self.deviation
+
+
+class _ModelHistory:
+    """What is kept of one model."""
+
+    __slots__ = ("classes", "errors", "recent", "window")
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self.classes: dict[int, RecentLengths] = {}
+        self.recent = RecentLengths(window)
+        self.errors = RunningMoments()
+
+    def of_class(self, length_class: int) -> RecentLengths:
+        return self.classes.setdefault(length_class, RecentLengths(self.window))
+
+
+class OutputLengthPredictor:
+    """Predicts output lengths from requests that ended, and keeps the error of doing so."""
+
+    def __init__(
+        self,
+        default_tokens: float = DEFAULT_OUTPUT_TOKENS,
+        window: int = WINDOW,
+        max_models: int = MAX_MODELS,
+    ) -> None:
+        if default_tokens <= 0 or window < 1 or max_models < 1:
+            raise ValueError(
+                "default length, window and number of models must be above 0, "
+                f"got {default_tokens}, {window}, {max_models}"
+            )
+        self._default_tokens = default_tokens
+        self._window = window
+        self._max_models = max_models
+        self._models: dict[str, _ModelHistory] = {}  # least recently observed first
+
+    @property
+    def num_models(self) -> int:
+        """Models with a history."""
+        return len(self._models)
+
+    def predict(self, model: str, num_prompt_tokens: int) -> float:
+        """Expected output tokens: mean of the class, else of the model, else the default."""
+        length_class = prompt_class(num_prompt_tokens)
+        history = self._models.get(model)
+        if history is None:
+            return self._default_tokens
+        recent = history.classes.get(length_class, history.recent)
+        mean = recent.mean()
+        return self._default_tokens if mean is None else mean
+
+    def predict_again(self, model: str, num_prompt_tokens: int, num_output_tokens: int) -> float:
+        """Expected output tokens of a request that already has ``num_output_tokens``.
+
+        The mean of longer answers in the class, else of the model. If none was that long,
+        twice what it has: then a request is predicted anew only a few times.
+        """
+        length_class = prompt_class(num_prompt_tokens)
+        history = self._models.get(model)
+        if history is not None:
+            for recent in (history.classes.get(length_class), history.recent):
+                mean = recent.mean_above(num_output_tokens) if recent is not None else None
+                if mean is not None:
+                    return mean
+        expected = self.predict(model, num_prompt_tokens)
+        return expected if expected > num_output_tokens else max(1.0, 2.0 * num_output_tokens)
+
+    def observe(
+        self,
+        model: str,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        predicted_tokens: float | None = None,
+    ) -> None:
+        """Learn from a request that ended by itself.
+
+        ``predicted_tokens`` is what was predicted when it came; without, what would be now.
+        Leave out requests that were aborted: their length says nothing. Raises ValueError for
+        a negative length.
+        """
+        if num_output_tokens < 0:
+            raise ValueError(f"an output has no negative length, got {num_output_tokens}")
+        if predicted_tokens is None:
+            predicted_tokens = self.predict(model, num_prompt_tokens)
+        length_class = prompt_class(num_prompt_tokens)
+        history = self._models.pop(model, None) or _ModelHistory(self._window)
+        history.errors.add(num_output_tokens - predicted_tokens)
+        history.of_class(length_class).add(num_output_tokens)
+        history.recent.add(num_output_tokens)
+        self._models[model] = history
+        if len(self._models) > self._max_models:
+            del self._models[next(iter(self._models))]
+
+    def accuracy(self, model: str) -> Accuracy:
+        """Error of the predictions so far; all 0 for a model never observed."""
+        history = self._models.get(model)
+        errors = history.errors if history is not None else RunningMoments()
+        return Accuracy(errors.num_values, errors.mean, errors.deviation)
+
+    def forget(self, model: str) -> None:
+        """Drop what is known of a model, if anything."""
+        self._models.pop(model, None)

@@ -1,0 +1,220 @@
+"""Aegaeon's policy (SOSP 2025, section 4): grouped prefill, weighted round-robin decode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from gpupoold.scheduling.policies.base import Choice, SimplePolicy, working
+from gpupoold.scheduling.quota import Load, round_quotas_s
+from gpupoold.scheduling.state import Device, Model, Request, State
+
+MAX_GROUP_SIZE = 8
+QUOTA_MAX_S = 4.0
+
+
+@dataclass(slots=True)
+class _Group:
+    """Prefill jobs of one model. ``size`` counts all that ever joined (section 4.2)."""
+
+    model: Model
+    size: int = 0
+    requests: dict[str, Request] = field(default_factory=dict)
+
+    def add(self, request: Request) -> None:
+        self.size += 1
+        self.requests[request.id] = request
+
+
+class GroupedPrefill:
+    """Algorithm 1: a queue of groups per prefill device."""
+
+    def __init__(self) -> None:
+        self._queues: dict[int, list[_Group]] = {}
+        self._group_of: dict[str, _Group] = {}
+
+    def dispatch(self, request: Request, devices: list[Device]) -> Device:
+        """The device of a request that came in: the first group that takes it, else a new one
+        at the end of the least loaded queue."""
+        for device in devices:
+            for group in self._queue(device):
+                if group.model is request.model and group.size < MAX_GROUP_SIZE:
+                    self._join(request, group)
+                    return device
+        chosen = min(devices, key=lambda device: (self._load_s(device), device.number))
+        group = _Group(request.model)
+        self._queue(chosen).append(group)
+        self._join(request, group)
+        return chosen
+
+    def forget(self, request: Request) -> None:
+        """The request has been prefilled, or is over."""
+        group = self._group_of.pop(request.id, None)
+        if group is not None:
+            del group.requests[request.id]
+
+    def front(self, device: Device) -> _Group | None:
+        """The group to work on; those through are dropped."""
+        queue = self._queue(device)
+        while queue and not queue[0].requests:
+            queue.pop(0)
+        return queue[0] if queue else None
+
+    def next_model(self, device: Device) -> str | None:
+        """The next group's model that is not the one being worked on."""
+        current = device.turn.model if device.turn else None
+        waiting = (group.model.name for group in self._queue(device) if group.requests)
+        return next((name for name in waiting if name != current), None)
+
+    def _queue(self, device: Device) -> list[_Group]:
+        return self._queues.setdefault(device.number, [])
+
+    def _join(self, request: Request, group: _Group) -> None:
+        group.add(request)
+        self._group_of[request.id] = group
+
+    def _load_s(self, device: Device) -> float:
+        """Time to execute all groups, switches included."""
+        total_s = 0.0
+        on_device = device.turn.model if device.turn else None
+        for group in self._queue(device):
+            if not group.requests:
+                continue
+            prompts = (one.prompt_tokens for one in group.requests.values())
+            total_s += sum(group.model.costs.prefill_s(tokens) for tokens in prompts)
+            if group.model.name != on_device:
+                total_s += group.model.weight_bytes / device.bandwidth_bytes_per_s
+            on_device = group.model.name
+        return total_s
+
+
+@dataclass(slots=True)
+class _WorkList:
+    """The batches of one decode device in order, and those still to come in this round."""
+
+    order: list[str] = field(default_factory=list)
+    round: list[str] = field(default_factory=list)
+    quotas_s: dict[str, float] = field(default_factory=dict)
+
+
+class WeightedDecode:
+    """Algorithm 2: rounds over a device's batches with the quotas of equations 2 and 3."""
+
+    def __init__(self, quota_max_s: float = QUOTA_MAX_S) -> None:
+        self._quota_max_s = quota_max_s
+        self._lists: dict[int, _WorkList] = {}
+
+    def dispatch(self, request: Request, devices: list[Device]) -> Device:
+        """As Algorithm 1: a batch of the model that has room in KV, else the shortest list."""
+        for device in devices:
+            if _has_room(request, device):
+                return device
+        return min(devices, key=lambda device: (len(_models_on(device)), device.number))
+
+    def next_turn(self, device: Device) -> Choice | None:
+        """The next batch of the round; a new round when it is through."""
+        work = self._list(device)
+        if not work.order:
+            return None
+        if not work.round:
+            self._start_round(device, work)
+        name = work.round.pop(0)
+        return Choice(name, work.quotas_s[name])
+
+    def upcoming(self, device: Device) -> str | None:
+        """The next of the round, or the first of the round after."""
+        work = self._list(device)
+        current = device.turn.model if device.turn else None
+        return next((name for name in [*work.round, *work.order] if name != current), None)
+
+    def _list(self, device: Device) -> _WorkList:
+        """The list as it stands: batches without requests are out, new ones at the end."""
+        work = self._lists.setdefault(device.number, _WorkList())
+        busy = {batch.model.name for batch in working(device)}
+        work.round = [name for name in work.round if name in busy]
+        work.order = [name for name in work.order if name in busy]
+        work.order += [b.model.name for b in working(device) if b.model.name not in work.order]
+        return work
+
+    def _start_round(self, device: Device, work: _WorkList) -> None:
+        work.round = list(work.order)
+        batches = [device.batches[name] for name in work.order]
+        if len(batches) == 1:
+            work.quotas_s = {work.order[0]: self._quota_max_s}
+            return
+        loads = [Load(batch.model.targets.tbt_s, batch.step_s()) for batch in batches]
+        total_bytes = sum(batch.model.weight_bytes for batch in batches)
+        switching_s = total_bytes / device.bandwidth_bytes_per_s
+        quotas_s = round_quotas_s(loads, switching_s, self._quota_max_s)
+        work.quotas_s = dict(zip(work.order, quotas_s, strict=True))
+
+
+class AegaeonPolicy(SimplePolicy):
+    """Devices split into prefill and decode; see section 4.1 of the paper."""
+
+    name = "aegaeon"
+
+    def __init__(self, num_prefill: int, quota_max_s: float = QUOTA_MAX_S) -> None:
+        self._num_prefill = num_prefill
+        self._prefill = GroupedPrefill()
+        self._decode = WeightedDecode(quota_max_s)
+
+    def arrived(self, request: Request, state: State) -> None:
+        """A request that lost its device is dispatched anew."""
+        self._prefill.forget(request)
+
+    def ended(self, request: Request, state: State) -> None:
+        """It leaves its group."""
+        self._prefill.forget(request)
+
+    def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+        """Algorithm 1, for each held request in order of arrival."""
+        for request in list(state.held.values()):
+            devices = [d for d in state.hosts(request.model) if self._is_prefill(d, state)]
+            if devices:
+                yield request, self._prefill.dispatch(request, devices)
+
+    def send(self, device: Device, state: State, now_s: float) -> Iterable[Request]:
+        """The group at the front of the queue, once its turn has come."""
+        group = self._prefill.front(device)
+        if group is None or device.turn is None or device.turn.model != group.model.name:
+            return []
+        return [one for one in group.requests.values() if one.id in device.queued]
+
+    def first_token(self, request: Request, state: State, now_s: float) -> Device | None:
+        """To a decode device."""
+        self._prefill.forget(request)
+        devices = [d for d in state.hosts(request.model) if not self._is_prefill(d, state)]
+        return self._decode.dispatch(request, devices) if devices else None
+
+    def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
+        """The group at the front, until it is through; or the decode round's next batch.
+
+        Whatever its role: a device whose role has changed ends what it has.
+        """
+        group = self._prefill.front(device)
+        return Choice(group.model.name, math.inf) if group else self._decode.next_turn(device)
+
+    def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
+        """The next group's model, or the next batch's."""
+        return self._prefill.next_model(device) or self._decode.upcoming(device)
+
+    def _is_prefill(self, device: Device, state: State) -> bool:
+        return device.number in sorted(state.devices)[: self._num_prefill]
+
+
+def _has_room(request: Request, device: Device) -> bool:
+    """Whether the device has a batch of the request's model whose KV can grow by it."""
+    model = request.model
+    moving = [one for one in device.moving.values() if one.model is model]
+    batch = device.batches[model.name]
+    if not batch.requests and not moving:
+        return False
+    tokens = batch.context_tokens + sum(one.context_tokens for one in (*moving, request))
+    return tokens * model.kv_bytes_per_token <= device.capacity_bytes - model.weight_bytes
+
+
+def _models_on(device: Device) -> set[str]:
+    names = {batch.model.name for batch in working(device)}
+    return names | {one.model.name for one in device.moving.values()}

@@ -1,0 +1,95 @@
+"""What a scheduling policy decides. It reads the core's state and keeps queues of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from gpupoold.scheduling.state import Batch, Device, Request, State
+
+
+class CannotServe(Exception):
+    """The policy cannot serve all the models there are; the message says which and why."""
+
+
+class Choice(NamedTuple):
+    """The next turn of a device."""
+
+    model: str
+    quota_s: float
+
+
+class Policy(Protocol):
+    """Pure decisions; the core calls, in the order in which things happen.
+
+    ``assign`` may move requests that are held or queued; ``send`` names those to let a
+    device have. Both are asked after every batch of events that could change the answer.
+    """
+
+    name: str
+
+    def check(self, state: State) -> None:
+        """Raise :class:`CannotServe` when these models cannot all be served by these devices."""
+        ...
+
+    def arrived(self, request: Request, state: State) -> None:
+        """A request came in, or lost its device; it is held."""
+        ...
+
+    def ended(self, request: Request, state: State) -> None:
+        """A request is over; it is in no batch any more."""
+        ...
+
+    def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+        """Devices for held requests."""
+        ...
+
+    def send(self, device: Device, state: State, now_s: float) -> Iterable[Request]:
+        """Which of the device's queued requests it is to have now."""
+        ...
+
+    def first_token(self, request: Request, state: State, now_s: float) -> Device | None:
+        """The device to go on with a request that has been prefilled; None to stay."""
+        ...
+
+    def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
+        """Who runs next on an idle device; None when it has no work."""
+        ...
+
+    def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
+        """Who is likely to run after the present turn, and waits; None while nobody does."""
+        ...
+
+    def revise(self, device: Device, state: State, now_s: float) -> float | None:
+        """Another quota for the turn under way, from its start; None to leave it."""
+        ...
+
+
+class SimplePolicy:
+    """What most policies do where they have nothing special to do."""
+
+    def check(self, state: State) -> None:
+        """Any models will do."""
+
+    def arrived(self, request: Request, state: State) -> None:
+        """Nothing to note."""
+
+    def ended(self, request: Request, state: State) -> None:
+        """Nothing to note."""
+
+    def send(self, device: Device, state: State, now_s: float) -> Iterable[Request]:
+        """All at once."""
+        return list(device.queued.values())
+
+    def first_token(self, request: Request, state: State, now_s: float) -> Device | None:
+        """Answers are generated where the prompt was processed."""
+        return None
+
+    def revise(self, device: Device, state: State, now_s: float) -> float | None:
+        """Turns keep their quota."""
+        return None
+
+
+def working(device: Device) -> list[Batch]:
+    """The batches of a device that have requests, in the order in which they got their first."""
+    return list(device.working.values())

@@ -1,0 +1,61 @@
+"""Policies by name, with what each can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gpupoold.scheduling.policies.aegaeon import AegaeonPolicy
+from gpupoold.scheduling.policies.base import Policy
+from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
+from gpupoold.scheduling.policies.request_level import RequestLevelPolicy, by_output_length
+from gpupoold.scheduling.policies.static import StaticPolicy
+from gpupoold.scheduling.policies.unified import DecodeFirstPolicy, PrefillFirstPolicy
+from gpupoold.scheduling.policies.visits import Tuning
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOptions:
+    """What a policy can be told; those that have no use for an option ignore it.
+
+    ``num_prefill``: devices with the prefill role, by default one. ``quota_max_s``: the
+    longest turn, by default the policy's own.
+    """
+
+    num_prefill: int | None = None
+    quota_max_s: float | None = None
+
+
+def _aegaeon(options: PolicyOptions) -> Policy:
+    num_prefill = 1 if options.num_prefill is None else options.num_prefill
+    if options.quota_max_s is None:
+        return AegaeonPolicy(num_prefill)
+    return AegaeonPolicy(num_prefill, options.quota_max_s)
+
+
+def _gpupool(options: PolicyOptions) -> Policy:
+    if options.quota_max_s is None:
+        return GpupoolPolicy()
+    return GpupoolPolicy(Tuning(visit_max_s=options.quota_max_s))
+
+
+_POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
+    "gpupool": _gpupool,
+    "aegaeon": _aegaeon,
+    "request-level": lambda _: RequestLevelPolicy("request-level"),
+    "request-level-4": lambda _: RequestLevelPolicy("request-level-4", max_live=4),
+    "request-level-sjf": lambda _: RequestLevelPolicy("request-level-sjf", by_output_length),
+    "static": lambda _: StaticPolicy(),
+    "prefill-first": lambda _: PrefillFirstPolicy(),
+    "decode-first": lambda _: DecodeFirstPolicy(),
+}
+POLICY_NAMES = tuple(_POLICIES)
+
+
+def make_policy(name: str, options: PolicyOptions | None = None) -> Policy:
+    """A new policy of this name.
+
+    Raises:
+        KeyError: there is none of that name; see ``POLICY_NAMES``.
+    """
+    return _POLICIES[name](options or PolicyOptions())

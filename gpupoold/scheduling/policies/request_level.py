@@ -1,0 +1,82 @@
+"""Baselines that serve whole requests: a device keeps a model until its requests are done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from gpupoold.scheduling.policies.base import Choice, SimplePolicy, working
+from gpupoold.scheduling.state import Device, Request, State
+
+Rank = Callable[[Request], float]
+
+
+def by_arrival(request: Request) -> float:
+    """First come, first served."""
+    return request.arrival_s
+
+
+def by_output_length(request: Request) -> float:
+    """Shortest job first, which takes an oracle; without one, in order of arrival."""
+    return request.output_tokens if request.output_tokens is not None else request.arrival_s
+
+
+class RequestLevelPolicy(SimplePolicy):
+    """As ServerlessLLM: a device that is free takes the head of the queue, and with it its model.
+
+    Requests of a model that is being served join it. ``max_live`` limits how many a device
+    may have at a time; further ones wait, and may take another device.
+    """
+
+    def __init__(self, name: str, rank: Rank = by_arrival, max_live: float = math.inf) -> None:
+        self.name = name
+        self._rank = rank
+        self._max_live = max_live
+
+    def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+        """From the head of the queue: to a device of the model that has room, or a free one."""
+        free = [device for device in state.devices.values() if not _num_live(device)]
+        chosen: list[tuple[Request, Device]] = []
+        room = {
+            device.number: self._max_live - _num_live(device) for device in state.devices.values()
+        }
+        serving: dict[str, list[Device]] = {}
+        for device in state.devices.values():
+            for batch in working(device):
+                serving.setdefault(batch.model.name, []).append(device)
+            for request in device.queued.values():
+                serving.setdefault(request.model.name, []).append(device)
+        for request in sorted(state.held.values(), key=self._rank):
+            name = request.model.name
+            place = self._choose(request, serving.setdefault(name, []), free, room)
+            if place is not None:
+                room[place.number] -= 1
+                chosen.append((request, place))
+        return chosen
+
+    def _choose(
+        self, request: Request, serving: list[Device], free: list[Device], room: dict[int, float]
+    ) -> Device | None:
+        for device in serving:
+            if room[device.number] > 0:
+                return device
+        candidates = [device for device in free if device.number in request.model.hosts]
+        if not candidates:
+            return None
+        device = min(candidates, key=lambda one: (one.missing(request.model) > 0, one.number))
+        free.remove(device)
+        serving.append(device)
+        return device
+
+    def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
+        """The one model whose requests it has."""
+        batches = working(device)
+        return Choice(batches[0].model.name, math.inf) if batches else None
+
+    def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
+        """Unknown until the device is free."""
+        return None
+
+
+def _num_live(device: Device) -> int:
+    return len(device.queued) + sum(len(batch.requests) for batch in device.batches.values())

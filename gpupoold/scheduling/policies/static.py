@@ -1,0 +1,59 @@
+"""Baseline: models fixed to devices by memory, all resident (multiplexing, as MuxServe)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+from gpupoold.scheduling.policies.base import CannotServe
+from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
+from gpupoold.scheduling.state import Device, Model, Request, State
+
+# Room for KV without which a model is not placed: this many requests of this many tokens.
+_MIN_REQUESTS = 8
+_TOKENS_PER_REQUEST = 2048
+
+
+class StaticPolicy(GpupoolPolicy):
+    """Nothing ever switches; between resident models turns go as in the default policy."""
+
+    name = "static"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._place: dict[str, int] = {}
+
+    def check(self, state: State) -> None:
+        """Raise :class:`CannotServe` when a model fits nowhere beside the others."""
+        _placed(state)
+
+    def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+        """Each request where its model is; those of models without a place stay held."""
+        held = list(state.held.values())
+        if any(self._place.get(one.model.name) not in one.model.hosts for one in held):
+            with contextlib.suppress(CannotServe):  # the shell has asked check() before
+                self._place = _placed(state)
+        for request in held:
+            number = self._place.get(request.model.name)
+            if number in request.model.hosts:
+                yield request, state.devices[number]
+
+
+def _placed(state: State) -> dict[str, int]:
+    """Each model's device: heaviest first, each where the most room is."""
+    room = {number: device.capacity_bytes for number, device in state.devices.items()}
+    places: dict[str, int] = {}
+    for model in sorted(state.models.values(), key=lambda one: (-_need_bytes(one), one.name)):
+        number = max(model.hosts, key=lambda one: (room[one], -one), default=None)
+        if number is None or room[number] < _need_bytes(model):
+            raise CannotServe(
+                f"{len(places)} of {len(state.models)} models fit the devices at once, "
+                f"then {model.name} finds no {_need_bytes(model) / 1e9:.3g} GB free"
+            )
+        places[model.name] = number
+        room[number] -= _need_bytes(model)
+    return places
+
+
+def _need_bytes(model: Model) -> int:
+    return model.weight_bytes + _MIN_REQUESTS * _TOKENS_PER_REQUEST * model.kv_bytes_per_token

@@ -1,0 +1,83 @@
+"""Baselines that give one phase the way over the other on every device (Aegaeon, figure 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gpupoold.scheduling.policies.aegaeon import WeightedDecode
+from gpupoold.scheduling.policies.base import Choice, SimplePolicy, working
+from gpupoold.scheduling.state import Device, Phase, Request, State
+
+
+class _UnifiedPolicy(SimplePolicy):
+    """Requests go to the device with the fewest; batches take turns by equations 2 and 3."""
+
+    name = "unified"
+
+    def __init__(self) -> None:
+        self._decode = WeightedDecode()
+
+    def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+        """Every held request that a device can serve."""
+        for request in list(state.held.values()):
+            devices = state.hosts(request.model)
+            if devices:
+                yield request, min(devices, key=lambda one: (_num_live(one), one.number))
+
+    def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
+        """The next batch of the round."""
+        return self._decode.next_turn(device)
+
+    def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
+        """The batch after."""
+        return self._decode.upcoming(device)
+
+
+class PrefillFirstPolicy(_UnifiedPolicy):
+    """A prompt interrupts whatever is being decoded; suffers when prompts come in bursts."""
+
+    name = "prefill-first"
+
+    def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
+        """The model of the oldest prompt that waits; without any, the decode round."""
+        oldest = _oldest_prompt(device)
+        if oldest is not None:
+            return Choice(oldest.model.name, 0.0)
+        return self._decode.next_turn(device)
+
+    def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
+        """The next prompt's model, or the next batch's."""
+        oldest = _oldest_prompt(device, besides=device.turn.model if device.turn else None)
+        return oldest.model.name if oldest is not None else self._decode.upcoming(device)
+
+    def revise(self, device: Device, state: State, now_s: float) -> float | None:
+        """Nothing is decoded while a prompt of another model waits."""
+        turn = device.turn
+        if turn is None or _oldest_prompt(device, besides=turn.model) is None:
+            return None
+        return 0.0
+
+
+class DecodeFirstPolicy(_UnifiedPolicy):
+    """Answers under way are ended before new prompts are taken; suffers when they are long."""
+
+    name = "decode-first"
+
+    def send(self, device: Device, state: State, now_s: float) -> Iterable[Request]:
+        """Nothing while an answer is under way; then all that waits."""
+        return [] if working(device) else list(device.queued.values())
+
+
+def _oldest_prompt(device: Device, besides: str | None = None) -> Request | None:
+    waiting = [
+        request
+        for batch in working(device)
+        if batch.num_waiting and batch.model.name != besides
+        for request in batch.requests.values()
+        if request.phase is Phase.SENT
+    ]
+    return min(waiting, key=lambda one: (one.arrival_s, one.id), default=None)
+
+
+def _num_live(device: Device) -> int:
+    return len(device.queued) + sum(len(batch.requests) for batch in device.batches.values())

@@ -1,0 +1,245 @@
+"""Visits of a device to models: what each would take and give, and in which order to make them.
+
+A *visit* makes the first tokens of a model's waiting requests, then decodes its batch until
+every request in it is ``window`` ahead of its deadlines. Visits go in the order of their
+deadlines as long as all can be met; when they cannot, those that give the fewest tokens in
+time per second of the device are put off (Moore and Hodgson's rule, with weights). Requests
+that are hopelessly late do not drive the order: they ride along with their batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from gpupoold.scheduling.state import Batch, Device, Model, Phase, Request
+
+# Memory counts less than time: KV that does not fit can be moved out, a step cannot be saved.
+_KV_WEIGHT = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Shares of the TTFT target, and times; found with ``gpupool simulate``."""
+
+    # How far a visit takes a batch ahead: the longer, the fewer switches, but whoever comes
+    # meanwhile waits for a round of such visits and must still be in time.
+    window_share: float = 0.7
+    # A request later than this is given up as a reason to visit: in overload, catching up
+    # with one makes others late, and all tokens count alike.
+    hopeless_share: float = 0.02
+    # A device with more than this to do does not begin with another model before it must.
+    full_load: float = 1.0
+    # A second device for a model splits its batch: only one that stays this idle is worth it.
+    second_device_load: float = 0.8
+    latest_start_share: float = 0.2
+    # A visit is not shorter than the copy that it hides, or than so many exposed switches.
+    exposed_switch_factor: float = 4.0
+    visit_min_s: float = 0.25
+    visit_max_s: float = 4.0
+    # A batch that has waited this long for a visit is starving: it goes first, hopeless or
+    # not, but in overload the starving together get only this share of the device.
+    patience_s: float = 60.0
+    mercy_share: float = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The requests of one model that a device has, sent or still queued.
+
+    ``context_tokens``: of those that have a token; ``num_waiting`` have none.
+    """
+
+    model: Model
+    requests: Sequence[Request]
+    context_tokens: int
+    num_waiting: int
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a decode step with all of them."""
+        predicted_s = self.model.costs.step_s(len(self.requests), self.context_tokens)
+        return max(predicted_s * self.model.step_ratio, 1e-6)
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds to make the first tokens that are missing."""
+        if not self.num_waiting:
+            return 0.0
+        waiting = (one for one in self.requests if one.phase is not Phase.DECODING)
+        return sum(self.model.costs.prefill_s(one.context_tokens) for one in waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What a visit now would take, be worth, and when it must be made.
+
+    ``due_in_s``: until the first deadline that it should meet, infinite if all are hopeless;
+    ``duration_s`` has the switch that nothing hides, ``quota_s`` has not. ``waited_s``:
+    since the last visit, or since there is work.
+    """
+
+    model: str
+    due_in_s: float
+    duration_s: float
+    quota_s: float
+    tokens_in_time: float
+    waited_s: float = 0.0
+
+    @property
+    def density(self) -> float:
+        """Tokens in time per second."""
+        return self.tokens_in_time / self.duration_s
+
+
+@dataclass(frozen=True, slots=True)
+class Switching:
+    """What switching on a device means for visits.
+
+    ``floor_s``: the shortest useful visit; ``is_exposed``: no other visit hides the copy.
+    """
+
+    floor_s: float
+    is_exposed: bool
+
+
+def work_of(device: Device) -> list[Work]:
+    """The device's requests by model; those being handed over to it are still elsewhere."""
+    queued: dict[str, list[Request]] = {}
+    for one in device.queued.values():
+        queued.setdefault(one.model.name, []).append(one)
+    works = []
+    for name, batch in device.working.items():
+        new = queued.pop(name, [])
+        requests = [*batch.requests.values(), *new]
+        works.append(
+            Work(batch.model, requests, batch.context_tokens, batch.num_waiting + len(new))
+        )
+    return works + [Work(new[0].model, new, 0, len(new)) for new in queued.values()]
+
+
+def load_of(device: Device) -> float:
+    """What a device has to do: the share of its time that keeps all it has on target, prompts
+    included, and the share of its memory that their KV takes."""
+    load = 0.0
+    for batch in device.working.values():
+        load += batch_load(batch) + kv_load(batch, device)
+    for one in device.queued.values():
+        load += one.model.costs.prefill_s(one.context_tokens) / one.model.targets.ttft_s
+    coming = {one.model.name: one.model for one in device.queued.values()}
+    return load + sum(own_load(m) for name, m in coming.items() if name not in device.working)
+
+
+def kv_load(batch: Batch, device: Device) -> float:
+    """Share of the device's memory that a batch's KV takes, in the measure of loads."""
+    kv_bytes = batch.context_tokens * batch.model.kv_bytes_per_token
+    return _KV_WEIGHT * kv_bytes / device.capacity_bytes
+
+
+def batch_load(batch: Batch) -> float:
+    """Share of a device's time that it takes to keep a batch on target, prompts included."""
+    targets = batch.model.targets
+    load = batch.step_s() / targets.tbt_s
+    return load + batch.prefill_s() / targets.ttft_s if batch.num_waiting else load
+
+
+def own_load(model: Model) -> float:
+    """What a first request of a model adds to a device's load, its prompt aside."""
+    return model.costs.step_s(1, 0) * model.step_ratio / model.targets.tbt_s
+
+
+def switching_of(device: Device, works: Sequence[Work], tuning: Tuning) -> Switching:
+    """Whether the next model's copy is hidden by the visit before, as there is room for both."""
+    missing_s = max((device.switch_s(work.model) for work in works), default=0.0)
+    if not missing_s:
+        return Switching(tuning.visit_min_s, is_exposed=False)
+    two_largest = sorted(work.model.weight_bytes for work in works)[-2:]
+    kv_bytes = sum(device.total_bytes(w.model) - w.model.weight_bytes for w in works)
+    if device.prefetches and sum(two_largest) + kv_bytes <= device.capacity_bytes:
+        return Switching(max(tuning.visit_min_s, missing_s), is_exposed=False)
+    exposed_s = missing_s * tuning.exposed_switch_factor
+    return Switching(max(tuning.visit_min_s, exposed_s), is_exposed=True)
+
+
+def plan_visit(
+    work: Work,
+    now_s: float,
+    switch_s: float,
+    switching: Switching,
+    tuning: Tuning,
+    waited_s: float = 0.0,
+) -> Visit:
+    """A visit to this work now; ``switch_s`` is what it takes to make its model resident."""
+    targets, step_s, prefill_s = work.model.targets, work.step_s, work.prefill_s
+    window_s = tuning.window_share * targets.ttft_s
+    hopeless_s = -tuning.hopeless_share * targets.ttft_s
+    stall_s = switch_s if switching.is_exposed else 0.0
+    due_s, tbt_s = targets.ttft_s - now_s, targets.tbt_s
+    slacks_s = [one.arrival_s + due_s + one.num_tokens * tbt_s for one in work.requests]
+    hopeful_s = [slack_s for slack_s in slacks_s if slack_s >= hopeless_s]
+    due_in_s = min(hopeful_s, default=math.inf)
+    behind_s = window_s - (due_in_s if hopeful_s else 0.0) + prefill_s
+    # Each step gains a target and costs its own time.
+    gain_s = max(targets.tbt_s - step_s, 0.05 * targets.tbt_s)
+    decode_s = min(max(switching.floor_s, behind_s / gain_s * step_s), tuning.visit_max_s)
+    num_steps = decode_s / step_s
+    tokens = 0.0
+    for slack_s in hopeful_s:
+        slack_s -= stall_s + prefill_s
+        wanted = min(num_steps, max(window_s - slack_s, 0.0) / targets.tbt_s)
+        tokens += max(0.0, wanted - max(-slack_s, 0.0) / gain_s)
+    quota_s = prefill_s + decode_s
+    return Visit(work.model.name, due_in_s - stall_s, quota_s + stall_s, quota_s, tokens, waited_s)
+
+
+def order_visits(
+    visits: Iterable[Visit], start_in_s: float = 0.0, *, is_switching_dear: bool = False
+) -> list[Visit]:
+    """Visits in the order to make them, if the first can start in ``start_in_s``.
+
+    By deadline. One that would be late takes the place of the least dense before it, if
+    they make it in time and are less dense together; else it is itself put off.
+    Then come those put off, the densest first; then those whose requests are all hopeless,
+    the longest waiting first; last those that are ahead already and owe nothing (where
+    ``is_switching_dear``, before the hopeless). One of infinite worth is never put off.
+    """
+    kept: list[Visit] = []
+    put_off: list[Visit] = []
+    hopeless: list[Visit] = []
+    ahead: list[Visit] = []
+    at_s = start_in_s
+    for visit in sorted(visits, key=attrgetter("due_in_s", "model")):
+        if math.isinf(visit.due_in_s):
+            hopeless.append(visit)
+            continue
+        if not visit.tokens_in_time and visit.due_in_s > 0:
+            ahead.append(visit)
+            continue
+        if at_s > visit.due_in_s and not math.isinf(visit.tokens_in_time):
+            gone = _gone_for(visit, kept, at_s - visit.due_in_s)
+            put_off += gone
+            if visit in gone:
+                continue
+            kept = [one for one in kept if one not in gone]
+            at_s -= sum(one.duration_s for one in gone)
+        kept.append(visit)
+        at_s += visit.duration_s
+    put_off.sort(key=lambda visit: (-visit.density, visit.due_in_s, visit.model))
+    hopeless.sort(key=lambda visit: (-visit.waited_s, visit.model))
+    rest = ahead + hopeless if is_switching_dear else hopeless + ahead
+    return kept + put_off + rest
+
+
+def _gone_for(visit: Visit, kept: Sequence[Visit], late_s: float) -> list[Visit]:
+    """Who is put off so that ``visit`` is not late: the least dense before it, or itself."""
+    gone: list[Visit] = []
+    for one in sorted(kept, key=attrgetter("density", "model")):
+        if sum(other.duration_s for other in gone) >= late_s:
+            break
+        gone.append(one)
+    freed_s = sum(one.duration_s for one in gone)
+    lost = sum(one.tokens_in_time for one in gone)
+    # Per second, as what the longer one leaves of the time is not lost.
+    return gone if freed_s >= late_s and lost < visit.density * freed_s else [visit]

@@ -1,0 +1,271 @@
+"""The load that a plan is made for: Poisson arrivals at given rates, or recorded requests."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, Protocol, Self
+
+from gpupoold.errors import UsageError
+from gpupoold.sim.csv_table import read_table, select_scenario
+from gpupoold.sim.lengths import sharegpt_lengths
+from gpupoold.sim.real_traces import spread
+from gpupoold.sim.traces import MODEL, scale_time, trace_requests
+from gpupoold.sim.workloads import SimRequest, in_arrival_order, poisson_workload
+from gpupoold.units import format_duration
+
+USUAL_DURATION_S = 600.0
+SHORT_DURATION_S = 300.0
+_LONGEST_DURATION_S = 4 * 3600.0
+# Below this many requests a longer time is taken, above that one a shorter.
+_FEW_REQUESTS, _MANY_REQUESTS = 200, 2000
+_ZIPF_EXPONENT = 1.0
+
+
+class Load(Protocol):
+    """Requests that arrive in ``duration_s``; immutable."""
+
+    @property
+    def duration_s(self) -> float:
+        """How long requests arrive."""
+        ...
+
+    @property
+    def is_random(self) -> bool:
+        """Another seed gives other requests."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """What it is, for people."""
+        ...
+
+    def draw(self, seed: int) -> tuple[SimRequest, ...]:
+        """The requests of one run, in order of arrival."""
+        ...
+
+    def scaled(self, factor: float) -> Self:
+        """``factor`` times as many requests per second."""
+        ...
+
+    def without(self, model: str) -> Self:
+        """The same without one model's requests."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoissonLoad:
+    """Poisson arrivals, each model at its own rate, with ShareGPT lengths."""
+
+    rates_rps: Mapping[str, float]
+    duration_s: float
+
+    @property
+    def is_random(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def text(self) -> str:
+        """Rate and lengths."""
+        total_rps = math.fsum(self.rates_rps.values())
+        return f"{total_rps:.3g} requests/s (Poisson arrivals, ShareGPT lengths)"
+
+    def draw(self, seed: int) -> tuple[SimRequest, ...]:
+        """Raises UsageError for impossible rates."""
+        return poisson_workload(self.rates_rps, self.duration_s, sharegpt_lengths(), seed)
+
+    def scaled(self, factor: float) -> Self:
+        """All rates times ``factor``."""
+        rates = {model: rate * factor for model, rate in self.rates_rps.items()}
+        return replace(self, rates_rps=rates)
+
+    def without(self, model: str) -> Self:
+        """The other models' requests stay as they are."""
+        return replace(self, rates_rps={m: r for m, r in self.rates_rps.items() if m != model})
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedLoad:
+    """Recorded requests from time 0 on. With ``spread_over``, each is given to one of these
+    models by a seeded draw, the k-th with a chance like 1/k."""
+
+    requests: tuple[SimRequest, ...]
+    duration_s: float
+    source: str
+    spread_over: tuple[str, ...] = ()
+    left_out: frozenset[str] = frozenset()
+
+    @property
+    def is_random(self) -> bool:
+        """Only if models are drawn."""
+        return bool(self.spread_over)
+
+    @property
+    def text(self) -> str:
+        """Rate and where it comes from."""
+        return f"{len(self.requests) / self.duration_s:.3g} requests/s ({self.source})"
+
+    def draw(self, seed: int) -> tuple[SimRequest, ...]:
+        """The same for every seed, unless models are drawn."""
+        requests: Sequence[SimRequest] = self.requests
+        if self.spread_over:
+            requests = spread(requests, self.spread_over, _ZIPF_EXPONENT, seed)
+        return tuple(one for one in requests if one.model not in self.left_out)
+
+    def scaled(self, factor: float) -> Self:
+        """The same requests in ``1 / factor`` of the time, bursts included."""
+        duration_s = self.duration_s / factor
+        return replace(self, requests=scale_time(self.requests, 1 / factor), duration_s=duration_s)
+
+    def without(self, model: str) -> Self:
+        """The other models' requests stay as they are."""
+        return replace(self, left_out=self.left_out | {model})
+
+
+def poisson_load(rates_rps: Mapping[str, float], duration_s: float | None = None) -> PoissonLoad:
+    """Poisson arrivals for ``duration_s``, by default as long as gives enough requests.
+
+    Raises:
+        UsageError: a rate that is not positive; no request is likely to arrive.
+    """
+    for model, rate_rps in rates_rps.items():
+        if not (math.isfinite(rate_rps) and rate_rps > 0):
+            raise UsageError(f"model {model!r}: rate {rate_rps:g} requests/s: must be above 0")
+    total_rps = math.fsum(rates_rps.values())
+    if duration_s is None:
+        duration_s = _usual_duration_s(total_rps)
+    return PoissonLoad(dict(rates_rps), duration_s)
+
+
+def trace_load(path: Path, models: Sequence[str], duration_s: float | None = None) -> RecordedLoad:
+    """The busiest ``duration_s`` of a CSV file with the columns that ``gpupool simulate`` takes.
+
+    Without a column ``model`` the requests are given to all ``models``.
+
+    Raises:
+        UsageError: what is wrong in the file, or a model in it that is none of ``models``.
+    """
+    table = select_scenario(read_table(path), None)
+    requests = trace_requests(table, models[0])
+    unknown = sorted({one.model for one in requests} - set(models))
+    if unknown:
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        raise UsageError(
+            f"{path}: asks for {', '.join(unknown[:3])}{more}, not among the models to plan for",
+            f"the models are {', '.join(models[:10])}{', ...' if len(models) > 10 else ''}",
+        )
+    load = recorded_load(requests, path.name, duration_s)
+    if MODEL not in table.columns and len(models) > 1:
+        return replace(load, spread_over=tuple(models))
+    return load
+
+
+class RecordedRequest(NamedTuple):
+    """A request of the past; ``arrived_at`` is wall-clock seconds."""
+
+    model: str
+    arrived_at: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+def history_load(
+    records: Iterable[RecordedRequest], models: Sequence[str], duration_s: float | None = None
+) -> tuple[RecordedLoad, int]:
+    """The busiest ``duration_s`` of what a daemon recorded; and how many requests are left
+    out because their model is gone or they never got a token.
+
+    Raises:
+        UsageError: nothing is left.
+    """
+    known = set(models)
+    ordered = sorted(records, key=lambda one: one.arrived_at)
+    usable = [
+        one
+        for one in ordered
+        if one.model in known and min(one.num_prompt_tokens, one.num_output_tokens) > 0
+    ]
+    if not usable:
+        raise UsageError(
+            "the daemon has recorded no requests of these models",
+            "let it serve for a while, or give --trace FILE or --rps",
+        )
+    first_s = usable[0].arrived_at
+    requests = in_arrival_order(
+        SimRequest("", one.model, one.arrived_at - first_s, *one[2:]) for one in usable
+    )
+    return recorded_load(requests, "recorded by the daemon", duration_s), len(ordered) - len(usable)
+
+
+def recorded_load(
+    requests: Sequence[SimRequest], source: str, duration_s: float | None = None
+) -> RecordedLoad:
+    """The ``duration_s`` of ``requests`` in which most arrive, as they came.
+
+    Raises:
+        UsageError: there are none.
+    """
+    if not requests:
+        raise UsageError(f"{source}: no requests")
+    wanted_s = duration_s
+    if wanted_s is None:
+        many = len(busiest(requests, USUAL_DURATION_S)) > _MANY_REQUESTS
+        wanted_s = SHORT_DURATION_S if many else USUAL_DURATION_S
+    first_s, last_s = requests[0].arrival_s, requests[-1].arrival_s
+    if last_s - first_s < wanted_s:
+        return RecordedLoad(_from_zero(requests), max(last_s - first_s, 1.0), source)
+    chosen = busiest(requests, wanted_s)
+    where = f"{source}, the busiest {format_duration(wanted_s)} of {format_duration(last_s)}"
+    return RecordedLoad(_from_zero(chosen), wanted_s, where)
+
+
+def busiest(requests: Sequence[SimRequest], duration_s: float) -> Sequence[SimRequest]:
+    """The stretch of ``duration_s`` with most requests, the first of several."""
+    times_s = [one.arrival_s for one in requests]
+    ends = [bisect_left(times_s, begin_s + duration_s) for begin_s in times_s]
+    start = max(range(len(ends)), key=lambda index: (ends[index] - index, -index))
+    return requests[start : ends[start]]
+
+
+class Admitted(NamedTuple):
+    """Requests within their models' limits, and what those limits did."""
+
+    requests: tuple[SimRequest, ...]
+    num_refused: int
+    num_cut: int
+
+
+def admit(requests: Iterable[SimRequest], limits: Mapping[str, int]) -> Admitted:
+    """What a daemon would serve if prompt and answer may have ``limits[model]`` tokens together.
+
+    Prompts that leave no room for an answer are refused, longer answers cut.
+    """
+    asked = tuple(requests)
+    kept = tuple(one for one in asked if one.prompt_tokens < limits[one.model])
+    served = tuple(_cut(one, limits[one.model]) for one in kept)
+    num_cut = sum(one is not other for one, other in zip(kept, served, strict=True))
+    return Admitted(served, len(asked) - len(kept), num_cut)
+
+
+def _cut(request: SimRequest, limit: int) -> SimRequest:
+    room = limit - request.prompt_tokens
+    return request if request.output_tokens <= room else replace(request, output_tokens=room)
+
+
+def _from_zero(requests: Sequence[SimRequest]) -> tuple[SimRequest, ...]:
+    first_s = requests[0].arrival_s
+    return tuple(replace(one, arrival_s=one.arrival_s - first_s) for one in requests)
+
+
+def _usual_duration_s(total_rps: float) -> float:
+    """Longer for few requests, so that an answer rests on something; shorter for many."""
+    if total_rps * USUAL_DURATION_S > _MANY_REQUESTS:
+        return SHORT_DURATION_S
+    duration_s = USUAL_DURATION_S
+    while total_rps * duration_s < _FEW_REQUESTS and duration_s < _LONGEST_DURATION_S:
+        duration_s *= 2
+    return duration_s

@@ -1,0 +1,188 @@
+"""What a plan knows of its models: from a file, a checkpoint, or a daemon's registry."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from gpupoold.checkpoints.check import check_checkpoint
+from gpupoold.checkpoints.fit import estimate_weight_bytes
+from gpupoold.domain import Targets
+from gpupoold.errors import Refused, UsageError
+from gpupoold.latency.errors import LatencyError
+from gpupoold.latency.hardware import hardware
+from gpupoold.latency.models import LatencyModel
+from gpupoold.latency.profiles import latency_for
+from gpupoold.latency.shape import ModelShape, from_hf_config
+from gpupoold.latency.stored import StoredLatency
+from gpupoold.sim.boxes import USABLE_SHARE, Box
+from gpupoold.sim.model import SimModel
+
+# Where step times come from: a daemon's measurement on that kind of device, the packaged fit
+# of the same dimensions and GPU, or the nearest packaged fit, scaled.
+Basis = Literal["measured", "published", "scaled"]
+_LARGEST_GROUP = 4
+_MAX_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model before it is put on a device.
+
+    ``shape`` None: its dimensions are not known, ``shape_problem`` says why, and only what
+    was ``measured`` can be used. ``max_len`` is the longest prompt plus answer in tokens.
+    """
+
+    name: str
+    targets: Targets
+    weight_bytes: int
+    kv_bytes_per_token: int
+    shape: ModelShape | None = None
+    shape_problem: str = ""
+    measured: StoredLatency | None = None
+    max_len: int | None = None
+    rps: float | None = None
+
+
+class Placed(NamedTuple):
+    """Models on a kind of device, and where each one's step times come from."""
+
+    models: dict[str, SimModel]
+    basis: dict[str, Basis]
+
+
+def place(models: Sequence[PlannedModel], box: Box) -> Placed:
+    """All models on devices of ``box``.
+
+    Raises:
+        UsageError: naming all models that are larger than a device, one that is named
+            twice, or one that nothing is known of on this GPU.
+    """
+    if not models:
+        raise UsageError("no models to plan for")
+    names = [model.name for model in models]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"model {twice!r} is named twice")
+    _check_sizes(models, box)
+    latencies = {model.name: _latency(model, box) for model in models}
+    return Placed(
+        {
+            model.name: SimModel(
+                model.name,
+                model.targets,
+                latencies[model.name][0],
+                model.weight_bytes,
+                model.kv_bytes_per_token,
+            )
+            for model in models
+        },
+        {name: basis for name, (_, basis) in latencies.items()},
+    )
+
+
+class Checkpoint(NamedTuple):
+    """Dimensions of a checkpoint and the bytes its weights take on a device."""
+
+    shape: ModelShape
+    weight_bytes: int
+
+
+def read_checkpoint(folder: Path, dtype: str = "auto") -> Checkpoint:
+    """From ``config.json``, and from the weights if they are there (they may be quantized).
+
+    Raises:
+        UsageError: naming the file and what is wrong with it.
+    """
+    shape = read_shape(folder, dtype)
+    try:
+        if not any(folder.glob("*.safetensors")):
+            return Checkpoint(shape, shape.weight_bytes)
+        info = check_checkpoint(folder, allow_pickle=False, allow_remote_code=True)
+        return Checkpoint(shape, estimate_weight_bytes(info, dtype))
+    except Refused as error:
+        raise UsageError(error.message, error.hint) from error
+
+
+def read_shape(folder: Path, dtype: str = "auto") -> ModelShape:
+    """The dimensions in a folder's ``config.json``.
+
+    Raises:
+        UsageError: it is not there, cannot be read, or describes another kind of model.
+    """
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("not a JSON object")
+        return from_hf_config(config, dtype=_served_dtype(config, dtype))
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read: {error.strerror}") from error
+    except LatencyError as error:
+        raise UsageError(f"{folder}: {error}") from error
+    except ValueError as error:
+        raise UsageError(f"{file}: {error}") from error
+
+
+def _served_dtype(config: Mapping[str, Any], dtype: str) -> str | None:
+    """As the engine does: ``auto`` is the checkpoint's own, but 16 bits for 32."""
+    if dtype != "auto":
+        return dtype
+    own = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return "bfloat16" if own.removeprefix("torch.") in ("float32", "float") else None
+
+
+def _latency(model: PlannedModel, box: Box) -> tuple[LatencyModel, Basis]:
+    try:
+        if model.measured is not None and _is_same_device(model.measured, box):
+            measured = model.measured.model()
+            if measured is not None:
+                return measured, "measured"
+        if model.shape is None:
+            raise UsageError(
+                f"{model.name}: its dimensions are needed for {box.gpu}: {model.shape_problem}"
+            )
+        known = latency_for(box.gpu, model.shape, num_gpus=box.tensor_parallel_size)
+    except LatencyError as error:
+        raise UsageError(f"{model.name}: {error}") from error
+    return known, "scaled" if known.is_scaled else "published"
+
+
+def _is_same_device(measured: StoredLatency, box: Box) -> bool:
+    if box.tensor_parallel_size > 1:
+        return False
+    try:
+        return hardware(measured.device) == hardware(box.gpu)
+    except LatencyError:  # an emulated device, or a GPU without a profile
+        return False
+
+
+def _check_sizes(models: Sequence[PlannedModel], box: Box) -> None:
+    room = box.device_bytes
+    large = [model for model in models if model.weight_bytes >= room]
+    if not large:
+        return
+    size = box.tensor_parallel_size
+    device = f"one {box.gpu}" if size == 1 else f"{size} {box.gpu} together"
+    listed = "; ".join(
+        f"{model.name} weighs {_gb(model.weight_bytes)}, {_gb(model.weight_bytes - room)} too much"
+        for model in large[:_MAX_NAMED]
+    )
+    if len(large) > _MAX_NAMED:
+        listed += f"; and {len(large) - _MAX_NAMED} more"
+    pronoun = "it does" if len(large) == 1 else "they do"
+    can_group = size == 1 and all(m.weight_bytes < _LARGEST_GROUP * room for m in large)
+    raise UsageError(
+        f"{listed}: {device} can hold {_gb(room)} ({100 * USABLE_SHARE:.0f} % of its memory), "
+        f"so {pronoun} not fit at all",
+        f"let {_LARGEST_GROUP} GPUs hold each model together (--tensor-parallel {_LARGEST_GROUP})"
+        if can_group
+        else "take larger GPUs, a quantized version, or leave out what does not fit",
+    )
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3g} GB"

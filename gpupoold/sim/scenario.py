@@ -1,0 +1,298 @@
+"""Experiments as data: a panel of a figure, the points of its sweep, a scenario to run.
+
+A *panel* says everything about one plot: box, workload, targets, policies, what is swept.
+A *point* is one run of it. A *scenario* is a point with its models and requests drawn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, Protocol, Self
+
+from gpupoold.domain import Targets
+from gpupoold.errors import UsageError
+from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, models_on
+from gpupoold.sim.lengths import length_variant, sharegpt_lengths
+from gpupoold.sim.model import SimModel
+from gpupoold.sim.policies import PolicyOptions, make_policy
+from gpupoold.sim.workloads import SimRequest, equal_rates, model_names, poisson_workload
+
+Axis = Literal["models", "rps"]
+# Time for the last requests to end, as a multiple of the time they arrive in.
+_DRAIN_FACTOR = 3
+_MAX_MODELS = 10_000
+_USUAL_TARGETS = Targets()
+# Classes of size that a trace may give its models as a suffix, and what stands for them.
+SIZE_CLASSES = {
+    "small": "Yi-1.5-6B",
+    "mid": "Yi-1.5-9B",
+    "large": "Qwen-14B",
+    "reason": "Qwen2.5-32B",
+    "r1": "Qwen2.5-32B",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What a workload is asked for; None leaves it as the workload has it.
+
+    ``rps`` is the mean rate per model.
+    """
+
+    num_models: int | None
+    rps: float | None
+    duration_s: float | None
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Requests in order of arrival, all models that could be asked, and the time it takes."""
+
+    requests: tuple[SimRequest, ...]
+    models: tuple[str, ...]
+    duration_s: float
+
+
+class Workload(Protocol):
+    """Where requests come from; immutable."""
+
+    @property
+    def needs_folder(self) -> bool:
+        """It has a file that ``located`` must find."""
+        ...
+
+    def located(self, folder: Path | None) -> Self:
+        """With its files found in ``folder``. Raises UsageError if they are not there."""
+        ...
+
+    def draw(self, draw: Draw) -> Drawn:
+        """The requests of one run; the same for the same arguments. Raises UsageError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoissonArrivals:
+    """Poisson arrivals, all models alike, with ShareGPT lengths or a variant of them."""
+
+    lengths: str = "ix1"
+
+    @property
+    def needs_folder(self) -> bool:
+        """It has no file."""
+        return False
+
+    def located(self, folder: Path | None) -> Self:
+        """It needs no file."""
+        return self
+
+    def draw(self, draw: Draw) -> Drawn:
+        """Raises UsageError without a number of models, a rate and a duration."""
+        if draw.num_models is None or draw.rps is None or draw.duration_s is None:
+            raise UsageError("Poisson arrivals need a number of models, a rate and a duration")
+        names = tuple(model_names(draw.num_models))
+        lengths = length_variant(sharegpt_lengths(), self.lengths)
+        rates = equal_rates(names, draw.rps)
+        requests = poisson_workload(rates, draw.duration_s, lengths, draw.seed)
+        return Drawn(requests, names, draw.duration_s)
+
+
+@dataclass(frozen=True, slots=True)
+class FixedRequests:
+    """Requests written down one by one; nothing about them can be changed."""
+
+    requests: tuple[SimRequest, ...]
+    duration_s: float
+
+    @property
+    def needs_folder(self) -> bool:
+        """It has no file."""
+        return False
+
+    def located(self, folder: Path | None) -> Self:
+        """It needs no file."""
+        return self
+
+    def draw(self, draw: Draw) -> Drawn:
+        """Raises UsageError if a number of models, a rate or a duration is asked for."""
+        if (draw.num_models, draw.rps, draw.duration_s) != (None, None, None):
+            raise UsageError("this preset's requests are fixed: no --models, --rps or --duration")
+        models = tuple(sorted({one.model for one in self.requests}))
+        return Drawn(self.requests, models, self.duration_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """What a caller wants different from a panel; None keeps what it has."""
+
+    policies: tuple[str, ...] | None = None
+    models: tuple[int, ...] | None = None
+    rps: tuple[float, ...] | None = None
+    box: Box | None = None
+    tensor_parallel_size: int | None = None
+    num_prefill: int | None = None
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+    duration_s: float | None = None
+    seed: int | None = None
+    switch_overhead_s: float | None = None
+    workloads_dir: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One plot: attainment of ``policies`` while ``axis`` goes through its values.
+
+    Empty ``models`` or ``rps`` leave them as the workload has them. ``num_prefill`` is the
+    number of devices with the prefill role, for policies that split roles;
+    ``without_prefetch`` names policies that do not prefetch here. ``service_s`` asks for
+    the number of models in use if each request stayed so long.
+    """
+
+    name: str
+    title: str
+    box: Box
+    workload: Workload
+    policies: tuple[str, ...]
+    axis: Axis = "models"
+    models: tuple[int, ...] = ()
+    rps: tuple[float, ...] = ()
+    targets: Targets = _USUAL_TARGETS
+    duration_s: float | None = None
+    seed: int = 0
+    shapes: tuple[str, ...] = DEFAULT_SHAPES
+    num_prefill: int | None = None
+    without_prefetch: tuple[str, ...] = ()
+    switch_overhead_s: float = 0.0
+    service_s: float | None = None
+
+    def changed(self, wanted: Overrides) -> Panel:
+        """The panel with what ``wanted`` says.
+
+        Another box does not keep the panel's number of prefill devices.
+
+        Raises:
+            UsageError: the workload's files are not there, or the GPUs do not make groups.
+        """
+        box, num_prefill = wanted.box or self.box, wanted.num_prefill
+        if wanted.tensor_parallel_size is not None:
+            box = box.grouped(wanted.tensor_parallel_size)
+        if num_prefill is None and box == self.box:
+            num_prefill = self.num_prefill
+        targets = Targets(
+            self.targets.ttft_s if wanted.ttft_s is None else wanted.ttft_s,
+            self.targets.tbt_s if wanted.tbt_s is None else wanted.tbt_s,
+        )
+        kept = ("policies", "models", "rps", "duration_s", "seed", "switch_overhead_s")
+        simple = {k: v for k in kept if (v := getattr(wanted, k)) is not None}
+        return replace(
+            self,
+            box=box,
+            num_prefill=num_prefill,
+            targets=targets,
+            axis=self._axis(wanted),
+            workload=self.workload.located(wanted.workloads_dir),
+            **simple,
+        )
+
+    def _axis(self, wanted: Overrides) -> Axis:
+        """What is swept: where one number of models or one rate is left, the other."""
+        num_models = len(self.models if wanted.models is None else wanted.models)
+        num_rps = len(self.rps if wanted.rps is None else wanted.rps)
+        if num_models > 1 >= num_rps:
+            return "models"
+        return "rps" if num_rps > 1 >= num_models else self.axis
+
+    def points(self) -> list[Point]:
+        """All runs of the panel, policy by policy. Raises UsageError for impossible ones."""
+        self._check()
+        swept = itertools.product(
+            dict.fromkeys(self.policies),
+            dict.fromkeys(self.models) or (None,),
+            dict.fromkeys(self.rps) or (None,),
+        )
+        return [Point(self, policy, models, rps) for policy, models, rps in swept]
+
+    def _check(self) -> None:
+        for num_models in self.models:
+            if num_models > _MAX_MODELS:
+                raise UsageError(f"{num_models} models: at most {_MAX_MODELS} fit in a run")
+            model_names(num_models)
+        for rps in self.rps:
+            if not (math.isfinite(rps) and rps > 0):
+                raise UsageError(f"rate {rps} requests/s: must be above 0")
+        num_devices = self.box.num_devices
+        if self.num_prefill is not None and not 0 < self.num_prefill < num_devices:
+            raise UsageError(
+                f"{self.num_prefill} prefill devices of {num_devices}: at least one must prefill "
+                "and one decode"
+            )
+        for policy in self.policies:
+            make_policy(policy, PolicyOptions(num_prefill=self.num_prefill))
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run of a panel."""
+
+    panel: Panel
+    policy: str
+    num_models: int | None
+    rps: float | None
+
+    @property
+    def preset(self) -> str:
+        """The panel's name, with what tells it apart if the other axis is swept as well."""
+        panel = self.panel
+        if panel.axis == "models" and len(panel.rps) > 1:
+            return f"{panel.name} rps={self.rps:g}"
+        if panel.axis == "rps" and len(panel.models) > 1:
+            return f"{panel.name} models={self.num_models}"
+        return panel.name
+
+    def __str__(self) -> str:
+        models = "" if self.num_models is None else f", {self.num_models} models"
+        return f"{self.preset}: {self.policy}{models}" + (f", {self.rps:g} rps" if self.rps else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A point ready to run: a box, its models and the requests that come in ``duration_s``."""
+
+    name: str
+    box: Box
+    models: Mapping[str, SimModel]
+    requests: tuple[SimRequest, ...]
+    targets: Targets
+    duration_s: float
+
+    @property
+    def end_s(self) -> float:
+        """When the run ends: with every token due, so that one that is not there is missed."""
+        due_s = (
+            self.targets.deadline_s(one.arrival_s, one.output_tokens - 1) for one in self.requests
+        )
+        return max(self.duration_s * (1 + _DRAIN_FACTOR), max(due_s, default=0.0))
+
+
+def build_scenario(point: Point) -> Scenario:
+    """Draw the point's requests and put its models on the box.
+
+    Raises:
+        UsageError: as the workload and ``models_on`` do.
+    """
+    panel = point.panel
+    asked = Draw(point.num_models, point.rps, panel.duration_s, panel.seed)
+    drawn = panel.workload.draw(asked)
+    shapes = {
+        name: SIZE_CLASSES.get(name.rpartition("-")[2], panel.shapes[index % len(panel.shapes)])
+        for index, name in enumerate(drawn.models)
+    }
+    models = models_on(panel.box, shapes, panel.targets)
+    return Scenario(
+        point.preset, panel.box, models, drawn.requests, panel.targets, drawn.duration_s
+    )

@@ -1,0 +1,72 @@
+"""``python -m gpupoold.simdevice``: started by the daemon, one per simulated device."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+
+from gpupoold import __version__
+from gpupoold.latency.hardware import hardware
+from gpupoold.process import die_with_parent
+from gpupoold.sim.boxes import Box
+from gpupoold.simdevice.server import PAGE_BYTES, SimServer
+from gpupoold.wire.channel import BlockingChannel, ChannelClosed
+from gpupoold.wire.messages import InstanceReady, ToInstance
+
+_logger = logging.getLogger("gpupoold.simdevice")
+
+
+def main() -> None:
+    """Play the device until the daemon says stop or is gone."""
+    arguments = _parse()
+    die_with_parent(arguments.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the daemon's to handle
+    logging.basicConfig(
+        level=arguments.log_level.upper(),
+        format="%(asctime)s %(levelname)s simdevice %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    wire = socket.socket(fileno=arguments.wire_fd)
+    channel: BlockingChannel[ToInstance] = BlockingChannel(wire, ToInstance)
+    try:
+        _serve(arguments, channel)
+    except ChannelClosed:
+        _logger.info("the daemon is gone, leaving")
+
+
+def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) -> None:
+    gpu = hardware(arguments.gpu)
+    device_bytes = arguments.device_bytes or Box(1, gpu.name).device_bytes
+    server = SimServer(arguments.instance, gpu.name, device_bytes, channel)
+    channel.send(
+        InstanceReady(
+            arguments.instance,
+            os.getpid(),
+            device_bytes,
+            PAGE_BYTES,
+            gpu.pcie_bandwidth_bytes_per_s,
+            f"sim {__version__}",
+            f"sim:{gpu.name}",
+            prefetches=True,
+        )
+    )
+    server.run()
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gpupoold.simdevice")
+    parser.add_argument("--instance", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("--wire-fd", type=int, required=True)
+    parser.add_argument("--gpu", required=True, help="a name of latency/hardware.toml")
+    parser.add_argument("--device-bytes", type=int, default=0, help="0: the usable share")
+    parser.add_argument("--log-level", default="info")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

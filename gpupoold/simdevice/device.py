@@ -1,0 +1,377 @@
+"""A device without an engine: carries out turns at the latency law's pace, in real time.
+
+It does what ``gpupoold.sim.device`` does in virtual time. All work is put on an absolute
+schedule; whoever calls late (the machine is busy) gets everything that was due meanwhile,
+at the times it was due, so that tokens are neither lost nor put off.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from gpupoold.domain import Targets
+from gpupoold.sim.memory import SimMemory
+from gpupoold.sim.model import SimModel
+from gpupoold.simdevice.made_up import Vocabulary, seed_of
+from gpupoold.wire import messages as m
+
+LENGTH = "length"
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """A request on the device."""
+
+    request_id: str
+    model: str
+    arrival_s: float
+    prompt_tokens: int
+    max_tokens: int
+    num_tokens: int = 0
+    is_gone: bool = False
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens in its KV."""
+        return self.prompt_tokens + self.num_tokens
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has all its tokens."""
+        return self.num_tokens >= self.max_tokens
+
+
+@dataclass(slots=True)
+class _Work:
+    """A model's requests here. ``batch`` is ``running`` as the last step had it."""
+
+    vocabulary: Vocabulary
+    waiting: list[Answer] = field(default_factory=list)
+    running: list[Answer] = field(default_factory=list)
+    prefilling: Answer | None = None
+    batch: tuple[Answer, ...] | None = None
+
+    def all(self) -> Iterable[Answer]:
+        """Every request, the one being prefilled too."""
+        return [*([self.prefilling] if self.prefilling else ()), *self.waiting, *self.running]
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Steps of one batch that nobody has been told of."""
+
+    model: str
+    batch: tuple[Answer, ...]
+    num_steps: int
+    step_s: float | None
+
+
+class PacedDevice:
+    """Orders and requests come in with the present time, messages go out through ``send``.
+
+    ``advance`` must be called at ``next_due_s`` or soon after, and before and after orders
+    and requests.
+    """
+
+    def __init__(
+        self, instance: int, capacity_bytes: int, send: Callable[[m.Message], None]
+    ) -> None:
+        self.instance = instance
+        self.num_steps = 0
+        self.models: dict[str, SimModel] = {}
+        self.memory = SimMemory(capacity_bytes, self.models, self._use_of)
+        self._send_now = send
+        self._work: dict[str, _Work] = {}
+        self._due: tuple[float, Callable[[float], None]] | None = None
+        self._now_s = 0.0
+        self._turn: m.RunTurn | None = None
+        self._ends_at_s = math.inf
+        self._has_begun = False
+        self._order: m.RunTurn | None = None  # for when the turn under way has ended
+        self._last_turn_id = 0
+        self._previous: str | None = None
+        # Weight and KV bytes that came before the turn they came for.
+        self._fetched: dict[str, tuple[int, int]] = {}
+        self._steps: _Steps | None = None
+
+    @property
+    def next_due_s(self) -> float | None:
+        """When there is something to do next."""
+        return self._due[0] if self._due else None
+
+    @property
+    def turn(self) -> m.RunTurn | None:
+        """The turn under way."""
+        return self._turn
+
+    def advance(self, now_s: float) -> None:
+        """Do all that was due by ``now_s``, and tell of it."""
+        self._now_s = now_s
+        while self._due is not None and self._due[0] <= now_s:
+            (at_s, work), self._due = self._due, None
+            work(at_s)
+        self._close_steps()
+
+    def add_model(self, model: SimModel, vocabulary: Vocabulary) -> None:
+        """It can have requests from now on."""
+        self.models[model.name] = model
+        self._work[model.name] = _Work(vocabulary)
+        self.memory.add(model.name)
+        self._tell_memory()
+
+    def remove_model(self, name: str) -> list[str]:
+        """Forget a model; ids of requests that had not ended."""
+        lost = [answer.request_id for answer in self._work[name].all()]
+        self.abort(name, lost)
+        if self._turn is not None and self._turn.model == name:
+            self._due = None
+            self._end_turn(self._now_s)
+        self.memory.remove(name)
+        del self.models[name], self._work[name]
+        self._fetched.pop(name, None)
+        return lost
+
+    def set_targets(self, name: str, targets: Targets) -> None:
+        """New targets, for the order of evictions."""
+        self.models[name] = replace(self.models[name], targets=targets)
+
+    def add(self, answer: Answer) -> None:
+        """A request; its model must be there."""
+        self._work[answer.model].waiting.append(answer)
+
+    def abort(self, model: str, request_ids: Iterable[str]) -> None:
+        """Drop requests with their KV; unknown ids are ignored."""
+        wanted, work = set(request_ids), self._work[model]
+        for answer in work.all():
+            if answer.request_id in wanted:
+                self._drop(work, answer)
+        self._tell_memory()
+
+    def run_turn(self, order: m.RunTurn) -> None:
+        """See ``RunTurn``."""
+        turn = self._turn
+        if turn is not None and order.model is not None and order.turn_id == turn.turn_id:
+            self._turn = order
+            self._ends_at_s += order.quota_s - turn.quota_s
+            if self._has_begun:
+                self._prefetch()
+            self._tell_memory()
+        elif turn is not None and (order.model is None or order.turn_id > turn.turn_id):
+            self._order = order
+        elif turn is None and order.model is not None and order.turn_id > self._last_turn_id:
+            self._start(order, self._now_s)
+
+    def counts(self, model: str) -> tuple[int, int]:
+        """Requests of a model, and how many of them have no token yet."""
+        work = self._work[model]
+        num_waiting = len(work.waiting) + (work.prefilling is not None)
+        return num_waiting + len(work.running), num_waiting
+
+    def live(self, model: str) -> Iterable[Answer]:
+        """All requests of a model."""
+        return self._work[model].all()
+
+    # Turns
+
+    def _start(self, order: m.RunTurn, at_s: float) -> None:
+        """Begin the switch of a turn; one for which there is nothing to do ends at once."""
+        self._turn, self._has_begun = order, False
+        model = order.model
+        if model not in self.models or not self._work[model].all():
+            self._end_turn(at_s)
+            return
+        delay_s = self._switch_in(model, at_s)
+        self._ends_at_s = at_s + delay_s + order.quota_s
+        self._tell_memory()
+        self._due = at_s + delay_s, self._begin
+
+    def _begin(self, at_s: float) -> None:
+        self._has_begun = True
+        self._prefetch()
+        self._go_on(at_s, is_new=True)
+
+    def _go_on(self, at_s: float, *, is_new: bool = False) -> None:
+        """Prefill what waits, then decode; one piece of work, whose end calls again.
+
+        A new turn does at least one, however short its quota is.
+        """
+        assert self._turn is not None
+        assert self._turn.model is not None
+        self._tell_memory()  # KV that grew may have pushed others out
+        work = self._work[self._turn.model]
+        if self._is_over(work, at_s, is_new):
+            self._end_turn(at_s)
+        elif work.waiting:
+            answer = work.prefilling = work.waiting.pop(0)
+            latency = self.models[answer.model].latency
+            prefill_s = latency.prefill_s([answer.prompt_tokens])
+            self._due = at_s + prefill_s, functools.partial(self._prefilled, answer)
+        else:
+            self._decode(self._turn.model, work, at_s)
+
+    def _is_over(self, work: _Work, at_s: float, is_new: bool) -> bool:
+        if self._order is not None or not (work.waiting or work.running):
+            return True
+        assert self._turn is not None
+        return not is_new and self._turn.then is not None and at_s >= self._ends_at_s
+
+    def _end_turn(self, at_s: float) -> None:
+        """Tell it, and bring in the next model without waiting for orders."""
+        turn, order = self._turn, self._order
+        assert turn is not None
+        self._turn = self._order = None
+        self._last_turn_id = max(self._last_turn_id, turn.turn_id)
+        if order is None and turn.then in self.models:
+            self._fetch(turn.then, turn.then, at_s)
+        self._send(m.TurnEnded(turn.turn_id, dict(self.memory.take_changes())))
+        if order is not None and order.model is not None:
+            self._start(order, at_s)
+
+    # Steps
+
+    def _prefilled(self, answer: Answer, at_s: float) -> None:
+        work = self._work[answer.model]
+        work.prefilling = None
+        if not answer.is_gone:
+            self.num_steps += 1
+            answer.num_tokens += 1
+            self.memory.add_kv(answer.model, answer.context_tokens)
+            work.running.append(answer)
+            work.batch = None
+            self._note_steps(answer.model, (answer,), None)
+            self._end_finished(work, (answer,))
+        self._go_on(at_s)
+
+    def _decode(self, model: str, work: _Work, at_s: float) -> None:
+        batch = work.batch = work.batch or tuple(work.running)
+        context = sum(answer.context_tokens for answer in batch)
+        step_s = self.models[model].latency.decode_step_s(len(batch), context)
+        self._due = at_s + step_s, functools.partial(self._decoded, model, batch, step_s)
+
+    def _decoded(self, model: str, batch: tuple[Answer, ...], step_s: float, at_s: float) -> None:
+        work = self._work[model]
+        if work.batch is not batch:  # some were aborted during the step
+            batch = tuple(answer for answer in batch if not answer.is_gone)
+        self.num_steps += 1
+        is_any_done = False
+        for answer in batch:
+            answer.num_tokens += 1
+            is_any_done = is_any_done or answer.is_done
+        if batch:
+            self.memory.add_kv(model, len(batch))
+            self._note_steps(model, batch, step_s)
+        if is_any_done:
+            self._end_finished(work, batch)
+        self._go_on(at_s)
+
+    def _end_finished(self, work: _Work, batch: Iterable[Answer]) -> None:
+        if any(answer.is_done for answer in batch):
+            self._close_steps()
+        for answer in batch:
+            if answer.is_done:
+                self._drop(work, answer)
+
+    def _drop(self, work: _Work, answer: Answer) -> None:
+        answer.is_gone = True
+        if answer in work.running:
+            work.running.remove(answer)
+            work.batch = None
+            self.memory.add_kv(answer.model, -answer.context_tokens)
+        elif answer in work.waiting:
+            work.waiting.remove(answer)
+
+    # Memory
+
+    def _prefetch(self) -> None:
+        """Bring in the next model during this turn."""
+        turn = self._turn
+        if turn is not None and turn.model is not None and turn.then in self.models:
+            self._fetch(turn.then, turn.model, self._now_s)
+
+    def _fetch(self, name: str, current: str, at_s: float) -> None:
+        missing = self._missing(name)
+        if self.memory.prefetch(name, current, at_s):
+            self._fetched[name] = missing
+
+    def _missing(self, name: str) -> tuple[int, int]:
+        """Weight and KV bytes that a switch to the model would move."""
+        held_weight_bytes, _, kv_host_bytes = self.memory.held_bytes(name)
+        return self.models[name].weight_bytes - held_weight_bytes, kv_host_bytes
+
+    def _switch_in(self, name: str, at_s: float) -> float:
+        """Seconds until the model can run; tells of the switch if there is one to make."""
+        early, late = self._fetched.pop(name, (0, 0)), self._missing(name)
+        delay_s, moved = self.memory.switch_in(name, at_s)
+        weight_bytes, kv_bytes = early[0] + late[0], early[1] + late[1]
+        if weight_bytes or kv_bytes:
+            out_bytes = max(0, moved - sum(late))
+            self._tell_switch(name, at_s, delay_s, weight_bytes, kv_bytes, out_bytes)
+        self._previous = name
+        return delay_s
+
+    def _tell_switch(
+        self, name: str, at_s: float, total_s: float, weight_bytes: int, in_bytes: int, out: int
+    ) -> None:
+        moved = max(1, weight_bytes + in_bytes + out)
+        record = m.SwitchRecord(
+            instance=self.instance,
+            model=name,
+            previous=self._previous,
+            at_s=at_s,
+            total_s=total_s,
+            evict_s=total_s * out / moved,
+            map_s=0.0,
+            weights_s=total_s * weight_bytes / moved,
+            kv_s=total_s * in_bytes / moved,
+            weight_bytes=weight_bytes,
+            kv_in_bytes=in_bytes,
+            kv_out_bytes=out,
+        )
+        self._send(m.Switched(record))
+
+    def _use_of(self, name: str) -> tuple[int, float]:
+        targets = self.models[name].targets
+        answers = list(self._work[name].all())
+        due_s = (targets.deadline_s(one.arrival_s, one.num_tokens) for one in answers)
+        return len(answers), min(due_s, default=math.inf)
+
+    # Telling
+
+    def _tell_memory(self) -> None:
+        changes = self.memory.take_changes()
+        if changes:
+            self._send(m.TurnEnded(0, dict(changes)))
+
+    def _send(self, message: m.Message) -> None:
+        self._close_steps()
+        self._send_now(message)
+
+    def _note_steps(self, model: str, batch: tuple[Answer, ...], step_s: float | None) -> None:
+        """One more step; steps of an unchanged batch that are late are told together."""
+        steps = self._steps
+        if steps is not None and steps.batch is batch and step_s is not None:
+            steps.num_steps += 1
+            steps.step_s = step_s
+            return
+        self._close_steps()
+        self._steps = _Steps(model, batch, 1, step_s)
+
+    def _close_steps(self) -> None:
+        steps, self._steps = self._steps, None
+        if steps is None:
+            return
+        vocabulary = self._work[steps.model].vocabulary
+        progress = [
+            m.RequestProgress(
+                one.request_id,
+                vocabulary.token_ids(
+                    seed_of(one.request_id), one.num_tokens - steps.num_steps, steps.num_steps
+                ),
+                LENGTH if one.is_done else None,
+            )
+            for one in steps.batch
+        ]
+        self._send_now(m.StepOutputs(steps.model, self._now_s, [], progress, steps.step_s))

@@ -1,0 +1,111 @@
+"""What a device without an engine knows of a model: its files' headers, and the latency law."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint, check_config
+from gpupoold.checkpoints.fit import MODEL_DTYPE_BITS, estimate_weight_bytes
+from gpupoold.domain import Targets
+from gpupoold.errors import Refused
+from gpupoold.latency.errors import LatencyError
+from gpupoold.latency.fit import Fit, FitQuality
+from gpupoold.latency.models import LatencyModel
+from gpupoold.latency.profiles import latency_for
+from gpupoold.latency.shape import ModelShape, from_hf_config
+from gpupoold.latency.stored import Profile, StoredFit
+from gpupoold.sim.model import SimModel
+from gpupoold.simdevice.made_up import Vocabulary
+from gpupoold.units import format_bytes
+from gpupoold.wire.messages import LoadedModel, ModelToLoad
+
+BLOCK_TOKENS = 16
+
+_DEFAULT_MAX_LEN = 2048
+# The law is exact: it was fitted elsewhere, and this device keeps to it.
+_EXACT = FitQuality(r_squared=1.0, mean_relative_error=0.0, p90_relative_error=0.0, num_points=0)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model as such a device has it."""
+
+    sim: SimModel
+    loaded: LoadedModel
+    vocabulary: Vocabulary
+    layout_digest: str
+
+    def profile(self) -> Profile:
+        """The latency law as if it had been measured, which takes no time."""
+        latency = self.sim.latency
+        return Profile(
+            prefill=StoredFit.of(Fit(latency.prefill, _EXACT)),
+            decode=StoredFit.of(Fit(latency.decode, _EXACT)),
+            duration_s=0.0,
+        )
+
+
+def know(model: ModelToLoad, gpu: str, device_bytes: int) -> KnownModel:
+    """Read what ``model``'s folder says; its weights are not read.
+
+    Raises:
+        Refused: it cannot be served from there, does not fit on the device, or is of a kind
+            whose latency cannot be told.
+    """
+    started_s = time.monotonic()
+    path = Path(model.path)
+    info = check_checkpoint(path, allow_pickle=True, allow_remote_code=model.allow_remote_code)
+    config = check_config(path, allow_remote_code=model.allow_remote_code)
+    dtype = _dtype(info, model.dtype)
+    shape, latency = _latency(model.name, config, info, dtype, gpu)
+    weight_bytes = estimate_weight_bytes(info, model.dtype)
+    kv_bytes = shape.kv_bytes_per_token
+    num_blocks = (device_bytes - weight_bytes) // (kv_bytes * BLOCK_TOKENS)
+    loaded = LoadedModel(
+        name=model.name,
+        architecture=info.architecture,
+        max_model_len=_max_len(model, info, num_blocks * BLOCK_TOKENS, device_bytes),
+        dtype=dtype,
+        block_size=BLOCK_TOKENS,
+        num_gpu_blocks=num_blocks,
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=kv_bytes,
+        supported_tasks=("generate",),
+        load_s=time.monotonic() - started_s,
+    )
+    targets = Targets(model.ttft_s, model.tbt_s)
+    sim = SimModel(model.name, targets, latency, weight_bytes, kv_bytes)
+    vocab_size = int((config.get("text_config") or config).get("vocab_size") or 0)
+    return KnownModel(sim, loaded, Vocabulary.of_size(vocab_size), f"{weight_bytes}")
+
+
+def _latency(
+    name: str, config: dict[str, Any], info: CheckpointInfo, dtype: str, gpu: str
+) -> tuple[ModelShape, LatencyModel]:
+    try:
+        shape = from_hf_config(config, info.num_parameters, dtype)
+        return shape, latency_for(gpu, shape)
+    except LatencyError as error:
+        raise Refused(f"{name}: its latency on {gpu} is not known: {error}") from error
+
+
+def _dtype(info: CheckpointInfo, wanted: str) -> str:
+    """The dtype an engine would choose: 32-bit checkpoints are served in 16 bits."""
+    if wanted != "auto":
+        return wanted
+    return info.dtype if MODEL_DTYPE_BITS.get(info.dtype) == 16 else "bfloat16"
+
+
+def _max_len(model: ModelToLoad, info: CheckpointInfo, room: int, device_bytes: int) -> int:
+    """Tokens of the longest request; without a wish, as many as have room beside the weights."""
+    longest = info.max_position_embeddings or _DEFAULT_MAX_LEN
+    if room < (model.max_model_len or 1):
+        raise Refused(
+            f"{model.name}: beside its weights a device of {format_bytes(device_bytes)} has room "
+            f"for the KV of {max(room, 0)} tokens, not of {model.max_model_len or 1}",
+            "lower --max-len, or take devices with more memory",
+        )
+    return model.max_model_len or min(longest, room)

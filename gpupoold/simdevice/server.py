@@ -1,0 +1,194 @@
+"""The process around a device without an engine: messages in, answers out, at the due time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+from gpupoold.domain import Targets
+from gpupoold.errors import GpupoolError, Refused
+from gpupoold.simdevice.device import Answer, PacedDevice
+from gpupoold.simdevice.models import KnownModel, know
+from gpupoold.wire import messages as m
+from gpupoold.wire.channel import BlockingChannel
+
+_logger = logging.getLogger(__name__)
+
+PAGE_BYTES = 2 << 20
+
+_STATUS_INTERVAL_S = 0.25
+
+
+class SimServer:
+    """The instance's side of the conversation with the daemon."""
+
+    def __init__(
+        self,
+        instance: int,
+        gpu: str,
+        device_bytes: int,
+        channel: BlockingChannel[m.ToInstance],
+    ) -> None:
+        self._instance = instance
+        self._gpu = gpu
+        self._device_bytes = device_bytes
+        self._channel = channel
+        self._device = PacedDevice(instance, device_bytes, channel.send)
+        self._known: dict[str, KnownModel] = {}
+        self._status_at_s = 0.0
+        self._stopping = False
+
+    def run(self) -> None:
+        """Serve until told to stop.
+
+        Raises:
+            ChannelClosed: the daemon is gone.
+        """
+        while not self._stopping:
+            message = self._channel.receive(self._idle_s(time.monotonic()))
+            # What was due before the message came is done before it is heeded.
+            self._device.advance(time.monotonic())
+            while message is not None and not self._stopping:
+                self._handle(message)
+                message = self._channel.receive(0.0)
+            self._device.advance(time.monotonic())
+            self._maybe_report(time.monotonic())
+
+    def _idle_s(self, now_s: float) -> float:
+        due_s = self._device.next_due_s
+        wake_s = self._status_at_s if due_s is None else min(due_s, self._status_at_s)
+        return max(0.0, wake_s - now_s)
+
+    def _handle(self, message: m.ToInstance) -> None:
+        match message:
+            case m.AddRequest():
+                self._add_request(message)
+            case m.RunTurn():
+                self._device.run_turn(message)
+            case m.AbortRequests():
+                if message.model in self._known:
+                    self._device.abort(message.model, message.request_ids)
+            case m.LoadModel():
+                self._load(message)
+            case m.UnloadModel():
+                self._unload(message.name)
+            case m.SetTargets():
+                if message.name in self._known:
+                    targets = Targets(message.ttft_s, message.tbt_s)
+                    self._device.set_targets(message.name, targets)
+            case m.Call():
+                self._channel.send(self._answer(message))
+            case m.Shutdown():
+                self._stopping = True
+
+    def _add_request(self, message: m.AddRequest) -> None:
+        known = self._known.get(message.model)
+        num_prompt = len(message.prompt_token_ids)
+        room = known.loaded.max_model_len - num_prompt if known else 0
+        if known is None or room < 1:
+            reason = (
+                f"{message.model} is not loaded on instance {self._instance}"
+                if known is None
+                else f"a prompt of {num_prompt} tokens leaves no room for an answer: "
+                f"{message.model} takes {known.loaded.max_model_len} tokens in all"
+            )
+            self._channel.send(m.RequestsFailed(message.model, [message.request_id], reason))
+            return
+        max_tokens = min(message.max_tokens or room, room)
+        answer = Answer(
+            message.request_id, message.model, message.arrival_s, num_prompt, max_tokens
+        )
+        self._device.add(answer)
+
+    def _load(self, message: m.LoadModel) -> None:
+        if message.has_image:
+            os.close(self._channel.take_fd())  # there is nothing here to put it
+        model = message.model
+        try:
+            known = know(model, self._gpu, self._device_bytes)
+        except (GpupoolError, OSError) as error:
+            _logger.exception("loading %s failed", model.name)
+            self._channel.send(_failure(model.name, error))
+            return
+        self._known[model.name] = known
+        self._device.add_model(known.sim, known.vocabulary)
+        profile = known.profile() if message.profiling_budget_s > 0 else None
+        self._channel.send(m.ModelLoaded(known.loaded, known.layout_digest, False, profile))
+
+    def _unload(self, name: str) -> None:
+        if self._known.pop(name, None) is not None:
+            lost = self._device.remove_model(name)
+            if lost:
+                self._channel.send(m.RequestsFailed(name, lost, f"{name} was unloaded"))
+        self._channel.send(m.ModelUnloaded(name))
+
+    def _answer(self, call: m.Call) -> m.CallResult:
+        try:
+            if call.method != "check_integrity":
+                raise Refused(
+                    f"device {self._instance} simulates a {self._gpu} and cannot do {call.method}",
+                    "it has no engine; use an emulated device or a GPU",
+                )
+            return m.CallResult(call.call_id, self._check_integrity())
+        except GpupoolError as error:
+            return m.CallResult(call.call_id, None, error.code, error.message, error.hint)
+        except AssertionError as error:
+            return m.CallResult(call.call_id, None, "failed", f"{call.method}: {error}")
+
+    def _check_integrity(self) -> dict[str, Any]:
+        """What the models hold adds up; raises AssertionError, saying what does not."""
+        memory, used_bytes = self._device.memory, 0
+        for name, known in self._known.items():
+            weight_bytes, kv_bytes, host_bytes = memory.held_bytes(name)
+            used_bytes += weight_bytes + kv_bytes
+            answers = [one for one in self._device.live(name) if one.num_tokens]
+            tokens = sum(one.context_tokens for one in answers)
+            wanted = tokens * known.loaded.kv_bytes_per_token
+            assert kv_bytes + host_bytes == wanted, (
+                f"{name} holds {kv_bytes + host_bytes} bytes of KV for {tokens} tokens"
+            )
+        free_bytes = memory.free_bytes
+        assert used_bytes + free_bytes == self._device_bytes, (
+            f"{used_bytes} bytes held and {free_bytes} free of {self._device_bytes}"
+        )
+        return {"free_pages": free_bytes // PAGE_BYTES, "pages": self._device_bytes // PAGE_BYTES}
+
+    def _maybe_report(self, now_s: float) -> None:
+        if now_s < self._status_at_s:
+            return
+        self._status_at_s = now_s + _STATUS_INTERVAL_S
+        device, turn = self._device, self._device.turn
+        models = [self._memory_of(name) for name in self._known]
+        self._channel.send(
+            m.InstanceStatus(
+                instance=self._instance,
+                at_s=now_s,
+                on_turn=turn.model if turn else None,
+                quota_s=turn.quota_s if turn else 0.0,
+                num_steps=device.num_steps,
+                free_bytes=max(0, device.memory.free_bytes),
+                kv_host_bytes=sum(memory.kv_host_bytes for memory in models),
+                models=models,
+            )
+        )
+
+    def _memory_of(self, name: str) -> m.ModelMemory:
+        weight_bytes, kv_bytes, host_bytes = self._device.memory.held_bytes(name)
+        num_live, num_waiting = self._device.counts(name)
+        return m.ModelMemory(
+            model=name,
+            weights_resident_bytes=weight_bytes,
+            weights_total_bytes=self._known[name].loaded.weight_bytes,
+            kv_resident_bytes=kv_bytes,
+            kv_host_bytes=host_bytes,
+            num_live=num_live,
+            num_waiting=num_waiting,
+        )
+
+
+def _failure(name: str, error: GpupoolError | OSError) -> m.ModelFailed:
+    if isinstance(error, GpupoolError):
+        return m.ModelFailed(name, error.code, error.message, error.hint)
+    return m.ModelFailed(name, "failed", f"{name}: {error}", "see that its folder can be read")

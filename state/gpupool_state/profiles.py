@@ -1,0 +1,90 @@
+"""How long each model's steps take on each kind of device: fitted laws as they were measured."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from gpupool_state.writer import Source, Transaction
+
+
+class Phase(StrEnum):
+    """What a law is of."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    SWITCH = "switch"
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRow:
+    """One law of one model on one kind of device.
+
+    ``device`` is its name, ``dtype`` what the weights were loaded as. ``law`` and
+    ``constants`` are those of ``gpupoold.latency``; of a switch the only constant is bytes
+    per second. The sizes are 0 where the law needs none. The measures of the fit are None
+    where nothing was fitted. ``measured_at`` is wall-clock seconds.
+    """
+
+    device: str
+    phase: Phase
+    engine_version: str
+    revision: str | None
+    dtype: str
+    law: str
+    constants: tuple[float, ...]
+    hidden_size: int
+    intermediate_size: int
+    r_squared: float | None
+    mean_relative_error: float | None
+    p90_relative_error: float | None
+    num_points: int
+    measured_at: float
+
+
+_COLUMNS = ", ".join(("model", *(field.name for field in fields(ProfileRow))))
+_INSERT = f"INSERT INTO profiles ({_COLUMNS}) VALUES ({', '.join('?' * 15)})"
+_SELECT = f"SELECT {_COLUMNS} FROM profiles"
+_ORDER = "ORDER BY model, measured_at, device, phase"
+
+
+async def replace_profiles(tx: Transaction, model: str, rows: Sequence[ProfileRow]) -> None:
+    """Put ``rows`` in the place of what was known of the model on their devices."""
+    for device in sorted({row.device for row in rows}):
+        await tx.execute("DELETE FROM profiles WHERE model = ? AND device = ?", (model, device))
+    await tx.execute_many(_INSERT, [_values(model, row) for row in rows])
+
+
+async def profiles_of(source: Source, model: str) -> tuple[ProfileRow, ...]:
+    """All laws of a model, those measured last at the end."""
+    rows = await source.fetch_all(f"{_SELECT} WHERE model = ? {_ORDER}", (model,))
+    return tuple(map(_profile_row, rows))
+
+
+async def all_profiles(source: Source) -> dict[str, tuple[ProfileRow, ...]]:
+    """The same for every model that has some, by name."""
+    return _by_model(await source.fetch_all(f"{_SELECT} {_ORDER}"))
+
+
+def _by_model(rows: Iterable[sqlite3.Row]) -> dict[str, tuple[ProfileRow, ...]]:
+    found: dict[str, list[ProfileRow]] = {}
+    for row in rows:
+        found.setdefault(row["model"], []).append(_profile_row(row))
+    return {model: tuple(its) for model, its in found.items()}
+
+
+def _values(model: str, row: ProfileRow) -> tuple[str | int | float | None, ...]:
+    values = {field.name: getattr(row, field.name) for field in fields(row)}
+    # JSON writes a float with as many digits as it takes to read the same one back.
+    changed = {"phase": row.phase.value, "constants": json.dumps(row.constants)}
+    return (model, *(values | changed).values())
+
+
+def _profile_row(row: sqlite3.Row) -> ProfileRow:
+    values = {field.name: row[field.name] for field in fields(ProfileRow)}
+    values["phase"] = Phase(row["phase"])
+    values["constants"] = tuple(json.loads(row["constants"]))
+    return ProfileRow(**values)

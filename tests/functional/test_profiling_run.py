@@ -1,0 +1,67 @@
+"""A real engine is timed when it is loaded, beside another that is answering."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from gpupoold.latency.stored import Profile
+from gpupoold.wire import messages as m
+from tests.functional.daemon_tools import weight_bytes
+from tests.functional.instance_peer import InstancePeer
+
+BUDGET_S = 1.0
+PROMPT = list(range(5, 95))
+NUM_TOKENS = 300
+
+
+def test_profiling_leaves_no_trace(tiny_models: dict[str, Path]) -> None:
+    """On a device that holds one and a half models, so the one that answers is evicted."""
+    sizes = [weight_bytes(path) for path in tiny_models.values()]
+    peer = InstancePeer(int(1.5 * max(sizes)), quota_max_s=0.05)
+    try:
+        peer.load("busy", tiny_models["tiny-llama"])
+        peer.ask("busy", "alone", PROMPT, max_tokens=NUM_TOKENS)
+        peer.run_until_ended("alone")
+
+        peer.ask("busy", "beside", PROMPT, max_tokens=NUM_TOKENS)
+        while len(peer.tokens["beside"]) < 20:
+            peer.pump(1.0)
+        measured = load_and_profile(peer, "new", tiny_models["tiny-qwen3"])
+        assert len(peer.tokens["beside"]) < NUM_TOKENS, "it ended too early to be disturbed"
+        peer.run_until_ended("beside")
+        assert peer.tokens["beside"] == peer.tokens["alone"]
+        assert set(peer.tokens) == {"alone", "beside"}, "made-up requests must not be heard of"
+
+        assert measured.problem == ""
+        assert measured.duration_s < BUDGET_S + 0.5
+        assert measured.prefill is not None
+        assert measured.decode is not None
+        assert measured.prefill.prefill_law().predict_s([500]) > 0
+        peer.status = None
+        while peer.status is None:
+            peer.pump(1.0)
+        [memory] = [row for row in peer.status.models if row.model == "new"]
+        assert (memory.kv_resident_bytes, memory.kv_host_bytes, memory.num_live) == (0, 0, 0)
+        peer.call("check_integrity")
+
+        peer.ask("new", "first", PROMPT, max_tokens=20)
+        peer.run_until_ended("first")
+        assert len(peer.tokens["first"]) == 20
+    finally:
+        peer.close()
+
+
+def load_and_profile(peer: InstancePeer, name: str, path: Path) -> Profile:
+    model = m.ModelToLoad(
+        name=name, path=str(path), dtype="float32", max_model_len=1024, ttft_s=10.0, tbt_s=0.1
+    )
+    started_s = time.monotonic()
+    peer.channel.send(m.LoadModel(model, profiling_budget_s=BUDGET_S))
+    loaded = peer.wait(m.ModelLoaded)
+    os.close(peer.channel.take_fd())
+    assert time.monotonic() - started_s < 10
+    profile = loaded.profile
+    assert isinstance(profile, Profile)
+    return profile

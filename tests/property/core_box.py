@@ -1,0 +1,270 @@
+"""A box of devices that obeys the scheduling core, for tests: messages from it are late.
+
+What the core is told and what it wants is checked at every step against what the box knows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from gpupoold.domain import Targets
+from gpupoold.scheduling import events as e
+from gpupoold.scheduling.actions import Action, HandOver, RunTurn, Send, Turn
+from gpupoold.scheduling.core import Core
+from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.invariants import check_state
+from gpupoold.scheduling.stimuli import RecordedCore
+from gpupoold.sim.policies import PolicyOptions, make_policy
+
+GB = 10**9
+CAPACITY_BYTES = 400 * GB
+COSTS = ModelCosts(prefill_base_s=0.01, decode_base_s=0.02, decode_sequence_s=0.001)
+
+
+@dataclass(eq=False)
+class Live:
+    """A request on a device."""
+
+    id: str
+    model: str
+    num_left: int
+    has_token: bool = False
+
+
+@dataclass(eq=False)
+class BoxDevice:
+    """One device: what it has, what it does, and what it has said that nobody has heard yet."""
+
+    number: int
+    is_up: bool = False
+    hosted: set[str] = field(default_factory=set)
+    has: dict[str, Live] = field(default_factory=dict)
+    turn: Turn | None = None
+    then: str | None = None
+    last_ended: int = 0
+    said: deque[e.Event] = field(default_factory=deque)
+
+    def reset(self) -> None:
+        """Forget everything but what the daemon may hear of a device that is gone."""
+        self.has.clear()
+        self.hosted.clear()
+        self.turn = self.then = None
+        self.said = deque(one for one in self.said if isinstance(one, e.Stepped | e.TurnEnded))
+
+
+class Box:
+    """Devices, a core, and the truth about requests."""
+
+    def __init__(self, policy: str, num_devices: int, num_prefill: int = 1) -> None:
+        self.policy = policy
+        self.num_prefill = num_prefill
+        self.options = PolicyOptions(num_prefill)
+        self.recorded = RecordedCore(Core(make_policy(policy, self.options)), 1_000_000)
+        self.state = self.recorded.core.state
+        self.now_s = 0.0
+        self.devices = [BoxDevice(number) for number in range(num_devices)]
+        self.models: set[str] = set()
+        self.lives: dict[str, tuple[str, int]] = {}  # live requests: model, tokens they want
+        self.num_requests = 0
+        self.num_sends = 0
+
+    # What happens to the box.
+
+    def add_model(self, model: str, targets: Targets) -> None:
+        self.models.add(model)
+        self.tell(e.ModelAdded(model, targets, 20 * GB, 100_000, COSTS))
+
+    def remove_model(self, model: str) -> None:
+        self.models.discard(model)
+        for device in self.devices:
+            self._drop(device, model)
+        self.tell(e.ModelRemoved(model))
+
+    def up(self, number: int) -> None:
+        device = self.devices[number]
+        device.reset()
+        device.said.clear()
+        device.is_up = True
+        self.tell(e.DeviceUp(number, CAPACITY_BYTES, 20 * GB))
+
+    def down(self, number: int) -> None:
+        self.devices[number].reset()
+        self.devices[number].is_up = False
+        self.tell(e.DeviceDown(number))
+
+    def host(self, number: int, model: str) -> None:
+        if self.devices[number].is_up and model in self.models:
+            self.devices[number].hosted.add(model)
+            self.tell(e.Hosted(number, model))
+
+    def unhost(self, number: int, model: str) -> None:
+        self._drop(self.devices[number], model)
+        self.tell(e.Unhosted(number, model))
+
+    def arrive(self, model: str, prompt_tokens: int, num_tokens: int, ago_s: float) -> None:
+        self.num_requests += 1
+        request_id = f"r{self.num_requests}"
+        self.lives[request_id] = model, num_tokens
+        arrival_s = self.now_s - ago_s
+        self.tell(e.Arrived(request_id, model, arrival_s, prompt_tokens, num_tokens))
+
+    def cancel(self, request_id: str) -> None:
+        for device in self.devices:
+            device.has.pop(request_id, None)
+        self.tell(e.Ended(request_id))
+
+    def step(self, device: BoxDevice, num_steps: int, step_s: float) -> None:
+        """One prefill or some decode steps of the turn; without either, its end."""
+        if device.turn is None:
+            return
+        model = device.turn.model
+        mine = [one for one in device.has.values() if one.model == model]
+        waiting = [one for one in mine if not one.has_token]
+        batch = waiting[:1] or mine
+        if not batch:
+            self.end_turn(device)
+            return
+        num_tokens = 1 if waiting else min(num_steps, *(one.num_left for one in mine))
+        self.now_s += step_s * num_tokens
+        for one in batch:
+            one.has_token = True
+            one.num_left -= num_tokens
+        ids = tuple(one.id for one in batch)
+        device.said.append(
+            e.Stepped(device.number, model, ids, num_tokens, None if waiting else step_s)
+        )
+        for one in batch:
+            if not one.num_left:
+                del device.has[one.id]
+                device.said.append(e.Ended(one.id))
+
+    def end_turn(self, device: BoxDevice) -> None:
+        if device.turn is not None:
+            device.said.append(e.TurnEnded(device.number, device.turn.turn_id))
+            device.last_ended, device.turn = device.turn.turn_id, None
+
+    def hear(self, device: BoxDevice, num_events: int) -> None:
+        """Let the core know the next things that a device has said."""
+        count = min(num_events, len(device.said))
+        self.tell(*(device.said.popleft() for _ in range(count)))
+
+    def hear_all(self) -> None:
+        """Until nobody has anything more to say."""
+        while any(device.said for device in self.devices):
+            for device in self.devices:
+                self.hear(device, len(device.said))
+
+    def finish(self, max_rounds: int = 3000) -> None:
+        """Everything comes up, and all that is live is served to its end."""
+        self.hear_all()
+        for device in self.devices:
+            if not device.is_up:
+                self.up(device.number)
+            for model in sorted(self.models):
+                self.host(device.number, model)
+        for _ in range(max_rounds):
+            self.hear_all()
+            if not self.state.requests:
+                break
+            for device in self.devices:
+                self.step(device, 10, 0.02)
+                if device.then is not None:
+                    self.end_turn(device)
+        assert not self.state.requests, f"{self.state.requests} are never served"
+        for device in self.devices:
+            self.step(device, 1, 0.0)  # finds nothing to do
+        self.hear_all()
+        for known in self.state.devices.values():
+            assert (known.turn, known.then) == (None, None)
+
+    # What the core is told, wants, and knows.
+
+    def tell(self, *events: e.Event) -> None:
+        for event in events:
+            if isinstance(event, e.Ended):
+                self.lives.pop(event.request_id, None)
+            elif isinstance(event, e.ModelRemoved):
+                self.lives = {k: v for k, v in self.lives.items() if v[0] != event.model}
+        actions = self.recorded.handle(events, self.now_s)
+        check_state(self.state)
+        for action in actions:
+            self._obey(action)
+        self._compare()
+
+    def _obey(self, action: Action) -> None:
+        match action:
+            case Send():
+                device = self.devices[action.device]
+                model, num_tokens = self.lives[action.request_id]
+                assert device.is_up
+                assert model in device.hosted
+                assert not any(action.request_id in one.has for one in self.devices)
+                num_left = num_tokens - self.state.requests[action.request_id].num_tokens
+                # What was said of its last token may be lost with a device: it is made again.
+                live = Live(action.request_id, model, max(num_left, 1))
+                device.has[live.id] = live
+                self.num_sends += 1
+            case HandOver():
+                source, target = self.devices[action.source], self.devices[action.target]
+                model, _ = self.lives[action.request_id]
+                assert source is not target
+                assert target.is_up
+                assert model in target.hosted
+                moved = source.has.pop(action.request_id, None)
+                if moved is not None:  # else its end has been said, but not been heard
+                    target.has[moved.id] = moved
+                    target.said.append(e.Adopted(moved.id))
+            case RunTurn():
+                self._run(self.devices[action.device], action)
+
+    def _run(self, device: BoxDevice, order: RunTurn) -> None:
+        assert device.is_up
+        device.then = order.then
+        if order.turn is None:
+            device.turn = None
+        elif order.turn.turn_id > device.last_ended:
+            assert order.turn.model in device.hosted
+            device.turn = order.turn
+
+    def _compare(self) -> None:
+        """The core knows who is live, and no device with work is idle."""
+        assert set(self.state.requests) == set(self.lives)
+        for number, device in self.state.devices.items():
+            requests = [one for batch in device.batches.values() for one in batch.requests]
+            has_work = bool(requests or device.queued)
+            assert device.turn is not None or not has_work, f"device {number} idles with work"
+            twin = self.devices[number]
+            if not twin.said:
+                assert set(requests) == set(twin.has) - set(device.moving)
+                assert twin.turn == device.turn or not has_work
+                assert twin.then == device.then or not has_work
+        self._nobody_waits_for_an_idle_device()
+
+    def _nobody_waits_for_an_idle_device(self) -> None:
+        up = sorted(self.state.devices)
+        could_serve = up[: self.num_prefill] if self.policy == "aegaeon" else up
+        for request in self.state.held.values():
+            for number in request.model.hosts:
+                device = self.state.devices[number]
+                is_idle = not (device.queued or any(b.requests for b in device.batches.values()))
+                if is_idle and number in could_serve and self.policy != "static":
+                    raise AssertionError(f"{request} is held, device {number} is idle")
+
+    def _drop(self, device: BoxDevice, model: str) -> None:
+        """A model is unloaded; what its engine said last is not listened to any more."""
+        device.hosted.discard(model)
+        gone = {one.id for one in device.has.values() if one.model == model}
+        gone |= {request_id for request_id, (name, _) in self.lives.items() if name == model}
+        for request_id in gone:
+            device.has.pop(request_id, None)
+        device.said = deque(
+            one
+            for one in device.said
+            if not (
+                (isinstance(one, e.Ended | e.Adopted) and one.request_id in gone)
+                or (isinstance(one, e.Stepped) and one.model == model)
+            )
+        )
+        if device.turn is not None and device.turn.model == model:
+            self.end_turn(device)

@@ -1,0 +1,154 @@
+"""The scheduling core under every policy, with devices that come and go and late messages."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from gpupoold.domain import Targets
+from gpupoold.scheduling import events as e
+from gpupoold.scheduling.stimuli import replay
+from gpupoold.sim.policies import POLICY_NAMES
+from tests.property.core_box import GB, Box, BoxDevice
+
+WHICH = st.integers(0, 9)
+TARGETS = st.builds(Targets, st.floats(0.1, 20), st.floats(0.01, 0.5))
+STEPS_S = st.floats(0, 0.2)
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Events in any order; ``Box`` checks the answers."""
+
+    policy = ""
+
+    @initialize(num_devices=st.integers(1, 4), num_prefill=st.integers(1, 2))
+    def begin(self, num_devices: int, num_prefill: int) -> None:
+        self.box = Box(self.policy, num_devices, num_prefill)
+        for number in range(num_devices):
+            self.box.up(number)
+        for model in ("m0", "m1", "m2"):
+            self.add_model(int(model[1:]), Targets(5.0, 0.1))
+
+    @rule(which=WHICH, promised=TARGETS)
+    def add_model(self, which: int, promised: Targets) -> None:
+        """A new model on all devices, or an old one described anew."""
+        model = f"m{which % 5}"
+        self.box.add_model(model, promised)
+        for device in self.box.devices:
+            self.box.host(device.number, model)
+
+    @rule(which=WHICH)
+    def remove_model(self, which: int) -> None:
+        self.box.remove_model(f"m{which % 5}")
+
+    @rule(which=WHICH, promised=TARGETS)
+    def change_targets(self, which: int, promised: Targets) -> None:
+        if self.box.models:
+            self.box.tell(e.TargetsChanged(self.model(which), promised))
+
+    @rule(
+        which=WHICH,
+        count=st.integers(1, 10),
+        prompt_tokens=st.integers(1, 5000),
+        num_tokens=st.integers(1, 60),
+        ago_s=st.floats(0, 100),
+    )
+    def arrive(
+        self, which: int, count: int, prompt_tokens: int, num_tokens: int, ago_s: float
+    ) -> None:
+        for _ in range(count if self.box.models else 0):
+            self.box.arrive(self.model(which), prompt_tokens, num_tokens, ago_s)
+
+    @rule(which=WHICH)
+    def cancel(self, which: int) -> None:
+        lives = sorted(self.box.lives)
+        request_id = lives[which % len(lives)] if lives else "unknown"
+        self.box.cancel(request_id)
+        self.box.cancel(request_id)
+
+    @rule(which=WHICH, num_steps=st.integers(1, 20), step_s=STEPS_S)
+    def step_unheard(self, which: int, num_steps: int, step_s: float) -> None:
+        self.box.step(self.device(which), num_steps, step_s)
+
+    @rule(which=WHICH)
+    def end_turn_unheard(self, which: int) -> None:
+        if self.device(which).then is not None:
+            self.box.end_turn(self.device(which))
+
+    @rule(which=WHICH, num_events=st.integers(1, 4))
+    def hear(self, which: int, num_events: int) -> None:
+        self.box.hear(self.device(which), num_events)
+
+    @rule(num_turns=st.integers(1, 5), num_steps=st.integers(1, 20), step_s=STEPS_S)
+    def run(self, num_turns: int, num_steps: int, step_s: float) -> None:
+        """All devices work, and are heard at once."""
+        for _ in range(num_turns):
+            for device in self.box.devices:
+                self.box.step(device, num_steps, step_s)
+                if device.then is not None:
+                    self.box.end_turn(device)
+                self.box.hear(device, len(device.said))
+
+    @rule(which=WHICH)
+    def device_down(self, which: int) -> None:
+        self.box.down(self.device(which).number)
+
+    @rule(which=WHICH)
+    def device_up(self, which: int) -> None:
+        """New, or anew without a word about its end."""
+        number = self.device(which).number
+        self.box.up(number)
+        for model in sorted(self.box.models):
+            self.box.host(number, model)
+
+    @rule(which=WHICH, of=WHICH)
+    def host(self, which: int, of: int) -> None:
+        if self.box.models:
+            self.box.host(self.device(which).number, self.model(of))
+
+    @rule(which=WHICH, of=WHICH)
+    def unhost(self, which: int, of: int) -> None:
+        self.box.unhost(self.device(which).number, f"m{of % 5}")
+
+    @rule(which=WHICH, of=WHICH, num_gb=st.integers(0, 20))
+    def memory(self, which: int, of: int, num_gb: int) -> None:
+        missing = ((f"m{of % 5}", num_gb * GB), ("gone", 1))
+        self.box.tell(e.MemoryChanged(self.device(which).number, missing))
+
+    @rule(which=WHICH, turn_id=st.integers(-1, 3))
+    def old_news(self, which: int, turn_id: int) -> None:
+        """Of turns that have ended, and of requests and devices that are gone."""
+        device = self.device(which)
+        if device.turn is None or device.turn.turn_id != turn_id:
+            self.box.tell(e.TurnEnded(device.number, turn_id))
+        self.box.tell(e.TurnEnded(99, 1), e.Adopted("gone"), e.DeviceDown(99))
+        self.box.tell(e.Stepped(device.number, "m0", ("gone",), 1, 0.02), e.Unhosted(99, "m0"))
+        self.box.tell(e.ModelRemoved("gone"), e.MemoryChanged(99, (("m0", 1),)))
+
+    def teardown(self) -> None:
+        """All that is live is served; and told the same, another core does the same."""
+        if hasattr(self, "box"):
+            self.box.finish()
+            for segment in self.box.recorded.segments:
+                assert replay(segment) is None
+
+    def model(self, which: int) -> str:
+        return sorted(self.box.models)[which % len(self.box.models)]
+
+    def device(self, which: int) -> BoxDevice:
+        return self.box.devices[which % len(self.box.devices)]
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_core(policy: str) -> None:
+    machine = type(f"CoreMachine_{policy}", (CoreMachine,), {"policy": policy})
+    limits = settings(
+        max_examples=120,
+        stateful_step_count=40,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        report_multiple_bugs=False,
+    )
+    run_state_machine_as_test(machine, settings=limits)

@@ -1,0 +1,308 @@
+"""The core's books, event by event, under a policy that is as simple as can be."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpupoold.domain import Targets
+from gpupoold.scheduling import events as e
+from gpupoold.scheduling.actions import Turn
+from gpupoold.scheduling.core import IllegalTransition, UnknownName
+from gpupoold.scheduling.state import Device, Phase, Request, State
+from tests.unit.scheduling.driver import (
+    COSTS,
+    GB,
+    STEP_S,
+    Driver,
+    FirstDevicePolicy,
+    hand_overs,
+    runs,
+    sends,
+)
+
+
+class TestRequests:
+    def test_a_request_is_sent_and_its_model_runs(self) -> None:
+        driver = Driver()
+        actions = driver.arrive("a", "r")
+        assert sends(actions) == [("r", 0)]
+        assert runs(actions) == [(0, "a", None)]
+        assert driver.place("r") == ("SENT", 0)
+
+    def test_the_second_of_a_model_changes_nothing_about_the_turn(self) -> None:
+        driver = Driver()
+        driver.arrive("a", "r1")
+        actions = driver.arrive("a", "r2")
+        assert (sends(actions), runs(actions)) == ([("r2", 0)], [])
+
+    def test_another_model_comes_after(self) -> None:
+        driver = Driver()
+        driver.arrive("a")
+        turn = driver.state.devices[0].turn
+        assert runs(driver.arrive("b")) == [(0, "a", "b")]
+        assert driver.state.devices[0].turn is turn
+
+    def test_counts_follow_tokens(self) -> None:
+        driver = Driver()
+        driver.arrive("a", "r1", prompt_tokens=10)
+        driver.arrive("a", "r2", prompt_tokens=20)
+        batch = driver.state.devices[0].batches["a"]
+        assert (batch.num_waiting, batch.context_tokens) == (2, 0)
+        driver.step(0, "r1")
+        assert (batch.num_waiting, batch.context_tokens) == (1, 11)
+        assert driver.place("r1") == ("DECODING", 0)
+        driver.step(0, "r1", num_tokens=5)
+        driver.step(0, "r2")
+        assert (batch.num_waiting, batch.context_tokens) == (0, 16 + 21)
+        driver.tell(e.Ended("r1"))
+        assert (batch.num_waiting, batch.context_tokens) == (0, 21)
+
+    def test_the_last_request_leaves_the_turn_to_its_device(self) -> None:
+        driver = Driver()
+        driver.arrive("a", "r")
+        assert driver.tell(e.Ended("r")) == []
+        assert driver.running() == "a"
+        assert runs(driver.end_turn()) == []
+        assert driver.running() is None
+
+    def test_a_request_that_comes_before_the_end_of_the_turn_is_told_gets_a_new_turn(self) -> None:
+        driver = Driver()
+        driver.arrive("a", "r1")
+        driver.tell(e.Ended("r1"))
+        # The device has said that the turn is over, but the core hears it later.
+        assert runs(driver.arrive("a", "r2")) == []
+        assert runs(driver.end_turn()) == [(0, "a", None)]
+
+    def test_nobody_comes_after_once_those_who_waited_are_gone(self) -> None:
+        driver = Driver()
+        driver.arrive("a")
+        driver.arrive("b", "r")
+        assert runs(driver.tell(e.Ended("r"))) == [(0, "a", None)]
+
+    def test_an_id_that_is_live_cannot_arrive_again(self) -> None:
+        driver = Driver()
+        driver.arrive("a", "r")
+        with pytest.raises(ValueError, match="r arrived, but is live"):
+            driver.arrive("b", "r")
+        driver.tell(e.Ended("r"))
+        assert sends(driver.arrive("b", "r")) == [("r", 0)]
+
+    def test_a_token_for_a_request_that_ended_in_the_same_breath(self) -> None:
+        driver = Driver()
+        driver.arrive("a", "r")
+        driver.tell(e.Stepped(0, "a", ("r", "gone")), e.Ended("r"), e.Ended("r"))
+        assert driver.state.requests == {}
+
+
+class TestTurns:
+    def test_turns_are_numbered_over_all_devices(self) -> None:
+        driver = Driver(models="a", num_devices=2)
+        driver.tell(e.Unhosted(1, "a"))
+        driver.tell(e.ModelAdded("z", Targets(), GB, 1, COSTS), e.Hosted(1, "z"))
+        driver.arrive("a")
+        driver.arrive("z")
+        turns = [device.turn for device in driver.state.devices.values()]
+        assert turns == [Turn(1, "a", 1.0), Turn(2, "z", 1.0)]
+
+    def test_only_the_end_of_the_present_turn_counts(self) -> None:
+        driver = Driver()
+        driver.arrive("a")
+        for old in (e.TurnEnded(0, 0), e.TurnEnded(0, 2), e.TurnEnded(5, 1)):
+            assert driver.tell(old) == []
+        assert runs(driver.end_turn()) == [(0, "a", None)]
+        assert driver.tell(e.TurnEnded(0, 1)) == []
+
+    def test_the_policy_may_change_the_quota_of_a_turn(self) -> None:
+        class Impatient(FirstDevicePolicy):
+            def revise(self, device: Device, state: State, now_s: float) -> float | None:
+                return 0.5 if len(state.requests) > 1 else None
+
+        driver = Driver(Impatient())
+        driver.arrive("a")
+        assert driver.quota_s() == 1.0
+        driver.arrive("b")
+        assert driver.state.devices[0].turn == Turn(1, "a", 0.5)
+
+
+class TestDevices:
+    def test_without_a_host_a_request_is_held(self) -> None:
+        driver = Driver(num_devices=0)
+        assert driver.arrive("a", "r") == []
+        assert driver.place("r") == ("HELD", None)
+        driver.tell(e.DeviceUp(3, GB, GB))
+        assert driver.place("r") == ("HELD", None)
+        actions = driver.tell(e.Hosted(3, "a"))
+        assert (sends(actions), runs(actions)) == ([("r", 3)], [(3, "a", None)])
+
+    def test_requests_of_a_device_that_goes_down_start_anew_elsewhere(self) -> None:
+        driver = Driver(num_devices=2)
+        driver.arrive("a", "r", prompt_tokens=10)
+        driver.step(0, "r", num_tokens=3)
+        actions = driver.tell(e.DeviceDown(0))
+        assert sends(actions) == [("r", 1)]
+        request = driver.state.requests["r"]
+        assert (request.num_tokens, request.phase) == (3, Phase.SENT)
+        driver.step(1, "r")
+        assert driver.state.devices[1].batches["a"].context_tokens == 14
+
+    def test_a_device_that_comes_up_twice_has_lost_its_requests(self) -> None:
+        driver = Driver()
+        driver.arrive("a", "r")
+        assert driver.tell(e.DeviceUp(0, GB, GB)) == []
+        assert driver.place("r") == ("HELD", None)
+        assert sends(driver.tell(e.Hosted(0, "a"))) == [("r", 0)]
+
+    def test_what_a_device_says_after_it_went_down_is_not_heard(self) -> None:
+        driver = Driver()
+        driver.arrive("a", "r")
+        driver.tell(e.DeviceDown(0))
+        late = (
+            e.Stepped(0, "a", ("r",)),
+            e.TurnEnded(0, 1),
+            e.MemoryChanged(0, (("a", 1),)),
+            e.Unhosted(0, "a"),
+            e.DeviceDown(0),
+            e.Adopted("r"),
+        )
+        assert driver.tell(*late) == []
+        assert driver.place("r") == ("HELD", None)
+
+    def test_unhosting_takes_the_turn_and_the_requests(self) -> None:
+        driver = Driver(num_devices=2)
+        driver.arrive("a", "r1")
+        driver.arrive("b", "r2")
+        actions = driver.tell(e.Unhosted(0, "a"))
+        assert sends(actions) == [("r1", 1)]
+        assert sorted(runs(actions)) == [(0, "b", None), (1, "a", None)]
+        assert driver.tell(e.Unhosted(0, "a")) == []
+
+    def test_missing_bytes_until_told_are_all_the_weights(self) -> None:
+        driver = Driver(weight_bytes=10 * GB, bandwidth_bytes_per_s=5 * GB)
+        device, model = driver.state.devices[0], driver.state.models["a"]
+        assert device.switch_s(model) == 2.0
+        driver.tell(e.MemoryChanged(0, (("a", 5 * GB), ("stranger", 7))))
+        assert device.switch_s(model) == 1.0
+        driver.tell(e.ModelRemoved("a"))
+        assert device.missing_bytes == {}
+
+
+class TestModels:
+    def test_a_removed_model_takes_its_requests_along(self) -> None:
+        driver = Driver()
+        driver.arrive("a", "r1")
+        driver.arrive("b", "r2")
+        assert runs(driver.tell(e.ModelRemoved("a"))) == [(0, "b", None)]
+        assert set(driver.state.requests) == {"r2"}
+        assert driver.tell(e.ModelRemoved("a"), e.Unhosted(0, "a")) == []
+
+    def test_new_targets_count_for_requests_under_way(self) -> None:
+        driver = Driver()
+        driver.arrive("a", "r")
+        driver.tell(e.TargetsChanged("a", Targets(2.0, 0.5)))
+        assert driver.state.requests["r"].next_deadline_s == 2.0
+        driver.step(0, "r", num_tokens=4)
+        assert driver.state.requests["r"].next_deadline_s == 4.0
+
+    def test_a_model_described_anew_keeps_its_hosts_and_forgets_its_pace(self) -> None:
+        driver = Driver()
+        driver.arrive("a", "r")
+        driver.step(0, "r", step_s=1.0)
+        model = driver.state.models["a"]
+        assert model.step_ratio > 1
+        driver.tell(e.ModelAdded("a", Targets(1.0, 1.0), 3, 4, COSTS))
+        assert driver.state.models["a"] is model
+        assert (model.hosts, model.step_ratio, model.weight_bytes) == ({0}, 1.0, 3)
+
+    def test_steps_that_take_longer_than_predicted_are_learnt(self) -> None:
+        driver = Driver()
+        driver.arrive("a", "r")
+        batch = driver.state.devices[0].batches["a"]
+        assert batch.step_s() == STEP_S
+        for _ in range(100):
+            driver.step(0, "r", step_s=2 * STEP_S)
+        assert batch.step_s() == pytest.approx(2 * STEP_S, rel=1e-3)
+        for _ in range(10_000):
+            driver.core.handle([e.Stepped(0, "a", ("r",), 1, 0.0)], 0.0)
+        assert batch.step_s() > 0
+
+    def test_names_that_were_never_told_are_refused(self) -> None:
+        driver = Driver()
+        for event in (
+            e.Arrived("r", "z", 0.0, 1),
+            e.TargetsChanged("z", Targets()),
+            e.Hosted(0, "z"),
+        ):
+            with pytest.raises(UnknownName, match="model 'z'"):
+                driver.tell(event)
+        with pytest.raises(UnknownName, match="device 7"):
+            driver.tell(e.Hosted(7, "a"))
+
+
+class Prefills(FirstDevicePolicy):
+    """Prompts on device 0, answers on device 1."""
+
+    def first_token(self, request: Request, state: State, now_s: float) -> Device | None:
+        return state.devices.get(1)
+
+
+class TestHandOver:
+    def test_a_request_moves_with_its_first_token(self) -> None:
+        driver = Driver(Prefills(), num_devices=2)
+        driver.arrive("a", "r", prompt_tokens=10)
+        actions = driver.step(0, "r")
+        assert hand_overs(actions) == [("r", 0, 1)]
+        assert driver.place("r") == ("MOVING", 1)
+        assert driver.state.devices[0].batches["a"].context_tokens == 0
+        assert driver.state.devices[1].turn is None
+        assert runs(driver.tell(e.Adopted("r"))) == [(1, "a", None)]
+        assert driver.place("r") == ("DECODING", 1)
+        assert driver.state.devices[1].batches["a"].context_tokens == 11
+        assert driver.tell(e.Adopted("r")) == []
+
+    def test_it_stays_where_it_is_if_that_is_where_it_should_go(self) -> None:
+        driver = Driver(Prefills(), num_devices=2)
+        driver.tell(e.Unhosted(0, "a"))
+        driver.arrive("a", "r")
+        assert hand_overs(driver.step(1, "r")) == []
+        assert driver.place("r") == ("DECODING", 1)
+
+    def test_one_that_has_ended_meanwhile_does_not_move(self) -> None:
+        driver = Driver(Prefills(), num_devices=2)
+        driver.arrive("a", "r")
+        assert driver.tell(e.Stepped(0, "a", ("r",)), e.Ended("r")) == []
+
+    def test_one_that_lost_its_device_meanwhile_does_not_move(self) -> None:
+        driver = Driver(Prefills(), num_devices=2)
+        driver.arrive("a", "r")
+        actions = driver.tell(e.Stepped(0, "a", ("r",)), e.DeviceDown(0))
+        assert (hand_overs(actions), sends(actions)) == ([], [("r", 1)])
+
+    def test_one_whose_new_device_goes_down_on_the_way_starts_anew(self) -> None:
+        driver = Driver(Prefills(), num_devices=2)
+        driver.arrive("a", "r")
+        driver.step(0, "r")
+        assert sends(driver.tell(e.DeviceDown(1))) == [("r", 0)]
+        assert driver.tell(e.Adopted("r")) == []
+
+    def test_one_that_ends_on_the_way_is_gone(self) -> None:
+        driver = Driver(Prefills(), num_devices=2)
+        driver.arrive("a", "r")
+        driver.step(0, "r")
+        driver.tell(e.Ended("r"))
+        assert driver.state.devices[1].moving == {}
+        assert driver.tell(e.Adopted("r")) == []
+
+
+def test_a_policy_cannot_corrupt_the_books() -> None:
+    class Mischief(FirstDevicePolicy):
+        def assign(self, state: State, now_s: float) -> list[tuple[Request, Device]]:
+            return [(one, state.devices[0]) for one in state.requests.values() if one.device == 0]
+
+        def send(self, device: Device, state: State, now_s: float) -> list[Request]:
+            return list(device.queued.values())
+
+    driver = Driver()
+    driver.arrive("a", "r")
+    driver.core.policy = Mischief()
+    with pytest.raises((IllegalTransition, KeyError)):
+        driver.arrive("b")

@@ -1,0 +1,235 @@
+"""The worked examples of ``docs/scheduling.md``, in its order, with its numbers."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from gpupoold.domain import Targets
+from gpupoold.scheduling import events as e
+from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.policies.aegaeon import MAX_GROUP_SIZE, AegaeonPolicy
+from gpupoold.scheduling.policies.base import CannotServe
+from gpupoold.scheduling.policies.named import POLICY_NAMES, make_policy
+from gpupoold.scheduling.policies.visits import (
+    Switching,
+    Tuning,
+    Visit,
+    Work,
+    order_visits,
+    plan_visit,
+)
+from gpupoold.scheduling.state import TRANSITIONS, Model, Phase, Request
+from tests.unit.scheduling.driver import GB, STEP_S, Driver, hand_overs, sends
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "scheduling.md").read_text("utf-8")
+TARGETS = Targets(10.0, 0.1)
+
+
+class TestThePage:
+    def test_names_every_policy_in_a_heading(self) -> None:
+        headings = re.findall(r"^### `([\w-]+)`", PAGE, re.MULTILINE)
+        assert sorted(headings) == sorted(POLICY_NAMES)
+
+    def test_has_the_defaults_of_the_tuning(self) -> None:
+        rows = dict(re.findall(r"^\| `(\w+_\w+)` \| ([\d.]+) ", PAGE, re.MULTILINE))
+        assert {name: float(text) for name, text in rows.items()} == {
+            field.name: field.default for field in fields(Tuning)
+        }
+
+    def test_has_the_transition_table(self) -> None:
+        rows = re.findall(r"^\| ([A-Z]+) \| ([A-Z_]+) \| ([A-Z]+) \|", PAGE, re.MULTILINE)
+        assert Counter(rows) == Counter(
+            (before.name, trigger.name, after.name)
+            for (before, trigger), after in TRANSITIONS.items()
+        )
+
+
+class TestGpupool:
+    STEP_S = 0.02
+
+    def visit(self, name: str, num_requests: int, slack_s: float) -> Visit:
+        """Requests of a model that is resident, which have ``slack_s`` until their next token."""
+        costs = ModelCosts(decode_base_s=self.STEP_S)
+        model = Model(name, TARGETS, GB, 0, costs)
+        requests = []
+        for number in range(num_requests):
+            request = Request(f"{name}{number}", model, 0.0, 100, None, Phase.DECODING, 0, 1)
+            requests.append(request)
+        now_s = requests[0].next_deadline_s - slack_s
+        switching = Switching(Tuning().visit_min_s, is_exposed=False)
+        context = sum(one.context_tokens for one in requests)
+        work = Work(model, requests, context, 0)
+        return plan_visit(work, now_s, 0.0, switching, Tuning())
+
+    def test_three_visits_one_of_which_is_put_off(self) -> None:
+        visits = [self.visit("a", 4, 1.0), self.visit("b", 1, 1.8), self.visit("c", 4, 2.6)]
+        assert [one.due_in_s for one in visits] == pytest.approx([1.0, 1.8, 2.6])
+        assert [one.duration_s for one in visits] == pytest.approx([1.5, 1.3, 1.1])
+        assert [one.tokens_in_time for one in visits] == pytest.approx([240, 52, 176])
+        assert [one.density for one in visits] == pytest.approx([160, 40, 160])
+        assert "".join(one.model for one in order_visits(visits)) == "acb"
+        # Without b, c begins in time; b then begins 0.8 s late.
+        a, b, c = visits
+        assert a.duration_s + b.duration_s == pytest.approx(c.due_in_s + 0.2)
+        assert a.duration_s + c.duration_s == pytest.approx(b.due_in_s + 0.8)
+        # With a little more time for c, nobody is put off.
+        later = [a, b, self.visit("c", 4, 2.9)]
+        assert "".join(one.model for one in order_visits(later)) == "abc"
+
+    def test_a_turn_is_cut_short_for_a_strict_newcomer(self) -> None:
+        driver = Driver(make_policy("gpupool"), "")
+        slow = ModelCosts(decode_base_s=self.STEP_S)
+        strict = ModelCosts(prefill_base_s=0.1, prefill_token_s=0.0, decode_base_s=self.STEP_S)
+        driver.tell(
+            e.ModelAdded("a", TARGETS, 10 * GB, 0, slow),
+            e.ModelAdded("s", Targets(1.0, 0.1), 2 * GB, 0, strict),
+        )
+        driver.tell(e.Hosted(0, "a"), e.Hosted(0, "s"), e.MemoryChanged(0, (("a", 0),)))
+        driver.arrive("a", "r", at_s=0.0)
+        driver.step(0, "r")
+        driver.end_turn(at_s=9.0)
+        assert driver.quota_s() == pytest.approx(1.475)
+        driver.arrive("s", at_s=9.5)
+        assert 9.0 + driver.quota_s() == pytest.approx(9.9)
+        assert driver.state.devices[0].then == "s"
+
+    # A step takes 25 ms and 9 ms per request: with nine requests more than the 100 ms of TBT.
+    GROWING = ModelCosts(
+        prefill_base_s=0.1, prefill_token_s=0.0, decode_base_s=0.025, decode_sequence_s=0.009
+    )
+
+    def serve(self, driver: Driver, model: str, count: int) -> list[int | None]:
+        """Requests that have their first token; where each is served."""
+        places = []
+        for number in range(count):
+            name = f"{model}{number}"
+            driver.arrive(model, name)
+            places.append(driver.place(name)[1])
+            driver.step(places[-1] or 0, name)
+        return places
+
+    def test_a_hot_model_gets_a_second_device(self) -> None:
+        driver = Driver(make_policy("gpupool"), "a", 2, costs=self.GROWING)
+        assert self.serve(driver, "a", 11) == [0] * 9 + [1, 1]
+
+    def test_a_request_is_bound_late(self) -> None:
+        driver = Driver(make_policy("gpupool"), "a b c", 2, costs=self.GROWING)
+        assert self.serve(driver, "a", 8) + self.serve(driver, "c", 8) == [0] * 8 + [1] * 8
+        assert sends(driver.arrive("b", "b")) == []
+        assert driver.place("b") == ("QUEUED", 0)
+        driver.tell(*(e.Ended(f"c{number}") for number in range(8)))
+        assert driver.place("b") == ("QUEUED", 1)
+        assert sends(driver.end_turn(1)) == [("b", 1)]
+
+    def test_mercy_of_a_visit_of_one_and_a_half_seconds(self) -> None:
+        tuning = Tuning()
+        assert 1.5 / tuning.mercy_share == pytest.approx(50)
+        assert tuning.hopeless_share * TARGETS.ttft_s == pytest.approx(0.2)
+        assert tuning.window_share * TARGETS.ttft_s == pytest.approx(7.0)
+        assert tuning.latest_start_share * TARGETS.ttft_s == pytest.approx(2.0)
+
+
+class TestAegaeon:
+    def test_groups_of_eight(self) -> None:
+        driver = Driver(AegaeonPolicy(num_prefill=2), "a b", 4)
+        for number in range(9):
+            driver.arrive("a", f"a{number + 1}")
+        driver.arrive("b", "b1")
+        assert MAX_GROUP_SIZE == 8
+        assert [driver.place(f"a{number + 1}")[1] for number in range(9)] == [0] * 8 + [1]
+        assert driver.place("b1") == ("QUEUED", 1)
+
+    def test_three_batches_in_rounds_of_twelve_seconds(self) -> None:
+        driver = Driver(AegaeonPolicy(1, quota_max_s=3.0), "a b c", 2, targets=TARGETS)
+        for model in "abc":
+            driver.arrive(model, model)
+            assert hand_overs(driver.step(0, model)) == [(model, 0, 1)]
+            driver.end_turn(0)
+            driver.tell(e.Adopted(model))
+        device = driver.state.devices[1]
+        switching_s = sum(batch.model.weight_bytes for batch in device.working.values()) / (
+            device.bandwidth_bytes_per_s
+        )
+        quotas_s = []
+        for _ in range(3):
+            driver.end_turn(1)
+            quotas_s.append(driver.quota_s(1))
+        assert switching_s == 3.0
+        assert quotas_s == pytest.approx([3.0] * 3)
+        round_s = switching_s + sum(quotas_s)
+        assert round_s == pytest.approx(12.0)
+        assert quotas_s[0] / STEP_S == pytest.approx(120)
+        assert round_s / TARGETS.tbt_s == pytest.approx(120)
+
+
+class TestRequestLevel:
+    def test_whole_requests_in_order_of_arrival(self) -> None:
+        driver = Driver(make_policy("request-level"), "a b c", 2)
+        for at_s, name in enumerate(("a1", "b1", "c1", "a2")):
+            driver.arrive(name[0], name, at_s=float(at_s))
+        assert {name: driver.place(name) for name in driver.state.requests} == {
+            "a1": ("SENT", 0),
+            "b1": ("SENT", 1),
+            "c1": ("HELD", None),
+            "a2": ("SENT", 0),
+        }
+        assert sends(driver.tell(e.Ended("b1"))) == [("c1", 1)]
+
+    def test_four_at_a_time(self) -> None:
+        driver = Driver(make_policy("request-level-4"), "a b", 1)
+        for number in range(1, 6):
+            driver.arrive("a", f"a{number}")
+        driver.arrive("b", "b1")
+        assert [driver.place(f"a{number}")[0] for number in range(1, 6)] == ["SENT"] * 4 + ["HELD"]
+        assert sends(driver.tell(e.Ended("a1"))) == [("a5", 0)]
+        assert driver.place("b1") == ("HELD", None)
+
+    def test_the_fifth_takes_another_device_that_is_free(self) -> None:
+        driver = Driver(make_policy("request-level-4"), "a", 2)
+        for number in range(1, 6):
+            driver.arrive("a", f"a{number}")
+        assert [driver.place(f"a{number}")[1] for number in range(1, 6)] == [0, 0, 0, 0, 1]
+
+    def test_shortest_first(self) -> None:
+        driver = Driver(make_policy("request-level-sjf"), "a b c")
+        driver.arrive("a", "a1", at_s=0.0, output_tokens=300)
+        driver.arrive("b", "b1", at_s=1.0, output_tokens=800)
+        driver.arrive("c", "c1", at_s=2.0, output_tokens=50)
+        assert sends(driver.tell(e.Ended("a1"))) == [("c1", 0)]
+
+
+def test_static_refuses_the_third_of_three_models() -> None:
+    driver = Driver(make_policy("static"), "a b c", weight_bytes=30 * GB)
+    with pytest.raises(CannotServe) as refusal:
+        driver.core.policy.check(driver.state)
+    assert str(refusal.value) in PAGE
+    assert "c finds no 31.6 GB free" in str(refusal.value)
+
+
+def test_prefill_first_stops_an_answer_at_once() -> None:
+    driver = Driver(make_policy("prefill-first"), "a b")
+    driver.arrive("a", "a1")
+    driver.step(0, "a1")
+    driver.end_turn(at_s=1.0)
+    assert (driver.running(), driver.quota_s()) == ("a", 4.0)
+    driver.arrive("b", "b1", at_s=2.0)
+    assert (driver.quota_s(), driver.state.devices[0].then) == (0.0, "b")
+    driver.end_turn(at_s=2.025)
+    driver.step(0, "b1")
+    driver.end_turn(at_s=3.2)
+    assert (driver.running(), driver.quota_s()) == ("a", 4.0)
+
+
+def test_decode_first_lets_prompts_wait_for_the_answer() -> None:
+    driver = Driver(make_policy("decode-first"), "a b")
+    driver.arrive("a", "a1", at_s=0.0)
+    driver.step(0, "a1")
+    driver.arrive("b", "b1", at_s=2.0)
+    driver.arrive("a", "a2", at_s=4.0)
+    assert {driver.place("b1"), driver.place("a2")} == {("QUEUED", 0)}
+    assert sends(driver.tell(e.Ended("a1"), at_s=20.0)) == [("b1", 0), ("a2", 0)]

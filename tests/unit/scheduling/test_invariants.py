@@ -1,0 +1,136 @@
+"""The check finds every way to contradict the state, and names it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from gpupoold.scheduling import events as e
+from gpupoold.scheduling.actions import Turn
+from gpupoold.scheduling.core import Core
+from gpupoold.scheduling.invariants import InvariantBroken, check_state
+from gpupoold.scheduling.state import Batch, Phase, State
+from gpupoold.sim.policies import make_policy
+from tests.unit.scheduling.driver import Driver
+from tests.unit.scheduling.test_core import Prefills
+
+
+def busy_state() -> State:
+    """Requests everywhere: held, queued, sent, decoding, moving."""
+    driver = Driver(Prefills(), num_devices=2)
+    driver.arrive("a", "decoding")
+    driver.tell(e.Stepped(0, "a", ("decoding",)), e.Adopted("decoding"))
+    driver.tell(e.Adopted("decoding"))
+    driver.arrive("a", "moving")
+    driver.step(0, "moving")
+    driver.arrive("a", "sent")
+    driver.arrive("b", "other")
+    driver.tell(e.Unhosted(0, "c"), e.Unhosted(1, "c"))
+    driver.arrive("c", "held")
+    driver.arrive("a", "queued")
+    state = driver.state
+    queued = state.requests["queued"]
+    del state.devices[0].batches["a"].requests["queued"]
+    state.devices[0].batches["a"].num_waiting -= 1
+    state.devices[0].queued["queued"], queued.phase = queued, Phase.QUEUED
+    check_state(state)
+    assert [one.phase.name for one in state.requests.values()] == [
+        "DECODING", "MOVING", "SENT", "SENT", "HELD", "QUEUED",
+    ]  # fmt: skip
+    return state
+
+
+def test_a_new_state_is_sound() -> None:
+    check_state(State())
+    busy_state()
+
+
+BREAKS: dict[str, Callable[[State], object]] = {
+    "5 are held or on a device": lambda s: s.held.clear(),
+    "queued of a in phase QUEUED is on device 1, but says device 0": lambda s: s.devices[
+        1
+    ].queued.update(queued=s.devices[0].queued["queued"]),
+    "sent of a in phase DECODING has 0 tokens after 100": lambda s: setattr(
+        s.requests["sent"], "phase", Phase.DECODING
+    ),
+    "held of c in phase SENT is among the held": lambda s: setattr(
+        s.requests["held"], "phase", Phase.SENT
+    ),
+    "queued of a in phase SENT is on device 0 where only": lambda s: setattr(
+        s.requests["queued"], "phase", Phase.SENT
+    ),
+    "sent of a in phase SENT is on device 0, but says device 1": lambda s: setattr(
+        s.requests["sent"], "device", 1
+    ),
+    "moving of a .* has 0 tokens": lambda s: setattr(s.requests["moving"], "num_tokens", 0),
+    "sent of a .* has 0 tokens after -1": lambda s: setattr(
+        s.requests["sent"], "prompt_tokens", -1
+    ),
+    "sent of a .* has -2 tokens": lambda s: setattr(s.requests["sent"], "num_tokens", -2),
+    "not live under that id": lambda s: s.requests.pop("sent"),
+    "a on device 0 says 3 requests wait, but 1 do": lambda s: setattr(
+        s.devices[0].batches["a"], "num_waiting", 3
+    ),
+    "a on device 1 says 7 tokens of context, it has 101": lambda s: setattr(
+        s.devices[1].batches["a"], "context_tokens", 7
+    ),
+    "other of b in phase SENT is in the batch of a": lambda s: (
+        s.devices[0].batches["a"].requests.update(other=s.requests["other"])
+    ),
+    "of a model that is not known": lambda s: s.models.pop("c"),
+    "model a is known as z": lambda s: s.models.update(z=s.models["a"]),
+    "model a is hosted by device 9, which is not up": lambda s: s.models["a"].hosts.add(9),
+    "hosted by device 0, which has no batch": lambda s: s.models["c"].hosts.add(0),
+    "batch of c on device 0, which does not host it": lambda s: s.devices[0].batches.update(
+        c=Batch(s.models["c"])
+    ),
+    "batch of c on device 0 is of b": lambda s: s.devices[0].batches.update(c=Batch(s.models["b"])),
+    "has requests, but is not among those worked on": lambda s: s.devices[0].working.clear(),
+    "device 1 works on b, of which it has no requests": lambda s: s.devices[1].working.update(
+        b=s.devices[1].batches["b"]
+    ),
+    "device 1 is known as 4": lambda s: s.devices.update({4: s.devices[1]}),
+    "a turn of c, which it does not host": lambda s: setattr(
+        s.devices[0], "turn", Turn(1, "c", 1.0)
+    ),
+    "a turn of a for -1.0 s": lambda s: setattr(s.devices[0], "turn", Turn(1, "a", -1.0)),
+    "a turn of a for nan s": lambda s: setattr(s.devices[0], "turn", Turn(1, "a", float("nan"))),
+    "turn 99 of": lambda s: setattr(s.devices[0], "turn", Turn(99, "a", 1.0)),
+    "devices 0 and 1 both have turn": lambda s: setattr(s.devices[0], "turn", s.devices[1].turn),
+    "a turn of a and a again": lambda s: setattr(s.devices[0], "then", "a"),
+    "device 0 runs c next, which it does not host": lambda s: setattr(s.devices[0], "then", "c"),
+    "device 1 runs b next, which has no requests": lambda s: setattr(s.devices[1], "then", "b"),
+    "no turn, but b is to come": lambda s: setattr(s.devices[0], "turn", None),
+    "lacks bytes of z, which is no model": lambda s: s.devices[0].missing_bytes.update(z=1),
+    "lacks -1 bytes of a": lambda s: s.devices[0].missing_bytes.update(a=-1),
+    "step ratio of nan": lambda s: setattr(s.models["a"], "step_ratio", float("nan")),
+    "negative bytes": lambda s: setattr(s.models["a"], "weight_bytes", -1),
+}
+
+
+@pytest.mark.parametrize("message", BREAKS)
+def test_a_contradiction_is_named(message: str) -> None:
+    state = busy_state()
+    BREAKS[message](state)
+    with pytest.raises(InvariantBroken, match=message):
+        check_state(state)
+
+
+def test_it_is_cheap_enough_for_an_idle_daemon() -> None:
+    """A thousand requests of a hundred models on 16 devices: about 1.5 ms on one slow core."""
+    driver_models = [f"m{number}" for number in range(100)]
+    core = Core(make_policy("gpupool"))
+    driver = Driver(models=" ".join(driver_models), num_devices=16)
+    driver.core.policy = core.policy
+    for number in range(1000):
+        driver.core.handle([e.Arrived(f"r{number}", driver_models[number % 100], 0.0, 9)], 0.0)
+    fastest_s = min(_timed(driver.state) for _ in range(5))
+    assert fastest_s < 0.05
+
+
+def _timed(state: State) -> float:
+    start_s = time.perf_counter()
+    check_state(state)
+    return time.perf_counter() - start_s

@@ -1,0 +1,144 @@
+"""Predicted output lengths: means, windows, errors and bounds on what is kept."""
+
+from __future__ import annotations
+
+import random
+from statistics import fmean, pstdev
+
+import pytest
+
+from gpupoold.latency.margins import cantelli_factor
+from gpupoold.scheduling.output_length import (
+    NUM_PROMPT_CLASSES,
+    Accuracy,
+    OutputLengthPredictor,
+    RunningMoments,
+    prompt_class,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [(0, 0), (1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (1024, 10), (1025, 11), (65_536, 16)],
+)
+def test_prompt_classes_are_powers_of_two(num_tokens: int, expected: int) -> None:
+    assert prompt_class(num_tokens) == expected
+
+
+def test_the_last_class_takes_all_longer_prompts() -> None:
+    assert prompt_class(2**17) == prompt_class(2**40) == NUM_PROMPT_CLASSES - 1
+
+
+def test_mean_of_the_class_then_the_model_then_the_default() -> None:
+    predictor = OutputLengthPredictor(default_tokens=50)
+    assert predictor.predict("m", 100) == 50
+    for num_output_tokens in (10, 20, 60):
+        predictor.observe("m", 100, num_output_tokens)
+    predictor.observe("m", 1000, 310)
+    assert predictor.predict("m", 128) == 30
+    assert predictor.predict("m", 1000) == 310
+    assert predictor.predict("m", 5000) == 100  # no such prompt yet: the model's mean
+    assert predictor.predict("other", 100) == 50
+
+
+def test_only_recent_requests_count() -> None:
+    predictor = OutputLengthPredictor(window=3)
+    for num_output_tokens in (1000, 1000, 10, 20, 30):
+        predictor.observe("m", 100, num_output_tokens)
+    assert predictor.predict("m", 100) == 20
+
+
+def test_predicted_again_from_longer_answers() -> None:
+    predictor = OutputLengthPredictor(default_tokens=50)
+    assert predictor.predict_again("m", 100, 20) == 50
+    assert predictor.predict_again("m", 100, 80) == 160
+    for num_output_tokens in (10, 40, 60):
+        predictor.observe("m", 100, num_output_tokens)
+    predictor.observe("m", 1000, 500)
+    assert predictor.predict_again("m", 100, 10) == 50
+    assert predictor.predict_again("m", 100, 40) == 60
+    assert predictor.predict_again("m", 100, 60) == 500  # none in the class, one of the model
+    assert predictor.predict_again("m", 100, 500) == 1000
+
+
+def test_error_of_predictions() -> None:
+    predictor = OutputLengthPredictor(default_tokens=100)
+    assert predictor.accuracy("m") == Accuracy(0, 0.0, 0.0)
+    predictor.observe("m", 100, 110)  # predicted: the default
+    predictor.observe("m", 100, 130)  # predicted: 110
+    predictor.observe("m", 100, 90, predicted_tokens=120)  # when it came, it was that
+    errors = [10, 20, -30]
+    accuracy = predictor.accuracy("m")
+    assert accuracy.num_requests == 3
+    assert accuracy.mean == pytest.approx(fmean(errors))
+    assert accuracy.deviation == pytest.approx(pstdev(errors))
+
+
+def test_the_mean_has_no_bias_in_the_long_run() -> None:
+    rng = random.Random(5)
+    predictor = OutputLengthPredictor()
+    for _ in range(5000):
+        predictor.observe("m", 100, round(rng.expovariate(1 / 300)))
+    accuracy = predictor.accuracy("m")
+    assert abs(accuracy.mean) < 15
+    assert accuracy.deviation == pytest.approx(300, rel=0.1)
+
+
+@pytest.mark.parametrize("tail", [0.1, 0.05])
+def test_c19_bound_on_output_lengths_holds(tail: float) -> None:
+    """At most the share tau of answers is longer than the Cantelli bound."""
+    rng = random.Random(7)
+    predictor = OutputLengthPredictor()
+    lengths = [round(rng.lognormvariate(5, 1)) for _ in range(4000)]
+    num_over = 0
+    for num_output_tokens in lengths:
+        predicted = predictor.predict("m", 100)
+        bound = predictor.accuracy("m").bound_tokens(predicted, cantelli_factor(tail))
+        num_over += num_output_tokens > bound
+        predictor.observe("m", 100, num_output_tokens, predicted)
+    assert num_over / len(lengths) <= tail
+
+
+def test_bound_is_prediction_bias_and_margin() -> None:
+    assert Accuracy(9, mean=-5.0, deviation=10.0).bound_tokens(100, cantelli_factor(0.1)) == (
+        pytest.approx(125)
+    )
+
+
+def test_models_are_bounded_the_longest_unseen_goes() -> None:
+    predictor = OutputLengthPredictor(default_tokens=7, max_models=2)
+    for model in ("a", "b", "a", "c"):
+        predictor.observe(model, 10, 99)
+    assert predictor.num_models == 2
+    assert [predictor.predict(model, 10) for model in "abc"] == [99, 7, 99]
+    predictor.forget("a")
+    predictor.forget("never seen")
+    assert predictor.predict("a", 10) == 7
+    assert predictor.num_models == 1
+
+
+def test_moments() -> None:
+    moments, values = RunningMoments(), [3.0, -1.0, 4.0, 1e6, 5.5]
+    assert (moments.mean, moments.deviation) == (0.0, 0.0)
+    for count, value in enumerate(values, 1):
+        moments.add(value)
+        assert moments.num_values == count
+        assert moments.mean == pytest.approx(fmean(values[:count]))
+        assert moments.deviation == pytest.approx(pstdev(values[:count]))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: prompt_class(-1),
+        lambda: OutputLengthPredictor(default_tokens=0),
+        lambda: OutputLengthPredictor(window=0),
+        lambda: OutputLengthPredictor(max_models=0),
+        lambda: OutputLengthPredictor().observe("m", 1, -1),
+        lambda: OutputLengthPredictor().predict("m", -1),
+    ],
+)
+def test_nonsense_is_named(call: object) -> None:
+    assert callable(call)
+    with pytest.raises(ValueError, match=r".+"):
+        call()

@@ -1,0 +1,62 @@
+"""Boxes by name, groups of GPUs, and models that fit them or not."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpupoold.domain import Targets
+from gpupoold.errors import UsageError
+from gpupoold.latency.hardware import hardware
+from gpupoold.sim.boxes import Box, box_models, models_on, parse_box
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("16xH800", Box(16, "H800")), ("A10", Box(1, "A10")), (" 4 x a10 ", Box(4, "A10"))],
+)
+def test_boxes_by_name(text: str, expected: Box) -> None:
+    assert parse_box(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0xA10", "4x", "16xTPU", "-1xA10", "9999999999xH800"])
+def test_boxes_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_box(text)
+
+
+def test_a_group_adds_up_memory_and_links() -> None:
+    box = parse_box("8xH800", 4)
+    assert (box.num_devices, box.tensor_parallel_size, box.name) == (2, 4, "8xH800")
+    assert box.device_bytes == 4 * Box(1, "H800").device_bytes
+    [model] = box_models(box, 1, Targets(), ["Qwen-72B"]).values()
+    bandwidth = hardware("H800").pcie_bandwidth_bytes_per_s
+    assert model.latency.switch_s(model.weight_bytes) == pytest.approx(
+        model.weight_bytes / (4 * bandwidth)
+    )
+
+
+@pytest.mark.parametrize("size", [0, -1, 3, 16])
+def test_no_gpu_may_be_left_over(size: int) -> None:
+    with pytest.raises(UsageError, match="groups"):
+        parse_box("8xH800", size)
+
+
+def test_shapes_take_turns() -> None:
+    models = box_models(Box(1, "H800"), 3, Targets(), ["Yi-1.5-6B", "Qwen-14B"])
+    assert list(models) == ["m00", "m01", "m02"]
+    weights = [model.weight_bytes for model in models.values()]
+    assert weights[0] == weights[2] < weights[1]
+
+
+@pytest.mark.parametrize(
+    ("box", "shape", "said"),
+    [
+        (Box(1, "A10"), "Llama-2-13B", "26 GB, one GPU of 1xA10 can hold 21.7 GB"),
+        (Box(2, "A10", 4), "Qwen-72B", "4 GPUs of 8xA10 can hold"),
+        (Box(1, "H800", 2), "Yi-1.5-6B", "no measured fit for 2 GPUs"),
+        (Box(1, "H800"), "GPT-9", "GPT-9"),
+    ],
+)
+def test_models_that_cannot_be_there(box: Box, shape: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        models_on(box, {"a": shape}, Targets())

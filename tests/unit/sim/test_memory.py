@@ -1,0 +1,157 @@
+"""A simulated device's memory: what is where, and what a switch moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpupoold.sim.memory import SimMemory
+from tests.sim.box import GB, models
+
+KV = 10_000_000  # bytes per token: a hundred tokens are 1 GB
+
+
+class Use:
+    """Live requests and next deadlines by model; without a word, one that is due at 0."""
+
+    def __init__(self) -> None:
+        self.by_model: dict[str, tuple[int, float]] = {}
+
+    def __call__(self, name: str) -> tuple[int, float]:
+        return self.by_model.get(name, (1, 0.0))
+
+
+def memory(
+    device_gb: int = 80, weight_gb: float = 30, overhead_s: float = 0.0, use: Use | None = None
+) -> SimMemory:
+    box = models("abcd", weight_gb, kv_bytes_per_token=KV)
+    return SimMemory(device_gb * GB, box, use or Use(), overhead_s)
+
+
+def test_a_model_comes_in_once() -> None:
+    one = memory()
+    assert one.missing_bytes("a") == 30 * GB
+    assert one.switch_in("a", 0.0) == (3.0, 30 * GB)
+    assert one.missing_bytes("a") == 0
+    assert one.switch_in("a", 9.0) == (0.0, 0)
+    assert one.resident == {"a"}
+
+
+def test_changes_are_told_once_and_in_order() -> None:
+    one = memory()
+    one.switch_in("b", 0.0)
+    one.switch_in("a", 3.0)
+    assert one.take_changes() == (("a", 0), ("b", 0))
+    assert one.take_changes() == ()
+    one.switch_in("c", 6.0)
+    told = dict(one.take_changes())
+    assert told["c"] == 0
+    assert sum(told.values()) == 30 * GB
+
+
+def test_idle_models_go_first_and_the_least_recently_used_of_them() -> None:
+    use = Use()
+    one = memory(use=use)
+    one.switch_in("a", 0.0)
+    one.switch_in("b", 5.0)
+    use.by_model = {"a": (0, float("inf")), "b": (0, float("inf"))}
+    one.switch_in("c", 10.0)
+    assert one.resident == {"b", "c"}
+    use.by_model["b"] = (1, 0.0)
+    use.by_model["c"] = (0, float("inf"))
+    one.switch_in("d", 15.0)
+    assert one.resident == {"b", "d"}
+
+
+def test_of_paused_models_the_one_that_is_due_last_goes() -> None:
+    use = Use()
+    use.by_model = {"a": (1, 50.0), "b": (1, 20.0)}
+    one = memory(use=use)
+    one.switch_in("a", 0.0)
+    one.switch_in("b", 5.0)
+    one.switch_in("c", 10.0)
+    assert one.resident == {"b", "c"}
+
+
+def test_kv_that_moved_out_comes_back_with_the_switch() -> None:
+    use = Use()
+    use.by_model = {"a": (1, 99.0)}
+    one = memory(device_gb=62, use=use)
+    one.switch_in("a", 0.0)
+    one.add_kv("a", 200)
+    one.switch_in("b", 10.0)  # fits beside it, just so
+    one.receive_kv("b", 100)
+    ready_in_s, moved_bytes = one.switch_in("b", 20.0)
+    assert ready_in_s == pytest.approx(0.2 + 0.1)
+    assert moved_bytes == 2 * GB + GB
+    assert one.missing_bytes("a") == 2 * GB
+    one.add_kv("b", -100)
+    assert one.switch_in("a", 30.0)[1] >= 2 * GB
+    assert one.missing_bytes("a") == 0
+
+
+def test_a_prefetch_is_waited_for_only_as_long_as_it_takes() -> None:
+    one = memory()
+    one.switch_in("a", 0.0)
+    assert one.prefetch("b", "a", 3.0) == 30 * GB
+    assert one.prefetch("b", "a", 4.0) == 0
+    ready_in_s, moved_bytes = one.switch_in("b", 4.0)
+    assert ready_in_s == pytest.approx(2.0)
+    assert moved_bytes == 0
+    assert one.switch_in("b", 7.0) == (0.0, 0)
+
+
+def test_a_prefetch_never_takes_from_the_model_on_its_turn() -> None:
+    one = memory(device_gb=50)
+    one.switch_in("a", 0.0)
+    assert one.prefetch("b", "a", 3.0) == 0
+    assert one.resident == {"a"}
+
+
+def test_a_prefetch_makes_room_if_there_is_enough() -> None:
+    one = memory()
+    one.switch_in("a", 0.0)
+    one.switch_in("b", 3.0)
+    assert one.prefetch("c", "b", 6.0) == 30 * GB
+    assert one.resident == {"b", "c"}
+
+
+def test_a_prefetch_that_cannot_be_does_no_harm() -> None:
+    """There is no room for two large ones, and the small one is not evicted in vain."""
+    box = models("ab", 45, kv_bytes_per_token=KV) | models("c", 5, kv_bytes_per_token=KV)
+    one = SimMemory(80 * GB, box, Use())
+    one.switch_in("c", 0.0)
+    one.switch_in("a", 1.0)
+    assert one.prefetch("b", "a", 10.0) == 0
+    assert one.resident == {"a", "c"}
+
+
+def test_the_overhead_is_for_weights_only() -> None:
+    one = memory(overhead_s=2.0)
+    assert one.switch_in("a", 0.0) == (5.0, 30 * GB)
+    one.receive_kv("a", 100)
+    ready_in_s, moved_bytes = one.switch_in("a", 5.0)
+    assert ready_in_s == pytest.approx(0.1)
+    assert moved_bytes == GB
+    one.prefetch("b", "a", 10.0)
+    ready_in_s, moved_bytes = one.switch_in("b", 10.0)
+    assert ready_in_s == pytest.approx(5.0)
+    assert moved_bytes == 0
+
+
+def test_ended_requests_give_their_kv_back() -> None:
+    one = memory(device_gb=31)
+    one.switch_in("a", 0.0)
+    one.add_kv("a", 100)
+    one.add_kv("a", -100)
+    one.add_kv("a", 100)
+    assert one.switch_in("a", 5.0) == (0.0, 0)
+
+
+def test_kv_grows_over_others() -> None:
+    one = memory(device_gb=60)
+    one.switch_in("a", 0.0)
+    one.switch_in("b", 3.0)
+    one.take_changes()
+    one.add_kv("b", 100)
+    assert one.resident == {"b"}
+    assert one.take_changes() == (("a", 30 * GB),)

@@ -1,0 +1,33 @@
+"""Every closed-form check C1 to C21 from the papers has a test that is named after it."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+NUM_CHECKS = 21
+
+
+def functions_by_check() -> dict[int, list[str]]:
+    """Names of test functions ``test_c<N>_...`` with their files, by N."""
+    found: dict[int, list[str]] = defaultdict(list)
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_c"):
+                number = node.name.removeprefix("test_c").split("_")[0]
+                if number.isdigit():
+                    found[int(number)].append(f"{path.relative_to(TESTS)}::{node.name}")
+    return found
+
+
+@pytest.mark.parametrize("check", range(1, NUM_CHECKS + 1))
+def test_the_check_has_a_test(check: int) -> None:
+    assert functions_by_check()[check], f"no test is named test_c{check}_..."
+
+
+def test_no_test_is_named_after_an_unknown_check() -> None:
+    assert set(functions_by_check()) <= set(range(1, NUM_CHECKS + 1))

@@ -1,0 +1,157 @@
+"""The benchmark's tables in ``docs/scheduling.md``: right numbers in, everything else as it was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.sim_tables import TABLES, rewritten, table
+from gpupoold.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def row(preset: str, policy: str, attainment: float | None, **others: object) -> dict[str, Any]:
+    usual = {
+        "preset": preset,
+        "policy": policy,
+        "axis": "models",
+        "devices": "16xH800",
+        "models": 40,
+        "rps": 0.1,
+        "attainment": attainment,
+        "attainment_paper": None if attainment is None else attainment - 0.01,
+        "ttft_p50_s": 1.234,
+        "ttft_p99_s": None,
+        "switches": 7,
+    }
+    return usual | others
+
+
+REPORT: dict[str, Any] = {
+    "figures": [
+        {"figure": "models", "asked": "65 to 80", "measured": 77.123456, "reached": True},
+        {"figure": "losses", "asked": 0, "measured": 2, "reached": False},
+    ],
+    "goodput": {
+        "aegaeon-fig11a": {
+            "aegaeon": {"load": 77.6, "is_lower_bound": False},
+            "gpupool": {"load": 180.0, "is_lower_bound": True},
+            "static": None,
+        },
+        "aegaeon-fig11c": {"aegaeon": {"load": 0.456, "is_lower_bound": False}},
+    },
+    "below_another_policy": [
+        {"preset": "arena27", "models": 22, "rps": 0.25, "gpupool": 0.9, "static": 0.95}
+    ],
+    "rows": [
+        row("aegaeon-fig6", "decode-first", 0.5),
+        row("aegaeon-fig11a", "aegaeon", 0.9, models=60),
+        row("aegaeon-fig11a", "aegaeon", 1.0),
+        row("aegaeon-fig11a", "gpupool", 1.0),
+        row("aegaeon-fig11a", "static", None, models=60, refused="too many"),
+        row("aegaeon-fig11c", "aegaeon", 1.0, axis="rps"),
+        row("arena27", "static", 0.95, devices="3xH800", models=22),
+        row("arena27", "gpupool", 0.9, devices="3xH800", models=22),
+        row("aegaeon-synth-n16_r0.1_in1_out1", "gpupool", 1.0, models=16),
+    ],
+}
+
+
+def lines(name: str) -> list[str]:
+    return table(name, REPORT).splitlines()
+
+
+def test_figures() -> None:
+    assert lines("figures")[2:] == [
+        "| models | 65 to 80 | 77.12 |  |",
+        "| losses | 0 | 2 | missed |",
+    ]
+
+
+def test_goodput_tells_lower_bounds_and_loads_that_were_all_too_much() -> None:
+    assert lines("goodput") == [
+        "| preset | load in | gpupool | aegaeon | static |",
+        "| --- | --- | --- | --- | --- |",
+        "| `aegaeon-fig11a` | models | ≥ 180 | 78 | none |",
+        "| `aegaeon-fig11c` | rps |  | 0.46 |  |",
+    ]
+
+
+def test_recorded_workloads_and_the_artifacts_lists_are_apart() -> None:
+    assert lines("recorded")[0] == "| workload | box | models | gpupool | static |"
+    assert lines("recorded")[2:] == ["| `arena27` | 3xH800 | 22 | 90.0 % | 95.0 % |"]
+    assert len(lines("synth")) == 3
+    assert "n16_r0.1" in lines("synth")[2]
+
+
+def test_models_are_in_order_and_what_was_not_run_is_empty() -> None:
+    head, _, *body = lines("fig11a")
+    assert head.startswith("| models | gpupool | gpupool, paper's metric | aegaeon |")
+    assert body == [
+        "| 40 | 100.0 % | 99.0 % | 100.0 % | 99.0 % |  |",
+        "| 60 |  |  | 90.0 % | 89.0 % | refused |",
+    ]
+
+
+def test_small_tables() -> None:
+    assert lines("fig6")[2:] == ["| `decode-first` | 50.0 % | 1.23 s | none | 7 |"]
+    assert lines("losses")[2:] == ["| `arena27` | 22 | 0.25 | 90.0 % | static | 95.0 % |"]
+    assert table("losses", REPORT | {"below_another_policy": []}) == "None.\n"
+    assert table("recorded", REPORT | {"rows": []}).startswith("Not measured")
+
+
+def test_only_what_is_between_the_marks_changes() -> None:
+    page = "before\n<!-- bench-sim: losses -->\nold\n<!-- end -->\nafter <!-- end -->\n"
+    once = rewritten(page, REPORT)
+    assert once.startswith("before\n<!-- bench-sim: losses -->\n\n| preset |")
+    assert once.endswith("|\n\n<!-- end -->\nafter <!-- end -->\n")
+    assert "old" not in once
+    assert rewritten(once, REPORT) == once
+
+
+@pytest.mark.parametrize(
+    ("page", "reason"),
+    [
+        ("<!-- bench-sim: losses -->\n", "1 tables begin in the page, 0 of them end"),
+        ("<!-- bench-sim: fig99 -->\n<!-- end -->", "no table is named 'fig99'; known: figures"),
+        (
+            "<!-- bench-sim: losses -->\n<!-- bench-sim: fig6 -->\n<!-- end -->",
+            "2 tables begin",
+        ),
+    ],
+)
+def test_a_page_that_makes_no_sense(page: str, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        rewritten(page, REPORT)
+
+
+def test_a_report_that_lacks_something() -> None:
+    with pytest.raises(UsageError, match="the report has no 'goodput', which the table 'goodput'"):
+        table("goodput", {"rows": []})
+
+
+def test_the_command(tmp_path: Path) -> None:
+    report, page = tmp_path / "bench.json", tmp_path / "scheduling.md"
+    report.write_text(json.dumps(REPORT), "utf-8")
+    page.write_bytes((ROOT / "docs" / "scheduling.md").read_bytes())
+    command = [sys.executable, "benchmarks/sim_tables.py", str(report), "--page", str(page)]
+    told = [
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        for _ in range(2)
+    ]
+    assert [line.split()[-1] for line in told] == ["rewritten", "unchanged"]
+    assert "| `arena27` | 3xH800 | 22 | 90.0 % | 95.0 % |" in page.read_text("utf-8")
+    report.write_text("{", "utf-8")
+    failed = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert (failed.returncode, failed.stderr.count("\n")) == (2, 1)
+
+
+def test_the_page_has_every_table() -> None:
+    page = (ROOT / "docs" / "scheduling.md").read_text("utf-8")
+    assert [name for name in TABLES if f"<!-- bench-sim: {name} -->" not in page] == []

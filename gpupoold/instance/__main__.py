@@ -35,8 +35,8 @@ def main() -> None:
     )
     try:
         _serve(arguments, channel)
-    except ChannelClosed:
-        _logger.info("the daemon is gone, leaving")
+    except ChannelClosed as closed:
+        _logger.info("the daemon is gone (%s), leaving", closed)
     logging.shutdown()
     # An ordinary exit would spend seconds tearing down engines whose memory goes anyway.
     os._exit(0)

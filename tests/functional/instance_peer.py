@@ -65,7 +65,9 @@ class InstancePeer:
                 return message
         raise TimeoutError(f"no {kind.__name__} within {timeout_s} s")
 
-    def load(self, name: str, path: Path, **options: Any) -> m.ModelLoaded:
+    def load(
+        self, name: str, path: Path, *, profiling_budget_s: float = 0.0, **options: Any
+    ) -> m.ModelLoaded:
         """Load a checkpoint in float32; fails the test with the instance's reason."""
         fields: dict[str, Any] = {
             "dtype": "float32",
@@ -74,7 +76,7 @@ class InstancePeer:
             "tbt_s": 0.1,
         }
         model = m.ModelToLoad(name=name, path=str(path), **(fields | options))
-        self.channel.send(m.LoadModel(model))
+        self.channel.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
         answer = self.wait(m.ModelLoaded | m.ModelFailed)  # type: ignore[arg-type]
         assert isinstance(answer, m.ModelLoaded), answer
         os.close(self.channel.take_fd())

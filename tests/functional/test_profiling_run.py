@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import time
 from pathlib import Path
 
 from gpupoold.latency.stored import Profile
-from gpupoold.wire import messages as m
 from tests.functional.daemon_tools import weight_bytes
 from tests.functional.instance_peer import InstancePeer
 
@@ -35,7 +32,7 @@ def test_profiling_leaves_no_trace(tiny_models: dict[str, Path]) -> None:
         assert set(peer.tokens) == {"alone", "beside"}, "made-up requests must not be heard of"
 
         assert measured.problem == ""
-        assert measured.duration_s < BUDGET_S + 0.5
+        assert measured.duration_s < 3 * BUDGET_S
         assert measured.prefill is not None
         assert measured.decode is not None
         assert measured.prefill.prefill_law().predict_s([500]) > 0
@@ -54,14 +51,6 @@ def test_profiling_leaves_no_trace(tiny_models: dict[str, Path]) -> None:
 
 
 def load_and_profile(peer: InstancePeer, name: str, path: Path) -> Profile:
-    model = m.ModelToLoad(
-        name=name, path=str(path), dtype="float32", max_model_len=1024, ttft_s=10.0, tbt_s=0.1
-    )
-    started_s = time.monotonic()
-    peer.channel.send(m.LoadModel(model, profiling_budget_s=BUDGET_S))
-    loaded = peer.wait(m.ModelLoaded)
-    os.close(peer.channel.take_fd())
-    assert time.monotonic() - started_s < 10
-    profile = loaded.profile
+    profile = peer.load(name, path, profiling_budget_s=BUDGET_S).profile
     assert isinstance(profile, Profile)
     return profile

@@ -85,11 +85,14 @@ class Core:
             )
             return
         known.targets, known.costs, known.step_ratio = event.targets, event.costs, 1.0
+        known.revision += 1
         known.weight_bytes = event.weight_bytes
         known.kv_bytes_per_token = event.kv_bytes_per_token
 
     def _targets_changed(self, event: e.TargetsChanged, now_s: float) -> None:
-        self._model(event.model).targets = event.targets
+        model = self._model(event.model)
+        model.targets = event.targets
+        model.revision += 1
 
     def _model_removed(self, event: e.ModelRemoved, now_s: float) -> None:
         model = self.state.models.pop(event.model, None)
@@ -167,15 +170,12 @@ class Core:
                 self._tokens(request, batch, event.num_tokens)
 
     def _tokens(self, request: Request, batch: Batch, num_tokens: int) -> None:
-        is_first = request.phase is Phase.SENT
+        if request.phase is Phase.SENT:
+            batch.prefilled(request)
+            self._prefilled.append(request)
         _move(request, Trigger.TOKEN)
         request.num_tokens += num_tokens
-        if not is_first:
-            batch.context_tokens += num_tokens
-            return
-        batch.num_waiting -= 1
-        batch.context_tokens += request.context_tokens
-        self._prefilled.append(request)
+        batch.grow(num_tokens)
 
     def _go_on(self, request: Request, now_s: float) -> None:
         """Where to decode a request that has its first token; it may have ended since."""
@@ -189,7 +189,7 @@ class Core:
         assert request.device is not None
         self._actions.append(HandOver(request.id, request.device, target.number))
         self._to_plan[request.device] = None
-        _leave(request, self.state.devices[request.device])
+        self.state.devices[request.device].leave(request)
         _move(request, Trigger.HAND_OVER)
         request.device = target.number
         target.moving[request.id] = request
@@ -201,7 +201,7 @@ class Core:
         device = self.state.devices[request.device]
         del device.moving[request.id]
         _move(request, Trigger.ADOPT)
-        _join(request, device)
+        device.join(request)
         self._to_plan[device.number] = None
 
     def _ended(self, event: e.Ended, now_s: float) -> None:
@@ -233,20 +233,20 @@ class Core:
         """Held requests to devices, then queued requests to those that may have them."""
         for request, device in self.policy.assign(self.state, now_s):
             if request.phase is Phase.QUEUED and request.device is not None:
-                del self.state.devices[request.device].queued[request.id]
+                self.state.devices[request.device].dequeue(request)
                 self._to_plan[request.device] = None
             else:
                 del self.state.held[request.id]
             _move(request, Trigger.PLACE)
             request.device = device.number
-            device.queued[request.id] = request
+            device.enqueue(request)
             self._to_plan[device.number] = None
 
     def _send(self, device: Device, now_s: float) -> None:
         for request in self.policy.send(device, self.state, now_s):
-            del device.queued[request.id]
+            device.dequeue(request)
             _move(request, Trigger.SEND)
-            _join(request, device)
+            device.join(request)
             self._actions.append(Send(request.id, device.number))
 
     def _plan(self, device: Device, now_s: float) -> None:
@@ -313,35 +313,14 @@ def _move(request: Request, trigger: Trigger) -> None:
     request.phase = phase
 
 
-def _join(request: Request, device: Device) -> None:
-    batch = device.batches[request.model.name]
-    batch.requests[request.id] = request
-    device.working[request.model.name] = batch
-    if request.phase is Phase.SENT:
-        batch.num_waiting += 1
-    else:
-        batch.context_tokens += request.context_tokens
-
-
-def _leave(request: Request, device: Device) -> None:
-    batch = device.batches[request.model.name]
-    del batch.requests[request.id]
-    if not batch.requests:
-        del device.working[request.model.name]
-    if request.phase is Phase.SENT:
-        batch.num_waiting -= 1
-    else:
-        batch.context_tokens -= request.context_tokens
-
-
 def _remove(request: Request, device: Device) -> None:
     """Take a request out of wherever its device has it."""
     if request.phase is Phase.QUEUED:
-        del device.queued[request.id]
+        device.dequeue(request)
     elif request.phase is Phase.MOVING:
         del device.moving[request.id]
     else:
-        _leave(request, device)
+        device.leave(request)
 
 
 def _learn_step(batch: Batch, step_s: float) -> None:
@@ -350,6 +329,7 @@ def _learn_step(batch: Batch, step_s: float) -> None:
     predicted_s = model.costs.step_s(len(batch.requests), batch.context_tokens)
     if predicted_s > 0:
         model.step_ratio += _STEP_SMOOTHING * (step_s / predicted_s - model.step_ratio)
+        model.revision += 1
 
 
 _HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {

@@ -27,11 +27,14 @@ class ModelCosts:
 
     def prefill_s(self, prompt_tokens: int) -> float:
         """Seconds to prefill one prompt."""
-        square = prompt_tokens * prompt_tokens
+        return self.prefills_s(1, prompt_tokens, prompt_tokens * prompt_tokens)
+
+    def prefills_s(self, num_prompts: int, num_tokens: int, num_tokens2: int) -> float:
+        """Seconds to prefill prompts of so many tokens in all; ``num_tokens2``: sum of squares."""
         return (
-            self.prefill_base_s
-            + prompt_tokens * self.prefill_token_s
-            + square * self.prefill_token2_s
+            num_prompts * self.prefill_base_s
+            + num_tokens * self.prefill_token_s
+            + num_tokens2 * self.prefill_token2_s
         )
 
     def step_s(self, batch_size: int, context_tokens: int) -> float:

@@ -51,12 +51,17 @@ def _check_device(number: int, device: Device, state: State) -> int:
     if device.number != number:
         _fail(f"device {device.number} is known as {number}")
     for name, batch in device.batches.items():
-        _check_batch(name, batch, device, state)
+        where = f"the batch of {name} on device {number}"
+        _check_batch(where, name, batch, device, state)
+        if batch.requests and name not in device.working:
+            _fail(f"{where} has requests, but is not among those worked on")
     for name, batch in device.working.items():
         if device.batches.get(name) is not batch or not batch.requests:
             _fail(f"device {number} works on {name}, of which it has no requests")
-    for request_id, request in device.queued.items():
-        _check_request(request_id, request, Phase.QUEUED, device, state)
+    for name, batch in device.queued.items():
+        if not batch.requests:
+            _fail(f"device {number} has a queue of {name} without requests")
+        _check_batch(f"the queue of {name} on device {number}", name, batch, device, state)
     for request_id, request in device.moving.items():
         _check_request(request_id, request, Phase.MOVING, device, state)
     for name, missing_bytes in device.missing_bytes.items():
@@ -65,31 +70,32 @@ def _check_device(number: int, device: Device, state: State) -> int:
         if missing_bytes < 0:
             _fail(f"device {number} lacks {missing_bytes} bytes of {name}")
     _check_turn(device)
-    num_in_batches = sum(len(batch.requests) for batch in device.batches.values())
-    return num_in_batches + len(device.queued) + len(device.moving)
+    return device.num_requests + len(device.moving)
 
 
-def _check_batch(name: str, batch: Batch, device: Device, state: State) -> None:
-    where = f"the batch of {name} on device {device.number}"
+def _check_batch(where: str, name: str, batch: Batch, device: Device, state: State) -> None:
     if state.models.get(name) is not batch.model:
         _fail(f"{where} is of {batch.model.name}, which is not the {name} that is known")
     if device.number not in batch.model.hosts:
         _fail(f"there is {where}, which does not host it")
-    if batch.requests and name not in device.working:
-        _fail(f"{where} has requests, but is not among those worked on")
-    num_waiting = context_tokens = 0
+    is_queue = batch is device.queued.get(name)
+    counted = Batch(batch.model)
     for request_id, request in batch.requests.items():
-        waits = request.phase is Phase.SENT
-        phase = Phase.SENT if waits else Phase.DECODING
+        phase = Phase.QUEUED if is_queue else _phase_in_batch(request)
         _check_request(request_id, request, phase, device, state)
         if request.model is not batch.model:
             _fail(f"{_named(request)} is in {where}")
-        num_waiting += waits
-        context_tokens += 0 if waits else request.context_tokens
-    if batch.num_waiting != num_waiting:
-        _fail(f"{where} says {batch.num_waiting} requests wait, but {num_waiting} do")
-    if batch.context_tokens != context_tokens:
-        _fail(f"{where} says {batch.context_tokens} tokens of context, it has {context_tokens}")
+        counted.add(request)
+    for sum_name in ("num_waiting", "waiting_tokens", "waiting_tokens2", "context_tokens"):
+        said, true = getattr(batch, sum_name), getattr(counted, sum_name)
+        if said != true:
+            _fail(f"{where} says {sum_name} is {said}, but it is {true}")
+    if batch.load() != counted.load():
+        _fail(f"{where} says its load is {batch.load():.3g}, but it is {counted.load():.3g}")
+
+
+def _phase_in_batch(request: Request) -> Phase:
+    return Phase.SENT if request.phase is Phase.SENT else Phase.DECODING
 
 
 def _check_request(
@@ -132,10 +138,11 @@ def _check_turn(device: Device) -> None:
 
 
 def _has_work(device: Device, name: str) -> bool:
-    if device.batches[name].requests:
+    if name in device.working:
         return True
-    coming = (*device.queued.values(), *device.moving.values())
-    return any(request.model.name == name for request in coming)
+    return name in device.queued or any(
+        request.model.name == name for request in device.moving.values()
+    )
 
 
 def _check_turn_ids(state: State) -> None:

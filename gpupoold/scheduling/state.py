@@ -50,7 +50,10 @@ TRANSITIONS: dict[tuple[Phase, Trigger], Phase] = {
 
 @dataclass(slots=True, eq=False)
 class Model:
-    """A model and what is known of its speed. ``step_ratio``: measured over predicted step."""
+    """A model and what is known of its speed. ``step_ratio``: measured over predicted step.
+
+    ``revision`` goes up whenever its targets, costs or ratio change.
+    """
 
     name: str
     targets: Targets
@@ -58,7 +61,12 @@ class Model:
     kv_bytes_per_token: int
     costs: ModelCosts
     step_ratio: float = 1.0
+    revision: int = 0
     hosts: set[int] = field(default_factory=set)
+
+    def step_s(self, batch_size: int, context_tokens: int) -> float:
+        """Seconds of a decode step, as predicted and corrected by what was seen; above zero."""
+        return max(self.costs.step_s(batch_size, context_tokens) * self.step_ratio, 1e-6)
 
 
 @dataclass(slots=True, eq=False)
@@ -88,39 +96,91 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """The requests of one model that one device has; ``num_waiting`` have no token yet."""
+    """Requests of one model that one device has, or that are queued for it.
+
+    ``num_waiting`` have to be prefilled, ``waiting_tokens`` in all, the squares of which add
+    up to ``waiting_tokens2``; the others have ``context_tokens`` of KV. The sums are kept
+    by the methods, so that what a batch costs is known without looking at its requests.
+    """
 
     model: Model
     requests: dict[str, Request] = field(default_factory=dict)
     num_waiting: int = 0
-    context_tokens: int = 0  # of those that have a token
+    waiting_tokens: int = 0
+    waiting_tokens2: int = 0
+    context_tokens: int = 0
+    _load: float = 0.0
+    _load_revision: int = -1  # of the model, when the load was worked out; -1: it is not known
+
+    def add(self, request: Request) -> None:
+        """Take in a request, waiting unless it is decoding."""
+        self.requests[request.id] = request
+        if request.phase is Phase.DECODING:
+            self.grow(request.context_tokens)
+        else:
+            self._count_waiting(1, request.context_tokens)
+
+    def remove(self, request: Request) -> None:
+        """Let go of a request; its phase must be as when it was last looked at."""
+        del self.requests[request.id]
+        if request.phase is Phase.DECODING:
+            self.grow(-request.context_tokens)
+        else:
+            self._count_waiting(-1, request.context_tokens)
+
+    def prefilled(self, request: Request) -> None:
+        """A request waits no longer; call before its first token is counted."""
+        self._count_waiting(-1, request.context_tokens)
+        self.grow(request.context_tokens)
+
+    def grow(self, num_tokens: int) -> None:
+        """Requests that decode have more tokens, or one has left with its own."""
+        self.context_tokens += num_tokens
+        self._load_revision = -1
+
+    def _count_waiting(self, sign: int, num_tokens: int) -> None:
+        self.num_waiting += sign
+        self.waiting_tokens += sign * num_tokens
+        self.waiting_tokens2 += sign * num_tokens * num_tokens
+        self._load_revision = -1
+
+    def load(self) -> float:
+        """Share of a device's time that it takes to keep the batch on target, prompts included."""
+        model = self.model
+        if self._load_revision != model.revision:
+            targets = model.targets
+            self._load = self.step_s() / targets.tbt_s + self.prefill_s() / targets.ttft_s
+            self._load_revision = model.revision
+        return self._load
 
     def step_s(self) -> float:
         """Seconds of a decode step with all its requests."""
-        model = self.model
-        return max(
-            model.costs.step_s(len(self.requests), self.context_tokens) * model.step_ratio, 1e-6
-        )
-
-    def next_deadline_s(self) -> float:
-        """The earliest deadline of its requests; infinity without any."""
-        return min((one.next_deadline_s for one in self.requests.values()), default=math.inf)
+        return self.model.step_s(len(self.requests), self.context_tokens)
 
     def prefill_s(self) -> float:
         """Seconds to prefill what waits."""
         if not self.num_waiting:
             return 0.0
         costs = self.model.costs
-        return sum(
-            costs.prefill_s(one.prompt_tokens)
-            for one in self.requests.values()
-            if one.phase is Phase.SENT
-        )
+        return costs.prefills_s(self.num_waiting, self.waiting_tokens, self.waiting_tokens2)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV that its requests have."""
+        return self.context_tokens * self.model.kv_bytes_per_token
+
+    def next_deadline_s(self) -> float:
+        """The earliest deadline of its requests; infinity without any."""
+        return min((one.next_deadline_s for one in self.requests.values()), default=math.inf)
 
 
 @dataclass(slots=True, eq=False)
 class Device:
-    """A device that is up: what it was told to do, and what it has."""
+    """A device that is up: what it was told to do, and what it has.
+
+    Of ``batches`` there is one for each model it hosts, in ``working`` and ``queued`` those
+    that have requests, in the order in which they got their first.
+    """
 
     number: int
     capacity_bytes: int
@@ -130,10 +190,44 @@ class Device:
     turn_began_s: float = 0.0
     then: str | None = None
     batches: dict[str, Batch] = field(default_factory=dict)
-    working: dict[str, Batch] = field(default_factory=dict)  # those that have requests
-    queued: dict[str, Request] = field(default_factory=dict)
+    working: dict[str, Batch] = field(default_factory=dict)
+    queued: dict[str, Batch] = field(default_factory=dict)
     moving: dict[str, Request] = field(default_factory=dict)
     missing_bytes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def num_requests(self) -> int:
+        """Live requests that it has or that are queued for it."""
+        batches = (*self.working.values(), *self.queued.values())
+        return sum(len(batch.requests) for batch in batches)
+
+    def queued_requests(self) -> list[Request]:
+        """Those that it was not told of, by model."""
+        return [one for batch in self.queued.values() for one in batch.requests.values()]
+
+    def join(self, request: Request) -> None:
+        """Put a request into the batch of its model."""
+        batch = self.batches[request.model.name]
+        batch.add(request)
+        self.working[request.model.name] = batch
+
+    def leave(self, request: Request) -> None:
+        """Take a request out of the batch of its model."""
+        batch = self.working[request.model.name]
+        batch.remove(request)
+        if not batch.requests:
+            del self.working[request.model.name]
+
+    def enqueue(self, request: Request) -> None:
+        """Keep a request for the device, which is not told yet."""
+        self.queued.setdefault(request.model.name, Batch(request.model)).add(request)
+
+    def dequeue(self, request: Request) -> None:
+        """Take a request back out of the queue."""
+        batch = self.queued[request.model.name]
+        batch.remove(request)
+        if not batch.requests:
+            del self.queued[request.model.name]
 
     def switch_s(self, model: Model) -> float:
         """Seconds to bring in what is missing of a model."""
@@ -150,8 +244,7 @@ class Device:
     def total_bytes(self, model: Model) -> int:
         """Bytes of the model's weights and of the KV it has here."""
         batch = self.batches.get(model.name)
-        context = batch.context_tokens if batch else 0
-        return model.weight_bytes + context * model.kv_bytes_per_token
+        return model.weight_bytes + (batch.kv_bytes if batch else 0)
 
 
 @dataclass(slots=True, eq=False)

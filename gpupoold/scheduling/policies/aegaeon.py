@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from gpupoold.scheduling.policies.base import Choice, SimplePolicy, working
 from gpupoold.scheduling.quota import Load, round_quotas_s
-from gpupoold.scheduling.state import Device, Model, Request, State
+from gpupoold.scheduling.state import Device, Model, Phase, Request, State
 
 MAX_GROUP_SIZE = 8
 QUOTA_MAX_S = 4.0
@@ -180,7 +180,7 @@ class AegaeonPolicy(SimplePolicy):
         group = self._prefill.front(device)
         if group is None or device.turn is None or device.turn.model != group.model.name:
             return []
-        return [one for one in group.requests.values() if one.id in device.queued]
+        return [one for one in group.requests.values() if one.phase is Phase.QUEUED]
 
     def first_token(self, request: Request, state: State, now_s: float) -> Device | None:
         """To a decode device."""

@@ -79,7 +79,7 @@ class SimplePolicy:
 
     def send(self, device: Device, state: State, now_s: float) -> Iterable[Request]:
         """All at once."""
-        return list(device.queued.values())
+        return device.queued_requests()
 
     def first_token(self, request: Request, state: State, now_s: float) -> Device | None:
         """Answers are generated where the prompt was processed."""

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
+from typing import NamedTuple
 
 from gpupoold.scheduling.policies.base import Choice, SimplePolicy
 from gpupoold.scheduling.policies.visits import (
     Tuning,
     Visit,
     Work,
-    batch_load,
-    kv_load,
     load_of,
+    load_of_batch,
     order_visits,
     own_load,
     plan_visit,
+    prompts_of,
     switching_of,
     work_of,
 )
@@ -33,6 +33,33 @@ from gpupoold.scheduling.state import Device, Model, Request, State
 _LOAD_GRAIN = 0.1
 # When a turn is cut short for a newcomer: so much of its TTFT may have gone by the start.
 _START_SHARE = 0.7
+
+
+class _Plan(NamedTuple):
+    """The visits that a device could make, in no order."""
+
+    visits: list[Visit]
+    is_switching_dear: bool
+
+
+class _Loads:
+    """The devices' loads during one decision, each worked out once and when asked for."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, float] = {}
+
+    def of(self, device: Device) -> float:
+        load = self._known.get(device.number)
+        if load is None:
+            load = self._known[device.number] = load_of(device)
+        return load
+
+    def move(self, load: float, source: Device, target: Device) -> None:
+        self._known[source.number] = self.of(source) - load
+        self._known[target.number] = self.of(target) + load
+
+    def forget(self, device: Device) -> None:
+        self._known.pop(device.number, None)
 
 
 class GpupoolPolicy(SimplePolicy):
@@ -45,54 +72,62 @@ class GpupoolPolicy(SimplePolicy):
         self._home: dict[str, int] = {}
         self._visited_s: dict[tuple[int, str], float] = {}
         self._no_mercy_until_s: dict[int, float] = {}
+        self._planned: dict[int, _Plan] = {}
 
     def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
         """Held requests; and queued ones that have it better elsewhere."""
+        loads = _Loads()
         for request in list(state.held.values()):
             devices = state.hosts(request.model)
             if devices:
-                yield request, self._choose(request.model, devices)
-        yield from self._moves(state)
+                chosen = self._choose(request.model, devices, loads)
+                yield request, chosen
+                loads.forget(chosen)
+        yield from self._moves(state, loads)
 
     def send(self, device: Device, state: State, now_s: float) -> Iterable[Request]:
         """Those whose model has work there already, or has its turn."""
         on_turn = device.turn.model if device.turn else None
         return [
             one
-            for one in device.queued.values()
-            if one.model.name == on_turn or one.model.name in device.working
+            for name, batch in device.queued.items()
+            if name == on_turn or name in device.working
+            for one in batch.requests.values()
         ]
 
     def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
         """The first visit, for as long as it takes to be ``window`` ahead."""
-        works = work_of(device)
-        if not works:
+        plan = self._plan(device, now_s)
+        if not plan.visits:
             return None
-        visit = self._ordered(device, works, now_s, 0.0)[0]
+        visit = order_visits(plan.visits, is_switching_dear=plan.is_switching_dear)[0]
         if math.isinf(visit.tokens_in_time):
             pause_s = visit.duration_s / self._tuning.mercy_share
             self._no_mercy_until_s[device.number] = now_s + pause_s
+        else:
+            self._planned[device.number] = plan  # holds for upcoming(), asked next
         self._visited_s[device.number, visit.model] = now_s
         return Choice(visit.model, visit.quota_s)
 
     def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
         """The first visit after the present turn."""
         turn = device.turn
-        works = [w for w in work_of(device) if turn is None or w.model.name != turn.model]
-        if not works:
+        planned = self._planned.pop(device.number, None)
+        on_turn = turn.model if turn else None
+        if not (device.working.keys() | device.queued.keys()) - {on_turn}:
             return None
-        ends_s = device.turn_began_s + turn.quota_s if turn else now_s
-        return self._ordered(device, works, now_s, max(ends_s - now_s, 0.0))[0].model
+        plan = planned or self._plan(device, now_s)
+        others = [visit for visit in plan.visits if visit.model != on_turn]
+        left_s = device.turn_began_s + turn.quota_s - now_s if turn else 0.0
+        return order_visits(others, max(left_s, 0.0), plan.is_switching_dear)[0].model
 
     def revise(self, device: Device, state: State, now_s: float) -> float | None:
         """A turn ends early for whoever came after it began and cannot wait for its end."""
         turn, began_s = device.turn, device.turn_began_s
-        if turn is None or not _has_prompts(device, besides=turn.model):
+        if turn is None:
             return None
         left_s = planned_s = began_s + turn.quota_s - now_s
-        for work in work_of(device):
-            if work.model.name == turn.model:
-                continue
+        for work in prompts_of(device, besides=turn.model):
             came_s = [one.arrival_s for one in work.requests if not one.num_tokens]
             if max(came_s, default=-math.inf) <= began_s:
                 continue
@@ -101,7 +136,7 @@ class GpupoolPolicy(SimplePolicy):
             left_s = min(left_s, max(start_in_s, 0.0))
         return None if left_s >= planned_s else now_s + left_s - began_s
 
-    def _choose(self, model: Model, devices: list[Device]) -> Device:
+    def _choose(self, model: Model, devices: list[Device], loads: _Loads) -> Device:
         """Where the model is served; but a full device gets no more of it while another has room.
 
         A second device for a model costs a copy of its weights and a smaller batch on each,
@@ -109,77 +144,64 @@ class GpupoolPolicy(SimplePolicy):
         """
         full_load = self._tuning.full_load
         serving = [one for one in devices if _has_work(model, one)]
-        keeping_up = [one for one in serving if load_of(one) <= full_load]
+        keeping_up = [one for one in serving if loads.of(one) <= full_load]
         if keeping_up:
             return max(keeping_up, key=lambda one: (_num_of(model, one), -one.number))
-        if serving and not any(_is_mostly(model, one) for one in serving):
-            return min(serving, key=lambda one: (load_of(one), one.number))
+        if serving and not any(_is_mostly(model, one, loads) for one in serving):
+            return min(serving, key=lambda one: (loads.of(one), one.number))
         home = self._home.get(model.name)
-        chosen = min(devices, key=lambda one: _rank(one, model, home))
-        if serving and load_of(chosen) + own_load(model) > self._tuning.second_device_load:
-            return min(serving, key=lambda one: (load_of(one), one.number))
+        chosen = min(devices, key=lambda one: _rank(one, model, home, loads))
+        if serving and loads.of(chosen) + own_load(model) > self._tuning.second_device_load:
+            return min(serving, key=lambda one: (loads.of(one), one.number))
         self._home[model.name] = chosen.number
         return chosen
 
-    def _moves(self, state: State) -> Iterable[tuple[Request, Device]]:
-        """Models that their device has not begun with go where the load would be less."""
-        sources = [one for one in state.devices.values() if one.queued]
-        if not sources:
-            return
-        loads = {device.number: load_of(device) for device in state.devices.values()}
-        for device in sources:
-            for model in {one.model.name: one.model for one in device.queued.values()}.values():
-                others = [number for number in model.hosts if number != device.number]
-                if model.name in device.working or not others:
+    def _moves(self, state: State, loads: _Loads) -> Iterable[tuple[Request, Device]]:
+        """Models that a full device has not begun with go where there is room."""
+        full_load = self._tuning.full_load
+        for device in state.devices.values():
+            for name in [one for one in device.queued if one not in device.working]:
+                model = device.queued[name].model
+                others = [one for one in state.hosts(model) if one is not device]
+                if loads.of(device) <= full_load or not others:
                     continue
-                number = min(others, key=lambda one: (loads[one], one))
-                own = own_load(model)
-                full_load = self._tuning.full_load
-                if loads[device.number] <= full_load or loads[number] + own > full_load:
+                target = min(others, key=loads.of)
+                load = own_load(model)
+                if loads.of(target) + load > full_load:
                     continue
-                loads[number] += own
-                loads[device.number] -= own
-                self._home[model.name] = number
-                for request in [one for one in device.queued.values() if one.model is model]:
-                    yield request, state.devices[number]
+                loads.move(load, device, target)
+                self._home[name] = target.number
+                for request in list(device.queued[name].requests.values()):
+                    yield request, target
 
-    def _ordered(
-        self, device: Device, works: list[Work], now_s: float, start_in_s: float
-    ) -> list[Visit]:
-        """The visits to make, the next one first."""
-        tuning = self._tuning
+    def _plan(self, device: Device, now_s: float) -> _Plan:
+        """What a visit to each of the device's models would be now."""
+        tuning, works = self._tuning, work_of(device)
         switching = switching_of(device, works, tuning)
         # Where the next model comes in meanwhile, beginning with one more costs little.
         is_full = switching.is_exposed and bool(device.working)
         is_full = is_full and load_of(device) > tuning.full_load
+        has_mercy = now_s >= self._no_mercy_until_s.get(device.number, -math.inf)
         visits = []
         for work in works:
             waited_s = self._waited_s(device, work, now_s)
             switch_s = device.switch_s(work.model)
             visit = plan_visit(work, now_s, switch_s, switching, tuning, waited_s)
-            is_new = work.model.name not in device.working
-            if is_full and is_new and visit.due_in_s > _latest_start_s(work, tuning):
-                visit = replace(visit, due_in_s=math.inf)
-            if waited_s > tuning.patience_s and now_s >= self._no_mercy_until(device):
+            if is_full and work.is_new and visit.due_in_s > _latest_start_s(work, tuning):
+                visit = visit._replace(due_in_s=math.inf)
+            if has_mercy and waited_s > tuning.patience_s:
                 # The longest waiting first, and never put off.
-                visit = replace(visit, due_in_s=-waited_s, tokens_in_time=math.inf)
+                visit = visit._replace(due_in_s=-waited_s, tokens_in_time=math.inf)
             visits.append(visit)
-        return order_visits(visits, start_in_s, is_switching_dear=switching.is_exposed)
-
-    def _no_mercy_until(self, device: Device) -> float:
-        return self._no_mercy_until_s.get(device.number, -math.inf)
+        return _Plan(visits, switching.is_exposed)
 
     def _waited_s(self, device: Device, work: Work, now_s: float) -> float:
         """Since the last visit, or since the oldest request came if that was later."""
-        oldest_s = min(request.arrival_s for request in work.requests)
         visited_s = self._visited_s.get((device.number, work.model.name), -math.inf)
+        if work.requests[0].arrival_s <= visited_s:
+            return now_s - visited_s
+        oldest_s = min(request.arrival_s for request in work.requests)
         return now_s - max(oldest_s, visited_s)
-
-
-def _has_prompts(device: Device, besides: str) -> bool:
-    if any(b.num_waiting for name, b in device.working.items() if name != besides):
-        return True
-    return any(request.model.name != besides for request in device.queued.values())
 
 
 def _latest_start_s(work: Work, tuning: Tuning) -> float:
@@ -187,27 +209,26 @@ def _latest_start_s(work: Work, tuning: Tuning) -> float:
 
 
 def _has_work(model: Model, device: Device) -> bool:
-    if model.name in device.working:
-        return True
-    return any(request.model is model for request in device.queued.values())
+    return model.name in device.working or model.name in device.queued
 
 
-def _is_mostly(model: Model, device: Device) -> bool:
+def _is_mostly(model: Model, device: Device, loads: _Loads) -> bool:
     """Whether the model is half of what the device has to do, so that others leaving is no help."""
     batch = device.working.get(model.name)
     if batch is None:
         return False
-    return batch_load(batch) + kv_load(batch, device) >= 0.5 * load_of(device)
+    return load_of_batch(batch, device) >= 0.5 * loads.of(device)
 
 
 def _num_of(model: Model, device: Device) -> int:
-    batch = device.working.get(model.name)
-    queued = sum(request.model is model for request in device.queued.values())
-    return queued + (len(batch.requests) if batch else 0)
+    batches = device.working.get(model.name), device.queued.get(model.name)
+    return sum(len(batch.requests) for batch in batches if batch is not None)
 
 
-def _rank(device: Device, model: Model, home: int | None) -> tuple[int, bool, bool, float, int]:
-    load = load_of(device)
+def _rank(
+    device: Device, model: Model, home: int | None, loads: _Loads
+) -> tuple[int, bool, bool, float, int]:
+    load = loads.of(device)
     return (
         round(load / _LOAD_GRAIN),
         device.number != home,

@@ -35,17 +35,15 @@ class RequestLevelPolicy(SimplePolicy):
 
     def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
         """From the head of the queue: to a device of the model that has room, or a free one."""
-        free = [device for device in state.devices.values() if not _num_live(device)]
+        free = [device for device in state.devices.values() if not device.num_requests]
         chosen: list[tuple[Request, Device]] = []
         room = {
-            device.number: self._max_live - _num_live(device) for device in state.devices.values()
+            device.number: self._max_live - device.num_requests for device in state.devices.values()
         }
         serving: dict[str, list[Device]] = {}
         for device in state.devices.values():
-            for batch in working(device):
-                serving.setdefault(batch.model.name, []).append(device)
-            for request in device.queued.values():
-                serving.setdefault(request.model.name, []).append(device)
+            for name in {**device.working, **device.queued}:
+                serving.setdefault(name, []).append(device)
         for request in sorted(state.held.values(), key=self._rank):
             name = request.model.name
             place = self._choose(request, serving.setdefault(name, []), free, room)
@@ -76,7 +74,3 @@ class RequestLevelPolicy(SimplePolicy):
     def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
         """Unknown until the device is free."""
         return None
-
-
-def _num_live(device: Device) -> int:
-    return len(device.queued) + sum(len(batch.requests) for batch in device.batches.values())

@@ -22,7 +22,7 @@ class _UnifiedPolicy(SimplePolicy):
         for request in list(state.held.values()):
             devices = state.hosts(request.model)
             if devices:
-                yield request, min(devices, key=lambda one: (_num_live(one), one.number))
+                yield request, min(devices, key=lambda one: (one.num_requests, one.number))
 
     def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
         """The next batch of the round."""
@@ -65,7 +65,7 @@ class DecodeFirstPolicy(_UnifiedPolicy):
 
     def send(self, device: Device, state: State, now_s: float) -> Iterable[Request]:
         """Nothing while an answer is under way; then all that waits."""
-        return [] if working(device) else list(device.queued.values())
+        return [] if working(device) else device.queued_requests()
 
 
 def _oldest_prompt(device: Device, besides: str | None = None) -> Request | None:
@@ -77,7 +77,3 @@ def _oldest_prompt(device: Device, besides: str | None = None) -> Request | None
         if request.phase is Phase.SENT
     ]
     return min(waiting, key=lambda one: (one.arrival_s, one.id), default=None)
-
-
-def _num_live(device: Device) -> int:
-    return len(device.queued) + sum(len(batch.requests) for batch in device.batches.values())

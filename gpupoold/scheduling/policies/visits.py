@@ -13,8 +13,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
-from gpupoold.scheduling.state import Batch, Device, Model, Phase, Request
+from gpupoold.scheduling.state import Batch, Device, Model, Request
 
 # Memory counts less than time: KV that does not fit can be moved out, a step cannot be saved.
 _KV_WEIGHT = 0.75
@@ -45,35 +46,22 @@ class Tuning:
     mercy_share: float = 0.03
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """The requests of one model that a device has, sent or still queued.
 
-    ``context_tokens``: of those that have a token; ``num_waiting`` have none.
+    ``step_s``: of a decode step with all of them; ``prefill_s``: to make the first tokens
+    that are missing, of ``num_waiting``; ``is_new``: the device has not begun with the model.
     """
 
     model: Model
-    requests: Sequence[Request]
-    context_tokens: int
+    requests: list[Request]
+    step_s: float
+    prefill_s: float
     num_waiting: int
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a decode step with all of them."""
-        predicted_s = self.model.costs.step_s(len(self.requests), self.context_tokens)
-        return max(predicted_s * self.model.step_ratio, 1e-6)
-
-    @property
-    def prefill_s(self) -> float:
-        """Seconds to make the first tokens that are missing."""
-        if not self.num_waiting:
-            return 0.0
-        waiting = (one for one in self.requests if one.phase is not Phase.DECODING)
-        return sum(self.model.costs.prefill_s(one.context_tokens) for one in waiting)
+    is_new: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
+class Visit(NamedTuple):
     """What a visit now would take, be worth, and when it must be made.
 
     ``due_in_s``: until the first deadline that it should meet, infinite if all are hopeless;
@@ -107,47 +95,59 @@ class Switching:
 
 def work_of(device: Device) -> list[Work]:
     """The device's requests by model; those being handed over to it are still elsewhere."""
-    queued: dict[str, list[Request]] = {}
-    for one in device.queued.values():
-        queued.setdefault(one.model.name, []).append(one)
-    works = []
-    for name, batch in device.working.items():
-        new = queued.pop(name, [])
-        requests = [*batch.requests.values(), *new]
-        works.append(
-            Work(batch.model, requests, batch.context_tokens, batch.num_waiting + len(new))
-        )
-    return works + [Work(new[0].model, new, 0, len(new)) for new in queued.values()]
+    begun = [_work(batch, device.queued.get(name)) for name, batch in device.working.items()]
+    new = [batch for name, batch in device.queued.items() if name not in device.working]
+    return begun + [_work(batch, None, is_new=True) for batch in new]
+
+
+def prompts_of(device: Device, besides: str) -> list[Work]:
+    """The device's work for all models but one of which a request waits for its first token."""
+    waiting = [name for name, batch in device.working.items() if batch.num_waiting]
+    names = dict.fromkeys([*waiting, *device.queued])
+    names.pop(besides, None)
+    return [
+        _work(batch, device.queued.get(name))
+        if (batch := device.working.get(name))
+        else _work(device.queued[name], None, is_new=True)
+        for name in names
+    ]
+
+
+def _work(batch: Batch, queued: Batch | None, *, is_new: bool = False) -> Work:
+    model, requests = batch.model, list(batch.requests.values())
+    prefill_s, num_waiting = batch.prefill_s(), batch.num_waiting
+    if queued is not None:
+        requests += queued.requests.values()
+        prefill_s += queued.prefill_s()
+        num_waiting += queued.num_waiting
+    step_s = model.step_s(len(requests), batch.context_tokens)
+    return Work(model, requests, step_s, prefill_s, num_waiting, is_new)
 
 
 def load_of(device: Device) -> float:
     """What a device has to do: the share of its time that keeps all it has on target, prompts
     included, and the share of its memory that their KV takes."""
     load = 0.0
+    kv_bytes = 0
     for batch in device.working.values():
-        load += batch_load(batch) + kv_load(batch, device)
-    for one in device.queued.values():
-        load += one.model.costs.prefill_s(one.context_tokens) / one.model.targets.ttft_s
-    coming = {one.model.name: one.model for one in device.queued.values()}
-    return load + sum(own_load(m) for name, m in coming.items() if name not in device.working)
+        load += batch.load()
+        kv_bytes += batch.context_tokens * batch.model.kv_bytes_per_token
+    load += _KV_WEIGHT * kv_bytes / device.capacity_bytes
+    for name, batch in device.queued.items():
+        load += batch.prefill_s() / batch.model.targets.ttft_s
+        if name not in device.working:
+            load += own_load(batch.model)
+    return load
 
 
-def kv_load(batch: Batch, device: Device) -> float:
-    """Share of the device's memory that a batch's KV takes, in the measure of loads."""
-    kv_bytes = batch.context_tokens * batch.model.kv_bytes_per_token
-    return _KV_WEIGHT * kv_bytes / device.capacity_bytes
-
-
-def batch_load(batch: Batch) -> float:
-    """Share of a device's time that it takes to keep a batch on target, prompts included."""
-    targets = batch.model.targets
-    load = batch.step_s() / targets.tbt_s
-    return load + batch.prefill_s() / targets.ttft_s if batch.num_waiting else load
+def load_of_batch(batch: Batch, device: Device) -> float:
+    """What a batch adds to its device's load."""
+    return batch.load() + _KV_WEIGHT * batch.kv_bytes / device.capacity_bytes
 
 
 def own_load(model: Model) -> float:
     """What a first request of a model adds to a device's load, its prompt aside."""
-    return model.costs.step_s(1, 0) * model.step_ratio / model.targets.tbt_s
+    return model.step_s(1, 0) / model.targets.tbt_s
 
 
 def switching_of(device: Device, works: Sequence[Work], tuning: Tuning) -> Switching:
@@ -182,20 +182,25 @@ def plan_visit(
     due_in_s = min(hopeful_s, default=math.inf)
     behind_s = window_s - (due_in_s if hopeful_s else 0.0) + prefill_s
     # Each step gains a target and costs its own time.
-    gain_s = max(targets.tbt_s - step_s, 0.05 * targets.tbt_s)
+    gain_s = max(tbt_s - step_s, 0.05 * tbt_s)
     decode_s = min(max(switching.floor_s, behind_s / gain_s * step_s), tuning.visit_max_s)
     num_steps = decode_s / step_s
     tokens = 0.0
     for slack_s in hopeful_s:
         slack_s -= stall_s + prefill_s
-        wanted = min(num_steps, max(window_s - slack_s, 0.0) / targets.tbt_s)
-        tokens += max(0.0, wanted - max(-slack_s, 0.0) / gain_s)
+        in_time = (window_s - slack_s) / tbt_s
+        if in_time > num_steps:
+            in_time = num_steps
+        if slack_s < 0:
+            in_time += slack_s / gain_s
+        if in_time > 0:
+            tokens += in_time
     quota_s = prefill_s + decode_s
     return Visit(work.model.name, due_in_s - stall_s, quota_s + stall_s, quota_s, tokens, waited_s)
 
 
 def order_visits(
-    visits: Iterable[Visit], start_in_s: float = 0.0, *, is_switching_dear: bool = False
+    visits: Iterable[Visit], start_in_s: float = 0.0, is_switching_dear: bool = False
 ) -> list[Visit]:
     """Visits in the order to make them, if the first can start in ``start_in_s``.
 

@@ -299,7 +299,7 @@ def test_a_policy_cannot_corrupt_the_books() -> None:
             return [(one, state.devices[0]) for one in state.requests.values() if one.device == 0]
 
         def send(self, device: Device, state: State, now_s: float) -> list[Request]:
-            return list(device.queued.values())
+            return device.queued_requests()
 
     driver = Driver()
     driver.arrive("a", "r")

@@ -60,11 +60,32 @@ def test_a_batch() -> None:
     batch = Batch(MODEL)
     assert batch.next_deadline_s() == math.inf
     assert batch.prefill_s() == 0.0
-    batch.requests = {"r": request(Phase.SENT), "s": request(Phase.DECODING, 2, arrival_s=-5.0)}
-    batch.num_waiting = 1
+    batch.add(Request("r", MODEL, 1.0, 100, None, Phase.SENT, 0))
+    batch.add(Request("s", MODEL, -5.0, 100, None, Phase.DECODING, 0, 2))
     assert batch.next_deadline_s() == -1.0
     assert batch.prefill_s() == pytest.approx(1.5)
     assert batch.step_s() == 0.02
+    assert batch.kv_bytes == 2 * 102
+
+
+def test_the_sums_of_a_batch_follow_its_requests() -> None:
+    first, second = (
+        Request(name, MODEL, 0.0, tokens, None, Phase.SENT, 0)
+        for name, tokens in (("r", 30), ("s", 40))
+    )
+    batch = Batch(MODEL)
+    batch.add(first)
+    batch.add(second)
+    assert (batch.num_waiting, batch.waiting_tokens, batch.waiting_tokens2) == (2, 70, 2500)
+    assert batch.load() == pytest.approx(0.02 / 0.5 + (2 * 0.5 + 0.7) / 3.0)
+    batch.prefilled(first)
+    first.phase, first.num_tokens = Phase.DECODING, 1
+    batch.grow(1)
+    assert (batch.num_waiting, batch.waiting_tokens, batch.context_tokens) == (1, 40, 31)
+    assert batch.load() == pytest.approx(0.02 / 0.5 + 0.9 / 3.0)
+    batch.remove(second)
+    batch.remove(first)
+    assert (batch.num_waiting, batch.waiting_tokens2, batch.context_tokens) == (0, 0, 0)
 
 
 def test_a_device_counts_bytes() -> None:

@@ -30,7 +30,7 @@ class Tuning:
     window_share: float = 0.7
     # A request later than this is given up as a reason to visit: in overload, catching up
     # with one makes others late, and all tokens count alike.
-    hopeless_share: float = 0.02
+    hopeless_share: float = 0.002
     # A device with more than this to do does not begin with another model before it must.
     full_load: float = 1.0
     # A second device for a model splits its batch: only one that stays this idle is worth it.

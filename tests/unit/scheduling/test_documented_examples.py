@@ -128,7 +128,7 @@ class TestGpupool:
     def test_mercy_of_a_visit_of_one_and_a_half_seconds(self) -> None:
         tuning = Tuning()
         assert 1.5 / tuning.mercy_share == pytest.approx(50)
-        assert tuning.hopeless_share * TARGETS.ttft_s == pytest.approx(0.2)
+        assert tuning.hopeless_share * TARGETS.ttft_s == pytest.approx(0.02)
         assert tuning.window_share * TARGETS.ttft_s == pytest.approx(7.0)
         assert tuning.latest_start_share * TARGETS.ttft_s == pytest.approx(2.0)
 

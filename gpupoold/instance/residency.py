@@ -12,11 +12,14 @@ from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.kv import KvMemory, Place
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.regions import Region
+from gpupoold.memory.transfers import TransferQueue
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.scheduling.eviction import Eviction, Holding, Victim, plan_evictions
 
 _BANDWIDTH_SMOOTHING = 0.2
 _MIN_BYTES_FOR_BANDWIDTH = 1 << 20
+# What a turn adds to its model's KV: some 200 tokens to contexts of about a thousand.
+_GROWTH_SHARE = 0.25
 
 
 class PooledModel(Protocol):
@@ -80,6 +83,9 @@ class Residency:
         self._host = host
         self._use_of = use_of
         self._models: dict[str, PooledModel] = {}
+        self._lane = device.open_lane()
+        self._transfers = TransferQueue(self._lane.copy_in, "copy-in")
+        self._prefetching: str | None = None
         self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
 
     def add(self, model: PooledModel) -> None:
@@ -87,14 +93,21 @@ class Residency:
         self._models[model.name] = model
 
     def remove(self, name: str) -> None:
-        """The model's memory has been given back."""
+        """A model's memory is going to be given back."""
+        if self._prefetching == name:
+            self.stop_prefetch()
         del self._models[name]
+
+    def close(self) -> None:
+        """End the thread that copies; the models' memory is given back by others."""
+        self.stop_prefetch()
+        self._transfers.close()
+        self._lane.close()
 
     def missing_bytes(self, name: str) -> int:
         """Bytes that must move to make the model resident now."""
         model = self._models[name]
-        weights = 0 if model.weights.is_resident else model.weights.num_bytes
-        return weights + model.kv.host_bytes
+        return model.weights.missing_bytes + model.kv.host_bytes
 
     def total_bytes(self, name: str) -> int:
         """Bytes that must move when nothing of the model is resident."""
@@ -113,9 +126,11 @@ class Residency:
         first = [0] if 0 in model.kv.chunks(Place.UNBACKED) else []
         if model.weights.is_resident and not paged_out and not first:
             return None
-        wanted = 0 if model.weights.is_resident else model.weights.num_pages
+        wanted = model.weights.num_pages - model.weights.num_mapped_pages
         wanted += model.kv.num_missing_pages(list({*paged_out, *first}))
-        stages = self._make_room(wanted, name)
+        stages = self._make_room(wanted, {name})
+        waited_from_s = time.monotonic()
+        model.weights.wait()
         before = replace(self._device.spent)
         started_s = time.monotonic()
         weight_bytes = model.weights.load()
@@ -126,7 +141,7 @@ class Residency:
         stages = replace(
             stages,
             map_s=map_s,
-            weights_s=loaded_s - started_s - map_s,
+            weights_s=loaded_s - waited_from_s - map_s,
             kv_s=time.monotonic() - loaded_s,
             weight_bytes=weight_bytes,
             kv_in_bytes=kv_bytes,
@@ -134,9 +149,36 @@ class Residency:
         self._learn_bandwidth(weight_bytes, loaded_s - started_s)
         return stages
 
+    def prefetch(self, name: str, current: str) -> None:
+        """Begin to bring in a model's weights while ``current`` runs; returns at once.
+
+        As many pages as there is room for without touching the current model, what its KV
+        may grow by, or anything that would have to be copied out. Whatever was being
+        prefetched for another model is stopped.
+        """
+        model = self._models[name]
+        if name == self._prefetching and model.weights.is_arriving:
+            return
+        self.stop_prefetch()
+        wanted = model.weights.num_pages - model.weights.num_mapped_pages
+        if not wanted:
+            return
+        growth = self._growth_pages(self._models[current].kv)
+        self._make_room(wanted + growth, {name, current}, may_move=False)
+        count = min(wanted, self.pool.num_free - growth)
+        if count > 0:
+            model.weights.begin_load(self._transfers, count)
+            self._prefetching = name
+
+    def stop_prefetch(self) -> None:
+        """Plans have changed: end what is on its way; what has arrived stays."""
+        if self._prefetching is not None:
+            self._models[self._prefetching].weights.stop()
+            self._prefetching = None
+
     def make_room(self, num_pages: int) -> None:
         """Evict, whichever the model, until ``num_pages`` are free or nothing is left to evict."""
-        self._make_room(num_pages, keep="")
+        self._make_room(num_pages, set())
 
     def ensure_kv(self, name: str) -> None:
         """Back as many blocks as the next step may want, or as many as can be had.
@@ -153,7 +195,7 @@ class Residency:
         for chunk in unbacked[:count]:
             wanted = model.kv.num_missing_pages([chunk])
             if wanted > self.pool.num_free:
-                self._make_room(wanted, name)
+                self._make_room(wanted, {name})
             if wanted > self.pool.num_free:
                 return
             model.kv.back([chunk])
@@ -166,23 +208,29 @@ class Residency:
         for model in self._models.values():
             model.kv.check_integrity()
             owned += model.kv.resident_bytes // self._device.page_bytes
-            owned += model.weights.num_pages if model.weights.is_resident else 0
+            owned += model.weights.num_mapped_pages
         assert owned == self.pool.num_pages - self.pool.num_free
 
-    def _make_room(self, num_pages: int, keep: str) -> SwitchStages:
-        """Free pages of models other than ``keep`` until ``num_pages`` are free, if possible."""
+    def _make_room(self, num_pages: int, keep: set[str], *, may_move: bool = True) -> SwitchStages:
+        """Free pages of models not in ``keep`` until ``num_pages`` are free, if possible."""
         started_s = time.monotonic()
         moved = 0
         while (short := num_pages - self.pool.num_free) > 0:
-            holdings = [self._holding(n) for n in self._models if n != keep]
+            holdings = [self._holding(n) for n in self._models if n not in keep]
             before = self.pool.num_free
-            for eviction in plan_evictions(short, holdings):
+            for eviction in plan_evictions(short, holdings, may_move=may_move):
                 if self.pool.num_free >= num_pages:
                     break
                 moved += self._evict(eviction, num_pages)
             if self.pool.num_free == before:
                 break  # sizes were estimates: go round until nothing more comes free
         return SwitchStages(evict_s=time.monotonic() - started_s, kv_out_bytes=moved)
+
+    def _growth_pages(self, kv: KvMemory) -> int:
+        """Pages that a running model's KV may want during its turn: a guess."""
+        chunk_pages = sum(len(span) for span in kv.geometry.pages(0))
+        resident = kv.resident_bytes // self._device.page_bytes
+        return chunk_pages + int(_GROWTH_SHARE * resident)
 
     def _holding(self, name: str) -> Holding:
         model, use = self._models[name], self._use_of(name)
@@ -194,7 +242,7 @@ class Residency:
             last_used_s=use.last_used_s,
             ttft_s=use.ttft_s,
             next_deadline_s=use.next_deadline_s,
-            weight_pages=model.weights.num_pages if model.weights.is_resident else 0,
+            weight_pages=model.weights.num_mapped_pages,
             free_kv_pages=free,
             live_kv_pages=total - free,
         )
@@ -203,7 +251,8 @@ class Residency:
         """Carry an eviction out as far as needed; returns KV bytes moved to the host."""
         model = self._models[eviction.model]
         if eviction.victim is Victim.WEIGHTS:
-            model.weights.evict()
+            # Only as much as is needed: the rest need not come in again.
+            model.weights.evict(num_pages - self.pool.num_free)
             return 0
         if eviction.victim is Victim.FREE_KV:
             for chunk in model.kv.free_chunks():

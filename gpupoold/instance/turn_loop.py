@@ -50,6 +50,7 @@ class TurnLoop:
         self._orders = Orders()
         self._told_missing: dict[str, int] = {}
         self._previous: str | None = None
+        self._prefetching_for: str | None = None
         self._num_steps = 0
         self._status_at_s = 0.0
         self._interrupted = False
@@ -94,8 +95,10 @@ class TurnLoop:
             self._end_turn()
             return
         self._orders.began(time.monotonic())
+        self._prefetching_for = None
         self._report_memory()
         while self.ledger.num_live(model):
+            self._prefetch(model)
             self._step(engine)
             self._receive(block=False)
             turn = self._orders.turn
@@ -108,6 +111,18 @@ class TurnLoop:
         self._last_used_s[model] = time.monotonic()
         if self._orders.turn is not None and self._orders.turn.turn_id == turn_id:
             self._end_turn()
+
+    def _prefetch(self, current: str) -> None:
+        """Let the next model come in beside the current one's steps; again if it is another."""
+        then = self._orders.then
+        if then == self._prefetching_for:
+            return
+        self._prefetching_for = then
+        if then is None or then not in self.engines:
+            self.residency.stop_prefetch()
+        else:
+            self.residency.prefetch(then, current)
+            self._report_memory()
 
     def _end_turn(self) -> None:
         """Tell the daemon, and make ready for who comes next while its answer is on the way."""
@@ -284,7 +299,7 @@ class TurnLoop:
         weights = engine.weights
         return m.ModelMemory(
             model=engine.name,
-            weights_resident_bytes=weights.num_bytes if weights.is_resident else 0,
+            weights_resident_bytes=weights.mapped_bytes,
             weights_total_bytes=weights.num_bytes,
             kv_resident_bytes=engine.kv.resident_bytes,
             kv_host_bytes=engine.kv.host_bytes,

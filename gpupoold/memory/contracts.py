@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Protocol
 
 
 class OutOfPages(Exception):
@@ -36,8 +37,22 @@ class FillTime:
         return mapped / (mapped + copied) if mapped + copied > 0 else 0.0
 
 
+class Lane(Protocol):
+    """Copies of one other thread than the turn loop's; each returns when it has been made.
+
+    The pages must be mapped and the host memory pinned until then, and no kernel may use
+    the bytes meanwhile.
+    """
+
+    def copy_in(self, address: int, source: int, num_bytes: int) -> None:
+        """Host to device."""
+
+    def close(self) -> None:
+        """No copy comes any more; from any thread."""
+
+
 class Device(ABC):
-    """One device's memory. All calls come from the instance's turn loop.
+    """One device's memory. All calls come from the instance's turn loop, but for lanes'.
 
     Physical pages ``0 .. num_pages - 1`` exist from construction to ``close``;
     who owns them is the page pool's business. Addresses are plain integers and
@@ -84,6 +99,10 @@ class Device(ABC):
     @abstractmethod
     def copy_out(self, target: int, address: int, num_bytes: int) -> None:
         """Device to host."""
+
+    @abstractmethod
+    def open_lane(self) -> Lane:
+        """A way for copies of its own, beside those above and what engines compute."""
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from gpupoold.errors import Failed
-from gpupoold.memory.contracts import Device, PageRun
+from gpupoold.memory.contracts import Device, Lane, PageRun
 from gpupoold.memory.cuda_driver import BindingsDriver, CudaDriver, CudaError
 from gpupoold.memory.pages import split_runs
 from gpupoold.units import format_bytes
@@ -33,6 +33,29 @@ _LEGACY_STREAM = 0
 
 def _legacy_stream() -> tuple[int, ...]:
     return (_LEGACY_STREAM,)
+
+
+class _StreamLane:
+    """See :class:`Lane`. ``copies`` splits a copy where registrations meet."""
+
+    def __init__(
+        self, driver: CudaDriver, copies: Callable[[int, int], Iterable[tuple[int, int]]]
+    ) -> None:
+        self._driver = driver
+        self._copies = copies
+        self._stream = driver.create_stream()
+        self._is_bound = False
+
+    def copy_in(self, address: int, source: int, num_bytes: int) -> None:
+        if not self._is_bound:
+            self._driver.bind_thread()
+            self._is_bound = True
+        for offset, length in self._copies(source, num_bytes):
+            self._driver.copy_in(address + offset, source + offset, length, self._stream)
+        self._driver.synchronize_stream(self._stream)
+
+    def close(self) -> None:
+        self._driver.destroy_stream(self._stream)
 
 
 class CudaDevice(Device):
@@ -146,6 +169,10 @@ class CudaDevice(Device):
         self._wait_for_compute()
         for offset, length in self._copies(target, num_bytes):
             self._driver.copy_out(target + offset, address + offset, length, self._out_stream)
+
+    def open_lane(self) -> Lane:
+        """See :meth:`Device.open_lane`: a stream of its own."""
+        return _StreamLane(self._driver, self._copies)
 
     def synchronize(self) -> None:
         """See :meth:`Device.synchronize`. The wait counts as time of copying."""
@@ -261,7 +288,8 @@ class CudaDevice(Device):
         offset = 0
         while offset < num_bytes:
             start = host_address + offset
-            ends = [end for begin, end in self._pinned.items() if begin <= start < end]
+            pinned = list(self._pinned.items())  # other threads copy too
+            ends = [end for begin, end in pinned if begin <= start < end]
             length = min(num_bytes - offset, ends[0] - start if ends else num_bytes)
             yield offset, length
             offset += length

@@ -36,6 +36,9 @@ class CudaDriver(Protocol):
     def open(self, device_index: int) -> None:
         """Retain the device's primary context, the one torch uses, and make it current here."""
 
+    def bind_thread(self) -> None:
+        """Make the context current in the calling thread too."""
+
     def close(self) -> None:
         """Let the primary context go."""
 
@@ -119,6 +122,7 @@ class BindingsDriver:
             ) from error
         self._driver: Any = driver
         self._device: Any = None
+        self._context: Any = None
         self._allocation: Any = None
         self._access: Any = None
 
@@ -127,7 +131,8 @@ class BindingsDriver:
         cuda = self._driver
         self._call("cuInit", 0)
         self._device = self._call("cuDeviceGet", device_index)
-        self._call("cuCtxSetCurrent", self._call("cuDevicePrimaryCtxRetain", self._device))
+        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        self.bind_thread()
         location = cuda.CUmemLocation()
         location.type = cuda.CUmemLocationType(_ON_DEVICE)
         location.id = device_index
@@ -137,6 +142,10 @@ class BindingsDriver:
         self._access = cuda.CUmemAccessDesc()
         self._access.location = location
         self._access.flags = cuda.CUmemAccess_flags(_READ_WRITE)
+
+    def bind_thread(self) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuCtxSetCurrent", self._context)
 
     def close(self) -> None:
         """See :class:`CudaDriver`."""

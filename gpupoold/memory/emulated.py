@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from gpupoold.memory import libc
-from gpupoold.memory.contracts import Device, PageRun
+from gpupoold.memory.contracts import Device, Lane, PageRun
 from gpupoold.memory.memfd import create_memfd
 
 _UNMAPPED = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE
@@ -34,6 +34,16 @@ def default_page_bytes(device_bytes: int) -> int:
     while device_bytes // page_bytes > _MAX_PAGES:
         page_bytes *= 2
     return page_bytes
+
+
+class _MemcpyLane:
+    """See :class:`Lane`."""
+
+    def copy_in(self, address: int, source: int, num_bytes: int) -> None:
+        libc.memcpy(address, source, num_bytes)
+
+    def close(self) -> None:
+        """Nothing was taken."""
 
 
 class EmulatedDevice(Device):
@@ -111,6 +121,10 @@ class EmulatedDevice(Device):
     def copy_out(self, target: int, address: int, num_bytes: int) -> None:
         """See :meth:`Device.copy_out`."""
         self._copy(target, address, num_bytes)
+
+    def open_lane(self) -> Lane:
+        """See :meth:`Device.open_lane`. One thread's copies: the other core is computing."""
+        return _MemcpyLane()
 
     def synchronize(self) -> None:
         """Copies are synchronous here."""

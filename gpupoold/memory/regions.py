@@ -35,11 +35,12 @@ class Region:
         """How often ``page`` is retained."""
         return self._holders[page]
 
-    def retain(self, pages: range, source: int | None = None) -> None:
+    def retain(self, pages: range, source: int | None = None, *, is_filled: bool = True) -> None:
         """Hold ``pages``; those not mapped yet are mapped and filled.
 
         They are filled from the host bytes at ``source`` (which then covers the
-        whole range) or with zeros, so that no bytes of another model show.
+        whole range) or with zeros, so that no bytes of another model show. Not
+        ``is_filled``, the caller fills them before anybody reads them.
 
         Raises:
             OutOfPages: nothing was changed; as for any error of the device.
@@ -52,9 +53,12 @@ class Region:
             for span in missing:
                 mine, left = split_runs(left, len(span))
                 skip = (span.start - pages.start) * self._device.page_bytes
-                self._device.map_and_fill(
-                    self._page_address(span.start), mine, None if source is None else source + skip
-                )
+                address = self._page_address(span.start)
+                if is_filled:
+                    at = None if source is None else source + skip
+                    self._device.map_and_fill(address, mine, at)
+                else:
+                    self._device.map(address, mine)
                 mapped.append((span, mine))
         except BaseException:
             for span, mine in mapped:

@@ -53,9 +53,11 @@ class Instance:
 
     @property
     def resident(self) -> frozenset[str]:
-        """Models whose weights were on the device when it last reported."""
+        """Models all of whose weights were on the device when it last reported."""
         models = self.status.models if self.status else []
-        return frozenset(held.model for held in models if held.weights_resident_bytes)
+        return frozenset(
+            held.model for held in models if held.weights_resident_bytes == held.weights_total_bytes
+        )
 
     def send(self, message: m.Message, fds: tuple[int, ...] = ()) -> None:
         """Send, or do nothing when it is down: its end is handled elsewhere."""

@@ -61,9 +61,7 @@ class Scheduler:
 
     def device_up(self, number: int, ready: m.InstanceReady) -> None:
         """An instance can serve."""
-        self._tell(
-            e.DeviceUp(number, ready.device_bytes, ready.bandwidth_bytes_per_s, ready.prefetches)
-        )
+        self._tell(e.DeviceUp(number, ready.device_bytes, ready.bandwidth_bytes_per_s))
 
     def device_down(self, number: int) -> None:
         """An instance is gone; requests that it had must have ended before."""

@@ -51,7 +51,6 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) 
             gpu.pcie_bandwidth_bytes_per_s,
             f"sim {__version__}",
             f"sim:{gpu.name}",
-            prefetches=True,
         )
     )
     server.run()

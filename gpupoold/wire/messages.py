@@ -170,10 +170,7 @@ class Shutdown(Message):
 
 
 class InstanceReady(Message):
-    """The instance owns its device and can load models.
-
-    ``prefetches``: it brings in the next model during the turn before.
-    """
+    """The instance owns its device and can load models."""
 
     instance: int
     pid: int
@@ -182,7 +179,6 @@ class InstanceReady(Message):
     bandwidth_bytes_per_s: float
     engine_version: str
     device_name: str = ""
-    prefetches: bool = False
 
 
 class ModelLoaded(Message):

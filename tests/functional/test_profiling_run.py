@@ -8,7 +8,7 @@ from gpupoold.latency.stored import Profile
 from tests.functional.daemon_tools import weight_bytes
 from tests.functional.instance_peer import InstancePeer
 
-BUDGET_S = 1.0
+BUDGET_S = 6.0
 PROMPT = list(range(5, 95))
 NUM_TOKENS = 300
 

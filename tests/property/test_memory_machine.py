@@ -59,7 +59,7 @@ class Model:
             [self.kv.chunks(place) for place in Place],
             self.kv.resident_bytes,
             self.kv.host_bytes,
-            self.weights.is_resident,
+            self.weights.num_mapped_pages,
             list(self.ledger.refs),
             self.ledger.num_free,
             self.ledger.cached(),
@@ -88,13 +88,43 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(which=WHICH, fail_in=st.integers(0, 3))
     def load(self, which: int, fail_in: int) -> None:
         model = self.model(which)
-        was_resident = model.weights.is_resident
-        moved = self.attempt(model, fail_in, model.weights.num_pages, model.weights.load)
-        assert moved in (None, 0 if was_resident else model.weights.num_bytes)
+        missing_bytes = model.weights.missing_bytes
+        moved = self.attempt(model, fail_in, missing_bytes // PAGE, model.weights.load)
+        assert moved in (None, missing_bytes)
+        assert model.weights.is_resident == (moved is not None)
+
+    @rule(which=WHICH, num_pages=st.integers(1, 20))
+    def begin_load(self, which: int, num_pages: int) -> None:
+        weights = self.model(which).weights
+        wanted = min(num_pages, weights.missing_bytes // PAGE)
+        mapped, free = weights.num_mapped_pages, self.rig.pool.num_free
+        try:
+            weights.begin_load(self.rig.transfers, num_pages)
+        except OutOfPages:
+            assert wanted > free
+        else:
+            assert weights.num_mapped_pages == mapped + wanted
 
     @rule(which=WHICH)
-    def evict(self, which: int) -> None:
-        self.model(which).weights.evict()
+    def wait(self, which: int) -> None:
+        weights = self.model(which).weights
+        weights.wait()
+        assert weights.loaded_bytes == weights.mapped_bytes
+
+    @rule(which=WHICH)
+    def stop(self, which: int) -> None:
+        weights = self.model(which).weights
+        weights.stop()
+        assert weights.loaded_bytes == weights.mapped_bytes
+        assert not weights.is_arriving
+
+    @rule(which=WHICH, num_pages=st.none() | st.integers(0, 20))
+    def evict(self, which: int, num_pages: int | None) -> None:
+        weights = self.model(which).weights
+        mapped = weights.num_mapped_pages
+        weights.evict(num_pages)
+        left = 0 if num_pages is None else max(0, mapped - num_pages)
+        assert weights.num_mapped_pages <= left
 
     @rule(which=WHICH, chunk=WHICH, fail_in=st.integers(0, 4))
     def back(self, which: int, chunk: int, fail_in: int) -> None:
@@ -198,8 +228,8 @@ class MemoryMachine(RuleBasedStateMachine):
                 for block in model.kv.geometry.blocks(chunk):
                     if block in model.content:
                         assert read_block(model.kv, block) == model.content[block]
-            if model.weights.is_resident:
-                assert read(model.weights.address, len(model.image)) == model.image
+            there = model.weights.loaded_bytes
+            assert read(model.weights.address, there) == model.image[:there]
 
     @invariant()
     def accounts_are_right(self) -> None:
@@ -209,7 +239,7 @@ class MemoryMachine(RuleBasedStateMachine):
         for model in self.models:
             model.kv.check_integrity()
             owned += model.kv.resident_bytes // PAGE
-            owned += model.weights.num_pages if model.weights.is_resident else 0
+            owned += model.weights.num_mapped_pages
             out = [model.kv.live_blocks(chunk) for chunk in model.kv.chunks(Place.UNBACKED)]
             held = [b for c in model.kv.chunks(Place.UNBACKED) for b in model.kv.geometry.blocks(c)]
             assert sorted(b for blocks in out for b in blocks) == [b for b in held if b]

@@ -131,8 +131,10 @@ def rig() -> Iterator[Rig]:
 
 
 @pytest.fixture
-def residency(rig: Rig) -> Residency:
-    return Residency(rig.device, rig.pool, rig.host, 1e9, lambda _: Use(0, 0.0, 10.0, 0.0))
+def residency(rig: Rig) -> Iterator[Residency]:
+    made = Residency(rig.device, rig.pool, rig.host, 1e9, lambda _: Use(0, 0.0, 10.0, 0.0))
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ bytearrays that stand for physical pages.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -57,6 +58,7 @@ class FakeCuda:
         self.log: list[tuple[str, int, int]] = []
         self.fail_at: dict[str, int] = {}  # call → which one of them fails, from 1
         self.is_open = False
+        self.threads: set[int] = set()  # in which the context is current
         self._granularity = granularity
         self._memory: dict[int, bytearray] = {}
         self._mapped: dict[int, Mapping] = {}
@@ -121,6 +123,11 @@ class FakeCuda:
         self._enter("open", device_index, 0)
         assert not self.is_open
         self.is_open = True
+        self.threads = {threading.get_ident()}
+
+    def bind_thread(self) -> None:
+        self._enter("bind_thread", 0, 0)
+        self.threads.add(threading.get_ident())
 
     def close(self) -> None:
         self._enter("close", 0, 0)
@@ -264,6 +271,8 @@ class FakeCuda:
 
     def _enter(self, call: str, first: int, second: int) -> None:
         assert call == "open" or self.is_open, f"{call} without a context"
+        bound = threading.get_ident() in self.threads or call in ("open", "bind_thread")
+        assert bound, f"{call} from a thread in which the context is not current"
         self.calls[call] += 1
         self.log.append((call, first, second))
         if self.fail_at.get(call) == self.calls[call]:

@@ -14,6 +14,7 @@ from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.regions import Region
+from gpupoold.memory.transfers import TransferQueue
 from gpupoold.memory.weights import WeightMemory
 from tests.unit.memory.ledger import MemoryLedger
 
@@ -75,6 +76,8 @@ class Rig:
         self.device = FailingDevice(num_pages * page_bytes, page_bytes)
         self.pool = PagePool(num_pages)
         self.host = KvHostCache(host_pages * page_bytes, page_bytes)
+        self.lane = self.device.open_lane()
+        self.transfers = TransferQueue(self.lane.copy_in, "copy-in", chunk_bytes=2 * page_bytes)
         self._open: list[Region | KvMemory | WeightMemory] = []
 
     def region(self, num_pages: int) -> Region:
@@ -114,6 +117,8 @@ class Rig:
         self.host.check_integrity()
         assert self.pool.num_free == self.pool.num_pages
         assert self.host.used_bytes == 0
+        self.transfers.close()
+        self.lane.close()
         self.host.close()
         self.device.close()
 

@@ -18,6 +18,7 @@ from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.regions import Region
+from gpupoold.memory.transfers import TransferQueue
 from gpupoold.memory.weights import WeightMemory
 from tests.conftest import has_nvidia_gpu
 from tests.unit.memory.fake_cuda import FakeCuda
@@ -454,6 +455,29 @@ class TestUnderTheRest:
             driver.launch(COMPUTE)
         with pytest.raises(OutOfPages):
             one.weights.load()
+
+    def test_weights_come_in_from_another_thread_while_kernels_run(
+        self, device: CudaDevice, driver: FakeCuda, make: Callable[[PagePool, int], Model]
+    ) -> None:
+        pool = PagePool(20)
+        one, two = make(pool, 1), make(pool, 2)
+        one.weights.load()
+        driver.launch(COMPUTE)
+        syncs = driver.calls["synchronize_stream"]
+        lane = device.open_lane()
+        queue = TransferQueue(lane.copy_in, "copy-in", chunk_bytes=4 * PAGE)
+        two.weights.begin_load(queue, 10)
+        two.weights.wait()
+        assert driver.calls["synchronize_stream"] == syncs + 3, "one for each chunk, none else"
+        assert two.weights.load() == 0
+        assert driver.kernel_read(two.weights.address, len(two.bytes)) == two.bytes
+        two.weights.evict(4)
+        two.weights.begin_load(queue, 2)
+        two.weights.stop()
+        assert two.weights.load() >= 2 * PAGE
+        assert driver.kernel_read(two.weights.address, len(two.bytes)) == two.bytes
+        queue.close()
+        lane.close()
 
     def test_kv_survives_paging_out_while_pages_serve_another_model(
         self, device: CudaDevice, driver: FakeCuda, make: Callable[[PagePool, int], Model]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpupoold.memory.contracts import OutOfPages
+from gpupoold.memory.transfers import TransferQueue
 from gpupoold.memory.weights import WeightMemory
 from tests.unit.memory.rig import PAGE, Rig, read
 
@@ -31,6 +32,68 @@ def test_two_models_swap_on_a_device_for_one(rig: Rig) -> None:
         weights.load()
         assert read(weights.address, len(data)) == data
         weights.evict()
+
+
+def test_a_part_stays_and_is_not_moved_again(rig: Rig) -> None:
+    weights, data = rig.weights(10, "w")
+    weights.load()
+    weights.evict(3)
+    assert (weights.is_resident, weights.missing_bytes) == (False, 3 * PAGE)
+    assert (weights.loaded_bytes, rig.pool.num_free) == (7 * PAGE, 64 - 7)
+    assert read(weights.address, 7 * PAGE) == data[: 7 * PAGE]
+    rig.soil()
+    assert weights.load() == 3 * PAGE
+    assert read(weights.address, 10 * PAGE) == data
+
+
+def test_what_was_begun_is_not_moved_again(rig: Rig) -> None:
+    weights, data = rig.weights(10, "w")
+    rig.soil()
+    weights.begin_load(rig.transfers, 6)
+    assert (weights.num_mapped_pages, weights.missing_bytes) == (6, 4 * PAGE)
+    assert not weights.is_resident
+    assert weights.load() == 4 * PAGE
+    assert read(weights.address, 10 * PAGE) == data
+    weights.begin_load(rig.transfers, 6)
+    assert weights.is_resident
+
+
+def test_a_stopped_load_keeps_what_has_arrived(rig: Rig) -> None:
+    weights, data = rig.weights(10, "w")
+    weights.begin_load(rig.transfers, 10)
+    weights.stop()
+    there = weights.loaded_bytes
+    assert there == weights.mapped_bytes
+    assert there % (2 * PAGE) == 0
+    assert rig.pool.num_free == 64 - there // PAGE
+    assert weights.load() == 10 * PAGE - there
+    assert read(weights.address, 10 * PAGE) == data
+
+
+def test_a_load_that_cannot_begin_changes_nothing(rig: Rig) -> None:
+    (first, _), (second, _) = rig.weights(60, "a"), rig.weights(10, "b")
+    first.load()
+    with pytest.raises(OutOfPages):
+        second.begin_load(rig.transfers, 10)
+    assert (second.num_mapped_pages, rig.pool.num_free) == (0, 4)
+    second.begin_load(rig.transfers, 4)
+    second.wait()
+    assert second.loaded_bytes == 4 * PAGE
+
+
+def test_a_broken_copy_is_given_up(rig: Rig) -> None:
+    def fail(target: int, source: int, num_bytes: int) -> None:
+        raise OSError("the link is broken")
+
+    weights, data = rig.weights(10, "w")
+    broken = TransferQueue(fail, "broken", chunk_bytes=PAGE)
+    weights.begin_load(broken, 10)
+    with pytest.raises(OSError, match="the link is broken"):
+        weights.wait()
+    assert (weights.num_mapped_pages, rig.pool.num_free) == (0, 64)
+    assert weights.load() == 10 * PAGE
+    assert read(weights.address, 10 * PAGE) == data
+    broken.close()
 
 
 def test_no_room_changes_nothing(rig: Rig) -> None:

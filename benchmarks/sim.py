@@ -96,21 +96,24 @@ def _panels(workloads: Path | None) -> Iterator[Panel]:
                 print(f"{panel.name} left out: {error}", file=sys.stderr)
 
 
-def _known(report: Path | None) -> dict[tuple[str, str, int, float], Row]:
+def _known(report: Path | None) -> list[Row]:
     """The baselines' rows of an earlier run; the baselines change less often than gpupool."""
     if report is None:
-        return {}
+        return []
     rows: list[Row] = json.loads(report.read_text())["rows"]
-    return {
-        (row["preset"], row["policy"], row["models"], row["rps"]): row
-        for row in rows
-        if row["policy"] != "gpupool"
-    }
+    return [row for row in rows if row["policy"] != "gpupool"]
 
 
-def _run(
-    tasks: Sequence[Panel], jobs: int, known: Mapping[tuple[str, str, int, float], Row]
-) -> Iterator[Row]:
+def _is_of(row: Row, point: Point) -> bool:
+    """Whether a row is this point's; a recorded workload may bring its own models and rate."""
+    return (
+        (row["preset"], row["policy"]) == (point.preset, point.policy)
+        and point.num_models in (None, row["models"])
+        and point.rps in (None, row["rps"])
+    )
+
+
+def _run(tasks: Sequence[Panel], jobs: int, known: Sequence[Row] = ()) -> Iterator[Row]:
     context = multiprocessing.get_context("spawn")
     sweep = functools.partial(_sweep, known=known)
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
@@ -119,12 +122,12 @@ def _run(
             yield from rows
 
 
-def _sweep(panel: Panel, known: Mapping[tuple[str, str, int, float], Row]) -> list[Row]:
+def _sweep(panel: Panel, known: Sequence[Row]) -> list[Row]:
     """One policy's points in order of load, as long as it keeps half of its promises."""
     rows: list[Row] = []
     for point in panel.points():
-        key = panel.name, point.policy, point.num_models or 0, point.rps or 0.0
-        row = known.get(key) or next(iter(run_points([point])))
+        row = next((row for row in known if _is_of(row, point)), None)
+        row = row or next(iter(run_points([point])))
         rows.append(row)
         attainment = row["attainment"]
         if attainment is None or attainment < _HOPELESS:
@@ -141,7 +144,7 @@ def _slow_switching(jobs: int) -> list[Row]:
         policies=("request-level",),
         switch_overhead_s=SLOW_SWITCH_S,
     )
-    return list(_run([slow], jobs, {}))
+    return list(_run([slow], jobs))
 
 
 def _figures(rows: Sequence[Row], slow: Sequence[Row]) -> Iterator[dict[str, Any]]:

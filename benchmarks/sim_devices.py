@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -32,6 +32,7 @@ from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, box_models, parse_box
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.lengths import Lengths, sharegpt_lengths
 from gpupoold.sim.metrics import summarise
+from gpupoold.sim.model import SimModel
 from gpupoold.sim.policies import make_policy
 from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload
 from gpupoold.stats import percentile
@@ -151,7 +152,9 @@ def _seen(sent: Sent, requests: Sequence[SimRequest]) -> dict[str, Any]:
     }
 
 
-def _simulated(models: Any, box: Box, requests: Sequence[SimRequest]) -> dict[str, Any]:
+def _simulated(
+    models: Mapping[str, SimModel], box: Box, requests: Sequence[SimRequest]
+) -> dict[str, Any]:
     """The simulator's word for the same arrivals."""
     end_s = requests[-1].arrival_s + _ANSWER_TIMEOUT_S
     simulation = Simulation(models, make_policy("gpupool"), box.num_devices, box.device_bytes)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from gpupool_cli import lists
 from gpupool_cli.exit_codes import ExitCode
 from gpupool_cli.options import JsonOption, duration_s
 from gpupool_cli.output import print_json
-from gpupool_cli.plan_inputs import Inputs, models_of_file, registered_models, the_load
+from gpupool_cli.plan_inputs import Inputs, make_inputs, models_of_file, registered_models
 from gpupool_cli.plan_view import Planned, PlanProgress, plan_document, print_plan
 from gpupool_cli.session import open_client
 from gpupoold.errors import UsageError
@@ -72,7 +72,7 @@ def plan(
     if it does not.
     """
     started_s = time.monotonic()
-    names = tuple(name.strip() for name in policies.split(","))
+    names = lists.names(policies)
     check_question(target, names)
     box = parse_box(devices, tensor_parallel)
     inputs = _inputs(ctx, models, trace, rps, duration)
@@ -104,19 +104,12 @@ def _inputs(
     """The models and the load, from files or from the daemon."""
     if trace is not None and rps is not None:
         raise UsageError("both --trace and --rps: give one of them")
-    rates = None if rps is None else _numbers(rps)
-    if models != REGISTERED and trace != RECORDED:
-        return the_load(models_of_file(Path(models)), trace, rates, duration, history=None)
+    example = "0.1, or 0.1,0.2,0.5 for three models"
+    rates = None if rps is None else lists.numbers("--rps", rps, float, example)
+    given = None if models == REGISTERED else models_of_file(Path(models))
+    if given is not None and trace != RECORDED:
+        return make_inputs(given, trace, rates, duration)
     with open_client(ctx) as client:
-        known = registered_models(client.models()) if models == REGISTERED else None
+        found = given or registered_models(client.models())
         history = list(client.requests()) if trace == RECORDED else None
-    found = models_of_file(Path(models)) if known is None else known
-    return the_load(found, trace, rates, duration, history)
-
-
-def _numbers(text: str) -> Sequence[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        hint = "write it like 0.1, or 0.1,0.2,0.5 for three models"
-        raise UsageError(f"--rps {text!r} is not a list of numbers", hint) from None
+    return make_inputs(found, trace, rates, duration, history)

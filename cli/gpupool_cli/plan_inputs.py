@@ -49,14 +49,14 @@ def registered_models(infos: Sequence[ModelInfo]) -> Models:
     return Models(models, tuple(f"{name} failed to load and is left out." for name in failed))
 
 
-def the_load(
+def make_inputs(
     found: Models,
     trace: str | None,
     rates: Sequence[float] | None,
     duration_s: float | None,
-    history: Sequence[RequestRecord] | None,
+    history: Sequence[RequestRecord] | None = None,
 ) -> Inputs:
-    """The load: ``history`` if there is one, else the file ``trace``, else rates.
+    """With the load: ``history`` if there is one, else the file ``trace``, else rates.
 
     Raises:
         UsageError: no load, too many or impossible rates, or what is wrong in the file.
@@ -69,7 +69,7 @@ def the_load(
             for one in history
         ]
         load, num_left_out = history_load(past, names, duration_s)
-        left_out = f"{num_left_out} recorded requests are left out: without tokens, or of others."
+        left_out = f"Recorded requests left out, without tokens or of others: {num_left_out:,}."
         return Inputs(models, load, (*found.notes, *([left_out] if num_left_out else [])))
     if trace is not None:
         requests = trace_load(Path(trace), names, duration_s)

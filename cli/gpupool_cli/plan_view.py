@@ -8,15 +8,13 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import SpinnerColumn, TimeElapsedColumn
 
 from gpupool_cli.output import NOTHING, Column, duration_text, print_line, print_table
+from gpupool_cli.progress import BarView, description_column
 from gpupoold.sim.metrics import Summary
-from gpupoold.sim.plan import Plan, PolicyResult, Question, Tried, models_below
+from gpupoold.sim.plan import MAX_DEVICES, Plan, PolicyResult, Question, Tried, models_below
 from gpupoold.sim.plan_models import Basis, PlannedModel
 from gpupoold.sim.plan_notes import notes_on
 from gpupoold.sim.plan_run import Attained
@@ -55,36 +53,13 @@ class Planned:
         return [*self.notes, *notes_on(self.question, self.plan, self.basis, self.models)]
 
 
-class PlanProgress:
+class PlanProgress(BarView):
     """What is being simulated, on stderr if that is a terminal; use as a context manager."""
 
     def __init__(self) -> None:
-        self._bar: Progress | None = None
-        if sys.stderr.isatty():
-            self._bar = Progress(
-                SpinnerColumn(),
-                TextColumn("{task.description}", markup=False),
-                TimeElapsedColumn(),
-                console=Console(file=sys.stderr),
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
-
-    def __enter__(self) -> Self:
+        super().__init__(SpinnerColumn(), description_column(), TimeElapsedColumn())
         if self._bar is not None:
             self._task = self._bar.add_task("simulating", total=None)
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
     def show(self, what: str, num_runs: int) -> None:
         """``num_runs`` are done; next is ``what``."""
@@ -179,7 +154,9 @@ class _Writer:
         return math.floor(100 * share * scale + 1e-6) / scale
 
     def attained(self, attained: Attained, after: str = "") -> str:
-        """With the range of several runs, if they differ; ``after`` comes between."""
+        """With the range of several runs, if they differ; ``after`` comes between. Or why not."""
+        if attained.refused:
+            return attained.refused
         bounds = [bound(attained.by_run, default=None) for bound in (min, max)]
         low, high = map(self.number, bounds)
         spread = f" ({low} to {high})" if low != high else ""
@@ -235,9 +212,11 @@ class _Writer:
         if plan.needed is None:
             most = plan.counts[-1]
             best = max(plan.counts, key=lambda one: one.attained.worst)
+            at_most = f"with up to {most.text} at most {self.attained(best.attained)} is reached"
             yield (
-                f"More do not help enough: with up to {most.text} at most "
-                f"{self.attained(best.attained)} is reached. What lacks is not devices but speed."
+                f"Not known: {at_most}, and more than {MAX_DEVICES} devices are not tried."
+                if most.num_devices >= MAX_DEVICES
+                else f"More do not help enough: {at_most}. What lacks is not devices but speed."
             )
             return
         needed = by_count[plan.needed]
@@ -249,7 +228,8 @@ class _Writer:
         )
         fewer = [one for one in plan.counts if one.num_devices < plan.needed]
         if fewer:
-            yield f"One fewer is not enough: {self.attained(fewer[-1].attained)}."
+            fewer_text = "One fewer" if size == 1 else "One group fewer"
+            yield f"{fewer_text} is not enough: {self.attained(fewer[-1].attained)}."
 
     def policy_line(self, result: PolicyResult, num_devices: int) -> str:
         """A policy's attainment and its split."""

@@ -7,7 +7,14 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, SpinnerColumn, TaskID, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    ProgressColumn,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+)
 from rich.progress import Progress as RichProgress
 
 from gpupool_cli.diagnostics import say
@@ -23,25 +30,23 @@ _WORDS = {
 }
 
 
-class ProgressView:
-    """Shows the ``Progress`` lines of one operation; use as a context manager."""
+class BarView:
+    """Has a bar on stderr while it is entered, if that is a terminal; a context manager."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._stage = ""
-        self._task: TaskID | None = None
+    def __init__(self, *columns: ProgressColumn, wanted: bool = True) -> None:
+        """``columns`` as rich has them; no bar at all unless it is ``wanted``."""
         self._bar: RichProgress | None = None
-
-    def __enter__(self) -> Self:
-        if sys.stderr.isatty():
+        if wanted and sys.stderr.isatty():
             self._bar = RichProgress(
-                SpinnerColumn(),
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
-                DownloadColumn(binary_units=True),
+                *columns,
                 console=Console(file=sys.stderr),
                 transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
             )
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
             self._bar.start()
         return self
 
@@ -53,6 +58,18 @@ class ProgressView:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+class ProgressView(BarView):
+    """Shows the ``Progress`` lines of one operation; use as a context manager."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            SpinnerColumn(), description_column(), BarColumn(), DownloadColumn(binary_units=True)
+        )
+        self._name = name
+        self._stage = ""
+        self._task: TaskID | None = None
 
     def show(self, progress: Progress) -> None:
         """Take in the next line of the stream."""
@@ -71,6 +88,11 @@ class ProgressView:
         if self._task is None:
             self._task = bar.add_task(f"{self._name}: {_words(progress.stage)}", total=None)
         bar.update(self._task, completed=progress.done_bytes, total=progress.total_bytes)
+
+
+def description_column() -> TextColumn:
+    """What a bar is about, as it is: brackets in it are no markup."""
+    return TextColumn("{task.description}", markup=False)
 
 
 def _words(stage: str) -> str:

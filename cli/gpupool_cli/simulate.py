@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
+from gpupool_cli import lists
 from gpupool_cli.diagnostics import say
 from gpupool_cli.options import JsonOption, TbtOption, TtftOption, duration_s
 from gpupool_cli.output import Column, print_line, print_table
@@ -21,8 +22,6 @@ from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.presets import poisson_panel, preset_names, preset_panels, trace_panel
 from gpupoold.sim.run import Row, run_points
 from gpupoold.sim.scenario import Overrides, Panel, Point
-
-N = TypeVar("N", int, float)
 
 _LIST_COLUMNS = (Column("PRESET"), Column("WHAT"))
 
@@ -98,9 +97,9 @@ def simulate(
     if plot is not None:
         check_plot(plot)
     wanted = Overrides(
-        policies=_names(policies),
-        models=_numbers(models, int),
-        rps=_numbers(rps, float),
+        policies=None if policies is None else lists.names(policies),
+        models=None if models is None else lists.numbers("--models", models, int, "40,70,100"),
+        rps=None if rps is None else lists.numbers("--rps", rps, float, "0.1,0.2"),
         box=None if devices is None else parse_box(devices),
         tensor_parallel_size=tensor_parallel,
         num_prefill=prefill,
@@ -164,16 +163,3 @@ def _print_presets() -> None:
         several = f"{len(names)} panels, {names[0]} to {names[-1]}"
         rows.append((name, panels[0].title if len(panels) == 1 else several))
     print_table(_LIST_COLUMNS, rows)
-
-
-def _names(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(part.strip() for part in text.split(","))
-
-
-def _numbers(text: str | None, kind: type[N]) -> tuple[N, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(f"{text!r} is not a list of numbers", "write it like 40,70,100") from None

@@ -5,15 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as RichProgress
+from rich.progress import BarColumn, TimeElapsedColumn
 
 from gpupool_cli.diagnostics import say
 from gpupool_cli.output import NOTHING, Column, duration_text, print_line, print_table
+from gpupool_cli.progress import BarView, description_column
 from gpupoold.sim.metrics import Goodput
 from gpupoold.sim.run import Row, sweep_goodput
 from gpupoold.sim.scenario import Point
@@ -36,7 +34,7 @@ _ACTIVE = Column("ACTIVE", right=True)
 _GOODPUT_COLUMNS = (Column("PRESET"), Column("POLICY"), Column("90 % GOODPUT"))
 
 
-class PointsView:
+class PointsView(BarView):
     """How far a list of points is; use as a context manager.
 
     A bar on a terminal, else one line per point. ``keeps_stdout``: rows go to stdout at the
@@ -44,38 +42,19 @@ class PointsView:
     """
 
     def __init__(self, points: Sequence[Point], jobs: int, *, keeps_stdout: bool) -> None:
+        wanted = not (keeps_stdout and sys.stdout.isatty())
+        super().__init__(description_column(), BarColumn(), TimeElapsedColumn(), wanted=wanted)
         self._points = points
         self._in_order = jobs == 1
-        self._begun = -1
         self._shown_s = 0.0
-        self._bar: RichProgress | None = None
-        if sys.stderr.isatty() and not (keeps_stdout and sys.stdout.isatty()):
-            self._bar = RichProgress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
-                TimeElapsedColumn(),
-                console=Console(file=sys.stderr),
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
+        if self._bar is not None:
+            self._task = self._bar.add_task("", total=len(points))
 
     def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._task = self._bar.add_task("", total=len(self._points))
-            self._bar.start()
+        super().__enter__()
         if self._in_order:
-            self._begin(0)
+            self._tell(0)
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
     def show(self, index: int, at_s: float, duration_s: float) -> None:
         """Point ``index`` is at the virtual time ``at_s`` of ``duration_s``."""
@@ -93,15 +72,12 @@ class PointsView:
         if not self._in_order:
             self._tell(count - 1)
         elif count < len(self._points):
-            self._begin(count)
-
-    def _begin(self, index: int) -> None:
-        self._tell(index)
+            self._tell(count)
 
     def _tell(self, index: int) -> None:
         if self._bar is not None:
             self._bar.update(self._task, description=self._label(index))
-        elif index < len(self._points):
+        else:
             say(self._label(index))
 
     def _label(self, index: int) -> str:

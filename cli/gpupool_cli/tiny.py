@@ -92,5 +92,6 @@ def _error_of(stderr: str) -> GpupoolError:
         fields = json.loads(last_line)
         return error_from_code(fields["code"], fields["message"], fields["hint"])
     except (ValueError, KeyError, TypeError):
-        hint = "gpupool's full environment is needed: run make venv"
+        is_missing = last_line.startswith(("ImportError", "ModuleNotFoundError"))
+        hint = "gpupool's full environment is needed: run make venv" if is_missing else ""
         return Failed(f"the models could not be made: {last_line}", hint)

@@ -8,18 +8,16 @@ an engine serve it; an engine would read zeros.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import os
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpupoold.checkpoints.tiny_tokenizer import EOS_ID, PAD_ID, write_tokenizer
-from gpupoold.errors import GpupoolError, Refused, UsageError
+from gpupoold.checkpoints.maker import maker_parser, print_made, whole_folder, write_metadata
+from gpupoold.checkpoints.tiny_tokenizer import write_tokenizer
+from gpupoold.errors import Refused, UsageError
 from gpupoold.latency.errors import LatencyError
 from gpupoold.latency.shape import ModelShape, builtin_shape
 
@@ -55,7 +53,7 @@ def make_hollow_checkpoint(parent: Path, shape_name: str) -> Path:
     Hugging Face hub are written as Llamas of the same dimensions.
 
     Raises:
-        UsageError: nothing is known of that shape.
+        UsageError: nothing is known of that shape, or no folder can be made there.
         Refused: the folder exists and was not made by this program.
     """
     try:
@@ -67,13 +65,8 @@ def make_hollow_checkpoint(parent: Path, shape_name: str) -> Path:
         if not (target / RECIPE_FILE).exists():
             raise Refused(f"{target} exists and is no hollow checkpoint", "choose another folder")
         return target
-    scratch = parent / f".{target.name}.{os.getpid()}"
-    scratch.mkdir(parents=True)
-    try:
-        _write(scratch, shape_name, shape)
-        scratch.rename(target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with whole_folder(target) as folder:
+        _write(folder, shape_name, shape)
     return target
 
 
@@ -121,10 +114,8 @@ def _write(folder: Path, shape_name: str, shape: ModelShape) -> None:
     tensors = tensors_of(shape, qkv_bias=family.qkv_bias)
     write_tokenizer(folder)
     _write_hole(folder / _WEIGHT_FILE, tensors)
-    _write_json(folder / "config.json", _config(family, shape, tensors[0].shape[0]))
-    ends = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
-    _write_json(folder / "generation_config.json", ends)
-    _write_json(folder / RECIPE_FILE, {"shape": shape_name})
+    config = _config(family, shape, tensors[0].shape[0])
+    write_metadata(folder, config, RECIPE_FILE, {"shape": shape_name})
 
 
 def _write_hole(path: Path, tensors: Sequence[Tensor]) -> None:
@@ -153,50 +144,19 @@ def _config(family: _Family, shape: ModelShape, vocab_size: int) -> dict[str, An
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "max_position_embeddings": MAX_POSITION_EMBEDDINGS,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": EOS_ID,
-        "pad_token_id": PAD_ID,
         "dtype": _DTYPE,
     }
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gpupoold.checkpoints.hollow", description="Make checkpoints without weights, offline."
-    )
-    parser.add_argument("dir", type=Path, help="folder below which the checkpoints are made")
-    parser.add_argument("--shape", action="append", help="a model of latency/shapes.toml")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; prints one line per checkpoint, errors to stderr, returns the exit code."""
-    args = _parser().parse_args(argv)
-    try:
-        for name in args.shape or [DEFAULT_SHAPE]:
-            path = make_hollow_checkpoint(args.dir, name).resolve()
-            print(json.dumps(_summary(path)) if args.json else path, flush=True)
-    except GpupoolError as error:
-        fields = {"code": error.code, "message": error.message, "hint": error.hint}
-        print(json.dumps(fields) if args.json else error, file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    """``size_bytes`` is what the files take on disk."""
-    size_bytes = sum(file.stat().st_blocks * 512 for file in path.iterdir())
-    return {"name": path.name, "path": str(path), "size_bytes": size_bytes}
+    parser = maker_parser("gpupoold.checkpoints.hollow", "Make checkpoints without weights.")
+    parser.add_argument("--shape", action="append", help="a model of latency/shapes.toml")
+    args = parser.parse_args(argv)
+    made = (make_hollow_checkpoint(args.dir, name) for name in args.shape or [DEFAULT_SHAPE])
+    # What a file takes on the disk: its holes take nothing.
+    return print_made(made, lambda file: file.st_blocks * 512, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import shutil
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
@@ -23,14 +21,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpupoold.checkpoints.maker import maker_parser, print_made, whole_folder, write_metadata
 from gpupoold.checkpoints.tiny_tokenizer import (
-    EOS_ID,
     MAX_POSITION_EMBEDDINGS,
-    PAD_ID,
     VOCAB_SIZE,
     write_tokenizer,
 )
-from gpupoold.errors import GpupoolError, Refused, UsageError
+from gpupoold.errors import Refused, UsageError
 from gpupoold.units import format_bytes, parse_size_bytes
 
 if TYPE_CHECKING:
@@ -124,7 +121,8 @@ def make_checkpoint(parent: Path, recipe: Recipe) -> Path:
     ``recipe.size_bytes`` counts the weights at float32; bfloat16 files are half of it.
 
     Raises:
-        UsageError: unknown architecture or dtype, or a size that no shape comes near.
+        UsageError: unknown architecture or dtype, a size that no shape comes near, or no
+            folder can be made there.
         Refused: the target folder exists and was not made by this program.
     """
     arch = _architecture(recipe)
@@ -136,15 +134,10 @@ def make_checkpoint(parent: Path, recipe: Recipe) -> Path:
             raise Refused(f"{target} exists and is not a tiny checkpoint", "choose another folder")
         if made == asdict(recipe):
             return target
-    scratch = parent / f".{arch.checkpoint_name}.{os.getpid()}"
-    scratch.mkdir(parents=True)
-    try:
-        _write_checkpoint(scratch, arch, shape, recipe)
-        if target.exists():
-            shutil.rmtree(target)
-        scratch.rename(target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with whole_folder(target) as folder:
+        silent = write_tokenizer(folder)
+        _write_weights(folder, arch, shape, recipe, silent)
+        write_metadata(folder, _config(arch, shape, recipe.dtype), RECIPE_FILE, asdict(recipe))
     return target
 
 
@@ -266,15 +259,6 @@ def _read_recipe(folder: Path) -> dict[str, Any] | None:
     return recipe
 
 
-def _write_checkpoint(folder: Path, arch: Architecture, shape: Shape, recipe: Recipe) -> None:
-    silent = write_tokenizer(folder)
-    _write_weights(folder, arch, shape, recipe, silent)
-    _write_json(folder / "config.json", _config(arch, shape, recipe.dtype))
-    ends = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
-    _write_json(folder / "generation_config.json", ends)
-    _write_json(folder / RECIPE_FILE, asdict(recipe))
-
-
 def _config(arch: Architecture, shape: Shape, dtype: str) -> dict[str, Any]:
     config = {
         "architectures": [arch.hf_class],
@@ -286,14 +270,7 @@ def _config(arch: Architecture, shape: Shape, dtype: str) -> dict[str, Any]:
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": _num_kv_heads(arch, shape),
         "head_dim": HEAD_DIM,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "max_position_embeddings": MAX_POSITION_EMBEDDINGS,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": EOS_ID,
-        "pad_token_id": PAD_ID,
         "dtype": dtype,
     }
     if arch.num_experts:
@@ -323,49 +300,26 @@ def _write_weights(
     path.chmod(0o644)  # the library makes it readable by its owner only
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gpupoold.checkpoints.tiny", description="Make tiny random checkpoints, offline."
-    )
-    parser.add_argument("dir", type=Path, help="folder below which the checkpoints are made")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; prints one line per checkpoint, errors to stderr, returns the exit code."""
+    parser = maker_parser("gpupoold.checkpoints.tiny", "Make tiny random checkpoints, offline.")
     parser.add_argument("--arch", default="all", help=f"{', '.join(ARCHITECTURES)} or all")
     parser.add_argument("--size", default=DEFAULT_SIZE, help="bytes of weights at float32")
     parser.add_argument("--dtype", default="float32", help=" or ".join(DTYPES))
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    return parser
+    args = parser.parse_args(argv)
+    made = (make_checkpoint(args.dir, recipe) for recipe in _recipes(args))
+    return print_made(made, lambda file: file.st_size, as_json=args.json)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; prints one line per checkpoint, errors to stderr, returns the exit code."""
-    args = _parser().parse_args(argv)
-    try:
-        for recipe in _recipes(args):
-            path = make_checkpoint(args.dir, recipe).resolve()
-            print(json.dumps(_summary(path)) if args.json else path, flush=True)
-    except GpupoolError as error:
-        fields = {"code": error.code, "message": error.message, "hint": error.hint}
-        print(json.dumps(fields) if args.json else error, file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-def _recipes(args: argparse.Namespace) -> list[Recipe]:
+def _recipes(args: argparse.Namespace) -> Iterator[Recipe]:
     try:
         size_bytes = parse_size_bytes(args.size)
     except ValueError as error:
         raise UsageError(f"--size: {error}") from None
     names = list(ARCHITECTURES) if args.arch == "all" else [args.arch]
-    return [Recipe(name, size_bytes, args.dtype, args.seed) for name in names]
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    size_bytes = sum(file.stat().st_size for file in path.iterdir())
-    return {"name": path.name, "path": str(path), "size_bytes": size_bytes}
+    for name in names:
+        yield Recipe(name, size_bytes, args.dtype, args.seed)
 
 
 if __name__ == "__main__":

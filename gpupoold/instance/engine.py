@@ -23,6 +23,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker import workspace
 
 from gpupoold.errors import Failed, GpupoolError, Refused
+from gpupoold.instance import image_loader
 from gpupoold.instance.loading import ModelLoad
 from gpupoold.instance.reasons import refusal
 from gpupoold.memory.contracts import Device
@@ -230,7 +231,7 @@ def load_engine(
     rotary_embedding._ROPE_DICT.clear()
     with load.active():
         try:
-            core = _build_core(model, device)
+            core = _build_core(model, device, skips_checkpoint=load.skips_checkpoint)
             geometry = _geometry(core, device.page_bytes)
             assert load.kv_region is not None
             kv = KvMemory(geometry, load.kv_region, device, host)
@@ -242,9 +243,12 @@ def load_engine(
             raise refusal(model.name, error) from error
 
 
-def _build_core(model: ModelToLoad, device: Device) -> EngineCore:
+def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -> EngineCore:
     emulated = device.is_host_addressable
     options: dict[str, Any] = {"dtype": model.dtype, "max_model_len": model.max_model_len}
+    if skips_checkpoint:
+        image_loader.register()
+        options["load_format"] = image_loader.LOAD_FORMAT
     config = EngineArgs(
         model=model.path,
         served_model_name=[model.name],

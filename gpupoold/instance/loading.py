@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.overrides import TorchFunctionMode
 
-from gpupoold.errors import Refused
+from gpupoold.errors import Refused, ServerError
 from gpupoold.instance import tensors
 from gpupoold.instance.loan import PageLoan
 from gpupoold.instance.relocation import WeightLayout, copy_out, plan_layout, relocate
@@ -40,8 +40,15 @@ def current_load() -> ModelLoad:
     return _current[-1]
 
 
+class StaleImage(ServerError):
+    """The image does not belong to the model as it is loaded now."""
+
+
 class ModelLoad:
-    """One model's memory while vLLM loads it; ``weights`` and ``kv_region`` are its yield."""
+    """One model's memory while vLLM loads it; ``weights`` and ``kv_region`` are its yield.
+
+    A load that ``skips_checkpoint`` takes all from the image.
+    """
 
     def __init__(
         self,
@@ -51,6 +58,8 @@ class ModelLoad:
         image: HostBuffer | None,
         digest: str,
         num_lent_pages: int = 0,
+        *,
+        skips_checkpoint: bool = False,
     ) -> None:
         self._name = name
         self._device = device
@@ -58,6 +67,7 @@ class ModelLoad:
         self._image = image
         self._image_digest = digest
         self._num_lent_pages = num_lent_pages
+        self.skips_checkpoint = skips_checkpoint
         self._loan = PageLoan(device, pool)
         self.weights: WeightMemory | None = None
         self.kv_region: Region | None = None
@@ -144,6 +154,8 @@ class ModelLoad:
     def _usable_image(self, layout: WeightLayout, num_pages: int) -> HostBuffer:
         if self._image is not None and self._image_digest == layout.digest:
             return self._image
+        if self.skips_checkpoint:
+            raise StaleImage(f"{self._name}: the image is of another layout")
         if self._image is not None:
             self._image.close()
         self._image = HostBuffer.create(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from gpupoold.instance import tensors
+from gpupoold.instance.image_loader import loose_digest
 from gpupoold.memory.contracts import Device
 
 _ALIGNMENT_BYTES = 256
@@ -32,7 +33,8 @@ def plan_layout(model: torch.nn.Module) -> WeightLayout:
     """Lay the storages of all parameters and buffers out one behind the other.
 
     Two loads of one checkpoint with one configuration have the same digest, so
-    an image made by one can be used by the other.
+    an image made by one can be used by the other. What the model keeps outside of the
+    image counts, so an image without it is not taken for the whole.
     """
     found: dict[int, torch.Tensor] = {}
     offsets: dict[int, int] = {}
@@ -49,6 +51,7 @@ def plan_layout(model: torch.nn.Module) -> WeightLayout:
         place = (offsets[storage.data_ptr()], storage.nbytes(), tensor.storage_offset())
         shape = (tuple(tensor.shape), tensor.stride(), str(tensor.dtype))
         digest.update(repr((name, place, shape)).encode())
+    digest.update(loose_digest(model).encode())
     return WeightLayout(tuple(found.values()), offsets, num_bytes, digest.hexdigest())
 
 

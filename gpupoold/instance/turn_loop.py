@@ -11,10 +11,9 @@ from collections.abc import Callable
 from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.instance import calls
-from gpupoold.instance.engine import ModelEngine, load_engine
+from gpupoold.instance.engine import ModelEngine
 from gpupoold.instance.ledger import RequestLedger
-from gpupoold.instance.loading import ModelLoad
-from gpupoold.instance.loan import pages_to_lend
+from gpupoold.instance.model_loads import ModelLoader
 from gpupoold.instance.orders import Orders
 from gpupoold.instance.profiling import profile
 from gpupoold.instance.residency import Residency, SwitchStages, Use
@@ -45,6 +44,7 @@ class TurnLoop:
         self.ledger = RequestLedger()
         self.residency = residency_of(self._use)
         self.engines: dict[str, ModelEngine] = {}
+        self._loader = ModelLoader(device, host, self.residency)
         self._channel = channel
         self._last_used_s: dict[str, float] = {}
         self._orders = Orders()
@@ -205,33 +205,31 @@ class TurnLoop:
 
     def _load(self, message: m.LoadModel) -> None:
         fd = self._channel.take_fd() if message.has_image else -1
-        name = message.model.name
-        image: HostBuffer | None = None
+        model = message.model
+        self.interrupt_turn()  # a load takes pages
+        # The residency asks for these as soon as it has the model.
+        self._last_used_s[model.name] = time.monotonic()
+        self.ledger.add_model(model.name, Targets(model.ttft_s, model.tbt_s))
         try:
-            if message.has_image:
-                image = HostBuffer(fd, os.fstat(fd).st_size)
-            num_lent = pages_to_lend(message.model, self.device)
-            if num_lent:
-                self.interrupt_turn()
-                self.residency.make_room(num_lent)
-            load = ModelLoad(
-                name, self.device, self.residency.pool, image, message.layout_digest, num_lent
-            )
-            engine = load_engine(message.model, load, self.device, self.host)
+            image = HostBuffer(fd, os.fstat(fd).st_size) if message.has_image else None
+            loaded = self._loader.load(message, image)
         except (GpupoolError, OSError) as error:
-            _logger.exception("loading %s failed", name)
-            if image is not None:
-                image.close()
-            self._channel.send(_failure(name, error))
+            _logger.exception("loading %s failed", model.name)
+            self.ledger.remove_model(model.name)
+            self._channel.send(_failure(model.name, error))
             return
-        self.engines[name] = engine
-        self._last_used_s[name] = time.monotonic()
-        self.ledger.add_model(name, Targets(message.model.ttft_s, message.model.tbt_s))
-        self.residency.add(engine)
-        self.interrupt_turn()  # profiling takes pages
-        measured = profile(engine, self.residency, message.profiling_budget_s, message.model.path)
-        loaded = m.ModelLoaded(engine.info, engine.layout_digest, True, measured)
-        self._channel.send(loaded, (engine.weights.image.fd,))
+        engine = loaded.engine
+        self.engines[model.name] = engine
+        measured = profile(engine, self.residency, message.profiling_budget_s, model.path)
+        answer = m.ModelLoaded(
+            engine.info,
+            engine.layout_digest,
+            True,
+            measured,
+            loaded.canary,
+            loaded.image_problem,
+        )
+        self._channel.send(answer, (engine.weights.image.fd,))
         self._report_memory()
 
     def _unload(self, name: str) -> None:

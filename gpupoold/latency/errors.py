@@ -16,4 +16,4 @@ class FitError(LatencyError):
 
 
 class DataError(LatencyError):
-    """A packaged data file has no such entry, or an entry without one of its fields."""
+    """Data, packaged or stored, has no such entry, or one that lacks a part."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from gpupoold.latency.errors import DataError
 from gpupoold.latency.fit import Fit
@@ -14,12 +14,15 @@ from gpupoold.latency.models import (
     DecodeLaw,
     DecodeModel,
     LatencyModel,
+    Law,
     LinearDecode,
     LinearPrefill,
     PrefillLaw,
     PrefillModel,
     SwitchModel,
 )
+
+LawT = TypeVar("LawT", bound=Law[Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +68,11 @@ class StoredFit:
         Raises:
             DataError: it is no prefill law, or has another number of constants.
         """
-        laws: dict[str, PrefillLaw] = {
-            "PrefillModel": PrefillModel(self.hidden_size, self.intermediate_size),
-            "LinearPrefill": LinearPrefill(),
-        }
-        if self.law not in laws:
-            raise DataError(f"no prefill law is named {self.law!r}: there are {', '.join(laws)}")
-        return laws[self.law].with_constants(_as_many(self.constants, laws[self.law].constants))
+        laws: tuple[PrefillLaw, ...] = (
+            PrefillModel(self.hidden_size, self.intermediate_size),
+            LinearPrefill(),
+        )
+        return self._of_these("prefill", laws)
 
     def decode_law(self) -> DecodeLaw:
         """The law again.
@@ -79,13 +80,23 @@ class StoredFit:
         Raises:
             DataError: it is no decode law, or has another number of constants.
         """
-        laws: dict[str, DecodeLaw] = {
-            "DecodeModel": DecodeModel(self.hidden_size, self.intermediate_size),
-            "LinearDecode": LinearDecode(),
-        }
-        if self.law not in laws:
-            raise DataError(f"no decode law is named {self.law!r}: there are {', '.join(laws)}")
-        return laws[self.law].with_constants(_as_many(self.constants, laws[self.law].constants))
+        laws: tuple[DecodeLaw, ...] = (
+            DecodeModel(self.hidden_size, self.intermediate_size),
+            LinearDecode(),
+        )
+        return self._of_these("decode", laws)
+
+    def _of_these(self, phase: str, laws: Sequence[LawT]) -> LawT:
+        """The one of the stored name, with the stored constants."""
+        by_name = {type(law).__name__: law for law in laws}
+        law = by_name.get(self.law)
+        if law is None:
+            raise DataError(f"no {phase} law is named {self.law!r}: there are {', '.join(by_name)}")
+        if len(self.constants) != len(law.constants):
+            raise DataError(
+                f"{len(self.constants)} constants stored, {self.law} has {len(law.constants)}"
+            )
+        return law.with_constants(self.constants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +160,3 @@ class StoredLatency:
             SwitchModel(self.bandwidth_bytes_per_s),
             source=f"measured on {self.device} with {self.dtype}, engine {self.engine_version}",
         )
-
-
-def _as_many(constants: Sequence[float], wanted: Sequence[float]) -> Sequence[float]:
-    if len(constants) != len(wanted):
-        raise DataError(f"{len(constants)} constants stored, the law has {len(wanted)}")
-    return constants

@@ -11,11 +11,15 @@ from gpupoold.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class CachedImage:
-    """A model's image: the daemon's descriptor of its memfd, and what layout it has."""
+    """A model's image: the daemon's descriptor of its memfd, and what layout it has.
+
+    ``canary`` is what the model answers with it to a fixed prompt.
+    """
 
     fd: int
     num_bytes: int
     digest: str
+    canary: tuple[int, ...] = ()
 
 
 class ImageCache:
@@ -48,10 +52,10 @@ class ImageCache:
                 "raise memory.model_cache or remove a model",
             )
 
-    def put(self, model: str, fd: int, digest: str) -> None:
+    def put(self, model: str, fd: int, digest: str, canary: tuple[int, ...] = ()) -> None:
         """Keep the image behind ``fd``, which the cache owns from now on."""
         self.drop(model)
-        self._images[model] = CachedImage(fd, os.fstat(fd).st_size, digest)
+        self._images[model] = CachedImage(fd, os.fstat(fd).st_size, digest, canary)
 
     def drop(self, model: str) -> None:
         """Let the image go; its memory is freed when no instance has it mapped."""

@@ -13,6 +13,7 @@ from typing import TypeVar
 from gpupoold.config import DeviceSettings, Settings
 from gpupoold.errors import Failed, GpupoolError, TimedOut, Unavailable, error_from_code
 from gpupoold.pool.child import Child
+from gpupoold.pool.image_cache import CachedImage
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import ChannelClosed
 
@@ -130,8 +131,7 @@ class InstanceSupervisor:
         self,
         instance: Instance,
         model: m.ModelToLoad,
-        image_fd: int | None,
-        digest: str,
+        image: CachedImage | None,
         profiling_budget_s: float = 0.0,
     ) -> tuple[m.ModelLoaded, int | None]:
         """Load a model on an instance; returns what it learnt and a descriptor of the image,
@@ -144,10 +144,12 @@ class InstanceSupervisor:
             TimedOut: over the configured load timeout.
         """
         future = _new_future(instance.loading, model.name)
-        has_image = image_fd is not None
-        fds = (image_fd,) if image_fd is not None else ()
         instance.models.add(model.name)  # even if nobody waits for the end of the load
-        instance.send(m.LoadModel(model, has_image, digest, profiling_budget_s), fds)
+        if image is None:
+            instance.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
+        else:
+            order = m.LoadModel(model, True, image.digest, profiling_budget_s, image.canary)
+            instance.send(order, (image.fd,))
         try:
             async with asyncio.timeout(self._settings.limits.load_timeout_s):
                 loaded = await future

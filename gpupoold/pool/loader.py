@@ -84,12 +84,11 @@ class ModelLoader:
         loaded, fd = await self._supervisor.load(
             instance,
             to_load(spec, self._settings),
-            image.fd if image else None,
-            image.digest if image else "",
+            image,
             await self._profiling_budget_s(spec, instance),
         )
         if fd is not None:
-            await self._keep_image(instance, name, fd, loaded.layout_digest)
+            await self._keep_image(instance, fd, loaded)
         self._loaded[name] = loaded.model
         await self._registry.set_loaded(
             name,
@@ -121,14 +120,17 @@ class ModelLoader:
             return None
         return costs_of(latency) if latency is not None else None
 
-    async def _keep_image(self, instance: Instance, name: str, fd: int, digest: str) -> None:
+    async def _keep_image(self, instance: Instance, fd: int, loaded: m.ModelLoaded) -> None:
+        name = loaded.model.name
+        if loaded.image_problem:
+            self._history.record_event("error", "image_refused", name, loaded.image_problem)
         try:
             self._cache.check_room(name, os.fstat(fd).st_size)
         except Refused:
             os.close(fd)
             await self._supervisor.unload(instance, name)
             raise
-        self._cache.put(name, fd, digest)
+        self._cache.put(name, fd, loaded.layout_digest, loaded.canary)
 
     async def _profiling_budget_s(self, spec: ModelSpec, instance: Instance) -> float:
         """Models are measured once on each kind of device, when they are registered."""

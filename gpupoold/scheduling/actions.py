@@ -36,8 +36,8 @@ class RunTurn:
     """What a device does now, and the model to bring in meanwhile, whose turn is next.
 
     A turn with the id of the one under way may have another quota than before, counted
-    from when it began. ``then`` None: the turn goes on past its quota. A
-    device whose turn ends makes ready for ``then`` at once, without waiting for orders.
+    from when it began. ``then`` None: the turn goes on past its quota. A device whose turn
+    ends makes ready for ``then`` at once, without waiting for orders.
     """
 
     device: int

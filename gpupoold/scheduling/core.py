@@ -162,7 +162,7 @@ class Core:
         batch = device.batches[event.model]
         if event.step_s is not None:
             _learn_step(batch, event.step_s)
-        if event.num_tokens < 1:  # a part of a long prompt
+        if not event.num_tokens:
             return
         for request_id in event.request_ids:
             request = batch.requests.get(request_id)

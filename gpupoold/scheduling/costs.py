@@ -11,8 +11,9 @@ _PROBE_TOKENS = 1000
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """Seconds of a prefill (``base + t * token + t^2 * token2``) and of a decode step
-    (``base + batch * sequence + context * context``).
+    """Seconds of a prefill of ``t`` tokens (``base + t * token + t^2 * token2``), and of a
+    decode step of ``n`` sequences with ``c`` tokens of context in all
+    (``base + n * sequence + c * context``).
 
     The defaults are a guess for a model of which nothing is known yet; the core corrects
     the steps by what it sees.

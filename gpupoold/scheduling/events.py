@@ -91,7 +91,8 @@ class Arrived:
 class Stepped:
     """Work done on a device: ``num_tokens`` more for each of ``request_ids``.
 
-    ``step_s`` is the time of one decode step, None for a step that prefilled.
+    ``step_s`` is the time of one decode step, None for a step that prefilled. With no
+    tokens the time is all that is told.
     """
 
     device: int

@@ -233,10 +233,6 @@ class Device:
         """Seconds to bring in what is missing of a model."""
         return self.missing(model) / self.bandwidth_bytes_per_s
 
-    def full_switch_s(self, model: Model) -> float:
-        """Seconds to bring in a model of which nothing is there, with the KV it has here."""
-        return self.total_bytes(model) / self.bandwidth_bytes_per_s
-
     def missing(self, model: Model) -> int:
         """Bytes to move before the model can run here."""
         return self.missing_bytes.get(model.name, model.weight_bytes)

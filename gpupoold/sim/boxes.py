@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
@@ -90,10 +90,7 @@ def models_on(box: Box, shapes: Mapping[str, str], targets: Targets) -> dict[str
         UsageError: one that nothing is known of on this GPU, or heavier than a device.
     """
     by_shape = {shape: _model_on(box, shape, targets) for shape in sorted(set(shapes.values()))}
-    return {
-        name: SimModel(name, targets, kind.latency, kind.weight_bytes, kind.kv_bytes_per_token)
-        for name, kind in ((name, by_shape[shape]) for name, shape in shapes.items())
-    }
+    return {name: replace(by_shape[shape], name=name) for name, shape in shapes.items()}
 
 
 def _model_on(box: Box, shape_name: str, targets: Targets) -> SimModel:

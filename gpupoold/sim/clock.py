@@ -20,14 +20,10 @@ _MIN_COMPACTION = 64
 
 
 class Priority(IntEnum):
-    """Who goes first among events of the same time.
-
-    A decision comes last, so that it sees all that has happened by then.
-    """
+    """Who goes first among events of the same time: what ends makes room for who arrives."""
 
     COMPLETION = 0
     ARRIVAL = 1
-    DECISION = 2
 
 
 class VirtualClock:

@@ -51,6 +51,11 @@ class _Segment:
     num_steps: int
     event: Scheduled[Callable[[], None]]
 
+    def token_times_s(self) -> list[float]:
+        """When each of its steps gives every request a token."""
+        start_s, step_s = self.start_s, self.step_s
+        return [start_s + k * step_s for k in range(1, self.num_steps + 1)]
+
 
 @dataclass(slots=True)
 class DeviceTally:
@@ -129,7 +134,7 @@ class SimDevice:
         segment = self._segment
         if segment is None:
             return
-        times_s = [segment.start_s + (k + 1) * segment.step_s for k in range(segment.num_steps)]
+        times_s = segment.token_times_s()
         for live in segment.batch:
             live.token_times_s.extend(at_s for at_s in times_s if at_s <= end_s)
 
@@ -187,7 +192,7 @@ class SimDevice:
         self._work(turn, is_new=True)
 
     def _prefetch(self) -> None:
-        """Bring in the next model during this turn; not while this one is still coming in."""
+        """Bring in the next model; behind this turn's own while that is still coming in."""
         if self._prefetches and self._turn is not None and self._then is not None:
             moved = self._memory.prefetch(self._then, self._turn.model, self._queue.now_s)
             if moved:
@@ -261,9 +266,8 @@ class SimDevice:
     def _decoded(self, turn: Turn) -> None:
         segment, self._segment = self._segment, None
         assert segment is not None
-        batch = segment.batch
-        start_s, step_s = segment.start_s, segment.step_s
-        times_s = [start_s + k * step_s for k in range(1, segment.num_steps + 1)]
+        batch, step_s = segment.batch, segment.step_s
+        times_s = segment.token_times_s()
         for live in batch:
             live.token_times_s += times_s
         self._memory.add_kv(turn.model, len(batch) * segment.num_steps)

@@ -10,7 +10,6 @@ from gpupoold.errors import UsageError
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action, HandOver, RunTurn, Send
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.costs import costs_of
 from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.sim.clock import EventQueue, Priority
 from gpupoold.sim.device import DeviceTally, SimDevice, SimLive
@@ -96,7 +95,7 @@ class Simulation:
         for device in self._devices:
             device.flush(end_s)
         return SimOutcome(
-            tuple(self._result(live, end_s) for live in lives),
+            tuple(self._result(live) for live in lives),
             tuple(device.tally for device in self._devices),
             end_s,
         )
@@ -105,16 +104,7 @@ class Simulation:
         bandwidth = min(
             model.latency.switch.bandwidth_bytes_per_s for model in self._models.values()
         )
-        events: list[e.Event] = [
-            e.ModelAdded(
-                model.name,
-                model.targets,
-                model.weight_bytes,
-                model.kv_bytes_per_token,
-                costs_of(model.latency),
-            )
-            for model in self._models.values()
-        ]
+        events: list[e.Event] = [model.added() for model in self._models.values()]
         events += [
             e.DeviceUp(number, device_bytes, bandwidth, prefetches) for number in range(num_devices)
         ]
@@ -162,11 +152,9 @@ class Simulation:
                     ready_s = self._devices[action.source].give_up(live)
                     self._devices[action.target].take_over(live, ready_s)
 
-    def _result(self, live: SimLive, end_s: float) -> RequestResult:
-        times_s = live.token_times_s
-        if times_s and times_s[-1] > end_s:
-            times_s = [at_s for at_s in times_s if at_s <= end_s]
-        return RequestResult(live.request, self._models[live.request.model].targets, times_s)
+    def _result(self, live: SimLive) -> RequestResult:
+        targets = self._models[live.request.model].targets
+        return RequestResult(live.request, targets, live.token_times_s)
 
 
 _PROGRESS_EVERY = 1000

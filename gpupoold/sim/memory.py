@@ -64,9 +64,9 @@ class SimMemory:
 
     def remove(self, name: str) -> None:
         """A model is about to leave the mapping; what it holds is free."""
-        held = self._held.pop(name)
-        weight_bytes = self._models[name].weight_bytes if held.weights else 0
-        self._used_bytes -= weight_bytes + held.kv_bytes
+        weight_bytes, kv_bytes, _ = self.held_bytes(name)
+        self._used_bytes -= weight_bytes + kv_bytes
+        del self._held[name]
         self._changed.discard(name)
 
     def held_bytes(self, name: str) -> tuple[int, int, int]:
@@ -106,10 +106,10 @@ class SimMemory:
             return 0
         out_s = now_s
         self._make_room(missing, keep={name, current}, may_move=False)
-        if self._free_bytes() < missing:
+        if self.free_bytes < missing:
             out_bytes = self._make_room(missing, keep={name, current})
             out_s = self._copy_out(model, out_bytes, now_s) if out_bytes else now_s
-        if self._free_bytes() < missing:
+        if self.free_bytes < missing:
             return 0
         overhead_s = 0.0 if held.weights else self._switch_overhead_s
         self._take(name, held, missing)
@@ -168,12 +168,9 @@ class SimMemory:
         self._out_free_s = start_s + model.latency.switch_s(num_bytes)
         return self._out_free_s
 
-    def _free_bytes(self) -> int:
-        return self._capacity_bytes - self._used_bytes
-
     def _make_room(self, num_bytes: int, keep: set[str], *, may_move: bool = True) -> int:
         """Evict until ``num_bytes`` are free; returns KV bytes that move to the host."""
-        short = num_bytes - self._free_bytes()
+        short = num_bytes - self.free_bytes
         if short <= 0:
             return 0
         moved = 0

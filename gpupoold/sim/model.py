@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from gpupoold.domain import Targets
 from gpupoold.latency.models import LatencyModel
+from gpupoold.scheduling.costs import costs_of
+from gpupoold.scheduling.events import ModelAdded
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,3 +19,13 @@ class SimModel:
     latency: LatencyModel
     weight_bytes: int
     kv_bytes_per_token: int
+
+    def added(self) -> ModelAdded:
+        """What the scheduling core is told of it."""
+        return ModelAdded(
+            self.name,
+            self.targets,
+            self.weight_bytes,
+            self.kv_bytes_per_token,
+            costs_of(self.latency),
+        )

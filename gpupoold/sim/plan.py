@@ -6,6 +6,7 @@ not named.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +19,7 @@ from gpupoold.sim.plan_run import (
     SPLITTING,
     Attained,
     Forecast,
+    NothingToServe,
     OnProgress,
     Runner,
     Setup,
@@ -48,11 +50,6 @@ class Question:
     seeds: tuple[int, ...] = (0, 1)
     max_lens: Mapping[str, int] = field(default_factory=dict)
     models_on: Callable[[Box], Mapping[str, SimModel]] | None = None
-
-    @property
-    def has_several_runs(self) -> bool:
-        """Numbers have a range."""
-        return self.load.is_random and len(self.seeds) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +186,9 @@ class _Planner:
         too_few = 0
         while not fits:
             too_few = enough
-            enough = min(2 * enough, MAX_DEVICES)
-            if enough == too_few or self._is_hopeless(base, too_few):
+            if too_few >= MAX_DEVICES or self._is_hopeless(base, too_few):
                 return None
+            enough = min(2 * too_few, MAX_DEVICES)
             fits = self._reaches(base, enough)
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
@@ -213,7 +210,7 @@ class _Planner:
     def _reaches(self, base: Setup, num_devices: int) -> bool:
         if num_devices not in self._counts:
             setup = base.on(num_devices)
-            attained = self._runner.attained(setup, f"{setup.box.name}")
+            attained = self._runner.attained(setup, setup.box.name)
             self._counts[num_devices] = _tried_devices(setup, attained)
         return self._counts[num_devices].attained.reaches(self._target)
 
@@ -230,11 +227,14 @@ class _Planner:
 
     def _changes(self, base: Setup, shown: Forecast, needed: int | None) -> tuple[Tried, ...]:
         # Each may be above over all runs together, and all of them below in the worst run.
-        worst = models_below(shown, self._target) or models_below(shown, 2.0)[:1]
+        worst = models_below(shown, self._target) or models_below(shown, math.inf)[:1]
         tried: list[Tried] = []
         for chain in chains(base, worst, needed, self._question.models_on):
             for change in chain:
-                tried.append(self._try(change))
+                try:
+                    tried.append(self._try(change))
+                except NothingToServe:  # it takes all requests away, which is no advice
+                    break
                 if tried[-1].attained.reaches(self._target):
                     break
         return tuple(tried)

@@ -15,6 +15,7 @@ from gpupoold.latency.models import SwitchModel
 from gpupoold.sim.boxes import Box
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.plan_run import Setup
+from gpupoold.sim.plan_text import names_text
 from gpupoold.units import format_duration
 
 ModelsOn = Callable[[Box], Mapping[str, SimModel]]
@@ -22,7 +23,6 @@ _ROUND = (1.0, 1.5, 2.0, 3.0, 5.0, 7.5)
 _NUM_STEPS = 3
 _LOAD_SHARES = (0.9, 0.75, 0.5)
 _FASTER_LINK = 2.0
-_MAX_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def next_round(value: float) -> float:
 
 
 def _relaxed(setup: Setup, worst: Sequence[str], target: str) -> tuple[Change, ...]:
-    """The worst models' TTFT or TBT at the next round value, and the one after."""
+    """The worst models' TTFT or TBT at the next round values."""
     field = f"{target}_s"
     steps: list[Change] = []
     values = {name: getattr(setup.models[name].targets, field) for name in worst}
@@ -88,18 +88,10 @@ def _relaxed_text(setup: Setup, relaxed: Mapping[str, SimModel], field: str) -> 
         before = getattr(setup.models[name].targets, field)
         by_step.setdefault((before, getattr(model.targets, field)), []).append(name)
     return ", of ".join(
-        f"{_names(names, len(setup.models))} from {format_duration(before)} to "
+        f"{names_text(names, len(setup.models))} from {format_duration(before)} to "
         f"{format_duration(after)}"
         for (before, after), names in by_step.items()
     )
-
-
-def _names(names: Sequence[str], num_all: int) -> str:
-    if len(names) == num_all > 1:
-        return "all models"
-    if len(names) > _MAX_NAMED:
-        return f"{len(names)} models ({', '.join(names[:2])}, ...)"
-    return ", ".join(names)
 
 
 def _moved_off(setup: Setup) -> Iterator[tuple[Change, ...]]:

@@ -17,7 +17,7 @@ from gpupoold.sim.plan_models import Checkpoint, PlannedModel, read_checkpoint
 from gpupoold.units import parse_duration_s, parse_size_bytes
 
 T = TypeVar("T")
-KEYS = ("name", "shape", "path", "ttft", "tbt", "rps", "count", "weights", "max_len")
+_KEYS = ("name", "shape", "path", "ttft", "tbt", "rps", "count", "weights", "max_len")
 _MAX_COUNT = 10_000
 
 
@@ -87,11 +87,11 @@ class _Entry:
     def _check_keys(self) -> None:
         if not isinstance(self.values, Mapping):
             raise UsageError(f"{self.file}: model {self.number}: must be a [[model]] table")
-        unknown = sorted(self.values.keys() - set(KEYS))
+        unknown = sorted(self.values.keys() - set(_KEYS))
         if unknown:
             raise UsageError(
                 f"{self.file}: model {self.number}: unknown key {unknown[0]!r}",
-                f"known: {', '.join(KEYS)}",
+                f"known: {', '.join(_KEYS)}",
             )
         if ("shape" in self.values) == ("path" in self.values):
             raise UsageError(

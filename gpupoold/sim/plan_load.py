@@ -130,7 +130,7 @@ def poisson_load(rates_rps: Mapping[str, float], duration_s: float | None = None
     """Poisson arrivals for ``duration_s``, by default as long as gives enough requests.
 
     Raises:
-        UsageError: a rate that is not positive; no request is likely to arrive.
+        UsageError: a rate that is not positive.
     """
     for model, rate_rps in rates_rps.items():
         if not (math.isfinite(rate_rps) and rate_rps > 0):
@@ -204,7 +204,8 @@ def history_load(
 def recorded_load(
     requests: Sequence[SimRequest], source: str, duration_s: float | None = None
 ) -> RecordedLoad:
-    """The ``duration_s`` of ``requests`` in which most arrive, as they came.
+    """The ``duration_s`` of ``requests`` in which most arrive, as they came; by default ten
+    minutes, five if those have many requests.
 
     Raises:
         UsageError: there are none.
@@ -215,11 +216,11 @@ def recorded_load(
     if wanted_s is None:
         many = len(busiest(requests, USUAL_DURATION_S)) > _MANY_REQUESTS
         wanted_s = SHORT_DURATION_S if many else USUAL_DURATION_S
-    first_s, last_s = requests[0].arrival_s, requests[-1].arrival_s
-    if last_s - first_s < wanted_s:
-        return RecordedLoad(_from_zero(requests), max(last_s - first_s, 1.0), source)
+    length_s = requests[-1].arrival_s - requests[0].arrival_s
+    if length_s < wanted_s:
+        return RecordedLoad(_from_zero(requests), max(length_s, 1.0), source)
     chosen = busiest(requests, wanted_s)
-    where = f"{source}, the busiest {format_duration(wanted_s)} of {format_duration(last_s)}"
+    where = f"{source}, the busiest {format_duration(wanted_s)} of {format_duration(length_s)}"
     return RecordedLoad(_from_zero(chosen), wanted_s, where)
 
 
@@ -267,5 +268,5 @@ def _usual_duration_s(total_rps: float) -> float:
         return SHORT_DURATION_S
     duration_s = USUAL_DURATION_S
     while total_rps * duration_s < _FEW_REQUESTS and duration_s < _LONGEST_DURATION_S:
-        duration_s *= 2
+        duration_s = min(2 * duration_s, _LONGEST_DURATION_S)
     return duration_s

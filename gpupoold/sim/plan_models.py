@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,10 +64,9 @@ def place(models: Sequence[PlannedModel], box: Box) -> Placed:
     """
     if not models:
         raise UsageError("no models to plan for")
-    names = [model.name for model in models]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise UsageError(f"model {twice!r} is named twice")
+    [(name, times)] = Counter(model.name for model in models).most_common(1)
+    if times > 1:
+        raise UsageError(f"model {name!r} is named {times} times", "give each a name of its own")
     _check_sizes(models, box)
     latencies = {model.name: _latency(model, box) for model in models}
     return Placed(
@@ -178,7 +178,8 @@ def _check_sizes(models: Sequence[PlannedModel], box: Box) -> None:
     raise UsageError(
         f"{listed}: {device} can hold {_gb(room)} ({100 * USABLE_SHARE:.0f} % of its memory), "
         f"so {pronoun} not fit at all",
-        f"let {_LARGEST_GROUP} GPUs hold each model together (--tensor-parallel {_LARGEST_GROUP})"
+        f"let groups of {_LARGEST_GROUP} GPUs hold each model (--tensor-parallel "
+        f"{_LARGEST_GROUP}, with {_LARGEST_GROUP}, {2 * _LARGEST_GROUP}, ... GPUs in the box)"
         if can_group
         else "take larger GPUs, a quantized version, or leave out what does not fit",
     )

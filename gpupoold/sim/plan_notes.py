@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from gpupoold.latency.hardware import hardware
 from gpupoold.sim.plan import Plan, Question
 from gpupoold.sim.plan_models import Basis, PlannedModel
+from gpupoold.sim.plan_text import names_text
 from gpupoold.units import format_duration
 
 _FEW_REQUESTS = 100
-_MAX_NAMED = 3
 
 
 def notes_on(
@@ -41,34 +41,35 @@ def _size(question: Question, plan: Plan) -> Iterator[str]:
         yield f"Fewer than {_FEW_REQUESTS} requests are little: take it as a rough guess."
     if shown.num_late:
         yield (
-            f"{shown.num_late:,} requests had no token when the runs ended; they count as missed, "
-            "but no percentile has them."
+            f"Requests without a token when the runs ended: {shown.num_late:,}; they count as "
+            "missed, but no percentile has them."
         )
 
 
 def _step_times(
     question: Question, basis: Mapping[str, Basis], models: Sequence[PlannedModel]
 ) -> Iterator[str]:
-    gpu = question.box.gpu
+    gpu, num_models = question.box.gpu, len(basis)
     by_basis: dict[Basis, list[str]] = {"measured": [], "published": [], "scaled": []}
     for name, kind in basis.items():
         by_basis[kind].append(name)
     if names := by_basis["measured"]:
-        yield f"Step times of {_named(names, basis)}: measured by the daemon on {gpu}."
+        yield f"Step times of {names_text(names, num_models)}: measured by the daemon on {gpu}."
     if names := by_basis["published"]:
-        yield f"Step times of {_named(names, basis)}: published measurements on {gpu}."
+        yield f"Step times of {names_text(names, num_models)}: published measurements on {gpu}."
     if names := by_basis["scaled"]:
         yield (
-            f"Step times of {_named(names, basis)}: scaled from other models or GPUs, nobody "
-            f"measured them on {gpu}; often 10 % off, at worst about 30 %."
+            f"Step times of {names_text(names, num_models)}: scaled from other models or GPUs, "
+            f"nobody measured them on {gpu}; often 10 % off, at worst about 30 %."
         )
     elsewhere: dict[str, list[str]] = {}
     for model in models:
         if model.measured is not None and basis[model.name] != "measured":
             elsewhere.setdefault(model.measured.device, []).append(model.name)
     for device, names in elsewhere.items():
-        yield f"What was measured of {_named(names, basis)} on {device} says nothing of {gpu}."
-    if not hardware(gpu).is_pcie_measured and len(by_basis["measured"]) < len(basis):
+        named = names_text(names, num_models)
+        yield f"What was measured of {named} on {device} says nothing of {gpu}."
+    if not hardware(gpu).is_pcie_measured and len(by_basis["measured"]) < num_models:
         yield f"The host link of {gpu} is taken from GPUs with the same kind of link."
 
 
@@ -76,19 +77,11 @@ def _left_out(question: Question, plan: Plan) -> Iterator[str]:
     shown = plan.forecast
     if shown.num_refused:
         yield (
-            f"{shown.num_refused:,} prompts are longer than their model can take on this device; "
-            "the daemon refuses them, and they are left out."
+            "Prompts longer than their model can take on this device: "
+            f"{shown.num_refused:,}; the daemon refuses them, so they are left out."
         )
     if shown.num_cut:
-        yield f"{shown.num_cut:,} answers are cut at the longest their model can give."
+        yield f"Answers cut at the longest their model can give: {shown.num_cut:,}."
     idle = [name for name in question.models if name not in shown.models]
     if idle:
-        yield f"No requests, so no answer, for {_named(idle, {})}."
-
-
-def _named(names: Sequence[str], everything: Mapping[str, object]) -> str:
-    if len(names) == len(everything) > 1:
-        return "all models"
-    if len(names) > _MAX_NAMED:
-        return f"{len(names)} models ({', '.join(names[:2])}, ...)"
-    return ", ".join(names)
+        yield f"No requests, so no answer, for {names_text(idle, len(question.models))}."

@@ -10,9 +10,10 @@ from gpupoold.sim.boxes import Box
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.metrics import RequestResult, Summary, count_tokens, summarise
 from gpupoold.sim.model import SimModel
-from gpupoold.sim.plan_load import Load, admit
+from gpupoold.sim.plan_load import Admitted, Load, admit
 from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.workloads import SimRequest
+from gpupoold.units import format_duration
 
 # Policies that split devices into prefill and decode.
 SPLITTING = frozenset({"aegaeon"})
@@ -97,24 +98,29 @@ class Forecast:
 OnProgress = Callable[[str, int], None]
 
 
+class NothingToServe(UsageError):
+    """A load without a request that can be served."""
+
+
 class Runner:
     """Runs setups, counts the runs and tells about them."""
 
     def __init__(self, on_progress: OnProgress | None = None) -> None:
         self._on_progress = on_progress
+        self._latest: tuple[Setup, list[_Run]] | None = None
         self.num_runs = 0
 
     def attained(self, setup: Setup, what: str) -> Attained:
         """Share of tokens in time.
 
         Raises:
-            UsageError: no requests, or what the simulator cannot run.
+            NothingToServe: one of the runs has no request.
+            UsageError: what the simulator cannot run.
         """
-        self._tell(what, setup)
         try:
-            runs = [_run(setup, seed) for seed in _seeds(setup)]
+            runs = self._runs(setup, what)
         except UsageError as error:
-            if setup.policy not in _MAY_REFUSE:
+            if setup.policy not in _MAY_REFUSE or isinstance(error, NothingToServe):
                 raise
             return Attained(None, refused=error.message)
         counts = [[count_tokens(result, run.end_s) for result in run.results] for run in runs]
@@ -124,9 +130,8 @@ class Runner:
         return Attained(sum(in_time) / sum(due), by_run)
 
     def forecast(self, setup: Setup) -> Forecast:
-        """The same in full. Raises UsageError as ``attained`` does."""
-        self._tell("what each model gets", setup)
-        runs = [_run(setup, seed) for seed in _seeds(setup)]
+        """The same in full. Raises as ``attained`` does."""
+        runs = self._runs(setup, "what each model gets")
         results = [result for run in runs for result in run.results]
         report = summarise(results, max(run.end_s for run in runs))
         return Forecast(
@@ -138,10 +143,16 @@ class Runner:
             num_late=sum(not result.token_times_s for result in results),
         )
 
-    def _tell(self, what: str, setup: Setup) -> None:
-        if self._on_progress is not None:
-            self._on_progress(what, self.num_runs)
-        self.num_runs += len(_seeds(setup))
+    def _runs(self, setup: Setup, what: str) -> list[_Run]:
+        """One run per seed; those of the latest setup are remembered, and not run again."""
+        if self._latest is None or self._latest[0] != setup:
+            self._latest = None  # so that never two setups' results are in memory
+            if self._on_progress is not None:
+                self._on_progress(what, self.num_runs)
+            seeds = setup.seeds if setup.load.is_random else setup.seeds[:1]
+            self.num_runs += len(seeds)
+            self._latest = setup, [_run(setup, seed) for seed in seeds]
+        return self._latest[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +163,8 @@ class _Run:
     num_cut: int
 
 
-def _seeds(setup: Setup) -> tuple[int, ...]:
-    return setup.seeds if setup.load.is_random else setup.seeds[:1]
-
-
 def _run(setup: Setup, seed: int) -> _Run:
-    admitted = admit(setup.load.draw(seed), setup.limits())
-    if not admitted.requests:
-        raise UsageError(
-            f"no request that can be served arrives in {setup.load.duration_s:g} s",
-            "give a longer --duration or a higher rate",
-        )
+    admitted = _admitted(setup, seed)
     if setup.policy in SPLITTING and setup.box.num_devices < 2:
         raise UsageError("needs two devices, one for each role")
     simulation = Simulation(
@@ -174,6 +176,21 @@ def _run(setup: Setup, seed: int) -> _Run:
     end_s = max(setup.load.duration_s * (1 + _DRAIN_FACTOR), *_due_s(setup, admitted.requests))
     outcome = simulation.run(admitted.requests, end_s)
     return _Run(outcome.results, end_s, admitted.num_refused, admitted.num_cut)
+
+
+def _admitted(setup: Setup, seed: int) -> Admitted:
+    admitted = admit(setup.load.draw(seed), setup.limits())
+    if admitted.requests:
+        return admitted
+    if admitted.num_refused:
+        raise NothingToServe(
+            f"every request is longer than its model can take on {setup.box.gpu}",
+            "allow a longer max_len, or take devices with more memory",
+        )
+    raise NothingToServe(
+        f"no request arrives in {format_duration(setup.load.duration_s)}",
+        "give a longer --duration or a higher rate",
+    )
 
 
 def _due_s(setup: Setup, requests: tuple[SimRequest, ...]) -> Iterator[float]:

@@ -24,20 +24,10 @@ _HOW_TO_NAME = "name it with --workloads, GPUPOOL_WORKLOADS or workloads_dir und
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedTrace:
-    """A CSV file of requests, or ``window_s`` (from, until) of it.
-
-    ``time_scale`` stretches time: below 1 the load rises and bursts get denser. A rate per
-    model that is asked for replaces it. Requests of a file without models are given to as
-    many as asked for, by a seeded draw with Zipf popularity; those of a file with models
-    are folded onto them.
-    """
+class _InFile:
+    """A workload that is read from a file, known by its name or, once located, by its path."""
 
     file: str
-    scenario: str | None = None
-    window_s: tuple[float, float] | None = None
-    time_scale: float = 1.0
-    zipf_exponent: float = 1.0
 
     @property
     def needs_folder(self) -> bool:
@@ -47,6 +37,22 @@ class RecordedTrace:
     def located(self, folder: Path | None) -> Self:
         """With the file's full path. Raises UsageError if it is not there."""
         return replace(self, file=_found(self.file, folder))
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTrace(_InFile):
+    """A CSV file of requests, or ``window_s`` (from, until) of it.
+
+    ``time_scale`` stretches time: below 1 the load rises and bursts get denser. A rate per
+    model that is asked for replaces it. Requests of a file without models are given to as
+    many as asked for, by a seeded draw with Zipf popularity; those of a file with models
+    are folded onto them.
+    """
+
+    scenario: str | None = None
+    window_s: tuple[float, float] | None = None
+    time_scale: float = 1.0
+    zipf_exponent: float = 1.0
 
     def draw(self, draw: Draw) -> Drawn:
         """Raises UsageError for what is wrong in the file, or an empty window."""
@@ -66,7 +72,7 @@ class RecordedTrace:
 
 
 @dataclass(frozen=True, slots=True)
-class FunctionCalls:
+class FunctionCalls(_InFile):
     """Calls per minute of many functions (``minute, function, requests``), each a model.
 
     Of ``num_minutes`` from ``first_minute``. Calls are spread evenly at random over their
@@ -74,19 +80,9 @@ class FunctionCalls:
     ``RecordedTrace``.
     """
 
-    file: str
     first_minute: int
     num_minutes: int = 20
     time_scale: float = 1.0
-
-    @property
-    def needs_folder(self) -> bool:
-        """The file is known by its name only."""
-        return not Path(self.file).is_absolute()
-
-    def located(self, folder: Path | None) -> Self:
-        """With the file's full path. Raises UsageError if it is not there."""
-        return replace(self, file=_found(self.file, folder))
 
     def draw(self, draw: Draw) -> Drawn:
         """Raises UsageError for what is wrong in the file, or an empty window."""

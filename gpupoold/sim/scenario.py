@@ -75,11 +75,10 @@ class Workload(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class PoissonArrivals:
-    """Poisson arrivals, all models alike, with ShareGPT lengths or a variant of them."""
+class _WithoutFile:
+    """The part of a workload that is about files, for one that has none."""
 
-    lengths: str = "ix1"
+    __slots__ = ()
 
     @property
     def needs_folder(self) -> bool:
@@ -89,6 +88,13 @@ class PoissonArrivals:
     def located(self, folder: Path | None) -> Self:
         """It needs no file."""
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class PoissonArrivals(_WithoutFile):
+    """Poisson arrivals, all models alike, with ShareGPT lengths or a variant of them."""
+
+    lengths: str = "ix1"
 
     def draw(self, draw: Draw) -> Drawn:
         """Raises UsageError without a number of models, a rate and a duration."""
@@ -102,20 +108,11 @@ class PoissonArrivals:
 
 
 @dataclass(frozen=True, slots=True)
-class FixedRequests:
+class FixedRequests(_WithoutFile):
     """Requests written down one by one; nothing about them can be changed."""
 
     requests: tuple[SimRequest, ...]
     duration_s: float
-
-    @property
-    def needs_folder(self) -> bool:
-        """It has no file."""
-        return False
-
-    def located(self, folder: Path | None) -> Self:
-        """It needs no file."""
-        return self
 
     def draw(self, draw: Draw) -> Drawn:
         """Raises UsageError if a number of models, a rate or a duration is asked for."""

@@ -54,7 +54,7 @@ class _Work:
     prefilling: Answer | None = None
     batch: tuple[Answer, ...] | None = None
 
-    def all(self) -> Iterable[Answer]:
+    def all(self) -> list[Answer]:
         """Every request, the one being prefilled too."""
         return [*([self.prefilling] if self.prefilling else ()), *self.waiting, *self.running]
 
@@ -88,7 +88,7 @@ class PacedDevice:
         self._due: tuple[float, Callable[[float], None]] | None = None
         self._now_s = 0.0
         self._turn: m.RunTurn | None = None
-        self._ends_at_s = math.inf
+        self._began_s = math.inf
         self._has_begun = False
         self._order: m.RunTurn | None = None  # for when the turn under way has ended
         self._last_turn_id = 0
@@ -155,7 +155,6 @@ class PacedDevice:
         turn = self._turn
         if turn is not None and order.model is not None and order.turn_id == turn.turn_id:
             self._turn = order
-            self._ends_at_s += order.quota_s - turn.quota_s
             if self._has_begun:
                 self._prefetch()
             self._tell_memory()
@@ -170,7 +169,7 @@ class PacedDevice:
         num_waiting = len(work.waiting) + (work.prefilling is not None)
         return num_waiting + len(work.running), num_waiting
 
-    def live(self, model: str) -> Iterable[Answer]:
+    def live(self, model: str) -> list[Answer]:
         """All requests of a model."""
         return self._work[model].all()
 
@@ -184,9 +183,9 @@ class PacedDevice:
             self._end_turn(at_s)
             return
         delay_s = self._switch_in(model, at_s)
-        self._ends_at_s = at_s + delay_s + order.quota_s
+        self._began_s = at_s + delay_s
         self._tell_memory()
-        self._due = at_s + delay_s, self._begin
+        self._due = self._began_s, self._begin
 
     def _begin(self, at_s: float) -> None:
         self._has_begun = True
@@ -215,8 +214,9 @@ class PacedDevice:
     def _is_over(self, work: _Work, at_s: float, is_new: bool) -> bool:
         if self._order is not None or not (work.waiting or work.running):
             return True
-        assert self._turn is not None
-        return not is_new and self._turn.then is not None and at_s >= self._ends_at_s
+        turn = self._turn
+        assert turn is not None
+        return not is_new and turn.then is not None and at_s >= self._began_s + turn.quota_s
 
     def _end_turn(self, at_s: float) -> None:
         """Tell it, and bring in the next model without waiting for orders."""
@@ -334,7 +334,7 @@ class PacedDevice:
 
     def _use_of(self, name: str) -> tuple[int, float]:
         targets = self.models[name].targets
-        answers = list(self._work[name].all())
+        answers = self._work[name].all()
         due_s = (targets.deadline_s(one.arrival_s, one.num_tokens) for one in answers)
         return len(answers), min(due_s, default=math.inf)
 

@@ -89,13 +89,16 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
 class LoadModel(Message):
     """Load a model; with ``has_image`` one descriptor (the image's memfd) comes along.
 
-    ``profiling_budget_s`` is how long its steps may be timed afterwards; 0: they are known.
+    ``canary`` is what the model with that image answers to a fixed prompt, empty if that is
+    not known. ``profiling_budget_s`` is how long its steps may be timed afterwards; 0: they
+    are known.
     """
 
     model: ModelToLoad
     has_image: bool = False
     layout_digest: str = ""
     profiling_budget_s: float = 0.0
+    canary: tuple[int, ...] = ()
 
 
 class UnloadModel(Message):
@@ -184,13 +187,17 @@ class InstanceReady(Message):
 class ModelLoaded(Message):
     """A model is ready to serve; with ``has_image`` its image's memfd comes along.
 
-    ``profile`` is what timing its steps gave, None when that was not asked for.
+    ``profile`` is what timing its steps gave, None when that was not asked for; ``canary``
+    what it answered to a fixed prompt, empty when it generates no text. ``image_problem``
+    says why the image that came with the order was not used.
     """
 
     model: LoadedModel
     layout_digest: str
     has_image: bool = False
     profile: Profile | None = None
+    canary: tuple[int, ...] = ()
+    image_problem: str = ""
 
 
 class ModelFailed(Message):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
@@ -45,9 +45,10 @@ class ProfileRow:
     measured_at: float
 
 
-_COLUMNS = ", ".join(("model", *(field.name for field in fields(ProfileRow))))
-_INSERT = f"INSERT INTO profiles ({_COLUMNS}) VALUES ({', '.join('?' * 15)})"
-_SELECT = f"SELECT {_COLUMNS} FROM profiles"
+_COLUMNS = ("model", *(field.name for field in fields(ProfileRow)))
+_NAMES = ", ".join(_COLUMNS)
+_INSERT = f"INSERT INTO profiles ({_NAMES}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+_SELECT = f"SELECT {_NAMES} FROM profiles"
 _ORDER = "ORDER BY model, measured_at, device, phase"
 
 
@@ -66,14 +67,10 @@ async def profiles_of(source: Source, model: str) -> tuple[ProfileRow, ...]:
 
 async def all_profiles(source: Source) -> dict[str, tuple[ProfileRow, ...]]:
     """The same for every model that has some, by name."""
-    return _by_model(await source.fetch_all(f"{_SELECT} {_ORDER}"))
-
-
-def _by_model(rows: Iterable[sqlite3.Row]) -> dict[str, tuple[ProfileRow, ...]]:
     found: dict[str, list[ProfileRow]] = {}
-    for row in rows:
+    for row in await source.fetch_all(f"{_SELECT} {_ORDER}"):
         found.setdefault(row["model"], []).append(_profile_row(row))
-    return {model: tuple(its) for model, its in found.items()}
+    return {model: tuple(rows) for model, rows in found.items()}
 
 
 def _values(model: str, row: ProfileRow) -> tuple[str | int | float | None, ...]:

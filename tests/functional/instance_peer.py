@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpupoold.domain import Targets
 from gpupoold.pool.scheduler import Scheduler
@@ -17,6 +17,14 @@ from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 
 _START_TIMEOUT_S = 120.0
+
+
+class Image(NamedTuple):
+    """A model's image as the daemon keeps it."""
+
+    fd: int
+    layout_digest: str
+    canary: tuple[int, ...]
 
 
 class InstancePeer:
@@ -41,6 +49,7 @@ class InstancePeer:
         )
         theirs.close()
         self.channel: BlockingChannel[m.FromInstance] = BlockingChannel(ours, m.FromInstance)
+        self.images: dict[str, Image] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.switches: list[m.SwitchRecord] = []
@@ -66,9 +75,16 @@ class InstancePeer:
         raise TimeoutError(f"no {kind.__name__} within {timeout_s} s")
 
     def load(
-        self, name: str, path: Path, *, profiling_budget_s: float = 0.0, **options: Any
+        self,
+        name: str,
+        path: Path,
+        *,
+        profiling_budget_s: float = 0.0,
+        image: Image | None = None,
+        **options: Any,
     ) -> m.ModelLoaded:
-        """Load a checkpoint in float32; fails the test with the instance's reason."""
+        """Load a checkpoint in float32, from its image if there is one; fails the test with the
+        instance's reason. The image it has then is in ``images``."""
         fields: dict[str, Any] = {
             "dtype": "float32",
             "max_model_len": 1024,
@@ -76,10 +92,14 @@ class InstancePeer:
             "tbt_s": 0.1,
         }
         model = m.ModelToLoad(name=name, path=str(path), **(fields | options))
-        self.channel.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
+        if image is None:
+            self.channel.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
+        else:
+            order = m.LoadModel(model, True, image.layout_digest, profiling_budget_s, image.canary)
+            self.channel.send(order, (image.fd,))
         answer = self.wait(m.ModelLoaded | m.ModelFailed)  # type: ignore[arg-type]
         assert isinstance(answer, m.ModelLoaded), answer
-        os.close(self.channel.take_fd())
+        self.images[name] = Image(self.channel.take_fd(), answer.layout_digest, answer.canary)
         self.scheduler.add_model(Targets(model.ttft_s, model.tbt_s), answer.model)
         self.scheduler.host(0, name)
         return answer
@@ -133,6 +153,8 @@ class InstancePeer:
         self.channel.send(m.Shutdown())
         assert self.process.wait(30) == 0
         self.channel.close()
+        for image in self.images.values():
+            os.close(image.fd)
 
     def _note(self, message: m.FromInstance) -> None:
         if isinstance(message, m.StepOutputs):

@@ -31,8 +31,8 @@ from gpupoold.scheduling.state import Device, Model, Request, State
 
 # Loads are shares of a device; a smaller difference is no reason to leave home or to move.
 _LOAD_GRAIN = 0.1
-# When a turn is cut short for a newcomer: so much of its TTFT may have gone by the start.
-_START_SHARE = 0.7
+# When a turn is cut short for a newcomer: so much of its TTFT may have gone at its first token.
+_FIRST_TOKEN_SHARE = 0.7
 
 
 class _Plan(NamedTuple):
@@ -132,7 +132,9 @@ class GpupoolPolicy(SimplePolicy):
             if max(came_s, default=-math.inf) <= began_s:
                 continue
             ready_s = device.switch_s(work.model) + work.prefill_s
-            start_in_s = came_s[-1] + _START_SHARE * work.model.targets.ttft_s - now_s - ready_s
+            start_in_s = (
+                came_s[-1] + _FIRST_TOKEN_SHARE * work.model.targets.ttft_s - now_s - ready_s
+            )
             left_s = min(left_s, max(start_in_s, 0.0))
         return None if left_s >= planned_s else now_s + left_s - began_s
 

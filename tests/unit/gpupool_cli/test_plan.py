@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import select
-import subprocess
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +12,9 @@ import pytest
 from gpupoold.admin.models import RequestRecord
 from gpupoold.latency.stored import StoredFit
 from tests.unit.gpupool_cli import samples
-from tests.unit.gpupool_cli.conftest import Cli, ProcessCli, command
+from tests.unit.gpupool_cli.conftest import Cli, ProcessCli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
+from tests.unit.gpupool_cli.terminal import run_on_terminal
 
 FIELDS = {
     *("devices", "num_devices", "tensor_parallel", "load", "duration_s", "target", "fits"),
@@ -95,6 +93,8 @@ def test_policies_are_compared(cli: Cli, models: str) -> None:
     assert "  aegaeon: " in result.stdout
     assert "best with 1 to prefill and 1 to decode" in result.stdout
     assert "  static: refuses: " in result.stdout
+    alone = cli("plan", *arguments, "--devices", "3xA10", "--policy", "static")
+    assert "One fewer is not enough: static refuses: 2 of 3 models fit" in alone.stdout
 
 
 def test_a_trace_and_a_rate_per_model(cli: Cli, models: str, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ class TestDaemon:
         assert plan["fits"]
         notes = " ".join(plan["notes"])
         assert "broken failed to load" in notes
-        assert "1 recorded requests are left out" in notes
+        assert "left out, without tokens or of others: 1." in notes
         assert cli(*base, "--rps", "0.1", *SHORT).exit_code == 0
 
     def test_elsewhere_the_dimensions_are_needed(
@@ -207,7 +207,7 @@ class TestDaemon:
         ({"--rps": "-1"}, "rate -1 requests/s"),
         ({"--rps": "0"}, "rate 0 requests/s"),
         ({"--rps": "inf"}, "rate inf requests/s"),
-        ({"--rps": "many"}, "list of numbers"),
+        ({"--rps": "many"}, "--rps: 'many' is not a list of numbers"),
         ({"--rps": "1,2"}, "2 rates for 3 models"),
         ({"--target": "0"}, "target 0: "),
         ({"--target": "99"}, "write 0.99"),
@@ -253,25 +253,16 @@ def test_no_load(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_a_terminal_of_100_columns(environment: dict[str, str], models: str) -> None:
-    ours, theirs = pty.openpty()
     arguments = ("plan", "--devices", "1xA10", "--models", models, "--rps", "0.3", *SHORT)
-    variables = environment | {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
-    process = subprocess.Popen(
-        command(*arguments),
-        env=variables,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=subprocess.DEVNULL,
-    )
-    os.close(theirs)
-    shown = b""
-    while select.select([ours], [], [], 60)[0]:
-        try:
-            shown += os.read(ours, 65536)
-        except OSError:  # Linux's way to say that the other end is closed
-            break
-    os.close(ours)
-    assert process.wait(60) == 1
-    lines = shown.decode().splitlines()
+    status, shown = run_on_terminal(environment, "stdout", *arguments)
+    assert status == 1
+    lines = shown.splitlines()
     assert any(line.startswith("Does it fit?") for line in lines)
     assert max(map(len, lines)) <= 100
+
+
+def test_what_is_simulated_is_shown_on_a_terminal(environment: dict[str, str], models: str) -> None:
+    arguments = ("plan", "--devices", "1xH800", "--models", models, *SHORT)
+    status, shown = run_on_terminal(environment, "stderr", *arguments)
+    assert status == 0
+    assert re.search(r"run \d+: ", shown)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.gpupool_cli.terminal import run_on_terminal
+
 SMALL = ("--devices", "1xH800", "--models", "2", "--duration", "20s", "--policy", "gpupool")
 
 
@@ -68,6 +70,14 @@ def test_a_table_and_what_it_is_good_for(env: dict[str, str]) -> None:
         "1 of 2: poisson: gpupool, 2 models, 0.1 rps",
         "2 of 2: poisson: gpupool, 3 models, 0.1 rps",
     ]
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_bar_on_a_terminal(env: dict[str, str], jobs: str) -> None:
+    arguments = ("simulate", *SMALL, "--models", "2,3", "--jobs", jobs)
+    status, shown = run_on_terminal(env, "stderr", *arguments)
+    assert status == 0
+    assert "2 of 2: poisson: gpupool, 3 models" in shown
 
 
 def test_a_single_point_has_no_goodput(env: dict[str, str]) -> None:
@@ -166,7 +176,9 @@ class TestTraces:
         (("--devices", "4xTPU"), "TPU"),
         (("--devices", "1xA10"), "weighs"),
         (("--tensor-parallel", "2"), "groups"),
-        (("--models", "many"), "list of numbers"),
+        (("--models", "many"), "--models: 'many' is not a list of whole numbers"),
+        (("--models", "2.5"), "--models: '2.5' is not a list of whole numbers"),
+        (("--rps", "many"), "--rps: 'many' is not a list of numbers"),
         (("--models", "0"), "at least one"),
         (("--rps", "-1"), "rate"),
         (("--rps", "nan"), "rate"),

@@ -46,6 +46,14 @@ def test_bad_options_are_usage_errors(cli: Cli, tmp_path: Path, options: list[st
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("maker", ["make-tiny-models", "make-hollow-models"])
+def test_a_folder_that_cannot_be_made(cli: Cli, tmp_path: Path, maker: str) -> None:
+    (tmp_path / "file").touch()
+    result = cli(maker, str(tmp_path / "file"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{tmp_path}/file: no folder can be made there: Not a directory" in result.stderr
+
+
 def test_error_of_the_child_keeps_its_kind(tmp_path: Path) -> None:
     (tmp_path / "tiny-qwen2").mkdir()
     with pytest.raises(Refused, match="not a tiny checkpoint") as caught:

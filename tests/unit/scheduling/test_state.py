@@ -95,7 +95,6 @@ def test_a_device_counts_bytes() -> None:
     assert (device.missing(MODEL), device.total_bytes(MODEL)) == (0, 10)
     device.batches["a"] = Batch(MODEL, context_tokens=20)
     assert device.total_bytes(MODEL) == 50
-    assert device.full_switch_s(MODEL) == 10.0
 
 
 def test_hosts_are_in_order() -> None:

@@ -127,6 +127,33 @@ class TestPlan:
         assert plan.counts[-1].num_devices <= 16
         assert not any(one.attained.reaches(0.99) for one in plan.changes)
 
+    def test_a_larger_box_than_any_that_is_tried(self) -> None:
+        asked = question("300xA10", 1, 1.0, Targets(0.01, 0.001))
+        plan = make_plan(replace(asked, load=recorded_load(arrivals(0, model="m00"), "mine")))
+        assert not plan.fits
+        assert plan.needed is None
+        assert [one.num_devices for one in plan.counts] == [300]
+
+    def test_a_change_that_takes_all_requests_away_is_left_out(self) -> None:
+        load = recorded_load(arrivals(*[0.01 * i for i in range(60)], model="m00"), "mine")
+        plan = make_plan(question("1xA10", 2, 1.0, Targets(0.5, 0.02), load=load))
+        assert not plan.fits
+        kinds = {one.kind for one in plan.changes}
+        assert "load" in kinds
+        assert "move" not in kinds
+
+    def test_the_latest_runs_are_not_run_again(self) -> None:
+        asked = question("1xH800", 2, 0.1)
+        runner = Runner()
+        setup = Setup(asked.box, asked.models, asked.load, asked.seeds)
+        attained = runner.attained(setup, "")
+        assert runner.forecast(setup).overall.attainment == attained.overall
+        assert runner.num_runs == 2
+        runner.attained(replace(setup, load=asked.load.scaled(2)), "")
+        assert runner.num_runs == 4
+        assert runner.attained(setup, "") == attained
+        assert runner.num_runs == 6
+
     def test_what_is_told_meanwhile(self) -> None:
         told: list[tuple[str, int]] = []
         plan = make_plan(question("1xH800", 2, 0.1), lambda what, done: told.append((what, done)))
@@ -222,7 +249,7 @@ class TestModels:
         assert place([large], parse_box("4xH800", 4)).models["big"].weight_bytes > 141e9
 
     def test_names(self) -> None:
-        with pytest.raises(UsageError, match="'one' is named twice"):
+        with pytest.raises(UsageError, match="'one' is named 2 times"):
             place([self.planned(), self.planned()], parse_box("A10"))
         with pytest.raises(UsageError, match="no models"):
             place([], parse_box("A10"))
@@ -357,6 +384,7 @@ class TestLoad:
         assert poisson_load({"a": 1.0}).duration_s == 600
         assert poisson_load({"a": 10.0}).duration_s == 300
         assert poisson_load({"a": 0.1}).duration_s == 2400
+        assert poisson_load({"a": 1e-6}).duration_s == 4 * 3600
         assert poisson_load({"a": 1.0}, 7.0).duration_s == 7
         with pytest.raises(UsageError, match="'a': rate -1 requests/s"):
             poisson_load({"a": -1.0})
@@ -380,6 +408,8 @@ class TestLoad:
         assert load.text == "1 requests/s (mine, the busiest 3s of 8.33m)"
         assert not load.is_random
         assert recorded_load(requests, "mine").duration_s == 500
+        late = tuple(replace(one, arrival_s=one.arrival_s + 1000) for one in requests)
+        assert recorded_load(late, "mine", 3.0) == load
 
     def test_history(self) -> None:
         records = [
@@ -424,7 +454,13 @@ class TestLoad:
 
     def test_nothing_arrives(self) -> None:
         asked = question("1xH800", 1, 0.0001)
-        with pytest.raises(UsageError, match="no request that can be served arrives in 120 s"):
+        for policy in ("gpupool", "static"):
+            with pytest.raises(UsageError, match=r"^no request arrives in 2m"):
+                make_plan(replace(asked, policies=(policy,)))
+
+    def test_every_request_is_too_long(self) -> None:
+        asked = question("1xH800", 1, 1.0, max_lens={"m00": 1})
+        with pytest.raises(UsageError, match="every request is longer than its model can take"):
             make_plan(asked)
 
     def test_a_recorded_load_is_run_once(self) -> None:

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gpupoold.domain import Targets
-from gpupoold.latency.models import LatencyModel, LinearDecode, LinearPrefill, SwitchModel
-from gpupoold.sim.model import SimModel
 from gpupoold.simdevice.device import Answer, PacedDevice
 from gpupoold.simdevice.made_up import Vocabulary
 from gpupoold.wire import messages as m
+from tests.sim.box import GB, latency, models
 
-GB = 10**9
 KV_BYTES = 100_000
 STEP_S = 0.01
 PREFILL_S = 0.02  # of 100 tokens
 SWITCH_S = 1.0
 PROMPT = 100
-LATENCY = LatencyModel(
-    prefill=LinearPrefill(token_s=1e-4, base_s=0.01),
-    decode=LinearDecode(context_s=0.0, sequence_s=0.0, base_s=STEP_S),
-    switch=SwitchModel(10 * GB),
-)
-
-
-def sim_model(name: str, weight_gb: float = 10) -> SimModel:
-    """A model of 10 s and 100 ms, whose switch takes 0.1 s per GB."""
-    return SimModel(name, Targets(10.0, 0.1), LATENCY, int(weight_gb * GB), KV_BYTES)
 
 
 class Box:
@@ -37,8 +24,9 @@ class Box:
         self.device = PacedDevice(0, int(capacity_gb * GB), self.said.append)
         self.now_s = 0.0
         self._turns = 0
-        for name in names:
-            self.device.add_model(sim_model(name, weight_gb), Vocabulary.of_size(32_000))
+        kind = models(names, weight_gb, kv_bytes_per_token=KV_BYTES, speed=latency(STEP_S))
+        for model in kind.values():
+            self.device.add_model(model, Vocabulary.of_size(32_000))
         self.said.clear()
 
     def ask(self, model: str, request_id: str, max_tokens: int, prompt: int = PROMPT) -> Answer:

@@ -9,7 +9,8 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.wire import messages as m
-from tests.unit.simdevice.box import GB, KV_BYTES, PREFILL_S, STEP_S, SWITCH_S, Box
+from tests.sim.box import GB
+from tests.unit.simdevice.box import KV_BYTES, PREFILL_S, STEP_S, SWITCH_S, Box
 
 
 def test_a_lone_request_takes_switch_prefill_and_steps() -> None:
@@ -105,6 +106,16 @@ class TestTurns:
         assert box.ended() == []
         box.at(2.1)
         assert box.ended() == [1]
+
+    def test_an_endless_turn_can_get_an_end(self) -> None:
+        box = Box("a", "b")
+        box.ask("a", "r", max_tokens=500)
+        box.turn("a", quota_s=math.inf)
+        box.at(1.9)
+        box.turn("a", quota_s=1.0, then="b", turn_id=1)
+        box.at(2.1)
+        assert box.ended() == [1]
+        assert box.token_times("r")[-1] == pytest.approx(2.0, abs=STEP_S)
 
     def test_another_turn_begins_after_the_step_in_progress(self) -> None:
         box = Box("a", "b")

@@ -10,7 +10,6 @@ from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action, RunTurn, Send
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.costs import costs_of
 from gpupoold.sim.boxes import Box, box_models
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.lengths import sharegpt_lengths
@@ -38,16 +37,7 @@ class Pool:
             PacedDevice(number, box.device_bytes, self._listener(number))
             for number in range(box.num_devices)
         ]
-        for model in models.values():
-            self._events.append(
-                e.ModelAdded(
-                    model.name,
-                    model.targets,
-                    model.weight_bytes,
-                    model.kv_bytes_per_token,
-                    costs_of(model.latency),
-                )
-            )
+        self._events += [model.added() for model in models.values()]
         bandwidth = next(iter(models.values())).latency.switch.bandwidth_bytes_per_s
         for device in self.devices:
             self._events.append(e.DeviceUp(device.instance, box.device_bytes, bandwidth))

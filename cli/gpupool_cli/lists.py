@@ -1,0 +1,28 @@
+"""Values of options that take several, separated by commas."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from gpupoold.errors import UsageError
+
+N = TypeVar("N", int, float)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """The names, without the space around them."""
+    return tuple(part.strip() for part in text.split(","))
+
+
+def numbers(option: str, text: str, kind: type[N], example: str) -> tuple[N, ...]:
+    """The numbers of ``text``, what ``option`` was given; ``example`` is what to write.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        problem = f"{option}: {text!r} is not a list of {what}"
+        raise UsageError(problem, f"write it like {example}") from None

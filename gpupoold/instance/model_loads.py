@@ -1,0 +1,173 @@
+"""Bringing a model up: from its image if that can be trusted, else from the checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import NamedTuple, Protocol
+
+from gpupoold.errors import Failed, GpupoolError
+from gpupoold.instance.engine import ModelEngine, load_engine
+from gpupoold.instance.loading import ModelLoad
+from gpupoold.instance.loan import pages_to_lend
+from gpupoold.instance.residency import Residency, SwitchStages
+from gpupoold.memory.contracts import Device
+from gpupoold.memory.host import HostBuffer, KvHostCache
+from gpupoold.wire.messages import LoadedModel, LoadModel, RequestProgress
+
+_logger = logging.getLogger(__name__)
+
+# The prompt is made up from the request's name, so it is the same everywhere.
+_CANARY = "canary"
+_CANARY_PROMPT_TOKENS = 16
+_CANARY_TOKENS = 8
+_MAX_STEPS = 64
+
+
+class Loaded(NamedTuple):
+    """A model that is up, what it answered to the canary's prompt, and why not from its image."""
+
+    engine: ModelEngine
+    canary: tuple[int, ...]
+    image_problem: str
+
+
+class ModelLoader:
+    """Loads models onto one device."""
+
+    def __init__(self, device: Device, host: KvHostCache, residency: Residency) -> None:
+        self._device = device
+        self._host = host
+        self._residency = residency
+
+    def load(self, message: LoadModel, image: HostBuffer | None) -> Loaded:
+        """The model, known to the residency. Owns ``image`` from now on, even if it fails.
+
+        With an image the checkpoint is not read. If the image is of another layout, or the
+        model with it does not answer as it did before, the checkpoint is read after all.
+
+        Raises:
+            GpupoolError: the checkpoint cannot be served here.
+            OSError: no host memory for an image.
+        """
+        if image is None:
+            return self._from_checkpoint(message, None, "")
+        spare = os.dup(image.fd)  # the image is closed by a load that fails
+        try:
+            engine = self._build(message, image, skips_checkpoint=True)
+            canary = self._try(engine)
+            if message.canary in ((), canary):
+                os.close(spare)
+                return Loaded(engine, canary, "")
+        except GpupoolError as error:
+            problem = f"not loaded from its image: {error.message}"
+            _logger.warning("%s: %s", message.model.name, problem)
+            return self._from_checkpoint(message, HostBuffer(spare, image.num_bytes), problem)
+        except BaseException:
+            os.close(spare)
+            raise
+        os.close(spare)
+        self._residency.remove(engine.name)
+        engine.close()
+        problem = f"with its image it answers {list(canary)} instead of {list(message.canary)}"
+        _logger.error("%s: %s", message.model.name, problem)
+        return self._from_checkpoint(message, None, problem)
+
+    def _from_checkpoint(
+        self, message: LoadModel, image: HostBuffer | None, problem: str
+    ) -> Loaded:
+        engine = self._build(message, image, skips_checkpoint=False)
+        return Loaded(engine, self._try(engine), problem)
+
+    def _build(
+        self, message: LoadModel, image: HostBuffer | None, *, skips_checkpoint: bool
+    ) -> ModelEngine:
+        model = message.model
+        try:
+            num_lent = pages_to_lend(model, self._device)
+            if num_lent:
+                self._residency.make_room(num_lent)
+        except BaseException:
+            if image is not None:
+                image.close()
+            raise
+        load = ModelLoad(
+            model.name,
+            self._device,
+            self._residency.pool,
+            image,
+            message.layout_digest,
+            num_lent,
+            skips_checkpoint=skips_checkpoint,
+        )
+        engine = load_engine(model, load, self._device, self._host)
+        self._residency.add(engine)
+        return engine
+
+    def _try(self, engine: ModelEngine) -> tuple[int, ...]:
+        """The canary's answer; a model that gives none is given up."""
+        try:
+            canary = run_canary(engine, self._residency)
+            engine.kv.unback(engine.kv.free_chunks())
+            return canary
+        except Exception as error:
+            self._residency.remove(engine.name)
+            engine.close()
+            if isinstance(error, GpupoolError):
+                raise
+            raise Failed(f"{engine.name}: it cannot answer: {error}") from error
+
+
+class CanaryModel(Protocol):
+    """What a canary needs of a model's engine."""
+
+    info: LoadedModel
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+
+    def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Queue a request with made-up tokens that nobody waits for."""
+
+    def has_requests(self) -> bool:
+        """Whether a step would do something."""
+
+    def step(self) -> tuple[list[bytes], list[RequestProgress]]:
+        """One engine step."""
+
+
+class Pages(Protocol):
+    """The part of ``Residency`` that gives pages."""
+
+    def switch_in(self, name: str) -> SwitchStages | None:
+        """Make a model resident."""
+
+    def ensure_kv(self, name: str) -> None:
+        """Back what the next step wants."""
+
+
+def run_canary(engine: CanaryModel, pages: Pages) -> tuple[int, ...]:
+    """Greedy tokens that an idle model answers to a fixed prompt; none if it makes no text.
+
+    Makes the model resident, so whoever has the turn must be switched in again.
+
+    Raises:
+        Failed: the engine does not come to an end.
+        OutOfPages: the model does not fit even alone.
+    """
+    if "generate" not in engine.info.supported_tasks:
+        return ()
+    pages.switch_in(engine.name)
+    room = engine.info.max_model_len - 1
+    num_prompt_tokens = max(1, min(_CANARY_PROMPT_TOKENS, room - _CANARY_TOKENS))
+    num_tokens = max(1, min(_CANARY_TOKENS, room - num_prompt_tokens))
+    engine.add_synthetic(_CANARY, num_prompt_tokens, num_tokens)
+    tokens: list[int] = []
+    for _ in range(_MAX_STEPS):
+        if not engine.has_requests():
+            return tuple(tokens)
+        pages.ensure_kv(engine.name)
+        for item in engine.step()[1]:
+            tokens += item.new_token_ids
+    raise Failed(f"{engine.name}: no end of a canary's answer after {_MAX_STEPS} steps")

@@ -1,0 +1,360 @@
+"""Weight images saved on disk, so that a daemon that starts again reads no checkpoint.
+
+A file is named ``<key>.image`` after all that decides what is in the image. It has a header
+of 4096 bytes, so that the data begins on a page, and then the image as it lies in memory:
+
+====== ===== ==========================================================================
+offset bytes what
+====== ===== ==========================================================================
+0      16    magic
+16     32    BLAKE3 of the rest of the header
+48     4048  JSON: format, key, num_bytes, layout_digest, canary, checksum (BLAKE3 of the
+             data, hex); padded with spaces
+4096         the data
+====== ===== ==========================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+import msgspec
+from blake3 import blake3
+
+from gpupoold.errors import Failed
+from gpupoold.memory.memfd import create_memfd
+from gpupoold.units import format_bytes
+from gpupoold.wire.messages import ModelToLoad
+
+_logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+_MAGIC = b"gpupool image\r\n\0"
+_TEXT_OFFSET = len(_MAGIC) + blake3.digest_size
+_HEADER_BYTES = 4096
+_CHUNK_BYTES = 16 << 20
+_NUM_READERS = 4
+_IMAGE_SUFFIX = ".image"
+_DRAFT_SUFFIX = ".new"
+# What a model is called and how fast it shall be is not in its weights.
+_NOT_IN_IMAGE = frozenset({"name", "ttft_s", "tbt_s"})
+
+
+@dataclass(frozen=True, slots=True)
+class SavedImage:
+    """An image read from disk; ``fd`` is a new memfd with its bytes, owned by the caller."""
+
+    fd: int
+    num_bytes: int
+    layout_digest: str
+    canary: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """A file as the folder lists it, unchecked; ``saved_at`` is in seconds since the epoch."""
+
+    key: str
+    num_bytes: int
+    saved_at: float
+
+
+class _Versioned(msgspec.Struct, frozen=True, kw_only=True):
+    format: int = _FORMAT
+
+
+class _Header(_Versioned, frozen=True, kw_only=True):
+    key: str
+    num_bytes: int
+    layout_digest: str
+    canary: tuple[int, ...]
+    checksum: str
+
+
+class _Damaged(Exception):
+    """What is wrong with a file."""
+
+
+def image_key(model: ModelToLoad, engine_version: str, device_name: str, page_bytes: int) -> str:
+    """Hex digest of all that decides what is in the model's image.
+
+    A checkpoint counts by the paths, sizes and modification times of its files, not hidden
+    ones. Take the key before the engine reads them: else a change meanwhile goes unseen.
+
+    Raises:
+        Failed: the checkpoint's folder cannot be read.
+    """
+    fields = msgspec.structs.asdict(model)
+    decisive = sorted((name, fields[name]) for name in fields.keys() - _NOT_IN_IMAGE)
+    try:
+        files = sorted(_checkpoint_files(model.path))
+    except OSError as error:
+        raise Failed(
+            f"{model.name}: cannot look through the checkpoint {model.path}: {error}",
+            "mend the folder or add the model again",
+        ) from error
+    what = (_FORMAT, engine_version, device_name, page_bytes, decisive, files)
+    return blake3(msgspec.json.encode(what)).hexdigest()
+
+
+def _checkpoint_files(folder: str) -> Iterator[tuple[bytes, int, int]]:
+    """Relative path, bytes and mtime in ns of each file; every folder once, for links may loop."""
+    seen = set()
+    for parent, folders, names in os.walk(folder, onerror=_reraise, followlinks=True):
+        status = os.stat(parent)
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in names:
+            if not name.startswith("."):
+                path = os.path.join(parent, name)
+                status = os.stat(path)
+                relative = os.fsencode(os.path.relpath(path, folder))
+                yield relative, status.st_size, status.st_mtime_ns
+
+
+def _reraise(error: OSError) -> None:
+    raise error
+
+
+class ImageFiles:
+    """The saved images in a folder, which belongs to one daemon. Every method blocks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        # Saving two at once is no quicker, and one key may belong to two models.
+        self._writing = threading.Lock()
+
+    def save(self, key: str, fd: int, layout_digest: str, canary: tuple[int, ...]) -> None:
+        """Write the image behind the memfd ``fd``, which stays the caller's, or nothing at all.
+
+        Raises:
+            Failed: no room on the disk, or it could not be written.
+        """
+        path = self._path(key)
+        draft = path.with_name(path.name + _DRAFT_SUFFIX)
+        num_bytes = os.fstat(fd).st_size
+        with self._writing:
+            try:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _check_room(path, num_bytes)
+                draft.unlink(missing_ok=True)
+                _write_draft(draft, key, fd, layout_digest, canary)
+                os.replace(draft, path)
+                _sync(self._folder)
+            except (OSError, ValueError) as error:
+                raise Failed(
+                    f"{path}: saving an image of {format_bytes(num_bytes)} failed: {error}",
+                    f"see that {self._folder} can be written to and has room",
+                ) from error
+            finally:
+                _remove(draft)
+
+    def load(self, key: str) -> SavedImage | None:
+        """The image in a new memfd; None if there is none that is as it was saved.
+
+        What is damaged is deleted; what cannot be read now stays. The log says why.
+        """
+        path = self._path(key)
+        try:
+            return _read(path, key)
+        except FileNotFoundError:
+            return None
+        except _Damaged as damage:
+            _logger.warning("%s is damaged and will be deleted: %s", path, damage)
+            _remove(path)
+        except OSError as error:
+            _logger.warning("%s could not be read: %s", path, error)
+        return None
+
+    def drop(self, key: str) -> None:
+        """Delete an image; one that cannot be deleted is logged."""
+        _remove(self._path(key))
+
+    def remove_others(self, keys: set[str]) -> None:
+        """Delete the images that have none of the ``keys``, and what an ended save left."""
+        with self._writing:
+            for path in self._folder.glob(f"*{_IMAGE_SUFFIX}{_DRAFT_SUFFIX}"):
+                _remove(path)
+            for path in self._folder.glob(f"*{_IMAGE_SUFFIX}"):
+                if path.stem not in keys:
+                    _remove(path)
+
+    def list(self) -> list[ImageFile]:
+        """All images by key, as the folder lists them: nothing is read or checked."""
+        found = []
+        for path in sorted(self._folder.glob(f"*{_IMAGE_SUFFIX}")):
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                continue  # deleted meanwhile
+            num_bytes = max(0, status.st_size - _HEADER_BYTES)
+            found.append(ImageFile(path.stem, num_bytes, status.st_mtime))
+        return found
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key}{_IMAGE_SUFFIX}"
+
+
+def _check_room(path: Path, num_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(path.parent).free
+    if _HEADER_BYTES + num_bytes > free_bytes:
+        raise Failed(
+            f"{path}: an image of {format_bytes(num_bytes)} does not fit on the disk, "
+            f"{format_bytes(free_bytes)} are free",
+            f"make room in {path.parent}; until then the checkpoint is read at every start",
+        )
+
+
+def _write_draft(
+    draft: Path, key: str, fd: int, layout_digest: str, canary: tuple[int, ...]
+) -> None:
+    """The header comes last: before that the file has no magic.
+
+    Raises:
+        OSError: it could not be written.
+        ValueError: the image is empty, or the canary does not fit in the header.
+    """
+    hasher = blake3(max_threads=blake3.AUTO)
+    with (
+        open(draft, "xb", buffering=0, opener=_private) as file,
+        mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as data,
+    ):
+        file.seek(_HEADER_BYTES)
+        for start in range(0, len(data), _CHUNK_BYTES):
+            with data[start : start + _CHUNK_BYTES] as chunk:
+                hasher.update(chunk)
+                _write_all(file, chunk)
+        header = _Header(
+            key=key,
+            num_bytes=len(data),
+            layout_digest=layout_digest,
+            canary=canary,
+            checksum=hasher.hexdigest(),
+        )
+        file.seek(0)
+        _write_all(file, memoryview(_encode(header)))
+        os.fsync(file.fileno())
+
+
+def _write_all(file: FileIO, data: memoryview) -> None:
+    written = 0
+    while written < len(data):
+        written += file.write(data[written:])
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _read(path: Path, key: str) -> SavedImage:
+    """The image in a new memfd.
+
+    Raises:
+        _Damaged: it is not what was saved under that key.
+        OSError: it could not be read, or there is not enough memory.
+    """
+    with open(path, "rb", buffering=0) as file:
+        header = _decode(os.pread(file.fileno(), _HEADER_BYTES, 0))
+        if header.key != key:
+            raise _Damaged(f"it was saved as {header.key}")
+        wanted_bytes, file_bytes = _HEADER_BYTES + header.num_bytes, os.fstat(file.fileno()).st_size
+        if file_bytes != wanted_bytes:
+            raise _Damaged(f"it has {file_bytes} bytes instead of {wanted_bytes}")
+        fd = create_memfd("gpupool-image", header.num_bytes)
+        try:
+            _fill(fd, file.fileno(), header)
+        except BaseException:
+            os.close(fd)
+            raise
+    return SavedImage(fd, header.num_bytes, header.layout_digest, header.canary)
+
+
+def _fill(fd: int, source: int, header: _Header) -> None:
+    """Read the data of the file ``source`` into the memfd ``fd`` and check it."""
+    starts = range(0, header.num_bytes, _CHUNK_BYTES)
+    with mmap.mmap(fd, header.num_bytes) as mapped, memoryview(mapped) as data:
+
+        def read_chunk(start: int) -> None:
+            with data[start : start + _CHUNK_BYTES] as chunk:
+                _read_at(source, chunk, _HEADER_BYTES + start)
+
+        with ThreadPoolExecutor(_NUM_READERS, "read-image") as readers:
+            for _ in readers.map(read_chunk, starts):
+                pass
+        checksum = blake3(data, max_threads=blake3.AUTO).hexdigest()
+    if checksum != header.checksum:
+        raise _Damaged(f"its data has the checksum {checksum} instead of {header.checksum}")
+
+
+def _read_at(source: int, chunk: memoryview, offset: int) -> None:
+    num_read = 0
+    while num_read < len(chunk):
+        step = os.preadv(source, [chunk[num_read:]], offset + num_read)
+        if step == 0:
+            raise _Damaged(f"it ends at byte {offset + num_read}")
+        num_read += step
+
+
+def _encode(header: _Header) -> bytes:
+    """The 4096 bytes of a header.
+
+    Raises:
+        ValueError: they are not enough.
+    """
+    text = msgspec.json.encode(header).ljust(_HEADER_BYTES - _TEXT_OFFSET)
+    block = _MAGIC + blake3(text).digest() + text
+    if len(block) > _HEADER_BYTES:
+        raise ValueError(f"the header has {len(block)} bytes, {_HEADER_BYTES} are its limit")
+    return block
+
+
+def _decode(block: bytes) -> _Header:
+    """The header of which these are the 4096 bytes.
+
+    Raises:
+        _Damaged: it is not one, not as it was written, or not of this format.
+    """
+    if len(block) < _HEADER_BYTES:
+        raise _Damaged(f"it has only {len(block)} bytes")
+    if not block.startswith(_MAGIC):
+        raise _Damaged("it does not begin like an image")
+    text = block[_TEXT_OFFSET:]
+    if blake3(text).digest() != block[len(_MAGIC) : _TEXT_OFFSET]:
+        raise _Damaged("its header has a wrong checksum")
+    try:
+        found = msgspec.json.decode(text, type=_Versioned).format
+        if found != _FORMAT:
+            raise _Damaged(f"it has format {found}, this gpupoold reads {_FORMAT}")
+        return msgspec.json.decode(text, type=_Header)
+    except msgspec.DecodeError as error:
+        raise _Damaged(f"its header is wrong: {error}") from error
+
+
+def _remove(path: Path) -> None:
+    """Delete a file if it is there. One that cannot be deleted only takes space."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _logger.warning("%s could not be deleted: %s", path, error)
+
+
+def _sync(folder: Path) -> None:
+    """Make a file's new name survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

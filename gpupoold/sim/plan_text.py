@@ -1,0 +1,16 @@
+"""Words that changes and notes of a plan share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MAX_NAMED = 3
+
+
+def names_text(names: Sequence[str], num_models: int) -> str:
+    """``a, b``; of more than three the number and the first; of all ``num_models`` no name."""
+    if len(names) == num_models > 1:
+        return "all models"
+    if len(names) > _MAX_NAMED:
+        return f"{len(names)} models ({', '.join(names[:2])}, ...)"
+    return ", ".join(names)

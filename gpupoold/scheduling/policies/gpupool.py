@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from gpupoold.scheduling.policies.base import Choice, SimplePolicy
 from gpupoold.scheduling.policies.visits import (
+    Switching,
     Tuning,
     Visit,
     Work,
@@ -36,10 +37,11 @@ _FIRST_TOKEN_SHARE = 0.7
 
 
 class _Plan(NamedTuple):
-    """The visits that a device could make, in no order."""
+    """What a device has to do, and the visits that it could make, in no order."""
 
+    works: list[Work]
+    switching: Switching
     visits: list[Visit]
-    is_switching_dear: bool
 
 
 class _Loads:
@@ -97,10 +99,10 @@ class GpupoolPolicy(SimplePolicy):
 
     def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
         """The first visit, for as long as it takes to be ``window`` ahead."""
-        plan = self._plan(device, now_s)
+        plan = self._plan(device, work_of(device), now_s)
         if not plan.visits:
             return None
-        visit = order_visits(plan.visits, is_switching_dear=plan.is_switching_dear)[0]
+        visit = order_visits(plan.visits, is_switching_dear=plan.switching.is_exposed)[0]
         if math.isinf(visit.tokens_in_time):
             pause_s = visit.duration_s / self._tuning.mercy_share
             self._no_mercy_until_s[device.number] = now_s + pause_s
@@ -116,10 +118,15 @@ class GpupoolPolicy(SimplePolicy):
         on_turn = turn.model if turn else None
         if not (device.working.keys() | device.queued.keys()) - {on_turn}:
             return None
-        plan = planned or self._plan(device, now_s)
-        others = [visit for visit in plan.visits if visit.model != on_turn]
+        works = planned.works if planned else work_of(device)
+        works = [work for work in works if work.model.name != on_turn]
+        if planned and planned.switching == switching_of(device, works, self._tuning):
+            visits = [visit for visit in planned.visits if visit.model != on_turn]
+            plan = planned._replace(visits=visits)
+        else:
+            plan = self._plan(device, works, now_s)
         left_s = device.turn_began_s + turn.quota_s - now_s if turn else 0.0
-        return order_visits(others, max(left_s, 0.0), plan.is_switching_dear)[0].model
+        return order_visits(plan.visits, max(left_s, 0.0), plan.switching.is_exposed)[0].model
 
     def revise(self, device: Device, state: State, now_s: float) -> float | None:
         """A turn ends early for whoever came after it began and cannot wait for its end."""
@@ -176,9 +183,9 @@ class GpupoolPolicy(SimplePolicy):
                 for request in list(device.queued[name].requests.values()):
                     yield request, target
 
-    def _plan(self, device: Device, now_s: float) -> _Plan:
-        """What a visit to each of the device's models would be now."""
-        tuning, works = self._tuning, work_of(device)
+    def _plan(self, device: Device, works: list[Work], now_s: float) -> _Plan:
+        """What a visit to each of these models would be now."""
+        tuning = self._tuning
         switching = switching_of(device, works, tuning)
         # Where the next model comes in meanwhile, beginning with one more costs little.
         is_full = switching.is_exposed and bool(device.working)
@@ -195,7 +202,7 @@ class GpupoolPolicy(SimplePolicy):
                 # The longest waiting first, and never put off.
                 visit = visit._replace(due_in_s=-waited_s, tokens_in_time=math.inf)
             visits.append(visit)
-        return _Plan(visits, switching.is_exposed)
+        return _Plan(works, switching, visits)
 
     def _waited_s(self, device: Device, work: Work, now_s: float) -> float:
         """Since the last visit, or since the oldest request came if that was later."""

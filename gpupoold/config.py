@@ -151,9 +151,10 @@ class DeviceSettings(Section):
 
 
 class MemorySettings(Section):
-    """``[memory]``: host budgets, and what stays free on a device for activations."""
+    """``[memory]``: host and disk budgets, and what stays free on a device for activations."""
 
     model_cache_bytes: Size = Field(default=8 * GIB, alias="model_cache")
+    image_files_bytes: Size = Field(default=0, alias="image_files")
     kv_host_bytes: Size = Field(default=2 * GIB, alias="kv_host")
     reserve_bytes: Size | None = Field(default=None, alias="reserve")
 

@@ -52,10 +52,12 @@ class ImageCache:
                 "raise memory.model_cache or remove a model",
             )
 
-    def put(self, model: str, fd: int, digest: str, canary: tuple[int, ...] = ()) -> None:
+    def put(self, model: str, fd: int, digest: str, canary: tuple[int, ...] = ()) -> CachedImage:
         """Keep the image behind ``fd``, which the cache owns from now on."""
         self.drop(model)
-        self._images[model] = CachedImage(fd, os.fstat(fd).st_size, digest, canary)
+        image = CachedImage(fd, os.fstat(fd).st_size, digest, canary)
+        self._images[model] = image
+        return image
 
     def drop(self, model: str) -> None:
         """Let the image go; its memory is freed when no instance has it mapped."""

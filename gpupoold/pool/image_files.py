@@ -46,7 +46,7 @@ _NUM_READERS = 4
 _IMAGE_SUFFIX = ".image"
 _DRAFT_SUFFIX = ".new"
 # What a model is called and how fast it shall be is not in its weights.
-_NOT_IN_IMAGE = frozenset({"name", "ttft_s", "tbt_s"})
+_NOT_IN_IMAGE = frozenset({"name", "aliases", "ttft_s", "tbt_s"})
 
 
 @dataclass(frozen=True, slots=True)

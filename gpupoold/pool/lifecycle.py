@@ -18,6 +18,7 @@ from gpupoold.pool.image_cache import ImageCache
 from gpupoold.pool.instances import Instance, InstanceSupervisor
 from gpupoold.pool.intake import Intake
 from gpupoold.pool.loader import ModelLoader
+from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.views import model_info
 from gpupoold.wire import messages as m
 
@@ -39,6 +40,7 @@ class ModelLifecycle:
         dispatcher: Dispatcher,
         supervisor: InstanceSupervisor,
         cache: ImageCache,
+        saved: SavedImages,
     ) -> None:
         self._settings = settings
         self._registry = registry
@@ -49,7 +51,7 @@ class ModelLifecycle:
         self._changing = asyncio.Lock()
         self._leaving: set[str] = set()
         self._tasks: set[asyncio.Task[ModelRow]] = set()
-        self.loader = ModelLoader(settings, registry, history, dispatcher, supervisor, cache)
+        self.loader = ModelLoader(settings, registry, history, dispatcher, supervisor, cache, saved)
 
     async def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
         """Register a model step by step; nothing is kept when a step fails or the reader leaves.

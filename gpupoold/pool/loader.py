@@ -13,9 +13,11 @@ from gpupoold.errors import GpupoolError, Refused
 from gpupoold.latency.errors import LatencyError
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.frontends import FrontendSupervisor
-from gpupoold.pool.image_cache import ImageCache
+from gpupoold.pool.image_cache import CachedImage, ImageCache
+from gpupoold.pool.image_files import SavedImage
 from gpupoold.pool.instances import Instance, InstanceSupervisor
 from gpupoold.pool.profiles import is_profiled, latency_model_of, profile_rows
+from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.specs import to_load
 from gpupoold.scheduling.costs import ModelCosts, costs_of
 from gpupoold.units import format_bytes
@@ -40,6 +42,7 @@ class ModelLoader:
         dispatcher: Dispatcher,
         supervisor: InstanceSupervisor,
         cache: ImageCache,
+        saved: SavedImages,
     ) -> None:
         self._settings = settings
         self._registry = registry
@@ -47,6 +50,7 @@ class ModelLoader:
         self._dispatcher = dispatcher
         self._supervisor = supervisor
         self._cache = cache
+        self._saved = saved
         self._loaded: dict[str, m.LoadedModel] = {}
         self._served: set[str] = set()
         self.frontend: FrontendSupervisor | None = None
@@ -79,7 +83,7 @@ class ModelLoader:
         name = spec.name
         if name in instance.models:
             return
-        image = self._cache.get(name) if instance.device.kind != "sim" else None
+        image = await self._image(spec, instance)
         started_s = time.monotonic()
         loaded, fd = await self._supervisor.load(
             instance,
@@ -88,7 +92,9 @@ class ModelLoader:
             await self._profiling_budget_s(spec, instance),
         )
         if fd is not None:
-            await self._keep_image(instance, fd, loaded)
+            kept = await self._keep_image(instance, fd, loaded)
+            if image is None or loaded.image_problem:
+                self._saved.keep(name, kept)
         self._loaded[name] = loaded.model
         await self._registry.set_loaded(
             name,
@@ -120,7 +126,26 @@ class ModelLoader:
             return None
         return costs_of(latency) if latency is not None else None
 
-    async def _keep_image(self, instance: Instance, fd: int, loaded: m.ModelLoaded) -> None:
+    async def _image(self, spec: ModelSpec, instance: Instance) -> CachedImage | None:
+        """The model's image, from the disk if need be; None when it is to be made."""
+        name, ready = spec.name, instance.ready
+        if instance.device.kind == "sim" or ready is None:
+            return None
+        if self._cache.get(name) is None:
+            saved = await self._saved.find(to_load(spec, self._settings), ready)
+            if saved is not None:
+                self._take(name, saved)
+        return self._cache.get(name)
+
+    def _take(self, name: str, saved: SavedImage) -> None:
+        try:
+            self._cache.check_room(name, saved.num_bytes)
+        except Refused:  # the load will come to the same end, and say so
+            os.close(saved.fd)
+            return
+        self._cache.put(name, saved.fd, saved.layout_digest, saved.canary)
+
+    async def _keep_image(self, instance: Instance, fd: int, loaded: m.ModelLoaded) -> CachedImage:
         name = loaded.model.name
         if loaded.image_problem:
             self._history.record_event("error", "image_refused", name, loaded.image_problem)
@@ -130,7 +155,7 @@ class ModelLoader:
             os.close(fd)
             await self._supervisor.unload(instance, name)
             raise
-        self._cache.put(name, fd, loaded.layout_digest, loaded.canary)
+        return self._cache.put(name, fd, loaded.layout_digest, loaded.canary)
 
     async def _profiling_budget_s(self, spec: ModelSpec, instance: Instance) -> float:
         """Models are measured once on each kind of device, when they are registered."""
@@ -166,7 +191,7 @@ class ModelLoader:
         self._served.add(spec.name)
 
     async def unload(self, name: str) -> None:
-        """Take the model off the frontend and all instances; its image is dropped."""
+        """Take the model off the frontend and all instances; its images are dropped."""
         self._dispatcher.forget(name)
         self._loaded.pop(name, None)
         self._served.discard(name)
@@ -175,3 +200,4 @@ class ModelLoader:
         for instance in self._supervisor.instances:
             await self._supervisor.unload(instance, name)
         self._cache.drop(name)
+        self._saved.forget(name)

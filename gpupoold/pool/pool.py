@@ -24,6 +24,7 @@ from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.image_cache import ImageCache
 from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.lifecycle import ModelLifecycle
+from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.stimulus_file import Header, lines
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 
@@ -45,6 +46,7 @@ class Pool:
     frontend: FrontendSupervisor
     lifecycle: ModelLifecycle
     cache: ImageCache
+    saved: SavedImages
     http_url: str
     stopping: bool = False
     _started_s: float = field(default_factory=time.monotonic)
@@ -65,6 +67,7 @@ class Pool:
         await self.frontend.stop()
         await self.supervisor.stop()
         await self.lifecycle.stop()
+        await self.saved.stop()
         self.cache.close()
 
     @property
@@ -178,6 +181,8 @@ def build_pool(
     policy = make_policy(scheduling.policy, PolicyOptions(quota_max_s=scheduling.quota_max_s))
     dispatcher = Dispatcher(settings.limits, history, policy)
     cache = ImageCache(settings.memory.model_cache_bytes)
+    images_dir = settings.paths.state_dir / "images"
+    saved = SavedImages(images_dir, settings.memory.image_files_bytes)
 
     supervisor = InstanceSupervisor(
         settings,
@@ -185,7 +190,7 @@ def build_pool(
         lambda instance: lifecycle.instance_up(instance),
         lambda instance: lifecycle.instance_down(instance),
     )
-    lifecycle = ModelLifecycle(settings, registry, history, dispatcher, supervisor, cache)
+    lifecycle = ModelLifecycle(settings, registry, history, dispatcher, supervisor, cache, saved)
     frontend = FrontendSupervisor(
         settings,
         listener,
@@ -206,5 +211,6 @@ def build_pool(
         frontend,
         lifecycle,
         cache,
+        saved,
         f"http://{shown}:{port}",
     )

@@ -1,0 +1,97 @@
+"""What is saved of which model, within the budget, and what goes when a model goes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpupoold.memory.memfd import create_memfd
+from gpupoold.pool.image_cache import CachedImage
+from gpupoold.pool.saved_images import SavedImages
+from gpupoold.wire.messages import InstanceReady, ModelToLoad
+
+READY = InstanceReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
+SIZE = 8192
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def image() -> Iterator[CachedImage]:
+    fd = create_memfd("test", SIZE)
+    os.pwrite(fd, b"weights", 0)
+    yield CachedImage(fd, SIZE, "layout", (1, 2, 3))
+    os.close(fd)
+
+
+def model(name: str, path: Path) -> ModelToLoad:
+    return ModelToLoad(name=name, path=str(path), ttft_s=1.0, tbt_s=0.1)
+
+
+async def keep(images: SavedImages, name: str, checkpoint: Path, image: CachedImage) -> None:
+    assert await images.find(model(name, checkpoint), READY) is None
+    images.keep(name, image)
+    await images.stop()
+
+
+async def test_what_is_kept_is_found(tmp_path: Path, checkpoint: Path, image: CachedImage) -> None:
+    images = SavedImages(tmp_path / "images", 1 << 20)
+    await keep(images, "a", checkpoint, image)
+    found = await SavedImages(tmp_path / "images", 1 << 20).find(model("b", checkpoint), READY)
+    assert found is not None
+    assert (found.num_bytes, found.layout_digest, found.canary) == (SIZE, "layout", (1, 2, 3))
+    assert os.pread(found.fd, 7, 0) == b"weights"
+    os.close(found.fd)
+
+
+async def test_nothing_is_kept_without_a_budget(
+    tmp_path: Path, checkpoint: Path, image: CachedImage
+) -> None:
+    images = SavedImages(tmp_path / "images", 0)
+    await keep(images, "a", checkpoint, image)
+    assert not (tmp_path / "images").exists()
+
+
+async def test_the_budget_is_for_all_together(
+    tmp_path: Path, checkpoint: Path, image: CachedImage, caplog: pytest.LogCaptureFixture
+) -> None:
+    images = SavedImages(tmp_path / "images", SIZE + 1)
+    await keep(images, "a", checkpoint, image)
+    other = tmp_path / "other"
+    other.mkdir()
+    await keep(images, "b", other, image)
+    assert len(list((tmp_path / "images").iterdir())) == 1
+    assert "b: its image of 8 KiB is not saved" in caplog.text
+
+
+async def test_a_file_goes_with_the_last_model_that_has_it(
+    tmp_path: Path, checkpoint: Path, image: CachedImage
+) -> None:
+    images = SavedImages(tmp_path / "images", 1 << 20)
+    await keep(images, "a", checkpoint, image)
+    found = await images.find(model("b", checkpoint), READY)
+    assert found is not None
+    os.close(found.fd)
+    images.forget("a")
+    assert len(list((tmp_path / "images").iterdir())) == 1
+    images.forget("b")
+    images.forget("b")
+    assert not list((tmp_path / "images").iterdir())
+
+
+async def test_a_checkpoint_that_is_not_there_has_no_image(
+    tmp_path: Path, image: CachedImage, caplog: pytest.LogCaptureFixture
+) -> None:
+    images = SavedImages(tmp_path / "images", 1 << 20)
+    await keep(images, "a", tmp_path / "nowhere", image)
+    assert "cannot look through the checkpoint" in caplog.text
+    assert not (tmp_path / "images").exists()

@@ -48,6 +48,7 @@ class ModelLifecycle:
         self._dispatcher = dispatcher
         self._supervisor = supervisor
         self._cache = cache
+        self._saved = saved
         self._changing = asyncio.Lock()
         self._leaving: set[str] = set()
         self._tasks: set[asyncio.Task[ModelRow]] = set()
@@ -155,6 +156,7 @@ class ModelLifecycle:
             for row in await self._registry.list():
                 if row.spec.name not in self._leaving and instance.is_ready:
                     await self._reload(row, instance)
+            await self._saved.tidy([row.spec.name for row in await self._registry.list()])
             await self.publish()
 
     async def instance_down(self, instance: Instance) -> None:

@@ -57,6 +57,14 @@ class SavedImages:
         if key is not None and key not in self._keys.values():
             self._files.drop(key)
 
+    async def tidy(self, names: list[str]) -> None:
+        """Delete what belongs to none of the models there are: to changed checkpoints, say.
+
+        Nothing happens before all of them have been looked for.
+        """
+        if self._budget_bytes and all(name in self._keys for name in names):
+            await asyncio.to_thread(self._files.remove_others, set(self._keys.values()))
+
     async def stop(self) -> None:
         """Wait for what is being saved."""
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -88,6 +88,23 @@ async def test_a_file_goes_with_the_last_model_that_has_it(
     assert not list((tmp_path / "images").iterdir())
 
 
+async def test_a_file_goes_when_its_checkpoint_has_changed(
+    tmp_path: Path, checkpoint: Path, image: CachedImage
+) -> None:
+    await keep(SavedImages(tmp_path / "images", 1 << 20), "a", checkpoint, image)
+    (checkpoint / "config.json").write_text('{"changed": true}')
+    images = SavedImages(tmp_path / "images", 1 << 20)
+    await keep(images, "a", checkpoint, image)
+    assert len(list((tmp_path / "images").iterdir())) == 2
+    await images.tidy(["a", "not looked for yet"])
+    assert len(list((tmp_path / "images").iterdir())) == 2
+    await images.tidy(["a"])
+    assert len(list((tmp_path / "images").iterdir())) == 1
+    found = await images.find(model("a", checkpoint), READY)
+    assert found is not None
+    os.close(found.fd)
+
+
 async def test_a_checkpoint_that_is_not_there_has_no_image(
     tmp_path: Path, image: CachedImage, caplog: pytest.LogCaptureFixture
 ) -> None:

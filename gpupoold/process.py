@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
+import sys
 
 _PR_SET_PDEATHSIG = 1
+
+
+def begin_child(name: str, log_level: str, parent_pid: int | None = None) -> None:
+    """Die with the daemon, leave Ctrl-C to it, and log to standard error as ``name``.
+
+    Raises:
+        OSError, SystemExit: see :func:`die_with_parent`.
+    """
+    die_with_parent(parent_pid)
+    # A terminal's Ctrl-C reaches the whole process group; the daemon decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(
+        level=log_level.upper(),
+        format=f"%(asctime)s %(levelname)s {name} %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
 
 
 def die_with_parent(expected_parent_pid: int | None = None) -> None:

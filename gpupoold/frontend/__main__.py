@@ -6,11 +6,9 @@ import argparse
 import asyncio
 import logging
 import os
-import signal
-import sys
 
 from gpupoold.frontend.server import Frontend, FrontendSettings
-from gpupoold.process import die_with_parent
+from gpupoold.process import begin_child
 
 
 def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
@@ -47,15 +45,8 @@ async def _serve(settings: FrontendSettings) -> None:
 
 def main() -> None:
     """Run a frontend until the daemon ends it."""
-    die_with_parent()
-    # A terminal's Ctrl-C reaches the whole process group; the daemon decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = parse_arguments()
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    begin_child("frontend", settings.log_level)
     try:
         import uvloop
     except ImportError:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import socket
-import sys
 
 from gpupoold.errors import Failed
-from gpupoold.process import die_with_parent
+from gpupoold.process import begin_child
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 from gpupoold.wire.messages import InstanceReady, ToInstance
 
@@ -20,13 +18,7 @@ _logger = logging.getLogger("gpupoold.instance")
 def main() -> None:
     """Own the device until the daemon says stop or is gone."""
     arguments = _parse()
-    die_with_parent(arguments.parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the daemon's to handle
-    logging.basicConfig(
-        level=arguments.log_level.upper(),
-        format="%(asctime)s %(levelname)s instance %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    begin_child("instance", arguments.log_level, arguments.parent_pid)
     _prepare_environment(arguments.log_level, arguments.compute_threads)
     if arguments.device_kind == "cuda":
         _show_one_gpu(arguments.device_index)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import socket
-import sys
 
 from gpupoold import __version__
 from gpupoold.latency.hardware import hardware
-from gpupoold.process import die_with_parent
+from gpupoold.process import begin_child
 from gpupoold.sim.boxes import Box
 from gpupoold.simdevice.server import PAGE_BYTES, SimServer
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
@@ -23,13 +21,7 @@ _logger = logging.getLogger("gpupoold.simdevice")
 def main() -> None:
     """Play the device until the daemon says stop or is gone."""
     arguments = _parse()
-    die_with_parent(arguments.parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the daemon's to handle
-    logging.basicConfig(
-        level=arguments.log_level.upper(),
-        format="%(asctime)s %(levelname)s simdevice %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    begin_child("simdevice", arguments.log_level, arguments.parent_pid)
     wire = socket.socket(fileno=arguments.wire_fd)
     channel: BlockingChannel[ToInstance] = BlockingChannel(wire, ToInstance)
     try:

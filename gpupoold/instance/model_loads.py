@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.instance.engine import ModelEngine, load_engine
 from gpupoold.instance.loading import ModelLoad
 from gpupoold.instance.loan import pages_to_lend
-from gpupoold.instance.residency import Residency, SwitchStages
+from gpupoold.instance.residency import Residency
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.host import HostBuffer, KvHostCache
-from gpupoold.wire.messages import LoadedModel, LoadModel, RequestProgress
+from gpupoold.wire.messages import LoadModel
 
 _logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Loaded(NamedTuple):
     image_problem: str
 
 
-class ModelLoader:
+class EngineLoader:
     """Loads models onto one device."""
 
     def __init__(self, device: Device, host: KvHostCache, residency: Residency) -> None:
@@ -118,36 +118,7 @@ class ModelLoader:
             raise Failed(f"{engine.name}: it cannot answer: {error}") from error
 
 
-class CanaryModel(Protocol):
-    """What a canary needs of a model's engine."""
-
-    info: LoadedModel
-
-    @property
-    def name(self) -> str:
-        """The model's name."""
-
-    def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Queue a request with made-up tokens that nobody waits for."""
-
-    def has_requests(self) -> bool:
-        """Whether a step would do something."""
-
-    def step(self) -> tuple[list[bytes], list[RequestProgress]]:
-        """One engine step."""
-
-
-class Pages(Protocol):
-    """The part of ``Residency`` that gives pages."""
-
-    def switch_in(self, name: str) -> SwitchStages | None:
-        """Make a model resident."""
-
-    def ensure_kv(self, name: str) -> None:
-        """Back what the next step wants."""
-
-
-def run_canary(engine: CanaryModel, pages: Pages) -> tuple[int, ...]:
+def run_canary(engine: ModelEngine, residency: Residency) -> tuple[int, ...]:
     """Greedy tokens that an idle model answers to a fixed prompt; none if it makes no text.
 
     Makes the model resident, so whoever has the turn must be switched in again.
@@ -158,7 +129,7 @@ def run_canary(engine: CanaryModel, pages: Pages) -> tuple[int, ...]:
     """
     if "generate" not in engine.info.supported_tasks:
         return ()
-    pages.switch_in(engine.name)
+    residency.switch_in(engine.name)
     room = engine.info.max_model_len - 1
     num_prompt_tokens = max(1, min(_CANARY_PROMPT_TOKENS, room - _CANARY_TOKENS))
     num_tokens = max(1, min(_CANARY_TOKENS, room - num_prompt_tokens))
@@ -167,7 +138,7 @@ def run_canary(engine: CanaryModel, pages: Pages) -> tuple[int, ...]:
     for _ in range(_MAX_STEPS):
         if not engine.has_requests():
             return tuple(tokens)
-        pages.ensure_kv(engine.name)
+        residency.ensure_kv(engine.name)
         for item in engine.step()[1]:
             tokens += item.new_token_ids
     raise Failed(f"{engine.name}: no end of a canary's answer after {_MAX_STEPS} steps")

@@ -126,7 +126,7 @@ class Residency:
         first = [0] if 0 in model.kv.chunks(Place.UNBACKED) else []
         if model.weights.is_resident and not paged_out and not first:
             return None
-        wanted = model.weights.num_pages - model.weights.num_mapped_pages
+        wanted = model.weights.num_missing_pages
         wanted += model.kv.num_missing_pages(list({*paged_out, *first}))
         stages = self._make_room(wanted, {name})
         waited_from_s = time.monotonic()
@@ -160,7 +160,7 @@ class Residency:
         if name == self._prefetching and model.weights.is_arriving:
             return
         self.stop_prefetch()
-        wanted = model.weights.num_pages - model.weights.num_mapped_pages
+        wanted = model.weights.num_missing_pages
         if not wanted:
             return
         growth = self._growth_pages(self._models[current].kv)

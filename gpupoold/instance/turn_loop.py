@@ -13,7 +13,7 @@ from gpupoold.errors import GpupoolError, Refused
 from gpupoold.instance import calls
 from gpupoold.instance.engine import ModelEngine
 from gpupoold.instance.ledger import RequestLedger
-from gpupoold.instance.model_loads import ModelLoader
+from gpupoold.instance.model_loads import EngineLoader
 from gpupoold.instance.orders import Orders
 from gpupoold.instance.profiling import profile
 from gpupoold.instance.residency import Residency, SwitchStages, Use
@@ -44,7 +44,7 @@ class TurnLoop:
         self.ledger = RequestLedger()
         self.residency = residency_of(self._use)
         self.engines: dict[str, ModelEngine] = {}
-        self._loader = ModelLoader(device, host, self.residency)
+        self._loader = EngineLoader(device, host, self.residency)
         self._channel = channel
         self._last_used_s: dict[str, float] = {}
         self._orders = Orders()

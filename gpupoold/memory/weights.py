@@ -52,9 +52,14 @@ class WeightMemory:
         return self._num_loaded * self._device.page_bytes
 
     @property
+    def num_missing_pages(self) -> int:
+        """Pages of the pool that it still needs."""
+        return self.num_pages - self.num_mapped_pages
+
+    @property
     def missing_bytes(self) -> int:
         """Bytes that are neither there nor on the way."""
-        return self.num_bytes - self.mapped_bytes
+        return self.num_missing_pages * self._device.page_bytes
 
     @property
     def is_resident(self) -> bool:

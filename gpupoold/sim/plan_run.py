@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from gpupoold.errors import UsageError
@@ -12,13 +12,11 @@ from gpupoold.sim.metrics import RequestResult, Summary, count_tokens, summarise
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.plan_load import Admitted, Load, admit
 from gpupoold.sim.policies import PolicyOptions, make_policy
-from gpupoold.sim.workloads import SimRequest
+from gpupoold.sim.scenario import end_of_run_s
 from gpupoold.units import format_duration
 
 # Policies that split devices into prefill and decode.
 SPLITTING = frozenset({"aegaeon"})
-# Time for the last requests to end, in times that they arrive in: as `gpupool simulate` has it.
-_DRAIN_FACTOR = 3
 # Multiplexing ends where memory does, and a split where there is one device: both are answers.
 _MAY_REFUSE = frozenset({"static"}) | SPLITTING
 
@@ -173,7 +171,9 @@ def _run(setup: Setup, seed: int) -> _Run:
         setup.box.num_devices,
         setup.box.device_bytes,
     )
-    end_s = max(setup.load.duration_s * (1 + _DRAIN_FACTOR), *_due_s(setup, admitted.requests))
+    end_s = end_of_run_s(
+        admitted.requests, lambda name: setup.models[name].targets, setup.load.duration_s
+    )
     outcome = simulation.run(admitted.requests, end_s)
     return _Run(outcome.results, end_s, admitted.num_refused, admitted.num_cut)
 
@@ -191,10 +191,3 @@ def _admitted(setup: Setup, seed: int) -> Admitted:
         f"no request arrives in {format_duration(setup.load.duration_s)}",
         "give a longer --duration or a higher rate",
     )
-
-
-def _due_s(setup: Setup, requests: tuple[SimRequest, ...]) -> Iterator[float]:
-    """When the last token of each request is due, so that one that is not there is missed."""
-    for one in requests:
-        targets = setup.models[one.model].targets
-        yield targets.deadline_s(one.arrival_s, one.output_tokens - 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol, Self
@@ -269,11 +269,18 @@ class Scenario:
 
     @property
     def end_s(self) -> float:
-        """When the run ends: with every token due, so that one that is not there is missed."""
-        due_s = (
-            self.targets.deadline_s(one.arrival_s, one.output_tokens - 1) for one in self.requests
-        )
-        return max(self.duration_s * (1 + _DRAIN_FACTOR), max(due_s, default=0.0))
+        """When the run ends."""
+        return end_of_run_s(self.requests, lambda _: self.targets, self.duration_s)
+
+
+def end_of_run_s(
+    requests: Sequence[SimRequest], targets_of: Callable[[str], Targets], duration_s: float
+) -> float:
+    """When a run ends: with every token due, so that one that is not there is missed."""
+    due_s = (
+        targets_of(one.model).deadline_s(one.arrival_s, one.output_tokens - 1) for one in requests
+    )
+    return max(duration_s * (1 + _DRAIN_FACTOR), max(due_s, default=0.0))
 
 
 def build_scenario(point: Point) -> Scenario:

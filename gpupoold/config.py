@@ -151,12 +151,17 @@ class DeviceSettings(Section):
 
 
 class MemorySettings(Section):
-    """``[memory]``: host and disk budgets, and what stays free on a device for activations."""
+    """``[memory]``: host and disk budgets, and what stays free on a device for activations.
+
+    A model whose weights have been brought in ``canary_interval`` times has to give the answer
+    that it gave when it was loaded; 0: never.
+    """
 
     model_cache_bytes: Size = Field(default=8 * GIB, alias="model_cache")
     image_files_bytes: Size = Field(default=0, alias="image_files")
     kv_host_bytes: Size = Field(default=2 * GIB, alias="kv_host")
     reserve_bytes: Size | None = Field(default=None, alias="reserve")
+    canary_interval: int = Field(default=1000, ge=0)
 
     def reserve_for(self, kind: str) -> int:
         """Bytes to leave free on a device of this kind."""

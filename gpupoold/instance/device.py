@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from vllm.platforms import current_platform
@@ -11,6 +11,10 @@ from gpupoold.errors import Failed
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.cuda import CudaDevice
 from gpupoold.memory.emulated import EmulatedDevice
+from gpupoold.units import format_bytes
+
+# Kernels are loaded when they are first used, and libraries keep workspaces of their own.
+_LIBRARIES_BYTES = 1 << 30
 
 
 def open_device(kind: str, device_bytes: int, reserve_bytes: int, page_bytes: int) -> Device:
@@ -28,6 +32,37 @@ def open_device(kind: str, device_bytes: int, reserve_bytes: int, page_bytes: in
     return CudaDevice(
         0, device_bytes, reserve_bytes, page_bytes or None, compute_streams=compute_streams
     )
+
+
+class DriverMemory:
+    """What the driver has free beside the pages, against what torch has taken since the start."""
+
+    def __init__(
+        self, device: Device, torch_bytes: Callable[[], int] = torch.cuda.memory_reserved
+    ) -> None:
+        self._device = device
+        self._torch_bytes = torch_bytes
+        self._before = self._free_or_torchs()
+
+    def check(self) -> dict[str, int]:
+        """The bytes that neither pages nor torch account for; nothing on emulated devices.
+
+        Raises:
+            AssertionError: they are more than kernels and libraries take for themselves.
+        """
+        now = self._free_or_torchs()
+        if now is None or self._before is None:
+            return {}
+        unaccounted = self._before - now
+        assert unaccounted <= _LIBRARIES_BYTES, (
+            f"{format_bytes(unaccounted)} of device memory are gone that neither pages nor "
+            "torch account for"
+        )
+        return {"unaccounted_bytes": unaccounted}
+
+    def _free_or_torchs(self) -> int | None:
+        free_bytes = self._device.free_bytes()
+        return None if free_bytes is None else free_bytes + self._torch_bytes()
 
 
 def device_name(kind: str) -> str:

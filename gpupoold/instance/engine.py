@@ -1,14 +1,16 @@
 """The only importer of vLLM's engine: one in-process ``EngineCore`` per model.
 
-Written for vLLM 0.32.0. Seams used: ``worker_cls``, ``EngineCore.step_fn``, the
-scheduler's queues (read only), and ``BlockPool.touch/free_blocks/evict_blocks``.
+Written for vLLM 0.32.0. Seams used: ``worker_cls``, ``scheduler_cls``, ``EngineCore.step_fn``,
+the scheduler's queues (read only), and ``BlockPool.touch/free_blocks/evict_blocks``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -69,13 +71,10 @@ class BlockPoolLedger:
         """Put held blocks back on the free list."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
-    def forget(self, block_ids: list[int]) -> None:
-        """Drop the blocks' cached prefixes."""
-        self._pool.evict_blocks(set(block_ids))
-
-    def is_live(self, block_id: int) -> bool:
-        """Whether somebody references the block."""
-        return bool(self._pool.blocks[block_id].ref_cnt > 0)
+    def live(self, block_ids: Iterable[int]) -> list[int]:
+        """Those of the blocks that somebody references."""
+        blocks = self._pool.blocks
+        return [block_id for block_id in block_ids if blocks[block_id].ref_cnt > 0]
 
     @property
     def num_free(self) -> int:
@@ -95,6 +94,8 @@ class ModelEngine:
         self.kv = kv
         self._ledger = BlockPoolLedger(_block_pool(core))
         kv.attach(self._ledger)
+        self._scheduler: Any = core.scheduler
+        self._scheduler.kv = kv
         self._workspace = workspace._manager
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreRequest)
@@ -157,6 +158,25 @@ class ModelEngine:
         """Whether a step would do something (ended requests may need one to be cleared)."""
         return bool(self._core.scheduler.has_requests())
 
+    @contextlib.contextmanager
+    def only(self, request_id: str) -> Iterator[None]:
+        """Inside this context the other requests sit out."""
+        self._scheduler.alone = request_id
+        try:
+            yield
+        finally:
+            self._scheduler.alone = None
+
+    def is_ready(self) -> bool:
+        """Whether a step would do something now: some request has all of its KV here."""
+        if self.kv.is_whole:
+            return self.has_requests()
+        return self._scheduler.can_schedule()
+
+    def wanted_blocks(self) -> list[int]:
+        """Blocks of the requests under way, in the order in which they would best run."""
+        return self._scheduler.blocks_under_way()
+
     def step(self) -> tuple[list[bytes], list[RequestProgress]]:
         """One engine step: encoded outputs for the frontend (may be empty), and their gist."""
         # vLLM has one scratch manager per process and makes a new one for each engine on a GPU,
@@ -205,7 +225,7 @@ class ModelEngine:
         runner.compilation_config.static_forward_context.clear()
         runner.model = None
         runner.kv_caches.clear()
-        self._core = None
+        self._scheduler = self._core = None
         self._workspace = workspace._manager = None
         del core, runner
         # vLLM freezes the heap after each engine start; a frozen engine would never be freed.
@@ -260,6 +280,7 @@ def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -
         gpu_memory_utilization=0.01 if emulated else 0.001,
         async_scheduling=False,
         worker_cls=f"gpupoold.instance.worker.{_WORKERS[emulated]}",
+        scheduler_cls="gpupoold.instance.scheduler.PooledScheduler",
         **options,
     ).create_engine_config()
     return EngineCore(config, Executor.get_class(config), log_stats=False)

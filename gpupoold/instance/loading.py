@@ -18,6 +18,7 @@ from gpupoold.instance.loan import PageLoan
 from gpupoold.instance.relocation import WeightLayout, copy_out, plan_layout, relocate
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.numa import prefer_node
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.regions import Region
 from gpupoold.memory.weights import WeightMemory
@@ -158,9 +159,10 @@ class ModelLoad:
             raise StaleImage(f"{self._name}: the image is of another layout")
         if self._image is not None:
             self._image.close()
-        self._image = HostBuffer.create(
-            f"gpupool-image-{self._name}", num_pages * self._device.page_bytes
-        )
+        with prefer_node(self._device.numa_node):
+            self._image = HostBuffer.create(
+                f"gpupool-image-{self._name}", num_pages * self._device.page_bytes
+            )
         copy_out(layout, self._image.address)
         return self._image
 

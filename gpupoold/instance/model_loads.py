@@ -7,6 +7,7 @@ import os
 from typing import NamedTuple
 
 from gpupoold.errors import Failed, GpupoolError
+from gpupoold.instance.canary import run_canary
 from gpupoold.instance.engine import ModelEngine, load_engine
 from gpupoold.instance.loading import ModelLoad
 from gpupoold.instance.loan import pages_to_lend
@@ -16,12 +17,6 @@ from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.wire.messages import LoadModel
 
 _logger = logging.getLogger(__name__)
-
-# The prompt is made up from the request's name, so it is the same everywhere.
-_CANARY = "canary"
-_CANARY_PROMPT_TOKENS = 16
-_CANARY_TOKENS = 8
-_MAX_STEPS = 64
 
 
 class Loaded(NamedTuple):
@@ -116,29 +111,3 @@ class EngineLoader:
             if isinstance(error, GpupoolError):
                 raise
             raise Failed(f"{engine.name}: it cannot answer: {error}") from error
-
-
-def run_canary(engine: ModelEngine, residency: Residency) -> tuple[int, ...]:
-    """Greedy tokens that an idle model answers to a fixed prompt; none if it makes no text.
-
-    Makes the model resident, so whoever has the turn must be switched in again.
-
-    Raises:
-        Failed: the engine does not come to an end.
-        OutOfPages: the model does not fit even alone.
-    """
-    if "generate" not in engine.info.supported_tasks:
-        return ()
-    residency.switch_in(engine.name)
-    room = engine.info.max_model_len - 1
-    num_prompt_tokens = max(1, min(_CANARY_PROMPT_TOKENS, room - _CANARY_TOKENS))
-    num_tokens = max(1, min(_CANARY_TOKENS, room - num_prompt_tokens))
-    engine.add_synthetic(_CANARY, num_prompt_tokens, num_tokens)
-    tokens: list[int] = []
-    for _ in range(_MAX_STEPS):
-        if not engine.has_requests():
-            return tuple(tokens)
-        residency.ensure_kv(engine.name)
-        for item in engine.step()[1]:
-            tokens += item.new_token_ids
-    raise Failed(f"{engine.name}: no end of a canary's answer after {_MAX_STEPS} steps")

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gpupoold.errors import Failed, GpupoolError
-from gpupoold.instance.residency import PooledModel, SwitchStages
+from gpupoold.instance.residency import SwitchStages
+from gpupoold.instance.room import PooledModel
 from gpupoold.latency.errors import FitError, LatencyError, ShapeError
 from gpupoold.latency.fit import DecodeSample, Fit, PrefillSample, fit_decode, fit_prefill
 from gpupoold.latency.models import (

@@ -5,38 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from gpupoold.memory.contracts import Device, OutOfPages
-from gpupoold.memory.host import HostBuffer, KvHostCache
+from gpupoold.instance.room import PooledModel, Room, Use
+from gpupoold.memory.contracts import Device, Direction, OutOfPages
+from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.kv import KvMemory, Place
 from gpupoold.memory.pages import PagePool
-from gpupoold.memory.regions import Region
-from gpupoold.memory.transfers import TransferQueue
-from gpupoold.memory.weights import WeightMemory
-from gpupoold.scheduling.eviction import Eviction, Holding, Victim, plan_evictions
+from gpupoold.memory.transfers import BATCH_BYTES, TransferQueue
 
 _BANDWIDTH_SMOOTHING = 0.2
 _MIN_BYTES_FOR_BANDWIDTH = 1 << 20
 # What a turn adds to its model's KV: some 200 tokens to contexts of about a thousand.
 _GROWTH_SHARE = 0.25
-
-
-class PooledModel(Protocol):
-    """What residency needs of a model's engine."""
-
-    weights: WeightMemory
-    kv: KvMemory
-
-    @property
-    def name(self) -> str:
-        """The model's name."""
-
-    def preempt(self) -> None:
-        """Drop the KV of all requests, to be recomputed."""
-
-    def num_missing_blocks(self) -> int:
-        """Blocks the next step may want beyond the free ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +37,12 @@ class SwitchStages:
         return self.evict_s + self.map_s + self.weights_s + self.kv_s
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
-    """What the scheduler knows about a model, for the order of eviction."""
-
-    num_live: int
-    last_used_s: float
-    ttft_s: float
-    next_deadline_s: float
-
-
 class Residency:
-    """The device's pages among its models. One thread; a running turn is never evicted under."""
+    """The device's pages among its models. One thread; a running turn is never evicted under.
+
+    KV is copied by two queues, in and out, while engines compute; ``advance`` goes on with
+    what has become possible since, between two steps.
+    """
 
     def __init__(
         self,
@@ -81,12 +55,17 @@ class Residency:
         self._device = device
         self.pool = pool
         self._host = host
-        self._use_of = use_of
-        self._models: dict[str, PooledModel] = {}
-        self._lane = device.open_lane()
-        self._transfers = TransferQueue(self._lane.copy_in, "copy-in")
-        self._prefetching: str | None = None
+        self._in = TransferQueue(device.open_lane(Direction.IN), "copy-in")
+        self._out = TransferQueue(device.open_lane(Direction.OUT), "copy-out")
+        self._room = Room(device, pool, host, self._out, use_of)
+        self._models = self._room.models
+        self._next: str | None = None  # being prefetched
         self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
+
+    @property
+    def num_recomputed(self) -> int:
+        """How often a model's KV was dropped because the host had no room for it."""
+        return self._room.num_recomputed
 
     def add(self, model: PooledModel) -> None:
         """A model to look after."""
@@ -94,20 +73,20 @@ class Residency:
 
     def remove(self, name: str) -> None:
         """A model's memory is going to be given back."""
-        if self._prefetching == name:
+        if self._next == name:
             self.stop_prefetch()
         del self._models[name]
 
     def close(self) -> None:
-        """End the thread that copies; the models' memory is given back by others."""
+        """End the threads that copy; the models' memory is given back by others."""
         self.stop_prefetch()
-        self._transfers.close()
-        self._lane.close()
+        self._in.close()
+        self._out.close()
 
     def missing_bytes(self, name: str) -> int:
         """Bytes that must move to make the model resident now."""
         model = self._models[name]
-        return model.weights.missing_bytes + model.kv.host_bytes
+        return model.weights.missing_bytes + model.kv.missing_bytes
 
     def total_bytes(self, name: str) -> int:
         """Bytes that must move when nothing of the model is resident."""
@@ -115,70 +94,110 @@ class Residency:
         return model.weights.num_bytes + model.kv.host_bytes + model.kv.resident_bytes
 
     def switch_in(self, name: str) -> SwitchStages | None:
-        """Make a model resident, evicting others as needed; None when it already was.
+        """Let a model run, evicting others as needed; None when nothing had to be done.
+
+        Its weights are there afterwards, and the KV of one of its requests if it has any;
+        the others' comes with ``advance``.
 
         Raises:
             OutOfPages: the model does not fit even alone.
         """
         model = self._models[name]
-        paged_out = model.kv.chunks(Place.HOST)
-        # Kernels may touch the null block, block 0, whichever blocks are in use.
-        first = [0] if 0 in model.kv.chunks(Place.UNBACKED) else []
-        if model.weights.is_resident and not paged_out and not first:
+        if self._next != name:
+            self.stop_prefetch()
+        self._next = None
+        model.kv.settle()
+        model.kv.stop_leaving()
+        model.weights.settle()
+        first = self._first_chunk(model)
+        if model.weights.is_resident and model.kv.is_whole and not first:
             return None
-        wanted = model.weights.num_missing_pages
-        wanted += model.kv.num_missing_pages(list({*paged_out, *first}))
-        stages = self._make_room(wanted, {name})
-        waited_from_s = time.monotonic()
-        model.weights.wait()
-        before = replace(self._device.spent)
+        kv_bytes = model.kv.missing_bytes
         started_s = time.monotonic()
-        weight_bytes = model.weights.load()
-        loaded_s = time.monotonic()
-        map_s = (loaded_s - started_s) * self._device.spent.map_share_since(before)
-        kv_bytes = sum(model.kv.page_in(chunk) for chunk in paged_out)
-        model.kv.back(first)
-        stages = replace(
-            stages,
-            map_s=map_s,
-            weights_s=loaded_s - waited_from_s - map_s,
-            kv_s=time.monotonic() - loaded_s,
-            weight_bytes=weight_bytes,
-            kv_in_bytes=kv_bytes,
-        )
-        self._learn_bandwidth(weight_bytes, loaded_s - started_s)
-        return stages
+        moved = self._room.make(self._num_wanted_pages(model), {name})
+        stages = SwitchStages(evict_s=time.monotonic() - started_s, kv_out_bytes=moved)
+        stages = self._load_weights(model, stages)
+        started_s = time.monotonic()
+        self._back(model, first)
+        self.wait_ready(name)
+        return replace(stages, kv_s=time.monotonic() - started_s, kv_in_bytes=kv_bytes)
+
+    def advance(self, name: str) -> None:
+        """Between two steps of a model: bring in more of its KV, then of the next model."""
+        self._room.settle()
+        model = self._models[name]
+        if model.kv.missing_bytes:
+            self._bring(model)
+            if not self._is_coming(model):
+                self._room.recompute_later(model)  # there is no other way for it to go on
+        elif self._next is not None:
+            self._go_on_prefetching(self._next, name)
+
+    def wait_ready(self, name: str) -> None:
+        """Return when a step of the model would do something, or all its KV has come."""
+        model = self._models[name]
+        self._bring(model)
+        while not model.kv.is_whole and not model.is_ready():
+            if not self._wait_arrival(model):
+                self._room.recompute_later(model)  # there is no other way for it to go on
+            self._bring(model)
+
+    def bring_all(self, name: str) -> None:
+        """Return when all KV of a model that was switched in has come."""
+        model = self._models[name]
+        self._bring(model)
+        while not model.kv.is_whole and self._wait_arrival(model):
+            self._bring(model)
 
     def prefetch(self, name: str, current: str) -> None:
-        """Begin to bring in a model's weights while ``current`` runs; returns at once.
+        """Begin to bring in a model while ``current`` runs; returns at once.
 
-        As many pages as there is room for without touching the current model, what its KV
-        may grow by, or anything that would have to be copied out. Whatever was being
-        prefetched for another model is stopped.
+        As much as there is room for without touching the current model and what its KV may
+        grow by; others give way as they would at the switch. Whatever was being prefetched
+        for another model is stopped.
         """
-        model = self._models[name]
-        if name == self._prefetching and model.weights.is_arriving:
+        if name == self._next:
             return
         self.stop_prefetch()
-        wanted = model.weights.num_missing_pages
-        if not wanted:
-            return
-        growth = self._growth_pages(self._models[current].kv)
-        self._make_room(wanted + growth, {name, current}, may_move=False)
-        count = min(wanted, self.pool.num_free - growth)
-        if count > 0:
-            model.weights.begin_load(self._transfers, count)
-            self._prefetching = name
+        model = self._models[name]
+        model.kv.stop_leaving()
+        self._next = name
+        wanted = self._num_wanted_pages(model)
+        if wanted:
+            growth = self._growth_pages(self._models[current].kv)
+            self._room.make(wanted + growth, {name}, untouched=current)
+            self._go_on_prefetching(name, current)
 
     def stop_prefetch(self) -> None:
         """Plans have changed: end what is on its way; what has arrived stays."""
-        if self._prefetching is not None:
-            self._models[self._prefetching].weights.stop()
-            self._prefetching = None
+        if self._next is None:
+            return
+        model, self._next = self._models[self._next], None
+        model.weights.stop()
+        model.kv.stop_arriving()
+        for other in self._models.values():
+            other.kv.stop_leaving()
 
     def make_room(self, num_pages: int) -> None:
         """Evict, whichever the model, until ``num_pages`` are free or nothing is left to evict."""
-        self._make_room(num_pages, set())
+        self._room.make(num_pages, set())
+        self._room.wait_for(num_pages)
+
+    def page_out(self, name: str) -> int:
+        """Take everything of a model off the device; returns the KV bytes moved."""
+        model = self._models[name]
+        if self._next == name:
+            self.stop_prefetch()
+        model.kv.stop_arriving()
+        model.kv.unback(model.kv.free_chunks())
+        before = model.kv.host_bytes
+        for chunk in model.kv.chunks(Place.DEVICE):
+            model.kv.begin_page_out(chunk, self._out)
+        while (transfer := model.kv.oldest_transfer(Place.LEAVING)) is not None:
+            transfer.wait()
+            model.kv.settle()
+        model.weights.evict()
+        return model.kv.host_bytes - before
 
     def ensure_kv(self, name: str) -> None:
         """Back as many blocks as the next step may want, or as many as can be had.
@@ -190,41 +209,118 @@ class Residency:
         missing = model.num_missing_blocks()
         if not missing:
             return
+        # What is away comes back first: else requests that run could keep it out for ever.
+        reserved = model.kv.num_missing_pages(model.kv.chunks(Place.HOST))
         unbacked = model.kv.chunks(Place.UNBACKED)
         count = -(-missing // model.kv.geometry.blocks_per_chunk)
         for chunk in unbacked[:count]:
-            wanted = model.kv.num_missing_pages([chunk])
+            wanted = model.kv.num_missing_pages([chunk]) + reserved
             if wanted > self.pool.num_free:
-                self._make_room(wanted, {name})
-            if wanted > self.pool.num_free:
+                self._room.make(wanted, {name})
+            if not self._room.wait_for(wanted):
                 return
             model.kv.back([chunk])
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when pool, regions and chunks disagree."""
+        """Raise AssertionError when pool, page tables, chunks and host slots disagree."""
         self.pool.check_integrity()
         self._host.check_integrity()
-        owned = 0
+        owned: list[int] = []
         for model in self._models.values():
             model.kv.check_integrity()
-            owned += model.kv.resident_bytes // self._device.page_bytes
-            owned += model.weights.num_mapped_pages
-        assert owned == self.pool.num_pages - self.pool.num_free
+            owned += model.kv.physical_pages + model.weights.physical_pages
+        self.pool.check_owned(owned)
+        assert self._host.used_bytes == sum(m.kv.host_bytes for m in self._models.values())
 
-    def _make_room(self, num_pages: int, keep: set[str], *, may_move: bool = True) -> SwitchStages:
-        """Free pages of models not in ``keep`` until ``num_pages`` are free, if possible."""
+    def _load_weights(self, model: PooledModel, stages: SwitchStages) -> SwitchStages:
+        """Bring in what is missing, in as many pieces as pages come free; adds to ``stages``."""
         started_s = time.monotonic()
-        moved = 0
-        while (short := num_pages - self.pool.num_free) > 0:
-            holdings = [self._holding(n) for n in self._models if n not in keep]
-            before = self.pool.num_free
-            for eviction in plan_evictions(short, holdings, may_move=may_move):
-                if self.pool.num_free >= num_pages:
-                    break
-                moved += self._evict(eviction, num_pages)
-            if self.pool.num_free == before:
-                break  # sizes were estimates: go round until nothing more comes free
-        return SwitchStages(evict_s=time.monotonic() - started_s, kv_out_bytes=moved)
+        model.weights.wait()
+        weights_s, evict_s, map_s = time.monotonic() - started_s, stages.evict_s, 0.0
+        num_bytes = 0
+        while missing := model.weights.num_missing_pages:
+            waited_from_s = time.monotonic()
+            if not self._room.wait_for(min(missing, self._pages_per_load)):
+                short = f"{model.name} needs {missing} more pages, {self.pool.num_free} are free"
+                raise OutOfPages(short)
+            before, started_s = replace(self._device.spent), time.monotonic()
+            num_bytes += model.weights.load(min(missing, self.pool.num_free))
+            took_s = time.monotonic() - started_s
+            mapping_s = took_s * self._device.spent.map_share_since(before)
+            evict_s += started_s - waited_from_s
+            weights_s += took_s - mapping_s
+            map_s += mapping_s
+        self._learn_bandwidth(num_bytes, weights_s + map_s)
+        return replace(
+            stages, evict_s=evict_s, map_s=map_s, weights_s=weights_s, weight_bytes=num_bytes
+        )
+
+    @property
+    def _pages_per_load(self) -> int:
+        return max(1, BATCH_BYTES // self._device.page_bytes)
+
+    def _back(self, model: PooledModel, chunks: list[int]) -> None:
+        if chunks and self._room.wait_for(model.kv.num_missing_pages(chunks)):
+            model.kv.back(chunks)
+        elif chunks:
+            raise OutOfPages(f"{model.name} has no page for its first block")
+
+    def _bring(self, model: PooledModel, keep_free: int | None = None) -> None:
+        """Begin to bring in KV in the order in which it is wanted, while the queue is short.
+
+        With ``keep_free`` only as far as that many pages stay free; else others give way.
+        """
+        if not model.kv.missing_bytes:
+            return
+        for chunk in model.kv.chunks_in_order(Place.HOST, [0, *model.wanted_blocks()]):
+            if not self._in.has_room:
+                return
+            wanted = model.kv.num_missing_pages([chunk]) + (keep_free or 0)
+            if wanted > self.pool.num_free and keep_free is None:
+                model.kv.unback(model.kv.free_chunks())
+                self._room.make(wanted, {model.name})
+            if wanted > self.pool.num_free:
+                return
+            model.kv.begin_page_in(chunk, self._in)
+
+    def _is_coming(self, model: PooledModel) -> bool:
+        """Whether more of a model's KV is on its way, or pages for it are."""
+        leaving = self._room.oldest_leaving()
+        arriving = model.kv.oldest_transfer(Place.ARRIVING)
+        return bool(arriving or leaving) or not self._in.has_room
+
+    def _wait_arrival(self, model: PooledModel) -> bool:
+        """Wait until more of a model's KV has come or can be brought; False when none can."""
+        transfer = model.kv.oldest_transfer(Place.ARRIVING) or self._room.oldest_leaving()
+        if transfer is None:
+            return False
+        transfer.wait()
+        self._room.settle()
+        return True
+
+    def _go_on_prefetching(self, name: str, current: str) -> None:
+        model = self._models[name]
+        keep_free = self._growth_pages(self._models[current].kv)
+        first = self._first_chunk(model)
+        if first and model.kv.num_missing_pages(first) + keep_free <= self.pool.num_free:
+            model.kv.back(first)
+        missing = model.weights.num_missing_pages
+        if not missing:
+            self._bring(model, keep_free)
+        elif not model.weights.is_arriving:
+            count = min(missing, self.pool.num_free - keep_free)
+            # Each piece is a transfer of its own: small ones only if no more pages come.
+            is_enough = count >= min(missing, self._pages_per_load)
+            if count > 0 and (is_enough or self._room.oldest_leaving() is None):
+                model.weights.begin_load(self._in, count)
+
+    def _first_chunk(self, model: PooledModel) -> list[int]:
+        """Kernels may touch the null block, block 0, whichever blocks are in use."""
+        return [0] if 0 in model.kv.chunks(Place.UNBACKED) else []
+
+    def _num_wanted_pages(self, model: PooledModel) -> int:
+        chunks = [*model.kv.chunks(Place.HOST), *self._first_chunk(model)]
+        return model.weights.num_missing_pages + model.kv.num_missing_pages(chunks)
 
     def _growth_pages(self, kv: KvMemory) -> int:
         """Pages that a running model's KV may want during its turn: a guess."""
@@ -232,76 +328,9 @@ class Residency:
         resident = kv.resident_bytes // self._device.page_bytes
         return chunk_pages + int(_GROWTH_SHARE * resident)
 
-    def _holding(self, name: str) -> Holding:
-        model, use = self._models[name], self._use_of(name)
-        free = model.kv.num_resident_pages(model.kv.free_chunks())
-        total = model.kv.resident_bytes // self._device.page_bytes
-        return Holding(
-            model=name,
-            num_live=use.num_live,
-            last_used_s=use.last_used_s,
-            ttft_s=use.ttft_s,
-            next_deadline_s=use.next_deadline_s,
-            weight_pages=model.weights.num_mapped_pages,
-            free_kv_pages=free,
-            live_kv_pages=total - free,
-        )
-
-    def _evict(self, eviction: Eviction, num_pages: int) -> int:
-        """Carry an eviction out as far as needed; returns KV bytes moved to the host."""
-        model = self._models[eviction.model]
-        if eviction.victim is Victim.WEIGHTS:
-            # Only as much as is needed: the rest need not come in again.
-            model.weights.evict(num_pages - self.pool.num_free)
-            return 0
-        if eviction.victim is Victim.FREE_KV:
-            for chunk in model.kv.free_chunks():
-                if self.pool.num_free >= num_pages:
-                    break
-                model.kv.unback([chunk])
-            return 0
-        return self._page_out(model, num_pages)
-
-    def _page_out(self, model: PooledModel, num_pages: int) -> int:
-        moved = 0
-        for chunk in reversed(model.kv.chunks(Place.DEVICE)):
-            if self.pool.num_free >= num_pages:
-                return moved
-            try:
-                moved += model.kv.page_out(chunk)
-            except OutOfPages:
-                # The host cache is full: these requests lose their KV, not their tokens.
-                self._recompute_later(model)
-                return moved
-        return moved
-
-    def _recompute_later(self, model: PooledModel) -> None:
-        model.preempt()
-        model.kv.discard_dead()
-        model.kv.unback(model.kv.free_chunks())
-
     def _learn_bandwidth(self, num_bytes: int, seconds: float) -> None:
         if num_bytes < _MIN_BYTES_FOR_BANDWIDTH or seconds <= 0:
             return
         measured = num_bytes / seconds
         change = measured - self.bandwidth_bytes_per_s
         self.bandwidth_bytes_per_s += _BANDWIDTH_SMOOTHING * change
-
-
-def measure_bandwidth(device: Device, pool: PagePool) -> float:
-    """Bytes per second of mapping and filling pages from warm host memory, best of three."""
-    num_pages = min(pool.num_free, max(1, (32 << 20) // device.page_bytes))
-    source = HostBuffer.create("gpupool-probe", num_pages * device.page_bytes)
-    device.pin(source.address, source.num_bytes)
-    region = Region(device, pool, num_pages)
-    best_s = float("inf")
-    for _ in range(3):
-        started_s = time.perf_counter()
-        region.retain(range(num_pages), source.address)
-        device.synchronize()
-        best_s = min(best_s, time.perf_counter() - started_s)
-        region.drop(range(num_pages))
-    region.close()
-    device.unpin(source.address, source.num_bytes)
-    source.close()
-    return num_pages * device.page_bytes / best_s

@@ -9,14 +9,18 @@ import time
 from collections.abc import Callable
 
 from gpupoold.domain import Targets
-from gpupoold.errors import GpupoolError, Refused
+from gpupoold.errors import GpupoolError, NoSuchModel, Refused
 from gpupoold.instance import calls
+from gpupoold.instance.canary import Canaries
+from gpupoold.instance.device import DriverMemory
 from gpupoold.instance.engine import ModelEngine
+from gpupoold.instance.images import Images
 from gpupoold.instance.ledger import RequestLedger
 from gpupoold.instance.model_loads import EngineLoader
 from gpupoold.instance.orders import Orders
 from gpupoold.instance.profiling import profile
-from gpupoold.instance.residency import Residency, SwitchStages, Use
+from gpupoold.instance.residency import Residency, SwitchStages
+from gpupoold.instance.room import Use
 from gpupoold.memory.contracts import Device, OutOfPages
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.wire import messages as m
@@ -25,6 +29,7 @@ from gpupoold.wire.channel import BlockingChannel
 _logger = logging.getLogger(__name__)
 
 _STATUS_INTERVAL_S = 0.25
+_IMAGES_POLL_S = 0.005
 
 
 class TurnLoop:
@@ -37,6 +42,7 @@ class TurnLoop:
         host: KvHostCache,
         residency_of: Callable[[Callable[[str], Use]], Residency],
         channel: BlockingChannel[m.ToInstance],
+        canary_interval: int = 0,
     ) -> None:
         self.instance = instance
         self.device = device
@@ -45,6 +51,9 @@ class TurnLoop:
         self.residency = residency_of(self._use)
         self.engines: dict[str, ModelEngine] = {}
         self._loader = EngineLoader(device, host, self.residency)
+        self._canaries = Canaries(canary_interval)
+        self._images = Images(device)
+        self.driver_memory = DriverMemory(device)
         self._channel = channel
         self._last_used_s: dict[str, float] = {}
         self._orders = Orders()
@@ -73,9 +82,21 @@ class TurnLoop:
         stages = self.residency.switch_in(name)
         if stages is not None:
             self._channel.send(m.Switched(self._record(name, stages, started_s)))
+            if stages.weight_bytes:
+                self._canaries.moved(name)
         self._previous = name
         self._last_used_s[name] = time.monotonic()
         return stages
+
+    def engine(self, name: str) -> ModelEngine:
+        """A loaded model's engine.
+
+        Raises:
+            NoSuchModel: it is not loaded here.
+        """
+        if name not in self.engines:
+            raise NoSuchModel(f"{name} is not loaded on instance {self.instance}")
+        return self.engines[name]
 
     def interrupt_turn(self) -> None:
         """What is resident has been changed: make the turn's model resident again."""
@@ -84,7 +105,7 @@ class TurnLoop:
     def _run_turn(self, turn_id: int, model: str) -> None:
         """Switch in, then step until the turn is over, or something else is to be done."""
         self._interrupted = False
-        if model not in self.engines:
+        if not self._can_run(model):
             self._end_turn()
             return
         engine = self.engines[model]
@@ -94,17 +115,23 @@ class TurnLoop:
             self._fail_all(model, f"no room on the device for {model}: {error}")
             self._end_turn()
             return
+        if self._canaries.is_due(model) and not self._is_right(engine):
+            self._end_turn()
+            return
         self._orders.began(time.monotonic())
         self._prefetching_for = None
         self._report_memory()
         while self.ledger.num_live(model):
+            self.residency.advance(model)
             self._prefetch(model)
+            if not engine.is_ready():
+                self.residency.wait_ready(model)
             self._step(engine)
             self._receive(block=False)
             turn = self._orders.turn
             if turn is None or turn.turn_id != turn_id:
                 break
-            if self._stopping or self._interrupted or model not in self.engines:
+            if self._stopping or self._interrupted or not self._can_run(model):
                 return
             if self._orders.is_quota_used(time.monotonic()):
                 break
@@ -112,13 +139,23 @@ class TurnLoop:
         if self._orders.turn is not None and self._orders.turn.turn_id == turn_id:
             self._end_turn()
 
+    def _is_right(self, engine: ModelEngine) -> bool:
+        """Whether a model still answers the canary's prompt as it did; else its requests end."""
+        wrong = self._canaries.check(engine, self.residency)
+        if wrong is None:
+            return True
+        _logger.error("%s: %s instead of %s", engine.name, wrong.answered, wrong.expected)
+        self._fail_all(engine.name, f"the weights of {engine.name} are damaged; it is reloaded")
+        self._channel.send(m.WrongAnswer(engine.name, wrong.expected, wrong.answered))
+        return False
+
     def _prefetch(self, current: str) -> None:
         """Let the next model come in beside the current one's steps; again if it is another."""
         then = self._orders.then
         if then == self._prefetching_for:
             return
         self._prefetching_for = then
-        if then is None or then not in self.engines:
+        if then is None or not self._can_run(then):
             self.residency.stop_prefetch()
         else:
             self.residency.prefetch(then, current)
@@ -128,7 +165,7 @@ class TurnLoop:
         """Tell the daemon, and make ready for who comes next while its answer is on the way."""
         turn_id, then = self._orders.end()
         self._channel.send(m.TurnEnded(turn_id, self._changed_missing()))
-        if then is None or then not in self.engines:
+        if then is None or not self._can_run(then):
             return
         try:
             self.switch_to(then)
@@ -156,7 +193,9 @@ class TurnLoop:
     def _receive(self, *, block: bool) -> None:
         """Handle every message that is there; with ``block`` wait for one, but report status."""
         self._maybe_report()
-        message = self._channel.receive(_STATUS_INTERVAL_S if block else 0.0)
+        self._tell_images()
+        wait_s = _IMAGES_POLL_S if self._images.is_busy else _STATUS_INTERVAL_S
+        message = self._channel.receive(wait_s if block else 0.0)
         while message is not None and not self._stopping:
             self._handle(message)
             message = self._channel.receive(0.0)
@@ -171,6 +210,10 @@ class TurnLoop:
                 self._load(message)
             case m.UnloadModel():
                 self._unload(message.name)
+            case m.DropImage():
+                self._drop_image(message.model)
+            case m.TakeImage():
+                self._take_image(message.model)
             case m.SetTargets():
                 if message.name in self.engines:
                     targets = Targets(message.ttft_s, message.tbt_s)
@@ -187,6 +230,8 @@ class TurnLoop:
         try:
             if engine is None:
                 raise Refused(f"{message.model} is not loaded on instance {self.instance}")
+            if not engine.weights.has_image:
+                raise Refused(f"{message.model} has no image on instance {self.instance}")
             engine.add(message.frames)
         except GpupoolError as error:
             failed = m.RequestsFailed(message.model, [message.request_id], str(error))
@@ -220,6 +265,7 @@ class TurnLoop:
             return
         engine = loaded.engine
         self.engines[model.name] = engine
+        self._canaries.expect(model.name, loaded.canary)
         measured = profile(engine, self.residency, message.profiling_budget_s, model.path)
         answer = m.ModelLoaded(
             engine.info,
@@ -233,12 +279,39 @@ class TurnLoop:
         self._report_memory()
 
     def _unload(self, name: str) -> None:
+        self._images.forget(name)
         engine = self.engines.pop(name, None)
         if engine is not None:
             self.ledger.remove_model(name)
+            self._canaries.forget(name)
             self.residency.remove(name)
             engine.close()
         self._channel.send(m.ModelUnloaded(name))
+
+    def _drop_image(self, model: str) -> None:
+        if model == self._prefetching_for:
+            self.residency.stop_prefetch()
+        engine = self.engines.get(model)
+        self._images.drop(model, engine.weights if engine is not None else None)
+        self._report_memory()
+
+    def _take_image(self, model: str) -> None:
+        fd = self._channel.take_fd()
+        engine = self.engines.get(model)
+        if engine is None:
+            os.close(fd)
+            problem = f"{model} is not loaded on instance {self.instance}"
+            self._channel.send(m.ImageTaken(model, problem))
+        else:
+            self._images.take(model, engine.weights, fd)
+
+    def _tell_images(self) -> None:
+        for message in self._images.finished():
+            self._channel.send(message)
+
+    def _can_run(self, model: str) -> bool:
+        engine = self.engines.get(model)
+        return engine is not None and engine.weights.has_image
 
     def _fail_all(self, model: str, reason: str) -> None:
         request_ids = self.ledger.live_requests(model)

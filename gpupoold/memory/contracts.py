@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from enum import Enum, auto
+from typing import NamedTuple, Protocol
 
 
 class OutOfPages(Exception):
@@ -37,15 +39,40 @@ class FillTime:
         return mapped / (mapped + copied) if mapped + copied > 0 else 0.0
 
 
-class Lane(Protocol):
-    """Copies of one other thread than the turn loop's; each returns when it has been made.
+class Copy(NamedTuple):
+    """``num_bytes`` from ``source`` to ``target``, one of them a host address."""
 
-    The pages must be mapped and the host memory pinned until then, and no kernel may use
-    the bytes meanwhile.
+    target: int
+    source: int
+    num_bytes: int
+
+
+class Direction(Enum):
+    """Which way a lane copies."""
+
+    IN = auto()
+    OUT = auto()
+
+
+class Lane(Protocol):
+    """Copies in one direction beside what engines compute, for one thread of its own.
+
+    The pages must stay mapped and the host memory pinned until a copy has been made, and no
+    kernel may use its bytes meanwhile; kernels that were launched before ``fence`` have
+    ended before a copy begins that comes ``after`` it.
     """
 
-    def copy_in(self, address: int, source: int, num_bytes: int) -> None:
-        """Host to device."""
+    def fence(self) -> int:
+        """What engines have launched up to now; from the turn loop's thread."""
+
+    def begin(self, copies: Sequence[Copy], after: int) -> int:
+        """Make ``copies`` as one batch, in any order; returns its number, to be waited for.
+
+        May return before they have been made.
+        """
+
+    def wait(self, batch: int) -> None:
+        """Return when a batch, and all that were begun before it, have been made."""
 
     def close(self) -> None:
         """No copy comes any more; from any thread."""
@@ -62,6 +89,8 @@ class Device(ABC):
     page_bytes: int
     num_pages: int
     is_host_addressable: bool
+    numa_node: int = -1
+    """Whose host memory is nearest; -1 where that makes no difference."""
 
     def __init__(self) -> None:
         self.spent = FillTime()
@@ -93,6 +122,10 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def zero(self, address: int, num_bytes: int) -> None:
+        """Set mapped bytes to zero, before any kernel that is launched later."""
+
+    @abstractmethod
     def copy_in(self, address: int, source: int, num_bytes: int) -> None:
         """Host to device."""
 
@@ -101,8 +134,12 @@ class Device(ABC):
         """Device to host."""
 
     @abstractmethod
-    def open_lane(self) -> Lane:
+    def open_lane(self, direction: Direction) -> Lane:
         """A way for copies of its own, beside those above and what engines compute."""
+
+    @abstractmethod
+    def free_bytes(self) -> int | None:
+        """Device memory outside of the pages that nobody has taken; None where there is none."""
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -5,7 +5,12 @@ Order between our copies and the engines' kernels:
 - pages are unmapped, and copied out, only after the compute streams have run dry;
 - copies into a region are visible after ``synchronize``; zeros need no call,
   because the compute streams themselves wait for them;
-- copies in and copies out have a stream each, so that they can overlap.
+- copies in and copies out have a stream each, so that they can overlap;
+- a lane's copies have streams of their own and are waited for by whoever began them, before
+  their pages are unmapped or their host memory is unpinned: nothing here waits for all.
+
+One process makes all page-table calls of a GPU, and one thread of it: two at once hang or
+crash the driver (vllm#36753). An instance owns its GPU, and its turn loop the calls.
 """
 
 from __future__ import annotations
@@ -14,8 +19,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from gpupoold.errors import Failed
-from gpupoold.memory.contracts import Device, Lane, PageRun
+from gpupoold.memory.contracts import Device, Direction, PageRun
 from gpupoold.memory.cuda_driver import BindingsDriver, CudaDriver, CudaError
+from gpupoold.memory.cuda_lane import StreamLane
+from gpupoold.memory.cuda_pinning import PinnedMemory
+from gpupoold.memory.numa import node_of, prefer_node
 from gpupoold.memory.pages import split_runs
 from gpupoold.units import format_bytes
 
@@ -27,35 +35,11 @@ from gpupoold.units import format_bytes
 _PAGE_BYTES = 2 << 20
 # Copied while the next piece is being mapped: 5 ms on PCIe 5, so that mapping hides behind it.
 _PIECE_BYTES = 256 << 20
-_PIN_BYTES = 64 << 30  # registering 512 GiB in one call fails
 _LEGACY_STREAM = 0
 
 
 def _legacy_stream() -> tuple[int, ...]:
     return (_LEGACY_STREAM,)
-
-
-class _StreamLane:
-    """See :class:`Lane`. ``copies`` splits a copy where registrations meet."""
-
-    def __init__(
-        self, driver: CudaDriver, copies: Callable[[int, int], Iterable[tuple[int, int]]]
-    ) -> None:
-        self._driver = driver
-        self._copies = copies
-        self._stream = driver.create_stream()
-        self._is_bound = False
-
-    def copy_in(self, address: int, source: int, num_bytes: int) -> None:
-        if not self._is_bound:
-            self._driver.bind_thread()
-            self._is_bound = True
-        for offset, length in self._copies(source, num_bytes):
-            self._driver.copy_in(address + offset, source + offset, length, self._stream)
-        self._driver.synchronize_stream(self._stream)
-
-    def close(self) -> None:
-        self._driver.destroy_stream(self._stream)
 
 
 class CudaDevice(Device):
@@ -64,7 +48,8 @@ class CudaDevice(Device):
     ``device_bytes`` caps the memory taken (0: all that is free), ``reserve_bytes``
     stay free for torch in any case. ``compute_streams`` names the streams engines
     launch kernels on; it is asked again each time. ``page_bytes`` is a multiple of
-    the device's granularity.
+    the device's granularity. Memory for copies is made near ``numa_node`` (see
+    :func:`~gpupoold.memory.numa.prefer_node`).
 
     Raises:
         Failed: no page fits, or ``page_bytes`` cannot be mapped.
@@ -86,9 +71,10 @@ class CudaDevice(Device):
         self._driver: CudaDriver = BindingsDriver() if driver is None else driver
         self._compute_streams = compute_streams
         self._handles: list[int | None] = []  # of each page; None while it is lent
-        self._pinned: dict[int, int] = {}  # start of each registration → its end
+        self._pinned = PinnedMemory(self._driver)
         self._driver.open(device_index)
         try:
+            self.numa_node = node_of(self._driver.pci_bus_id())
             granularity = self._driver.granularity()
             self.page_bytes = page_bytes or max(_PAGE_BYTES, granularity)
             self.num_pages = self._plan(granularity, device_bytes, reserve_bytes)
@@ -159,20 +145,27 @@ class CudaDevice(Device):
                 self.unmap(address, mapped)
             raise
 
+    def zero(self, address: int, num_bytes: int) -> None:
+        """See :meth:`Device.zero`. No kernel may still use the bytes: it is not waited for."""
+        if num_bytes:
+            self._driver.fill(address, 0, num_bytes, self._in_stream)
+            self._let_compute_wait()
+
     def copy_in(self, address: int, source: int, num_bytes: int) -> None:
         """See :meth:`Device.copy_in`."""
-        for offset, length in self._copies(source, num_bytes):
+        for offset, length in self._pinned.split(source, num_bytes):
             self._driver.copy_in(address + offset, source + offset, length, self._in_stream)
 
     def copy_out(self, target: int, address: int, num_bytes: int) -> None:
         """See :meth:`Device.copy_out`. Kernels asked for before have written what is copied."""
         self._wait_for_compute()
-        for offset, length in self._copies(target, num_bytes):
+        for offset, length in self._pinned.split(target, num_bytes):
             self._driver.copy_out(target + offset, address + offset, length, self._out_stream)
 
-    def open_lane(self) -> Lane:
+    def open_lane(self, direction: Direction) -> StreamLane:
         """See :meth:`Device.open_lane`: a stream of its own."""
-        return _StreamLane(self._driver, self._copies)
+        split = self._pinned.split
+        return StreamLane(self._driver, direction, self._compute_streams, split)
 
     def synchronize(self) -> None:
         """See :meth:`Device.synchronize`. The wait counts as time of copying."""
@@ -182,18 +175,9 @@ class CudaDevice(Device):
         self.spent.copy_s += time.perf_counter() - started_s
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """See :meth:`Device.pin`."""
-        end = address + num_bytes
-        done: list[int] = []
-        try:
-            for start in range(address, end, _PIN_BYTES):
-                self._driver.register_host(start, min(_PIN_BYTES, end - start))
-                done.append(start)
-        except CudaError:
-            for start in done:
-                self._driver.unregister_host(start)
-            raise
-        self._pinned |= {start: min(start + _PIN_BYTES, end) for start in done}
+        """See :meth:`Device.pin`. Pages that are not there yet are made near the device."""
+        with prefer_node(self.numa_node):
+            self._pinned.pin(address, num_bytes)
 
     def unpin(self, address: int, num_bytes: int) -> None:
         """See :meth:`Device.unpin`.
@@ -201,13 +185,8 @@ class CudaDevice(Device):
         Raises:
             ValueError: the range was not pinned as a whole.
         """
-        starts = range(address, address + num_bytes, _PIN_BYTES)
-        if any(start not in self._pinned for start in starts):
-            raise ValueError(f"{num_bytes} bytes at {address:#x} are not pinned")
         self.synchronize()
-        for start in starts:
-            self._driver.unregister_host(start)
-            del self._pinned[start]
+        self._pinned.unpin(address, num_bytes)
 
     def lend(self, runs: list[PageRun]) -> None:
         """See :meth:`Device.lend`."""
@@ -225,9 +204,7 @@ class CudaDevice(Device):
         """See :meth:`Device.close`."""
         self._wait_for_compute()
         self.synchronize()
-        for start in self._pinned:
-            self._driver.unregister_host(start)
-        self._pinned.clear()
+        self._pinned.close()
         self._driver.destroy_event(self._filled)
         self._driver.destroy_stream(self._in_stream)
         self._driver.destroy_stream(self._out_stream)
@@ -282,17 +259,6 @@ class CudaDevice(Device):
             self._driver.fill(address, 0, num_bytes, self._in_stream)
         else:
             self.copy_in(address, source, num_bytes)
-
-    def _copies(self, host_address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
-        """``(offset, num_bytes)`` of copies, none of which touches two registrations."""
-        offset = 0
-        while offset < num_bytes:
-            start = host_address + offset
-            pinned = list(self._pinned.items())  # other threads copy too
-            ends = [end for begin, end in pinned if begin <= start < end]
-            length = min(num_bytes - offset, ends[0] - start if ends else num_bytes)
-            yield offset, length
-            offset += length
 
     def _wait_for_compute(self) -> None:
         for stream in self._compute_streams():

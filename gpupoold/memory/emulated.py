@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from gpupoold.memory import libc
-from gpupoold.memory.contracts import Device, Lane, PageRun
+from gpupoold.memory.contracts import Copy, Device, Direction, Lane, PageRun
 from gpupoold.memory.memfd import create_memfd
 
 _UNMAPPED = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE
@@ -37,10 +38,19 @@ def default_page_bytes(device_bytes: int) -> int:
 
 
 class _MemcpyLane:
-    """See :class:`Lane`."""
+    """See :class:`Lane`: copies are made while they are begun, by one thread."""
 
-    def copy_in(self, address: int, source: int, num_bytes: int) -> None:
-        libc.memcpy(address, source, num_bytes)
+    def fence(self) -> int:
+        """Engines here have computed what they were asked for."""
+        return 0
+
+    def begin(self, copies: Sequence[Copy], after: int) -> int:
+        for target, source, num_bytes in copies:
+            libc.memcpy(target, source, num_bytes)
+        return 0
+
+    def wait(self, batch: int) -> None:
+        """Nothing is under way."""
 
     def close(self) -> None:
         """Nothing was taken."""
@@ -114,6 +124,10 @@ class EmulatedDevice(Device):
         self.spent.map_s += mapped_s - started_s
         self.spent.copy_s += time.perf_counter() - mapped_s
 
+    def zero(self, address: int, num_bytes: int) -> None:
+        """See :meth:`Device.zero`."""
+        libc.memset(address, 0, num_bytes)
+
     def copy_in(self, address: int, source: int, num_bytes: int) -> None:
         """See :meth:`Device.copy_in`."""
         self._copy(address, source, num_bytes)
@@ -122,9 +136,13 @@ class EmulatedDevice(Device):
         """See :meth:`Device.copy_out`."""
         self._copy(target, address, num_bytes)
 
-    def open_lane(self) -> Lane:
+    def open_lane(self, direction: Direction) -> Lane:
         """See :meth:`Device.open_lane`. One thread's copies: the other core is computing."""
         return _MemcpyLane()
+
+    def free_bytes(self) -> int | None:
+        """What torch takes is the host's memory."""
+        return None
 
     def synchronize(self) -> None:
         """Copies are synchronous here."""

@@ -90,6 +90,23 @@ class KvGeometry:
                     extents.append((offset, row.num_bytes))
         return extents
 
+    def gaps(self, pages: list[range], blocks: list[int]) -> list[tuple[int, int]]:
+        """``(offset, num_bytes)`` of what lies on ``pages``, but in none of ``blocks``."""
+        page_bytes = self.page_bytes
+        covered = sorted(self.extents(blocks))
+        gaps: list[tuple[int, int]] = []
+        for span in sorted(pages, key=lambda one: one.start):
+            at, end = span.start * page_bytes, span.stop * page_bytes
+            for offset, num_bytes in covered:
+                if offset >= end:
+                    break
+                if at < offset:
+                    gaps.append((at, offset - at))
+                at = max(at, offset + num_bytes)
+            if at < end:
+                gaps.append((at, end - at))
+        return gaps
+
     def _blocks_per_chunk(self) -> int:
         aligned = math.lcm(
             *(self.page_bytes // math.gcd(row.stride, self.page_bytes) for row in self.rows)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 
 from gpupoold.memory import libc
-from gpupoold.memory.contracts import Device, PageRun
+from gpupoold.memory.contracts import Device
 from gpupoold.memory.memfd import create_memfd
-from gpupoold.memory.pages import PagePool
+from gpupoold.memory.slabs import Allocation, SlabAllocator, slab_bytes_for
 
 _POPULATED = libc.MAP_SHARED | libc.MAP_POPULATE
 
@@ -48,86 +49,135 @@ class HostBuffer:
 
 
 class KvHostCache:
-    """Host slots for the KV of paused requests, within a byte budget.
+    """Host slots for the KV of paused requests, within a byte budget; for one thread.
 
-    A slot is a list of page runs of the buffer; the buffer's memory is taken
-    from the system only as slots are first used.
+    Models with blocks of different sizes share it by slabs (:mod:`gpupoold.memory.slabs`).
+    The buffer's memory is taken from the system only as slots are first used.
     """
 
-    def __init__(self, budget_bytes: int, slot_page_bytes: int) -> None:
-        self._page_bytes = slot_page_bytes
-        self._pool = PagePool(budget_bytes // slot_page_bytes)
+    def __init__(self, budget_bytes: int, slab_bytes: int | None = None) -> None:
+        """Reserve addresses for ``budget_bytes``, 0 or more, in base slabs of ``slab_bytes``.
+
+        Raises:
+            ValueError: the budget is negative or the slabs have no bytes.
+            OSError: the system has no room for so many addresses.
+        """
+        if slab_bytes is None:
+            slab_bytes = slab_bytes_for(budget_bytes)
+        self._slabs = SlabAllocator(budget_bytes, slab_bytes)
         self._fd = os.memfd_create("gpupool-kv", os.MFD_CLOEXEC)
-        self._num_bytes = self._pool.num_pages * slot_page_bytes
-        os.ftruncate(self._fd, self._num_bytes)
+        os.ftruncate(self._fd, self.budget_bytes)
         shared = libc.MAP_SHARED | libc.MAP_NORESERVE
         self._address = (
-            libc.mmap(None, self._num_bytes, libc.PROT_READ_WRITE, shared, self._fd, 0)
-            if self._num_bytes
+            libc.mmap(None, self.budget_bytes, libc.PROT_READ_WRITE, shared, self._fd, 0)
+            if self.budget_bytes
             else 0
         )
 
     def pin(self, device: Device) -> None:
         """Pin the whole buffer for copies to and from ``device``, which takes its memory now."""
-        if self._num_bytes:
-            device.pin(self._address, self._num_bytes)
+        if self.budget_bytes:
+            device.pin(self._address, self.budget_bytes)
 
     def unpin(self, device: Device) -> None:
         """Undo ``pin``; before ``close``."""
-        if self._num_bytes:
-            device.unpin(self._address, self._num_bytes)
+        if self.budget_bytes:
+            device.unpin(self._address, self.budget_bytes)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget in whole base slabs: ``reserved_bytes + free_bytes``."""
+        return self._slabs.num_bytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes in slots."""
-        return (self._pool.num_pages - self._pool.num_free) * self._page_bytes
+        return self._slabs.used_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes in slabs of some shape, used or not."""
+        return self._slabs.reserved_bytes
 
     @property
     def free_bytes(self) -> int:
-        """Bytes a new slot could have."""
-        return self._pool.num_free * self._page_bytes
+        """Bytes that no shape has; a new slot may also have free blocks of its shape's slabs."""
+        return self._slabs.free_bytes
 
-    def allocate(self, num_bytes: int) -> HostSlot:
-        """A slot of at least ``num_bytes``.
+    def num_free_blocks(self, block_bytes: int) -> int:
+        """Blocks of ``block_bytes`` that one new slot could have at most.
 
         Raises:
-            OutOfPages: the budget is used up; ask ``free_bytes`` before.
+            ValueError: a block has no bytes.
         """
-        return HostSlot(self, self._pool.allocate(-(-num_bytes // self._page_bytes)))
+        return self._slabs.num_free_blocks(block_bytes)
+
+    def allocate(self, block_bytes: int, num_blocks: int) -> HostSlot | None:
+        """A slot of ``num_blocks`` KV blocks of ``block_bytes``; None when there is no room.
+
+        Raises:
+            ValueError: a block has no bytes, or the number of blocks is negative.
+        """
+        blocks = self._slabs.allocate(block_bytes, num_blocks)
+        return None if blocks is None else HostSlot(self, blocks)
 
     def free(self, slot: HostSlot) -> None:
-        """Give a slot back."""
-        self._pool.free(slot.runs)
+        """Give a slot back.
+
+        Raises:
+            ValueError: it was given back before, or is another cache's.
+        """
+        self._slabs.free(slot.blocks)
 
     def pieces(self, slot: HostSlot) -> list[tuple[int, int]]:
-        """The slot's memory as ``(address, num_bytes)`` pieces in order."""
-        size = self._page_bytes
-        return [(self._address + run.first * size, run.num_pages * size) for run in slot.runs]
+        """The slot's memory as ``(address, num_bytes)`` pieces in order, whole blocks in each."""
+        return [(self._address + at.offset, at.num_bytes) for at in slot.blocks.extents]
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the slots' bookkeeping is off."""
-        self._pool.check_integrity()
+        self._slabs.check_integrity()
 
     def close(self) -> None:
         """Unmap; slots are gone."""
-        if self._num_bytes:
-            libc.munmap(self._address, self._num_bytes)
+        if self.budget_bytes:
+            libc.munmap(self._address, self.budget_bytes)
         os.close(self._fd)
 
 
 class HostSlot:
-    """Where one paged-out KV chunk lives."""
+    """Where the KV of paged-out blocks of one model lives."""
 
-    __slots__ = ("_cache", "runs")
+    __slots__ = ("_cache", "blocks")
 
-    def __init__(self, cache: KvHostCache, runs: list[PageRun]) -> None:
+    def __init__(self, cache: KvHostCache, blocks: Allocation) -> None:
         self._cache = cache
-        self.runs = runs
+        self.blocks = blocks
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its blocks."""
+        return self.blocks.num_bytes
 
     def pieces(self) -> list[tuple[int, int]]:
         """See :meth:`KvHostCache.pieces`."""
         return self._cache.pieces(self)
 
+    def beside(self, extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+        """Lay ``(address, num_bytes)`` extents into the slot one behind the other.
+
+        Yields ``(address, host_address, num_bytes)``, cut where the slot's memory is.
+        """
+        pieces = iter(self.pieces())
+        host_address, room = next(pieces, (0, 0))
+        for address, num_bytes in extents:
+            while num_bytes:
+                if not room:
+                    host_address, room = next(pieces)
+                length = min(num_bytes, room)
+                yield address, host_address, length
+                address, num_bytes = address + length, num_bytes - length
+                host_address, room = host_address + length, room - length
+
     def free(self) -> None:
-        """Give the slot back to its cache."""
+        """See :meth:`KvHostCache.free`."""
         self._cache.free(self)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import os
+import platform
 
 PROT_NONE = 0
 PROT_READ_WRITE = 3
@@ -15,7 +17,12 @@ MAP_ANONYMOUS = 0x20
 MAP_NORESERVE = 0x4000
 MAP_POPULATE = 0x8000
 
+MPOL_PREFERRED = 1
+
 _MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
+# Calls that the C library has no function for: (get_mempolicy, set_mempolicy).
+_MEMPOLICY_CALLS = {"x86_64": (239, 238), "aarch64": (236, 237)}
+_MAX_NODES = 1024  # the kernel refuses a mask that has no room for all nodes it could have
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -28,6 +35,7 @@ def _libc() -> ctypes.CDLL:
     libc.munmap.argtypes = [pointer, size]
     libc.mremap.restype = pointer
     libc.mremap.argtypes = [pointer, size, size, integer, pointer]
+    libc.syscall.restype = ctypes.c_long
     libc.memcpy.argtypes = [pointer, pointer, size]
     libc.memset.argtypes = [pointer, integer, size]
     return libc
@@ -41,16 +49,14 @@ def mmap(address: int | None, num_bytes: int, prot: int, flags: int, fd: int, of
     """
     result: int | None = _libc().mmap(address, num_bytes, prot, flags, fd, offset)
     if result is None or result == _MAP_FAILED:
-        errno = ctypes.get_errno()
-        raise OSError(errno, f"mmap of {num_bytes} bytes: {os.strerror(errno)}")
+        raise _error(f"mmap of {num_bytes} bytes")
     return result
 
 
 def munmap(address: int, num_bytes: int) -> None:
     """``munmap(2)``."""
     if _libc().munmap(address, num_bytes) != 0:
-        errno = ctypes.get_errno()
-        raise OSError(errno, f"munmap of {num_bytes} bytes: {os.strerror(errno)}")
+        raise _error(f"munmap of {num_bytes} bytes")
 
 
 def move_pages(source: int, target: int, num_bytes: int) -> None:
@@ -64,8 +70,7 @@ def move_pages(source: int, target: int, num_bytes: int) -> None:
     flags = _MREMAP_MAYMOVE_FIXED_DONTUNMAP
     result: int | None = _libc().mremap(source, num_bytes, num_bytes, flags, target)
     if result != target:
-        errno = ctypes.get_errno()
-        raise OSError(errno, f"mremap of {num_bytes} bytes: {os.strerror(errno)}")
+        raise _error(f"mremap of {num_bytes} bytes")
 
 
 def memcpy(target: int, source: int, num_bytes: int) -> None:
@@ -76,3 +81,49 @@ def memcpy(target: int, source: int, num_bytes: int) -> None:
 def memset(target: int, value: int, num_bytes: int) -> None:
     """``memset(3)``; the GIL is free meanwhile."""
     _libc().memset(target, value, num_bytes)
+
+
+def read(address: int, num_bytes: int) -> bytes:
+    """A copy of the bytes at ``address``."""
+    return ctypes.string_at(address, num_bytes)
+
+
+def write(address: int, data: bytes) -> None:
+    """Put ``data`` at ``address``."""
+    ctypes.memmove(address, data, len(data))
+
+
+def get_mempolicy() -> tuple[int, int]:
+    """``get_mempolicy(2)`` of the calling thread: its mode with flags, and nodes as a bit mask.
+
+    Raises:
+        OSError: with the errno of the call; ``ENOSYS`` on processors it is not known of.
+    """
+    mode, nodes = ctypes.c_int(), (ctypes.c_uint8 * (_MAX_NODES // 8))()
+    address, flags = ctypes.c_void_p(None), ctypes.c_ulong(0)
+    _mempolicy(0, ctypes.byref(mode), nodes, ctypes.c_ulong(_MAX_NODES), address, flags)
+    return mode.value, int.from_bytes(nodes, "little")
+
+
+def set_mempolicy(mode: int, nodes: int) -> None:
+    """``set_mempolicy(2)``: the nodes, a bit mask, from which the calling thread's new pages come.
+
+    Raises:
+        OSError: with the errno of the call; ``ENOSYS`` on processors it is not known of.
+    """
+    mask = ctypes.create_string_buffer(nodes.to_bytes(_MAX_NODES // 8, "little"), _MAX_NODES // 8)
+    _mempolicy(1, ctypes.c_long(mode), mask, ctypes.c_ulong(_MAX_NODES))
+
+
+def _mempolicy(which: int, *arguments: object) -> None:
+    name, machine = ("get_mempolicy", "set_mempolicy")[which], platform.machine()
+    if machine not in _MEMPOLICY_CALLS:
+        raise OSError(errno.ENOSYS, f"{name}: its number on {machine} is not known")
+    number = ctypes.c_long(_MEMPOLICY_CALLS[machine][which])
+    if _libc().syscall(number, *arguments) != 0:
+        raise _error(name)
+
+
+def _error(call: str) -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, f"{call}: {os.strerror(code)}")

@@ -35,16 +35,19 @@ class PagePool:
         taken: list[PageRun] = []
         missing = num_pages
         while missing:
-            run = self._pick(missing)
-            self._free.remove(run)
-            used = PageRun(run.first, min(run.num_pages, missing))
-            if used.num_pages < run.num_pages:
-                rest = PageRun(used.end, run.num_pages - used.num_pages)
-                bisect.insort(self._free, rest, key=_first)
-            taken.append(used)
-            missing -= used.num_pages
-        self._num_free -= num_pages
+            run = self._best_fit(missing) or max(self._free, key=_size)
+            taken.append(self._take(run, min(run.num_pages, missing)))
+            missing -= taken[-1].num_pages
         return taken
+
+    def allocate_run(self, num_pages: int) -> PageRun | None:
+        """Take ``num_pages``, at least one, in one run; None when no free run is that long."""
+        run = self._best_fit(num_pages)
+        return self._take(run, num_pages) if run else None
+
+    def num_runs(self, num_pages: int) -> int:
+        """How many times ``allocate_run`` could give ``num_pages`` now."""
+        return sum(run.num_pages // num_pages for run in self._free)
 
     def free(self, runs: list[PageRun]) -> None:
         """Give pages back and join neighbouring runs.
@@ -55,6 +58,16 @@ class PagePool:
         for run in runs:
             self._free_run(run)
 
+    def check_owned(self, pages: list[int]) -> None:
+        """Raise AssertionError unless ``pages`` are all that are not free, each of them once."""
+        owners = bytearray(self.num_pages)
+        for page in pages:
+            owners[page] += 1
+        for run in self._free:
+            owners[run.first : run.end] = bytes(count + 1 for count in owners[run.first : run.end])
+        wrong = [page for page, count in enumerate(owners) if count != 1]
+        assert not wrong, f"pages with two owners or none: {wrong[:10]}"
+
     def check_integrity(self) -> None:
         """Raise AssertionError when the free list overlaps, is unsorted or miscounted."""
         end = -1
@@ -64,11 +77,17 @@ class PagePool:
         assert end <= self.num_pages
         assert sum(run.num_pages for run in self._free) == self._num_free
 
-    def _pick(self, num_pages: int) -> PageRun:
-        fitting = [run for run in self._free if run.num_pages >= num_pages]
-        if fitting:
-            return min(fitting, key=lambda run: run.num_pages)
-        return max(self._free, key=lambda run: run.num_pages)
+    def _best_fit(self, num_pages: int) -> PageRun | None:
+        fitting = (run for run in self._free if run.num_pages >= num_pages)
+        return min(fitting, key=_size, default=None)
+
+    def _take(self, run: PageRun, num_pages: int) -> PageRun:
+        """The first ``num_pages`` of a free run."""
+        index = bisect.bisect_left(self._free, run.first, key=_first)
+        rest = PageRun(run.first + num_pages, run.num_pages - num_pages)
+        self._free[index : index + 1] = [rest] if rest.num_pages else []
+        self._num_free -= num_pages
+        return PageRun(run.first, num_pages)
 
     def _free_run(self, run: PageRun) -> None:
         index = bisect.bisect_left(self._free, run.first, key=_first)
@@ -103,3 +122,7 @@ def split_runs(runs: list[PageRun], num_pages: int) -> tuple[list[PageRun], list
 
 def _first(run: PageRun) -> int:
     return run.first
+
+
+def _size(run: PageRun) -> int:
+    return run.num_pages

@@ -27,6 +27,11 @@ class Region:
         """Pages of the pool this region owns."""
         return self._num_mapped
 
+    @property
+    def physical_pages(self) -> list[int]:
+        """Pages of the pool that are mapped here."""
+        return [page for page in self._physical if page >= 0]
+
     def num_missing(self, pages: range) -> int:
         """How many of ``pages`` would have to be mapped."""
         return self._holders[pages.start : pages.stop].count(0)
@@ -35,8 +40,10 @@ class Region:
         """How often ``page`` is retained."""
         return self._holders[page]
 
-    def retain(self, pages: range, source: int | None = None, *, is_filled: bool = True) -> None:
-        """Hold ``pages``; those not mapped yet are mapped and filled.
+    def retain(
+        self, pages: range, source: int | None = None, *, is_filled: bool = True
+    ) -> list[range]:
+        """Hold ``pages``; those not mapped yet, which are returned, are mapped and filled.
 
         They are filled from the host bytes at ``source`` (which then covers the
         whole range) or with zeros, so that no bytes of another model show. Not
@@ -71,6 +78,7 @@ class Region:
             self._num_mapped += len(span)
         held = self._holders[pages.start : pages.stop]
         self._holders[pages.start : pages.stop] = [count + 1 for count in held]
+        return missing
 
     def drop(self, pages: range) -> None:
         """Let ``pages`` go; those nobody else holds are unmapped and given back.

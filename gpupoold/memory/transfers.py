@@ -1,38 +1,41 @@
-"""Copies beside the engine's work: a thread that makes them one behind the other.
+"""Copies beside the engine's work: one thread and one lane per direction.
 
-A transfer is made in chunks, so that it can be stopped within a chunk's time (for 8 MiB
-about a millisecond) and what has arrived until then is of use. A chunk is large enough for
-full bandwidth: links are full from 1 to 4 MiB on.
+A transfer is a list of copies, made in batches one behind the other, two of them under way
+at a time so that the link never waits for this thread. It can be stopped within a batch's
+time (for 8 MiB about a millisecond), and what has arrived until then is of use. A batch is
+large enough for full bandwidth: links are full from 1 to 4 MiB on.
+
+The order that keeps bytes right (Aegaeon, section 5.3): compute waits for its own KV, because
+whoever asked for a transfer steps nothing that needs it before ``has_ended``; a transfer
+waits for the last one of its source, because what is on its way is waited for or stopped
+before it is moved again; and memory under a copy is given to nobody, because its owner keeps
+it until the transfer has ended.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
-from typing import NamedTuple
 
-CHUNK_BYTES = 8 << 20
+from gpupoold.memory.contracts import Copy, Lane
 
-
-class Copy(NamedTuple):
-    """``num_bytes`` from host address ``source`` to device address ``target``."""
-
-    target: int
-    source: int
-    num_bytes: int
-
-
-# Makes a copy and returns when it is made; called from one thread.
-MakeCopy = Callable[[int, int, int], None]
+BATCH_BYTES = 8 << 20
+_MAX_UNDER_WAY = 2
+# What may wait in a queue before owners hold their next transfers back: some milliseconds of
+# the link. Plans change, and what has not been asked for need not be stopped.
+_MAX_WAITING_BYTES = 8 * BATCH_BYTES
 
 
 class Transfer:
-    """One copy on its way. Waited for, or stopped, by the thread that asked for it."""
+    """Copies on their way. Waited for, or stopped, by the thread that asked for them."""
 
-    def __init__(self, copy: Copy, chunk_bytes: int) -> None:
-        self._copy = copy
-        self._chunk_bytes = chunk_bytes
+    def __init__(self, copies: Sequence[Copy], batch_bytes: int, after: int) -> None:
+        self.num_bytes = sum(copy.num_bytes for copy in copies)
+        self._copies = copies
+        self._batch_bytes = batch_bytes
+        self._after = after
         self._lock = threading.Lock()
         self._has_begun = False
         self._is_stopped = False
@@ -49,70 +52,113 @@ class Transfer:
         """Return when every byte has arrived.
 
         Raises:
-            Exception: what went wrong with the copy.
+            Exception: what went wrong with a copy.
         """
         self._ended.wait()
         if self._error is not None:
             raise self._error
 
-    def stop(self) -> int:
-        """End the copy early; returns the bytes from the start on that have arrived.
-
-        When it returns nothing is being written any more. Never raises: bytes that could
-        not be copied have not arrived.
-        """
+    def cancel(self) -> None:
+        """Let no further batch begin; ``stop`` waits for those that have."""
         with self._lock:
             self._is_stopped = True
             if not self._has_begun:
                 self._ended.set()
+
+    def stop(self) -> int:
+        """End the transfer early; returns the bytes from the start on that have arrived.
+
+        When it returns nothing is being written any more. Never raises: bytes that could
+        not be copied have not arrived.
+        """
+        self.cancel()
         self._ended.wait()
         return self._num_copied
 
-    def run(self, make_copy: MakeCopy) -> None:
-        """Make the copy, unless it has been stopped; for the queue's thread."""
+    def run(self, lane: Lane) -> None:
+        """Make the copies, unless it has been stopped; for the queue's thread."""
         with self._lock:
             if self._is_stopped:
                 return
             self._has_begun = True
+        under_way: deque[tuple[int, int]] = deque()
         try:
-            for chunk in self._chunks():
+            for batch in _batches(self._copies, self._batch_bytes):
                 if self._is_stopped:
                     break
-                make_copy(*chunk)
-                self._num_copied += chunk.num_bytes
+                number = lane.begin(batch, self._after)
+                under_way.append((number, sum(copy.num_bytes for copy in batch)))
+                if len(under_way) == _MAX_UNDER_WAY:
+                    self._finish(lane, under_way)
         except BaseException as error:  # raised where it is waited for
             self._error = error
+        try:
+            while under_way:  # also after an error: nothing is being written in the end
+                self._finish(lane, under_way)
+        except BaseException as error:
+            self._error = self._error or error
         finally:
             self._ended.set()
 
-    def _chunks(self) -> Iterator[Copy]:
-        target, source, num_bytes = self._copy
-        for offset in range(0, num_bytes, self._chunk_bytes):
-            length = min(self._chunk_bytes, num_bytes - offset)
-            yield Copy(target + offset, source + offset, length)
+    def _finish(self, lane: Lane, under_way: deque[tuple[int, int]]) -> None:
+        number, num_bytes = under_way.popleft()
+        lane.wait(number)
+        self._num_copied += num_bytes
 
 
 class TransferQueue:
     """Transfers in one direction, in the order in which they were asked for."""
 
-    def __init__(self, make_copy: MakeCopy, name: str, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._make_copy = make_copy
-        self._chunk_bytes = chunk_bytes
+    def __init__(self, lane: Lane, name: str, batch_bytes: int = BATCH_BYTES) -> None:
+        self._lane = lane
+        self._batch_bytes = batch_bytes
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
+        self._waiting: deque[Transfer] = deque()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def begin(self, copy: Copy) -> Transfer:
-        """Start a copy, behind those that were started before."""
-        transfer = Transfer(copy, self._chunk_bytes)
+    @property
+    def has_room(self) -> bool:
+        """Whether another transfer would soon begin; owners hold theirs back otherwise."""
+        self._forget_ended()
+        return sum(transfer.num_bytes for transfer in self._waiting) < _MAX_WAITING_BYTES
+
+    def begin(self, copies: Sequence[Copy]) -> Transfer:
+        """Start copies, behind those that were started before and what engines have launched."""
+        transfer = Transfer(copies, self._batch_bytes, self._lane.fence())
+        self._forget_ended()
+        self._waiting.append(transfer)
         self._queue.put(transfer)
         return transfer
 
     def close(self) -> None:
-        """Make what was asked for, then end the thread."""
+        """Make what was asked for, then end the thread and the lane."""
         self._queue.put(None)
         self._thread.join()
+        self._lane.close()
+
+    def _forget_ended(self) -> None:
+        while self._waiting and self._waiting[0].has_ended:
+            self._waiting.popleft()
 
     def _run(self) -> None:
         while (transfer := self._queue.get()) is not None:
-            transfer.run(self._make_copy)
+            transfer.run(self._lane)
+
+
+def _batches(copies: Sequence[Copy], batch_bytes: int) -> Iterator[list[Copy]]:
+    """``copies`` in order, cut where needed, in lists of ``batch_bytes`` but for the last."""
+    batch: list[Copy] = []
+    left = batch_bytes
+    for target, source, num_bytes in copies:
+        done = 0
+        while done < num_bytes:
+            length = min(num_bytes - done, left)
+            batch.append(Copy(target + done, source + done, length))
+            done += length
+            left -= length
+            if not left:
+                yield batch
+                batch, left = [], batch_bytes
+    if batch:
+        yield batch

@@ -13,11 +13,15 @@ class Victim(Enum):
     FREE_KV = auto()  # chunks without a live block: nothing moves
     WEIGHTS = auto()  # the host image stays: nothing moves now, all of it later
     LIVE_KV = auto()  # moves to the host now and back later
+    RECOMPUTE = auto()  # live KV that the host has no room for: computed anew, all of a model's
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one model holds on the device, in pages."""
+    """What one model holds on the device, in pages.
+
+    ``movable_kv_pages`` is how much of its live KV the host has room for, None for all.
+    """
 
     model: str
     num_live: int
@@ -27,6 +31,7 @@ class Holding:
     weight_pages: int
     free_kv_pages: int
     live_kv_pages: int
+    movable_kv_pages: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +52,9 @@ def plan_evictions(
     used, larger TTFT first); KV of paused requests (latest deadline first);
     weights of paused models. When paused KV alone does not make the room, the
     paused models' weights go before it: dropping weights moves no bytes, and
-    KV that stays need not be copied out and in again. Without ``may_move`` live KV stays,
-    as when making room for a prefetch: only what costs no copy goes.
+    KV that stays need not be copied out and in again. KV that the host has no room for is
+    dropped at the very last, and all of a model's. Without ``may_move`` live KV stays, as
+    when making room for a prefetch: only what costs no copy goes.
     """
     idle = [h for h in holdings if not h.num_live]
     paused = sorted((h for h in holdings if h.num_live), key=lambda h: -h.next_deadline_s)
@@ -63,7 +69,8 @@ def plan_evictions(
     gentle = [*free_kv, *idle_weights, *live_kv]
     if sum(eviction.num_pages for eviction in gentle) >= num_pages:
         return _until(num_pages, gentle)
-    return _until(num_pages, [*free_kv, *idle_weights, *paused_weights, *live_kv])
+    dropped = _evictions(Victim.RECOMPUTE, [*idle, *paused])
+    return _until(num_pages, [*free_kv, *idle_weights, *paused_weights, *live_kv, *dropped])
 
 
 def _evictions(victim: Victim, holdings: Sequence[Holding]) -> list[Eviction]:
@@ -75,9 +82,17 @@ def _evictions(victim: Victim, holdings: Sequence[Holding]) -> list[Eviction]:
 
 
 def _pages(victim: Victim, holding: Holding) -> int:
-    if victim is Victim.FREE_KV:
-        return holding.free_kv_pages
-    return holding.weight_pages if victim is Victim.WEIGHTS else holding.live_kv_pages
+    movable = holding.movable_kv_pages
+    moved = holding.live_kv_pages if movable is None else min(holding.live_kv_pages, movable)
+    match victim:
+        case Victim.FREE_KV:
+            return holding.free_kv_pages
+        case Victim.WEIGHTS:
+            return holding.weight_pages
+        case Victim.LIVE_KV:
+            return moved
+        case Victim.RECOMPUTE:
+            return holding.live_kv_pages - moved
 
 
 def _until(num_pages: int, evictions: list[Eviction]) -> list[Eviction]:

@@ -107,6 +107,20 @@ class UnloadModel(Message):
     name: str
 
 
+class DropImage(Message):
+    """Let the image of a model without requests go; its engine stays. Answered by
+    ``ImageDropped``."""
+
+    model: str
+
+
+class TakeImage(Message):
+    """Have the image of a model again: the memfd that comes along, of the layout that the
+    model's engine has. Answered by ``ImageTaken``."""
+
+    model: str
+
+
 class SetTargets(Message):
     """New targets for a model, from the next turn on."""
 
@@ -173,7 +187,12 @@ class Shutdown(Message):
 
 
 class InstanceReady(Message):
-    """The instance owns its device and can load models."""
+    """The instance owns its device and can load models.
+
+    ``bandwidth_bytes_per_s`` is that of a switch, with mapping; the link's own are for copies
+    to and from the device. ``kv_host_bytes`` is the size of its KV host cache; None: as much
+    as it takes.
+    """
 
     instance: int
     pid: int
@@ -182,6 +201,9 @@ class InstanceReady(Message):
     bandwidth_bytes_per_s: float
     engine_version: str
     device_name: str = ""
+    kv_host_bytes: int | None = None
+    link_in_bytes_per_s: float = 0.0
+    link_out_bytes_per_s: float = 0.0
 
 
 class ModelLoaded(Message):
@@ -215,6 +237,19 @@ class ModelUnloaded(Message):
     name: str
 
 
+class ImageDropped(Message):
+    """The instance has no view of the model's image any more."""
+
+    model: str
+
+
+class ImageTaken(Message):
+    """The model can run again; or ``problem`` says why it cannot."""
+
+    model: str
+    problem: str = ""
+
+
 class StepOutputs(Message):
     """What one engine step produced (instance → daemon → frontend, forwarded as it is).
 
@@ -245,6 +280,15 @@ class Switched(Message):
     """A switch happened."""
 
     switch: SwitchRecord
+
+
+class WrongAnswer(Message):
+    """A model that has served gives another answer to the canary's prompt than it did: its
+    bytes are wrong. Its requests here have ended."""
+
+    model: str
+    expected: tuple[int, ...]
+    answered: tuple[int, ...]
 
 
 class InstanceStatus(Message):
@@ -311,16 +355,28 @@ class RequestsFailed(Message):
 
 
 ToInstance = (
-    LoadModel | UnloadModel | SetTargets | AddRequest | AbortRequests | RunTurn | Call | Shutdown
+    LoadModel
+    | UnloadModel
+    | DropImage
+    | TakeImage
+    | SetTargets
+    | AddRequest
+    | AbortRequests
+    | RunTurn
+    | Call
+    | Shutdown
 )
 FromInstance = (
     InstanceReady
     | ModelLoaded
     | ModelFailed
     | ModelUnloaded
+    | ImageDropped
+    | ImageTaken
     | StepOutputs
     | TurnEnded
     | Switched
+    | WrongAnswer
     | InstanceStatus
     | RequestsFailed
     | CallResult

@@ -31,7 +31,11 @@ class InstancePeer:
     """An instance process on an emulated device, and the daemon's end of its channel."""
 
     def __init__(
-        self, device_bytes: int, kv_host_bytes: int = 256 << 20, quota_max_s: float = 4.0
+        self,
+        device_bytes: int,
+        kv_host_bytes: int = 256 << 20,
+        quota_max_s: float = 4.0,
+        canary_interval: int = 0,
     ) -> None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "gpupoold.instance", "--instance", "0"]
@@ -40,6 +44,7 @@ class InstancePeer:
             "--wire-fd": theirs.fileno(),
             "--device-bytes": device_bytes,
             "--kv-host-bytes": kv_host_bytes,
+            "--canary-interval": canary_interval,
             "--compute-threads": 1,
             "--log-level": "warning",
         }
@@ -53,6 +58,7 @@ class InstancePeer:
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.switches: list[m.SwitchRecord] = []
+        self.wrong_answers: list[m.WrongAnswer] = []
         self.status: m.InstanceStatus | None = None
         self._calls = 0
         policy = make_policy("gpupool", PolicyOptions(quota_max_s=quota_max_s))
@@ -173,6 +179,8 @@ class InstancePeer:
                 self.scheduler.ended(request_id)
         elif isinstance(message, m.Switched):
             self.switches.append(message.switch)
+        elif isinstance(message, m.WrongAnswer):
+            self.wrong_answers.append(message)
         elif isinstance(message, m.InstanceStatus):
             self.status = message
 

@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import random
-from collections.abc import Iterator
 
 import pytest
 
+from gpupoold.memory.bandwidth import measure_link
 from gpupoold.memory.contracts import PageRun
 from gpupoold.memory.cuda import CudaDevice
 from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.numa import num_nodes, prefer_node
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.regions import Region
+from tests.gpu.conftest import NUM_PAGES, PAGE
 
 pytestmark = pytest.mark.gpu
-
-PAGE = 2 << 20
-NUM_PAGES = 96
-
-
-@pytest.fixture
-def device() -> Iterator[CudaDevice]:
-    opened = CudaDevice(0, NUM_PAGES * PAGE, 0)
-    assert opened.num_pages == NUM_PAGES
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def image(device: CudaDevice) -> Iterator[HostBuffer]:
-    """Pinned shared memory with random bytes, for half of the pages."""
-    buffer = HostBuffer.create("gpu-test", NUM_PAGES // 2 * PAGE)
-    ctypes.memmove(buffer.address, random.Random(1).randbytes(buffer.num_bytes), buffer.num_bytes)
-    device.pin(buffer.address, buffer.num_bytes)
-    yield buffer
-    device.unpin(buffer.address, buffer.num_bytes)
-    buffer.close()
 
 
 def read(device: CudaDevice, address: int, num_bytes: int) -> bytes:
@@ -71,6 +50,31 @@ def test_fresh_pages_are_zero(device: CudaDevice, image: HostBuffer) -> None:
     assert read(device, address, 4 * PAGE) == bytes(4 * PAGE)
     device.unmap(address, [PageRun(2, 2), PageRun(0, 2)])
     device.release(address, 4)
+
+
+def test_mapped_bytes_can_be_zeroed(device: CudaDevice, image: HostBuffer) -> None:
+    address = device.reserve(2)
+    device.map_and_fill(address, [PageRun(0, 2)], image.address)
+    device.synchronize()
+    device.zero(address + 5, PAGE)
+    device.zero(address, 0)
+    device.synchronize()
+    found = read(device, address, 2 * PAGE)
+    assert found[5 : 5 + PAGE] == bytes(PAGE)
+    assert found[:5] == ctypes.string_at(image.address, 5)
+    device.unmap(address, [PageRun(0, 2)])
+    device.release(address, 2)
+
+
+def test_the_node_is_one_of_the_machines(device: CudaDevice) -> None:
+    assert device.numa_node in range(-1, max(1, num_nodes()))
+
+
+def test_the_link_is_as_fast_as_any_that_gpus_have(device: CudaDevice) -> None:
+    with prefer_node(device.numa_node):
+        link = measure_link(device, PagePool(device.num_pages))
+    for bytes_per_s in (link.in_bytes_per_s, link.out_bytes_per_s):
+        assert 1e9 < bytes_per_s < 1e12
 
 
 def test_one_page_can_be_behind_many_addresses(device: CudaDevice, image: HostBuffer) -> None:

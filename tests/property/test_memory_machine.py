@@ -1,12 +1,14 @@
 """Any order of loads, evictions, steps, paging and failures keeps every byte that matters.
 
 Several models with their own engines share one emulated device and one host
-cache. After each rule the bytes of all live and cached blocks and of all
-resident weights are compared with a plain model, and every account is checked.
+cache; copies are made by threads meanwhile. After each rule the bytes of all live and
+cached blocks on the device and of all resident weights are compared with a plain model,
+and every account is checked. ``GPUPOOL_MEMORY_OPERATIONS`` is how many rules are run.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -29,6 +31,8 @@ from tests.unit.memory.rig import (
     write_block,
 )
 
+STEPS = 50
+OPERATIONS = int(os.environ.get("GPUPOOL_MEMORY_OPERATIONS", "10000"))
 WHICH = st.integers(0, 1_000)  # an index into whatever there is at that moment
 
 
@@ -44,9 +48,9 @@ class Model:
     content: dict[int, bytes] = field(default_factory=dict)
 
     @property
-    def is_paused(self) -> bool:
-        """With KV on the host the engine does not step."""
-        return bool(self.kv.chunks(Place.HOST))
+    def runnable(self) -> list[list[int]]:
+        """Requests all of whose KV is on the device."""
+        return [request for request in self.requests if self.kv.is_here(request)]
 
     def forget_worthless(self) -> None:
         """Only live and findable blocks have bytes that must be kept."""
@@ -99,7 +103,7 @@ class MemoryMachine(RuleBasedStateMachine):
         wanted = min(num_pages, weights.missing_bytes // PAGE)
         mapped, free = weights.num_mapped_pages, self.rig.pool.num_free
         try:
-            weights.begin_load(self.rig.transfers, num_pages)
+            weights.begin_load(self.rig.ins, num_pages)
         except OutOfPages:
             assert wanted > free
         else:
@@ -143,27 +147,65 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(which=WHICH, chunk=WHICH)
     def page_out(self, which: int, chunk: int) -> None:
+        """The model is paused for a moment; some of it goes, or begins to go."""
         model = self.model(which)
         device = model.kv.chunks(Place.DEVICE)
         if not device:
             return
         picked = device[chunk % len(device)]
-        wanted = len(model.kv.live_blocks(picked)) * model.kv.geometry.block_bytes
+        num_live = len(model.kv.live_blocks(picked))
         before = model.snapshot()
-        host_free = self.rig.host.free_bytes
-        try:
-            self.vanish(model, picked, lambda chunks: model.kv.page_out(chunks[0]))
-        except OutOfPages:
-            assert wanted > host_free
+        if not model.kv.begin_page_out(picked, self.rig.outs):
+            assert num_live > self.rig.host.num_free_blocks(model.kv.geometry.block_bytes)
             assert model.snapshot() == before
+            return
+        assert picked in model.kv.chunks(Place.LEAVING if num_live else Place.UNBACKED)
 
     @rule(which=WHICH, chunk=WHICH, fail_in=st.integers(0, 4))
     def page_in(self, which: int, chunk: int, fail_in: int) -> None:
         model = self.model(which)
         host = model.kv.chunks(Place.HOST)
-        if host:
-            picked = host[chunk % len(host)]
-            self.appear(model, picked, fail_in, lambda: model.kv.page_in(picked))
+        if not host:
+            return
+        picked, free = host[chunk % len(host)], self.rig.pool.num_free
+        wanted = model.kv.num_missing_pages([picked])
+        self.attempt(
+            model, fail_in, wanted, lambda: model.kv.begin_page_in(picked, self.rig.ins)
+        )
+        if picked in model.kv.chunks(Place.ARRIVING):
+            assert self.rig.pool.num_free == free - wanted
+
+    @rule(which=WHICH)
+    def settle(self, which: int) -> None:
+        self.model(which).kv.settle()
+
+    @rule(which=WHICH)
+    def finish(self, which: int) -> None:
+        """All copies under way end; what has come shows nothing of others."""
+        model = self.model(which)
+        leaving, arriving = model.kv.chunks(Place.LEAVING), model.kv.chunks(Place.ARRIVING)
+        free, wanted = self.rig.pool.num_free, model.kv.num_leaving_pages
+        self.rig.finish(model.kv)
+        assert self.rig.pool.num_free == free + wanted
+        assert set(leaving) <= set(model.kv.chunks(Place.HOST))
+        assert set(arriving) <= set(model.kv.chunks(Place.DEVICE))
+        for chunk in arriving:
+            for block in model.kv.geometry.blocks(chunk):
+                if block not in model.content:
+                    self.shows_nothing_foreign(model, block)
+
+    @rule(which=WHICH)
+    def want_again(self, which: int) -> None:
+        model = self.model(which)
+        leaving = model.kv.chunks(Place.LEAVING)
+        model.kv.stop_leaving()
+        assert set(leaving) <= set(model.kv.chunks(Place.DEVICE))
+
+    @rule(which=WHICH)
+    def change_plans(self, which: int) -> None:
+        model = self.model(which)
+        model.kv.stop_arriving()
+        assert not model.kv.chunks(Place.ARRIVING)
 
     @rule(which=WHICH)
     def pause(self, which: int) -> None:
@@ -177,26 +219,32 @@ class MemoryMachine(RuleBasedStateMachine):
         for _ in self.model(which).kv.chunks(Place.HOST):
             self.page_in(which, chunk=0, fail_in=0)
 
+    @rule(which=WHICH, request=WHICH)
+    def decode(self, which: int, request: int) -> None:
+        """A request whose KV is here writes to its last block, whatever else is being copied."""
+        model = self.model(which)
+        runnable = [blocks for blocks in model.runnable if blocks]
+        if runnable:
+            block = runnable[request % len(runnable)][-1]
+            if model.ledger.refs[block] == 1 and block not in model.ledger.cached().values():
+                self.fill(model, block)
+
     @rule(which=WHICH, num_blocks=st.integers(1, 6), num_cached=st.integers(0, 3))
     def request(self, which: int, num_blocks: int, num_cached: int) -> None:
         model = self.model(which)
-        if model.is_paused:
-            return
         blocks = model.ledger.allocate(min(num_blocks, model.ledger.num_free))
+        assert model.kv.is_here(blocks)
         model.requests.append(blocks)
         for block in blocks:
-            self.num_written += 1
-            data = pattern(self.num_written, model.kv.geometry.block_bytes)
-            write_block(model.kv, block, data)
-            model.content[block] = data
+            self.fill(model, block)
         for block in blocks[:num_cached]:
             model.ledger.remember(block, f"prefix {self.num_written} of {block}")
 
     @rule(which=WHICH, key=WHICH)
     def request_with_a_known_prefix(self, which: int, key: int) -> None:
         model = self.model(which)
-        keys = sorted(model.ledger.cached())
-        if model.is_paused or not keys:
+        keys = [key for key, b in sorted(model.ledger.cached().items()) if model.kv.is_here([b])]
+        if not keys:
             return
         block = model.ledger.reuse(keys[key % len(keys)])
         assert block in model.content
@@ -224,31 +272,40 @@ class MemoryMachine(RuleBasedStateMachine):
     def bytes_are_right(self) -> None:
         for model in self.models:
             model.forget_worthless()
-            for chunk in model.kv.chunks(Place.DEVICE):
+            there = model.kv.chunks(Place.DEVICE) + model.kv.chunks(Place.LEAVING)
+            for chunk in there:
                 for block in model.kv.geometry.blocks(chunk):
                     if block in model.content:
                         assert read_block(model.kv, block) == model.content[block]
-            there = model.weights.loaded_bytes
-            assert read(model.weights.address, there) == model.image[:there]
+            loaded = model.weights.loaded_bytes
+            assert read(model.weights.address, loaded) == model.image[:loaded]
 
     @invariant()
     def accounts_are_right(self) -> None:
         self.rig.pool.check_integrity()
         self.rig.host.check_integrity()
-        owned = 0
+        owned: list[int] = []
         for model in self.models:
             model.kv.check_integrity()
-            owned += model.kv.resident_bytes // PAGE
-            owned += model.weights.num_mapped_pages
-            out = [model.kv.live_blocks(chunk) for chunk in model.kv.chunks(Place.UNBACKED)]
-            held = [b for c in model.kv.chunks(Place.UNBACKED) for b in model.kv.geometry.blocks(c)]
-            assert sorted(b for blocks in out for b in blocks) == [b for b in held if b]
-        assert owned == self.rig.pool.num_pages - self.rig.pool.num_free
+            assert len(model.kv.physical_pages) == model.kv.resident_bytes // PAGE
+            assert len(model.weights.physical_pages) == model.weights.num_mapped_pages
+            owned += model.kv.physical_pages + model.weights.physical_pages
+            device = model.kv.chunks(Place.DEVICE)
+            usable = {block for chunk in device for block in model.kv.geometry.blocks(chunk)}
+            free = {b for b, count in enumerate(model.ledger.refs) if not count}
+            assert free <= usable, "the engine could be given a block that is not here"
+        self.rig.pool.check_owned(owned)
         assert self.rig.host.used_bytes == sum(model.kv.host_bytes for model in self.models)
 
     def teardown(self) -> None:
         if hasattr(self, "rig"):
             self.rig.close()
+
+    def fill(self, model: Model, block: int) -> None:
+        self.num_written += 1
+        data = pattern(self.num_written, model.kv.geometry.block_bytes)
+        write_block(model.kv, block, data)
+        model.content[block] = data
 
     def model(self, which: int) -> Model:
         return self.models[which % len(self.models)]
@@ -300,5 +357,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.rig.pool.num_free == free + wanted
 
 
-MemoryMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
+MemoryMachine.TestCase.settings = settings(
+    max_examples=OPERATIONS // STEPS, stateful_step_count=STEPS, deadline=None
+)
 TestMemoryMachine = MemoryMachine.TestCase

@@ -20,6 +20,7 @@ HOLDINGS = st.lists(
         weight_pages=PAGES,
         free_kv_pages=PAGES,
         live_kv_pages=PAGES,
+        movable_kv_pages=st.none() | PAGES,
     ),
     max_size=6,
     unique_by=lambda holding: holding.model,
@@ -27,10 +28,13 @@ HOLDINGS = st.lists(
 
 
 def pages_of(holding: Holding, victim: Victim) -> int:
+    movable = holding.movable_kv_pages
+    moved = holding.live_kv_pages if movable is None else min(movable, holding.live_kv_pages)
     return {
         Victim.FREE_KV: holding.free_kv_pages,
         Victim.WEIGHTS: holding.weight_pages,
-        Victim.LIVE_KV: holding.live_kv_pages,
+        Victim.LIVE_KV: moved,
+        Victim.RECOMPUTE: holding.live_kv_pages - moved,
     }[victim]
 
 
@@ -57,8 +61,8 @@ def test_kinder_victims_come_first(num_pages: int, holdings: list[Holding]) -> N
     idle = {holding.model for holding in holdings if not holding.num_live}
 
     def harm(model: str, victim: Victim) -> int:
-        if victim is Victim.FREE_KV:
-            return 0
+        if victim in (Victim.FREE_KV, Victim.RECOMPUTE):
+            return 0 if victim is Victim.FREE_KV else 3
         return 1 if victim is Victim.WEIGHTS and model in idle else 2
 
     harms = [harm(eviction.model, eviction.victim) for eviction in plan]
@@ -70,4 +74,5 @@ def test_kinder_victims_come_first(num_pages: int, holdings: list[Holding]) -> N
     kinds = {(e.victim, e.model in idle) for e in plan}
     if (Victim.LIVE_KV, False) in kinds and (Victim.WEIGHTS, False) in kinds:
         order = [e.victim for e in plan if e.model not in idle and e.victim is not Victim.FREE_KV]
-        assert order == sorted(order, key=lambda victim: victim is Victim.LIVE_KV)
+        kindest = [Victim.WEIGHTS, Victim.LIVE_KV, Victim.RECOMPUTE]
+        assert order == sorted(order, key=kindest.index)

@@ -10,7 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from gpupoold.instance.profiling import profile
-from gpupoold.instance.residency import Residency, Use
+from gpupoold.instance.residency import Residency
+from gpupoold.instance.room import Use
 from gpupoold.latency.models import DecodeBatch, LinearDecode, LinearPrefill, PrefillModel
 from gpupoold.latency.stored import Profile
 from gpupoold.memory.geometry import KvGeometry, KvRow
@@ -76,6 +77,12 @@ class KnownEngine:
             self._waiting.pop(request_id, None)
             if request_id in self._running:
                 self.ledger.release(self._running.pop(request_id)[2])
+
+    def is_ready(self) -> bool:
+        return self.has_requests()
+
+    def wanted_blocks(self) -> list[int]:
+        return [block for _, _, blocks in self._running.values() for block in blocks]
 
     def has_requests(self) -> bool:
         return bool(self._waiting or self._running)

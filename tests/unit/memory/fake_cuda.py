@@ -2,31 +2,46 @@
 
 Work given to a stream runs only when somebody waits for it, so code that forgets
 to wait reads old bytes. Copies move real bytes between host addresses and the
-bytearrays that stand for physical pages.
+bytearrays that stand for physical pages. The copies of a batch run in reverse, which
+the driver is free to do.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 from gpupoold.memory.cuda_driver import CudaError
+from tests.unit.memory.fake_page_tables import PageTables, require
 
-_FIRST_ADDRESS = 1 << 44  # far from anything the process maps
 _MAX_REGISTRATION_BYTES = 64 << 30
+_MAX_COPIES_PER_BATCH = 8192
+_EVERYWHERE = 1 << 64
+_HANDLE_BYTES = 64
+_PAGE_TABLE_CALLS = (
+    *("create", "release", "reserve_addresses", "free_addresses"),
+    *("map", "allow_access", "unmap"),
+)
+
+
+def no_effect() -> None:
+    """Of a kernel whose reads and writes do not matter."""
 
 
 @dataclass(slots=True)
 class Work:
-    """One copy or fill on a stream; touches device bytes ``start .. end``."""
+    """One copy, fill or kernel; touches device bytes ``start .. end`` and these of the host."""
 
     run: Callable[[], None]
     start: int
     end: int
+    host: range = range(0)
     is_done: bool = False
 
     def finish(self) -> None:
@@ -36,22 +51,29 @@ class Work:
 
 
 @dataclass(slots=True)
-class Mapping:
-    handle: int
-    num_bytes: int
-    is_accessible: bool = False
+class Event:
+    """``kind`` is that of the call that made it: stream, host, ipc or imported."""
 
-
-@dataclass(slots=True)
-class Stream:
+    kind: str
     work: list[Work] = field(default_factory=list)
-    is_running_kernels: bool = False
+    origin: Event | None = None
+    is_destroyed: bool = False
 
 
 class FakeCuda:
-    """Implements ``CudaDriver`` on ``total_bytes`` of which ``taken_bytes`` are others'."""
+    """Implements ``CudaDriver`` on ``total_bytes`` of which ``taken_bytes`` are others'.
 
-    def __init__(self, total_bytes: int, taken_bytes: int = 0, granularity: int = 4096) -> None:
+    One is one process; those made with the same ``exported`` can open each other's events.
+    """
+
+    def __init__(
+        self,
+        total_bytes: int,
+        taken_bytes: int = 0,
+        granularity: int = 4096,
+        can_batch: bool = True,
+        exported: dict[bytes, tuple[FakeCuda, Event]] | None = None,
+    ) -> None:
         self.total_bytes = total_bytes
         self.taken_bytes = taken_bytes
         self.calls: Counter[str] = Counter()
@@ -59,29 +81,32 @@ class FakeCuda:
         self.fail_at: dict[str, int] = {}  # call → which one of them fails, from 1
         self.is_open = False
         self.threads: set[int] = set()  # in which the context is current
-        self._granularity = granularity
-        self._memory: dict[int, bytearray] = {}
-        self._mapped: dict[int, Mapping] = {}
-        self._reserved: dict[int, int] = {}
+        self.capturing_thread: int | None = None
+        self.batches: list[list[tuple[int, int, int]]] = []
+        self._can_batch = can_batch
+        self._exported = {} if exported is None else exported
+        self._ignoring_captures: set[int] = set()
+        self._owner = 0
+        self._lock = threading.RLock()
+        self._tables = PageTables(granularity)
         self._registered: dict[int, int] = {}
-        self._streams: dict[int, Stream] = {0: Stream()}
-        self._events: dict[int, list[Work]] = {}
+        self._streams: dict[int, list[Work]] = {0: []}
+        self._events: dict[int, Event] = {}
         self._next = 1
-        self._next_address = _FIRST_ADDRESS
 
     # What the tests look at
 
     @property
     def free_bytes(self) -> int:
-        return self.total_bytes - self.taken_bytes - sum(map(len, self._memory.values()))
+        return self.total_bytes - self.taken_bytes - sum(map(len, self._tables.memory.values()))
 
     @property
     def leaks(self) -> dict[str, int]:
         """Things not given back."""
         kept = {
-            "memory": len(self._memory),
-            "mappings": len(self._mapped),
-            "addresses": len(self._reserved),
+            "memory": len(self._tables.memory),
+            "mappings": len(self._tables.mapped),
+            "addresses": len(self._tables.reserved),
             "registrations": len(self._registered),
             "streams": len(self._streams) - 1,
             "events": len(self._events),
@@ -93,238 +118,272 @@ class FakeCuda:
     def registrations(self) -> dict[int, int]:
         return dict(self._registered)
 
+    @property
+    def num_events(self) -> int:
+        return len(self._events)
+
+    @property
+    def busy_streams(self) -> list[int]:
+        """Streams with work that has not been done."""
+        return [n for n, works in self._streams.items() if not all(w.is_done for w in works)]
+
     def launch(self, stream: int = 0) -> None:
-        """Start kernels that end only when the stream is synchronised."""
-        self._streams[stream].is_running_kernels = True
+        """Start a kernel, on whatever addresses, that ends only when it is waited for."""
+        with self._lock:
+            self._streams[stream].append(Work(no_effect, 0, _EVERYWHERE))
 
     def kernel_read(self, address: int, num_bytes: int, stream: int = 0) -> bytes:
         """What a kernel launched on ``stream`` now would read."""
-        for work in self._streams[stream].work:
-            work.finish()
-        return self.read(address, num_bytes)
+        with self._lock:
+            self._finish(self._streams[stream])
+            return self.read(address, num_bytes)
 
     def kernel_write(self, address: int, data: bytes, stream: int = 0) -> None:
-        """A kernel that has written ``data`` once its stream is synchronised."""
-        self.launch(stream)
-        self._put(stream, partial(self._store, address, data), address, len(data))
+        """A kernel that has written ``data`` once its stream is waited for."""
+        write = partial(self._tables.write, address, data)
+        with self._lock:
+            self._streams[stream].append(Work(write, 0, _EVERYWHERE))
 
     def read(self, address: int, num_bytes: int) -> bytes:
         """Device bytes as they are; an illegal address is an error."""
-        found = bytearray()
-        while len(found) < num_bytes:
-            page, offset, memory = self._locate(address + len(found))
-            found += memory[offset : offset + num_bytes - len(found)]
-            assert self._mapped[page].is_accessible
-        return bytes(found)
+        return self._tables.read(address, num_bytes)
 
     # The driver
 
     def open(self, device_index: int) -> None:
-        self._enter("open", device_index, 0)
         assert not self.is_open
-        self.is_open = True
-        self.threads = {threading.get_ident()}
+        self._owner = threading.get_ident()
+        self.is_open, self.threads = True, {self._owner}
+        with self._call("open", device_index):
+            pass
 
     def bind_thread(self) -> None:
-        self._enter("bind_thread", 0, 0)
         self.threads.add(threading.get_ident())
+        self._ignoring_captures.add(threading.get_ident())
+        with self._call("bind_thread"):
+            pass
 
     def close(self) -> None:
-        self._enter("close", 0, 0)
-        self.is_open = False
+        with self._call("close"):
+            self.is_open = False
+
+    def pci_bus_id(self) -> str:
+        return "0000:FF:1F.0"
 
     def memory_info(self) -> tuple[int, int]:
         return self.free_bytes, self.total_bytes
 
     def granularity(self) -> int:
-        return self._granularity
+        return self._tables.granularity
 
     def create(self, num_bytes: int) -> int:
-        self._enter("create", 0, num_bytes)
-        self._require(num_bytes % self._granularity == 0, "create", "size")
-        if num_bytes > self.free_bytes:
-            raise CudaError("create", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
-        self._memory[handle := self._new()] = bytearray(b"\xee" * num_bytes)
-        return handle
+        with self._call("create", 0, num_bytes):
+            if num_bytes > self.free_bytes:
+                raise CudaError("create", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
+            self._tables.create(handle := self._new(), num_bytes)
+            return handle
 
     def release(self, handle: int) -> None:
-        self._enter("release", handle, 0)
-        mapped = any(mapping.handle == handle for mapping in self._mapped.values())
-        self._require(not mapped, "release", "memory is still mapped")
-        del self._memory[handle]
+        with self._call("release", handle):
+            self._tables.release(handle)
 
     def reserve_addresses(self, num_bytes: int, alignment: int) -> int:
-        self._enter("reserve_addresses", 0, num_bytes)
-        start = -(-self._next_address // alignment) * alignment
-        self._next_address = start + num_bytes + self._granularity  # a gap: overruns are seen
-        self._reserved[start] = num_bytes
-        return start
+        with self._call("reserve_addresses", 0, num_bytes):
+            return self._tables.reserve(num_bytes, alignment)
 
     def free_addresses(self, address: int, num_bytes: int) -> None:
-        self._enter("free_addresses", address, num_bytes)
-        self._require(self._reserved.get(address) == num_bytes, "free_addresses", "not reserved")
-        inside = any(address <= page < address + num_bytes for page in self._mapped)
-        self._require(not inside, "free_addresses", "still mapped")
-        del self._reserved[address]
+        with self._call("free_addresses", address, num_bytes):
+            self._tables.free(address, num_bytes)
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
-        self._enter("map", address, num_bytes)
-        reserved = any(
-            start <= address and address + num_bytes <= start + length
-            for start, length in self._reserved.items()
-        )
-        self._require(reserved, "map", "addresses are not reserved")
-        self._require(address % self._granularity == 0, "map", "alignment")
-        self._require(handle in self._memory, "map", "no such memory")
-        self._require(len(self._memory[handle]) == num_bytes, "map", "part of a page")
-        self._require(address not in self._mapped, "map", "mapped already")
-        self._mapped[address] = Mapping(handle, num_bytes)
+        with self._call("map", address, num_bytes):
+            self._tables.map(address, num_bytes, handle)
 
     def allow_access(self, address: int, num_bytes: int) -> None:
-        self._enter("allow_access", address, num_bytes)
-        for page in self._pages(address, num_bytes, "allow_access"):
-            self._mapped[page].is_accessible = True
+        with self._call("allow_access", address, num_bytes):
+            self._tables.allow_access(address, num_bytes)
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        self._enter("unmap", address, num_bytes)
-        busy = [number for number, s in self._streams.items() if s.is_running_kernels]
-        self._require(not busy, "unmap", f"kernels are running on streams {busy}")
-        for stream in self._streams.values():
-            for work in stream.work:
+        with self._call("unmap", address, num_bytes):
+            for work in self._undone():
                 overlaps = work.start < address + num_bytes and address < work.end
-                self._require(work.is_done or not overlaps, "unmap", "a copy is running there")
-        for page in self._pages(address, num_bytes, "unmap"):
-            del self._mapped[page]
+                require(not overlaps, "unmap", "a kernel or copy is running there")
+            self._tables.unmap(address, num_bytes)
 
     def copy_in(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        self._enter("copy_in", target, num_bytes)
-        self._check_copy("copy_in", target, source, num_bytes)
-
-        def run() -> None:
-            self._store(target, ctypes.string_at(source, num_bytes))
-
-        self._put(stream, run, target, num_bytes)
+        with self._call("copy_in", target, num_bytes):
+            self._copy("copy_in", target, source, num_bytes, stream)
 
     def copy_out(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        self._enter("copy_out", source, num_bytes)
-        self._check_copy("copy_out", source, target, num_bytes)
+        with self._call("copy_out", source, num_bytes):
+            self._copy("copy_out", target, source, num_bytes, stream)
 
-        def run() -> None:
-            ctypes.memmove(target, self.read(source, num_bytes), num_bytes)
+    def can_copy_batches(self) -> bool:
+        return self._can_batch
 
-        self._put(stream, run, source, num_bytes)
+    def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
+        with self._call("copy_batch", len(copies), stream):
+            require(self._can_batch, "copy_batch", "this driver has no such call")
+            require(stream != 0, "copy_batch", "the legacy default stream")
+            require(0 < len(copies) <= _MAX_COPIES_PER_BATCH, "copy_batch", "number of copies")
+            targets = sorted((target, target + num_bytes) for target, _, num_bytes in copies)
+            apart = all(a[1] <= b[0] for a, b in itertools.pairwise(targets))
+            require(apart, "copy_batch", "the order of its copies matters")
+            self.batches.append([*copies])
+            for target, source, num_bytes in reversed(copies):
+                self._copy("copy_batch", target, source, num_bytes, stream)
 
     def fill(self, address: int, value: int, num_bytes: int, stream: int) -> None:
-        self._enter("fill", address, num_bytes)
-        self._check_device("fill", address, num_bytes)
-        self._put(
-            stream, partial(self._store, address, bytes([value]) * num_bytes), address, num_bytes
-        )
+        with self._call("fill", address, num_bytes):
+            require(num_bytes > 0, "fill", "no bytes")
+            self._tables.check("fill", address, num_bytes)
+            write = partial(self._tables.write, address, bytes([value]) * num_bytes)
+            self._streams[stream].append(Work(write, address, address + num_bytes))
 
     def create_stream(self) -> int:
-        self._enter("create_stream", 0, 0)
-        self._streams[stream := self._new()] = Stream()
-        return stream
+        with self._call("create_stream"):
+            self._streams[stream := self._new()] = []
+            return stream
 
     def destroy_stream(self, stream: int) -> None:
-        self.synchronize_stream(stream)
-        del self._streams[stream]
+        with self._call("destroy_stream", stream):
+            require(stream not in self.busy_streams, "destroy_stream", "it has work left")
+            del self._streams[stream]
 
     def synchronize_stream(self, stream: int) -> None:
-        self._enter("synchronize_stream", stream, 0)
-        for work in self._streams[stream].work:
-            work.finish()
-        self._streams[stream] = Stream()
+        with self._call("synchronize_stream", stream):
+            self._finish(self._streams[stream])
+            self._streams[stream] = []
 
     def create_event(self) -> int:
-        self._enter("create_event", 0, 0)
-        self._events[event := self._new()] = []
-        return event
+        return self._create_event("stream")
+
+    def create_host_event(self) -> int:
+        return self._create_event("host")
+
+    def create_ipc_event(self) -> int:
+        return self._create_event("ipc")
+
+    def ipc_event_handle(self, event: int) -> bytes:
+        with self._call("ipc_event_handle", event):
+            require(self._events[event].kind == "ipc", "ipc_event_handle", "the event's flags")
+            handle = f"{id(self)}/{event}".encode().ljust(_HANDLE_BYTES, b"\0")
+            self._exported[handle] = (self, self._events[event])
+            return handle
+
+    def open_ipc_event(self, handle: bytes) -> int:
+        with self._call("open_ipc_event"):
+            require(handle in self._exported, "open_ipc_event", "no such handle")
+            maker, origin = self._exported[handle]
+            # Documented for other processes only; in the same one drivers have answered
+            # CUDA_ERROR_INVALID_CONTEXT.
+            require(maker is not self, "open_ipc_event", "opened where it was made")
+            self._events[event := self._new()] = Event("imported", origin=origin)
+            return event
 
     def destroy_event(self, event: int) -> None:
-        del self._events[event]
+        with self._call("destroy_event", event):
+            self._events.pop(event).is_destroyed = True
 
     def record_event(self, event: int, stream: int) -> None:
-        self._enter("record_event", event, stream)
-        self._events[event] = list(self._streams[stream].work)
+        with self._call("record_event", event, stream):
+            # What is done need not be waited for, and streams nobody synchronises stay short.
+            self._streams[stream] = [w for w in self._streams[stream] if not w.is_done]
+            self._events[event].work = [*self._streams[stream]]
+
+    def synchronize_event(self, event: int) -> None:
+        with self._call("synchronize_event", event):
+            require(self._events[event].kind == "host", "synchronize_event", "would spin")
+            self._finish(self._work_of(event))
 
     def wait_event(self, stream: int, event: int) -> None:
-        self._enter("wait_event", stream, event)
-        self._streams[stream].work += self._events[event]
+        with self._call("wait_event", stream, event):
+            self._streams[stream] += self._work_of(event)
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        self._enter("register_host", address, num_bytes)
-        self._require(num_bytes <= _MAX_REGISTRATION_BYTES, "register_host", "too large")
-        overlaps = any(
-            start < address + num_bytes and address < start + length
-            for start, length in self._registered.items()
-        )
-        self._require(not overlaps, "register_host", "registered already")
-        self._registered[address] = num_bytes
+        with self._call("register_host", address, num_bytes):
+            require(num_bytes <= _MAX_REGISTRATION_BYTES, "register_host", "too large")
+            require(not self._touched(address, num_bytes), "register_host", "registered already")
+            self._registered[address] = num_bytes
 
     def unregister_host(self, address: int) -> None:
-        self._enter("unregister_host", address, 0)
-        self._require(address in self._registered, "unregister_host", "not registered")
-        del self._registered[address]
+        with self._call("unregister_host", address):
+            require(address in self._registered, "unregister_host", "not registered")
+            end = address + self._registered[address]
+            for work in self._undone():
+                overlaps = work.host.start < end and address < work.host.stop
+                require(not overlaps, "unregister_host", "a copy is running there")
+            del self._registered[address]
 
     # Below
 
-    def _enter(self, call: str, first: int, second: int) -> None:
-        assert call == "open" or self.is_open, f"{call} without a context"
-        bound = threading.get_ident() in self.threads or call in ("open", "bind_thread")
-        assert bound, f"{call} from a thread in which the context is not current"
-        self.calls[call] += 1
-        self.log.append((call, first, second))
-        if self.fail_at.get(call) == self.calls[call]:
-            raise CudaError(call, "CUDA_ERROR_UNKNOWN", "asked to fail")
+    @contextmanager
+    def _call(self, call: str, first: int = 0, second: int = 0) -> Iterator[None]:
+        with self._lock:
+            thread = threading.get_ident()
+            require(self.is_open, call, "no context")
+            require(thread in self.threads, call, "the context is not current in this thread")
+            if call in _PAGE_TABLE_CALLS:
+                require(thread == self._owner, call, "page tables are one thread's")
+            if self.capturing_thread not in (None, thread):
+                ignores = thread in self._ignoring_captures
+                require(ignores, call, "another thread's graph capture is broken")
+            self.calls[call] += 1
+            self.log.append((call, first, second))
+            if self.fail_at.get(call) == self.calls[call]:
+                raise CudaError(call, "CUDA_ERROR_UNKNOWN", "asked to fail")
+            yield
 
-    def _require(self, condition: bool, call: str, problem: str) -> None:
-        if not condition:
-            raise AssertionError(f"{call}: {problem}")
+    def _copy(self, call: str, target: int, source: int, num_bytes: int, stream: int) -> None:
+        require(num_bytes > 0, call, "no bytes")
+        is_in = target in self._tables
+        device, host = (target, source) if is_in else (source, target)
+        self._tables.check(call, device, num_bytes)
+        require(is_in or call != "copy_in", call, "the other way round")
+        require(not is_in or call != "copy_out", call, "the other way round")
+        whole = all(
+            start <= host and host + num_bytes <= start + length
+            for start, length in self._touched(host, num_bytes)
+        )
+        require(whole, call, "the host range leaves its registration")
+
+        def copy_in() -> None:
+            self._tables.write(device, ctypes.string_at(host, num_bytes))
+
+        def copy_out() -> None:
+            ctypes.memmove(host, self._tables.read(device, num_bytes), num_bytes)
+
+        run = copy_in if is_in else copy_out
+        used = range(host, host + num_bytes)
+        self._streams[stream].append(Work(run, device, device + num_bytes, used))
+
+    def _touched(self, address: int, num_bytes: int) -> list[tuple[int, int]]:
+        """Registrations that a host range touches."""
+        return [
+            (start, length)
+            for start, length in self._registered.items()
+            if start < address + num_bytes and address < start + length
+        ]
+
+    def _create_event(self, kind: str) -> int:
+        with self._call("create_event"):
+            self._events[event := self._new()] = Event(kind)
+            return event
+
+    def _work_of(self, event: int) -> list[Work]:
+        found = self._events[event]
+        if found.origin is None:
+            return found.work
+        require(not found.origin.is_destroyed, "event", "its maker has destroyed it")
+        return found.origin.work
+
+    def _undone(self) -> Iterator[Work]:
+        return (work for works in self._streams.values() for work in works if not work.is_done)
+
+    def _finish(self, works: list[Work]) -> None:
+        for work in works:
+            work.finish()
 
     def _new(self) -> int:
         self._next += 1
         return self._next
-
-    def _pages(self, address: int, num_bytes: int, call: str) -> list[int]:
-        """Starts of the mappings that make the range up exactly."""
-        pages, at = [], address
-        while at < address + num_bytes:
-            self._require(at in self._mapped, call, f"{at:#x} is not mapped")
-            pages.append(at)
-            at += self._mapped[at].num_bytes
-        self._require(at == address + num_bytes, call, "part of a mapping")
-        return pages
-
-    def _locate(self, address: int) -> tuple[int, int, bytearray]:
-        for page, mapping in self._mapped.items():
-            if page <= address < page + mapping.num_bytes:
-                return page, address - page, self._memory[mapping.handle]
-        raise AssertionError(f"illegal address {address:#x}")
-
-    def _store(self, address: int, data: bytes) -> None:
-        while data:
-            _, offset, memory = self._locate(address)
-            length = min(len(data), len(memory) - offset)
-            memory[offset : offset + length] = data[:length]
-            data, address = data[length:], address + length
-
-    def _check_device(self, call: str, address: int, num_bytes: int) -> None:
-        at = address
-        while at < address + num_bytes:
-            page, offset, memory = self._locate(at)
-            self._require(self._mapped[page].is_accessible, call, f"no access to {at:#x}")
-            at += len(memory) - offset
-
-    def _check_copy(self, call: str, device: int, host: int, num_bytes: int) -> None:
-        self._check_device(call, device, num_bytes)
-        touched = [
-            (start, length)
-            for start, length in self._registered.items()
-            if start < host + num_bytes and host < start + length
-        ]
-        whole = all(s <= host and host + num_bytes <= s + length for s, length in touched)
-        self._require(whole, call, "the host range leaves its registration")
-
-    def _put(self, stream: int, run: Callable[[], None], start: int, num_bytes: int) -> None:
-        self._streams[stream].work.append(Work(run, start, start + num_bytes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 
 class MemoryLedger:
@@ -30,8 +31,8 @@ class MemoryLedger:
     def give(self, block_ids: list[int]) -> None:
         self.release(block_ids)
 
-    def is_live(self, block_id: int) -> bool:
-        return self.refs[block_id] > 0
+    def live(self, block_ids: Iterable[int]) -> list[int]:
+        return [block_id for block_id in block_ids if self.refs[block_id] > 0]
 
     def forget(self, block_ids: list[int]) -> None:
         for block_id in block_ids:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import hashlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
-from gpupoold.memory.contracts import PageRun
+from gpupoold.memory.contracts import Copy, Direction, Lane, PageRun
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import HostBuffer, KvHostCache
-from gpupoold.memory.kv import KvMemory
+from gpupoold.memory.kv import KvMemory, Place
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.regions import Region
 from gpupoold.memory.transfers import TransferQueue
@@ -61,12 +63,60 @@ class FailingDevice(EmulatedDevice):
 
     fail_in = 0
 
+    def map(self, address: int, runs: list[PageRun]) -> None:
+        if self.fail_in and not self._is_filling:
+            self._count_down()
+        super().map(address, runs)
+
+    _is_filling = False
+
     def map_and_fill(self, address: int, runs: list[PageRun], source: int | None) -> None:
         if self.fail_in:
-            self.fail_in -= 1
-            if not self.fail_in:
-                raise OSError(errno.ENOMEM, "too many mappings")
-        super().map_and_fill(address, runs, source)
+            self._count_down()
+        self._is_filling = True
+        try:
+            super().map_and_fill(address, runs, source)
+        finally:
+            self._is_filling = False
+
+    def _count_down(self) -> None:
+        self.fail_in -= 1
+        if not self.fail_in:
+            raise OSError(errno.ENOMEM, "too many mappings")
+
+
+class GatedLane:
+    """A lane whose copies begin only while ``gate`` is open; ``error`` is raised by the next.
+
+    The gate closes after ``num_allowed`` batches.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+        self.num_allowed: int | None = None
+
+    def fence(self) -> int:
+        return self._lane.fence()
+
+    def begin(self, copies: Sequence[Copy], after: int) -> int:
+        self.gate.wait()
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        if self.num_allowed is not None:
+            self.num_allowed -= 1
+            if not self.num_allowed:
+                self.gate.clear()
+        return self._lane.begin(copies, after)
+
+    def wait(self, batch: int) -> None:
+        self._lane.wait(batch)
+
+    def close(self) -> None:
+        self._lane.close()
 
 
 class Rig:
@@ -76,8 +126,10 @@ class Rig:
         self.device = FailingDevice(num_pages * page_bytes, page_bytes)
         self.pool = PagePool(num_pages)
         self.host = KvHostCache(host_pages * page_bytes, page_bytes)
-        self.lane = self.device.open_lane()
-        self.transfers = TransferQueue(self.lane.copy_in, "copy-in", chunk_bytes=2 * page_bytes)
+        self.in_lane = GatedLane(self.device.open_lane(Direction.IN))
+        self.out_lane = GatedLane(self.device.open_lane(Direction.OUT))
+        self.ins = TransferQueue(self.in_lane, "copy-in", batch_bytes=2 * page_bytes)
+        self.outs = TransferQueue(self.out_lane, "copy-out", batch_bytes=2 * page_bytes)
         self._open: list[Region | KvMemory | WeightMemory] = []
 
     def region(self, num_pages: int) -> Region:
@@ -102,6 +154,35 @@ class Rig:
         self._open.append(weights)
         return weights, data
 
+    @contextlib.contextmanager
+    def copies_held(self) -> Iterator[None]:
+        """No copy of a queue begins inside."""
+        self.in_lane.gate.clear()
+        self.out_lane.gate.clear()
+        try:
+            yield
+        finally:
+            self.in_lane.gate.set()
+            self.out_lane.gate.set()
+
+    def page_out(self, kv: KvMemory, chunk: int) -> bool:
+        """Page a chunk out and wait for it; whether the host had room."""
+        done = kv.begin_page_out(chunk, self.outs)
+        self.finish(kv)
+        return done
+
+    def page_in(self, kv: KvMemory, chunk: int) -> None:
+        """Page a chunk in and wait for it."""
+        kv.begin_page_in(chunk, self.ins)
+        self.finish(kv)
+
+    def finish(self, kv: KvMemory) -> None:
+        """Wait for all transfers of a model."""
+        for place in (Place.LEAVING, Place.ARRIVING):
+            while (transfer := kv.oldest_transfer(place)) is not None:
+                transfer.wait()
+                kv.settle()
+
     def soil(self) -> None:
         """Leave bytes of "another model" in every free page."""
         num_pages = self.pool.num_free
@@ -117,8 +198,8 @@ class Rig:
         self.host.check_integrity()
         assert self.pool.num_free == self.pool.num_pages
         assert self.host.used_bytes == 0
-        self.transfers.close()
-        self.lane.close()
+        self.ins.close()
+        self.outs.close()
         self.host.close()
         self.device.close()
 

@@ -3,63 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from gpupoold.errors import Failed
 from gpupoold.memory import cuda
-from gpupoold.memory.contracts import OutOfPages, PageRun
+from gpupoold.memory.contracts import PageRun
 from gpupoold.memory.cuda import CudaDevice
-from gpupoold.memory.cuda_driver import BindingsDriver, CudaError
-from gpupoold.memory.geometry import KvGeometry, KvRow
-from gpupoold.memory.host import HostBuffer, KvHostCache
-from gpupoold.memory.kv import KvMemory
-from gpupoold.memory.pages import PagePool
-from gpupoold.memory.regions import Region
-from gpupoold.memory.transfers import TransferQueue
-from gpupoold.memory.weights import WeightMemory
-from tests.conftest import has_nvidia_gpu
+from gpupoold.memory.cuda_driver import CudaError
+from gpupoold.memory.host import HostBuffer
+from tests.unit.memory.cuda_rig import COMPUTE, NUM_PAGES, PAGE, in_thread, mapped, page_of
 from tests.unit.memory.fake_cuda import FakeCuda
-from tests.unit.memory.ledger import MemoryLedger
-
-PAGE = 4096
-NUM_PAGES = 64
-COMPUTE = 0
-
-
-@pytest.fixture
-def driver() -> FakeCuda:
-    return FakeCuda(total_bytes=NUM_PAGES * PAGE)
-
-
-@pytest.fixture
-def device(driver: FakeCuda, image: HostBuffer) -> Iterator[CudaDevice]:
-    """Every test ends with everything given back. The image outlives copies left behind."""
-    opened = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=driver)
-    yield opened
-    opened.close()
-    assert driver.leaks == {}
-    assert driver.free_bytes == driver.total_bytes
 
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_PIECE_BYTES", 4 * PAGE)
-
-
-@pytest.fixture
-def image() -> Iterator[HostBuffer]:
-    """Sixteen pages of host bytes, each page different."""
-    buffer = HostBuffer.create("test-image", 16 * PAGE)
-    ctypes.memmove(buffer.address, b"".join(page_of(i) for i in range(16)), 16 * PAGE)
-    yield buffer
-    buffer.close()
-
-
-def page_of(number: int) -> bytes:
-    return bytes([number + 1]) * PAGE
 
 
 class TestOpening:
@@ -164,7 +124,9 @@ class TestMapping:
         device.unmap(region, [PageRun(0, 4)])
         device.release(region, 4)
 
-    def test_kernels_end_before_their_pages_go(self, device: CudaDevice, driver: FakeCuda) -> None:
+    def test_pitfall_03_kernels_end_before_their_pages_go(
+        self, device: CudaDevice, driver: FakeCuda
+    ) -> None:
         region = device.reserve(1)
         device.map(region, [PageRun(0, 1)])
         driver.launch(COMPUTE)
@@ -184,7 +146,9 @@ class TestMapping:
         device.release(region, 1)
         device.close()
 
-    def test_copies_end_before_their_pages_go(self, device: CudaDevice, image: HostBuffer) -> None:
+    def test_pitfall_04_copies_end_before_their_pages_go(
+        self, device: CudaDevice, image: HostBuffer
+    ) -> None:
         region = device.reserve(1)
         device.map(region, [PageRun(0, 1)])
         device.copy_in(region, image.address, PAGE)
@@ -295,67 +259,74 @@ class TestCopies:
         device.map(region, [PageRun(0, 2)])
         device.copy_in(region, image.address, PAGE)
         device.copy_out(image.address + PAGE, region + PAGE, PAGE)
-        busy = [stream for stream in driver._streams.values() if stream.work]
-        assert len(busy) == 2
+        assert len(driver.busy_streams) == 2
         device.unmap(region, [PageRun(0, 2)])
         device.release(region, 2)
 
 
-def test_huge_ranges_are_pinned_in_pieces_of_64_gib(device: CudaDevice, driver: FakeCuda) -> None:
-    device.pin(1 << 45, 150 << 30)  # the fake touches nothing
-    assert list(driver.registrations.values()) == [64 << 30, 64 << 30, 22 << 30]
-    device.unpin(1 << 45, 150 << 30)
-
-
-class TestPinning:
-    @pytest.fixture(autouse=True)
-    def _small_registrations(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cuda, "_PIN_BYTES", 6 * PAGE)
-
-    def test_in_pieces(self, device: CudaDevice, driver: FakeCuda, image: HostBuffer) -> None:
-        device.pin(image.address, 16 * PAGE)
-        start = image.address
-        assert driver.registrations == {
-            start: 6 * PAGE,
-            start + 6 * PAGE: 6 * PAGE,
-            start + 12 * PAGE: 4 * PAGE,
-        }
-        device.unpin(image.address, 16 * PAGE)
-        assert driver.registrations == {}
-
-    def test_no_copy_touches_two_registrations(
+class TestZeroing:
+    def test_kernels_wait_for_zeros_by_themselves(
         self, device: CudaDevice, driver: FakeCuda, image: HostBuffer
     ) -> None:
-        device.pin(image.address, 16 * PAGE)
-        region = device.reserve(16)
-        device.map_and_fill(region, [PageRun(0, 16)], image.address)  # the fake would object
-        device.synchronize()
-        assert driver.kernel_read(region, 16 * PAGE) == b"".join(map(page_of, range(16)))
-        device.copy_out(image.address + 5 * PAGE + 1, region, 8 * PAGE)
-        device.synchronize()
-        assert ctypes.string_at(image.address + 5 * PAGE + 1, PAGE) == page_of(0)
-        device.unmap(region, [PageRun(0, 16)])
-        device.release(region, 16)
-        device.unpin(image.address, 16 * PAGE)
+        with mapped(device, 3) as region:
+            device.copy_in(region, image.address, 3 * PAGE)
+            device.synchronize()
+            device.zero(region + 7, PAGE)
+            expected = page_of(0)[:7] + bytes(PAGE) + page_of(1)[7:] + page_of(2)
+            assert driver.kernel_read(region, 3 * PAGE) == expected
 
-    def test_all_or_nothing(self, device: CudaDevice, driver: FakeCuda, image: HostBuffer) -> None:
-        driver.fail_at["register_host"] = 2
-        with pytest.raises(CudaError):
-            device.pin(image.address, 16 * PAGE)
-        assert driver.registrations == {}
+    def test_the_thread_does_not_wait(self, device: CudaDevice, driver: FakeCuda) -> None:
+        with mapped(device, 1) as region:
+            waited = driver.calls["synchronize_stream"]
+            device.zero(region, PAGE)
+            assert driver.read(region, 1) != b"\0"
+            assert driver.calls["synchronize_stream"] == waited
 
-    def test_unpinning_what_is_not_pinned_is_an_error(
-        self, device: CudaDevice, image: HostBuffer
-    ) -> None:
-        device.pin(image.address, 6 * PAGE)
-        with pytest.raises(ValueError, match="not pinned"):
-            device.unpin(image.address, 16 * PAGE)
-
-    def test_close_unpins(self, driver: FakeCuda, image: HostBuffer) -> None:
-        device = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=driver)
-        device.pin(image.address, 16 * PAGE)
+    def test_every_compute_stream_waits(self, driver: FakeCuda) -> None:
+        streams: list[int] = [0]
+        device = CudaDevice(
+            0, 0, 0, page_bytes=PAGE, driver=driver, compute_streams=lambda: streams
+        )
+        streams.append(driver.create_stream())
+        with mapped(device, 1) as region:
+            for stream in streams:
+                driver.kernel_write(region, b"x", stream)
+                driver.synchronize_stream(stream)
+                device.zero(region, PAGE)
+                assert driver.kernel_read(region, PAGE, stream) == bytes(PAGE)
         device.close()
-        assert driver.leaks == {}
+
+    def test_no_bytes_are_no_call(self, device: CudaDevice, driver: FakeCuda) -> None:
+        with mapped(device, 1) as region:
+            device.zero(region, 0)
+            assert driver.calls["fill"] == 0
+
+
+class TestPageTables:
+    def test_pitfall_06_no_other_thread_touches_them(
+        self, device: CudaDevice, driver: FakeCuda
+    ) -> None:
+        """The fake objects; see ``test_cuda_lanes`` for the threads that there are."""
+
+        def reserve() -> None:
+            driver.bind_thread()
+            device.reserve(1)
+
+        with pytest.raises(AssertionError, match="page tables are one thread's"):
+            in_thread(reserve)
+
+
+class TestNuma:
+    def test_the_node_is_the_devices(
+        self, driver: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(cuda, "node_of", {"0000:FF:1F.0": 3}.__getitem__)
+        device = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=driver)
+        assert device.numa_node == 3
+        device.close()
+
+    def test_a_device_the_kernel_names_no_node_for(self, device: CudaDevice) -> None:
+        assert device.numa_node == -1
 
 
 class TestLending:
@@ -387,126 +358,3 @@ class TestLending:
             device.reclaim([PageRun(0, 4)])
         driver.taken_bytes = 0
         device.reclaim([PageRun(0, 4)])
-
-
-class TestBindings:
-    def test_without_a_gpu_the_call_and_the_reason_are_named(self) -> None:
-        pytest.importorskip("cuda.bindings.driver", reason="comes with gpupool[cuda] only")
-        if has_nvidia_gpu():
-            pytest.skip("this machine has a GPU")
-        with pytest.raises(CudaError, match=r"^cuInit failed: "):
-            BindingsDriver().open(0)
-
-
-class Model:
-    """Weights and KV of one model on a device."""
-
-    def __init__(self, device: CudaDevice, pool: PagePool, host: KvHostCache, seed: int) -> None:
-        self.bytes = random.Random(seed).randbytes(10 * PAGE - 8)
-        image = HostBuffer.create(f"test-{seed}", 10 * PAGE)
-        ctypes.memmove(image.address, self.bytes, len(self.bytes))
-        self.weights = WeightMemory(Region(device, pool, 10), device, image)
-        # Three layers, two blocks per page: a chunk is two blocks on three pages.
-        rows = tuple(KvRow(layer * 8 * PAGE, PAGE // 2, PAGE // 2) for layer in range(3))
-        geometry = KvGeometry(16, PAGE, rows)
-        self.kv = KvMemory(geometry, Region(device, pool, geometry.num_pages), device, host)
-        self.ledger = MemoryLedger(16)
-        self.kv.attach(self.ledger)
-
-    def close(self) -> None:
-        self.kv.close()
-        self.weights.close()
-
-
-class TestUnderTheRest:
-    """The shared memory code on this device: what a turn loop does with it."""
-
-    @pytest.fixture
-    def host(self, device: CudaDevice) -> Iterator[KvHostCache]:
-        cache = KvHostCache(64 * PAGE, PAGE)
-        cache.pin(device)
-        yield cache
-        cache.unpin(device)
-        cache.close()
-
-    @pytest.fixture
-    def make(
-        self, device: CudaDevice, host: KvHostCache
-    ) -> Iterator[Callable[[PagePool, int], Model]]:
-        made: list[Model] = []
-
-        def make(pool: PagePool, seed: int) -> Model:
-            made.append(Model(device, pool, host, seed))
-            return made[-1]
-
-        yield make
-        for model in made:
-            model.close()
-
-    def test_weights_survive_eviction(
-        self, device: CudaDevice, driver: FakeCuda, make: Callable[[PagePool, int], Model]
-    ) -> None:
-        pool = PagePool(12)
-        one, two = make(pool, 1), make(pool, 2)
-        for model, other in [(one, two), (two, one)] * 3:
-            other.weights.evict()
-            assert model.weights.load() == 10 * PAGE
-            assert driver.kernel_read(model.weights.address, len(model.bytes)) == model.bytes
-            driver.launch(COMPUTE)
-        with pytest.raises(OutOfPages):
-            one.weights.load()
-
-    def test_weights_come_in_from_another_thread_while_kernels_run(
-        self, device: CudaDevice, driver: FakeCuda, make: Callable[[PagePool, int], Model]
-    ) -> None:
-        pool = PagePool(20)
-        one, two = make(pool, 1), make(pool, 2)
-        one.weights.load()
-        driver.launch(COMPUTE)
-        syncs = driver.calls["synchronize_stream"]
-        lane = device.open_lane()
-        queue = TransferQueue(lane.copy_in, "copy-in", chunk_bytes=4 * PAGE)
-        two.weights.begin_load(queue, 10)
-        two.weights.wait()
-        assert driver.calls["synchronize_stream"] == syncs + 3, "one for each chunk, none else"
-        assert two.weights.load() == 0
-        assert driver.kernel_read(two.weights.address, len(two.bytes)) == two.bytes
-        two.weights.evict(4)
-        two.weights.begin_load(queue, 2)
-        two.weights.stop()
-        assert two.weights.load() >= 2 * PAGE
-        assert driver.kernel_read(two.weights.address, len(two.bytes)) == two.bytes
-        queue.close()
-        lane.close()
-
-    def test_kv_survives_paging_out_while_pages_serve_another_model(
-        self, device: CudaDevice, driver: FakeCuda, make: Callable[[PagePool, int], Model]
-    ) -> None:
-        pool = PagePool(24)
-        one, two = make(pool, 1), make(pool, 2)
-        one.weights.load()
-        one.kv.back([0, 1, 2])
-        blocks = one.ledger.allocate(4)
-        written = {}
-        for block in blocks:
-            for row in one.kv.geometry.rows:
-                address = one.kv.address + row.offset + block * row.stride
-                written[address] = random.Random(address).randbytes(row.num_bytes)
-                # Kernels wait for the zeros of fresh pages, which would overwrite this.
-                driver.kernel_read(address, 1)
-                driver.kernel_write(address, written[address])
-        for chunk in (2, 1, 0):
-            one.kv.page_out(chunk)
-        one.weights.evict()
-        two.weights.load()
-        two.kv.back([0, 1, 2, 3])
-        address = two.kv.address
-        assert driver.kernel_read(address, PAGE) == bytes(PAGE), "another model's bytes show"
-        two.kv.unback([3, 2, 1, 0])
-        two.weights.evict()
-        one.weights.load()
-        for chunk in (0, 1, 2):
-            one.kv.page_in(chunk)
-        for address, data in written.items():
-            assert driver.kernel_read(address, len(data)) == data
-        one.kv.check_integrity()

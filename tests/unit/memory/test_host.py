@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from gpupoold.memory.contracts import OutOfPages
-from gpupoold.memory.host import HostBuffer, KvHostCache
+from gpupoold.memory.emulated import EmulatedDevice
+from gpupoold.memory.host import HostBuffer, HostSlot, KvHostCache
 from tests.unit.memory.rig import PAGE, read, write
 
 
@@ -40,42 +40,99 @@ def test_a_buffer_that_cannot_be_mapped_closes_its_descriptor() -> None:
 
 
 def test_slots_within_the_budget() -> None:
-    cache = KvHostCache(10 * PAGE + 5, PAGE)
-    assert (cache.used_bytes, cache.free_bytes) == (0, 10 * PAGE)
-    slot = cache.allocate(PAGE + 1)
-    assert sum(size for _, size in slot.pieces()) == 2 * PAGE
-    assert (cache.used_bytes, cache.free_bytes) == (2 * PAGE, 8 * PAGE)
-    with pytest.raises(OutOfPages):
-        cache.allocate(8 * PAGE + 1)
+    cache = KvHostCache(10 * PAGE + 5, slab_bytes=PAGE)
+    assert (cache.budget_bytes, cache.used_bytes, cache.free_bytes) == (10 * PAGE, 0, 10 * PAGE)
+    assert cache.num_free_blocks(1000) == 40
+    slot = allocate(cache, 1000, 6)
+    assert [size for _, size in slot.pieces()] == [4000, 2000]
+    assert (slot.num_bytes, cache.used_bytes) == (6000, 6000)
+    assert (cache.reserved_bytes, cache.free_bytes) == (2 * PAGE, 8 * PAGE)
+    assert cache.num_free_blocks(1000) == 34
+    assert cache.allocate(1000, 35) is None
+    assert cache.used_bytes == 6000
     cache.check_integrity()
     slot.free()
-    assert cache.used_bytes == 0
+    assert (cache.used_bytes, cache.reserved_bytes) == (0, 0)
+    with pytest.raises(ValueError, match="double free"):
+        slot.free()
     cache.close()
 
 
-def test_slots_do_not_overlap() -> None:
-    cache = KvHostCache(12 * PAGE, PAGE)
-    slots = [cache.allocate(2 * PAGE) for _ in range(6)]
+def test_slots_of_all_shapes_have_their_own_bytes() -> None:
+    cache = KvHostCache(32 * PAGE, slab_bytes=PAGE)
+    slots = [allocate(cache, block_bytes, 3) for block_bytes in (500, 1500, 6000) for _ in range(4)]
     for slot in slots[::2]:
         slot.free()
-    scattered = cache.allocate(5 * PAGE)
-    live = [scattered, *slots[1::2]]
+    scattered = [allocate(cache, 500, 9), allocate(cache, 1500, 5)]
+    assert [len(slot.pieces()) > 1 for slot in scattered] == [True, True]
+    live = [*scattered, *slots[1::2]]
     for number, slot in enumerate(live):
         for address, size in slot.pieces():
             write(address, bytes([number + 1]) * size)
     for number, slot in enumerate(live):
         data = b"".join(read(address, size) for address, size in slot.pieces())
-        assert data == bytes([number + 1]) * len(data)
+        assert data == bytes([number + 1]) * slot.num_bytes
         slot.free()
+    assert cache.free_bytes == cache.budget_bytes
     cache.check_integrity()
     cache.close()
 
 
-def test_an_empty_slot_needs_no_room() -> None:
-    cache = KvHostCache(0, PAGE)
-    slot = cache.allocate(0)
+def test_the_whole_budget_is_mapped() -> None:
+    cache = KvHostCache(1 << 20)
+    blocks = cache.num_free_blocks(1 << 10)
+    assert blocks == 1 << 10
+    slot = allocate(cache, 1 << 10, blocks)
+    assert cache.free_bytes == 0
+    for address, size in slot.pieces():
+        write(address, b"x" * size)
+    cache.close()
+
+
+def test_a_budget_of_nothing() -> None:
+    cache = KvHostCache(0)
+    assert (cache.budget_bytes, cache.free_bytes, cache.num_free_blocks(1)) == (0, 0, 0)
+    slot = allocate(cache, 1000, 0)
     assert slot.pieces() == []
     slot.free()
-    with pytest.raises(OutOfPages):
-        cache.allocate(1)
+    assert cache.allocate(1, 1) is None
+    device = EmulatedDevice(PAGE, PAGE)
+    cache.pin(device)
+    cache.unpin(device)
+    cache.close()
+    device.close()
+
+
+def test_a_slab_size_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="slabs of 0 bytes"):
+        KvHostCache(PAGE, slab_bytes=0)
+
+
+def allocate(cache: KvHostCache, block_bytes: int, num_blocks: int) -> HostSlot:
+    slot = cache.allocate(block_bytes, num_blocks)
+    assert slot is not None
+    return slot
+
+
+def test_extents_lie_in_a_slot_one_behind_the_other() -> None:
+    cache = KvHostCache(8 * PAGE, slab_bytes=PAGE)
+    filler = cache.allocate(PAGE // 4, 6)
+    slot = cache.allocate(PAGE // 4, 4)  # the rest of one slab and the start of another
+    assert filler is not None
+    assert slot is not None
+    extents = [(1000, 100), (5000, 700), (9000, PAGE - 800)]
+    laid = list(slot.beside(extents))
+    assert [n for _, _, n in laid] == [100, 700, PAGE // 2 - 800, PAGE // 2]
+    assert [a for a, _, _ in laid] == [1000, 5000, 9000, 9000 + PAGE // 2 - 800]
+    in_slot = [(h, n) for _, h, n in laid]
+    (first, length), (second, rest) = slot.pieces()
+    assert (length, rest) == (PAGE // 2, PAGE // 2)
+    assert in_slot == [
+        (first, 100),
+        (first + 100, 700),
+        (first + 800, PAGE // 2 - 800),
+        (second, PAGE // 2),
+    ]
+    cache.free(filler)
+    slot.free()
     cache.close()

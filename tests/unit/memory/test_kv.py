@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import pytest
 
 from gpupoold.memory.contracts import OutOfPages
@@ -85,18 +88,19 @@ def test_out_and_in_again_at_other_pages(rig: Rig, layout: str) -> None:
     written = fill_blocks(kv, live, layout)
     num_live = {chunk: len(kv.live_blocks(chunk)) for chunk in all_chunks(kv)}
     for chunk in all_chunks(kv):
-        expected = num_live[chunk] * kv.geometry.block_bytes
-        assert kv.page_out(chunk) == expected
+        before = kv.host_bytes
+        assert rig.page_out(kv, chunk)
+        assert kv.host_bytes - before == num_live[chunk] * kv.geometry.block_bytes
         check(rig, kv)
     assert (kv.resident_bytes, rig.pool.num_free) == (0, 64)
     assert kv.host_bytes == rig.host.used_bytes > 0
     rig.soil()
-    for chunk in reversed(all_chunks(kv)):
-        assert kv.page_in(chunk) == num_live[chunk] * kv.geometry.block_bytes
+    for chunk in reversed(kv.chunks(Place.HOST)):
+        rig.page_in(kv, chunk)
         check(rig, kv)
     assert {block: read_block(kv, block) for block in live} == written
     assert rig.host.used_bytes == 0
-    assert all(ledger.is_live(block) for block in live)
+    assert ledger.live(live) == live
 
 
 @every_layout
@@ -104,12 +108,13 @@ def test_neighbours_stay_intact_while_a_chunk_is_out(rig: Rig, layout: str) -> N
     kv, ledger = rig.kv(geometry_of(layout))
     kv.back(all_chunks(kv))
     written = fill_blocks(kv, ledger.allocate(ledger.num_free), "n")
-    for chunk in all_chunks(kv):
-        kv.page_out(chunk)
+    for chunk in (chunk for chunk in all_chunks(kv) if kv.live_blocks(chunk)):
+        rig.page_out(kv, chunk)
+        assert kv.chunks(Place.HOST) == [chunk]
         there = [b for c in kv.chunks(Place.DEVICE) for b in kv.live_blocks(c)]
         assert all(read_block(kv, block) == written[block] for block in there)
         rig.soil()
-        kv.page_in(chunk)
+        rig.page_in(kv, chunk)
         assert {block: read_block(kv, block) for block in written} == written
 
 
@@ -118,9 +123,9 @@ def test_blocks_that_do_not_travel_show_nothing_of_another_model(rig: Rig) -> No
     kv.back([1])
     live = ledger.allocate(1)
     written = fill_blocks(kv, live, "x")
-    kv.page_out(1)
+    rig.page_out(kv, 1)
     rig.soil()
-    kv.page_in(1)
+    rig.page_in(kv, 1)
     (idle,) = set(kv.geometry.blocks(1)) - set(live)
     assert read_block(kv, live[0]) == written[live[0]]
     assert read_block(kv, idle) == bytes(kv.geometry.block_bytes)
@@ -158,24 +163,28 @@ def test_page_out_forgets_prefixes_of_free_blocks_only(rig: Rig) -> None:
     ledger.remember(live, "live")
     ledger.remember(idle, "idle")
     ledger.release([idle])
-    kv.page_out(1)
+    rig.page_out(kv, 1)
     assert ledger.cached() == {"live": live}
 
 
-def test_a_prefix_of_a_request_that_ended_outside_comes_back(rig: Rig) -> None:
+def test_blocks_of_a_request_that_ended_outside_stay_with_us(rig: Rig) -> None:
+    """Else the engine could write to a block that a copy is about to fill."""
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
     kv.back([1])
     blocks = ledger.allocate(2)
     written = fill_blocks(kv, blocks, "p")
     ledger.remember(blocks[0], "prefix")
-    kv.page_out(1)
+    rig.page_out(kv, 1)
     ledger.release(blocks[:1])
+    assert ledger.num_free == 1
     kv.discard_dead()
     assert kv.chunks(Place.HOST) == [1]  # the other block is still live
+    assert (ledger.num_free, ledger.reuse("prefix")) == (0, None)
+    check(rig, kv)
     rig.soil()
-    kv.page_in(1)
-    assert ledger.reuse("prefix") == blocks[0]
-    assert read_block(kv, blocks[0]) == written[blocks[0]]
+    rig.page_in(kv, 1)
+    assert ledger.num_free == 1
+    assert read_block(kv, blocks[1]) == written[blocks[1]]
 
 
 def test_discard_dead_frees_the_host_and_holds_the_blocks(rig: Rig) -> None:
@@ -184,7 +193,7 @@ def test_discard_dead_frees_the_host_and_holds_the_blocks(rig: Rig) -> None:
     blocks = ledger.allocate(4)
     ledger.remember(blocks[0], "prefix")
     for chunk in (1, 2):
-        kv.page_out(chunk)
+        rig.page_out(kv, chunk)
     ledger.release(blocks[:2])
     kv.discard_dead()
     assert (kv.chunks(Place.UNBACKED)[:2], kv.chunks(Place.HOST)) == ([0, 1], [2])
@@ -204,8 +213,7 @@ def test_host_cache_full_changes_nothing() -> None:
     kv.back([1, 2])
     written = fill_blocks(kv, ledger.allocate(4), "f")
     before = rig.pool.num_free
-    with pytest.raises(OutOfPages):
-        kv.page_out(1)
+    assert not rig.page_out(kv, 1)
     assert kv.chunks(Place.DEVICE) == [1, 2]
     assert (rig.pool.num_free, rig.host.used_bytes) == (before, 0)
     assert {block: read_block(kv, block) for block in written} == written
@@ -217,10 +225,10 @@ def test_a_chunk_without_live_blocks_needs_no_host_room() -> None:
     rig = Rig(host_pages=0)
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
     kv.back([1])
-    assert kv.page_out(1) == 0
+    assert rig.page_out(kv, 1)
     assert rig.pool.num_free == 64
-    assert kv.page_in(1) == 0
-    assert ledger.num_free == 2
+    assert kv.chunks(Place.HOST) == []
+    assert ledger.num_free == 0
     rig.close()
 
 
@@ -229,17 +237,17 @@ def test_no_pages_to_come_back_to_changes_nothing(rig: Rig, layout: str) -> None
     kv, ledger = rig.kv(geometry_of(layout))
     kv.back([1, 2])
     written = fill_blocks(kv, ledger.allocate(ledger.num_free), "d")
-    kv.page_out(2)
+    rig.page_out(kv, 2)
     other = rig.region(64)
     other.retain(range(rig.pool.num_free - kv.num_missing_pages([2]) + 1))
     before = (rig.pool.num_free, rig.host.used_bytes)
     with pytest.raises(OutOfPages):
-        kv.page_in(2)
+        rig.page_in(kv, 2)
     assert (rig.pool.num_free, rig.host.used_bytes) == before
     assert kv.chunks(Place.HOST) == [2]
     check(rig, kv)
     other.drop(range(other.num_mapped))
-    kv.page_in(2)
+    rig.page_in(kv, 2)
     assert {block: read_block(kv, block) for block in written} == written
 
 
@@ -261,14 +269,14 @@ def test_two_models_take_turns_on_a_full_device() -> None:
         kv.back(all_chunks(kv))
         written.append(fill_blocks(kv, ledger.allocate(15), number))
         for chunk in all_chunks(kv):
-            kv.page_out(chunk)
+            rig.page_out(kv, chunk)
     for turn in range(4):
         kv, _ = models[turn % 2]
         for chunk in kv.chunks(Place.HOST):
-            kv.page_in(chunk)
+            rig.page_in(kv, chunk)
         assert {b: read_block(kv, b) for b in written[turn % 2]} == written[turn % 2]
         for chunk in kv.chunks(Place.DEVICE):
-            kv.page_out(chunk)
+            rig.page_out(kv, chunk)
     rig.close()
 
 
@@ -284,7 +292,7 @@ def test_close_frees_host_slots(rig: Rig) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
     kv.back([1])
     ledger.allocate(2)
-    kv.page_out(1)
+    rig.page_out(kv, 1)
     assert rig.host.used_bytes > 0
     # The fixture closes and checks that nothing is left.
 
@@ -294,3 +302,129 @@ def test_ledger_refuses_to_hold_a_block_in_use() -> None:
     blocks = ledger.allocate(1)
     with pytest.raises(AssertionError, match="in use"):
         ledger.hold(blocks)
+
+
+def test_a_chunk_on_its_way_out_is_whole_until_it_is_out(rig: Rig) -> None:
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))
+    kv.back([1])
+    live = ledger.allocate(1)
+    written = fill_blocks(kv, live, "x")
+    with rig.copies_held():
+        kv.begin_page_out(1, rig.outs)
+        kv.settle()
+        assert kv.chunks(Place.LEAVING) == [1]
+        assert kv.num_leaving_pages == 3
+        assert not kv.is_here(live)
+        assert ledger.num_free == 0
+        assert read_block(kv, live[0]) == written[live[0]]
+        check(rig, kv)
+    rig.finish(kv)
+    assert (kv.chunks(Place.HOST), kv.resident_bytes) == ([1], 0)
+
+
+def test_what_was_leaving_stays_when_it_is_wanted_again(rig: Rig) -> None:
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))
+    kv.back([1, 2])
+    written = fill_blocks(kv, ledger.allocate(3), "x")
+    with rig.copies_held():
+        kv.begin_page_out(1, rig.outs)
+        kv.begin_page_out(2, rig.outs)
+        # The first has been taken up by the thread, the second has not begun.
+        threading.Timer(0.02, rig.out_lane.gate.set).start()
+        kv.stop_leaving()
+    assert kv.chunks(Place.DEVICE) == [1, 2]
+    assert kv.is_whole
+    assert ledger.num_free == 1
+    assert rig.host.used_bytes == 0
+    assert {block: read_block(kv, block) for block in written} == written
+    check(rig, kv)
+
+
+def test_a_request_may_run_when_its_own_kv_is_in(rig: Rig) -> None:
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))
+    kv.back([1, 2])
+    first, second = ledger.allocate(2), ledger.allocate(2)
+    fill_blocks(kv, [*first, *second], "x")
+    for chunk in (1, 2):
+        rig.page_out(kv, chunk)
+    assert not kv.is_here(first)
+    assert kv.chunks_in_order(Place.HOST, second) == [2, 1]
+    rig.page_in(kv, 2)
+    assert kv.is_here(second)
+    assert not kv.is_here(first)
+    with rig.copies_held():
+        kv.begin_page_in(1, rig.ins)
+        kv.settle()
+        assert not kv.is_here(first)
+        assert kv.missing_bytes == 0  # it is on its way
+    rig.finish(kv)
+    assert kv.is_here(first)
+    assert kv.is_whole
+
+
+def test_what_was_arriving_stays_on_the_host_when_plans_change(rig: Rig) -> None:
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))
+    kv.back([1, 2])
+    written = fill_blocks(kv, ledger.allocate(4), "x")
+    for chunk in (1, 2):
+        rig.page_out(kv, chunk)
+    rig.soil()
+    with rig.copies_held():
+        kv.begin_page_in(1, rig.ins)
+        kv.begin_page_in(2, rig.ins)
+        threading.Timer(0.02, rig.in_lane.gate.set).start()
+        kv.stop_arriving()
+    assert 2 in kv.chunks(Place.HOST)
+    check(rig, kv)
+    for chunk in kv.chunks(Place.HOST):
+        rig.page_in(kv, chunk)
+    assert {block: read_block(kv, block) for block in written} == written
+
+
+@pytest.mark.parametrize("leaving", [True, False])
+def test_a_request_that_ends_under_way_takes_its_copy_along(rig: Rig, leaving: bool) -> None:
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))
+    kv.back([1])
+    blocks = ledger.allocate(2)
+    fill_blocks(kv, blocks, "x")
+    if not leaving:
+        rig.page_out(kv, 1)
+    rig.soil()
+    with rig.copies_held():
+        if leaving:
+            kv.begin_page_out(1, rig.outs)
+        else:
+            kv.begin_page_in(1, rig.ins)
+        ledger.release(blocks)
+        threading.Timer(0.02, rig.in_lane.gate.set).start()
+        threading.Timer(0.02, rig.out_lane.gate.set).start()
+        kv.discard_dead()
+    assert kv.is_whole
+    assert rig.host.used_bytes == 0
+    assert kv.chunks(Place.DEVICE) == ([1] if leaving else [])
+    assert ledger.num_free == (2 if leaving else 0)
+    check(rig, kv)
+
+
+def test_a_copy_that_fails_leaves_the_chunk_where_it_was(rig: Rig) -> None:
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))
+    kv.back([1])
+    written = fill_blocks(kv, ledger.allocate(2), "x")
+    rig.out_lane.error = OSError("the link is broken")
+    with pytest.raises(OSError, match="the link is broken"):
+        rig.page_out(kv, 1)
+    with contextlib.suppress(OSError):
+        kv.settle()
+    assert kv.chunks(Place.DEVICE) == [1]
+    check(rig, kv)
+    rig.page_out(kv, 1)
+    rig.soil()
+    rig.in_lane.error = OSError("the link is broken")
+    with pytest.raises(OSError, match="the link is broken"):
+        rig.page_in(kv, 1)
+    with contextlib.suppress(OSError):
+        kv.settle()
+    assert kv.chunks(Place.HOST) == [1]
+    check(rig, kv)
+    rig.page_in(kv, 1)
+    assert {block: read_block(kv, block) for block in written} == written

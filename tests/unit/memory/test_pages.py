@@ -44,6 +44,38 @@ def test_nothing_asked_nothing_taken() -> None:
         pool.allocate(1)
 
 
+def test_one_run_is_the_smallest_that_is_long_enough() -> None:
+    pool = pool_with_holes()
+    assert pool.num_runs(2) == 2
+    assert pool.allocate_run(2) == PageRun(8, 2)
+    assert pool.allocate_run(2) == PageRun(4, 2)
+    assert pool.num_runs(2) == 0
+    pool.check_integrity()
+
+
+def test_runs_that_are_too_short_are_left_alone() -> None:
+    pool = pool_with_holes()
+    assert pool.num_runs(4) == 0
+    assert pool.allocate_run(4) is None
+    assert pool.num_free == 6
+    assert PagePool(0).allocate_run(1) is None
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("num_pages", [1, 2, 3, 4, 7, 30, 31])
+def test_as_many_runs_as_it_says(num_pages: int) -> None:
+    pool = PagePool(64)
+    pool.allocate(64)
+    pool.free([PageRun(0, 7), PageRun(10, 3), PageRun(20, 30), PageRun(60, 4)])
+    num_runs = pool.num_runs(num_pages)
+    assert num_runs == 7 // num_pages + 3 // num_pages + 30 // num_pages + 4 // num_pages
+    for _ in range(num_runs):
+        assert pool.allocate_run(num_pages) is not None
+    assert pool.allocate_run(num_pages) is None
+    assert pool.num_free == 44 - num_runs * num_pages
+    pool.check_integrity()
+
+
 def test_freed_neighbours_are_joined() -> None:
     pool = PagePool(6)
     pages = [pool.allocate(1)[0] for _ in range(6)]
@@ -93,3 +125,12 @@ def pool_with_holes() -> PagePool:
     pool.allocate(10)
     pool.free([PageRun(1, 1), PageRun(4, 3), PageRun(8, 2)])
     return pool
+
+
+def test_every_page_has_one_owner() -> None:
+    pool = PagePool(6)
+    [run] = pool.allocate(2)
+    pool.check_owned([run.first, run.first + 1])
+    for wrong in ([run.first], [run.first, run.first], [run.first, run.first + 1, 5]):
+        with pytest.raises(AssertionError, match="two owners or none"):
+            pool.check_owned(wrong)

@@ -3,30 +3,54 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
-from gpupoold.memory.transfers import CHUNK_BYTES, Copy, TransferQueue
+from gpupoold.memory.contracts import Copy
+from gpupoold.memory.transfers import BATCH_BYTES, TransferQueue
 
 
 class Link:
-    """Takes note of copies; each chunk waits for a permit once ``is_gated``."""
+    """A lane that takes note of batches; each waits for a permit once ``is_gated``."""
 
     def __init__(self) -> None:
-        self.chunks: list[Copy] = []
+        self.batches: list[list[Copy]] = []
         self.is_gated = False
         self.permits = threading.Semaphore(0)
         self.waiting = threading.Semaphore(0)
         self.fails_at = -1
+        self.num_fences = 0
+        self.afters: list[int] = []
+        self.num_under_way = self.max_under_way = 0
+        self.is_closed = False
 
-    def copy_in(self, target: int, source: int, num_bytes: int) -> None:
+    @property
+    def chunks(self) -> list[Copy]:
+        return [copy for batch in self.batches for copy in batch]
+
+    def fence(self) -> int:
+        self.num_fences += 1
+        return self.num_fences
+
+    def begin(self, copies: Sequence[Copy], after: int) -> int:
         self.waiting.release()
         if self.is_gated:
             self.permits.acquire()
-        if len(self.chunks) == self.fails_at:
+        if len(self.batches) == self.fails_at:
             raise OSError("the link is broken")
-        self.chunks.append(Copy(target, source, num_bytes))
+        self.batches.append(list(copies))
+        self.afters.append(after)
+        self.num_under_way += 1
+        self.max_under_way = max(self.max_under_way, self.num_under_way)
+        return len(self.batches)
+
+    def wait(self, batch: int) -> None:
+        assert batch == len(self.batches) - self.num_under_way + 1, "waited for out of order"
+        self.num_under_way -= 1
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 @pytest.fixture
@@ -36,25 +60,26 @@ def link() -> Link:
 
 @pytest.fixture
 def queue(link: Link) -> Iterator[TransferQueue]:
-    queue = TransferQueue(link.copy_in, "copy-in")
+    queue = TransferQueue(link, "copy-in")
     yield queue
     queue.close()
+    assert link.is_closed
 
 
 def test_chunks_cover_the_copy(link: Link, queue: TransferQueue) -> None:
-    transfer = queue.begin(Copy(1000, 5000, 2 * CHUNK_BYTES + 7))
+    transfer = queue.begin([Copy(1000, 5000, 2 * BATCH_BYTES + 7)])
     transfer.wait()
     assert transfer.has_ended
     assert link.chunks == [
-        Copy(1000, 5000, CHUNK_BYTES),
-        Copy(1000 + CHUNK_BYTES, 5000 + CHUNK_BYTES, CHUNK_BYTES),
-        Copy(1000 + 2 * CHUNK_BYTES, 5000 + 2 * CHUNK_BYTES, 7),
+        Copy(1000, 5000, BATCH_BYTES),
+        Copy(1000 + BATCH_BYTES, 5000 + BATCH_BYTES, BATCH_BYTES),
+        Copy(1000 + 2 * BATCH_BYTES, 5000 + 2 * BATCH_BYTES, 7),
     ]
-    assert transfer.stop() == 2 * CHUNK_BYTES + 7
+    assert transfer.stop() == 2 * BATCH_BYTES + 7
 
 
 def test_one_behind_the_other(link: Link, queue: TransferQueue) -> None:
-    transfers = [queue.begin(Copy(number, 0, 1)) for number in range(5)]
+    transfers = [queue.begin([Copy(number, 0, 1)]) for number in range(5)]
     for transfer in transfers:
         transfer.wait()
     assert [copy.target for copy in link.chunks] == [0, 1, 2, 3, 4]
@@ -62,39 +87,81 @@ def test_one_behind_the_other(link: Link, queue: TransferQueue) -> None:
 
 def test_stopped_at_the_chunk_under_way(link: Link, queue: TransferQueue) -> None:
     link.is_gated = True
-    transfer = queue.begin(Copy(0, 0, 4 * CHUNK_BYTES))
+    transfer = queue.begin([Copy(0, 0, 4 * BATCH_BYTES)])
     link.permits.release()
     for _ in range(2):
         link.waiting.acquire()  # the second chunk has begun
     assert not transfer.has_ended
     threading.Timer(0.05, link.permits.release).start()
-    assert transfer.stop() == 2 * CHUNK_BYTES
+    assert transfer.stop() == 2 * BATCH_BYTES
     assert len(link.chunks) == 2
     transfer.wait()
 
 
 def test_stopped_before_it_began_it_waits_for_nobody(link: Link, queue: TransferQueue) -> None:
     link.is_gated = True
-    first = queue.begin(Copy(0, 0, 1))
-    second = queue.begin(Copy(1, 0, 1))
+    first = queue.begin([Copy(0, 0, 1)])
+    second = queue.begin([Copy(1, 0, 1)])
     assert second.stop() == 0
     assert second.has_ended
     link.permits.release()
     first.wait()
-    queue.begin(Copy(2, 0, 1))
+    queue.begin([Copy(2, 0, 1)])
     link.permits.release()
     queue.close()
     assert [copy.target for copy in link.chunks] == [0, 2]
-    queue = TransferQueue(link.copy_in, "another")
+    queue = TransferQueue(link, "another")
     queue.close()
 
 
 def test_an_error_is_raised_where_it_is_waited_for(link: Link, queue: TransferQueue) -> None:
     link.fails_at = 1
-    transfer = queue.begin(Copy(0, 0, 3 * CHUNK_BYTES))
+    transfer = queue.begin([Copy(0, 0, 3 * BATCH_BYTES)])
     with pytest.raises(OSError, match="the link is broken"):
         transfer.wait()
-    assert transfer.stop() == CHUNK_BYTES
+    assert transfer.stop() == BATCH_BYTES
     link.fails_at = -1
-    after = queue.begin(Copy(0, 0, 1))
+    after = queue.begin([Copy(0, 0, 1)])
     after.wait()
+
+
+def test_small_copies_go_together_and_large_ones_in_pieces(
+    link: Link, queue: TransferQueue
+) -> None:
+    third = BATCH_BYTES // 3
+    copies = [Copy(number, 100 * number, third) for number in range(7)]
+    transfer = queue.begin(copies)
+    transfer.wait()
+    sizes = [sum(copy.num_bytes for copy in batch) for batch in link.batches]
+    assert sizes == [BATCH_BYTES, BATCH_BYTES, 7 * third - 2 * BATCH_BYTES]
+    assert sum(sizes) == transfer.num_bytes
+    assert link.max_under_way == 2  # the link never waits for the thread
+
+
+def test_copies_come_after_what_was_launched_when_they_were_asked_for(
+    link: Link, queue: TransferQueue
+) -> None:
+    link.is_gated = True
+    first, second = queue.begin([Copy(0, 0, 1)]), queue.begin([Copy(1, 0, 1)])
+    assert link.num_fences == 2  # both taken by the asking thread, before any copy
+    link.permits.release(2)
+    first.wait()
+    second.wait()
+    assert link.afters == [1, 2]
+
+
+def test_a_queue_with_much_to_do_has_no_room(link: Link, queue: TransferQueue) -> None:
+    link.is_gated = True
+    assert queue.has_room
+    transfers = [queue.begin([Copy(0, 0, 4 * BATCH_BYTES)]) for _ in range(2)]
+    assert not queue.has_room
+    link.permits.release(8)
+    for transfer in transfers:
+        transfer.wait()
+    assert queue.has_room
+
+
+def test_nothing_to_copy_has_ended_at_once(queue: TransferQueue) -> None:
+    transfer = queue.begin([])
+    transfer.wait()
+    assert transfer.stop() == transfer.num_bytes == 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from gpupoold.errors import Failed
 from gpupoold.memory.contracts import OutOfPages
-from gpupoold.memory.transfers import TransferQueue
 from gpupoold.memory.weights import WeightMemory
 from tests.unit.memory.rig import PAGE, Rig, read
 
@@ -49,18 +49,18 @@ def test_a_part_stays_and_is_not_moved_again(rig: Rig) -> None:
 def test_what_was_begun_is_not_moved_again(rig: Rig) -> None:
     weights, data = rig.weights(10, "w")
     rig.soil()
-    weights.begin_load(rig.transfers, 6)
+    weights.begin_load(rig.ins, 6)
     assert (weights.num_mapped_pages, weights.missing_bytes) == (6, 4 * PAGE)
     assert not weights.is_resident
     assert weights.load() == 4 * PAGE
     assert read(weights.address, 10 * PAGE) == data
-    weights.begin_load(rig.transfers, 6)
+    weights.begin_load(rig.ins, 6)
     assert weights.is_resident
 
 
 def test_a_stopped_load_keeps_what_has_arrived(rig: Rig) -> None:
     weights, data = rig.weights(10, "w")
-    weights.begin_load(rig.transfers, 10)
+    weights.begin_load(rig.ins, 10)
     weights.stop()
     there = weights.loaded_bytes
     assert there == weights.mapped_bytes
@@ -74,26 +74,22 @@ def test_a_load_that_cannot_begin_changes_nothing(rig: Rig) -> None:
     (first, _), (second, _) = rig.weights(60, "a"), rig.weights(10, "b")
     first.load()
     with pytest.raises(OutOfPages):
-        second.begin_load(rig.transfers, 10)
+        second.begin_load(rig.ins, 10)
     assert (second.num_mapped_pages, rig.pool.num_free) == (0, 4)
-    second.begin_load(rig.transfers, 4)
+    second.begin_load(rig.ins, 4)
     second.wait()
     assert second.loaded_bytes == 4 * PAGE
 
 
 def test_a_broken_copy_is_given_up(rig: Rig) -> None:
-    def fail(target: int, source: int, num_bytes: int) -> None:
-        raise OSError("the link is broken")
-
     weights, data = rig.weights(10, "w")
-    broken = TransferQueue(fail, "broken", chunk_bytes=PAGE)
-    weights.begin_load(broken, 10)
+    rig.in_lane.error = OSError("the link is broken")
+    weights.begin_load(rig.ins, 10)
     with pytest.raises(OSError, match="the link is broken"):
         weights.wait()
     assert (weights.num_mapped_pages, rig.pool.num_free) == (0, 64)
     assert weights.load() == 10 * PAGE
     assert read(weights.address, 10 * PAGE) == data
-    broken.close()
 
 
 def test_no_room_changes_nothing(rig: Rig) -> None:
@@ -104,6 +100,40 @@ def test_no_room_changes_nothing(rig: Rig) -> None:
     assert not second.is_resident
     assert rig.pool.num_free == 24
     assert read(first.address, len(data)) == data
+
+
+def test_an_image_goes_and_comes_back(rig: Rig) -> None:
+    weights, data = rig.weights(10, "w")
+    weights.begin_load(rig.ins, 6)
+    image = weights.detach_image()
+    assert (weights.has_image, weights.is_resident, rig.pool.num_free) == (False, False, 64)
+    assert weights.missing_bytes == weights.num_bytes == 10 * PAGE
+    for bring_in in (weights.load, lambda: weights.begin_load(rig.ins, 1), weights.detach_image):
+        with pytest.raises(Failed, match="not in host memory"):
+            bring_in()
+    assert rig.pool.num_free == 64
+    weights.evict()
+    rig.soil()
+    weights.attach_image(image)
+    assert weights.load() == 10 * PAGE
+    assert read(weights.address, 10 * PAGE) == data
+
+
+def test_weights_without_an_image_can_be_closed(rig: Rig) -> None:
+    weights, _ = rig.weights(10, "w")
+    weights.load()
+    weights.detach_image().close()  # the rig closes the rest
+
+
+def test_an_image_of_another_size_is_not_taken(rig: Rig) -> None:
+    weights, _ = rig.weights(10, "w")
+    other, _ = rig.weights(11, "x")
+    image = weights.detach_image()
+    with pytest.raises(AssertionError):
+        weights.attach_image(other.image)
+    weights.attach_image(image)
+    with pytest.raises(AssertionError):
+        weights.attach_image(image)
 
 
 def test_the_image_covers_the_region(rig: Rig) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gpupoold.scheduling.eviction import Eviction, Holding, Victim, plan_evictions
 
 FREE, WEIGHTS, LIVE = Victim.FREE_KV, Victim.WEIGHTS, Victim.LIVE_KV
+ANEW = Victim.RECOMPUTE
 
 
 def idle(model: str, last_used_s: float = 0.0, ttft_s: float = 1.0) -> Holding:
@@ -60,6 +63,28 @@ def test_paused_weights_go_before_kv_when_kv_alone_is_too_little() -> None:
 def test_kv_that_an_engine_is_late_to_free_can_be_had() -> None:
     late = Holding("late", 0, 0.0, 1.0, float("inf"), 0, 0, 4)
     assert plan_evictions(2, [late]) == [Eviction("late", LIVE, 4)]
+
+
+def test_kv_without_room_on_the_host_is_dropped_at_the_very_last() -> None:
+    soon, late = paused("soon", 1.0), replace(paused("late", 9.0), movable_kv_pages=2)
+    everything = plan_evictions(1000, [soon, late])
+    assert names(everything)[2:] == [
+        ("late", WEIGHTS),
+        ("soon", WEIGHTS),
+        ("late", LIVE),
+        ("soon", LIVE),
+        ("late", ANEW),
+    ]
+    assert [one.num_pages for one in everything[4:]] == [2, 5, 3]
+    # What need not be dropped is not.
+    assert ("late", ANEW) not in names(plan_evictions(3 + 3 + 10 + 10 + 2 + 5, [soon, late]))
+
+
+def test_what_the_host_has_no_room_for_makes_no_room() -> None:
+    """Five pages of KV would do, but only two can move: weights go before it."""
+    full = replace(paused("p", 1.0), movable_kv_pages=2)
+    assert names(plan_evictions(3 + 5, [full])) == [("p", FREE), ("p", WEIGHTS)]
+    assert names(plan_evictions(3 + 2, [full])) == [("p", FREE), ("p", LIVE)]
 
 
 def test_when_nothing_may_move_live_kv_stays() -> None:

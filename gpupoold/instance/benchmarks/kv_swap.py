@@ -1,0 +1,185 @@
+"""A model's KV to the host and back: how fast, and what another model's steps notice of it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from gpupoold.errors import Failed
+from gpupoold.instance.benchmarks import figures
+from gpupoold.instance.benchmarks.copies import Scratch, plain_copies
+from gpupoold.instance.benchmarks.idle import empty_device
+from gpupoold.instance.benchmarks.live import LiveRequests
+from gpupoold.instance.digests import kv_digest
+from gpupoold.memory.contracts import Direction
+from gpupoold.memory.kv import Place
+from gpupoold.memory.transfers import TransferQueue
+
+if TYPE_CHECKING:
+    from gpupoold.instance.turn_loop import TurnLoop
+
+_WARM_UP = 1
+# Some hundred tokens: what decodes beside the copies.
+_OTHER_KV_BYTES = 4 << 20
+_MAX_STEPS = 2_000
+
+
+def bench_kv(loop: TurnLoop, models: list[str], rounds: int, kv_bytes: int) -> dict[str, Any]:
+    """Page the first model's KV out and in, alone and while the second one decodes.
+
+    Both stay resident. The bytes are compared at the end; plain copies of as many are made
+    in between.
+
+    Raises:
+        Refused: the device is busy, or has no room for so much.
+    """
+    moved, other = (loop.engine(name) for name in models)
+    empty_device(loop)
+    with contextlib.ExitStack() as undo:
+        queue = TransferQueue(loop.device.open_lane(Direction.OUT), "bench-out")
+        undo.callback(queue.close)
+        lives = [
+            LiveRequests(moved, loop.residency, kv_bytes),
+            LiveRequests(other, loop.residency, min(kv_bytes, _OTHER_KV_BYTES)),
+        ]
+        for live in lives:
+            undo.callback(live.stop)
+            live.start()
+        loop.residency.switch_in(moved.name)
+        bench = _Bench(loop, lives[0], lives[1], queue)
+        before = kv_digest(loop.device, moved)
+        with Scratch(loop.device, loop.residency.pool, bench.num_bytes) as scratch:
+            swap = bench.swap(rounds, plain_copies(loop.device, scratch))
+        overlap = bench.overlap(rounds, swap["out_p50_s"] + swap["in_p50_s"])
+        is_intact = kv_digest(loop.device, moved) == before
+    return {"kv_swap": swap | {"is_intact": is_intact}, "kv_overlap": overlap}
+
+
+class _Bench:
+    """The KV of ``moved`` goes out by ``queue`` and comes back as at a switch."""
+
+    def __init__(
+        self, loop: TurnLoop, moved: LiveRequests, other: LiveRequests, queue: TransferQueue
+    ) -> None:
+        self._residency = loop.residency
+        self._moved = moved.engine
+        self._other = other
+        self._queue = queue
+        self.num_bytes = moved.kv_bytes
+
+    def swap(
+        self, rounds: int, plain: dict[str, tuple[Callable[[], float], Callable[[], float]]]
+    ) -> dict[str, Any]:
+        """Out and in with nothing else going on, and ``plain`` copies of as many bytes."""
+        outs_s, ins_s = [], []
+        memcpys_s: dict[str, list[float]] = {name: [] for name in plain}
+        for index in range(_WARM_UP + rounds):
+            out_s, in_s = self._out_s(), self._in_s()
+            copies_s = {name: sum(copy() for copy in way) for name, way in plain.items()}
+            if index < _WARM_UP:
+                continue
+            outs_s.append(out_s)
+            ins_s.append(in_s)
+            for name, seconds in copies_s.items():
+                memcpys_s[name].append(seconds)
+        plain_rates = {
+            name: figures.bandwidth(2 * self.num_bytes, taken) for name, taken in memcpys_s.items()
+        }
+        return _swap_summary(2 * self.num_bytes, outs_s, ins_s, plain_rates)
+
+    def overlap(self, rounds: int, alone_s: float) -> dict[str, Any]:
+        """Steps of the other model with nothing under way, and with the KV going out and in.
+
+        ``alone_s`` is what out and in take when they are waited for.
+        """
+        quiet_s, busy_s, extras_s = [], [], []
+        for index in range(_WARM_UP + rounds):
+            during = [*self._steps_during_out(), *self._steps_during_in()]
+            quiet = [self._step_s() for _ in during]
+            if index < _WARM_UP:
+                continue
+            busy_s += during
+            quiet_s += quiet
+            extras_s.append(sum(during) - sum(quiet))
+        share = figures.hidden_share(figures.p50(extras_s), alone_s)
+        return {
+            "bytes": 2 * self.num_bytes,
+            "step_p50_s": figures.p50(quiet_s),
+            "step_during_p50_s": figures.p50(busy_s),
+            "step_during_p99_s": figures.p99(busy_s),
+            "steps_during": len(busy_s) / rounds,
+            "bytes_per_s": 2 * self.num_bytes * rounds / sum(busy_s),
+            "transfer_alone_s": alone_s,
+            "hidden_share": share,
+            "rounds": rounds,
+        }
+
+    def _out_s(self) -> float:
+        kv = self._moved.kv
+        started_s = time.perf_counter()
+        for chunk in kv.chunks(Place.DEVICE):
+            self._begin_out(chunk)
+        while (transfer := kv.oldest_transfer(Place.LEAVING)) is not None:
+            transfer.wait()
+            kv.settle()
+        return time.perf_counter() - started_s
+
+    def _in_s(self) -> float:
+        started_s = time.perf_counter()
+        self._residency.switch_in(self._moved.name)
+        self._residency.bring_all(self._moved.name)
+        return time.perf_counter() - started_s
+
+    def _steps_during_out(self) -> Iterator[float]:
+        """The other model's steps until all KV is on the host."""
+        kv = self._moved.kv
+        while True:
+            for chunk in kv.chunks(Place.DEVICE):
+                if not self._queue.has_room:
+                    break
+                self._begin_out(chunk)
+            yield self._step_s()
+            if not kv.chunks(Place.DEVICE) and not kv.chunks(Place.LEAVING):
+                return
+
+    def _steps_during_in(self) -> Iterator[float]:
+        """The other model's steps until all KV is back."""
+        self._residency.switch_in(self._other.engine.name)
+        self._residency.prefetch(self._moved.name, self._other.engine.name)
+        for _ in range(_MAX_STEPS):
+            yield self._step_s()
+            if self._moved.kv.is_whole:
+                self._residency.stop_prefetch()  # else it would come back as soon as it leaves
+                return
+        raise Failed(f"the KV of {self._moved.name} does not come in beside other work")
+
+    def _step_s(self) -> float:
+        """One step of the other model as the turn loop makes it, transfers looked after."""
+        started_s = time.perf_counter()
+        self._residency.advance(self._other.engine.name)
+        if not self._other.can_step:
+            raise Failed(f"the requests of {self._other.engine.name} are too short")
+        self._other.step()
+        return time.perf_counter() - started_s
+
+    def _begin_out(self, chunk: int) -> None:
+        if not self._moved.kv.begin_page_out(chunk, self._queue):
+            raise Failed("the KV host cache is full", "raise memory.kv_host")
+
+
+def _swap_summary(
+    num_bytes: int, outs_s: list[float], ins_s: list[float], plain: dict[str, float]
+) -> dict[str, Any]:
+    both_s = [out_s + in_s for out_s, in_s in zip(outs_s, ins_s, strict=True)]
+    measured = figures.bandwidth(num_bytes, both_s)
+    limit = figures.KV_SWAP_SHARE * max(plain.values())
+    summary = figures.times(both_s) | {
+        "bytes": num_bytes,
+        "out_p50_s": figures.p50(outs_s),
+        "in_p50_s": figures.p50(ins_s),
+        "bytes_per_s": measured,
+        "memcpy_bytes_per_s": plain,
+    }
+    return summary | figures.at_least(measured, limit, "bytes_per_s")

@@ -1,0 +1,190 @@
+"""Lanes on a real GPU: what the fake driver can only assume."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from gpupoold.memory import cuda_pinning
+from gpupoold.memory.contracts import Copy, Direction, PageRun
+from gpupoold.memory.cuda import CudaDevice
+from gpupoold.memory.cuda_driver import CudaError
+from gpupoold.memory.host import HostBuffer
+from tests.gpu.conftest import NUM_PAGES, PAGE
+
+pytestmark = pytest.mark.gpu
+
+HALF = NUM_PAGES // 2
+
+
+@pytest.fixture
+def region(device: CudaDevice) -> Iterator[int]:
+    runs = [PageRun(0, HALF)]
+    address = device.reserve(HALF)
+    device.map(address, runs)
+    yield address
+    device.unmap(address, runs)
+    device.release(address, HALF)
+
+
+@pytest.fixture
+def thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def scattered(address: int, image: HostBuffer, part_bytes: int) -> list[Copy]:
+    """The whole image in parts, the last of which comes first on the device."""
+    last = image.num_bytes - part_bytes
+    parts = range(0, image.num_bytes, part_bytes)
+    return [Copy(address + last - at, image.address + at, part_bytes) for at in parts]
+
+
+@pytest.mark.parametrize("part_bytes", [PAGE, 64 << 10, 16 << 10])
+def test_batches_come_in_and_go_out_in_threads_of_their_own(
+    device: CudaDevice,
+    image: HostBuffer,
+    region: int,
+    thread: ThreadPoolExecutor,
+    part_bytes: int,
+) -> None:
+    """6144 parts of 16 KiB are more than one call takes."""
+    expected = ctypes.string_at(image.address, image.num_bytes)
+    ins, outs = device.open_lane(Direction.IN), device.open_lane(Direction.OUT)
+    copies = scattered(region, image, part_bytes)
+
+    def move() -> None:
+        ins.wait(ins.begin(copies, in_fence))
+        ctypes.memset(image.address, 0, image.num_bytes)
+        back = [Copy(source, target, num_bytes) for target, source, num_bytes in copies]
+        outs.wait(outs.begin(back, out_fence))
+
+    in_fence, out_fence = ins.fence(), outs.fence()
+    thread.submit(move).result()
+    assert ctypes.string_at(image.address, image.num_bytes) == expected
+    ins.close()
+    outs.close()
+
+
+def test_copies_cross_registrations(
+    device: CudaDevice, region: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_pinning, "_PIECE_BYTES", 1 << 20)
+    buffer = HostBuffer.create("gpu-pieces", 8 << 20)
+    data = os.urandom(buffer.num_bytes)
+    ctypes.memmove(buffer.address, data, buffer.num_bytes)
+    device.pin(buffer.address, buffer.num_bytes)
+    lane = device.open_lane(Direction.IN)
+    skip = 12_345
+    copy = Copy(region, buffer.address + skip, buffer.num_bytes - skip)
+    lane.wait(lane.begin([copy], lane.fence()))
+    ctypes.memset(buffer.address, 0, buffer.num_bytes)
+    device.copy_out(buffer.address, region, buffer.num_bytes - skip)
+    device.synchronize()
+    assert ctypes.string_at(buffer.address, buffer.num_bytes - skip) == data[skip:]
+    lane.close()
+    device.unpin(buffer.address, buffer.num_bytes)
+    buffer.close()
+
+
+def test_pitfall_21_a_batch_across_registrations_is_refused(
+    device: CudaDevice, region: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why ``StreamLane`` splits copies."""
+    monkeypatch.setattr(cuda_pinning, "_PIECE_BYTES", 1 << 20)
+    buffer = HostBuffer.create("gpu-pieces", 2 << 20)
+    device.pin(buffer.address, buffer.num_bytes)
+    stream = device._driver.create_stream()
+    good, bad = (region, buffer.address, 4096), (region + PAGE, buffer.address, 2 << 20)
+    with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_VALUE"):
+        device._driver.copy_batch([good, bad], stream)
+    device._driver.synchronize_stream(stream)
+    device._driver.destroy_stream(stream)
+    device.unpin(buffer.address, buffer.num_bytes)
+    buffer.close()
+
+
+def test_an_event_is_not_opened_in_the_process_that_made_it(
+    device: CudaDevice, image: HostBuffer, region: int
+) -> None:
+    lane = device.open_lane(Direction.OUT)
+    handle = lane.export(lane.begin([Copy(image.address, region, PAGE)], lane.fence()))
+    assert len(handle) == 64
+    with pytest.raises(CudaError, match="cuIpcOpenEventHandle failed"):
+        lane.wait_for(handle)
+    lane.close()
+
+
+TAKER = """
+import ctypes, sys
+from gpupoold.memory.contracts import Copy, Direction, PageRun
+from gpupoold.memory.cuda import CudaDevice
+from gpupoold.memory.host import HostBuffer
+
+fd, num_bytes = int(sys.argv[1]), int(sys.argv[2])
+device = CudaDevice(0, num_bytes, 0)
+shared = HostBuffer(fd, num_bytes)
+device.pin(shared.address, num_bytes)
+runs = [PageRun(0, device.num_pages)]
+region = device.reserve(device.num_pages)
+device.map(region, runs)
+lane = device.open_lane(Direction.IN)
+print("ready", flush=True)
+lane.wait_for(bytes.fromhex(sys.stdin.readline()))
+lane.wait(lane.begin([Copy(region, shared.address, num_bytes)], lane.fence()))
+found = ctypes.create_string_buffer(num_bytes)
+device.copy_out(ctypes.addressof(found), region, num_bytes)
+device.synchronize()
+print(found.raw == bytes([7]) * num_bytes, flush=True)
+lane.close()
+device.unmap(region, runs)
+device.release(region, device.num_pages)
+device.unpin(shared.address, num_bytes)
+device.close()
+shared.close()
+"""
+
+
+def test_a_lane_of_another_process_comes_after_an_exported_batch(
+    device: CudaDevice, region: int, project_env: dict[str, str]
+) -> None:
+    num_bytes = HALF // 2 * PAGE
+    shared = HostBuffer.create("gpu-shared", num_bytes)
+    device.pin(shared.address, num_bytes)
+    ones, sevens = region, region + num_bytes
+    for address, value in ((ones, 1), (sevens, 7)):
+        ctypes.memset(shared.address, value, num_bytes)
+        device.copy_in(address, shared.address, num_bytes)
+        device.synchronize()
+    lane = device.open_lane(Direction.OUT)
+    taker = subprocess.Popen(
+        [sys.executable, "-c", TAKER, str(shared.fd), str(num_bytes)],
+        env=project_env,
+        pass_fds=[shared.fd],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with taker:
+        assert taker.stdin is not None
+        assert taker.stdout is not None
+        assert taker.stdout.readline() == "ready\n"
+        for _ in range(400):  # keeps the link busy for a fifth of a second
+            lane.begin([Copy(shared.address, ones, num_bytes)], lane.fence())
+        batch = lane.begin([Copy(shared.address, sevens, num_bytes)], lane.fence())
+        handle = lane.export(batch)
+        taker.stdin.write(handle.hex() + "\n")
+        taker.stdin.flush()
+        assert taker.stdout.readline() == "True\n"
+        lane.end_export(handle)
+    assert taker.returncode == 0
+    lane.wait(batch)
+    lane.close()
+    device.unpin(shared.address, num_bytes)
+    shared.close()

@@ -1,0 +1,45 @@
+"""The driver's view of device memory against ours."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpupoold.instance.device import DriverMemory
+from gpupoold.memory.emulated import EmulatedDevice
+
+GIB = 1 << 30
+
+
+class Gpu(EmulatedDevice):
+    """An emulated device that says how much the driver has free."""
+
+    free = 10 * GIB
+
+    def free_bytes(self) -> int | None:
+        return self.free
+
+
+@pytest.fixture
+def gpu() -> Gpu:
+    return Gpu(1 << 20, 1 << 16)
+
+
+def test_what_torch_takes_is_accounted_for(gpu: Gpu) -> None:
+    torch_bytes = [GIB]
+    memory = DriverMemory(gpu, lambda: torch_bytes[0])
+    gpu.free, torch_bytes[0] = 4 * GIB, 7 * GIB
+    assert memory.check() == {"unaccounted_bytes": 0}
+    gpu.free -= 100
+    assert memory.check() == {"unaccounted_bytes": 100}
+
+
+def test_memory_that_nobody_has_is_a_leak(gpu: Gpu) -> None:
+    memory = DriverMemory(gpu, lambda: 0)
+    gpu.free -= 2 * GIB
+    with pytest.raises(AssertionError, match="2 GiB of device memory are gone"):
+        memory.check()
+
+
+def test_emulated_devices_have_no_driver() -> None:
+    device = EmulatedDevice(1 << 20, 1 << 16)
+    assert DriverMemory(device).check() == {}

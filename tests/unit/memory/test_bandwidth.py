@@ -1,0 +1,70 @@
+"""The link's measurement: real copies on an emulated device, and what it asks of a fake GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpupoold.memory import bandwidth
+from gpupoold.memory.bandwidth import LinkBandwidth, measure_link
+from gpupoold.memory.contracts import Copy, Direction, OutOfPages
+from gpupoold.memory.cuda import CudaDevice
+from gpupoold.memory.emulated import EmulatedDevice
+from gpupoold.memory.pages import PagePool
+from tests.unit.memory.cuda_rig import NUM_PAGES, PAGE
+from tests.unit.memory.fake_cuda import FakeCuda
+
+
+def test_an_emulated_device_has_a_speed_and_keeps_nothing() -> None:
+    device = EmulatedDevice(4 << 20, 64 << 10)
+    pool = PagePool(device.num_pages)
+    link = measure_link(device, pool)
+    # Slower than any memory that works, faster than any there is: what units can get wrong.
+    assert 1e6 < link.in_bytes_per_s < 1e13
+    assert 1e6 < link.out_bytes_per_s < 1e13
+    assert pool.num_free == pool.num_pages
+    pool.check_integrity()
+    device.close()
+
+
+def test_a_gpu_is_measured_with_lanes_in_batches_that_overlap(
+    device: CudaDevice, driver: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bandwidth, "_BATCH_BYTES", 4 * PAGE)
+    pool = PagePool(NUM_PAGES)
+    assert isinstance(measure_link(device, pool, 10 * PAGE), LinkBandwidth)
+    copies = [(call, size) for call, _, size in driver.log if call in ("copy_in", "copy_out")]
+    one_try = [4 * PAGE, 4 * PAGE, 2 * PAGE]
+    assert copies == [("copy_in", n) for n in one_try * 3] + [("copy_out", n) for n in one_try * 3]
+    assert driver.calls["synchronize_event"] == 6, "one wait per try, behind its last batch"
+    assert pool.num_free == NUM_PAGES
+
+
+def test_as_many_pages_as_there_are(device: CudaDevice, driver: FakeCuda) -> None:
+    pool = PagePool(NUM_PAGES)
+    held = pool.allocate(NUM_PAGES - 2)
+    measure_link(device, pool)
+    assert {size for call, _, size in driver.log if call == "copy_in"} == {2 * PAGE}
+    pool.free(held)
+    held = pool.allocate(NUM_PAGES)
+    with pytest.raises(OutOfPages):
+        measure_link(device, pool)
+    pool.free(held)
+
+
+def test_a_failure_gives_everything_back(device: CudaDevice, driver: FakeCuda) -> None:
+    """``device`` checks that nothing is left."""
+    pool = PagePool(NUM_PAGES)
+    driver.fail_at["copy_out"] = 1
+    with pytest.raises(RuntimeError, match="copy_out failed"):
+        measure_link(device, pool)
+    assert driver.registrations == {}
+    assert pool.num_free == NUM_PAGES
+
+
+def test_the_best_try_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = iter([4.0, 1.0, 2.0])
+    monkeypatch.setattr(bandwidth, "_try_s", lambda lane, batches: next(tries))
+    device = EmulatedDevice(PAGE, PAGE)
+    lane = device.open_lane(Direction.IN)
+    assert bandwidth._best_of(lane, Copy(0, 0, 1000)) == 1000
+    device.close()

@@ -191,8 +191,8 @@ class Residency:
         model.kv.stop_arriving()
         model.kv.unback(model.kv.free_chunks())
         before = model.kv.host_bytes
-        for chunk in model.kv.chunks(Place.DEVICE):
-            model.kv.begin_page_out(chunk, self._out)
+        for group in model.kv.groups(model.kv.chunks(Place.DEVICE)):
+            model.kv.begin_page_out(group, self._out)
         while (transfer := model.kv.oldest_transfer(Place.LEAVING)) is not None:
             transfer.wait()
             model.kv.settle()
@@ -211,15 +211,13 @@ class Residency:
             return
         # What is away comes back first: else requests that run could keep it out for ever.
         reserved = model.kv.num_missing_pages(model.kv.chunks(Place.HOST))
-        unbacked = model.kv.chunks(Place.UNBACKED)
         count = -(-missing // model.kv.geometry.blocks_per_chunk)
-        for chunk in unbacked[:count]:
-            wanted = model.kv.num_missing_pages([chunk]) + reserved
-            if wanted > self.pool.num_free:
-                self._room.make(wanted, {name})
-            if not self._room.wait_for(wanted):
-                return
-            model.kv.back([chunk])
+        unbacked = model.kv.chunks(Place.UNBACKED)[:count]
+        wanted = model.kv.num_missing_pages(unbacked) + reserved
+        if wanted > self.pool.num_free:
+            self._room.make(wanted, {name})
+            self._room.wait_for(wanted)
+        model.kv.back(self._fitting(model.kv, unbacked, reserved))
 
     def check_integrity(self) -> None:
         """Raise AssertionError when pool, page tables, chunks and host slots disagree."""
@@ -272,16 +270,26 @@ class Residency:
         """
         if not model.kv.missing_bytes:
             return
-        for chunk in model.kv.chunks_in_order(Place.HOST, [0, *model.wanted_blocks()]):
+        chunks = model.kv.chunks_in_order(Place.HOST, [0, *model.wanted_blocks()])
+        for group in model.kv.groups(chunks):
             if not self._in.has_room:
                 return
-            wanted = model.kv.num_missing_pages([chunk]) + (keep_free or 0)
+            wanted = model.kv.num_missing_pages(group)
             if wanted > self.pool.num_free and keep_free is None:
                 model.kv.unback(model.kv.free_chunks())
                 self._room.make(wanted, {model.name})
-            if wanted > self.pool.num_free:
+            fitting = self._fitting(model.kv, group, keep_free or 0)
+            if fitting:
+                model.kv.begin_page_in(fitting, self._in)
+            if len(fitting) < len(group):
                 return
-            model.kv.begin_page_in(chunk, self._in)
+
+    def _fitting(self, kv: KvMemory, chunks: list[int], keep_free: int) -> list[int]:
+        """As many of ``chunks`` as there are free pages for."""
+        count = len(chunks)
+        while count and kv.num_missing_pages(chunks[:count]) + keep_free > self.pool.num_free:
+            count -= 1
+        return chunks[:count]
 
     def _is_coming(self, model: PooledModel) -> bool:
         """Whether more of a model's KV is on its way, or pages for it are."""

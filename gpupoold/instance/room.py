@@ -125,6 +125,8 @@ class Room:
     def recompute_later(self, model: PooledModel) -> None:
         """These requests lose their KV, not their tokens."""
         self.num_recomputed += 1
+        model.kv.stop_leaving()
+        model.kv.stop_arriving()
         model.preempt()
         model.kv.discard_dead()
         model.kv.unback(model.kv.free_chunks())
@@ -179,11 +181,18 @@ class Room:
         before = model.kv.host_bytes
         # Who runs first when the model is back keeps its KV longest.
         chunks = model.kv.chunks_in_order(Place.DEVICE, [0, *model.wanted_blocks()])
-        for chunk in reversed(chunks):
-            if short <= 0:
-                break
+        for group in model.kv.groups(chunks[::-1]):
+            leaving = _enough(model.kv, group, short)
             # Less than what comes free in the end where chunks share pages: planned anew.
-            short -= model.kv.num_resident_pages([chunk])
-            if not model.kv.begin_page_out(chunk, self._out):
-                break  # the host is full
+            short -= model.kv.num_resident_pages(leaving)
+            if model.kv.begin_page_out(leaving, self._out) < len(leaving) or short <= 0:
+                break  # the host is full, or enough is on its way
         return model.kv.host_bytes - before
+
+
+def _enough(kv: KvMemory, chunks: list[int], num_pages: int) -> list[int]:
+    """As many of ``chunks`` as give ``num_pages``, or all."""
+    for count in range(1, len(chunks)):
+        if kv.num_resident_pages(chunks[:count]) >= num_pages:
+            return chunks[:count]
+    return chunks

@@ -8,6 +8,7 @@ layer when layers are outermost, a single row when blocks are.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 _MIN_BLOCKS_PER_CHUNK = 1
@@ -77,6 +78,20 @@ class KvGeometry:
             spans.append(range(start // self.page_bytes, -(-end // self.page_bytes)))
         return spans
 
+    def spans(self, chunks: list[int]) -> list[range]:
+        """Pages of chunks, row by row: neighbours joined, pages of several chunks repeated."""
+        spans: list[range] = []
+        for span in sorted((s for c in chunks for s in self.pages(c)), key=_start):
+            if spans and spans[-1].stop == span.start:
+                spans[-1] = range(spans[-1].start, span.stop)
+            else:
+                spans.append(span)
+        return spans
+
+    def uses(self, chunks: list[int]) -> Counter[int]:
+        """How many rows of ``chunks`` lie on each page they touch."""
+        return Counter(p for c in chunks for span in self.pages(c) for p in span)
+
     def extents(self, blocks: list[int]) -> list[tuple[int, int]]:
         """``(offset, num_bytes)`` of ascending ``blocks``, neighbours joined, row by row."""
         extents: list[tuple[int, int]] = []
@@ -92,17 +107,19 @@ class KvGeometry:
 
     def gaps(self, pages: list[range], blocks: list[int]) -> list[tuple[int, int]]:
         """``(offset, num_bytes)`` of what lies on ``pages``, but in none of ``blocks``."""
-        page_bytes = self.page_bytes
         covered = sorted(self.extents(blocks))
         gaps: list[tuple[int, int]] = []
-        for span in sorted(pages, key=lambda one: one.start):
-            at, end = span.start * page_bytes, span.stop * page_bytes
-            for offset, num_bytes in covered:
+        first = 0  # of the extents that reach into this span or lie behind it
+        for span in sorted(pages, key=_start):
+            at, end = span.start * self.page_bytes, span.stop * self.page_bytes
+            for index in range(first, len(covered)):
+                offset, num_bytes = covered[index]
                 if offset >= end:
                     break
                 if at < offset:
                     gaps.append((at, offset - at))
                 at = max(at, offset + num_bytes)
+                first = index
             if at < end:
                 gaps.append((at, end - at))
         return gaps
@@ -115,3 +132,7 @@ class KvGeometry:
             return aligned
         longest = max(-(-self.page_bytes // row.stride) for row in self.rows)
         return max(_MIN_BLOCKS_PER_CHUNK, longest)
+
+
+def _start(span: range) -> int:
+    return span.start

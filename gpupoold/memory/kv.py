@@ -14,7 +14,6 @@ is back, so that no copy ever writes where the engine does.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -54,6 +53,10 @@ class Place(Enum):
     ARRIVING = auto()  # being copied to the device; still whole on the host
 
 
+# Moved together: each row is then mapped by one call for all of them. A few milliseconds of
+# an emulated link, less than a chunk of most models on a GPU.
+_GROUP_BYTES = 16 << 20
+
 AWAY = (Place.LEAVING, Place.HOST, Place.ARRIVING)
 
 
@@ -64,7 +67,15 @@ class _Saved:
     slot: HostSlot
     blocks: list[int]
     held: set[int] = field(default_factory=set)
-    transfer: Transfer | None = None
+    move: _Move | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Move:
+    """Chunks that leave or arrive together, so that neighbours are mapped in one go."""
+
+    chunks: list[int]
+    transfer: Transfer
 
 
 class KvMemory:
@@ -134,13 +145,19 @@ class KvMemory:
         rank = {chunk: number for number, chunk in enumerate(wanted)}
         return sorted(self.chunks(place), key=lambda chunk: rank.get(chunk, len(rank)))
 
+    def groups(self, chunks: list[int]) -> Iterator[list[int]]:
+        """``chunks`` in order, as many at a time as it takes for mapping them to cost little."""
+        chunk_bytes = self.geometry.blocks_per_chunk * self.geometry.block_bytes
+        size = max(1, _GROUP_BYTES // chunk_bytes)
+        return (chunks[at : at + size] for at in range(0, len(chunks), size))
+
     def num_missing_pages(self, chunks: list[int]) -> int:
         """Pages that mapping ``chunks`` would take from the pool."""
-        return sum(1 for page in self._uses(chunks) if not self._region.num_holders(page))
+        return sum(1 for page in self.geometry.uses(chunks) if not self._region.num_holders(page))
 
     def num_resident_pages(self, chunks: list[int]) -> int:
         """Pages that dropping all of ``chunks`` would free: those no other chunk lies on."""
-        uses = self._uses(chunks)
+        uses = self.geometry.uses(chunks)
         return sum(1 for page, count in uses.items() if self._region.num_holders(page) == count)
 
     @property
@@ -170,21 +187,21 @@ class KvMemory:
         """Map zeroed pages for unbacked ``chunks`` and give their blocks to the engine.
 
         Raises:
-            OutOfPages: the pool is short; chunks before the failing one are backed.
+            OutOfPages: the pool is short; nothing was changed.
         """
+        assert all(self._place[chunk] is Place.UNBACKED for chunk in chunks)
+        self._retain(chunks, is_filled=True)
         for chunk in chunks:
-            assert self._place[chunk] is Place.UNBACKED
-            self._retain(chunk, is_filled=True)
             self._place[chunk] = Place.DEVICE
             self._engine().give(self._real(self.geometry.blocks(chunk)))
 
     def unback(self, chunks: list[int]) -> None:
         """Take away ``chunks`` that have no live block; cached prefixes in them are forgotten."""
+        assert all(self._place[chunk] is Place.DEVICE for chunk in chunks)
         for chunk in chunks:
-            assert self._place[chunk] is Place.DEVICE
             self._engine().hold(self._real(self.geometry.blocks(chunk)))
-            self._drop(chunk)
             self._place[chunk] = Place.UNBACKED
+        self._drop(chunks)
 
     @contextlib.contextmanager
     def without_ballast(self) -> Iterator[None]:
@@ -201,55 +218,65 @@ class KvMemory:
         finally:
             self._engine().hold(ballast)
 
-    def begin_page_out(self, chunk: int, queue: TransferQueue) -> bool:
-        """Start to move a chunk's live blocks to the host; False when the host has no room.
+    def begin_page_out(self, chunks: list[int], queue: TransferQueue) -> int:
+        """Start to move the live blocks of chunks to the host, until the host is full.
 
-        The model must be paused. Its pages come free with the ``settle`` after the transfer,
-        or now if it has no live block. Cached prefixes in free blocks of the chunk are
-        forgotten: their bytes do not travel.
+        Returns how many of ``chunks``, from the first on, the host had room for. The model
+        must be paused. Pages come free with the ``settle`` after the transfer; those of
+        chunks without a live block now. Cached prefixes in free blocks are forgotten: their
+        bytes do not travel.
         """
-        assert self._place[chunk] is Place.DEVICE
-        live = self.live_blocks(chunk)
-        if not live:
-            self.unback([chunk])
-            return True
-        slot = self._host.allocate(self.geometry.block_bytes, len(live))
-        if slot is None:
-            return False
-        saved = _Saved(slot, live)
-        self._hold(saved, set(self._real(self.geometry.blocks(chunk))) - set(live))
-        saved.transfer = queue.begin([Copy(h, d, n) for d, h, n in self._pieces(saved)])
-        self._saved[chunk] = saved
-        self._place[chunk] = Place.LEAVING
-        return True
+        leaving: list[int] = []
+        num_done = 0
+        for chunk in chunks:
+            assert self._place[chunk] is Place.DEVICE
+            live = self.live_blocks(chunk)
+            slot = self._host.allocate(self.geometry.block_bytes, len(live)) if live else None
+            if live and slot is None:
+                break
+            num_done += 1
+            if slot is None:
+                self.unback([chunk])
+                continue
+            saved = self._saved[chunk] = _Saved(slot, live)
+            self._hold(saved, set(self._real(self.geometry.blocks(chunk))) - set(live))
+            leaving.append(chunk)
+        if leaving:
+            copies = [Copy(h, d, n) for c in leaving for d, h, n in self._pieces(self._saved[c])]
+            self._begin(_Move(leaving, queue.begin(copies)), Place.LEAVING)
+        return num_done
 
-    def begin_page_in(self, chunk: int, queue: TransferQueue) -> None:
-        """Start to bring a chunk back under the same block ids; ``settle`` ends it.
+    def begin_page_in(self, chunks: list[int], queue: TransferQueue) -> None:
+        """Start to bring chunks back under the same block ids; ``settle`` ends it.
 
         Raises:
             OutOfPages: the pool is short; nothing was changed.
         """
-        assert self._place[chunk] is Place.HOST
-        saved = self._saved[chunk]
-        fresh = self._retain(chunk, is_filled=False)
-        for offset, num_bytes in self.geometry.gaps(fresh, saved.blocks):
+        assert all(self._place[chunk] is Place.HOST for chunk in chunks)
+        fresh = self._retain(chunks, is_filled=False)
+        blocks = sorted(block for chunk in chunks for block in self._saved[chunk].blocks)
+        for offset, num_bytes in self.geometry.gaps(fresh, blocks):
             self._device.zero(self.address + offset, num_bytes)
-        saved.transfer = queue.begin([Copy(d, h, n) for d, h, n in self._pieces(saved)])
-        self._place[chunk] = Place.ARRIVING
+        if not chunks:
+            return
+        copies = [Copy(d, h, n) for c in chunks for d, h, n in self._pieces(self._saved[c])]
+        self._begin(_Move(chunks, queue.begin(copies)), Place.ARRIVING)
 
     def settle(self) -> None:
         """Take note of the transfers that have ended.
 
         Raises:
-            Exception: a copy failed; its chunk is where it was before.
+            Exception: a copy failed; its chunks are where they were before.
         """
-        for chunk in [c for c, s in self._saved.items() if s.transfer and s.transfer.has_ended]:
-            self._finish(chunk)
+        moves = {saved.move: None for saved in self._saved.values() if saved.move}
+        for move in moves:
+            if move.transfer.has_ended:
+                self._finish(move)
 
     def oldest_transfer(self, place: Place) -> Transfer | None:
         """The first of the transfers of chunks ``LEAVING`` or ``ARRIVING``."""
         moving = (s for c, s in self._saved.items() if self._place[c] is place)
-        return next((saved.transfer for saved in moving if saved.transfer), None)
+        return next((saved.move.transfer for saved in moving if saved.move), None)
 
     def stop_leaving(self) -> None:
         """What is on its way to the host stays on the device after all."""
@@ -261,24 +288,19 @@ class KvMemory:
 
     def discard_dead(self) -> None:
         """Take note that requests have ended: keep the engine from blocks of away chunks, and
-        let go of chunks that nobody needs any more."""
+        let go of chunks that nobody needs any more (those under way when they have come)."""
         for chunk in list(self._saved):
             saved = self._saved[chunk]
             live = set(self.live_blocks(chunk))
-            if live:
-                self._hold(saved, set(saved.blocks) - live - saved.held)
-            elif self._place[chunk] is Place.LEAVING:
-                self._stop(chunk)
-            else:
-                # Bytes of others may still show on pages that are half filled: they go too.
-                self._stop(chunk)
+            self._hold(saved, set(saved.blocks) - live - saved.held)
+            if not live and self._place[chunk] is Place.HOST:
                 self._let_go(chunk)
 
     def close(self) -> None:
         """Stop transfers, free host slots and the region; the engine must be gone."""
         for saved in self._saved.values():
-            if saved.transfer is not None:
-                saved.transfer.stop()
+            if saved.move is not None:
+                saved.move.transfer.stop()
             saved.slot.free()
         self._saved.clear()
         self._region.close()
@@ -289,86 +311,75 @@ class KvMemory:
         assert set(self._saved) == {chunk for place in AWAY for chunk in self.chunks(place)}
         mapped = (Place.DEVICE, Place.LEAVING, Place.ARRIVING)
         chunks = [chunk for place in mapped for chunk in self.chunks(place)]
-        assert len(self._uses(chunks)) == self._region.num_mapped
+        assert len(self.geometry.uses(chunks)) == self._region.num_mapped
         for chunk, saved in self._saved.items():
             free = set(self._real(self.geometry.blocks(chunk))) - set(saved.blocks)
             assert free <= saved.held, f"free blocks of away chunk {chunk} are not held"
             assert self._engine().live(saved.blocks) == saved.blocks
-            assert (saved.transfer is None) == (self._place[chunk] is Place.HOST)
+            assert (saved.move is None) == (self._place[chunk] is Place.HOST)
 
-    def _finish(self, chunk: int) -> None:
-        transfer, is_leaving = self._saved[chunk].transfer, self._place[chunk] is Place.LEAVING
-        assert transfer is not None
+    def _begin(self, move: _Move, place: Place) -> None:
+        for chunk in move.chunks:
+            self._saved[chunk].move = move
+            self._place[chunk] = place
+
+    def _finish(self, move: _Move) -> None:
+        is_leaving = self._place[move.chunks[0]] is Place.LEAVING
         try:
-            transfer.wait()
+            move.transfer.wait()
         except BaseException:
-            if is_leaving:
-                self._is_back(chunk)
-            else:
-                self._is_out(chunk)
+            self._settle_at(move.chunks, Place.DEVICE if is_leaving else Place.HOST)
             raise
-        if is_leaving:
-            self._is_out(chunk)
+        self._settle_at(move.chunks, Place.HOST if is_leaving else Place.DEVICE)
+
+    def _settle_at(self, chunks: list[int], place: Place) -> None:
+        if place is Place.HOST:
+            self._are_out(chunks)
         else:
-            self._is_back(chunk)
+            self._are_back(chunks)
 
     def _stop_all(self, place: Place) -> None:
-        chunks = self.chunks(place)
-        transfers = [self._saved[chunk].transfer for chunk in chunks]
-        for transfer in transfers:
-            if transfer is not None:
-                transfer.cancel()  # else the next would begin while the first is waited for
-        for chunk in chunks:
-            self._stop(chunk)
+        moves = {s.move: None for c, s in self._saved.items() if s.move and self._place[c] is place}
+        for move in moves:
+            move.transfer.cancel()  # else the next would begin while the first is waited for
+        for move in moves:
+            num_copied = move.transfer.stop()
+            is_here = place is Place.LEAVING or num_copied == move.transfer.num_bytes
+            self._settle_at(move.chunks, Place.DEVICE if is_here else Place.HOST)
 
-    def _stop(self, chunk: int) -> None:
-        """End a chunk's transfer: it is back, or on the host, or was so already."""
-        transfer = self._saved[chunk].transfer
-        if transfer is None:
-            return
-        num_copied = transfer.stop()
-        if self._place[chunk] is Place.LEAVING or num_copied == transfer.num_bytes:
-            self._is_back(chunk)
-        else:
-            self._is_out(chunk)
+    def _are_back(self, chunks: list[int]) -> None:
+        """All of these chunks is on the device."""
+        for chunk in chunks:
+            saved = self._saved.pop(chunk)
+            saved.slot.free()
+            self._place[chunk] = Place.DEVICE
+            self._engine().give(sorted(saved.held))
+
+    def _are_out(self, chunks: list[int]) -> None:
+        """All of these chunks is on the host, and only there."""
+        self._drop(chunks)
+        for chunk in chunks:
+            self._saved[chunk].move = None
+            self._place[chunk] = Place.HOST
+            if not self.live_blocks(chunk):
+                self._let_go(chunk)
 
     def _let_go(self, chunk: int) -> None:
-        """Of a chunk that nobody needs: what is on the host, or its pages."""
-        if self._place[chunk] is Place.DEVICE:
-            self.unback([chunk])
-            return
+        """Of a chunk on the host that nobody needs."""
         saved = self._saved.pop(chunk)
         saved.slot.free()
-        self._hold(saved, set(saved.blocks) - saved.held)
         self._place[chunk] = Place.UNBACKED
-
-    def _is_back(self, chunk: int) -> None:
-        """All of a chunk is on the device."""
-        saved = self._saved.pop(chunk)
-        saved.slot.free()
-        self._place[chunk] = Place.DEVICE
-        self._engine().give(sorted(saved.held))
-
-    def _is_out(self, chunk: int) -> None:
-        """All of a chunk is on the host, and only there."""
-        self._saved[chunk].transfer = None
-        self._place[chunk] = Place.HOST
-        self._drop(chunk)
 
     def _hold(self, saved: _Saved, blocks: set[int]) -> None:
         self._engine().hold(sorted(blocks))
         saved.held |= blocks
 
-    def _uses(self, chunks: list[int]) -> Counter[int]:
-        """How many rows of ``chunks`` lie on each page they touch."""
-        return Counter(p for c in chunks for span in self.geometry.pages(c) for p in span)
-
-    def _retain(self, chunk: int, *, is_filled: bool) -> list[range]:
-        """Map a chunk's pages; returns those that were not mapped before."""
+    def _retain(self, chunks: list[int], *, is_filled: bool) -> list[range]:
+        """Map chunks; returns the pages that were not mapped before."""
         held: list[range] = []
         fresh: list[range] = []
         try:
-            for span in self.geometry.pages(chunk):
+            for span in self.geometry.spans(chunks):
                 fresh += self._region.retain(span, is_filled=is_filled)
                 held.append(span)
         except BaseException:
@@ -377,8 +388,8 @@ class KvMemory:
             raise
         return fresh
 
-    def _drop(self, chunk: int) -> None:
-        for span in self.geometry.pages(chunk):
+    def _drop(self, chunks: list[int]) -> None:
+        for span in self.geometry.spans(chunks):
             self._region.drop(span)
 
     def _pieces(self, saved: _Saved) -> Iterator[tuple[int, int, int]]:

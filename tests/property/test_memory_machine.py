@@ -155,7 +155,7 @@ class MemoryMachine(RuleBasedStateMachine):
         picked = device[chunk % len(device)]
         num_live = len(model.kv.live_blocks(picked))
         before = model.snapshot()
-        if not model.kv.begin_page_out(picked, self.rig.outs):
+        if not model.kv.begin_page_out([picked], self.rig.outs):
             assert num_live > self.rig.host.num_free_blocks(model.kv.geometry.block_bytes)
             assert model.snapshot() == before
             return
@@ -169,9 +169,7 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         picked, free = host[chunk % len(host)], self.rig.pool.num_free
         wanted = model.kv.num_missing_pages([picked])
-        self.attempt(
-            model, fail_in, wanted, lambda: model.kv.begin_page_in(picked, self.rig.ins)
-        )
+        self.attempt(model, fail_in, wanted, lambda: model.kv.begin_page_in([picked], self.rig.ins))
         if picked in model.kv.chunks(Place.ARRIVING):
             assert self.rig.pool.num_free == free - wanted
 
@@ -187,7 +185,8 @@ class MemoryMachine(RuleBasedStateMachine):
         free, wanted = self.rig.pool.num_free, model.kv.num_leaving_pages
         self.rig.finish(model.kv)
         assert self.rig.pool.num_free == free + wanted
-        assert set(leaving) <= set(model.kv.chunks(Place.HOST))
+        gone = model.kv.chunks(Place.HOST) + model.kv.chunks(Place.UNBACKED)
+        assert set(leaving) <= set(gone)
         assert set(arriving) <= set(model.kv.chunks(Place.DEVICE))
         for chunk in arriving:
             for block in model.kv.geometry.blocks(chunk):
@@ -207,17 +206,22 @@ class MemoryMachine(RuleBasedStateMachine):
         model.kv.stop_arriving()
         assert not model.kv.chunks(Place.ARRIVING)
 
-    @rule(which=WHICH)
-    def pause(self, which: int) -> None:
-        """All of a model goes out, as far as the host has room."""
-        for _ in self.model(which).kv.chunks(Place.DEVICE):
-            self.page_out(which, chunk=0)
+    @rule(which=WHICH, step=st.integers(1, 3))
+    def pause(self, which: int, step: int) -> None:
+        """Much of a model goes out together, as far as the host has room."""
+        kv = self.model(which).kv
+        chunks = kv.chunks(Place.DEVICE)[::step]
+        num_done = kv.begin_page_out(chunks, self.rig.outs)
+        assert set(chunks[num_done:]) <= set(kv.chunks(Place.DEVICE))
+        assert not set(chunks[:num_done]) & set(kv.chunks(Place.DEVICE))
 
-    @rule(which=WHICH)
-    def resume(self, which: int) -> None:
-        """All of a model comes back, as far as there are pages."""
-        for _ in self.model(which).kv.chunks(Place.HOST):
-            self.page_in(which, chunk=0, fail_in=0)
+    @rule(which=WHICH, step=st.integers(1, 3), fail_in=st.integers(0, 6))
+    def resume(self, which: int, step: int, fail_in: int) -> None:
+        """Much of a model comes back together, or nothing."""
+        model = self.model(which)
+        chunks = model.kv.chunks(Place.HOST)[::step]
+        wanted = model.kv.num_missing_pages(chunks)
+        self.attempt(model, fail_in, wanted, lambda: model.kv.begin_page_in(chunks, self.rig.ins))
 
     @rule(which=WHICH, request=WHICH)
     def decode(self, which: int, request: int) -> None:
@@ -260,6 +264,8 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(which=WHICH)
     def preempt_all(self, which: int) -> None:
         model = self.model(which)
+        model.kv.stop_leaving()
+        model.kv.stop_arriving()
         for blocks in model.requests:
             model.ledger.release(blocks)
         model.requests.clear()

@@ -11,6 +11,7 @@ import pytest
 
 from gpupoold.instance.residency import Residency
 from gpupoold.instance.room import Use
+from gpupoold.memory import kv as kv_module
 from gpupoold.memory.contracts import Direction
 from gpupoold.memory.kv import KvMemory, Place
 from gpupoold.memory.transfers import TransferQueue
@@ -206,7 +207,10 @@ def test_kv_leaves_for_a_switch_and_comes_back(tight_box: Box) -> None:
     box.residency.check_integrity()
 
 
-def test_a_model_runs_as_soon_as_its_first_request_can(box: Box) -> None:
+def test_a_model_runs_as_soon_as_its_first_request_can(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_module, "_GROUP_BYTES", PAGE)  # every chunk is a transfer
     box.switch_in("a")
     first, second = box.ask("a", 3), box.ask("a", 3)
     box.residency.page_out("a")

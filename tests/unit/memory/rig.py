@@ -167,13 +167,13 @@ class Rig:
 
     def page_out(self, kv: KvMemory, chunk: int) -> bool:
         """Page a chunk out and wait for it; whether the host had room."""
-        done = kv.begin_page_out(chunk, self.outs)
+        done = kv.begin_page_out([chunk], self.outs)
         self.finish(kv)
-        return done
+        return done == 1
 
     def page_in(self, kv: KvMemory, chunk: int) -> None:
         """Page a chunk in and wait for it."""
-        kv.begin_page_in(chunk, self.ins)
+        kv.begin_page_in([chunk], self.ins)
         self.finish(kv)
 
     def finish(self, kv: KvMemory) -> None:

@@ -152,7 +152,7 @@ def test_kv_is_paged_out_and_in_while_its_pages_serve_another_model(
     one.kv.back([0, 1, 2])
     written = one.write(driver, one.ledger.allocate(4))
     for chunk in (2, 1, 0):
-        assert one.kv.begin_page_out(chunk, queues[Direction.OUT])
+        assert one.kv.begin_page_out([chunk], queues[Direction.OUT])
     one.finish()
     one.weights.evict()
     two.weights.load()
@@ -162,7 +162,7 @@ def test_kv_is_paged_out_and_in_while_its_pages_serve_another_model(
     two.weights.evict()
     one.weights.load()
     for chunk in one.kv.chunks(Place.HOST):
-        one.kv.begin_page_in(chunk, queues[Direction.IN])
+        one.kv.begin_page_in([chunk], queues[Direction.IN])
     one.finish()
     for address, data in written.items():
         assert driver.kernel_read(address, len(data)) == data
@@ -177,11 +177,11 @@ def test_blocks_that_were_free_come_back_as_zeros(
     one, two = make(pool, 1), make(pool, 2)
     one.kv.back([0])
     written = one.write(driver, one.ledger.allocate(1))
-    assert one.kv.begin_page_out(0, queues[Direction.OUT])
+    assert one.kv.begin_page_out([0], queues[Direction.OUT])
     one.finish()
     two.weights.load()
     two.weights.evict()
-    one.kv.begin_page_in(0, queues[Direction.IN])
+    one.kv.begin_page_in([0], queues[Direction.IN])
     one.finish()
     for row in one.kv.geometry.rows:
         page = one.kv.address + row.offset

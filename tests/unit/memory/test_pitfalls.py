@@ -1,0 +1,244 @@
+"""What other systems got wrong about memory; ``docs/memory.md`` has the whole list."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from gpupoold.memory import cuda_pinning
+from gpupoold.memory.contracts import Direction
+from gpupoold.memory.cuda import CudaDevice
+from gpupoold.memory.host import HostBuffer, KvHostCache
+from gpupoold.memory.kv import Place
+from gpupoold.memory.pages import PagePool
+from gpupoold.memory.regions import Region
+from gpupoold.memory.transfers import TransferQueue
+from tests.unit.memory.cuda_rig import COMPUTE, NUM_PAGES, PAGE, mapped
+from tests.unit.memory.fake_cuda import FakeCuda
+from tests.unit.memory.rig import Rig, fill_blocks, geometry_of, read, read_block
+from tests.unit.memory.test_cuda_models import Model
+
+NUM_CYCLES = 200
+# Driver calls that take long, or take memory: none of them belongs to a switch.
+SLOW_CALLS = (
+    *("create", "release", "reserve_addresses", "free_addresses", "create_stream"),
+    *("register_host", "unregister_host"),
+)
+
+
+class Pair:
+    """Two models on a fake GPU with room for one and a half, and the queues of an instance."""
+
+    def __init__(self, device: CudaDevice, driver: FakeCuda) -> None:
+        self.driver = driver
+        self._device = device
+        self.pool = PagePool(24)
+        self._host = KvHostCache(64 * PAGE, 8 * PAGE)
+        self._host.pin(device)
+        self.ins = TransferQueue(device.open_lane(Direction.IN), "in", 6 * PAGE)
+        self.outs = TransferQueue(device.open_lane(Direction.OUT), "out", 6 * PAGE)
+        self.models = [Model(device, self.pool, self._host, seed) for seed in (1, 2)]
+
+    def start(self, model: Model) -> dict[int, bytes]:
+        """Bring a model in; a request of it fills four blocks."""
+        model.weights.load()
+        model.kv.back([0, 1, 2])
+        return model.write(self.driver, model.ledger.allocate(4))
+
+    def take_off(self, model: Model) -> None:
+        model.kv.begin_page_out(model.kv.chunks(Place.DEVICE), self.outs)
+        model.finish()
+        model.weights.evict()
+
+    def bring_back(self, model: Model, written: dict[int, bytes]) -> None:
+        """As at a switch, half of the weights by prefetch; all bytes are what they were."""
+        model.weights.begin_load(self.ins, 5)
+        model.weights.load()
+        model.kv.begin_page_in(model.kv.chunks(Place.HOST), self.ins)
+        model.finish()
+        self.driver.launch(COMPUTE)
+        weights = self.driver.kernel_read(model.weights.address, len(model.bytes))
+        assert weights == model.bytes
+        for address, data in written.items():
+            assert self.driver.kernel_read(address, len(data)) == data
+
+    def slow_calls(self) -> dict[str, int]:
+        return {call: self.driver.calls[call] for call in SLOW_CALLS}
+
+    def close(self) -> None:
+        """The ``device`` fixture checks that the driver has everything back."""
+        for model in self.models:
+            model.close()
+        self.ins.close()
+        self.outs.close()
+        self._host.unpin(self._device)
+        self._host.close()
+        assert self.pool.num_free == self.pool.num_pages
+
+
+@pytest.fixture
+def pair(device: CudaDevice, driver: FakeCuda) -> Iterator[Pair]:
+    made = Pair(device, driver)
+    yield made
+    made.close()
+
+
+def test_pitfall_02_nothing_is_unmapped_or_freed_twice(
+    device: CudaDevice, driver: FakeCuda
+) -> None:
+    pool = PagePool(NUM_PAGES)
+    region = Region(device, pool, 4)
+    region.retain(range(4))
+    pages = region.physical_pages
+    region.drop(range(1, 3))
+    calls = driver.calls.copy()
+    with pytest.raises(ValueError, match="not all held"):
+        region.drop(range(4))
+    assert driver.calls == calls, "nothing is done by halves"
+    assert region.physical_pages == [pages[0], pages[3]]
+    region.close()
+    assert driver.calls["unmap"] == 3, "each page once"
+    assert pool.num_free == NUM_PAGES
+
+
+def test_pitfall_04_a_model_that_goes_ends_its_copies_first(pair: Pair) -> None:
+    """The fake fails an unmap or unpin under a copy."""
+    one, two = pair.models
+    pair.start(one)
+    pair.take_off(one)
+    pair.start(two)
+    one.weights.begin_load(pair.ins, 2)
+    one.kv.begin_page_in(one.kv.chunks(Place.HOST)[:1], pair.ins)
+    two.kv.begin_page_out(two.kv.chunks(Place.DEVICE), pair.outs)
+    pair.driver.launch(COMPUTE)
+
+
+def test_pitfalls_09_10_and_16_switches_keep_and_make_nothing(pair: Pair) -> None:
+    """Nothing grows, all that was taken comes free, and nothing is made or pinned on the way."""
+    written = {}
+    for model in pair.models:
+        written[model] = pair.start(model)
+        pair.take_off(model)
+    for model in pair.models:  # events are made when they are first needed
+        pair.bring_back(model, written[model])
+        pair.take_off(model)
+    before, num_events = pair.slow_calls(), pair.driver.num_events
+    for number in range(NUM_CYCLES):
+        model = pair.models[number % 2]
+        pair.bring_back(model, written[model])
+        pair.take_off(model)
+        assert pair.pool.num_free == pair.pool.num_pages
+        assert "mappings" not in pair.driver.leaks
+    assert pair.slow_calls() == before
+    assert pair.driver.num_events <= num_events + 2
+
+
+def test_pitfall_13_addresses_stay_while_pages_change(rig: Rig) -> None:
+    """CUDA graphs have addresses burnt in, of weights and of KV."""
+    weights, image = rig.weights(8, "w")
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))
+    weights.load()
+    kv.back([1])
+    written = fill_blocks(kv, ledger.allocate(2), "x")
+    addresses, pages = (weights.address, kv.address), weights.physical_pages + kv.physical_pages
+    weights.evict()
+    rig.page_out(kv, 1)
+    rig.region(20).retain(range(20))
+    weights.load()
+    rig.page_in(kv, 1)
+    assert (weights.address, kv.address) == addresses
+    assert not set(weights.physical_pages + kv.physical_pages) & set(pages)
+    assert read(weights.address, len(image)) == image
+    assert {block: read_block(kv, block) for block in written} == written
+
+
+def test_pitfall_19_blocks_on_their_way_out_are_nobodys(rig: Rig) -> None:
+    """Neither the engine nor another model may write to them before the copy has ended."""
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))
+    kv.back([1, 2])
+    written = fill_blocks(kv, blocks := ledger.allocate(3), "x")
+    with rig.copies_held():
+        kv.begin_page_out([1, 2], rig.outs)
+        ledger.release(blocks[1:])  # two requests are preempted or cancelled meanwhile
+        kv.discard_dead()
+        assert ledger.num_free == 0
+        rig.soil()  # whatever pages others can have
+        assert {block: read_block(kv, block) for block in written} == written
+    rig.finish(kv)
+    rig.soil()
+    rig.page_in(kv, 1)
+    assert read_block(kv, blocks[0]) == written[blocks[0]]
+
+
+def test_pitfall_21_blocks_side_by_side_are_one_copy(pair: Pair) -> None:
+    """Copies of less than 28 KiB are slow: neighbours are joined, whoever's block they are."""
+    model = pair.models[0]
+    pair.start(model)  # blocks 1 to 4: chunks 0 to 2, of two blocks in each of three layers
+    pair.driver.batches.clear()
+    pair.take_off(model)
+    sizes = [num_bytes for batch in pair.driver.batches for _, _, num_bytes in batch]
+    assert sum(sizes) == 4 * 3 * PAGE // 2
+    assert sorted(sizes) == [PAGE // 2] * 6 + [PAGE] * 3, "block 1, blocks 2 and 3, block 4"
+
+
+def test_pitfall_22_what_an_engine_forgets_is_still_on_the_host(rig: Rig) -> None:
+    """Slots are outside of the engines: no reset of one's caches touches them."""
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))
+    other, others = rig.kv(geometry_of("small-blocks"))
+    written = {}
+    for memory, engine in ((kv, ledger), (other, others)):
+        memory.back([1])
+        written[memory] = fill_blocks(memory, blocks := engine.allocate(2), "x")
+        engine.remember(blocks[0], "prefix")
+        rig.page_out(memory, 1)
+    ledger.forget(list(written[kv]))  # its prefix cache is reset
+    with other.without_ballast():
+        others.release(list(written[other]))  # all its requests are preempted
+    other.discard_dead()
+    assert other.host_bytes == 0
+    rig.soil()
+    rig.page_in(kv, 1)
+    assert {block: read_block(kv, block) for block in written[kv]} == written[kv]
+
+
+@pytest.mark.parametrize("fail_in", [1, 2, 3])
+def test_pitfall_29_a_chunk_that_cannot_be_mapped_whole_is_not_mapped(
+    rig: Rig, fail_in: int
+) -> None:
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))  # a page in each of three layers
+    rig.device.fail_in = fail_in
+    with pytest.raises(OSError, match="too many mappings"):
+        kv.back([1])
+    assert (rig.pool.num_free, kv.resident_bytes, ledger.num_free) == (64, 0, 0)
+    kv.check_integrity()
+    kv.back([1])
+    assert ledger.num_free == 2
+
+
+def test_pitfall_29_two_threads_that_pin_lose_no_registration(
+    device: CudaDevice, image: HostBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turn loop loads a model while another thread pins the image of a second one."""
+    is_slow, other_is_done = threading.Event(), threading.Event()
+
+    def slow_sorted(values: Iterable[int]) -> list[int]:
+        found = sorted(values)
+        if not is_slow.is_set():
+            is_slow.set()
+            other_is_done.wait(0.2)  # the thread has lost its turn here
+        return found
+
+    monkeypatch.setattr(cuda_pinning, "sorted", slow_sorted, raising=False)
+    lane = device.open_lane(Direction.IN)
+    with ThreadPoolExecutor(1, "images", lambda: lane.wait(lane.begin([], 0))) as images:
+        other = images.submit(device.pin, image.address, PAGE)
+        is_slow.wait()
+        device.pin(image.address + 4 * PAGE, PAGE)
+        other_is_done.set()
+        other.result()
+    with mapped(device, 5) as region:
+        device.copy_in(region, image.address, 5 * PAGE)  # across both: the fake objects
+    lane.close()

@@ -61,7 +61,14 @@ class Scheduler:
 
     def device_up(self, number: int, ready: m.InstanceReady) -> None:
         """An instance can serve."""
-        self._tell(e.DeviceUp(number, ready.device_bytes, ready.bandwidth_bytes_per_s))
+        self._tell(
+            e.DeviceUp(
+                number,
+                ready.device_bytes,
+                ready.bandwidth_bytes_per_s,
+                kv_host_bytes=ready.kv_host_bytes,
+            )
+        )
 
     def device_down(self, number: int) -> None:
         """An instance is gone; requests that it had must have ended before."""
@@ -70,6 +77,10 @@ class Scheduler:
     def host(self, number: int, name: str) -> None:
         """An instance can run a model."""
         self._tell(e.Hosted(number, name))
+
+    def unhost(self, number: int, name: str) -> None:
+        """An instance can run a model no more."""
+        self._tell(e.Unhosted(number, name))
 
     def arrived(self, message: m.AddRequest) -> None:
         """A request; its instance gets it when the policy says so."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action, HandOver, RunTurn, Send, Turn
+from gpupoold.scheduling.kv_room import admit, admits
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.state import (
     TRANSITIONS,
@@ -64,6 +65,10 @@ class Core:
                 self._go_on(request, now_s)
         if self._must_assign:
             self._must_assign = False
+            # Room that has come back is for those who wait before it is for newcomers.
+            for number in self._to_plan:
+                if number in self.state.devices:
+                    admit(self.state.devices[number])
             self._assign(now_s)
         if self._to_plan:
             numbers, self._to_plan = self._to_plan, {}
@@ -108,7 +113,11 @@ class Core:
     def _device_up(self, event: e.DeviceUp, now_s: float) -> None:
         self._device_down(e.DeviceDown(event.device), now_s)
         self.state.devices[event.device] = Device(
-            event.device, event.capacity_bytes, event.bandwidth_bytes_per_s, event.prefetches
+            event.device,
+            event.capacity_bytes,
+            event.bandwidth_bytes_per_s,
+            event.prefetches,
+            kv_host_bytes=event.kv_host_bytes,
         )
         self._must_assign = True
 
@@ -182,8 +191,9 @@ class Core:
         if request.phase is not Phase.DECODING or request.id not in self.state.requests:
             return
         target = self.policy.first_token(request, self.state, now_s)
-        if target is not None and target.number != request.device:
-            self._hand_over(request, target)
+        if target is None or target.number == request.device or not admits(target, request):
+            return
+        self._hand_over(request, target)
 
     def _hand_over(self, request: Request, target: Device) -> None:
         assert request.device is not None
@@ -213,6 +223,8 @@ class Core:
             device = self.state.devices[request.device]
             _remove(request, device)
             self._to_plan[request.device] = None
+        if request.num_tokens:
+            request.model.learn_output(request.num_tokens)
         self.policy.ended(request, self.state)
         self._must_assign = True
 
@@ -239,11 +251,13 @@ class Core:
                 del self.state.held[request.id]
             _move(request, Trigger.PLACE)
             request.device = device.number
-            device.enqueue(request)
+            device.enqueue(request, must_wait=not admits(device, request))
             self._to_plan[device.number] = None
 
     def _send(self, device: Device, now_s: float) -> None:
         for request in self.policy.send(device, self.state, now_s):
+            if device.is_waiting_for_kv(request):
+                continue
             device.dequeue(request)
             _move(request, Trigger.SEND)
             device.join(request)
@@ -251,6 +265,7 @@ class Core:
 
     def _plan(self, device: Device, now_s: float) -> None:
         """What the device does now and next; says so when that has changed."""
+        admit(device)
         if device.queued:
             self._send(device, now_s)
         before = device.turn, device.then

@@ -44,13 +44,16 @@ class ModelRemoved:
 class DeviceUp:
     """A device can serve: its bytes for weights and KV, and what a copy to it reaches.
 
-    ``prefetches``: it brings in the next model during the turn before.
+    ``prefetches``: it brings in the next model during the turn before. ``kv_host_bytes``: of
+    host memory for KV that has to make way; None: as much as it takes, so that no request
+    ever waits for KV room.
     """
 
     device: int
     capacity_bytes: int
     bandwidth_bytes_per_s: float
     prefetches: bool = True
+    kv_host_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ import math
 
 from gpupoold.scheduling.state import Batch, Device, Model, Phase, Request, State
 
+_SUMS = ("prompt_tokens", "num_waiting", "waiting_tokens", "waiting_tokens2", "context_tokens")
+
 
 class InvariantBroken(AssertionError):
     """The state contradicts itself: a bug in the core, in a policy or in how it was fed."""
@@ -38,6 +40,8 @@ def _check_model(name: str, model: Model, state: State) -> None:
         _fail(f"model {name} has negative bytes: {model.weight_bytes}, {model.kv_bytes_per_token}")
     if not (math.isfinite(model.step_ratio) and model.step_ratio >= 0):
         _fail(f"model {name} has a step ratio of {model.step_ratio}")
+    if not (math.isfinite(model.output_tokens) and model.output_tokens >= 0):
+        _fail(f"model {name} has answers of {model.output_tokens} tokens")
     for number in model.hosts:
         device = state.devices.get(number)
         if device is None:
@@ -58,10 +62,12 @@ def _check_device(number: int, device: Device, state: State) -> int:
     for name, batch in device.working.items():
         if device.batches.get(name) is not batch or not batch.requests:
             _fail(f"device {number} works on {name}, of which it has no requests")
-    for name, batch in device.queued.items():
-        if not batch.requests:
-            _fail(f"device {number} has a queue of {name} without requests")
-        _check_batch(f"the queue of {name} on device {number}", name, batch, device, state)
+    for queues in (device.queued, device.waiting_for_kv):
+        for name, batch in queues.items():
+            if not batch.requests:
+                _fail(f"device {number} has a queue of {name} without requests")
+            _check_batch(f"the queue of {name} on device {number}", name, batch, device, state)
+    _check_waiting(device)
     for request_id, request in device.moving.items():
         _check_request(request_id, request, Phase.MOVING, device, state)
     for name, missing_bytes in device.missing_bytes.items():
@@ -73,12 +79,22 @@ def _check_device(number: int, device: Device, state: State) -> int:
     return device.num_requests + len(device.moving)
 
 
+def _check_waiting(device: Device) -> None:
+    """Whoever waits for KV room waits for somebody who will give some back."""
+    if not device.waiting_for_kv:
+        return
+    if device.kv_host_bytes is None:
+        _fail(f"device {device.number} has unlimited KV room, but requests wait for some")
+    if not (device.working or device.queued or device.moving):
+        _fail(f"requests wait for KV room on device {device.number}, which has nothing to do")
+
+
 def _check_batch(where: str, name: str, batch: Batch, device: Device, state: State) -> None:
     if state.models.get(name) is not batch.model:
         _fail(f"{where} is of {batch.model.name}, which is not the {name} that is known")
     if device.number not in batch.model.hosts:
         _fail(f"there is {where}, which does not host it")
-    is_queue = batch is device.queued.get(name)
+    is_queue = any(batch is q.get(name) for q in (device.queued, device.waiting_for_kv))
     counted = Batch(batch.model)
     for request_id, request in batch.requests.items():
         phase = Phase.QUEUED if is_queue else _phase_in_batch(request)
@@ -86,7 +102,7 @@ def _check_batch(where: str, name: str, batch: Batch, device: Device, state: Sta
         if request.model is not batch.model:
             _fail(f"{_named(request)} is in {where}")
         counted.add(request)
-    for sum_name in ("num_waiting", "waiting_tokens", "waiting_tokens2", "context_tokens"):
+    for sum_name in _SUMS:
         said, true = getattr(batch, sum_name), getattr(counted, sum_name)
         if said != true:
             _fail(f"{where} says {sum_name} is {said}, but it is {true}")

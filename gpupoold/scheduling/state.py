@@ -10,6 +10,12 @@ from gpupoold.domain import Targets
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.costs import ModelCosts
 
+# How long answers of a model are taken to be until some have ended.
+_OUTPUT_TOKENS = 256
+_OUTPUT_SMOOTHING = 0.05
+# The last block of a request is not full.
+_KV_BLOCK_TOKENS = 16
+
 
 class Phase(Enum):
     """Where a live request stands."""
@@ -52,7 +58,8 @@ TRANSITIONS: dict[tuple[Phase, Trigger], Phase] = {
 class Model:
     """A model and what is known of its speed. ``step_ratio``: measured over predicted step.
 
-    ``revision`` goes up whenever its targets, costs or ratio change.
+    ``revision`` goes up whenever its targets, costs or ratio change. ``output_tokens`` is the
+    mean length of its answers, of late.
     """
 
     name: str
@@ -62,11 +69,26 @@ class Model:
     costs: ModelCosts
     step_ratio: float = 1.0
     revision: int = 0
+    output_tokens: float = _OUTPUT_TOKENS
     hosts: set[int] = field(default_factory=set)
 
     def step_s(self, batch_size: int, context_tokens: int) -> float:
         """Seconds of a decode step, as predicted and corrected by what was seen; above zero."""
         return max(self.costs.step_s(batch_size, context_tokens) * self.step_ratio, 1e-6)
+
+    def kv_need_bytes(self, num_requests: int, prompt_tokens: int, context_tokens: int) -> float:
+        """Bytes of KV to keep for requests that have so many tokens of context in all.
+
+        For each as much as an answer of mean length takes; and never less than half of one
+        beside what they have, since those that have outgrown the mean go on growing.
+        """
+        answer_tokens = num_requests * self.output_tokens
+        tokens = max(prompt_tokens + answer_tokens, context_tokens + answer_tokens / 2)
+        return (tokens + num_requests * _KV_BLOCK_TOKENS) * self.kv_bytes_per_token
+
+    def learn_output(self, num_tokens: int) -> None:
+        """An answer has ended."""
+        self.output_tokens += _OUTPUT_SMOOTHING * (num_tokens - self.output_tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -93,18 +115,25 @@ class Request:
         """Tokens of its KV, once it has a token."""
         return self.prompt_tokens + self.num_tokens
 
+    @property
+    def kv_need_bytes(self) -> float:
+        """Bytes of KV to keep for it."""
+        return self.model.kv_need_bytes(1, self.prompt_tokens, self.context_tokens)
+
 
 @dataclass(slots=True, eq=False)
 class Batch:
     """Requests of one model that one device has, or that are queued for it.
 
     ``num_waiting`` have to be prefilled, ``waiting_tokens`` in all, the squares of which add
-    up to ``waiting_tokens2``; the others have ``context_tokens`` of KV. The sums are kept
-    by the methods, so that what a batch costs is known without looking at its requests.
+    up to ``waiting_tokens2``; the others have ``context_tokens`` of KV. ``prompt_tokens`` are
+    those of all. The sums are kept by the methods, so that what a batch costs is known without
+    looking at its requests.
     """
 
     model: Model
     requests: dict[str, Request] = field(default_factory=dict)
+    prompt_tokens: int = 0
     num_waiting: int = 0
     waiting_tokens: int = 0
     waiting_tokens2: int = 0
@@ -115,6 +144,7 @@ class Batch:
     def add(self, request: Request) -> None:
         """Take in a request, waiting unless it is decoding."""
         self.requests[request.id] = request
+        self.prompt_tokens += request.prompt_tokens
         if request.phase is Phase.DECODING:
             self.grow(request.context_tokens)
         else:
@@ -123,6 +153,7 @@ class Batch:
     def remove(self, request: Request) -> None:
         """Let go of a request; its phase must be as when it was last looked at."""
         del self.requests[request.id]
+        self.prompt_tokens -= request.prompt_tokens
         if request.phase is Phase.DECODING:
             self.grow(-request.context_tokens)
         else:
@@ -169,6 +200,12 @@ class Batch:
         """Bytes of the KV that its requests have."""
         return self.context_tokens * self.model.kv_bytes_per_token
 
+    @property
+    def kv_need_bytes(self) -> float:
+        """Bytes of KV to keep for its requests, prefilled or not."""
+        context_tokens = self.waiting_tokens + self.context_tokens
+        return self.model.kv_need_bytes(len(self.requests), self.prompt_tokens, context_tokens)
+
     def next_deadline_s(self) -> float:
         """The earliest deadline of its requests; infinity without any."""
         return min((one.next_deadline_s for one in self.requests.values()), default=math.inf)
@@ -179,7 +216,9 @@ class Device:
     """A device that is up: what it was told to do, and what it has.
 
     Of ``batches`` there is one for each model it hosts, in ``working`` and ``queued`` those
-    that have requests, in the order in which they got their first.
+    that have requests, in the order in which they got their first. Who is queued may be sent
+    at any time; for those in ``waiting_for_kv`` there was no room (:mod:`.kv_room`). One of
+    them may be ``first_for_kv``: room is gathered for it.
     """
 
     number: int
@@ -194,15 +233,23 @@ class Device:
     queued: dict[str, Batch] = field(default_factory=dict)
     moving: dict[str, Request] = field(default_factory=dict)
     missing_bytes: dict[str, int] = field(default_factory=dict)
+    kv_host_bytes: int | None = None
+    waiting_for_kv: dict[str, Batch] = field(default_factory=dict)
+    first_for_kv: str | None = None
 
     @property
     def num_requests(self) -> int:
-        """Live requests that it has or that are queued for it."""
+        """Live requests that it has, that are queued for it or wait for KV room there."""
         batches = (*self.working.values(), *self.queued.values())
-        return sum(len(batch.requests) for batch in batches)
+        return sum(len(batch.requests) for batch in batches) + self.num_waiting_for_kv
+
+    @property
+    def num_waiting_for_kv(self) -> int:
+        """Requests that are not sent because their KV would not fit."""
+        return sum(len(batch.requests) for batch in self.waiting_for_kv.values())
 
     def queued_requests(self) -> list[Request]:
-        """Those that it was not told of, by model."""
+        """Those that it was not told of, but may be, by model."""
         return [one for batch in self.queued.values() for one in batch.requests.values()]
 
     def join(self, request: Request) -> None:
@@ -218,16 +265,23 @@ class Device:
         if not batch.requests:
             del self.working[request.model.name]
 
-    def enqueue(self, request: Request) -> None:
-        """Keep a request for the device, which is not told yet."""
-        self.queued.setdefault(request.model.name, Batch(request.model)).add(request)
+    def enqueue(self, request: Request, *, must_wait: bool = False) -> None:
+        """Keep a request for the device, which is not told yet; or which must wait for KV room."""
+        queues = self.waiting_for_kv if must_wait else self.queued
+        queues.setdefault(request.model.name, Batch(request.model)).add(request)
 
     def dequeue(self, request: Request) -> None:
-        """Take a request back out of the queue."""
-        batch = self.queued[request.model.name]
+        """Take a request back out of its queue."""
+        queues = self.waiting_for_kv if self.is_waiting_for_kv(request) else self.queued
+        batch = queues[request.model.name]
         batch.remove(request)
         if not batch.requests:
-            del self.queued[request.model.name]
+            del queues[request.model.name]
+
+    def is_waiting_for_kv(self, request: Request) -> bool:
+        """Whether it is queued here, but must not be sent yet."""
+        line = self.waiting_for_kv.get(request.model.name)
+        return line is not None and request.id in line.requests
 
     def switch_s(self, model: Model) -> float:
         """Seconds to bring in what is missing of a model."""

@@ -39,8 +39,12 @@ class Simulation:
         *,
         prefetches: bool = True,
         switch_overhead_s: float = 0.0,
+        kv_host_bytes: int | None = None,
     ) -> None:
         """Build the box; ``switch_overhead_s`` is added to every switch that loads weights.
+
+        ``kv_host_bytes``: host memory for KV per device, by which the core admits requests.
+        The devices themselves have as much as they need.
 
         Raises:
             UsageError: no devices, or a model that no device can hold.
@@ -65,7 +69,15 @@ class Simulation:
             )
             for number in range(num_devices)
         ]
-        self._introduce(num_devices, device_bytes, prefetches)
+        bandwidth = min(
+            model.latency.switch.bandwidth_bytes_per_s for model in self._models.values()
+        )
+        self._introduce(
+            [
+                e.DeviceUp(number, device_bytes, bandwidth, prefetches, kv_host_bytes)
+                for number in range(num_devices)
+            ]
+        )
 
     def run(
         self,
@@ -100,15 +112,10 @@ class Simulation:
             end_s,
         )
 
-    def _introduce(self, num_devices: int, device_bytes: int, prefetches: bool) -> None:
-        bandwidth = min(
-            model.latency.switch.bandwidth_bytes_per_s for model in self._models.values()
-        )
+    def _introduce(self, devices: Sequence[e.DeviceUp]) -> None:
         events: list[e.Event] = [model.added() for model in self._models.values()]
-        events += [
-            e.DeviceUp(number, device_bytes, bandwidth, prefetches) for number in range(num_devices)
-        ]
-        events += [e.Hosted(n, name) for n in range(num_devices) for name in self._models]
+        events += devices
+        events += [e.Hosted(one.device, name) for one in devices for name in self._models]
         self.core.handle(events, 0.0)
         try:
             self.core.policy.check(self.core.state)

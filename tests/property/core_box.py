@@ -18,8 +18,17 @@ from gpupoold.scheduling.stimuli import RecordedCore
 from gpupoold.sim.policies import PolicyOptions, make_policy
 
 GB = 10**9
-CAPACITY_BYTES = 400 * GB
 COSTS = ModelCosts(prefill_base_s=0.01, decode_base_s=0.02, decode_sequence_s=0.001)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of every model and device of a box."""
+
+    weight_bytes: int = 20 * GB
+    kv_bytes_per_token: int = 100_000
+    capacity_bytes: int = 400 * GB
+    kv_host_bytes: int | None = None
 
 
 @dataclass(eq=False)
@@ -56,8 +65,11 @@ class BoxDevice:
 class Box:
     """Devices, a core, and the truth about requests."""
 
-    def __init__(self, policy: str, num_devices: int, num_prefill: int = 1) -> None:
+    def __init__(
+        self, policy: str, num_devices: int, num_prefill: int = 1, sizes: Sizes | None = None
+    ) -> None:
         self.policy = policy
+        self.sizes = sizes or Sizes()
         self.num_prefill = num_prefill
         self.options = PolicyOptions(num_prefill)
         self.recorded = RecordedCore(Core(make_policy(policy, self.options)), 1_000_000)
@@ -73,7 +85,8 @@ class Box:
 
     def add_model(self, model: str, targets: Targets) -> None:
         self.models.add(model)
-        self.tell(e.ModelAdded(model, targets, 20 * GB, 100_000, COSTS))
+        sizes = self.sizes
+        self.tell(e.ModelAdded(model, targets, sizes.weight_bytes, sizes.kv_bytes_per_token, COSTS))
 
     def remove_model(self, model: str) -> None:
         self.models.discard(model)
@@ -86,7 +99,10 @@ class Box:
         device.reset()
         device.said.clear()
         device.is_up = True
-        self.tell(e.DeviceUp(number, CAPACITY_BYTES, 20 * GB))
+        sizes = self.sizes
+        self.tell(
+            e.DeviceUp(number, sizes.capacity_bytes, 20 * GB, kv_host_bytes=sizes.kv_host_bytes)
+        )
 
     def down(self, number: int) -> None:
         self.devices[number].reset()
@@ -205,6 +221,7 @@ class Box:
                 live = Live(action.request_id, model, max(num_left, 1))
                 device.has[live.id] = live
                 self.num_sends += 1
+                self._check_kv(device)
             case HandOver():
                 source, target = self.devices[action.source], self.devices[action.target]
                 model, _ = self.lives[action.request_id]
@@ -214,6 +231,7 @@ class Box:
                 moved = source.has.pop(action.request_id, None)
                 if moved is not None:  # else its end has been said, but not been heard
                     target.has[moved.id] = moved
+                    self._check_kv(target)
                     target.said.append(e.Adopted(moved.id))
             case RunTurn():
                 self._run(self.devices[action.device], action)
@@ -225,14 +243,26 @@ class Box:
             device.turn = None
         elif order.turn.turn_id > device.last_ended:
             assert order.turn.model in device.hosted
+            if device.turn is None or device.turn.turn_id != order.turn.turn_id:
+                working = self.state.devices[device.number].working
+                assert order.turn.model in working, f"{order} finds nothing to do"
             device.turn = order.turn
+
+    def _check_kv(self, device: BoxDevice) -> None:
+        """What a device has when it gets a request fits device and host, or is that one only."""
+        sizes = self.sizes
+        if sizes.kv_host_bytes is None or len(device.has) == 1:
+            return
+        tokens = sum(self.state.requests[request_id].context_tokens for request_id in device.has)
+        room_bytes = sizes.capacity_bytes - sizes.weight_bytes + sizes.kv_host_bytes
+        assert tokens * sizes.kv_bytes_per_token <= room_bytes
 
     def _compare(self) -> None:
         """The core knows who is live, and no device with work is idle."""
         assert set(self.state.requests) == set(self.lives)
         for number, device in self.state.devices.items():
             requests = [one for batch in device.batches.values() for one in batch.requests]
-            has_work = bool(requests or device.queued)
+            has_work = bool(requests or device.queued or device.waiting_for_kv)
             assert device.turn is not None or not has_work, f"device {number} idles with work"
             twin = self.devices[number]
             if not twin.said:

@@ -11,7 +11,7 @@ from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.stimuli import replay
 from gpupoold.sim.policies import POLICY_NAMES
-from tests.property.core_box import GB, Box, BoxDevice
+from tests.property.core_box import GB, Box, BoxDevice, Sizes
 
 WHICH = st.integers(0, 9)
 TARGETS = st.builds(Targets, st.floats(0.1, 20), st.floats(0.01, 0.5))
@@ -22,10 +22,11 @@ class CoreMachine(RuleBasedStateMachine):
     """Events in any order; ``Box`` checks the answers."""
 
     policy = ""
+    sizes = st.just(Sizes())
 
-    @initialize(num_devices=st.integers(1, 4), num_prefill=st.integers(1, 2))
-    def begin(self, num_devices: int, num_prefill: int) -> None:
-        self.box = Box(self.policy, num_devices, num_prefill)
+    @initialize(data=st.data(), num_devices=st.integers(1, 4), num_prefill=st.integers(1, 2))
+    def begin(self, data: st.DataObject, num_devices: int, num_prefill: int) -> None:
+        self.box = Box(self.policy, num_devices, num_prefill, data.draw(self.sizes))
         for number in range(num_devices):
             self.box.up(number)
         for model in ("m0", "m1", "m2"):
@@ -141,11 +142,26 @@ class CoreMachine(RuleBasedStateMachine):
         return self.box.devices[which % len(self.box.devices)]
 
 
+# Room for one to some thirty prompts; all five models at once have to fit for "static".
+LITTLE_KV = st.builds(
+    Sizes,
+    st.just(GB),
+    st.just(1_000_000),
+    st.integers(2, 15).map(lambda num_gb: num_gb * GB),
+    st.integers(0, 5).map(lambda num_gb: num_gb * GB),
+)
+STATIC_KV = st.just(Sizes(GB, 1_000_000, 87 * GB, 0))
+
+
+@pytest.mark.parametrize("has_little_kv", [False, True], ids=["", "little-kv"])
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_core(policy: str) -> None:
-    machine = type(f"CoreMachine_{policy}", (CoreMachine,), {"policy": policy})
+def test_core(policy: str, has_little_kv: bool) -> None:
+    """Every request is served to its end, however little room there is for KV."""
+    sizes = STATIC_KV if policy == "static" else LITTLE_KV
+    members = {"policy": policy} | ({"sizes": sizes} if has_little_kv else {})
+    machine = type(f"CoreMachine_{policy}", (CoreMachine,), members)
     limits = settings(
-        max_examples=120,
+        max_examples=60 if has_little_kv else 120,
         stateful_step_count=40,
         deadline=None,
         phases=[Phase.generate, Phase.shrink],

@@ -26,6 +26,10 @@ class _Group:
         self.size += 1
         self.requests[request.id] = request
 
+    def has_work(self, device: Device) -> bool:
+        """Whether some of its requests are there or may be sent."""
+        return any(not device.is_waiting_for_kv(one) for one in self.requests.values())
+
 
 class GroupedPrefill:
     """Algorithm 1: a queue of groups per prefill device."""
@@ -59,12 +63,12 @@ class GroupedPrefill:
         queue = self._queue(device)
         while queue and not queue[0].requests:
             queue.pop(0)
-        return queue[0] if queue else None
+        return next((group for group in queue if group.has_work(device)), None)
 
     def next_model(self, device: Device) -> str | None:
         """The next group's model that is not the one being worked on."""
         current = device.turn.model if device.turn else None
-        waiting = (group.model.name for group in self._queue(device) if group.requests)
+        waiting = (group.model.name for group in self._queue(device) if group.has_work(device))
         return next((name for name in waiting if name != current), None)
 
     def _queue(self, device: Device) -> list[_Group]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 from gpupoold.scheduling.state import Batch, Device, Request, State
@@ -24,6 +24,9 @@ class Policy(Protocol):
 
     ``assign`` may move requests that are held or queued; ``send`` names those to let a
     device have. Both are asked after every batch of events that could change the answer.
+
+    Requests that wait for KV room are none of ``queued``: they take part in nothing but
+    ``assign`` until the device admits them. See :func:`waiting_for_kv`.
     """
 
     name: str
@@ -88,6 +91,25 @@ class SimplePolicy:
     def revise(self, device: Device, state: State, now_s: float) -> float | None:
         """Turns keep their quota."""
         return None
+
+
+def waiting_for_kv(state: State) -> Iterator[tuple[Request, list[Device]]]:
+    """Requests that wait for KV room, each with the devices of its model where nobody waits.
+
+    Of every line the first; if it is moved at once, the one after it too.
+    """
+    without_line = [device for device in state.devices.values() if not device.waiting_for_kv]
+    if len(without_line) in (0, len(state.devices)):
+        return
+    for device in state.devices.values():
+        for name in list(device.waiting_for_kv):
+            hosts = state.models[name].hosts
+            others = [other for other in without_line if other.number in hosts]
+            while others and (line := device.waiting_for_kv.get(name)) is not None:
+                request = next(iter(line.requests.values()))
+                yield request, others
+                if request.device == device.number:
+                    break
 
 
 def working(device: Device) -> list[Batch]:

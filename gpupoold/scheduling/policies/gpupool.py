@@ -4,7 +4,8 @@ A model is served where it is being served; else on the device with the least to
 home among equals. What a device has not begun with stays with the daemon, and goes to
 another device that gets less to do. A device that is full does not begin with one more
 model until it must, to be in time: perhaps another will be free before. A model that
-takes more than a device gets a second one.
+takes more than a device gets a second one. A device without room for a request's KV is
+full for that request.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from gpupoold.scheduling.policies.base import Choice, SimplePolicy
+from gpupoold.scheduling.kv_room import admits
+from gpupoold.scheduling.policies.base import Choice, SimplePolicy, waiting_for_kv
 from gpupoold.scheduling.policies.visits import (
     Switching,
     Tuning,
@@ -82,10 +84,11 @@ class GpupoolPolicy(SimplePolicy):
         for request in list(state.held.values()):
             devices = state.hosts(request.model)
             if devices:
-                chosen = self._choose(request.model, devices, loads)
+                chosen = self._choose(request, devices, loads)
                 yield request, chosen
                 loads.forget(chosen)
         yield from self._moves(state, loads)
+        yield from self._moves_for_kv(state, loads)
 
     def send(self, device: Device, state: State, now_s: float) -> Iterable[Request]:
         """Those whose model has work there already, or has its turn."""
@@ -145,25 +148,33 @@ class GpupoolPolicy(SimplePolicy):
             left_s = min(left_s, max(start_in_s, 0.0))
         return None if left_s >= planned_s else now_s + left_s - began_s
 
-    def _choose(self, model: Model, devices: list[Device], loads: _Loads) -> Device:
+    def _choose(self, request: Request, devices: list[Device], loads: _Loads) -> Device:
         """Where the model is served; but a full device gets no more of it while another has room.
 
         A second device for a model costs a copy of its weights and a smaller batch on each,
         so requests join the larger batch as long as its device keeps up.
         """
-        full_load = self._tuning.full_load
+        model, full_load = request.model, self._tuning.full_load
         serving = [one for one in devices if _has_work(model, one)]
-        keeping_up = [one for one in serving if loads.of(one) <= full_load]
+        roomy = [one for one in serving if admits(one, request)]
+        keeping_up = [one for one in roomy if loads.of(one) <= full_load]
         if keeping_up:
             return max(keeping_up, key=lambda one: (_num_of(model, one), -one.number))
-        if serving and not any(_is_mostly(model, one, loads) for one in serving):
-            return min(serving, key=lambda one: (loads.of(one), one.number))
+        if roomy and not any(_is_mostly(model, one, loads) for one in roomy):
+            return min(roomy, key=lambda one: (loads.of(one), one.number))
         home = self._home.get(model.name)
-        chosen = min(devices, key=lambda one: _rank(one, model, home, loads))
-        if serving and loads.of(chosen) + own_load(model) > self._tuning.second_device_load:
-            return min(serving, key=lambda one: (loads.of(one), one.number))
+        ranked = sorted(devices, key=lambda one: _rank(one, model, home, loads))
+        admitting = next((one for one in ranked if admits(one, request)), None)
+        chosen = admitting or min(ranked, key=lambda one: one.num_waiting_for_kv)
+        if serving and not self._is_worth_a_copy(request, chosen, loads):
+            return min(roomy or serving, key=lambda one: (loads.of(one), one.number))
         self._home[model.name] = chosen.number
         return chosen
+
+    def _is_worth_a_copy(self, request: Request, device: Device, loads: _Loads) -> bool:
+        """Whether a model that is served elsewhere may have this device too."""
+        load = loads.of(device) + own_load(request.model)
+        return load <= self._tuning.second_device_load and admits(device, request)
 
     def _moves(self, state: State, loads: _Loads) -> Iterable[tuple[Request, Device]]:
         """Models that a full device has not begun with go where there is room."""
@@ -176,12 +187,28 @@ class GpupoolPolicy(SimplePolicy):
                     continue
                 target = min(others, key=loads.of)
                 load = own_load(model)
-                if loads.of(target) + load > full_load:
+                requests = list(device.queued[name].requests.values())
+                if loads.of(target) + load > full_load or not admits(target, requests[0]):
                     continue
                 loads.move(load, device, target)
                 self._home[name] = target.number
-                for request in list(device.queued[name].requests.values()):
-                    yield request, target
+                for request in requests:
+                    if admits(target, request):
+                        yield request, target
+
+    def _moves_for_kv(self, state: State, loads: _Loads) -> Iterable[tuple[Request, Device]]:
+        """Requests that wait for KV room go where there is some, and where the model may be."""
+        for request, devices in waiting_for_kv(state):
+            name = request.model.name
+            # By models, not by load: asked often, as long as somebody waits.
+            target = min(devices, key=lambda one: (name not in one.working, len(one.working)))
+            if name in target.working:
+                is_wanted = loads.of(target) <= self._tuning.full_load and admits(target, request)
+            else:
+                is_wanted = self._is_worth_a_copy(request, target, loads)
+            if is_wanted:
+                yield request, target
+                loads.forget(target)
 
     def _plan(self, device: Device, works: list[Work], now_s: float) -> _Plan:
         """What a visit to each of these models would be now."""
@@ -218,7 +245,8 @@ def _latest_start_s(work: Work, tuning: Tuning) -> float:
 
 
 def _has_work(model: Model, device: Device) -> bool:
-    return model.name in device.working or model.name in device.queued
+    name = model.name
+    return name in device.working or name in device.queued or name in device.waiting_for_kv
 
 
 def _is_mostly(model: Model, device: Device, loads: _Loads) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
+from gpupoold.scheduling.kv_room import admits
 from gpupoold.scheduling.policies.base import Choice, SimplePolicy, working
 from gpupoold.scheduling.state import Device, Request, State
 
@@ -25,7 +26,8 @@ class RequestLevelPolicy(SimplePolicy):
     """As ServerlessLLM: a device that is free takes the head of the queue, and with it its model.
 
     Requests of a model that is being served join it. ``max_live`` limits how many a device
-    may have at a time; further ones wait, and may take another device.
+    may have at a time; further ones wait, and may take another device. So do those for whose
+    KV there is no room, and all of the model that come after them.
     """
 
     def __init__(self, name: str, rank: Rank = by_arrival, max_live: float = math.inf) -> None:
@@ -36,28 +38,21 @@ class RequestLevelPolicy(SimplePolicy):
     def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
         """From the head of the queue: to a device of the model that has room, or a free one."""
         free = [device for device in state.devices.values() if not device.num_requests]
-        chosen: list[tuple[Request, Device]] = []
-        room = {
-            device.number: self._max_live - device.num_requests for device in state.devices.values()
-        }
         serving: dict[str, list[Device]] = {}
         for device in state.devices.values():
             for name in {**device.working, **device.queued}:
                 serving.setdefault(name, []).append(device)
         for request in sorted(state.held.values(), key=self._rank):
-            name = request.model.name
-            place = self._choose(request, serving.setdefault(name, []), free, room)
+            place = self._choose(request, serving.setdefault(request.model.name, []), free)
             if place is not None:
-                room[place.number] -= 1
-                chosen.append((request, place))
-        return chosen
+                yield request, place
 
-    def _choose(
-        self, request: Request, serving: list[Device], free: list[Device], room: dict[int, float]
-    ) -> Device | None:
-        for device in serving:
-            if room[device.number] > 0:
-                return device
+    def _choose(self, request: Request, serving: list[Device], free: list[Device]) -> Device | None:
+        """A place for the next in the queue; devices without room are out for those after it."""
+        while serving:
+            if serving[0].num_requests < self._max_live and admits(serving[0], request):
+                return serving[0]
+            del serving[0]
         candidates = [device for device in free if device.number in request.model.hosts]
         if not candidates:
             return None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from gpupoold.scheduling.kv_room import admits
 from gpupoold.scheduling.policies.aegaeon import WeightedDecode
-from gpupoold.scheduling.policies.base import Choice, SimplePolicy, working
+from gpupoold.scheduling.policies.base import Choice, SimplePolicy, waiting_for_kv, working
 from gpupoold.scheduling.state import Device, Phase, Request, State
 
 
@@ -18,11 +19,15 @@ class _UnifiedPolicy(SimplePolicy):
         self._decode = WeightedDecode()
 
     def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
-        """Every held request that a device can serve."""
+        """Every held request that a device can serve; and those who have KV room elsewhere."""
         for request in list(state.held.values()):
             devices = state.hosts(request.model)
             if devices:
-                yield request, min(devices, key=lambda one: (one.num_requests, one.number))
+                yield request, _least_busy(devices)
+        for request, devices in waiting_for_kv(state):
+            target = _least_busy(devices)
+            if admits(target, request):
+                yield request, target
 
     def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
         """The next batch of the round."""
@@ -66,6 +71,10 @@ class DecodeFirstPolicy(_UnifiedPolicy):
     def send(self, device: Device, state: State, now_s: float) -> Iterable[Request]:
         """Nothing while an answer is under way; then all that waits."""
         return [] if working(device) else device.queued_requests()
+
+
+def _least_busy(devices: list[Device]) -> Device:
+    return min(devices, key=lambda one: (one.num_requests, one.number))
 
 
 def _oldest_prompt(device: Device, besides: str | None = None) -> Request | None:

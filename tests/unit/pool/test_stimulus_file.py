@@ -18,11 +18,13 @@ from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.stimuli import RecordedCore, Stimulus
 from gpupoold.sim.policies import POLICY_NAMES, PolicyOptions, make_policy
 
+HEADER = '{"policy":"gpupool","options":{"num_prefill":null},"format":"gpupool-stimuli-1"}\n'
 EVENTS: tuple[e.Event, ...] = (
     e.ModelAdded("a", Targets(0.1, 1 / 3), 1 << 40, 7, ModelCosts(decode_context_s=1e-9)),
     e.TargetsChanged("a", Targets(2.0, 1e-3)),
     e.ModelRemoved("a"),
     e.DeviceUp(0, 80 * 10**9, 2.5e10),
+    e.DeviceUp(1, 80 * 10**9, 2.5e10, False, 2 << 30),
     e.DeviceDown(1),
     e.Hosted(0, "a"),
     e.Unhosted(0, "ä\n"),
@@ -76,15 +78,35 @@ def test_a_file_replays(tmp_path: Path, policy: str) -> None:
     assert replay_file(path) is None
 
 
+def test_a_file_of_a_version_without_kv_limits_has_unlimited_devices(tmp_path: Path) -> None:
+    told = (
+        '{"type":"ModelAdded","model":"a","targets":{"ttft_s":10.0,"tbt_s":0.1},'
+        '"weight_bytes":79000000000,"kv_bytes_per_token":1000000,"costs":{}}',
+        '{"type":"DeviceUp","device":0,"capacity_bytes":80000000000,'
+        '"bandwidth_bytes_per_s":2e10,"prefetches":true}',
+        '{"type":"Hosted","device":0,"model":"a"}',
+        *(
+            f'{{"type":"Arrived","request_id":"{name}","model":"a","arrival_s":0.0,'
+            '"prompt_tokens":900,"output_tokens":null}'
+            for name in "rs"
+        ),
+    )
+    path = tmp_path / "log"
+    path.write_text(HEADER + f'{{"now_s":0.0,"events":[{",".join(told)}]}}\n')
+    _, [stimulus] = read(path)
+    assert stimulus.events[1] == e.DeviceUp(0, 80 * 10**9, 2e10)
+    difference = replay_file(path)
+    assert difference is not None
+    sent = [one for one in difference.replayed.actions if isinstance(one, Send)]
+    assert sent == [Send("r", 0), Send("s", 0)]
+
+
 def test_a_difference_is_found(tmp_path: Path) -> None:
     told = Stimulus(0.0, (e.DeviceUp(0, 1, 1.0),), (Send("r", 0),))
     write(tmp_path / "log", Header("gpupool"), [Stimulus(0.0, (), ()), told])
     difference = replay_file(tmp_path / "log")
     assert difference is not None
     assert (difference.index, difference.recorded) == (1, told)
-
-
-HEADER = '{"policy":"gpupool","options":{"num_prefill":null},"format":"gpupool-stimuli-1"}\n'
 
 
 @pytest.mark.parametrize(

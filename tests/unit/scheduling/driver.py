@@ -54,6 +54,7 @@ class Driver:
         kv_bytes_per_token: int = 100_000,
         capacity_bytes: int = 80 * GB,
         bandwidth_bytes_per_s: float = 10 * GB,
+        kv_host_bytes: int | None = None,
     ) -> None:
         self.core = Core(policy or FirstDevicePolicy())
         self.state = self.core.state
@@ -63,7 +64,11 @@ class Driver:
         for name in models.split():
             self.tell(e.ModelAdded(name, targets, weight_bytes, kv_bytes_per_token, costs))
         for number in range(num_devices):
-            self.tell(e.DeviceUp(number, capacity_bytes, bandwidth_bytes_per_s))
+            self.tell(
+                e.DeviceUp(
+                    number, capacity_bytes, bandwidth_bytes_per_s, kv_host_bytes=kv_host_bytes
+                )
+            )
             self.tell(*(e.Hosted(number, name) for name in models.split()))
 
     def tell(self, *events: e.Event, at_s: float | None = None) -> list[Action]:

@@ -49,6 +49,34 @@ class TestThePage:
         )
 
 
+class TestWhenKvMemoryIsFull:
+    def driver_of(self, kv_host_bytes: int) -> Driver:
+        return Driver(
+            weight_bytes=10 * GB,
+            kv_bytes_per_token=10**6,
+            capacity_bytes=12 * GB,
+            kv_host_bytes=kv_host_bytes,
+        )
+
+    def test_three_models_for_which_there_is_no_room_together(self) -> None:
+        driver = self.driver_of(0)
+        for number in (1, 2, 3):
+            driver.arrive("a", f"a{number}", at_s=float(number), prompt_tokens=700)
+        assert driver.state.devices[0].working["a"].kv_need_bytes == 2 * 972 * 10**6
+        driver.arrive("b", "b1", at_s=4.0, prompt_tokens=1500)
+        driver.arrive("c", "c1", at_s=5.0, prompt_tokens=10)
+        waiting = driver.state.devices[0].waiting_for_kv
+        assert [list(line.requests) for line in waiting.values()] == [["a3"], ["b1"], ["c1"]]
+        assert sends(driver.tell(e.Ended("a1"))) == []
+        assert sends(driver.tell(e.Ended("a2"))) == [("b1", 0)]
+
+    def test_host_cache_counts_by_seven_eighths(self) -> None:
+        for prompt_tokens, is_sent in ((2000 + 1225 - 972 - 272, True), (1982, False)):
+            driver = self.driver_of(1400 * 10**6)
+            driver.arrive("a", prompt_tokens=700)
+            assert bool(sends(driver.arrive("b", prompt_tokens=prompt_tokens))) is is_sent
+
+
 class TestGpupool:
     STEP_S = 0.02
 

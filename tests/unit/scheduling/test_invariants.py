@@ -78,6 +78,9 @@ BREAKS: dict[str, Callable[[State], object]] = {
     "a on device 1 says context_tokens is 7, but it is 101": lambda s: setattr(
         s.devices[1].batches["a"], "context_tokens", 7
     ),
+    "a on device 1 says prompt_tokens is 1, but it is 100": lambda s: setattr(
+        s.devices[1].batches["a"], "prompt_tokens", 1
+    ),
     "a on device 1 says waiting_tokens2 is 3, but it is 0": lambda s: setattr(
         s.devices[1].batches["a"], "waiting_tokens2", 3
     ),
@@ -114,9 +117,25 @@ BREAKS: dict[str, Callable[[State], object]] = {
     "no turn, but b is to come": lambda s: setattr(s.devices[0], "turn", None),
     "lacks bytes of z, which is no model": lambda s: s.devices[0].missing_bytes.update(z=1),
     "lacks -1 bytes of a": lambda s: s.devices[0].missing_bytes.update(a=-1),
+    "device 0 has unlimited KV room, but requests wait": lambda s: s.devices[0].enqueue(
+        s.requests["queued"], must_wait=True
+    ),
+    "answers of -1 tokens": lambda s: setattr(s.models["a"], "output_tokens", -1),
     "step ratio of nan": lambda s: setattr(s.models["a"], "step_ratio", float("nan")),
     "negative bytes": lambda s: setattr(s.models["a"], "weight_bytes", -1),
 }
+
+
+def test_nobody_waits_for_kv_room_that_nobody_will_give_back() -> None:
+    driver = Driver(kv_host_bytes=0)
+    state, device = driver.state, driver.state.devices[0]
+    driver.tell(e.Arrived("r", "a", 0.0, 1))
+    request = state.requests["r"]
+    device.leave(request)
+    request.phase, device.turn = Phase.QUEUED, None
+    device.enqueue(request, must_wait=True)
+    with pytest.raises(InvariantBroken, match="wait for KV room on device 0, which has nothing"):
+        check_state(state)
 
 
 @pytest.mark.parametrize("message", BREAKS)

@@ -42,10 +42,13 @@ class Watched:
     def __init__(self, core: Core) -> None:
         self.state = core.state
         self.recorded = RecordedCore(core, 1_000_000)
+        self.max_sent = 0
 
     def handle(self, events: Iterable[Event], now_s: float) -> list[Action]:
         actions = self.recorded.handle(events, now_s)
         check_state(self.state)
+        batches = [b for d in self.state.devices.values() for b in d.working.values()]
+        self.max_sent = max(self.max_sent, sum(len(batch.requests) for batch in batches))
         return actions
 
 
@@ -60,6 +63,26 @@ def test_the_core_is_sound_at_every_moment_and_replays(policy: str) -> None:
     [segment] = watched.recorded.segments
     assert len(segment.stimuli) > 100
     assert replay(segment) is None
+
+
+@pytest.mark.parametrize("policy", sorted({*POLICY_NAMES} - {"static", "request-level-4"}))
+def test_requests_wait_for_kv_room_and_are_all_served(policy: str) -> None:
+    """On each of two devices 3,000 tokens fit beside the weights: 4 requests."""
+    box = models("abc", weight_gb=10, kv_bytes_per_token=1_000_000)
+    requests = [
+        request("abc"[n % 3], n / 10, request_id=f"r{n}", prompt_tokens=500, output_tokens=100)
+        for n in range(60)
+    ]
+    num_sent = {}
+    for kv_host_bytes in (0, None):
+        policy_made = make_policy(policy, PolicyOptions(1))
+        simulation = Simulation(box, policy_made, 2, 13 * GB, kv_host_bytes=kv_host_bytes)
+        watched = Watched(simulation.core)
+        simulation.core = watched  # type: ignore[assignment]
+        outcome = simulation.run(requests, 2000.0)
+        assert all(len(result.token_times_s) == 100 for result in outcome.results)
+        num_sent[kv_host_bytes] = watched.max_sent
+    assert num_sent[0] <= 8 < num_sent[None]
 
 
 def test_a_device_never_works_on_two_things_at_once() -> None:

@@ -87,6 +87,7 @@ def test_it_introduces_itself_and_is_light(peer: Peer, checkpoint: Path) -> None
     assert (ready.instance, ready.device_name) == (3, "sim:H800")
     assert ready.device_bytes == Box(1, "H800").device_bytes
     assert ready.bandwidth_bytes_per_s > 1e9
+    assert ready.kv_host_bytes is None
     assert ready.engine_version.startswith("sim ")
     peer.load("m", checkpoint)
     assert psutil.Process(peer.process.pid).memory_info().rss < 60e6

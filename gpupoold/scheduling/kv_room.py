@@ -1,0 +1,108 @@
+"""Whether a device has room for one more request's KV: who may be sent, and who waits.
+
+KV that finds no room on a device moves to its host cache; when that is full too, KV would be
+dropped and computed anew. So requests wait before they are sent, as long as what is kept for
+those that were sent or may be (``kv_need_bytes``) leaves no room for them. On the device there
+is room beside the weights of the largest model that has work; the rest is in host memory.
+
+A request that would be the only one always has room: so there is progress.
+"""
+
+from __future__ import annotations
+
+import math
+
+from gpupoold.scheduling.state import Device, Model, Request
+
+# Blocks do not fill the slabs of the host cache: an eighth of a slab may stay unused.
+_HOST_SHARE = 7 / 8
+
+
+def admits(device: Device, request: Request) -> bool:
+    """Whether one more request could be sent now: its KV fits, and nobody goes before it."""
+    if device.kv_host_bytes is None:
+        return True
+    return _next(device, request) is request and _has_room(device, request)
+
+
+def admit(device: Device) -> None:
+    """Queue those that waited for KV room, as far as there is room now.
+
+    Whoever was queued before waits again if the KV of others has taken its room. Within a
+    model nobody passes anybody. Of several models the one with the least KV is next; until
+    its first request fits, the others get nothing. So room comes together for a large request
+    too, and no model's backlog keeps another model waiting. Among equals, as when the device
+    has run empty, whoever room was gathered for stays next.
+    """
+    if device.kv_host_bytes is None:
+        return
+    if device.queued and not _has_room(device):
+        _put_back(device)
+    while device.waiting_for_kv:
+        request = _next(device)
+        if request is None:
+            return
+        if not _has_room(device, request):
+            device.first_for_kv = request.id
+            return
+        device.dequeue(request)
+        device.enqueue(request)
+
+
+def _put_back(device: Device) -> None:
+    """All that are queued wait again, before those of their model that wait already."""
+    for name, batch in device.queued.items():
+        behind = device.waiting_for_kv.pop(name, None)
+        for one in (batch, behind) if behind else (batch,):
+            for request in one.requests.values():
+                device.enqueue(request, must_wait=True)
+    device.queued.clear()
+
+
+def _next(device: Device, newcomer: Request | None = None) -> Request | None:
+    """Who gets room first, of those that wait and perhaps one more.
+
+    Not a request whose model has all the KV that fits beside its own weights: it waits for
+    its own kind, and stands in nobody's way.
+    """
+    firsts = [next(iter(line.requests.values())) for line in device.waiting_for_kv.values()]
+    if newcomer is not None and newcomer.model.name not in device.waiting_for_kv:
+        firsts.append(newcomer)
+    best, best_rank = None, (math.inf, True, math.inf)
+    for request in firsts:
+        kept_bytes = _kept_bytes(device, request.model)
+        own_bytes = device.capacity_bytes - request.model.weight_bytes
+        if kept_bytes and kept_bytes + request.kv_need_bytes > own_bytes:
+            continue
+        rank = kept_bytes, request.id != device.first_for_kv, request.arrival_s
+        if best is None or rank < best_rank:
+            best, best_rank = request, rank
+    return best
+
+
+def _kept_bytes(device: Device, model: Model) -> float:
+    """Bytes of KV that are kept for the requests of one model."""
+    kept_bytes = 0.0
+    for batches in (device.working, device.queued):
+        if model.name in batches:
+            kept_bytes += batches[model.name].kv_need_bytes
+    for request in device.moving.values():
+        if request.model is model:
+            kept_bytes += request.kv_need_bytes
+    return kept_bytes
+
+
+def _has_room(device: Device, newcomer: Request | None = None) -> bool:
+    """Whether all that were sent or may be fit, and one more."""
+    assert device.kv_host_bytes is not None
+    kept_bytes, num_requests, weight_bytes = 0.0, 0, 0
+    for batch in (*device.working.values(), *device.queued.values()):
+        kept_bytes += batch.kv_need_bytes
+        num_requests += len(batch.requests)
+        weight_bytes = max(weight_bytes, batch.model.weight_bytes)
+    for request in (*device.moving.values(), *((newcomer,) if newcomer else ())):
+        kept_bytes += request.kv_need_bytes
+        num_requests += 1
+        weight_bytes = max(weight_bytes, request.model.weight_bytes)
+    room_bytes = device.capacity_bytes - weight_bytes + _HOST_SHARE * device.kv_host_bytes
+    return kept_bytes <= room_bytes or num_requests <= 1

@@ -15,6 +15,10 @@ _NUM_TOKENS = 8
 _MAX_STEPS = 64
 
 
+class NoAnswer(Failed):
+    """The model did not answer the canary's prompt, which says nothing about its weights."""
+
+
 def run_canary(engine: ModelEngine, residency: Residency) -> tuple[int, ...]:
     """Greedy tokens that a model answers to a fixed prompt; none if it makes no text.
 
@@ -22,12 +26,13 @@ def run_canary(engine: ModelEngine, residency: Residency) -> tuple[int, ...]:
     Makes the model resident, so whoever has the turn must be switched in again.
 
     Raises:
-        Failed: the engine does not come to an end.
+        NoAnswer: requests that have been begun leave it no room, or it comes to no end.
         OutOfPages: the model does not fit even alone.
     """
     if "generate" not in engine.info.supported_tasks:
         return ()
     residency.switch_in(engine.name)
+    residency.bring_all(engine.name)
     room = engine.info.max_model_len - 1
     num_prompt_tokens = max(1, min(_NUM_PROMPT_TOKENS, room - _NUM_TOKENS))
     num_tokens = max(1, min(_NUM_TOKENS, room - num_prompt_tokens))
@@ -35,14 +40,14 @@ def run_canary(engine: ModelEngine, residency: Residency) -> tuple[int, ...]:
     with engine.only(_CANARY):
         engine.add_synthetic(_CANARY, num_prompt_tokens, num_tokens)
         for _ in range(_MAX_STEPS):
-            residency.advance(engine.name)
             residency.ensure_kv(engine.name)
             for item in engine.step()[1]:
                 tokens += item.new_token_ids
                 if item.finish_reason is not None:
                     return tuple(tokens)
         engine.abort([_CANARY])
-    raise Failed(f"{engine.name}: no end of a canary's answer after {_MAX_STEPS} steps")
+        engine.kv.discard_dead()
+    raise NoAnswer(f"{engine.name}: no end of a canary's answer after {_MAX_STEPS} steps")
 
 
 class WrongAnswer(NamedTuple):
@@ -84,10 +89,12 @@ class Canaries:
     def check(self, engine: ModelEngine, residency: Residency) -> WrongAnswer | None:
         """Ask a model that is resident; what it said if that was wrong.
 
-        Raises:
-            Failed: it comes to no end.
+        One without room for an answer now is asked again when it is next on its turn.
         """
-        self._num_moves[engine.name] = 0
         expected = self._expected[engine.name]
-        answered = run_canary(engine, residency)
+        try:
+            answered = run_canary(engine, residency)
+        except NoAnswer:
+            return None
+        self._num_moves[engine.name] = 0
         return None if answered == expected else WrongAnswer(expected, answered)

@@ -99,7 +99,11 @@ class ModelLoad:
         image = self._usable_image(layout, num_pages)
         region = Region(self._device, self._pool, num_pages)
         self.layout = layout
-        self.weights = WeightMemory(region, self._device, image)
+        try:
+            self.weights = WeightMemory(region, self._device, image)
+        except BaseException:
+            region.close()
+            raise
         relocate(layout, region.address, self._device)
         self._loan.take_back()
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from gpupoold.instance.room import PooledModel, Room, Use
+from gpupoold.instance.room import PooledModel, Room, Use, spare_chunks
 from gpupoold.memory.contracts import Device, Direction, OutOfPages
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.kv import KvMemory, Place
@@ -276,7 +276,7 @@ class Residency:
                 return
             wanted = model.kv.num_missing_pages(group)
             if wanted > self.pool.num_free and keep_free is None:
-                model.kv.unback(model.kv.free_chunks())
+                model.kv.unback(spare_chunks(model.kv))
                 self._room.make(wanted, {model.name})
             fitting = self._fitting(model.kv, group, keep_free or 0)
             if fitting:

@@ -129,7 +129,7 @@ class Room:
         model.kv.stop_arriving()
         model.preempt()
         model.kv.discard_dead()
-        model.kv.unback(model.kv.free_chunks())
+        model.kv.unback(spare_chunks(model.kv))
 
     def _holding(self, name: str, is_host_full: bool) -> Holding:
         model, use = self.models[name], self._use_of(name)
@@ -188,6 +188,11 @@ class Room:
             if model.kv.begin_page_out(leaving, self._out) < len(leaving) or short <= 0:
                 break  # the host is full, or enough is on its way
         return model.kv.host_bytes - before
+
+
+def spare_chunks(kv: KvMemory) -> list[int]:
+    """Chunks that a model which runs can give up: not the null block's, which kernels touch."""
+    return [chunk for chunk in kv.free_chunks() if chunk]
 
 
 def _enough(kv: KvMemory, chunks: list[int], num_pages: int) -> list[int]:

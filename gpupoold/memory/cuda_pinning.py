@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
@@ -16,12 +17,13 @@ _PIECE_BYTES = 1 << 30
 
 
 class PinnedMemory:
-    """The registered ranges of one device's context. Any thread may ask for ``split``."""
+    """The registered ranges of one device's context, for any thread."""
 
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
         self._ends: dict[int, int] = {}  # start of each registration → its end
-        self._bounds: list[int] = []  # sorted; replaced as a whole: other threads read it
+        self._bounds: list[int] = []  # sorted; replaced as a whole: ``split`` takes no lock
+        self._lock = threading.Lock()
 
     def pin(self, address: int, num_bytes: int) -> None:
         """Register a range. Its pages had better be there: here one thread would make them.
@@ -40,8 +42,9 @@ class PinnedMemory:
             for start in done:
                 self._driver.unregister_host(start)
             raise
-        self._ends |= done
-        self._note_bounds()
+        with self._lock:
+            self._ends |= done
+            self._note_bounds()
 
     def unpin(self, address: int, num_bytes: int) -> None:
         """Undo a ``pin`` of the same range; no copy of it may be under way.
@@ -54,8 +57,10 @@ class PinnedMemory:
             raise ValueError(f"{num_bytes} bytes at {address:#x} are not pinned")
         for start in starts:
             self._driver.unregister_host(start)
-            del self._ends[start]
-        self._note_bounds()
+        with self._lock:
+            for start in starts:
+                del self._ends[start]
+            self._note_bounds()
 
     def split(self, address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
         """``(offset, num_bytes)`` of parts of a host range, none of which leaves a registration.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from gpupoold.memory import cuda_pinning
-from gpupoold.memory.contracts import Direction
+from gpupoold.memory.contracts import Copy, Direction, Lane
 from gpupoold.memory.cuda import CudaDevice
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.kv import Place
@@ -18,7 +18,7 @@ from gpupoold.memory.regions import Region
 from gpupoold.memory.transfers import TransferQueue
 from tests.unit.memory.cuda_rig import COMPUTE, NUM_PAGES, PAGE, mapped
 from tests.unit.memory.fake_cuda import FakeCuda
-from tests.unit.memory.rig import Rig, fill_blocks, geometry_of, read, read_block
+from tests.unit.memory.rig import GatedLane, Rig, fill_blocks, geometry_of, read, read_block
 from tests.unit.memory.test_cuda_models import Model
 
 NUM_CYCLES = 200
@@ -79,6 +79,24 @@ class Pair:
         assert self.pool.num_free == self.pool.num_pages
 
 
+class UnendingLane(GatedLane):
+    """Its copies have begun, and end when the gate is open."""
+
+    def __init__(self, lane: Lane) -> None:
+        super().__init__(lane)
+        self.gate.clear()
+        self.has_begun = threading.Event()
+
+    def begin(self, copies: Sequence[Copy], after: int) -> int:
+        batch = self._lane.begin(copies, after)
+        self.has_begun.set()
+        return batch
+
+    def wait(self, batch: int) -> None:
+        self.gate.wait()
+        super().wait(batch)
+
+
 @pytest.fixture
 def pair(device: CudaDevice, driver: FakeCuda) -> Iterator[Pair]:
     made = Pair(device, driver)
@@ -104,16 +122,26 @@ def test_pitfall_02_nothing_is_unmapped_or_freed_twice(
     assert pool.num_free == NUM_PAGES
 
 
-def test_pitfall_04_a_model_that_goes_ends_its_copies_first(pair: Pair) -> None:
+def test_pitfall_04_a_model_that_goes_ends_its_copies_first(
+    pair: Pair, device: CudaDevice, driver: FakeCuda
+) -> None:
     """The fake fails an unmap or unpin under a copy."""
-    one, two = pair.models
-    pair.start(one)
-    pair.take_off(one)
-    pair.start(two)
-    one.weights.begin_load(pair.ins, 2)
-    one.kv.begin_page_in(one.kv.chunks(Place.HOST)[:1], pair.ins)
-    two.kv.begin_page_out(two.kv.chunks(Place.DEVICE), pair.outs)
-    pair.driver.launch(COMPUTE)
+    model = pair.models.pop()
+    pair.start(model)
+    pair.take_off(model)
+    pair.start(pair.models[0])
+    lanes = [UnendingLane(device.open_lane(Direction.IN)) for _ in range(2)]
+    queues = [TransferQueue(lane, "slow") for lane in lanes]
+    model.weights.begin_load(queues[0], 2)
+    model.kv.begin_page_in(model.kv.chunks(Place.HOST)[:1], queues[1])
+    for lane in lanes:
+        lane.has_begun.wait()
+    assert len(driver.busy_streams) >= 2
+    for lane, close in zip(lanes, (model.weights.close, model.kv.close), strict=True):
+        threading.Timer(0.02, lane.gate.set).start()
+        close()
+    for queue in queues:
+        queue.close()
 
 
 def test_pitfalls_09_10_and_16_switches_keep_and_make_nothing(pair: Pair) -> None:

@@ -4,7 +4,7 @@ PYTHON_SOURCES := gpupoold cli state scripts tests $(if $(wildcard tui/gpupool_t
 	$(if $(wildcard examples/*.py),examples) $(if $(wildcard benchmarks/*.py),benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format types imports check bench-switch bench-overhead bench-sim clean
+.PHONY: help venv demo test lint format types imports check bench-switch bench-overhead bench-memory bench-sim clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ bench-switch: venv ## how long a switch between models takes
 
 bench-overhead: venv ## what the pool costs beside vLLM alone
 	@$(BIN)/gpupool bench overhead --json
+
+bench-memory: venv ## every figure of the memory work: build/bench-memory.json
+	@$(BIN)/python -m benchmarks.memory
 
 bench-sim: venv ## every figure of the scheduler: build/bench-sim.json (GPUPOOL_WORKLOADS=folder)
 	@$(BIN)/python benchmarks/sim.py

@@ -12,6 +12,7 @@ import typer
 from gpupool_cli import (
     add_model,
     bench,
+    cache,
     completion,
     events,
     models,
@@ -67,6 +68,7 @@ app.command("switches")(status.switches)
 app.command("run")(run.run)
 app.command("events")(events.events)
 app.command("logs")(events.logs)
+app.add_typer(cache.app, name="cache")
 app.add_typer(bench.app, name="bench")
 app.command("simulate")(simulate.simulate)
 app.command("plan")(plan.plan)

@@ -148,10 +148,25 @@ def print_model(model: ModelInfo) -> None:
         "ttft": format_duration(model.ttft_s),
         "tbt": format_duration(model.tbt_s),
         "aliases": ", ".join(model.aliases),
+        **_memory_fields(model),
         "added": output.time_text(model.created_at),
         **_latency_fields(model),
     }
     output.print_fields({name: value for name, value in fields.items() if value})
+
+
+def _memory_fields(model: ModelInfo) -> dict[str, str]:
+    """Where its bytes are now."""
+    usage = model.usage
+    if usage is None:
+        return {}
+    sizes = {
+        "resident": usage.weights_resident_bytes,
+        "cached": usage.cached_bytes,
+        "kv resident": usage.kv_resident_bytes,
+        "kv paused": usage.kv_host_bytes,
+    }
+    return {name: output.size_text(num_bytes) for name, num_bytes in sizes.items()}
 
 
 def _latency_fields(model: ModelInfo) -> dict[str, str]:

@@ -24,6 +24,7 @@ NOTHING = "-"
 _GAP = "  "
 _STYLES = {
     "ready": "green",
+    "host": "green",
     "running": "green",
     "loading": "yellow",
     "draining": "yellow",

@@ -33,8 +33,10 @@ _MODEL_COLUMNS = (
     Column("STATE", coloured=True),
     Column("LIVE", right=True),
     Column("WAIT", right=True),
-    Column("WEIGHTS", right=True),
+    Column("RESIDENT", right=True),
+    Column("CACHED", right=True),
     Column("KV", right=True),
+    Column("PAUSED", right=True),
     Column("TTFT-p99", right=True),
     Column("TBT-p99", right=True),
     Column("SLO%", right=True),
@@ -149,15 +151,16 @@ def _device_row(device: DeviceInfo) -> list[str]:
 
 
 def _model_row(model: ModelUsage) -> list[str]:
-    resident, total = model.weights_resident_bytes, model.weights_total_bytes
     attainment = model.attainment
     return [
         model.name,
         model.state,
         str(model.num_live),
         str(model.num_waiting),
-        f"{format_bytes(resident)}/{format_bytes(total)}" if total else output.NOTHING,
-        size_text(model.kv_resident_bytes + model.kv_host_bytes),
+        size_text(model.weights_resident_bytes),
+        size_text(model.cached_bytes),
+        size_text(model.kv_resident_bytes),
+        size_text(model.kv_host_bytes),
         duration_text(model.ttft_p99_s),
         duration_text(model.tbt_p99_s),
         output.NOTHING if attainment is None else f"{100 * attainment:.1f}",

@@ -15,18 +15,23 @@ from gpupool_state import RequestRow
 from gpupoold.admin.log_reader import follow_logs
 from gpupoold.admin.models import (
     AddModelRequest,
+    BenchMemoryRequest,
     BenchSwitchRequest,
+    CachedModel,
+    CacheInfo,
     ErrorBody,
     EventInfo,
     ModelInfo,
     Progress,
     Ps,
+    SetCachedRequest,
     SetModelRequest,
     Status,
     SwitchInfo,
 )
 from gpupoold.errors import GpupoolError, UsageError
 from gpupoold.pool import views
+from gpupoold.pool.cache_control import CacheControl
 from gpupoold.pool.pool import Pool
 
 _NDJSON = "application/x-ndjson"
@@ -42,6 +47,7 @@ def build_app(pool: Pool) -> FastAPI:
     app.add_exception_handler(GpupoolError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     _add_model_routes(app, pool)
+    _add_cache_routes(app, pool.cache_control)
     _add_view_routes(app, pool)
     return app
 
@@ -57,8 +63,7 @@ def _add_model_routes(app: FastAPI, pool: Pool) -> None:
 
     @app.get("/models/{name:path}")
     async def show_model(name: str) -> ModelInfo:
-        row = await pool.lifecycle.find(name)
-        return views.model_info(row, pool.lifecycle.state_of(row))
+        return await pool.model(name)
 
     @app.patch("/models/{name:path}")
     async def set_model(name: str, body: SetModelRequest) -> ModelInfo:
@@ -75,6 +80,10 @@ def _add_model_routes(app: FastAPI, pool: Pool) -> None:
     async def bench_switch(body: BenchSwitchRequest) -> dict[str, Any]:
         return await pool.bench_switch(body)
 
+    @app.post("/bench/memory")
+    async def bench_memory(body: BenchMemoryRequest) -> dict[str, Any]:
+        return await pool.bench_memory(body)
+
     @app.post("/check")
     async def check() -> list[object]:
         return await pool.check_integrity()
@@ -82,6 +91,24 @@ def _add_model_routes(app: FastAPI, pool: Pool) -> None:
     @app.get("/stimuli")
     async def stimuli() -> StreamingResponse:
         return StreamingResponse(pool.stimuli(), media_type=_NDJSON)
+
+
+def _add_cache_routes(app: FastAPI, cache: CacheControl) -> None:
+    @app.get("/cache")
+    async def cache_info() -> CacheInfo:
+        return await cache.info()
+
+    @app.patch("/cache/{name:path}")
+    async def set_cached(name: str, body: SetCachedRequest) -> CachedModel:
+        return await cache.set_pinned(name, body.is_pinned)
+
+    @app.post("/cache/{name:path}")
+    async def warm(name: str) -> CachedModel:
+        return await cache.warm(name)
+
+    @app.delete("/cache/{name:path}")
+    async def drop(name: str) -> CachedModel:
+        return await cache.drop(name)
 
 
 def _add_view_routes(app: FastAPI, pool: Pool) -> None:

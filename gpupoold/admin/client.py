@@ -5,12 +5,9 @@ Synchronous, over the unix socket. Every failure is one of ``gpupoold.errors``.
 
 from __future__ import annotations
 
-import json
-import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from traceback import walk_tb
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 from urllib.parse import quote
@@ -18,15 +15,25 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from gpupoold.admin.answers import (
+    as_error,
+    causes_of,
+    close_left_socket,
+    error_of,
+    not_understood,
+)
 from gpupoold.admin.models import (
     AddModelRequest,
+    BenchMemoryRequest,
     BenchSwitchRequest,
-    ErrorBody,
+    CachedModel,
+    CacheInfo,
     EventInfo,
     ModelInfo,
     Progress,
     Ps,
     RequestRecord,
+    SetCachedRequest,
     SetModelRequest,
     Status,
     SwitchInfo,
@@ -38,7 +45,6 @@ from gpupoold.errors import (
     Refused,
     TimedOut,
     Unavailable,
-    error_from_code,
 )
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -53,6 +59,8 @@ _OBJECT = TypeAdapter(dict[str, Any])
 _STATUS = TypeAdapter(Status)
 _PS = TypeAdapter(Ps)
 _MODEL = TypeAdapter(ModelInfo)
+_CACHE = TypeAdapter(CacheInfo)
+_CACHED = TypeAdapter(CachedModel)
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -136,7 +144,7 @@ class AdminClient:
         for line in self._stream("POST", "/models", body=request):
             progress = _parsed(Progress, line, "POST /models")
             if progress.error is not None:
-                raise _as_error(progress.error)
+                raise as_error(progress.error)
             finished = progress.model is not None
             yield progress
         if not finished:
@@ -168,6 +176,38 @@ class AdminClient:
             Refused: it has live requests and ``mode`` is ``refuse``.
         """
         return self._call(_MODEL, "DELETE", _model_path(name), query={"mode": mode}, unbounded=True)
+
+    def cache(self) -> CacheInfo:
+        """The models' weight images, and how much of the budgets they use."""
+        return self._call(_CACHE, "GET", "/cache")
+
+    def pin(self, name: str, is_pinned: bool = True) -> CachedModel:
+        """Keep a model's image in host memory once it is there, or do so no more.
+
+        Raises:
+            NoSuchModel: there is no such model.
+            Refused: the pinned images would not fit together.
+        """
+        body = SetCachedRequest(is_pinned=is_pinned)
+        return self._call(_CACHED, "PATCH", _cache_path(name), body=body)
+
+    def drop_image(self, name: str) -> CachedModel:
+        """Let a model's image go from host memory; it comes back with the next request.
+
+        Raises:
+            NoSuchModel: there is no such model.
+            Refused: it is pinned, in use or being loaded.
+        """
+        return self._call(_CACHED, "DELETE", _cache_path(name), unbounded=True)
+
+    def warm(self, name: str) -> CachedModel:
+        """Return when a model's image is in host memory; takes its time.
+
+        Raises:
+            NoSuchModel: there is no such model.
+            GpupoolError: why it cannot be had.
+        """
+        return self._call(_CACHED, "POST", _cache_path(name), unbounded=True)
 
     def ps(self) -> Ps:
         """Devices, models and live requests now."""
@@ -219,6 +259,14 @@ class AdminClient:
         """
         return self._call(_OBJECT, "POST", "/bench/switch", body=request, unbounded=True)
 
+    def bench_memory(self, request: BenchMemoryRequest) -> dict[str, Any]:
+        """Measure an idle instance's memory operations; takes its time.
+
+        Raises:
+            Refused: no instance is idle, or it has too little memory for this.
+        """
+        return self._call(_OBJECT, "POST", "/bench/memory", body=request, unbounded=True)
+
     def _call(
         self,
         answer: TypeAdapter[_T],
@@ -233,11 +281,11 @@ class AdminClient:
         with self._errors_of(request):
             response = self._http.send(request)
         if response.is_error:
-            raise _error_of(response)
+            raise error_of(response)
         try:
             return answer.validate_json(response.content)
         except ValidationError as error:
-            raise _not_understood(f"{method} {path}", error) from error
+            raise not_understood(f"{method} {path}", error) from error
 
     def _stream(
         self, method: str, path: str, *, query: Query | None = None, body: BaseModel | None = None
@@ -248,7 +296,7 @@ class AdminClient:
             try:
                 if response.is_error:
                     response.read()
-                    raise _error_of(response)
+                    raise error_of(response)
                 yield from (line for line in split_lines(response.iter_bytes()) if line.strip())
             finally:
                 response.close()
@@ -284,8 +332,8 @@ class AdminClient:
             ) from error
 
     def _connect_error(self, error: BaseException) -> GpupoolError:
-        _close_left_socket(error)
-        causes = tuple(_causes(error))
+        close_left_socket(error)
+        causes = tuple(causes_of(error))
         if any(isinstance(cause, PermissionError) for cause in causes):
             return Refused(
                 f"no permission to open the admin socket {self.socket_path}",
@@ -313,64 +361,16 @@ def _parsed(kind: type[_Body], line: bytes, what: str) -> _Body:
     try:
         return kind.model_validate_json(line)
     except ValidationError as error:
-        raise _not_understood(what, error) from error
+        raise not_understood(what, error) from error
 
 
 def _model_path(name: str) -> str:
     return f"/models/{quote(name, safe='/')}"
 
 
+def _cache_path(name: str) -> str:
+    return f"/cache/{quote(name, safe='/')}"
+
+
 def _given(**values: str | int | None) -> dict[str, str | int]:
     return {key: value for key, value in values.items() if value is not None}
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, what it came from, and so on."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _close_left_socket(error: BaseException) -> None:
-    """Close the socket of a connection that failed.
-
-    httpcore leaves it to the garbage collector, which warns about it; callers
-    that wait for the daemon to come up would collect a warning per attempt.
-    """
-    for cause in _causes(error):
-        for frame, _ in walk_tb(cause.__traceback__):
-            if frame.f_globals.get("__name__", "").startswith("httpcore."):
-                for value in frame.f_locals.values():
-                    if isinstance(value, socket.socket):
-                        value.close()
-
-
-def _as_error(body: ErrorBody) -> GpupoolError:
-    return error_from_code(body.code, body.message, body.hint)
-
-
-def _error_of(response: httpx.Response) -> GpupoolError:
-    """The error a failed answer describes."""
-    try:
-        error = _as_error(ErrorBody.model_validate(json.loads(response.content)["error"]))
-    except (ValueError, KeyError, TypeError):
-        request = response.request
-        return Failed(
-            f"{request.method} {request.url.path} was answered with HTTP {response.status_code}"
-            " and no reason",
-            "is the process at the socket gpupoold, and of the same version as gpupool?",
-        )
-    if isinstance(error, Unavailable):
-        retry_after = response.headers.get("retry-after", "")
-        if retry_after.isdigit():
-            error.retry_after_s = float(retry_after)
-    return error
-
-
-def _not_understood(what: str, error: ValidationError) -> Failed:
-    problem = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in problem["loc"]) or "the answer"
-    return Failed(
-        f"the daemon's answer to {what} is not understood: {place}: {problem['msg']}",
-        "gpupool and gpupoold may be of different versions: restart the daemon after an upgrade",
-    )

@@ -51,6 +51,7 @@ class ModelInfo(Body):
     """A registered model.
 
     ``latency`` is what was measured of it here, None before; ``latency.model()`` predicts.
+    ``usage`` is what it has and does now, where one model was asked for.
     """
 
     name: str
@@ -69,6 +70,7 @@ class ModelInfo(Body):
     kv_bytes_per_token: int
     created_at: float
     latency: StoredLatency | None = None
+    usage: ModelUsage | None = None
 
 
 class Progress(Body):
@@ -82,7 +84,12 @@ class Progress(Body):
 
 
 class DeviceInfo(Body):
-    """A device and the instance on it."""
+    """A device and the instance on it.
+
+    Bandwidth is that of a switch, with mapping; the link's own are of copies each way.
+    ``num_waiting_for_kv`` requests are not sent to it, since there is no room for their KV;
+    ``num_recomputed`` times a model's KV was dropped for want of room in host memory.
+    """
 
     instance: int
     kind: str
@@ -92,14 +99,23 @@ class DeviceInfo(Body):
     free_bytes: int
     page_bytes: int
     bandwidth_bytes_per_s: float
+    link_in_bytes_per_s: float
+    link_out_bytes_per_s: float
     on_turn: str | None
     quota_s: float
     kv_host_bytes: int
+    kv_host_limit_bytes: int | None
+    num_waiting_for_kv: int
+    num_recomputed: int
     num_steps: int
 
 
 class ModelUsage(Body):
-    """One model now and over the recent past; times are None until measured."""
+    """One model now and over the recent past; times are None until measured.
+
+    Bytes are sums over devices: ``kv_resident_bytes`` on them, ``kv_host_bytes`` of paused
+    requests in host memory. ``cached_bytes`` is its image in host memory, one for all.
+    """
 
     name: str
     state: str
@@ -109,6 +125,7 @@ class ModelUsage(Body):
     weights_total_bytes: int
     kv_resident_bytes: int
     kv_host_bytes: int
+    cached_bytes: int
     requests: int
     completed: int
     tokens: int
@@ -207,8 +224,62 @@ class Status(Body):
     dropped_history_rows: int
 
 
+class CachedModel(Body):
+    """A model's weight image: in host memory, or only saved on the disk, or nowhere.
+
+    ``num_bytes`` is its size, where it has none what it is going to have. ``last_used_at`` is
+    wall-clock seconds.
+    """
+
+    name: str
+    state: Literal["host", "disk", "none"]
+    num_bytes: int
+    is_saved: bool
+    is_pinned: bool
+    num_live: int
+    last_used_at: float | None
+
+
+class CacheInfo(Body):
+    """``GET /cache``: bytes used of the budgets for images, and the models' images."""
+
+    host_bytes: int
+    host_limit_bytes: int
+    disk_bytes: int
+    disk_limit_bytes: int
+    models: list[CachedModel]
+
+
+class SetCachedRequest(Body):
+    """``PATCH /cache/{name}``."""
+
+    is_pinned: bool
+
+
+SwitchMode = Literal["resident", "prefetched", "host_cached"]
+
+
 class BenchSwitchRequest(Body):
-    """``POST /bench/switch``: alternate between two loaded models on an idle instance."""
+    """``POST /bench/switch``: alternate between two loaded models on an idle instance.
+
+    Each mode is measured without live KV, and with at least ``kv_bytes`` of it unless that is 0.
+    """
 
     models: tuple[str, str]
     rounds: int = Field(default=20, gt=0, le=10_000)
+    modes: tuple[SwitchMode, ...] = Field(default=("host_cached",), min_length=1)
+    kv_bytes: int = Field(default=0, ge=0)
+
+
+class BenchMemoryRequest(Body):
+    """``POST /bench/memory``: measure on an idle instance.
+
+    ``device``: mapping and copies. ``kv``: ``kv_bytes`` of the first model's KV out and in,
+    alone and beside the second model's steps. ``leftovers``: what is still held when all
+    models are off the device.
+    """
+
+    part: Literal["device", "kv", "leftovers"]
+    models: tuple[str, str] | None = None
+    rounds: int = Field(default=20, gt=0, le=10_000)
+    kv_bytes: int = Field(default=128 << 20, gt=0)

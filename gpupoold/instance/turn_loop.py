@@ -363,6 +363,7 @@ class TurnLoop:
                 free_bytes=self.residency.pool.num_free * self.device.page_bytes,
                 kv_host_bytes=self.host.used_bytes,
                 models=[self._memory_of(engine) for engine in self.engines.values()],
+                num_recomputed=self.residency.num_recomputed,
             )
         )
 

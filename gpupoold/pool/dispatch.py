@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Protocol
 
 import msgspec
 
@@ -11,7 +12,7 @@ from gpupoold.config import LimitSettings
 from gpupoold.domain import FinishReason, InstanceId, ModelName, Targets
 from gpupoold.errors import Refused
 from gpupoold.pool.frontends import FrontendSupervisor
-from gpupoold.pool.instances import Instance
+from gpupoold.pool.instance import Instance
 from gpupoold.pool.requests import LiveRequest, LiveRequests
 from gpupoold.pool.scheduler import Scheduler
 from gpupoold.pool.stats import ModelStats, SwitchStats
@@ -21,11 +22,30 @@ from gpupoold.stats import percentile
 from gpupoold.wire import messages as m
 
 
+class Warmth(Protocol):
+    """What a dispatcher needs to know of images: a model without one has to be warmed first."""
+
+    def is_warm(self, model: str) -> bool:
+        """Whether all instances that have the model have its image."""
+
+    def begin(self, model: str) -> object:
+        """Warm the model, unless that is under way; ``go_on`` or ``fail_waiting`` follows."""
+
+    def used(self, model: str) -> None:
+        """The model has got a request."""
+
+    def left(self, model: str) -> None:
+        """A request of the model has ended."""
+
+    def damaged(self, message: m.WrongAnswer) -> None:
+        """The model's bytes are wrong: its requests end, and it is made anew."""
+
+
 class Dispatcher:
     """Knows every live request and passes messages on; one per daemon.
 
     ``routes`` are the models that accept requests, with the instances that
-    have them.
+    have them. Requests of a model that is not warm wait here.
     """
 
     def __init__(self, limits: LimitSettings, history: History, policy: Policy) -> None:
@@ -39,6 +59,8 @@ class Dispatcher:
         self._instances: dict[int, Instance] = {}
         self.scheduler = Scheduler(policy, self._send_to, self._on_sent)
         self.frontend: FrontendSupervisor | None = None
+        self.warmth: Warmth | None = None
+        self._waiting: dict[str, dict[str, m.AddRequest]] = {}
 
     def from_frontend(self, message: m.FromFrontend) -> None:
         """A request or a cancellation."""
@@ -60,6 +82,9 @@ class Dispatcher:
                 self._to_frontend(message)
                 for request_id in message.request_ids:
                     self._end(request_id, FinishReason.ERROR)
+            case m.WrongAnswer():
+                if self.warmth is not None:
+                    self.warmth.damaged(message)
             case m.Switched():
                 self.switches.add(message.switch)
                 self._history.record_switch(_switch_row(message.switch))
@@ -78,7 +103,31 @@ class Dispatcher:
         self.targets[name] = targets
         self.scheduler.add_model(targets, loaded, costs)
         self.scheduler.host(instance.number, name)
-        self.routes.setdefault(name, []).append(instance)
+        hosts = self.routes.setdefault(name, [])
+        if instance not in hosts:
+            hosts.append(instance)
+
+    def unhost(self, name: str, instance: Instance) -> None:
+        """An instance has a model no more; none of its requests is there."""
+        hosts = self.routes.get(name, [])
+        if instance in hosts:
+            hosts.remove(instance)
+            self.scheduler.unhost(instance.number, name)
+
+    def num_waiting(self, name: str) -> int:
+        """Requests that wait until their model is warm."""
+        return len(self._waiting.get(name, ()))
+
+    def go_on(self, name: str) -> None:
+        """A model is warm: the requests that waited for that are scheduled."""
+        for message in self._waiting.pop(name, {}).values():
+            self.scheduler.arrived(message)
+
+    def fail_waiting(self, name: str, reason: str) -> None:
+        """A model cannot be warmed: the requests that waited for that end with an error."""
+        waiting = self._waiting.get(name, {})
+        self._fail([one for one in self.live.of_model(name) if one.request_id in waiting], reason)
+        self._waiting.pop(name, None)
 
     def check_servable(self) -> None:
         """Raise Refused when the policy cannot serve all the models there are."""
@@ -137,6 +186,12 @@ class Dispatcher:
                 message.prompt_token_ids,
             )
         )
+        if self.warmth is not None:
+            self.warmth.used(message.model)
+            if not self.warmth.is_warm(message.model):
+                self._waiting.setdefault(message.model, {})[message.request_id] = message
+                self.warmth.begin(message.model)
+                return
         self.scheduler.arrived(message)
 
     def _send_to(self, number: int, message: m.AddRequest | m.RunTurn) -> None:
@@ -191,7 +246,10 @@ class Dispatcher:
                 self._end(request_id, FinishReason.ERROR)
 
     def _end(self, request_id: str, reason: FinishReason) -> None:
-        self.scheduler.ended(request_id)
+        request = self.live.get(request_id)
+        waiting = self._waiting.get(request.model, {}) if request is not None else {}
+        if waiting.pop(request_id, None) is None:
+            self.scheduler.ended(request_id)
         self._record_end(request_id, reason)
 
     def _record_end(self, request_id: str, reason: FinishReason) -> None:
@@ -202,6 +260,8 @@ class Dispatcher:
         stats = self.stats.setdefault(request.model, ModelStats())
         stats.end(request, completed=completed)
         self._history.record_request(_request_row(request, reason))
+        if self.warmth is not None:
+            self.warmth.left(request.model)
 
     def _to_frontend(self, message: m.Message) -> None:
         if self.frontend is not None:

@@ -7,19 +7,17 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import TypeVar
 
-from gpupoold.config import DeviceSettings, Settings
-from gpupoold.errors import Failed, GpupoolError, TimedOut, Unavailable, error_from_code
+from gpupoold.config import Settings
+from gpupoold.errors import Failed, TimedOut, Unavailable, error_from_code
 from gpupoold.pool.child import Child
 from gpupoold.pool.image_cache import CachedImage
+from gpupoold.pool.instance import Instance
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import ChannelClosed
 
 _logger = logging.getLogger(__name__)
-K = TypeVar("K")
-V = TypeVar("V")
 
 _FIRST_BACKOFF_S = 1.0
 _MAX_BACKOFF_S = 60.0
@@ -27,43 +25,9 @@ _STABLE_AFTER_S = 60.0
 _READY_TIMEOUT_S = 120.0
 _READY_POLL_S = 0.05
 
-OnMessage = Callable[["Instance", m.FromInstance], None]
-OnState = Callable[["Instance"], Awaitable[None]]
-
-
-@dataclass(eq=False, slots=True)
-class Instance:
-    """An instance as the daemon sees it."""
-
-    number: int
-    device: DeviceSettings
-    state: str = "starting"
-    child: Child[m.FromInstance] | None = None
-    ready: m.InstanceReady | None = None
-    status: m.InstanceStatus | None = None
-    models: set[str] = field(default_factory=set)
-    loading: dict[str, asyncio.Future[m.ModelLoaded]] = field(default_factory=dict)
-    unloading: dict[str, asyncio.Future[None]] = field(default_factory=dict)
-    calls: dict[int, asyncio.Future[object]] = field(default_factory=dict)
-    image_fds: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it can load and serve."""
-        return self.state == "ready"
-
-    @property
-    def resident(self) -> frozenset[str]:
-        """Models all of whose weights were on the device when it last reported."""
-        models = self.status.models if self.status else []
-        return frozenset(
-            held.model for held in models if held.weights_resident_bytes == held.weights_total_bytes
-        )
-
-    def send(self, message: m.Message, fds: tuple[int, ...] = ()) -> None:
-        """Send, or do nothing when it is down: its end is handled elsewhere."""
-        if self.child is not None and not self.child.channel.closed:
-            self.child.channel.send(message, fds)
+V = TypeVar("V")
+OnMessage = Callable[[Instance, m.FromInstance], None]
+OnState = Callable[[Instance], Awaitable[None]]
 
 
 class InstanceSupervisor:
@@ -140,10 +104,13 @@ class InstanceSupervisor:
         Its steps are timed afterwards, for ``profiling_budget_s`` at most.
 
         Raises:
-            GpupoolError: the instance's reason, or that it died meanwhile.
+            GpupoolError: the instance's reason, or that it is down.
             TimedOut: over the configured load timeout.
         """
-        future = _new_future(instance.loading, model.name)
+        if not instance.is_ready:
+            raise Failed(f"instance {instance.number} is {instance.state}", "see `gpupool logs`")
+        await instance.unloading.settled(model.name)
+        future = instance.loading.expect(model.name)
         instance.models.add(model.name)  # even if nobody waits for the end of the load
         if image is None:
             instance.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
@@ -159,7 +126,7 @@ class InstanceSupervisor:
                 f"{model.name}: not loaded within {limit_s:g} s", "raise limits.load_timeout"
             ) from None
         finally:
-            instance.loading.pop(model.name, None)
+            instance.loading.forget(model.name)
         return loaded, instance.image_fds.pop(model.name, None)
 
     async def unload(self, instance: Instance, name: str) -> None:
@@ -168,23 +135,60 @@ class InstanceSupervisor:
         Raises:
             TimedOut: the instance did not answer.
         """
+        await instance.unloading.settled(name)
         if name not in instance.models:
             return
-        future = _new_future(instance.unloading, name)
+        future = instance.unloading.expect(name)
         instance.models.discard(name)
+        instance.layouts.pop(name, None)
+        instance.images.discard(name)
         instance.send(m.UnloadModel(name))
-        limit_s = self._settings.limits.load_timeout_s  # a load may have to end before
         try:
-            async with asyncio.timeout(limit_s):
-                await future
-        except TimeoutError:
-            raise TimedOut(
-                f"instance {instance.number} did not let go of {name} within {limit_s:g} s",
-                "see `gpupool logs`",
-            ) from None
+            await self._in_time(instance, future, f"let go of {name}")
         finally:
-            instance.unloading.pop(name, None)
+            instance.unloading.forget(name)
             _close(instance.image_fds.pop(name, None))
+
+    async def give_image(self, instance: Instance, name: str, image: CachedImage) -> None:
+        """Let a model on an instance have an image of its layout; returns when it can run.
+
+        Raises:
+            Failed: the instance cannot map or pin it, or is down.
+            TimedOut: the instance did not answer.
+        """
+        if not instance.is_ready:
+            raise Failed(f"instance {instance.number} is {instance.state}")
+        future = instance.taking.expect(name)
+        instance.send(m.TakeImage(name), (image.fd,))
+        try:
+            problem = await self._in_time(instance, future, f"take the image of {name}")
+        except BaseException:
+            instance.send(m.DropImage(name))  # it shall not have it later without being asked
+            raise
+        finally:
+            instance.taking.forget(name)
+        if problem:
+            raise Failed(
+                f"instance {instance.number} cannot take the image of {name}: {problem}",
+                "see `gpupool logs`",
+            )
+        instance.images.add(name)
+
+    async def drop_image(self, instance: Instance, name: str) -> None:
+        """Let an instance give up its view of a model's image; returns when it has.
+
+        Raises:
+            TimedOut: the instance did not answer.
+        """
+        if name not in instance.images:
+            return
+        future = instance.dropping.expect(name)
+        instance.images.discard(name)
+        instance.send(m.DropImage(name))
+        try:
+            await self._in_time(instance, future, f"let the image of {name} go")
+        finally:
+            instance.dropping.forget(name)
 
     async def call(self, instance: Instance, method: str, **arguments: object) -> object:
         """Run a named operation on an instance between two of its steps.
@@ -196,13 +200,24 @@ class InstanceSupervisor:
             raise Failed(f"instance {instance.number} is {instance.state}")
         self._next_call += 1
         call_id = self._next_call
-        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        instance.calls[call_id] = future
+        future = instance.calls.expect(call_id)
         instance.send(m.Call(call_id, method, dict(arguments)))
         try:
             return await future
         finally:
-            instance.calls.pop(call_id, None)
+            instance.calls.forget(call_id)
+
+    async def _in_time(self, instance: Instance, future: asyncio.Future[V], what: str) -> V:
+        """The answer of an instance, which may have to end a load before."""
+        limit_s = self._settings.limits.load_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await future
+        except TimeoutError:
+            raise TimedOut(
+                f"instance {instance.number} did not {what} within {limit_s:g} s",
+                "see `gpupool logs`",
+            ) from None
 
     async def _keep_running(self, instance: Instance) -> None:
         backoff_s = _FIRST_BACKOFF_S
@@ -255,30 +270,38 @@ class InstanceSupervisor:
                 instance.ready = message
                 instance.state = "ready"
                 task = asyncio.ensure_future(self._on_up(instance))
+                instance.coming_up = task
                 self._tasks.append(task)
                 task.add_done_callback(self._tasks.remove)
             case m.ModelLoaded():
                 assert instance.child is not None
                 name = message.model.name
+                instance.layouts[name] = message.layout_digest
+                if message.has_image:
+                    instance.images.add(name)
                 fd = instance.child.channel.take_fd() if message.has_image else None
                 if name not in instance.loading:
                     _close(fd)  # who asked for it has left, and has it unloaded
                 elif fd is not None:
                     instance.image_fds[name] = fd
-                _resolve(instance.loading, name, message)
+                instance.loading.resolve(name, message)
             case m.ModelFailed():
                 instance.models.discard(message.name)
                 error = error_from_code(message.error_code, message.message, message.hint)
-                _reject(instance.loading, message.name, error)
+                instance.loading.reject(message.name, error)
             case m.ModelUnloaded():
-                _resolve(instance.unloading, message.name, None)
+                instance.unloading.resolve(message.name, None)
+            case m.ImageDropped():
+                instance.dropping.resolve(message.model, None)
+            case m.ImageTaken():
+                instance.taking.resolve(message.model, message.problem)
             case m.CallResult() if message.error_code:
                 error = error_from_code(
                     message.error_code, message.error_message, message.error_hint
                 )
-                _reject(instance.calls, message.call_id, error)
+                instance.calls.reject(message.call_id, error)
             case m.CallResult():
-                _resolve(instance.calls, message.call_id, message.result)
+                instance.calls.resolve(message.call_id, message.result)
             case m.InstanceStatus():
                 instance.status = message
             case _:
@@ -286,16 +309,21 @@ class InstanceSupervisor:
 
     def _forget(self, instance: Instance, reason: str) -> None:
         """Everything that waited for this run of the instance fails with ``reason``."""
-        for name in list(instance.loading):
-            _reject(instance.loading, name, Failed(reason, "see `gpupool logs`"))
-        for call_id in list(instance.calls):
-            _reject(instance.calls, call_id, Failed(reason))
-        for name in list(instance.unloading):
-            _resolve(instance.unloading, name, None)
+        if instance.coming_up is not None:
+            instance.coming_up.cancel()
+            instance.coming_up = None
+        died = Failed(reason, "see `gpupool logs`")
+        instance.loading.reject_all(died)
+        instance.taking.reject_all(died)
+        instance.calls.reject_all(died)
+        instance.unloading.resolve_all(None)
+        instance.dropping.resolve_all(None)
         for fd in instance.image_fds.values():
             os.close(fd)
         instance.image_fds.clear()
         instance.models.clear()
+        instance.layouts.clear()
+        instance.images.clear()
         instance.status = None
 
 
@@ -317,6 +345,7 @@ def _arguments(settings: Settings, instance: Instance) -> list[str]:
             "--reserve-bytes": settings.memory.reserve_for(device.kind),
             "--page-bytes": device.page_bytes or 0,
             "--kv-host-bytes": settings.memory.kv_host_bytes,
+            "--canary-interval": settings.memory.canary_interval,
             "--compute-threads": _compute_threads(settings),
         }
     return [text for pair in options.items() for text in map(str, pair)]
@@ -337,21 +366,3 @@ def _close(fd: int | None) -> None:
 
 def _ending(status: int) -> str:
     return f"signal {-status}" if status < 0 else f"exit status {status}"
-
-
-def _new_future(futures: dict[K, asyncio.Future[V]], key: K) -> asyncio.Future[V]:
-    future: asyncio.Future[V] = asyncio.get_running_loop().create_future()
-    futures[key] = future
-    return future
-
-
-def _resolve(futures: dict[K, asyncio.Future[V]], key: K, value: V) -> None:
-    future = futures.get(key)
-    if future is not None and not future.done():
-        future.set_result(value)
-
-
-def _reject(futures: dict[K, asyncio.Future[V]], key: K, error: GpupoolError) -> None:
-    future = futures.get(key)
-    if future is not None and not future.done():
-        future.set_exception(error)

@@ -13,7 +13,7 @@ from gpupoold.checkpoints.fit import estimate_weight_bytes, fits
 from gpupoold.checkpoints.resolve import HubSource, resolve
 from gpupoold.config import Settings
 from gpupoold.domain import ModelSpec
-from gpupoold.pool.image_cache import ImageCache
+from gpupoold.pool.image_room import ImageRoom
 from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.specs import checked_info, spec_of
 
@@ -32,12 +32,12 @@ class Intake:
         request: AddModelRequest,
         settings: Settings,
         supervisor: InstanceSupervisor,
-        cache: ImageCache,
+        room: ImageRoom,
     ) -> None:
         self._request = request
         self._settings = settings
         self._supervisor = supervisor
-        self._cache = cache
+        self._room = room
         self._info: CheckpointInfo | None = None
         self._spec: ModelSpec | None = None
 
@@ -92,7 +92,7 @@ class Intake:
         least_kv_bytes = int(weight_bytes * _MIN_KV_SHARE)
         fits(info, self._request.dtype, max(sizes), kv_bytes=least_kv_bytes)
         if any(device.kind != "sim" for device in self._settings.devices):
-            self._cache.check_room(self._request.name, weight_bytes)
+            self._room.check(self._request.name, weight_bytes)
         return info
 
     async def _download(self, repo_id: str, lines: asyncio.Queue[Progress]) -> Path:

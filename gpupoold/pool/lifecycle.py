@@ -15,11 +15,15 @@ from gpupoold.domain import ModelSpec, ModelState, Targets
 from gpupoold.errors import GpupoolError, NoSuchModel, Refused, TimedOut
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.image_cache import ImageCache
-from gpupoold.pool.instances import Instance, InstanceSupervisor
+from gpupoold.pool.image_room import NoRoom
+from gpupoold.pool.instance import Instance
+from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.intake import Intake
 from gpupoold.pool.loader import ModelLoader
 from gpupoold.pool.saved_images import SavedImages
+from gpupoold.pool.startup import rows_in_start_order
 from gpupoold.pool.views import model_info
+from gpupoold.pool.warming import Warmer
 from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)
@@ -53,6 +57,9 @@ class ModelLifecycle:
         self._leaving: set[str] = set()
         self._tasks: set[asyncio.Task[ModelRow]] = set()
         self.loader = ModelLoader(settings, registry, history, dispatcher, supervisor, cache, saved)
+        self.warmer = Warmer(
+            settings, registry, history, dispatcher, supervisor, cache, self.loader, self._lost
+        )
 
     async def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
         """Register a model step by step; nothing is kept when a step fails or the reader leaves.
@@ -61,7 +68,7 @@ class ModelLifecycle:
             GpupoolError: what was wrong, at the step where it showed.
         """
         await self._check_names_free(request)
-        intake = Intake(request, self._settings, self._supervisor, self._cache)
+        intake = Intake(request, self._settings, self._supervisor, self.loader.room)
         async for step in intake.steps():
             yield step
         if request.check_only:
@@ -69,7 +76,7 @@ class ModelLifecycle:
             return
         yield Progress(stage="load", total_bytes=intake.weight_bytes)
         # A task of its own: when the reader leaves, what was begun is undone undisturbed.
-        task = asyncio.create_task(self._register_and_load(intake.spec))
+        task = asyncio.create_task(self._register_and_load(intake.spec, intake.weight_bytes))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         try:
@@ -147,17 +154,40 @@ class ModelLifecycle:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.warmer.stop()
+
+    async def warm(self, name: str) -> ModelRow:
+        """Bring a model's image into host memory, and its engine onto instances that have none.
+
+        Raises:
+            NoSuchModel: it is not registered.
+            GpupoolError: why it cannot be had.
+        """
+        row = await self.find(name)
+        model = row.spec.name
+        if not self.loader.is_open(model):
+            with self.loader.room.holding(model):
+                await self._wait_for_room(row, self._supervisor.instances[0])
+                async with self._changing:
+                    row = await self.find(model)
+                    if not self.loader.is_open(model):
+                        await self.loader.load_everywhere(row.spec, row.weight_bytes)
+                        row = await self._open(row.spec)
+                        await self.publish()
+        await self.warmer.warm(model)
+        return row
 
     async def instance_up(self, instance: Instance) -> None:
         """Load every registered model on an instance that has just come up."""
         self._event("info", "instance_ready", str(instance.number), "ready")
         self._dispatcher.instance_up(instance)
         async with self._changing:
-            for row in await self._registry.list():
-                if row.spec.name not in self._leaving and instance.is_ready:
-                    await self._reload(row, instance)
-            await self._saved.tidy([row.spec.name for row in await self._registry.list()])
+            rows = await rows_in_start_order(self._registry, self._history, self._cache)
+            later = [row for row in rows if not await self._reload(row, instance)]
             await self.publish()
+        for row in later:
+            await self._reload_later(row, instance)
+        await self._saved.tidy([row.spec.name for row in await self._registry.list()])
 
     async def instance_down(self, instance: Instance) -> None:
         """Take an instance out of all routes."""
@@ -215,13 +245,13 @@ class ModelLifecycle:
                 what = "registered" if row.spec.name == name else f"an alias of {row.spec.name}"
                 raise Refused(f"{name!r} is already {what}", "choose another name or remove it")
 
-    async def _register_and_load(self, spec: ModelSpec) -> ModelRow:
+    async def _register_and_load(self, spec: ModelSpec, weight_bytes: int) -> ModelRow:
         async with self._changing:
             await self._registry.add(spec)
             try:
                 await self._registry.set_state(spec.name, ModelState.LOADING)
                 await self.publish()
-                await self.loader.load_everywhere(spec)
+                await self.loader.load_everywhere(spec, weight_bytes)
                 row = await self._open(spec)
             except BaseException as error:
                 await self._undo_add(spec, str(error) or "its client left")
@@ -244,20 +274,53 @@ class ModelLifecycle:
             self._event("error", "model_refused", spec.name, reason)
             await self.publish()
 
-    async def _reload(self, row: ModelRow, instance: Instance) -> None:
+    async def _reload(self, row: ModelRow, instance: Instance) -> bool:
+        """Load a model on an instance that has come up; False when there is no room now."""
         name = row.spec.name
+        if name in self._leaving or not instance.is_ready:
+            return True
         # Mounting takes the frontend a while; once is enough for all instances of a box.
         was_open = self.loader.is_open(name)
         try:
-            await self.loader.load(row.spec, instance)
+            await self.loader.load(row.spec, instance, row.weight_bytes)
             if was_open:
-                return
+                return True
             await self._open(row.spec)
+        except NoRoom:
+            return False
         except GpupoolError as error:
-            _logger.error("%s could not be loaded: %s", name, error)
-            self._event("error", "model_failed", name, str(error))
-            if not self._dispatcher.routes.get(name):
-                await self._registry.set_state(name, ModelState.FAILED, str(error))
+            await self._not_loaded(name, error)
+        await self.publish()
+        return True
+
+    async def _reload_later(self, row: ModelRow, instance: Instance) -> None:
+        """Load a model when others have made room; their requests may need this instance too."""
+        name = row.spec.name
+        try:
+            with self.loader.room.holding(name):
+                await self._wait_for_room(row, instance)
+                async with self._changing:
+                    if await self._registry.get(name) is not None:
+                        await self._reload(row, instance)
+        except GpupoolError as error:
+            await self._not_loaded(name, error)
+            await self.publish()
+
+    async def _wait_for_room(self, row: ModelRow, instance: Instance) -> None:
+        limit_s = self._settings.limits.load_timeout_s
+        await self.loader.wait_for_room(row.spec, instance, row.weight_bytes, limit_s)
+
+    async def _not_loaded(self, name: str, error: GpupoolError) -> None:
+        _logger.error("%s could not be loaded: %s", name, error)
+        self._event("error", "model_failed", name, str(error))
+        if not self._dispatcher.routes.get(name):
+            self._dispatcher.fail_model(name, f"{name} could not be loaded: {error}")
+            await self._registry.set_state(name, ModelState.FAILED, str(error))
+
+    async def _lost(self, model: str, reason: str) -> None:
+        """No instance has the model any more."""
+        self._event("error", "model_failed", model, reason)
+        await self._registry.set_state(model, ModelState.FAILED, reason)
         await self.publish()
 
     def _check_may_leave(self, model: str, mode: RemoveMode) -> None:
@@ -287,6 +350,7 @@ class ModelLifecycle:
         if now is None or now.created_at != row.created_at:
             return  # somebody else removed it while its requests ended
         self._dispatcher.fail_model(model, f"{model} was removed")
+        await self.warmer.cancel(model)
         await self.loader.unload(model)
         await self._registry.remove(model)
         await self.publish()

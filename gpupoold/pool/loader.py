@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
+from collections import defaultdict
 
 from gpupool_state import History, Registry
 from gpupoold.config import Settings
 from gpupoold.domain import ModelSpec
-from gpupoold.errors import GpupoolError, Refused
+from gpupoold.errors import GpupoolError
 from gpupoold.latency.errors import LatencyError
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.image_cache import CachedImage, ImageCache
-from gpupoold.pool.image_files import SavedImage
-from gpupoold.pool.instances import Instance, InstanceSupervisor
+from gpupoold.pool.image_room import ImageRoom
+from gpupoold.pool.instance import Instance
+from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.profiles import is_profiled, latency_model_of, profile_rows
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.specs import to_load
@@ -51,6 +54,9 @@ class ModelLoader:
         self._supervisor = supervisor
         self._cache = cache
         self._saved = saved
+        self.room = ImageRoom(cache, self._is_in_use, self._let_go)
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._cleaning: set[asyncio.Task[None]] = set()
         self._loaded: dict[str, m.LoadedModel] = {}
         self._served: set[str] = set()
         self.frontend: FrontendSupervisor | None = None
@@ -63,38 +69,120 @@ class ModelLoader:
         """Whether an instance has the model and its API has been mounted."""
         return name in self._served and bool(self._dispatcher.routes.get(name))
 
-    async def load_everywhere(self, spec: ModelSpec) -> None:
-        """Load on every instance.
+    def lock(self, name: str) -> asyncio.Lock:
+        """Held by whoever changes on which instances the model is, or what image it has."""
+        return self._locks[name]
+
+    async def load_everywhere(self, spec: ModelSpec, expected_bytes: int = 0) -> None:
+        """Load on every instance; see :meth:`load`.
 
         Raises:
             GpupoolError: the first reason why not; call ``unload`` then.
         """
-        for instance in self._supervisor.instances:
-            await self._supervisor.wait_ready(instance)
-            await self.load(spec, instance)
+        with self.room.holding(spec.name):
+            for instance in self._supervisor.instances:
+                await self._supervisor.wait_ready(instance)
+                await self.load(spec, instance, expected_bytes)
         self._dispatcher.check_servable()
 
-    async def load(self, spec: ModelSpec, instance: Instance) -> None:
+    async def load(self, spec: ModelSpec, instance: Instance, expected_bytes: int = 0) -> None:
         """Load on one instance; does nothing when it has the model already.
 
+        An image that is still to be made takes about ``expected_bytes``; others go for it.
+
         Raises:
-            GpupoolError: the instance's reason, or no room in the model cache.
+            NoRoom: too few others may go now.
+            GpupoolError: the instance's reason.
         """
-        name = spec.name
-        if name in instance.models:
+        with self.room.holding(spec.name):
+            async with self.lock(spec.name):
+                if spec.name not in instance.models:
+                    await self._load(spec, instance, expected_bytes)
+
+    async def wait_for_room(
+        self, spec: ModelSpec, instance: Instance, expected_bytes: int, wait_s: float
+    ) -> None:
+        """Keep room for the model's image, unless it is there; for who holds the model.
+
+        Nobody may hold a lock meanwhile: others may need it to come to an end, which is what
+        is waited for.
+
+        Raises:
+            NoRoom, TimedOut: see :meth:`ImageRoom.reserve`.
+        """
+        if self._cache.get(spec.name) is not None or instance.ready is None:
             return
-        image = await self._image(spec, instance)
+        saved_bytes = await self._saved.look_up(to_load(spec, self._settings), instance.ready)
+        num_bytes = saved_bytes or _whole_pages(expected_bytes, instance)
+        await self.room.reserve(spec.name, num_bytes, wait_s)
+
+    async def reload(self, spec: ModelSpec, instance: Instance, expected_bytes: int) -> None:
+        """Make the model's engine on an instance anew: with the image that there is, else with
+        one that is made on the way. For who holds the model and its lock.
+
+        Raises:
+            GpupoolError: the instance's reason; the model is not there any more.
+        """
+        try:
+            await self._supervisor.unload(instance, spec.name)
+            await self._load(spec, instance, expected_bytes)
+        except BaseException:
+            self._dispatcher.unhost(spec.name, instance)
+            raise
+
+    async def read_image(self, spec: ModelSpec, ready: m.InstanceReady) -> CachedImage | None:
+        """The model's image, brought into the cache from the disk; None when it is not there.
+
+        For who holds the model and its lock.
+
+        Raises:
+            NoRoom: too few others may go for it now.
+        """
+        num_bytes = await self._saved.look_up(to_load(spec, self._settings), ready)
+        if num_bytes is None:
+            return None
+        await self.room.reserve(spec.name, num_bytes)
         started_s = time.monotonic()
-        loaded, fd = await self._supervisor.load(
-            instance,
-            to_load(spec, self._settings),
-            image,
-            await self._profiling_budget_s(spec, instance),
+        saved = await self._saved.read(spec.name)
+        if saved is None:
+            return None
+        _logger.info(
+            "%s: its image of %s was read in %.2f s",
+            spec.name,
+            format_bytes(saved.num_bytes),
+            time.monotonic() - started_s,
         )
-        if fd is not None:
-            kept = await self._keep_image(instance, fd, loaded)
-            if image is None or loaded.image_problem:
-                self._saved.keep(name, kept)
+        return self._cache.put(spec.name, saved.fd, saved.layout_digest, saved.canary)
+
+    def forget_image(self, name: str) -> None:
+        """Let the daemon's image of a model go, and the saved one."""
+        self._cache.drop(name)
+        self._saved.forget(name)
+
+    def _is_in_use(self, name: str) -> bool:
+        return self._dispatcher.live.num_of(name) > 0
+
+    async def _let_go(self, name: str) -> None:
+        """Return when no process but the daemon has the model's image."""
+        await self._saved.settled(name)  # else its writer would keep the memory
+        instances = self._supervisor.instances
+        await asyncio.gather(*(self._supervisor.drop_image(one, name) for one in instances))
+
+    async def _load(self, spec: ModelSpec, instance: Instance, expected_bytes: int) -> None:
+        name = spec.name
+        image = await self._image(spec, instance, expected_bytes)
+        budget_s = await self._profiling_budget_s(spec, instance)
+        model = to_load(spec, self._settings)
+        started_s = time.monotonic()
+        try:
+            loaded, fd = await self._supervisor.load(instance, model, image, budget_s)
+            if fd is not None:
+                kept = await self._keep_image(fd, loaded)
+                if image is None or loaded.image_problem:
+                    self._saved.keep(name, kept)
+        except BaseException:
+            self._clean_up(instance, name)  # something may still come of it
+            raise
         self._loaded[name] = loaded.model
         await self._registry.set_loaded(
             name,
@@ -126,36 +214,42 @@ class ModelLoader:
             return None
         return costs_of(latency) if latency is not None else None
 
-    async def _image(self, spec: ModelSpec, instance: Instance) -> CachedImage | None:
-        """The model's image, from the disk if need be; None when it is to be made."""
+    async def _image(
+        self, spec: ModelSpec, instance: Instance, expected_bytes: int
+    ) -> CachedImage | None:
+        """The model's image, from the disk if need be; None when it is to be made, for which
+        there is room then."""
         name, ready = spec.name, instance.ready
         if instance.device.kind == "sim" or ready is None:
             return None
-        if self._cache.get(name) is None:
-            saved = await self._saved.find(to_load(spec, self._settings), ready)
-            if saved is not None:
-                self._take(name, saved)
-        return self._cache.get(name)
+        image = self._cache.get(name) or await self.read_image(spec, ready)
+        if image is None:
+            await self.room.reserve(name, _whole_pages(expected_bytes, instance))
+        return image
 
-    def _take(self, name: str, saved: SavedImage) -> None:
-        try:
-            self._cache.check_room(name, saved.num_bytes)
-        except Refused:  # the load will come to the same end, and say so
-            os.close(saved.fd)
-            return
-        self._cache.put(name, saved.fd, saved.layout_digest, saved.canary)
-
-    async def _keep_image(self, instance: Instance, fd: int, loaded: m.ModelLoaded) -> CachedImage:
+    async def _keep_image(self, fd: int, loaded: m.ModelLoaded) -> CachedImage:
         name = loaded.model.name
         if loaded.image_problem:
             self._history.record_event("error", "image_refused", name, loaded.image_problem)
         try:
-            self._cache.check_room(name, os.fstat(fd).st_size)
-        except Refused:
+            # What was expected was an estimate.
+            await self.room.reserve(name, os.fstat(fd).st_size)
+        except BaseException:
             os.close(fd)
-            await self._supervisor.unload(instance, name)
             raise
         return self._cache.put(name, fd, loaded.layout_digest, loaded.canary)
+
+    def _clean_up(self, instance: Instance, name: str) -> None:
+        """Take what is left of a model off an instance; a later load waits for that."""
+        task = asyncio.create_task(self._unload_quietly(instance, name))
+        self._cleaning.add(task)
+        task.add_done_callback(self._cleaning.discard)
+
+    async def _unload_quietly(self, instance: Instance, name: str) -> None:
+        try:
+            await self._supervisor.unload(instance, name)
+        except GpupoolError as error:
+            _logger.error("%s", error)
 
     async def _profiling_budget_s(self, spec: ModelSpec, instance: Instance) -> float:
         """Models are measured once on each kind of device, when they are registered."""
@@ -193,11 +287,19 @@ class ModelLoader:
     async def unload(self, name: str) -> None:
         """Take the model off the frontend and all instances; its images are dropped."""
         self._dispatcher.forget(name)
-        self._loaded.pop(name, None)
-        self._served.discard(name)
-        if self.frontend is not None:
-            self.frontend.send(m.StopServing(name))
-        for instance in self._supervisor.instances:
-            await self._supervisor.unload(instance, name)
-        self._cache.drop(name)
-        self._saved.forget(name)
+        async with self.lock(name):
+            self._loaded.pop(name, None)
+            self._served.discard(name)
+            if self.frontend is not None:
+                self.frontend.send(m.StopServing(name))
+            for instance in self._supervisor.instances:
+                await self._supervisor.unload(instance, name)
+            self._cache.forget(name)
+            self._saved.forget(name)
+        self.room.changed()
+
+
+def _whole_pages(num_bytes: int, instance: Instance) -> int:
+    """What an image of ``num_bytes`` takes in host memory."""
+    page_bytes = instance.ready.page_bytes if instance.ready is not None else 1
+    return -(-num_bytes // page_bytes) * page_bytes

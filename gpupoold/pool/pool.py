@@ -15,13 +15,21 @@ import psutil
 
 from gpupool_state import History, Registry
 from gpupoold import __version__
-from gpupoold.admin.models import BenchSwitchRequest, ModelInfo, Ps, Status
+from gpupoold.admin.models import (
+    BenchMemoryRequest,
+    BenchSwitchRequest,
+    ModelInfo,
+    Ps,
+    Status,
+)
 from gpupoold.config import Settings
 from gpupoold.errors import Failed, Refused
 from gpupoold.pool import views
+from gpupoold.pool.cache_control import CacheControl
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.image_cache import ImageCache
+from gpupoold.pool.instance import Instance
 from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.lifecycle import ModelLifecycle
 from gpupoold.pool.saved_images import SavedImages
@@ -47,6 +55,7 @@ class Pool:
     lifecycle: ModelLifecycle
     cache: ImageCache
     saved: SavedImages
+    cache_control: CacheControl
     http_url: str
     stopping: bool = False
     _started_s: float = field(default_factory=time.monotonic)
@@ -85,9 +94,21 @@ class Pool:
             for row in await self.registry.list()
         ]
 
+    async def model(self, name: str) -> ModelInfo:
+        """One model with what it has and does now.
+
+        Raises:
+            NoSuchModel: it is not registered.
+        """
+        row = await self.lifecycle.find(name)
+        info = views.model_info(row, self.lifecycle.state_of(row))
+        now = views.usage(info, self.dispatcher, self.supervisor.instances, self.cache)
+        return info.model_copy(update={"usage": now})
+
     async def ps(self) -> Ps:
         """What runs now."""
-        return views.ps(await self.models(), self.dispatcher, self.supervisor.instances)
+        instances = self.supervisor.instances
+        return views.ps(await self.models(), self.dispatcher, instances, self.cache)
 
     async def status(self) -> Status:
         """One look at the daemon."""
@@ -114,18 +135,54 @@ class Pool:
         Raises:
             Refused: fewer than two different models, or the device is busy.
         """
-        first, second = [(await self.lifecycle.find(name)).spec.name for name in request.models]
+        instance, models = await self._shared(request.models)
+        result = await self.supervisor.call(
+            instance,
+            "bench_switch",
+            models=models,
+            rounds=request.rounds,
+            modes=list(request.modes),
+            kv_bytes=request.kv_bytes,
+        )
+        assert isinstance(result, dict)
+        return result
+
+    async def bench_memory(self, request: BenchMemoryRequest) -> dict[str, Any]:
+        """Measure memory operations on the first instance, or on one with two given models.
+
+        Raises:
+            Refused: fewer than two different models, or the device is busy or too small.
+        """
+        method = "leftovers" if request.part == "leftovers" else f"bench_{request.part}"
+        arguments: dict[str, object] = {}
+        instance = self.supervisor.instances[0]
+        if request.part == "kv":
+            if request.models is None:
+                raise Refused("KV is measured with two models", "name them in `models`")
+            instance, models = await self._shared(request.models)
+            arguments = {"models": models, "kv_bytes": request.kv_bytes}
+        if request.part != "leftovers":
+            arguments["rounds"] = request.rounds
+        result = await self.supervisor.call(instance, method, **arguments)
+        assert isinstance(result, dict)
+        return result
+
+    async def _shared(self, names: tuple[str, str]) -> tuple[Instance, list[str]]:
+        """An instance that has two models loaded, and their names without aliases.
+
+        Raises:
+            Refused: fewer than two different models, or no instance has both.
+        """
+        first, second = [(await self.lifecycle.find(name)).spec.name for name in names]
         if first == second:
             raise Refused("a switch needs two different models")
         routes = self.dispatcher.routes
         shared = [i for i in routes.get(first, []) if i in routes.get(second, [])]
         if not shared:
             raise Refused(f"no instance has both {first} and {second} loaded")
-        result = await self.supervisor.call(
-            shared[0], "bench_switch", models=[first, second], rounds=request.rounds
-        )
-        assert isinstance(result, dict)
-        return result
+        for name in (first, second):
+            await self.lifecycle.warmer.warm(name)
+        return shared[0], [first, second]
 
     def stimuli(self) -> Iterator[bytes]:
         """What the scheduling core was told and what it did since the start, as JSON lines
@@ -199,6 +256,7 @@ def build_pool(
         dispatcher.frontend_down,
     )
     dispatcher.frontend = frontend
+    dispatcher.warmth = lifecycle.warmer
     lifecycle.loader.frontend = frontend
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -212,5 +270,6 @@ def build_pool(
         lifecycle,
         cache,
         saved,
+        CacheControl(registry, lifecycle, dispatcher.live, cache, saved),
         f"http://{shown}:{port}",
     )

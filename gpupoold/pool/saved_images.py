@@ -9,7 +9,8 @@ from pathlib import Path
 
 from gpupoold.errors import GpupoolError
 from gpupoold.pool.image_cache import CachedImage
-from gpupoold.pool.image_files import ImageFiles, SavedImage, image_key
+from gpupoold.pool.image_files import ImageFiles, SavedImage
+from gpupoold.pool.image_keys import image_key
 from gpupoold.units import format_bytes
 from gpupoold.wire.messages import InstanceReady, ModelToLoad
 
@@ -23,14 +24,17 @@ class SavedImages:
     """
 
     def __init__(self, folder: Path, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
         self._files = ImageFiles(folder)
-        self._budget_bytes = budget_bytes
         self._keys: dict[str, str] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._saving: dict[str, asyncio.Task[None]] = {}
 
-    async def find(self, model: ModelToLoad, ready: InstanceReady) -> SavedImage | None:
-        """The model's image for such an instance, its descriptor the caller's; None without."""
-        if not self._budget_bytes:
+    async def look_up(self, model: ModelToLoad, ready: InstanceReady) -> int | None:
+        """Bytes of the model's image for such an instance; None when there is none.
+
+        From now on it is this image that ``read`` and ``keep`` are about.
+        """
+        if not self.budget_bytes:
             return None
         try:
             key = await asyncio.to_thread(
@@ -40,16 +44,40 @@ class SavedImages:
             _logger.warning("%s", error)
             return None
         self._keys[model.name] = key
-        return await asyncio.to_thread(self._files.load, key)
+        return (await self.sizes()).get(model.name)
+
+    async def read(self, name: str) -> SavedImage | None:
+        """The image of a model that was looked up, its descriptor the caller's; None without."""
+        key = self._keys.get(name)
+        return None if key is None else await asyncio.to_thread(self._files.load, key)
+
+    async def sizes(self) -> dict[str, int]:
+        """Bytes of the saved images of all models that were looked up and have one."""
+        if not self.budget_bytes:
+            return {}
+        found = {file.key: file.num_bytes for file in await asyncio.to_thread(self._files.list)}
+        return {name: found[key] for name, key in self._keys.items() if key in found}
+
+    async def used_bytes(self) -> int:
+        """Bytes of all images in the folder."""
+        if not self.budget_bytes:
+            return 0
+        return sum(file.num_bytes for file in await asyncio.to_thread(self._files.list))
 
     def keep(self, name: str, image: CachedImage) -> None:
-        """Save the image of a model that was looked for before; in the background."""
+        """Save the image of a model that was looked up before; in the background."""
         key = self._keys.get(name)
         if key is None:
             return
-        task = asyncio.create_task(asyncio.to_thread(self._save, name, key, _copy(image)))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        before = self._saving.get(name)
+        task = asyncio.create_task(self._save_after(before, name, key, _copy(image)))
+        self._saving[name] = task
+        task.add_done_callback(lambda done: self._saved(name, done))
+
+    async def settled(self, name: str) -> None:
+        """Return when the model's image is not being saved: until then it takes memory."""
+        if name in self._saving:
+            await asyncio.wait({self._saving[name]})
 
     def forget(self, name: str) -> None:
         """The model has been removed: its file goes, unless another model has the same."""
@@ -62,24 +90,35 @@ class SavedImages:
 
         Nothing happens before all of them have been looked for.
         """
-        if self._budget_bytes and all(name in self._keys for name in names):
+        if self.budget_bytes and all(name in self._keys for name in names):
             await asyncio.to_thread(self._files.remove_others, set(self._keys.values()))
 
     async def stop(self) -> None:
         """Wait for what is being saved."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._saving.values(), return_exceptions=True)
+
+    def _saved(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._saving.get(name) is task:
+            del self._saving[name]
+
+    async def _save_after(
+        self, before: asyncio.Task[None] | None, name: str, key: str, image: CachedImage
+    ) -> None:
+        if before is not None:
+            await asyncio.wait({before})
+        await asyncio.to_thread(self._save, name, key, image)
 
     def _save(self, name: str, key: str, image: CachedImage) -> None:
         try:
             others = [file for file in self._files.list() if file.key != key]
             used_bytes = sum(file.num_bytes for file in others)
-            if used_bytes + image.num_bytes > self._budget_bytes:
+            if used_bytes + image.num_bytes > self.budget_bytes:
                 _logger.warning(
                     "%s: its image of %s is not saved: %s of %s are used (memory.image_files)",
                     name,
                     format_bytes(image.num_bytes),
                     format_bytes(used_bytes),
-                    format_bytes(self._budget_bytes),
+                    format_bytes(self.budget_bytes),
                 )
                 return
             self._files.save(key, image.fd, image.digest, image.canary)

@@ -121,6 +121,11 @@ class Scheduler:
         changed = tuple(sorted(message.missing_bytes.items()))
         self._tell(e.MemoryChanged(number, changed), e.TurnEnded(number, message.turn_id))
 
+    def num_waiting_for_kv(self, number: int) -> int:
+        """Requests that are not sent to an instance, as there is no room for their KV."""
+        device = self.core.core.state.devices.get(number)
+        return 0 if device is None else device.num_waiting_for_kv
+
     def check_state(self) -> None:
         """Raise AssertionError when the core's books disagree."""
         check_state(self.core.core.state)

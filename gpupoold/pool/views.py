@@ -18,7 +18,8 @@ from gpupoold.admin.models import (
 )
 from gpupoold.domain import ModelState
 from gpupoold.pool.dispatch import Dispatcher
-from gpupoold.pool.instances import Instance
+from gpupoold.pool.image_cache import ImageCache
+from gpupoold.pool.instance import Instance
 from gpupoold.pool.profiles import latency_on
 from gpupoold.pool.requests import LiveRequest
 from gpupoold.pool.stats import ModelStats
@@ -63,13 +64,18 @@ def event_info(row: EventRow) -> EventInfo:
     return EventInfo(**{name: getattr(row, name) for name in EventInfo.model_fields})
 
 
-def ps(models: Iterable[ModelInfo], dispatcher: Dispatcher, instances: list[Instance]) -> Ps:
+def ps(
+    models: Iterable[ModelInfo],
+    dispatcher: Dispatcher,
+    instances: list[Instance],
+    cache: ImageCache,
+) -> Ps:
     """What runs now, over all instances."""
     now_s = time.monotonic()
     switches = dispatcher.switches
     return Ps(
-        devices=[_device(instance) for instance in instances],
-        models=[_usage(model, dispatcher, instances) for model in models],
+        devices=[_device(instance, dispatcher) for instance in instances],
+        models=[usage(model, dispatcher, instances, cache) for model in models],
         requests=[_request(request, now_s) for request in dispatcher.live.all()],
         num_switches=switches.count,
         switched_bytes=switches.moved_bytes,
@@ -77,7 +83,7 @@ def ps(models: Iterable[ModelInfo], dispatcher: Dispatcher, instances: list[Inst
     )
 
 
-def _device(instance: Instance) -> DeviceInfo:
+def _device(instance: Instance, dispatcher: Dispatcher) -> DeviceInfo:
     ready, status = instance.ready, instance.status
     return DeviceInfo(
         instance=instance.number,
@@ -88,14 +94,23 @@ def _device(instance: Instance) -> DeviceInfo:
         free_bytes=status.free_bytes if status else 0,
         page_bytes=ready.page_bytes if ready else 0,
         bandwidth_bytes_per_s=ready.bandwidth_bytes_per_s if ready else 0.0,
+        link_in_bytes_per_s=ready.link_in_bytes_per_s if ready else 0.0,
+        link_out_bytes_per_s=ready.link_out_bytes_per_s if ready else 0.0,
         on_turn=status.on_turn if status else None,
         quota_s=status.quota_s if status else 0.0,
         kv_host_bytes=status.kv_host_bytes if status else 0,
+        kv_host_limit_bytes=ready.kv_host_bytes if ready else None,
+        num_waiting_for_kv=dispatcher.scheduler.num_waiting_for_kv(instance.number),
+        num_recomputed=status.num_recomputed if status else 0,
         num_steps=status.num_steps if status else 0,
     )
 
 
-def _usage(model: ModelInfo, dispatcher: Dispatcher, instances: list[Instance]) -> ModelUsage:
+def usage(
+    model: ModelInfo, dispatcher: Dispatcher, instances: list[Instance], cache: ImageCache
+) -> ModelUsage:
+    """What a model has and does now, over all instances."""
+    image = cache.get(model.name)
     memories = [memory for instance in instances for memory in _memories(instance, model.name)]
     stats = dispatcher.stats.get(model.name, ModelStats())
     latencies = stats.latencies()
@@ -103,11 +118,12 @@ def _usage(model: ModelInfo, dispatcher: Dispatcher, instances: list[Instance]) 
         name=model.name,
         state=model.state,
         num_live=dispatcher.live.num_of(model.name),
-        num_waiting=sum(memory.num_waiting for memory in memories),
+        num_waiting=dispatcher.num_waiting(model.name) + sum(m.num_waiting for m in memories),
         weights_resident_bytes=sum(memory.weights_resident_bytes for memory in memories),
         weights_total_bytes=max((memory.weights_total_bytes for memory in memories), default=0),
         kv_resident_bytes=sum(memory.kv_resident_bytes for memory in memories),
         kv_host_bytes=sum(memory.kv_host_bytes for memory in memories),
+        cached_bytes=image.num_bytes if image else 0,
         requests=stats.requests,
         completed=stats.completed,
         tokens=stats.tokens,

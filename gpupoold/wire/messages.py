@@ -302,6 +302,7 @@ class InstanceStatus(Message):
     free_bytes: int
     kv_host_bytes: int
     models: list[ModelMemory]
+    num_recomputed: int = 0
 
 
 # daemon ↔ frontend

@@ -156,6 +156,17 @@ class History:
         )
         return [request_row(row) for row in rows]
 
+    async def last_requests(self) -> dict[str, float]:
+        """When each model's latest request arrived, in wall-clock seconds, as far as is kept.
+
+        Raises:
+            Failed: the database cannot be read.
+        """
+        rows = await self._db.fetch_all(
+            "SELECT model, max(arrived_at) AS last_at FROM requests GROUP BY model"
+        )
+        return {row["model"]: row["last_at"] for row in rows}
+
     async def recent_switches(self, limit: int = 100) -> list[SwitchRow]:
         """Switches, latest first.
 

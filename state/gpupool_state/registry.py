@@ -40,7 +40,7 @@ class ModelRow:
     limit the engine settled on, where ``spec.max_model_len`` is the one asked
     for) are empty, 0 and None until the model has been loaded once.
     ``created_at`` is wall-clock seconds. ``profiles`` are the laws of its latency,
-    those measured last at the end.
+    those measured last at the end. ``is_pinned``: its image is to stay in host memory.
     """
 
     spec: ModelSpec
@@ -52,6 +52,7 @@ class ModelRow:
     loaded_max_model_len: int | None
     created_at: float
     profiles: tuple[ProfileRow, ...] = ()
+    is_pinned: bool = False
 
 
 class Registry:
@@ -176,6 +177,17 @@ class Registry:
                 "loaded_max_model_len = ? WHERE name = ?",
                 (architecture, weight_bytes, kv_bytes_per_token, max_model_len, name),
             )
+            return await _row(tx, name)
+
+    async def set_pinned(self, name: str, is_pinned: bool) -> ModelRow:
+        """Record whether the model's image is to stay in host memory.
+
+        Raises:
+            NoSuchModel: no model has this name.
+        """
+        async with self._db.write() as tx:
+            await _check_model(tx, name)
+            await tx.execute("UPDATE models SET is_pinned = ? WHERE name = ?", (is_pinned, name))
             return await _row(tx, name)
 
     async def set_profiles(self, name: str, rows: Sequence[ProfileRow]) -> ModelRow:
@@ -322,4 +334,5 @@ def _model_row(row: sqlite3.Row, profiles: tuple[ProfileRow, ...]) -> ModelRow:
         loaded_max_model_len=row["loaded_max_model_len"],
         created_at=row["created_at"],
         profiles=profiles,
+        is_pinned=bool(row["is_pinned"]),
     )

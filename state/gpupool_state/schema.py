@@ -71,6 +71,8 @@ CREATE_PROFILES = (
     """,
 )
 
+ADD_PINS = ("ALTER TABLE models ADD COLUMN is_pinned INTEGER NOT NULL DEFAULT 0",)
+
 # History keeps models by name without a foreign key: it outlives their removal.
 CREATE_HISTORY = (
     """

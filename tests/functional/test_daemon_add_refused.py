@@ -15,6 +15,7 @@ from gpupoold.errors import GpupoolError, Refused, UsageError
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,
+    MODELS,
     QWEN2,
     QWEN3,
     Traces,
@@ -148,16 +149,24 @@ class TestSizes:
     ) -> None:
         assert "100000" in refused(tiny_models[QWEN2], max_model_len=100_000).message
 
-    def test_a_full_model_cache(self, pool: PrivateDaemon, tiny_models: dict[str, Path]) -> None:
+    def test_a_model_cache_full_of_pinned_images(
+        self, pool: PrivateDaemon, tiny_models: dict[str, Path]
+    ) -> None:
         pool.add_model("fifth", tiny_models[QWEN3], **LOAD_OPTIONS)
-        try:
-            before = Traces.of(pool)
-            with pytest.raises(Refused, match="does not fit in the model cache") as caught:
-                pool.add_model("sixth", tiny_models[QWEN3], **LOAD_OPTIONS)
-            assert "memory.model_cache" in caught.value.hint
-            assert Traces.of(pool) == before
-        finally:
-            assert cli(pool, "rm", "fifth").returncode == 0
+        with pool.client() as client:
+            try:
+                before = Traces.of(pool)
+                for name in (*MODELS, "fifth"):
+                    client.pin(name)
+                with pytest.raises(Refused, match="does not fit in the model cache") as caught:
+                    pool.add_model("sixth", tiny_models[QWEN3], **LOAD_OPTIONS)
+                assert "`gpupool cache unpin`" in caught.value.hint
+                assert "memory.model_cache" in caught.value.hint
+                assert Traces.of(pool) == before
+            finally:
+                for name in MODELS:
+                    client.pin(name, is_pinned=False)
+                assert cli(pool, "rm", "fifth").returncode == 0
 
     def test_an_unknown_dtype(
         self, refused: Callable[..., Any], tiny_models: dict[str, Path]

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpupoold.errors import Refused
@@ -52,14 +53,10 @@ def bench_device(loop: TurnLoop, rounds: int) -> dict[str, Any]:
     with contextlib.ExitStack() as undo:
         scratch = undo.enter_context(Scratch(device, pool, num_bytes))
         lanes = {way: device.open_lane(way) for way in Direction}
-        for lane in lanes.values():
-            undo.callback(lane.close)
-        queues = {
-            way: TransferQueue(device.open_lane(way), f"bench-{way.name.lower()}")
-            for way in Direction
-        }
-        for queue in queues.values():
-            undo.callback(queue.close)
+        queues = {way: TransferQueue(device.open_lane(way), f"bench-{way}") for way in Direction}
+        for way in Direction:
+            undo.callback(lanes[way].close)
+            undo.callback(queues[way].close)
         cases = [
             *_plain_cases(device, scratch),
             *_lane_cases(scratch, lanes),
@@ -68,15 +65,13 @@ def bench_device(loop: TurnLoop, rounds: int) -> dict[str, Any]:
         mappings = _Mappings(device, pool)
         trips_s: list[float] = []
         for index in range(_WARM_UP + rounds):
-            taken_s = [case.run() for case in cases]
-            mapped = mappings.measure()
+            taken_s, mapped = [case.run() for case in cases], mappings.measure()
             trips = [_round_trip_s(queues[Direction.IN], scratch) for _ in range(_NUM_TRIPS)]
-            if index < _WARM_UP:
-                continue
-            for case, seconds in zip(cases, taken_s, strict=True):
-                case.samples_s.append(seconds)
-            mappings.keep(mapped)
-            trips_s += trips
+            if index >= _WARM_UP:
+                for case, seconds in zip(cases, taken_s, strict=True):
+                    case.samples_s.append(seconds)
+                mappings.keep(mapped)
+                trips_s += trips
     return {
         "page_bytes": device.page_bytes,
         "pages": pool.num_pages,
@@ -153,8 +148,8 @@ def _queue_cases(scratch: Scratch, queues: dict[Direction, TransferQueue]) -> It
 
     for way in Direction:
         labels = {"by": "queue", "direction": way.name.lower()}
-        yield _Case(labels, half, lambda way=way: run([way]))  # type: ignore[misc]
-    yield _Case({"by": "queue", "direction": "both"}, 2 * half, lambda: run(list(Direction)))
+        yield _Case(labels, half, partial(run, [way]))
+    yield _Case({"by": "queue", "direction": "both"}, 2 * half, partial(run, list(Direction)))
 
 
 def _round_trip_s(queue: TransferQueue, scratch: Scratch) -> float:

@@ -7,7 +7,6 @@ import time
 from typing import TYPE_CHECKING
 
 from gpupoold.errors import Failed, Refused
-from gpupoold.instance.digests import live_blocks
 from gpupoold.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class LiveRequests:
     @property
     def kv_bytes(self) -> int:
         """Bytes of the blocks in use; all of them must be on the device."""
-        return len(live_blocks(self.engine)) * self.engine.kv.geometry.block_bytes
+        return self.engine.kv.num_live_blocks * self.engine.kv.geometry.block_bytes
 
     @property
     def can_step(self) -> bool:

@@ -13,7 +13,12 @@ import pytest
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from gpupoold.admin.client import AdminClient, split_lines
-from gpupoold.admin.models import AddModelRequest, BenchSwitchRequest, SetModelRequest
+from gpupoold.admin.models import (
+    AddModelRequest,
+    BenchMemoryRequest,
+    BenchSwitchRequest,
+    SetModelRequest,
+)
 from gpupoold.errors import (
     DaemonNotRunning,
     Failed,
@@ -75,6 +80,22 @@ def test_changing_and_removing(daemon: FakeDaemon, client: AdminClient) -> None:
         client.remove_model("q")
 
 
+def test_the_cache(daemon: FakeDaemon, client: AdminClient) -> None:
+    daemon.add("org/a b?#%")
+    daemon.add("q", aliases=["chat"])
+    assert [model.name for model in client.cache().models] == ["org/a b?#%", "q"]
+    assert client.pin("org/a b?#%").is_pinned
+    assert [model.is_pinned for model in client.cache().models] == [True, False]
+    assert not client.pin("org/a b?#%", is_pinned=False).is_pinned
+    assert client.drop_image("chat").state == "disk"
+    assert client.warm("chat").state == "host"
+    daemon.live["q"] = 1
+    with pytest.raises(Refused, match="q has live requests"):
+        client.drop_image("chat")
+    with pytest.raises(NoSuchModel):
+        client.warm("nobody")
+
+
 def test_events_latest_after_and_followed(daemon: FakeDaemon, client: AdminClient) -> None:
     for number in range(1, 6):
         daemon.tell(f"event {number}")
@@ -102,6 +123,8 @@ def test_log_lines_keep_unusual_separators(daemon: FakeDaemon, client: AdminClie
 def test_benchmarks_answer_anything(client: AdminClient) -> None:
     answer = client.bench_switch(BenchSwitchRequest(models=("a", "b"), rounds=3))
     assert answer == {"models": ["a", "b"], "rounds": 3, "p50_s": 0.25}
+    request = BenchMemoryRequest(part="kv", models=("a", "b"), kv_bytes=7)
+    assert client.bench_memory(request) == {"part": "kv", "kv_bytes": 7}
 
 
 def test_no_socket(socket_path: Path) -> None:

@@ -23,13 +23,17 @@ from pydantic import BaseModel
 
 from gpupoold.admin.models import (
     AddModelRequest,
+    BenchMemoryRequest,
     BenchSwitchRequest,
+    CachedModel,
+    CacheInfo,
     ErrorBody,
     EventInfo,
     ModelInfo,
     Progress,
     Ps,
     RequestRecord,
+    SetCachedRequest,
     SetModelRequest,
     Status,
     SwitchInfo,
@@ -86,7 +90,8 @@ class ServerThread:
 class FakeDaemon:
     """What the tests look at and turn knobs on.
 
-    ``live`` counts live requests per model, ``delay_s`` holds back the answers
+    ``live`` counts live requests per model, ``cached`` are changes to the samples of their
+    images, ``delay_s`` holds back the answers
     to ``GET /status`` and ``GET /models``, ``raw_answer`` replaces the first of
     them. ``chat_chunks`` are the server-sent data of the next chat,
     ``chat_status`` is its HTTP status.
@@ -96,6 +101,7 @@ class FakeDaemon:
         self.socket_path = socket_path
         self.models: dict[str, ModelInfo] = {}
         self.live: dict[str, int] = {}
+        self.cached: dict[str, dict[str, Any]] = {}
         self.events: list[EventInfo] = []
         self.log_lines: list[str] = ["one", "two", "three"]
         self.switches: list[SwitchInfo] = []
@@ -141,6 +147,13 @@ class FakeDaemon:
         self.models[name] = model
         return model
 
+    def image(self, name: str, **changes: Any) -> CachedModel:
+        """The image of a model, with changes from now on."""
+        model = self.find(name)
+        changed = self.cached.setdefault(model.name, {})
+        changed.update(changes)
+        return samples.cached(model.name).model_copy(update=changed)
+
     def tell(self, message: str, level: Any = "info") -> None:
         """Add an event."""
         event = samples.event(len(self.events) + 1, message)
@@ -160,6 +173,7 @@ def admin_app(daemon: FakeDaemon) -> FastAPI:
     app.add_exception_handler(GpupoolError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     _add_model_routes(app, daemon)
+    _add_cache_routes(app, daemon)
     _add_state_routes(app, daemon)
     return app
 
@@ -232,6 +246,27 @@ def _add_model_routes(app: FastAPI, daemon: FakeDaemon) -> None:
         return daemon.models.pop(model.name)
 
 
+def _add_cache_routes(app: FastAPI, daemon: FakeDaemon) -> None:
+    @app.get("/cache")
+    async def cache() -> CacheInfo:
+        return samples.cache([daemon.image(name) for name in daemon.models])
+
+    @app.patch("/cache/{name:path}")
+    async def set_cached(name: str, body: SetCachedRequest) -> CachedModel:
+        return daemon.image(name, is_pinned=body.is_pinned)
+
+    @app.post("/cache/{name:path}")
+    async def warm(name: str) -> CachedModel:
+        return daemon.image(name, state="host")
+
+    @app.delete("/cache/{name:path}")
+    async def drop(name: str) -> CachedModel:
+        model = daemon.find(name)
+        if daemon.live.get(model.name, 0):
+            raise Refused(f"{model.name} has live requests", "wait until they have ended")
+        return daemon.image(name, state="disk")
+
+
 def _add_state_routes(app: FastAPI, daemon: FakeDaemon) -> None:
     @app.get("/status", response_model=None)
     async def status() -> Response | Status:
@@ -268,6 +303,10 @@ def _add_state_routes(app: FastAPI, daemon: FakeDaemon) -> None:
         if process == "nobody":
             raise Failed("no process 'nobody'", "see `gpupool ps`")
         return StreamingResponse(_logging(daemon, lines, follow), media_type=_NDJSON)
+
+    @app.post("/bench/memory")
+    async def bench_memory(body: BenchMemoryRequest) -> dict[str, Any]:
+        return {"part": body.part, "kv_bytes": body.kv_bytes}
 
     @app.post("/bench/switch")
     async def bench_switch(body: BenchSwitchRequest) -> dict[str, Any]:

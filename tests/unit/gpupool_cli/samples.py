@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 from gpupoold.admin.models import (
+    CachedModel,
+    CacheInfo,
     DeviceInfo,
     EventInfo,
     ModelInfo,
@@ -87,9 +89,14 @@ def ps(models: list[ModelInfo]) -> Ps:
         free_bytes=20 * GIB,
         page_bytes=2 * 1024**2,
         bandwidth_bytes_per_s=5e10,
+        link_in_bytes_per_s=5.5e10,
+        link_out_bytes_per_s=5.5e10,
         on_turn=models[0].name if models else None,
         quota_s=0.5,
         kv_host_bytes=0,
+        kv_host_limit_bytes=64 * GIB,
+        num_waiting_for_kv=0,
+        num_recomputed=0,
         num_steps=1234,
     )
     usages = [usage(item, measured=index == 0) for index, item in enumerate(models)]
@@ -114,6 +121,7 @@ def usage(info: ModelInfo, measured: bool) -> ModelUsage:
         weights_total_bytes=info.weight_bytes,
         kv_resident_bytes=GIB,
         kv_host_bytes=GIB,
+        cached_bytes=info.weight_bytes,
         requests=10,
         completed=8,
         tokens=800,
@@ -141,6 +149,30 @@ def switch(name: str, previous: str | None) -> SwitchInfo:
         weight_bytes=15 * GIB,
         kv_in_bytes=0,
         kv_out_bytes=0,
+    )
+
+
+def cached(name: str) -> CachedModel:
+    """An image of a 7B model in host memory, saved too."""
+    return CachedModel(
+        name=name,
+        state="host",
+        num_bytes=15 * GIB,
+        is_saved=True,
+        is_pinned=False,
+        num_live=2,
+        last_used_at=AT,
+    )
+
+
+def cache(models: list[CachedModel]) -> CacheInfo:
+    """A cache with room for four such images, and the disk for eight."""
+    return CacheInfo(
+        host_bytes=sum(model.num_bytes for model in models if model.state == "host"),
+        host_limit_bytes=60 * GIB,
+        disk_bytes=sum(model.num_bytes for model in models if model.is_saved),
+        disk_limit_bytes=120 * GIB,
+        models=models,
     )
 
 

@@ -38,11 +38,14 @@ def test_other_shells_are_a_usage_error(cli: Cli) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
 
 
-@pytest.mark.parametrize("verb", ["show", "set", "rm", "run"])
+@pytest.mark.parametrize(
+    "verb",
+    ["show", "set", "rm", "run", "cache pin", "cache unpin", "cache drop", "cache warm"],
+)
 def test_names_are_completed(daemon: FakeDaemon, process_cli: ProcessCli, verb: str) -> None:
     for name in ("qwen-7b", "qwen-14b", "llama"):
         daemon.add(name)
-    assert _complete(process_cli, verb, "qw") == ["qwen-7b", "qwen-14b"]
+    assert _complete(process_cli, *verb.split(), "qw") == ["qwen-7b", "qwen-14b"]
 
 
 def test_names_are_completed_from_the_socket_on_the_line(

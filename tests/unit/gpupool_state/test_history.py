@@ -90,6 +90,14 @@ async def test_requests_are_filtered_and_limited(history: History) -> None:
     assert await ids(model="nobody") == ""
 
 
+async def test_last_requests(history: History) -> None:
+    assert await history.last_requests() == {}
+    for number, model in enumerate(("qwen", "llama", "qwen", "llama", "phi")):
+        history.record_request(request(number, model, arrived_at=100.0 - number))
+    await history.flush()
+    assert await history.last_requests() == {"qwen": 100.0, "llama": 99.0, "phi": 96.0}
+
+
 async def test_the_task_writes_by_itself(db: Database) -> None:
     history = History(db, flush_interval_s=0.01)
     await history.start()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpupool_state import Database, Registry
+from gpupool_state.migrations import MIGRATIONS
 from gpupoold.domain import ModelSpec, ModelState, Targets
 from gpupoold.errors import NoSuchModel, Refused, UsageError
 
@@ -177,6 +178,29 @@ async def test_what_loading_shows(registry: Registry, make_spec: MakeSpec) -> No
     assert await registry.get("llama") == row
 
 
+async def test_pins(path: Path, registry: Registry, make_spec: MakeSpec) -> None:
+    before = await registry.add(make_spec())
+    assert not before.is_pinned
+    row = await registry.set_pinned("llama", True)
+    assert row == dataclasses.replace(before, is_pinned=True)
+    async with await Database.open(path) as again:
+        assert await Registry(again).list() == [row]
+    assert await registry.set_pinned("llama", False) == before
+
+
+async def test_an_older_database_gets_pins(path: Path) -> None:
+    older = [step for step in MIGRATIONS if step.number < 4]
+    async with await Database.open(path, migrations=older) as db, db.write() as tx:
+        await tx.execute(
+            "INSERT INTO models (name, source, path, dtype, ttft_s, tbt_s, state, created_at) "
+            "VALUES ('a', 's', '/p', 'auto', 1.0, 0.1, 'ready', 0.0)"
+        )
+    async with await Database.open(path) as db:
+        registry = Registry(db)
+        assert [row.is_pinned for row in await registry.list()] == [False]
+        assert (await registry.set_pinned("a", True)).is_pinned
+
+
 async def test_removal_frees_the_names(registry: Registry, make_spec: MakeSpec) -> None:
     await registry.add(make_spec("llama", "chat"))
     await registry.remove("llama")
@@ -197,6 +221,7 @@ async def test_changes_need_a_models_own_name(
         registry.remove(name),
         registry.set_state(name, ModelState.READY),
         registry.set_targets(name, Targets()),
+        registry.set_pinned(name, True),
         registry.add_aliases(name, ["new"]),
         registry.set_loaded(
             name, architecture="", weight_bytes=0, kv_bytes_per_token=0, max_model_len=1

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -18,8 +18,7 @@ from blake3 import blake3
 from gpupoold.errors import Failed
 from gpupoold.memory import memfd
 from gpupoold.pool import image_files
-from gpupoold.pool.image_files import ImageFiles, image_key
-from gpupoold.wire.messages import ModelToLoad
+from gpupoold.pool.image_files import ImageFiles
 
 MIB = 1 << 20
 HEADER_BYTES = 4096
@@ -213,11 +212,11 @@ def test_another_format_is_deleted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encode = image_files._encode
-    other = lambda header: encode(msgspec.structs.replace(header, format=2))  # noqa: E731
+    other = lambda header: encode(msgspec.structs.replace(header, format=3))  # noqa: E731
     monkeypatch.setattr(image_files, "_encode", other)
     save(files, "k", b"weights")
     assert files.load("k") is None
-    assert "it has format 2, this gpupoold reads 1" in caplog.text
+    assert "it has format 3, this gpupoold reads 2" in caplog.text
     assert os.listdir(folder) == []
 
 
@@ -225,7 +224,7 @@ def test_a_header_without_its_fields_is_deleted(
     files: ImageFiles, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(files, "k", b"weights")
-    text = b'{"format":1}'.ljust(HEADER_BYTES - 48)
+    text = b'{"format":2}'.ljust(HEADER_BYTES - 48)
     with (folder / "k.image").open("r+b") as file:
         file.seek(16)
         file.write(blake3(text).digest() + text)
@@ -356,142 +355,3 @@ def test_the_folder_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "images").write_text("not a folder")
     with pytest.raises(Failed, match=r"images/k\.image: saving an image of 7 B failed"):
         save(ImageFiles(tmp_path / "images"), "k", b"weights")
-
-
-# Keys
-
-OTHER_VALUES: dict[str, Any] = {
-    "dtype": "float16",
-    "max_model_len": 128,
-    "allow_remote_code": True,
-}
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    path = tmp_path / "checkpoint"
-    (path / "experts").mkdir(parents=True)
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "blobs" / "b").write_bytes(b"tensors")
-    (path / "config.json").write_text("{}")
-    (path / "model.safetensors").symlink_to("../blobs/b")
-    (path / "experts" / "0.safetensors").write_bytes(b"tensors")
-    for file in (path / "config.json", tmp_path / "blobs" / "b"):
-        os.utime(file, ns=(10**18, 10**18))
-    return path
-
-
-@pytest.fixture
-def model(checkpoint: Path) -> ModelToLoad:
-    return ModelToLoad(name="m", path=str(checkpoint), ttft_s=1.0, tbt_s=0.1)
-
-
-def key_of(model: ModelToLoad) -> str:
-    return image_key(model, "0.32.0", "NVIDIA H200", 2 * MIB)
-
-
-def test_a_key_is_the_same_each_time(model: ModelToLoad) -> None:
-    assert key_of(model) == key_of(model)
-    assert len(bytes.fromhex(key_of(model))) == 32
-
-
-NOT_IN_THE_KEY: dict[str, Any] = {
-    "name": "other",
-    "aliases": ("alias",),
-    "ttft_s": 9.0,
-    "tbt_s": 9.0,
-}
-
-
-@pytest.mark.parametrize("field", NOT_IN_THE_KEY)
-def test_names_and_targets_are_not_in_the_key(model: ModelToLoad, field: str) -> None:
-    changed = msgspec.structs.replace(model, **{field: NOT_IN_THE_KEY[field]})
-    assert key_of(changed) == key_of(model)
-
-
-@pytest.mark.parametrize("field", OTHER_VALUES)
-def test_other_settings_are_in_the_key(model: ModelToLoad, field: str) -> None:
-    other = msgspec.structs.replace(model, **{field: OTHER_VALUES[field]})
-    assert key_of(other) != key_of(model)
-
-
-def test_every_setting_is_tried() -> None:
-    tried = {"path", *NOT_IN_THE_KEY, *OTHER_VALUES}
-    assert set(ModelToLoad.__struct_fields__) == tried
-
-
-def test_the_path_is_in_the_key(model: ModelToLoad, checkpoint: Path) -> None:
-    before = key_of(model)
-    moved = checkpoint.rename(checkpoint.with_name("moved"))
-    assert key_of(msgspec.structs.replace(model, path=str(moved))) != before
-
-
-def test_engine_device_page_and_format_are_in_the_key(
-    model: ModelToLoad, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = {
-        key_of(model),
-        image_key(model, "0.33.0", "NVIDIA H200", 2 * MIB),
-        image_key(model, "0.32.0", "NVIDIA H100", 2 * MIB),
-        image_key(model, "0.32.0", "NVIDIA H200", 4 * MIB),
-    }
-    monkeypatch.setattr(image_files, "_FORMAT", 2)
-    assert len(keys | {key_of(model)}) == 5
-
-
-def edit_with_its_old_time(path: Path) -> None:
-    """Longer, with the modification time it had."""
-    status = path.stat()
-    path.write_text("{ }")
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-CHANGES: dict[str, Callable[[Path], object]] = {
-    "edited": lambda path: edit_with_its_old_time(path / "config.json"),
-    "touched by a nanosecond": lambda path: os.utime(path / "config.json", ns=(10**18, 10**18 + 1)),
-    "touched behind a link": lambda path: os.utime(
-        path / "model.safetensors", ns=(10**18, 10**18 + 1)
-    ),
-    "touched below": lambda path: os.utime(path / "experts" / "0.safetensors", ns=(1, 1)),
-    "added": lambda path: (path / "new.json").touch(),
-    "removed": lambda path: (path / "config.json").unlink(),
-    "renamed": lambda path: (path / "config.json").rename(path / "other.json"),
-    "moved within": lambda path: (path / "config.json").rename(path / "experts" / "config.json"),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_checkpoint_has_another_key(
-    model: ModelToLoad, checkpoint: Path, change: str
-) -> None:
-    before = key_of(model)
-    CHANGES[change](checkpoint)
-    assert key_of(model) != before
-
-
-def test_hidden_files_and_folders_are_not_in_the_key(model: ModelToLoad, checkpoint: Path) -> None:
-    before = key_of(model)
-    (checkpoint / ".gpupool-download.json").write_text("{}")
-    (checkpoint / ".git").mkdir()
-    (checkpoint / ".git" / "HEAD").write_text("ref")
-    assert key_of(model) == before
-
-
-def test_linked_folders_are_looked_through_once(model: ModelToLoad, checkpoint: Path) -> None:
-    shared = checkpoint.with_name("shared")
-    shared.mkdir()
-    (shared / "1.safetensors").write_bytes(b"tensors")
-    (checkpoint / "linked").symlink_to(shared)
-    (checkpoint / "loop").symlink_to(checkpoint)
-    before = key_of(model)
-    (shared / "1.safetensors").write_bytes(b"more tensors")
-    assert key_of(model) != before
-
-
-def test_a_checkpoint_that_cannot_be_looked_through(model: ModelToLoad, checkpoint: Path) -> None:
-    (checkpoint.with_name("blobs") / "b").unlink()
-    with pytest.raises(Failed, match=r"m: cannot look through .*model\.safetensors"):
-        key_of(model)
-    shutil.rmtree(checkpoint)
-    with pytest.raises(Failed, match=f"m: cannot look through the checkpoint {checkpoint}"):
-        key_of(model)

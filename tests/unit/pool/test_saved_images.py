@@ -38,7 +38,8 @@ def model(name: str, path: Path) -> ModelToLoad:
 
 
 async def keep(images: SavedImages, name: str, checkpoint: Path, image: CachedImage) -> None:
-    assert await images.find(model(name, checkpoint), READY) is None
+    assert await images.look_up(model(name, checkpoint), READY) is None
+    assert await images.read(name) is None
     images.keep(name, image)
     await images.stop()
 
@@ -46,7 +47,10 @@ async def keep(images: SavedImages, name: str, checkpoint: Path, image: CachedIm
 async def test_what_is_kept_is_found(tmp_path: Path, checkpoint: Path, image: CachedImage) -> None:
     images = SavedImages(tmp_path / "images", 1 << 20)
     await keep(images, "a", checkpoint, image)
-    found = await SavedImages(tmp_path / "images", 1 << 20).find(model("b", checkpoint), READY)
+    again = SavedImages(tmp_path / "images", 1 << 20)
+    assert await again.look_up(model("b", checkpoint), READY) == SIZE
+    assert (await again.sizes(), await again.used_bytes()) == ({"b": SIZE}, SIZE)
+    found = await again.read("b")
     assert found is not None
     assert (found.num_bytes, found.layout_digest, found.canary) == (SIZE, "layout", (1, 2, 3))
     assert os.pread(found.fd, 7, 0) == b"weights"
@@ -59,6 +63,7 @@ async def test_nothing_is_kept_without_a_budget(
     images = SavedImages(tmp_path / "images", 0)
     await keep(images, "a", checkpoint, image)
     assert not (tmp_path / "images").exists()
+    assert (await images.sizes(), await images.used_bytes()) == ({}, 0)
 
 
 async def test_the_budget_is_for_all_together(
@@ -78,9 +83,8 @@ async def test_a_file_goes_with_the_last_model_that_has_it(
 ) -> None:
     images = SavedImages(tmp_path / "images", 1 << 20)
     await keep(images, "a", checkpoint, image)
-    found = await images.find(model("b", checkpoint), READY)
-    assert found is not None
-    os.close(found.fd)
+    assert await images.look_up(model("b", checkpoint), READY) == SIZE
+    assert await images.sizes() == {"a": SIZE, "b": SIZE}
     images.forget("a")
     assert len(list((tmp_path / "images").iterdir())) == 1
     images.forget("b")
@@ -100,9 +104,7 @@ async def test_a_file_goes_when_its_checkpoint_has_changed(
     assert len(list((tmp_path / "images").iterdir())) == 2
     await images.tidy(["a"])
     assert len(list((tmp_path / "images").iterdir())) == 1
-    found = await images.find(model("a", checkpoint), READY)
-    assert found is not None
-    os.close(found.fd)
+    assert await images.look_up(model("a", checkpoint), READY) == SIZE
 
 
 async def test_a_checkpoint_that_is_not_there_has_no_image(
@@ -112,3 +114,18 @@ async def test_a_checkpoint_that_is_not_there_has_no_image(
     await keep(images, "a", tmp_path / "nowhere", image)
     assert "cannot look through the checkpoint" in caplog.text
     assert not (tmp_path / "images").exists()
+
+
+async def test_settled_is_after_saving(
+    tmp_path: Path, checkpoint: Path, image: CachedImage
+) -> None:
+    images = SavedImages(tmp_path / "images", 1 << 20)
+    await images.settled("a")
+    await images.look_up(model("a", checkpoint), READY)
+    num_before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        images.keep("a", image)
+    assert len(os.listdir("/proc/self/fd")) == num_before + 3
+    await images.settled("a")
+    assert await images.sizes() == {"a": SIZE}
+    assert len(os.listdir("/proc/self/fd")) == num_before  # no descriptor keeps the memory

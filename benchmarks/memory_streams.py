@@ -1,0 +1,185 @@
+"""Thousands of switches under streams: four models with live KV on a device for one and a half.
+
+Every answer is compared, token for token, with the same prompt's answer alone. Afterwards the
+device is emptied and looked at for pages and host memory that did not come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from gpupool_cli.bench_rig import device_config, make_checkpoints
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.admin.models import BenchMemoryRequest, SwitchInfo
+
+ARCHITECTURES = ("llama", "mixtral", "qwen2", "qwen3")
+MODEL_BYTES = 10_000_000
+MAX_MODEL_LEN = 512
+MAX_TOKENS = 96
+NUM_PROMPTS = 4
+# Rounds of all prompts before anything is counted: buffers and heaps have the sizes by then
+# that this load wants.
+WARM_UP_ROUNDS = 3
+_CONFIG = """
+[memory]
+kv_host = "64MiB"
+
+[scheduling]
+quota_max = "30ms"
+"""
+_HISTORY_ROWS = 10_000
+HOST_MEMORY = ("kv_host_bytes", "shmem_bytes", "anon_bytes")
+
+Key = tuple[str, int]
+
+
+@dataclass(slots=True)
+class Answers:
+    """Token ids by model and prompt: alone, and every time among others."""
+
+    alone: dict[Key, list[int]] = field(default_factory=dict)
+    together: list[tuple[Key, list[int]]] = field(default_factory=list)
+
+    @property
+    def num_differing(self) -> int:
+        """Tokens that are others than alone, or missing, or too many."""
+        return sum(num_differing(self.alone[key], tokens) for key, tokens in self.together)
+
+
+def run_streams(folder: Path, num_switches: int) -> dict[str, Any]:
+    """Stream until at least ``num_switches`` switches have moved bytes, after a warm-up.
+
+    Raises:
+        GpupoolError: the models could not be made or served.
+    """
+    checkpoints = make_checkpoints(folder, list(ARCHITECTURES), MODEL_BYTES)
+    largest = max(_weight_bytes(path) for path in checkpoints)
+    config = device_config(int(1.5 * largest)) + _CONFIG
+    with private_daemon(config) as daemon:
+        for path in checkpoints:
+            daemon.add_model(path.name, path, dtype="float32", max_model_len=MAX_MODEL_LEN)
+        return asyncio.run(_stream(daemon, [path.name for path in checkpoints], num_switches))
+
+
+def num_differing(alone: list[int], together: list[int]) -> int:
+    """Positions at which two answers differ; what one has more counts too."""
+    pairs = zip(alone, together, strict=False)
+    return sum(one != other for one, other in pairs) + abs(len(alone) - len(together))
+
+
+def summary(
+    answers: Answers,
+    switches: Iterable[SwitchInfo],
+    leftovers: Sequence[Mapping[str, int]],
+    seconds: float,
+) -> dict[str, Any]:
+    """The figures of a run. ``leftovers`` is what an emptied device still held after each round.
+
+    Host memory is the KV host cache's bytes in use, and the memory of the instance's process
+    as the kernel counts it: private, and shared (pages, images) without the KV host cache, a
+    buffer of fixed size whose memory is taken as slots are first used. A heap grows and
+    shrinks by a megabyte all the time, so what was gained is the difference of two medians:
+    of the last third of the rounds and of the first.
+    """
+    moved = [switch for switch in switches if _num_bytes(switch)]
+    gained = {name: _gained([one[name] for one in leftovers]) for name in HOST_MEMORY}
+    last = leftovers[-1]
+    return {
+        "switches": len(moved),
+        "switches_with_kv": sum(bool(s.kv_in_bytes or s.kv_out_bytes) for s in moved),
+        "bytes_moved": sum(map(_num_bytes, moved)),
+        "rounds": len(leftovers),
+        "answers": len(answers.together),
+        "tokens": sum(len(tokens) for _, tokens in answers.together),
+        "differing_tokens": answers.num_differing,
+        "pages_leaked": last["pages"] - last["free_pages"],
+        "host_bytes_gained": sum(gained.values()),
+        "host_bytes_gained_by_kind": gained,
+        "host_bytes": [{name: one[name] for name in HOST_MEMORY} for one in leftovers],
+        "seconds": seconds,
+    }
+
+
+def _gained(values: Sequence[int]) -> int:
+    third = max(1, len(values) // 3)
+    return int(median(values[-third:]) - median(values[:third]))
+
+
+async def _stream(daemon: PrivateDaemon, models: list[str], num_switches: int) -> dict[str, Any]:
+    answers = Answers()
+    keys = [(model, index) for model in models for index in range(NUM_PROMPTS)]
+    async with AsyncOpenAI(
+        base_url=f"{daemon.http_url}/v1", api_key="none", max_retries=0
+    ) as client:
+        for key in keys:
+            answers.alone[key] = await _ask(client, *key)
+        for _ in range(WARM_UP_ROUNDS):
+            await _round(client, keys, answers)
+            _leftovers(daemon)
+        num_before = len(_switches(daemon))
+        started_s = time.monotonic()
+        switches: list[SwitchInfo] = []
+        leftovers: list[dict[str, int]] = []
+        while sum(map(bool, map(_num_bytes, switches))) < num_switches:
+            await _round(client, keys, answers)
+            leftovers.append(_leftovers(daemon))
+            switches = _switches(daemon)[: -num_before or None]
+        seconds = time.monotonic() - started_s
+    return summary(answers, switches, leftovers, seconds)
+
+
+async def _round(client: AsyncOpenAI, keys: list[Key], answers: Answers) -> None:
+    """All prompts of all models at once."""
+    tokens = await asyncio.gather(*(_ask(client, *key) for key in keys))
+    answers.together.extend(zip(keys, tokens, strict=True))
+
+
+async def _ask(client: AsyncOpenAI, model: str, index: int) -> list[int]:
+    """The token ids of one greedy stream."""
+    token_ids: list[int] = []
+    stream = await client.completions.create(
+        model=model,
+        prompt=_prompt(index),
+        max_tokens=MAX_TOKENS,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    async for chunk in stream:
+        for choice in chunk.choices:
+            token_ids += (choice.model_extra or {}).get("token_ids") or []
+    return token_ids
+
+
+def _prompt(index: int) -> list[int]:
+    """Token ids that reach over several KV blocks."""
+    rng = random.Random(index)
+    return [rng.randrange(300, 1900) for _ in range(20 + 35 * index)]
+
+
+def _switches(daemon: PrivateDaemon) -> list[SwitchInfo]:
+    """All switches so far, the last one first."""
+    with daemon.client() as client:
+        return client.switches(_HISTORY_ROWS)
+
+
+def _leftovers(daemon: PrivateDaemon) -> dict[str, int]:
+    with daemon.client() as client:
+        return client.bench_memory(BenchMemoryRequest(part="leftovers"))
+
+
+def _num_bytes(switch: SwitchInfo) -> int:
+    return switch.weight_bytes + switch.kv_in_bytes + switch.kv_out_bytes
+
+
+def _weight_bytes(checkpoint: Path) -> int:
+    return sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))

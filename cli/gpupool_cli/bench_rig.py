@@ -1,0 +1,33 @@
+"""What the benchmarks' own daemons run on: random checkpoints, and a device made to measure."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from gpupoold.config import CUDA_RESERVE_BYTES, default_devices
+from gpupoold.errors import Failed
+
+
+def make_checkpoints(folder: Path, architectures: list[str], size_bytes: int) -> list[Path]:
+    """Random checkpoints, one per architecture, made in a process of its own (it needs torch).
+
+    Raises:
+        Failed: with the maker's last words.
+    """
+    for architecture in architectures:
+        command = [sys.executable, "-m", "gpupoold.checkpoints.tiny", str(folder)]
+        command += ["--arch", architecture, "--size", str(size_bytes)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
+            raise Failed(f"the {architecture} checkpoint could not be made: {last[0]}")
+    return [folder / f"tiny-{architecture}" for architecture in architectures]
+
+
+def device_config(num_bytes: int) -> str:
+    """TOML of one device with ``num_bytes`` for models: the first GPU, or an emulated one."""
+    kind = default_devices()[0]["kind"]
+    memory = num_bytes + (CUDA_RESERVE_BYTES if kind == "cuda" else 0)
+    return f'[[device]]\nkind = "{kind}"\nmemory = {memory}\n'

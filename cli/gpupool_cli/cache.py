@@ -1,0 +1,106 @@
+"""``cache``: which models' weight images are in host memory, and what shall stay there."""
+
+from __future__ import annotations
+
+import typer
+
+from gpupool_cli import output
+from gpupool_cli.diagnostics import say
+from gpupool_cli.options import JsonOption, NameArgument
+from gpupool_cli.output import Column
+from gpupool_cli.session import open_client
+from gpupoold.admin.models import CachedModel, CacheInfo
+from gpupoold.units import format_bytes
+
+app = typer.Typer(
+    no_args_is_help=True, help="Look at the model cache; pin, drop and warm models' images."
+)
+
+_COLUMNS = (
+    Column("NAME"),
+    Column("STATE", coloured=True),
+    Column("SIZE", right=True),
+    Column("SAVED"),
+    Column("PINNED"),
+    Column("LIVE", right=True),
+    Column("LAST-USED"),
+)
+
+
+@app.command("ls")
+def ls(ctx: typer.Context, as_json: JsonOption = False) -> None:
+    """Show where each model's image is, and how full the cache is."""
+    with open_client(ctx) as client:
+        answer = client.cache()
+    if as_json:
+        output.print_json(answer)
+        return
+    output.print_table(_COLUMNS, [_row(model) for model in answer.models])
+    output.print_line("")
+    output.print_fields(_budgets(answer))
+
+
+@app.command("pin")
+def pin(ctx: typer.Context, name: NameArgument) -> None:
+    """Keep a model's image in host memory, also after a restart."""
+    with open_client(ctx) as client:
+        model = client.pin(name)
+    missing = f"; its image is loaded by `gpupool cache warm {model.name}` or with a request"
+    say(f"{model.name}: pinned{'' if model.state == 'host' else missing}")
+
+
+@app.command("unpin")
+def unpin(ctx: typer.Context, name: NameArgument) -> None:
+    """Let a model's image go again when others need the room."""
+    with open_client(ctx) as client:
+        model = client.pin(name, is_pinned=False)
+    say(f"{model.name}: not pinned")
+
+
+@app.command("drop")
+def drop(ctx: typer.Context, name: NameArgument) -> None:
+    """Free the memory of a model's image; its next request loads it again.
+
+    Refused while the model is pinned or has live requests.
+    """
+    with open_client(ctx) as client:
+        model = client.drop_image(name)
+    say(f"{model.name}: not in host memory")
+
+
+@app.command("warm")
+def warm(ctx: typer.Context, name: NameArgument) -> None:
+    """Load a model's image into host memory and wait until it is there."""
+    with open_client(ctx) as client:
+        say(f"{name}: loading")
+        model = client.warm(name)
+    if model.state == "host":
+        say(f"{model.name}: in host memory, {format_bytes(model.num_bytes)}")
+    else:
+        say(f"{model.name}: ready; its devices need no image")
+
+
+def _row(model: CachedModel) -> list[str]:
+    return [
+        model.name,
+        model.state,
+        output.size_text(model.num_bytes),
+        _yes(model.is_saved),
+        _yes(model.is_pinned),
+        str(model.num_live),
+        output.NOTHING if model.last_used_at is None else output.time_text(model.last_used_at),
+    ]
+
+
+def _budgets(answer: CacheInfo) -> dict[str, str]:
+    return {
+        "host memory": f"{format_bytes(answer.host_bytes)} of"
+        f" {format_bytes(answer.host_limit_bytes)}",
+        "disk": f"{format_bytes(answer.disk_bytes)} of {format_bytes(answer.disk_limit_bytes)}"
+        if answer.disk_limit_bytes
+        else "no images are saved (memory.image_files)",
+    }
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else output.NOTHING

@@ -1,0 +1,55 @@
+"""An instance as the daemon sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from gpupoold.config import DeviceSettings
+from gpupoold.pool.child import Child
+from gpupoold.pool.pending import Pending
+from gpupoold.wire import messages as m
+
+
+@dataclass(eq=False, slots=True)
+class Instance:
+    """One instance, and the answers that it owes.
+
+    ``models`` are those it was told to load, ``layouts`` the digests of those that it has
+    loaded, ``images`` those whose image it has.
+    """
+
+    number: int
+    device: DeviceSettings
+    state: str = "starting"
+    child: Child[m.FromInstance] | None = None
+    ready: m.InstanceReady | None = None
+    status: m.InstanceStatus | None = None
+    models: set[str] = field(default_factory=set)
+    layouts: dict[str, str] = field(default_factory=dict)
+    images: set[str] = field(default_factory=set)
+    loading: Pending[str, m.ModelLoaded] = field(default_factory=Pending)
+    unloading: Pending[str, None] = field(default_factory=Pending)
+    taking: Pending[str, str] = field(default_factory=Pending)
+    dropping: Pending[str, None] = field(default_factory=Pending)
+    calls: Pending[int, object] = field(default_factory=Pending)
+    coming_up: asyncio.Future[None] | None = None
+    image_fds: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can load and serve."""
+        return self.state == "ready"
+
+    @property
+    def resident(self) -> frozenset[str]:
+        """Models all of whose weights were on the device when it last reported."""
+        models = self.status.models if self.status else []
+        return frozenset(
+            held.model for held in models if held.weights_resident_bytes == held.weights_total_bytes
+        )
+
+    def send(self, message: m.Message, fds: tuple[int, ...] = ()) -> None:
+        """Send, or do nothing when it is down: its end is handled elsewhere."""
+        if self.child is not None and not self.child.channel.closed:
+            self.child.channel.send(message, fds)

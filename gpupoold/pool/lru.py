@@ -1,0 +1,63 @@
+"""Which images go for another, and in which order models are loaded at the start. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A model's image of ``num_bytes``; ``last_used_at`` is wall-clock seconds."""
+
+    model: str
+    num_bytes: int
+    last_used_at: float
+    is_pinned: bool = False
+    is_busy: bool = False
+
+
+def choose_victims(candidates: Sequence[Candidate], short_bytes: int) -> list[str] | None:
+    """The models whose images go to free ``short_bytes``; None when there are too few.
+
+    Pinned and busy ones stay. Least recently used ones go first, but none that need not: a
+    small one is spared when a larger one has to go anyway.
+    """
+    idle = [one for one in candidates if not one.is_pinned and not one.is_busy]
+    chosen: list[Candidate] = []
+    freed_bytes = 0
+    for one in sorted(idle, key=lambda one: one.last_used_at):
+        if freed_bytes >= short_bytes:
+            break
+        chosen.append(one)
+        freed_bytes += one.num_bytes
+    if freed_bytes < short_bytes:
+        return None
+    for one in reversed(chosen):
+        if freed_bytes - one.num_bytes >= short_bytes:
+            chosen = [other for other in chosen if other is not one]
+            freed_bytes -= one.num_bytes
+    return [one.model for one in chosen]
+
+
+def start_order(candidates: Sequence[Candidate], budget_bytes: int) -> list[str]:
+    """The order in which to load all models, so that the budget holds what it shall at the end.
+
+    That is the pinned ones, then the most recently used, as many as fit; they are loaded
+    first. The others need room for a while to be loaded: what has to wait for that are the
+    last of those that stay.
+    """
+    ranked = sorted(candidates, key=lambda one: (not one.is_pinned, -one.last_used_at))
+    num_kept, kept_bytes = 0, 0
+    for one in ranked:
+        if kept_bytes + one.num_bytes > budget_bytes:
+            break
+        num_kept, kept_bytes = num_kept + 1, kept_bytes + one.num_bytes
+    others = ranked[num_kept:]
+    largest_bytes = max((one.num_bytes for one in others), default=0)
+    num_first = num_kept
+    while num_first and kept_bytes + largest_bytes > budget_bytes:
+        num_first -= 1
+        kept_bytes -= ranked[num_first].num_bytes
+    order = [*ranked[:num_first], *others, *ranked[num_first:num_kept]]
+    return [one.model for one in order]

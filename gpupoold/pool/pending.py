@@ -1,0 +1,57 @@
+"""Answers that another process owes, each waited for under a key."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Pending(Generic[K, V]):
+    """Futures by key, at most one for each. Answers that nobody waits for are ignored."""
+
+    def __init__(self) -> None:
+        self._futures: dict[K, asyncio.Future[V]] = {}
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._futures
+
+    def expect(self, key: K) -> asyncio.Future[V]:
+        """The future of an answer that is going to be asked for."""
+        future: asyncio.Future[V] = asyncio.get_running_loop().create_future()
+        self._futures[key] = future
+        return future
+
+    def forget(self, key: K) -> None:
+        """Nobody waits any more."""
+        self._futures.pop(key, None)
+
+    async def settled(self, key: K) -> None:
+        """Return when the answer has come, whatever it is; at once when none is owed."""
+        future = self._futures.get(key)
+        if future is not None:
+            await asyncio.wait({future})
+
+    def resolve(self, key: K, value: V) -> None:
+        """The answer has come."""
+        future = self._futures.get(key)
+        if future is not None and not future.done():
+            future.set_result(value)
+
+    def reject(self, key: K, error: Exception) -> None:
+        """No answer comes, and why."""
+        future = self._futures.get(key)
+        if future is not None and not future.done():
+            future.set_exception(error)
+
+    def resolve_all(self, value: V) -> None:
+        """All answers have come."""
+        for key in self._futures:
+            self.resolve(key, value)
+
+    def reject_all(self, error: Exception) -> None:
+        """None of the answers comes, and why."""
+        for key in self._futures:
+            self.reject(key, error)

@@ -1,0 +1,80 @@
+"""``gpupool bench`` as a user runs it, small: real daemons, real switches, all figures there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from benchmarks.memory_streams import run_streams
+
+TIMEOUT_S = 280
+STAGES = {"evict_s", "map_s", "weights_s", "kv_s"}
+VERDICT = {"limit_s", "limit_of", "ratio", "reached"}
+
+pytestmark = pytest.mark.slow
+
+
+def bench(environment: dict[str, str], *arguments: str) -> dict[str, Any]:
+    """What the command prints with ``--json``."""
+    done = subprocess.run(
+        [sys.executable, "-m", "gpupool_cli.main", "bench", *arguments, "--json"],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_memory(project_env: dict[str, str]) -> None:
+    kv_bytes = 2 << 20
+    result = bench(project_env, "memory", "--size", "10MB", "--kv", str(kv_bytes), "--rounds", "2")
+    assert {row["by"] for row in result["copies"]} >= {"device_copy", "lane", "queue"}
+    assert result["mapping"]
+    swap, overlap = result["kv_swap"], result["kv_overlap"]
+    assert swap["is_intact"] is True
+    assert swap["samples"] == 2
+    assert 2 * kv_bytes <= swap["bytes"] < 3 * kv_bytes
+    assert swap["ratio"] == pytest.approx(swap["bytes_per_s"] / swap["limit_bytes_per_s"])
+    assert overlap["bytes"] == swap["bytes"]
+    assert overlap["steps_during"] >= 2
+    assert overlap["hidden_share"] <= 1
+
+
+def test_switch(project_env: dict[str, str]) -> None:
+    rounds = 2
+    result = bench(project_env, "switch", "--size", "10MB", "--rounds", str(rounds))
+    modes = result["modes"]
+    assert list(modes) == ["resident", "prefetched", "host_cached", "cold_from_disk"]
+    for mode in ("resident", "prefetched", "host_cached"):
+        for row in modes[mode].values():
+            assert row.keys() >= VERDICT | {"p50_s", "p99_s", "bytes", "samples"}
+            assert row["stages_p50_s"].keys() == STAGES
+            assert row["ready_p50_s"] <= row["p50_s"] <= row["p99_s"]
+            assert row["samples"] == 2 * rounds * (25 if mode == "resident" else 1)
+        assert modes[mode].keys() == {"without_kv", "with_kv"}
+    assert {row["bytes"] for m in ("resident", "prefetched") for row in modes[m].values()} == {0}
+    without, with_kv = modes["host_cached"]["without_kv"], modes["host_cached"]["with_kv"]
+    assert without["bytes"] == result["weight_bytes"] == result["bytes"]
+    assert with_kv["bytes"] >= without["bytes"] + (2 << 20)  # 1 MiB out, 1 MiB in
+    cold = modes["cold_from_disk"]["without_kv"]
+    assert cold.keys() >= VERDICT
+    assert cold["stages_p50_s"]["read_s"] > 0
+    assert result["switch_p50_s"] == without["p50_s"]
+
+
+def test_streams_over_four_models_lose_nothing(tmp_path: Any) -> None:
+    result = run_streams(tmp_path, num_switches=30)
+    assert result["switches"] >= 30
+    assert result["switches_with_kv"] > 0
+    assert result["tokens"] == 96 * result["answers"]
+    assert (result["differing_tokens"], result["pages_leaked"]) == (0, 0)
+    assert result["host_bytes_gained_by_kind"]["kv_host_bytes"] == 0

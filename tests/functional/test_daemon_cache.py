@@ -1,0 +1,305 @@
+"""A model cache that holds fewer images than there are models: all of them answer all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.admin.models import CachedModel, CacheInfo
+from tests.functional.daemon_tools import (
+    LLAMA,
+    LOAD_OPTIONS,
+    QWEN2,
+    QWEN3,
+    Answer,
+    Background,
+    api_client,
+    ask,
+    check,
+    child,
+    cli,
+    device_config,
+    eventually,
+    ps,
+    until,
+    weight_bytes,
+)
+
+MODELS = (LLAMA, QWEN2, QWEN3)
+PROMPT = "What was on the disk is back in memory"
+
+
+@pytest.fixture(scope="module")
+def expected(shared_pool: PrivateDaemon) -> dict[str, Answer]:
+    """What the models answer where there is room for all of them."""
+
+    async def ask_all() -> dict[str, Answer]:
+        async with api_client(shared_pool.http_url) as api:
+            return {name: await ask(api, name, PROMPT) for name in MODELS}
+
+    return asyncio.run(ask_all())
+
+
+@pytest.fixture(scope="module")
+def checkpoints(
+    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Copies, one of which a test damages."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name in MODELS:
+        shutil.copytree(tiny_models[name], folder / name)
+    return {name: folder / name for name in MODELS}
+
+
+def config_for_two(device_bytes: int, checkpoints: dict[str, Path], image_files: str) -> str:
+    """Room for the images of two of the models, and not for three."""
+    cache_bytes = int(2.5 * max(weight_bytes(path) for path in checkpoints.values()))
+    memory = f'[memory]\nmodel_cache = {cache_bytes}\nimage_files = "{image_files}"\n'
+    return device_config(device_bytes) + memory
+
+
+@pytest.fixture(scope="module", params=["0", "1GiB"], ids=["checkpoints", "image-files"])
+def daemon(
+    request: pytest.FixtureRequest,
+    device_bytes: int,
+    checkpoints: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[PrivateDaemon]:
+    """The three models; images come back from the checkpoints, or from saved images."""
+    config = config_for_two(device_bytes, checkpoints, request.param)
+    with private_daemon(config, tmp_path_factory.mktemp("cache")) as running:
+        for name, path in checkpoints.items():
+            running.add_model(name, path, **LOAD_OPTIONS)
+        yield running
+
+
+@pytest.fixture
+async def api(daemon: PrivateDaemon) -> AsyncIterator[AsyncOpenAI]:
+    """The official client; in the end nothing is live, and all books agree."""
+    async with api_client(daemon.http_url) as client:
+        yield client
+    await eventually(lambda: not ps(daemon).requests)
+    check(daemon)
+    await eventually(lambda: num_images(daemon) == len(in_host(daemon)))
+
+
+def cached(daemon: PrivateDaemon) -> dict[str, CachedModel]:
+    """What ``gpupool cache ls`` tells of each model."""
+    with daemon.client() as client:
+        info, status = client.cache(), client.status()
+    assert status.model_cache_limit_bytes == info.host_limit_bytes
+    assert info.host_bytes <= info.host_limit_bytes
+    return {model.name: model for model in info.models}
+
+
+def in_host(daemon: PrivateDaemon) -> set[str]:
+    return {name for name, model in cached(daemon).items() if model.state == "host"}
+
+
+def is_live(daemon: PrivateDaemon, model: str) -> bool:
+    return any(one.model == model for one in ps(daemon).requests)
+
+
+def num_images(daemon: PrivateDaemon) -> int:
+    """Images whose memory the instance really has, whatever anybody says."""
+    maps = Path(f"/proc/{child(daemon, 'instance').pid}/maps").read_text().splitlines()
+    return len({line.split()[4] for line in maps if "gpupool-image" in line})
+
+
+async def test_all_answer_in_turn(
+    daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
+) -> None:
+    for name in (*MODELS, *MODELS):
+        assert await ask(api, name, PROMPT) == expected[name]
+        assert name in in_host(daemon)
+        assert len(in_host(daemon)) == 2
+    with daemon.client() as client:
+        assert {model.state for model in client.models()} == {"ready"}
+
+
+async def test_all_answer_at_once(
+    daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
+) -> None:
+    answers = await asyncio.gather(*(ask(api, name, PROMPT) for name in MODELS * 3))
+    assert answers == [expected[name] for name in MODELS * 3]
+
+
+async def test_ls_tells_the_truth(daemon: PrivateDaemon, api: AsyncOpenAI) -> None:
+    for name in MODELS:
+        await ask(api, name, PROMPT, 2)
+    info = CacheInfo.model_validate_json(cli(daemon, "cache", "ls", "--json").stdout)
+    rows = {row.name: row for row in info.models}
+    # The image that went for the last one is of the model that was used least recently.
+    saves = info.disk_limit_bytes > 0
+    assert {name: row.state for name, row in rows.items()} == {
+        LLAMA: "disk" if saves else "none",
+        QWEN2: "host",
+        QWEN3: "host",
+    }
+    assert [row.is_saved for row in info.models] == [saves] * 3
+    used = [rows[name].last_used_at or 0.0 for name in MODELS]
+    assert used == sorted(used)
+    assert info.host_bytes == sum(rows[name].num_bytes for name in (QWEN2, QWEN3))
+    assert info.disk_bytes == (sum(row.num_bytes for row in info.models) if saves else 0)
+    text = cli(daemon, "cache", "ls").stdout
+    assert [line.split()[0] for line in text.splitlines()[1:4]] == list(MODELS)
+
+
+async def test_a_model_in_flight_is_never_dropped(
+    daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
+) -> None:
+    long = Background(api, LLAMA, PROMPT)
+    await long.started()
+    num_looks = 0
+    for name in (QWEN2, QWEN3, QWEN2):
+        assert await ask(api, name, PROMPT) == expected[name]
+        dropped = await asyncio.to_thread(cli, daemon, "cache", "drop", LLAMA)
+        images = in_host(daemon)
+        if is_live(daemon, LLAMA):  # and so it was before
+            num_looks += 1
+            assert dropped.returncode == 5
+            assert "live requests" in dropped.stderr
+            assert LLAMA in images
+    assert num_looks
+    answer = await long.finished()
+    assert answer.token_ids[: len(expected[LLAMA].token_ids)] == expected[LLAMA].token_ids
+
+
+async def test_a_request_waits_until_there_is_room(
+    daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
+) -> None:
+    busy = [Background(api, name, PROMPT, 400) for name in (LLAMA, QWEN2)]
+    for stream in busy:
+        await stream.started()
+    waiting = asyncio.create_task(ask(api, QWEN3, PROMPT))
+    leaving = asyncio.create_task(ask(api, QWEN3, "not wanted any more"))
+    await eventually(lambda: sum(one.model == QWEN3 for one in ps(daemon).requests) == 2)
+    leaving.cancel()
+    await eventually(lambda: sum(one.model == QWEN3 for one in ps(daemon).requests) < 2)
+    assert await waiting == expected[QWEN3]
+    for stream in busy:
+        await stream.finished()
+
+
+async def test_pins(daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]) -> None:
+    assert cli(daemon, "cache", "warm", LLAMA).returncode == 0
+    assert cli(daemon, "cache", "pin", LLAMA).returncode == 0
+    for name in (QWEN2, QWEN3, QWEN2):
+        assert await ask(api, name, PROMPT) == expected[name]
+        assert in_host(daemon) == {LLAMA, name}
+    refused = cli(daemon, "cache", "drop", LLAMA)
+    assert refused.returncode == 5
+    assert f"`gpupool cache unpin {LLAMA}`" in refused.stderr
+    assert cli(daemon, "cache", "pin", QWEN2).returncode == 0
+    assert cli(daemon, "cache", "pin", QWEN3).returncode == 5
+    with pytest.raises(openai.APIError, match=r"could not be warmed.* are pinned"):
+        await ask(api, QWEN3, PROMPT)
+    with daemon.client() as client:
+        assert ("warm_failed", QWEN3) in {(one.kind, one.subject) for one in client.events()}
+    for name in (LLAMA, QWEN2):
+        assert cli(daemon, "cache", "unpin", name).returncode == 0
+    assert await ask(api, QWEN3, PROMPT) == expected[QWEN3]
+    assert in_host(daemon) == {QWEN2, QWEN3}
+
+
+async def test_drop_and_warm(
+    daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
+) -> None:
+    for name in MODELS:
+        assert cli(daemon, "cache", "drop", name).returncode == 0
+    assert in_host(daemon) == set()
+    await eventually(lambda: num_images(daemon) == 0)
+    assert json.loads(cli(daemon, "status", "--json").stdout)["model_cache_bytes"] == 0
+    done = cli(daemon, "cache", "warm", QWEN2)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert in_host(daemon) == {QWEN2}
+    assert await ask(api, QWEN2, PROMPT) == expected[QWEN2]
+
+
+async def test_a_model_that_cannot_be_warmed(
+    daemon: PrivateDaemon,
+    api: AsyncOpenAI,
+    checkpoints: dict[str, Path],
+    expected: dict[str, Answer],
+) -> None:
+    config = checkpoints[QWEN3] / "config.json"
+    text = config.read_text()
+    assert cli(daemon, "cache", "drop", QWEN3).returncode == 0
+    config.unlink()  # a checkpoint that has changed: a saved image is not of this one
+    try:
+        asked = [asyncio.create_task(ask(api, QWEN3, PROMPT)) for _ in range(3)]
+        for task in asked:
+            with pytest.raises(openai.APIError, match=f"{QWEN3} could not be warmed"):
+                await task
+        await eventually(lambda: cli(daemon, "show", QWEN3).stdout.count("failed") == 1)
+        assert await ask(api, QWEN2, PROMPT) == expected[QWEN2]
+    finally:
+        config.write_text(text)
+    assert cli(daemon, "cache", "warm", QWEN3).returncode == 0
+    assert await ask(api, QWEN3, PROMPT) == expected[QWEN3]
+
+
+async def test_a_worker_that_dies(
+    daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
+) -> None:
+    """What waits for room when the worker dies is answered when it is back."""
+    busy = [Background(api, name, PROMPT) for name in (LLAMA, QWEN2)]
+    for stream in busy:
+        await stream.started()
+    waiting = asyncio.create_task(ask(api, QWEN3, PROMPT))
+    await eventually(lambda: is_live(daemon, QWEN3))
+    child(daemon, "instance").kill()
+    for stream in busy:
+        with pytest.raises(openai.APIError, match="device 0"):
+            await stream.finished()
+    assert await waiting == expected[QWEN3]
+    await eventually(lambda: {row.state for row in ps(daemon).models} == {"ready"}, 60)
+    answers = await asyncio.gather(*(ask(api, name, PROMPT) for name in MODELS))
+    assert answers == [expected[name] for name in MODELS]
+
+
+async def test_adding_and_removing(
+    daemon: PrivateDaemon, api: AsyncOpenAI, checkpoints: dict[str, Path]
+) -> None:
+    """A model that is added takes the room of others; one that is removed gives it back."""
+    with daemon.client() as client:
+        client.pin(LLAMA)
+    daemon.add_model("fourth", checkpoints[QWEN2], **LOAD_OPTIONS)
+    assert "fourth" in in_host(daemon)
+    assert (await ask(api, "fourth", PROMPT, 4)).token_ids
+    assert cli(daemon, "rm", "fourth").returncode == 0
+    assert "fourth" not in cached(daemon)
+    assert cli(daemon, "cache", "unpin", LLAMA).returncode == 0
+
+
+async def test_a_restart(
+    device_bytes: int,
+    checkpoints: dict[str, Path],
+    expected: dict[str, Answer],
+    tmp_path: Path,
+) -> None:
+    """Pins are kept; pinned images and those used last are there again; all models answer."""
+    config = config_for_two(device_bytes, checkpoints, "1GiB")
+    with private_daemon(config, tmp_path) as daemon:
+        for name, path in checkpoints.items():
+            daemon.add_model(name, path, **LOAD_OPTIONS)
+        async with api_client(daemon.http_url) as api:
+            for name in (LLAMA, QWEN3, QWEN2):
+                await ask(api, name, PROMPT, 2)
+        assert cli(daemon, "cache", "pin", LLAMA).returncode == 0
+    with private_daemon(config, tmp_path) as daemon:
+        until(lambda: {row.state for row in ps(daemon).models} == {"ready"}, 60)
+        assert in_host(daemon) == {LLAMA, QWEN2}
+        assert [row.is_pinned for row in cached(daemon).values()] == [True, False, False]
+        async with api_client(daemon.http_url) as api:
+            answers = await asyncio.gather(*(ask(api, name, PROMPT) for name in MODELS))
+        assert answers == [expected[name] for name in MODELS]
+        check(daemon)

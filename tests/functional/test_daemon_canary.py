@@ -1,0 +1,68 @@
+"""Weights that were damaged in memory: found out by the canary, made anew, and all told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import openai
+
+from gpupool_cli.private_daemon import private_daemon
+from tests.functional.daemon_tools import (
+    LLAMA,
+    LOAD_OPTIONS,
+    QWEN3,
+    api_client,
+    ask,
+    check,
+    device_config,
+    until,
+    weight_bytes,
+)
+
+PROMPT = "The canary in the coal mine"
+
+
+def test_damaged_weights_are_made_anew(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """One model at a time fits, so that every question brings weights in."""
+    paths = {name: tiny_models[name] for name in (LLAMA, QWEN3)}
+    config = device_config(int(1.4 * max(weight_bytes(path) for path in paths.values())))
+    with private_daemon(f"{config}[memory]\ncanary_interval = 2\n", tmp_path) as daemon:
+        for name, path in paths.items():
+            daemon.add_model(name, path, **LOAD_OPTIONS)
+
+        async def in_turns(rounds: int) -> list[object]:
+            async with api_client(daemon.http_url) as api:
+                names = [name for _ in range(rounds) for name in (LLAMA, QWEN3)]
+                answers: list[object] = []
+                for name in names:
+                    try:
+                        answers.append(await ask(api, name, PROMPT))
+                    except openai.APIError as error:
+                        answers.append(error)
+                return answers
+
+        first = asyncio.run(in_turns(1))
+        assert asyncio.run(in_turns(4)) == first * 4
+        _damage_image(daemon.process.pid, LLAMA)
+        asyncio.run(in_turns(4))  # some are wrong, or end with an error: nobody can know before
+
+        def told() -> list[str]:
+            with daemon.client() as client:
+                return [e.message for e in client.events() if e.kind == "canary_failed"]
+
+        until(lambda: bool(told()))
+        assert len(told()) == 1
+        assert "canary answered" in told()[0]
+        assert asyncio.run(in_turns(2)) == first * 2
+        check(daemon)
+
+
+def _damage_image(pid: int, model: str) -> None:
+    """Overwrite half of a model's image, which all processes share."""
+    folder = Path(f"/proc/{pid}/fd")
+    [file] = [one for one in folder.iterdir() if f"image-{model}" in os.readlink(one)]
+    fd = os.open(file, os.O_RDWR)
+    os.pwrite(fd, b"\x3f" * (os.fstat(fd).st_size // 2), 0)
+    os.close(fd)

@@ -1,0 +1,78 @@
+"""``cache``: what is shown of images, and what is done to them."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpupool_cli import output
+from gpupoold.admin.models import CacheInfo
+from tests.unit.gpupool_cli import samples
+from tests.unit.gpupool_cli.conftest import Cli
+from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
+
+
+def test_ls(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.add("a")
+    daemon.add("b")
+    daemon.image("a", is_pinned=True)
+    daemon.image("b", state="none", is_saved=False, num_live=0, last_used_at=None)
+    lines = cli("cache", "ls").stdout.splitlines()
+    assert [line.split() for line in lines] == [
+        "NAME STATE SIZE SAVED PINNED LIVE LAST-USED".split(),
+        ["a", "host", "15", "GiB", "yes", "yes", "2", *output.time_text(samples.AT).split()],
+        "b none 15 GiB - - 0 -".split(),
+        [],
+        "host memory 15 GiB of 60 GiB".split(),
+        "disk 15 GiB of 120 GiB".split(),
+    ]
+    info = CacheInfo.model_validate_json(cli("cache", "ls", "--json").stdout)
+    assert [(model.name, model.is_pinned) for model in info.models] == [("a", True), ("b", False)]
+
+
+def test_ls_without_saved_images(
+    daemon: FakeDaemon, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = samples.cache([]).model_copy(update={"disk_limit_bytes": 0})
+    monkeypatch.setattr(samples, "cache", lambda models: cache)
+    assert "no images are saved (memory.image_files)" in cli("cache", "ls").stdout
+
+
+def test_pin_and_unpin(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.add("a", aliases=["chat"])
+    done = cli("cache", "pin", "chat")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "a: pinned\n")
+    assert daemon.image("a").is_pinned
+    assert cli("cache", "unpin", "chat").stderr == "a: not pinned\n"
+    assert not daemon.image("a").is_pinned
+
+
+def test_pin_of_a_model_that_is_not_in_memory(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.add("a")
+    daemon.image("a", state="disk")
+    assert "`gpupool cache warm a`" in cli("cache", "pin", "a").stderr
+
+
+def test_drop_and_warm(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.add("org/a")
+    done = cli("cache", "drop", "org/a")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert done.stderr == "org/a: not in host memory\n"
+    assert daemon.image("org/a").state == "disk"
+    done = cli("cache", "warm", "org/a")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert done.stderr == "org/a: loading\norg/a: in host memory, 15 GiB\n"
+    assert daemon.image("org/a").state == "host"
+
+
+def test_drop_while_in_use(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.add("a")
+    daemon.live["a"] = 1
+    done = cli("cache", "drop", "a")
+    assert done.exit_code == 5
+    assert done.stderr == "error: a has live requests\nhint: wait until they have ended\n"
+
+
+@pytest.mark.parametrize("verb", ["pin", "unpin", "drop", "warm"])
+def test_an_unknown_model(daemon: FakeDaemon, cli: Cli, verb: str) -> None:
+    assert cli("cache", verb, "nobody").exit_code == 4
+    assert cli("cache", verb).exit_code == 2

@@ -1,0 +1,200 @@
+"""Requests of models that have to be warmed: they wait, leave, go on or fail."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+import pytest
+
+from gpupool_state import History
+from gpupoold.config import DeviceSettings, LimitSettings
+from gpupoold.domain import FinishReason, Targets
+from gpupoold.pool.dispatch import Dispatcher
+from gpupoold.pool.frontends import FrontendSupervisor
+from gpupoold.pool.instance import Instance
+from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
+from gpupoold.scheduling.state import Request
+from gpupoold.wire import messages as m
+
+NAME = "llama"
+
+
+class Cold:
+    """What is told of models' use, and which are warm."""
+
+    def __init__(self) -> None:
+        self.warm: set[str] = set()
+        self.begun: list[str] = []
+        self.uses: list[str] = []
+
+    def is_warm(self, model: str) -> bool:
+        return model in self.warm
+
+    def begin(self, model: str) -> None:
+        self.begun.append(model)
+
+    def used(self, model: str) -> None:
+        self.uses.append(f"used {model}")
+
+    def left(self, model: str) -> None:
+        self.uses.append(f"left {model}")
+
+    def damaged(self, message: m.WrongAnswer) -> None:
+        self.uses.append(f"damaged {message.model}")
+
+
+class Frontend:
+    """Keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[m.Message] = []
+
+    def send(self, message: m.Message) -> None:
+        self.sent.append(message)
+
+
+class Bench:
+    """A dispatcher with one instance that has a model without an image."""
+
+    def __init__(self, history: History) -> None:
+        limits = LimitSettings(max_live_requests_per_model=3)
+        self.dispatcher = Dispatcher(limits, history, make_policy("gpupool", PolicyOptions()))
+        self.cold, self.frontend = Cold(), Frontend()
+        self.dispatcher.warmth = self.cold
+        self.dispatcher.frontend = cast(FrontendSupervisor, self.frontend)
+        self.instance = Instance(0, DeviceSettings(kind="emulated"))
+        self.instance.ready = m.InstanceReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0")
+        self.dispatcher.instance_up(self.instance)
+        self.dispatcher.host(Targets(), _loaded(NAME), None, self.instance)
+
+    def ask(self, request_id: str, arrival_s: float | None = None) -> None:
+        arrival_s = time.monotonic() if arrival_s is None else arrival_s
+        self.dispatcher.from_frontend(m.AddRequest(NAME, request_id, arrival_s, [1, 2], 8, [b""]))
+
+    @property
+    def scheduled(self) -> dict[str, Request]:
+        """What the scheduling core knows."""
+        return self.dispatcher.scheduler.core.core.state.requests
+
+    def check(self) -> None:
+        self.dispatcher.scheduler.check_state()
+
+
+@pytest.fixture
+def bench(history: History) -> Bench:
+    return Bench(history)
+
+
+def _loaded(name: str) -> m.LoadedModel:
+    return m.LoadedModel(
+        name=name,
+        architecture="",
+        max_model_len=100,
+        dtype="float32",
+        block_size=32,
+        num_gpu_blocks=100,
+        weight_bytes=1 << 20,
+        kv_bytes_per_token=100,
+        supported_tasks=("generate",),
+        load_s=1.0,
+    )
+
+
+async def test_a_warm_model_is_scheduled_at_once(bench: Bench) -> None:
+    bench.cold.warm.add(NAME)
+    bench.ask("a")
+    assert list(bench.scheduled) == ["a"]
+    assert (bench.cold.begun, bench.cold.uses) == ([], [f"used {NAME}"])
+
+
+async def test_requests_wait_and_keep_their_arrival(bench: Bench) -> None:
+    first_s = time.monotonic() - 5.0
+    bench.ask("a", first_s)
+    bench.ask("b")
+    assert bench.cold.begun == [NAME, NAME]
+    assert bench.scheduled == {}
+    assert bench.dispatcher.num_waiting(NAME) == bench.dispatcher.live.num_of(NAME) == 2
+    bench.cold.warm.add(NAME)
+    bench.dispatcher.go_on(NAME)
+    assert list(bench.scheduled) == ["a", "b"]
+    assert bench.scheduled["a"].arrival_s == first_s
+    assert bench.dispatcher.num_waiting(NAME) == 0
+    bench.dispatcher.go_on(NAME)
+    bench.check()
+
+
+async def test_waiting_requests_count_for_the_limits(bench: Bench) -> None:
+    for request_id in ("a", "b", "c", "d"):
+        bench.ask(request_id)
+    [refused] = bench.frontend.sent
+    assert isinstance(refused, m.RequestsFailed)
+    assert refused.request_ids == ["d"]
+    assert "already has 3 requests" in refused.message
+
+
+async def test_cancelled_requests_leave(bench: Bench, history: History) -> None:
+    for request_id in ("a", "b"):
+        bench.ask(request_id)
+    bench.dispatcher.from_frontend(m.AbortRequests(NAME, ["a"]))
+    assert bench.dispatcher.num_waiting(NAME) == 1
+    assert bench.cold.uses[-1] == f"left {NAME}"
+    bench.dispatcher.go_on(NAME)
+    assert list(bench.scheduled) == ["b"]
+    await history.flush()
+    [row] = await history.recent_requests()
+    assert (row.request_id, row.finish_reason, row.instance) == ("a", FinishReason.ABORT, None)
+    bench.check()
+
+
+async def test_a_frontend_that_dies_takes_them_along(bench: Bench) -> None:
+    bench.ask("a")
+    bench.dispatcher.frontend_down()
+    assert (bench.dispatcher.num_waiting(NAME), len(bench.dispatcher.live)) == (0, 0)
+
+
+async def test_all_fail_when_the_model_cannot_be_warmed(bench: Bench, history: History) -> None:
+    bench.cold.warm.add(NAME)
+    bench.ask("scheduled")
+    bench.cold.warm.clear()
+    for request_id in ("a", "b"):
+        bench.ask(request_id)
+    bench.dispatcher.fail_waiting(NAME, "no room")
+    bench.dispatcher.fail_waiting(NAME, "no room")
+    assert bench.frontend.sent == [m.RequestsFailed(NAME, ["a", "b"], "no room")]
+    assert list(bench.scheduled) == ["scheduled"]
+    assert len(bench.dispatcher.live) == 1
+    await history.flush()
+    rows = await history.recent_requests()
+    assert {row.request_id: row.finish_reason for row in rows} == {
+        "a": FinishReason.ERROR,
+        "b": FinishReason.ERROR,
+    }
+    bench.check()
+
+
+async def test_wrong_answers_are_passed_on(bench: Bench) -> None:
+    bench.dispatcher.from_instance(bench.instance, m.WrongAnswer(NAME, (1,), (2,)))
+    assert bench.cold.uses == [f"damaged {NAME}"]
+
+
+async def test_a_model_that_is_removed_takes_them_along(bench: Bench) -> None:
+    bench.ask("a")
+    bench.dispatcher.fail_model(NAME, "removed")
+    bench.dispatcher.forget(NAME)
+    bench.dispatcher.go_on(NAME)
+    assert (bench.scheduled, len(bench.dispatcher.live)) == ({}, 0)
+    assert bench.frontend.sent == [m.RequestsFailed(NAME, ["a"], "removed")]
+
+
+async def test_an_instance_that_has_the_model_no_more(bench: Bench) -> None:
+    bench.dispatcher.host(Targets(), _loaded(NAME), None, bench.instance)  # anew: no second route
+    assert bench.dispatcher.routes[NAME] == [bench.instance]
+    bench.dispatcher.unhost(NAME, bench.instance)
+    bench.dispatcher.unhost(NAME, bench.instance)
+    assert bench.dispatcher.routes[NAME] == []
+    bench.ask("a")
+    [refused] = bench.frontend.sent
+    assert isinstance(refused, m.RequestsFailed)
+    assert "cannot be served right now" in refused.message
+    bench.check()

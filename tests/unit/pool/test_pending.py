@@ -1,0 +1,55 @@
+"""Answers that are owed: come, come not, or come when nobody waits."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gpupoold.errors import Failed
+from gpupoold.pool.pending import Pending
+
+
+async def test_answers_go_to_those_that_wait() -> None:
+    pending: Pending[str, int] = Pending()
+    first, second = pending.expect("a"), pending.expect("b")
+    assert "a" in pending
+    pending.resolve("a", 1)
+    pending.resolve("a", 2)
+    pending.reject("a", Failed("too late"))
+    pending.resolve("unknown", 3)
+    assert await first == 1
+    pending.reject("b", Failed("no"))
+    with pytest.raises(Failed, match="no"):
+        await second
+    pending.forget("a")
+    pending.forget("a")
+    assert "a" not in pending
+
+
+async def test_all_at_once() -> None:
+    pending: Pending[int, str] = Pending()
+    futures = [pending.expect(key) for key in range(3)]
+    pending.resolve(1, "came before")
+    pending.resolve_all("done")
+    assert [await future for future in futures] == ["done", "came before", "done"]
+    failing = pending.expect(4)
+    pending.reject_all(Failed("the process died"))
+    with pytest.raises(Failed, match="died"):
+        await failing
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_settled(fails: bool) -> None:
+    pending: Pending[str, int] = Pending()
+    await pending.settled("nothing is owed")
+    future = pending.expect("a")
+    waiting = asyncio.create_task(pending.settled("a"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    if fails:
+        pending.reject("a", Failed("no"))
+    else:
+        pending.resolve("a", 1)
+    await waiting
+    assert isinstance(future.exception(), Failed if fails else type(None))

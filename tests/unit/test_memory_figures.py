@@ -1,0 +1,103 @@
+"""The figures that ``make bench-memory`` writes, made of what was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.memory import make_figures, table
+from benchmarks.memory_streams import Answers, num_differing, summary
+from gpupoold.admin.models import SwitchInfo
+
+LEFT = {
+    "pages": 240,
+    "free_pages": 240,
+    "kv_host_bytes": 0,
+    "anon_bytes": 400 << 20,
+    "shmem_bytes": 50 << 20,
+}
+
+
+def details(**changes: Any) -> dict[str, Any]:
+    row = {"p50_s": 0.001, "p99_s": 0.004, "limit_s": 0.002, "limit_of": "p99_s"}
+    cold = {"p50_s": 0.8, "p99_s": 0.9, "limit_s": 1.0, "limit_of": "p50_s"}
+    usual: dict[str, Any] = {
+        "switch": {"modes": {"resident": {"without_kv": row, "with_kv": row}, "cold": {"a": cold}}},
+        "memory": {
+            "kv_swap": {"bytes_per_s": 6e9, "limit_bytes_per_s": 8e9},
+            "kv_overlap": {"hidden_share": 0.75},
+        },
+        "streams": {"switches": 1200},
+        "operations": {"operations": 100, "asked": 100, "passed": True},
+    }
+    return usual | changes
+
+
+def switch(weight_bytes: int = 0, kv_in_bytes: int = 0) -> SwitchInfo:
+    seconds = dict.fromkeys(("total_s", "evict_s", "map_s", "weights_s", "kv_s"), 0.0)
+    return SwitchInfo(
+        at=1.0,
+        instance=0,
+        model="a",
+        previous=None,
+        weight_bytes=weight_bytes,
+        kv_in_bytes=kv_in_bytes,
+        kv_out_bytes=0,
+        **seconds,
+    )
+
+
+class TestFigures:
+    def test_each_has_its_limit_and_ratio(self) -> None:
+        figures = dict(make_figures(details(), 1000))
+        missed = {"measured": 0.004, "limit": 0.002, "ratio": 2.0, "reached": False}
+        assert figures["resident_switch_p99_s"] == missed
+        assert figures["resident_switch_with_kv_p99_s"] == missed
+        assert figures["cold_switch_p50_s"]["reached"] is True
+        assert figures["kv_swap_bytes_per_s"]["ratio"] == 0.75
+        assert figures["kv_swap_bytes_per_s"]["reached"] is False
+        assert figures["kv_overlap_hidden_share"]["reached"] is True
+        assert figures["switches"]["ratio"] == pytest.approx(1.2)
+
+    def test_operations_that_failed_do_not_count_as_reached(self) -> None:
+        failed = {"operations": 100, "asked": 100, "passed": False}
+        figures = dict(make_figures(details(operations=failed), 1000))
+        assert figures["memory_operations"]["reached"] is False
+
+    def test_the_table_marks_what_was_missed(self) -> None:
+        figures = dict(make_figures(details(), 1000))
+        counts = {"differing_tokens": 0, "pages_leaked": 3, "host_bytes_gained": 5}
+        lines = {line.split()[0]: line for line in table(figures, counts)}
+        assert "4ms" in lines["resident_switch_p99_s"]
+        assert "5.59 GiB/s" in lines["kv_swap_bytes_per_s"]
+        marked = {name for name, line in lines.items() if line.endswith("MISSED")}
+        assert marked == {
+            *("resident_switch_p99_s", "resident_switch_with_kv_p99_s"),
+            *("kv_swap_bytes_per_s", "pages_leaked"),
+        }
+
+
+class TestStreams:
+    @pytest.mark.parametrize(
+        ("together", "count"), [([1, 2, 3], 0), ([1, 9, 3], 1), ([1], 2), ([1, 2, 3, 4, 5], 2)]
+    )
+    def test_tokens_that_differ_are_missing_or_too_many(
+        self, together: list[int], count: int
+    ) -> None:
+        assert num_differing([1, 2, 3], together) == count
+
+    def test_only_switches_that_moved_bytes_count(self) -> None:
+        switches = [switch(100), switch(), switch(50, 7)]
+        figures = summary(Answers(), switches, [LEFT], 2.0)
+        assert (figures["switches"], figures["switches_with_kv"]) == (2, 1)
+        assert figures["bytes_moved"] == 157
+
+    def test_what_is_not_back_is_told(self) -> None:
+        after = LEFT | {"free_pages": 237, "kv_host_bytes": 64, "shmem_bytes": (50 << 20) + 4096}
+        peak = LEFT | {"anon_bytes": 500 << 20}
+        answers = Answers({("a", 0): [1, 2]}, [(("a", 0), [1, 2]), (("a", 0), [1])])
+        figures = summary(answers, [], [LEFT, peak, after], 2.0)
+        assert figures["pages_leaked"] == 3
+        assert figures["host_bytes_gained"] == 64 + 4096
+        assert (figures["answers"], figures["tokens"], figures["differing_tokens"]) == (2, 3, 1)

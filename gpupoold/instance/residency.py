@@ -191,7 +191,7 @@ class Residency:
         model.kv.stop_arriving()
         model.kv.unback(model.kv.free_chunks())
         before = model.kv.host_bytes
-        for group in model.kv.groups(model.kv.chunks(Place.DEVICE)):
+        for group in model.kv.cut(model.kv.chunks(Place.DEVICE)):
             model.kv.begin_page_out(group, self._out)
         while (transfer := model.kv.oldest_transfer(Place.LEAVING)) is not None:
             transfer.wait()
@@ -270,19 +270,16 @@ class Residency:
         """
         if not model.kv.missing_bytes:
             return
-        chunks = model.kv.chunks_in_order(Place.HOST, [0, *model.wanted_blocks()])
-        for group in model.kv.groups(chunks):
+        for group in model.kv.groups_on_host([0, *model.wanted_blocks()]):
             if not self._in.has_room:
                 return
             wanted = model.kv.num_missing_pages(group)
             if wanted > self.pool.num_free and keep_free is None:
                 model.kv.unback(spare_chunks(model.kv))
                 self._room.make(wanted, {model.name})
-            fitting = self._fitting(model.kv, group, keep_free or 0)
-            if fitting:
-                model.kv.begin_page_in(fitting, self._in)
-            if len(fitting) < len(group):
+            if wanted + (keep_free or 0) > self.pool.num_free:
                 return
+            model.kv.begin_page_in(group[0], self._in)
 
     def _fitting(self, kv: KvMemory, chunks: list[int], keep_free: int) -> list[int]:
         """As many of ``chunks`` as there are free pages for."""

@@ -181,7 +181,7 @@ class Room:
         before = model.kv.host_bytes
         # Who runs first when the model is back keeps its KV longest.
         chunks = model.kv.chunks_in_order(Place.DEVICE, [0, *model.wanted_blocks()])
-        for group in model.kv.groups(chunks[::-1]):
+        for group in model.kv.cut(chunks[::-1]):
             leaving = _enough(model.kv, group, short)
             # Less than what comes free in the end where chunks share pages: planned anew.
             short -= model.kv.num_resident_pages(leaving)

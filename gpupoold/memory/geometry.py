@@ -37,10 +37,13 @@ class KvGeometry:
     rows: tuple[KvRow, ...]
     blocks_per_chunk: int = field(init=False)
     """Blocks in every chunk but perhaps the last."""
+    is_aligned: bool = field(init=False)
+    """Whether no two chunks, nor two rows, share a page, and neighbours leave no gap."""
 
     def __post_init__(self) -> None:
         # Asked for every chunk of every switch: worked out once.
         object.__setattr__(self, "blocks_per_chunk", self._blocks_per_chunk())
+        object.__setattr__(self, "is_aligned", self._is_aligned())
 
     @property
     def total_bytes(self) -> int:
@@ -70,18 +73,25 @@ class KvGeometry:
 
     def pages(self, chunk: int) -> list[range]:
         """Pages a chunk touches, one range per row."""
-        blocks = self.blocks(chunk)
+        return self._pages_of(range(chunk, chunk + 1))
+
+    def _pages_of(self, chunks: range) -> list[range]:
+        first, last = self.blocks(chunks.start).start, self.blocks(chunks.stop - 1).stop - 1
         spans = []
         for row in self.rows:
-            start = row.offset + blocks.start * row.stride
-            end = row.offset + (blocks.stop - 1) * row.stride + row.num_bytes
+            start = row.offset + first * row.stride
+            end = row.offset + last * row.stride + row.num_bytes
             spans.append(range(start // self.page_bytes, -(-end // self.page_bytes)))
         return spans
 
     def spans(self, chunks: list[int]) -> list[range]:
         """Pages of chunks, row by row: neighbours joined, pages of several chunks repeated."""
+        if self.is_aligned:
+            ranges = [span for run in _runs(chunks) for span in self._pages_of(run)]
+        else:
+            ranges = [span for chunk in chunks for span in self.pages(chunk)]
         spans: list[range] = []
-        for span in sorted((s for c in chunks for s in self.pages(c)), key=_start):
+        for span in sorted(ranges, key=_start):
             if spans and spans[-1].stop == span.start:
                 spans[-1] = range(spans[-1].start, span.stop)
             else:
@@ -124,6 +134,14 @@ class KvGeometry:
                 gaps.append((at, end - at))
         return gaps
 
+    def _is_aligned(self) -> bool:
+        lengths = ((row, self.blocks_per_chunk * row.stride) for row in self.rows)
+        return all(
+            row.num_bytes == row.stride
+            and row.offset % self.page_bytes == length % self.page_bytes == 0
+            for row, length in lengths
+        )
+
     def _blocks_per_chunk(self) -> int:
         aligned = math.lcm(
             *(self.page_bytes // math.gcd(row.stride, self.page_bytes) for row in self.rows)
@@ -136,3 +154,14 @@ class KvGeometry:
 
 def _start(span: range) -> int:
     return span.start
+
+
+def _runs(numbers: list[int]) -> list[range]:
+    """``numbers`` in order as ranges without gaps."""
+    runs: list[range] = []
+    for number in sorted(numbers):
+        if runs and runs[-1].stop == number:
+            runs[-1] = range(runs[-1].start, number + 1)
+        else:
+            runs.append(range(number, number + 1))
+    return runs

@@ -14,6 +14,7 @@ is back, so that no copy ever writes where the engine does.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -53,29 +54,28 @@ class Place(Enum):
     ARRIVING = auto()  # being copied to the device; still whole on the host
 
 
-# Moved together: each row is then mapped by one call for all of them. A few milliseconds of
-# an emulated link, less than a chunk of most models on a GPU.
+# Moved together: each row is then mapped by one call, and copied in one piece. A few
+# milliseconds of an emulated link, less than a chunk of most models on a GPU.
 _GROUP_BYTES = 16 << 20
+# Of a small device: so that not all requests wait for one copy.
+_MIN_GROUPS = 16
 
 AWAY = (Place.LEAVING, Place.HOST, Place.ARRIVING)
 
 
-@dataclass(slots=True)
-class _Saved:
-    """An away chunk: the blocks that had bytes when it left, in the order of its slot."""
+@dataclass(eq=False, slots=True)
+class _Group:
+    """Chunks that are away, together from when they left until they are back.
 
+    ``blocks`` had bytes when they left; the slot has them row by row, so that neighbours are
+    copied in one piece. ``held`` are those that the engine must not have until then.
+    """
+
+    chunks: list[int]
     slot: HostSlot
     blocks: list[int]
     held: set[int] = field(default_factory=set)
-    move: _Move | None = None
-
-
-@dataclass(eq=False, slots=True)
-class _Move:
-    """Chunks that leave or arrive together, so that neighbours are mapped in one go."""
-
-    chunks: list[int]
-    transfer: Transfer
+    transfer: Transfer | None = None
 
 
 class KvMemory:
@@ -89,7 +89,7 @@ class KvMemory:
         self._device = device
         self._host = host
         self._place = [Place.UNBACKED] * geometry.num_chunks
-        self._saved: dict[int, _Saved] = {}
+        self._away: dict[int, _Group] = {}  # by chunk
         self._ledger: BlockLedger | None = None
 
     def attach(self, ledger: BlockLedger) -> None:
@@ -115,28 +115,27 @@ class KvMemory:
     @property
     def host_bytes(self) -> int:
         """Host bytes of the chunks that are away."""
-        return sum(saved.slot.num_bytes for saved in self._saved.values())
+        return sum(group.slot.num_bytes for group in self._groups())
 
     @property
     def missing_bytes(self) -> int:
         """Bytes that are neither on the device nor on their way to it."""
-        missing = (s for c, s in self._saved.items() if self._place[c] is Place.HOST)
-        return sum(saved.slot.num_bytes for saved in missing)
+        return sum(group.slot.num_bytes for group in self._groups(Place.HOST))
 
     @property
     def is_whole(self) -> bool:
         """Whether no chunk is away, so that every request can run."""
-        return not self._saved
+        return not self._away
 
     def is_here(self, blocks: Iterable[int]) -> bool:
         """Whether the bytes of all these blocks are on the device."""
-        size, saved = self.geometry.blocks_per_chunk, self._saved
-        return not saved or not any(block // size in saved for block in blocks)
+        size, away = self.geometry.blocks_per_chunk, self._away
+        return not away or not any(block // size in away for block in blocks)
 
     def chunks(self, place: Place) -> list[int]:
         """Chunks at ``place``, lowest first."""
         if place in AWAY:
-            return sorted(chunk for chunk in self._saved if self._place[chunk] is place)
+            return sorted(chunk for chunk in self._away if self._place[chunk] is place)
         return [chunk for chunk, at in enumerate(self._place) if at is place]
 
     def chunks_in_order(self, place: Place, blocks: Iterable[int]) -> list[int]:
@@ -145,32 +144,43 @@ class KvMemory:
         rank = {chunk: number for number, chunk in enumerate(wanted)}
         return sorted(self.chunks(place), key=lambda chunk: rank.get(chunk, len(rank)))
 
-    def groups(self, chunks: list[int]) -> Iterator[list[int]]:
-        """``chunks`` in order, as many at a time as it takes for mapping them to cost little."""
+    def cut(self, chunks: list[int]) -> Iterator[list[int]]:
+        """``chunks`` in order, as many at a time as had better be paged out together."""
         chunk_bytes = self.geometry.blocks_per_chunk * self.geometry.block_bytes
-        size = max(1, _GROUP_BYTES // chunk_bytes)
+        group_bytes = min(_GROUP_BYTES, self.geometry.total_bytes // _MIN_GROUPS)
+        size = max(1, group_bytes // chunk_bytes)
         return (chunks[at : at + size] for at in range(0, len(chunks), size))
+
+    def groups_on_host(self, blocks: Iterable[int]) -> list[list[int]]:
+        """Chunks that can be paged in, together: those of ``blocks`` first, in their order."""
+        chunks = self.chunks_in_order(Place.HOST, blocks)
+        return [group.chunks for group in dict.fromkeys(self._away[chunk] for chunk in chunks)]
 
     def num_missing_pages(self, chunks: list[int]) -> int:
         """Pages that mapping ``chunks`` would take from the pool."""
-        return sum(1 for page in self.geometry.uses(chunks) if not self._region.num_holders(page))
+        if self.geometry.is_aligned:
+            return sum(map(self._region.num_missing, self.geometry.spans(chunks)))
+        pages = self.geometry.uses(chunks)
+        return sum(1 for page in pages if not self._region.num_holders(page))
 
     def num_resident_pages(self, chunks: list[int]) -> int:
         """Pages that dropping all of ``chunks`` would free: those no other chunk lies on."""
+        if self.geometry.is_aligned:
+            return sum(map(len, self.geometry.spans(chunks)))
         uses = self.geometry.uses(chunks)
         return sum(1 for page, count in uses.items() if self._region.num_holders(page) == count)
 
     @property
     def num_leaving_pages(self) -> int:
         """Pages that come free when what is being copied to the host has got there."""
-        leaving = self.chunks(Place.LEAVING) if self._saved else []
+        leaving = self.chunks(Place.LEAVING) if self._away else []
         return self.num_resident_pages(leaving) if leaving else 0
 
     def live_blocks(self, chunk: int) -> list[int]:
         """Blocks of a chunk that requests use."""
-        saved = self._saved.get(chunk)
+        group = self._away.get(chunk)
         blocks = self._engine().live(self._real(self.geometry.blocks(chunk)))
-        return [b for b in blocks if b not in saved.held] if saved and saved.held else blocks
+        return [b for b in blocks if b not in group.held] if group else blocks
 
     @property
     def num_live_blocks(self) -> int:
@@ -211,7 +221,7 @@ class KvMemory:
         """
         unbacked = (self.geometry.blocks(chunk) for chunk in self.chunks(Place.UNBACKED))
         ballast = [block for blocks in unbacked for block in self._real(blocks)]
-        ballast += [block for saved in self._saved.values() for block in saved.held]
+        ballast += [block for group in self._groups() for block in group.held]
         self._engine().give(ballast)
         try:
             yield
@@ -226,41 +236,40 @@ class KvMemory:
         chunks without a live block now. Cached prefixes in free blocks are forgotten: their
         bytes do not travel.
         """
-        leaving: list[int] = []
-        num_done = 0
-        for chunk in chunks:
-            assert self._place[chunk] is Place.DEVICE
-            live = self.live_blocks(chunk)
-            slot = self._host.allocate(self.geometry.block_bytes, len(live)) if live else None
-            if live and slot is None:
-                break
-            num_done += 1
-            if slot is None:
-                self.unback([chunk])
-                continue
-            saved = self._saved[chunk] = _Saved(slot, live)
-            self._hold(saved, set(self._real(self.geometry.blocks(chunk))) - set(live))
-            leaving.append(chunk)
+        assert all(self._place[chunk] is Place.DEVICE for chunk in chunks)
+        live = [self.live_blocks(chunk) for chunk in chunks]
+        room = self._host.num_free_blocks(self.geometry.block_bytes)
+        totals = itertools.accumulate(map(len, live))
+        num_done = sum(1 for _ in itertools.takewhile(lambda total: total <= room, totals))
+        done = list(zip(chunks, live, strict=True))[:num_done]
+        self.unback([chunk for chunk, blocks in done if not blocks])
+        leaving = sorted(chunk for chunk, blocks in done if blocks)
         if leaving:
-            copies = [Copy(h, d, n) for c in leaving for d, h, n in self._pieces(self._saved[c])]
-            self._begin(_Move(leaving, queue.begin(copies)), Place.LEAVING)
+            blocks = sorted(block for _, some in done for block in some)
+            slot = self._host.allocate(self.geometry.block_bytes, len(blocks))
+            assert slot is not None
+            group = _Group(leaving, slot, blocks)
+            ours = {b for c in leaving for b in self._real(self.geometry.blocks(c))}
+            self._hold(group, ours - set(blocks))
+            self._away |= dict.fromkeys(leaving, group)
+            group.transfer = queue.begin([Copy(h, d, n) for d, h, n in self._pieces(group)])
+            self._put(group, Place.LEAVING)
         return num_done
 
-    def begin_page_in(self, chunks: list[int], queue: TransferQueue) -> None:
-        """Start to bring chunks back under the same block ids; ``settle`` ends it.
+    def begin_page_in(self, chunk: int, queue: TransferQueue) -> None:
+        """Start to bring a chunk, and those that left with it, back under the same block ids;
+        ``settle`` ends it.
 
         Raises:
             OutOfPages: the pool is short; nothing was changed.
         """
-        assert all(self._place[chunk] is Place.HOST for chunk in chunks)
-        fresh = self._retain(chunks, is_filled=False)
-        blocks = sorted(block for chunk in chunks for block in self._saved[chunk].blocks)
-        for offset, num_bytes in self.geometry.gaps(fresh, blocks):
+        assert self._place[chunk] is Place.HOST
+        group = self._away[chunk]
+        fresh = self._retain(group.chunks, is_filled=False)
+        for offset, num_bytes in self.geometry.gaps(fresh, group.blocks):
             self._device.zero(self.address + offset, num_bytes)
-        if not chunks:
-            return
-        copies = [Copy(d, h, n) for c in chunks for d, h, n in self._pieces(self._saved[c])]
-        self._begin(_Move(chunks, queue.begin(copies)), Place.ARRIVING)
+        group.transfer = queue.begin([Copy(d, h, n) for d, h, n in self._pieces(group)])
+        self._put(group, Place.ARRIVING)
 
     def settle(self) -> None:
         """Take note of the transfers that have ended.
@@ -268,111 +277,109 @@ class KvMemory:
         Raises:
             Exception: a copy failed; its chunks are where they were before.
         """
-        moves = {saved.move: None for saved in self._saved.values() if saved.move}
-        for move in moves:
-            if move.transfer.has_ended:
-                self._finish(move)
+        for group in self._groups():
+            if group.transfer is not None and group.transfer.has_ended:
+                self._finish(group, group.transfer)
 
     def oldest_transfer(self, place: Place) -> Transfer | None:
         """The first of the transfers of chunks ``LEAVING`` or ``ARRIVING``."""
-        moving = (s for c, s in self._saved.items() if self._place[c] is place)
-        return next((saved.move.transfer for saved in moving if saved.move), None)
+        return next((group.transfer for group in self._groups(place)), None)
 
     def stop_leaving(self) -> None:
         """What is on its way to the host stays on the device after all."""
-        self._stop_all(Place.LEAVING)
+        self._stop(Place.LEAVING)
 
     def stop_arriving(self) -> None:
         """What is on its way to the device stays on the host, but for what has arrived."""
-        self._stop_all(Place.ARRIVING)
+        self._stop(Place.ARRIVING)
 
     def discard_dead(self) -> None:
         """Take note that requests have ended: keep the engine from blocks of away chunks, and
         let go of chunks that nobody needs any more (those under way when they have come)."""
-        for chunk in list(self._saved):
-            saved = self._saved[chunk]
-            live = set(self.live_blocks(chunk))
-            self._hold(saved, set(saved.blocks) - live - saved.held)
-            if not live and self._place[chunk] is Place.HOST:
-                self._let_go(chunk)
+        for group in self._groups():
+            wanted = [block for block in group.blocks if block not in group.held]
+            self._hold(group, set(wanted) - set(self._engine().live(wanted)))
+            if len(group.held) == self._num_real(group) and group.transfer is None:
+                self._let_go(group)
 
     def close(self) -> None:
         """Stop transfers, free host slots and the region; the engine must be gone."""
-        for saved in self._saved.values():
-            if saved.move is not None:
-                saved.move.transfer.stop()
-            saved.slot.free()
-        self._saved.clear()
+        for group in self._groups():
+            if group.transfer is not None:
+                group.transfer.stop()
+            group.slot.free()
+        self._away.clear()
         self._region.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when places, host slots and the region disagree."""
         self._region.check_integrity()
-        assert set(self._saved) == {chunk for place in AWAY for chunk in self.chunks(place)}
+        assert set(self._away) == {chunk for place in AWAY for chunk in self.chunks(place)}
         mapped = (Place.DEVICE, Place.LEAVING, Place.ARRIVING)
         chunks = [chunk for place in mapped for chunk in self.chunks(place)]
         assert len(self.geometry.uses(chunks)) == self._region.num_mapped
-        for chunk, saved in self._saved.items():
-            free = set(self._real(self.geometry.blocks(chunk))) - set(saved.blocks)
-            assert free <= saved.held, f"free blocks of away chunk {chunk} are not held"
-            assert self._engine().live(saved.blocks) == saved.blocks
-            assert (saved.move is None) == (self._place[chunk] is Place.HOST)
+        for group in self._groups():
+            [place] = {self._place[chunk] for chunk in group.chunks}
+            ours = {b for c in group.chunks for b in self._real(self.geometry.blocks(c))}
+            idle = ours - set(group.blocks)
+            assert idle <= group.held, f"free blocks of away chunks {group.chunks} are not held"
+            assert self._engine().live(group.blocks) == group.blocks
+            assert (group.transfer is None) == (place is Place.HOST)
 
-    def _begin(self, move: _Move, place: Place) -> None:
-        for chunk in move.chunks:
-            self._saved[chunk].move = move
+    def _groups(self, place: Place | None = None) -> list[_Group]:
+        """Those at ``place``, or all, in the order in which they left."""
+        groups = dict.fromkeys(self._away.values())
+        return [g for g in groups if place is None or self._place[g.chunks[0]] is place]
+
+    def _num_real(self, group: _Group) -> int:
+        return sum(len(self._real(self.geometry.blocks(chunk))) for chunk in group.chunks)
+
+    def _put(self, group: _Group, place: Place) -> None:
+        for chunk in group.chunks:
             self._place[chunk] = place
 
-    def _finish(self, move: _Move) -> None:
-        is_leaving = self._place[move.chunks[0]] is Place.LEAVING
+    def _finish(self, group: _Group, transfer: Transfer) -> None:
+        is_leaving = self._place[group.chunks[0]] is Place.LEAVING
         try:
-            move.transfer.wait()
+            transfer.wait()
         except BaseException:
-            self._settle_at(move.chunks, Place.DEVICE if is_leaving else Place.HOST)
+            self._settle_at(group, Place.DEVICE if is_leaving else Place.HOST)
             raise
-        self._settle_at(move.chunks, Place.HOST if is_leaving else Place.DEVICE)
+        self._settle_at(group, Place.HOST if is_leaving else Place.DEVICE)
 
-    def _settle_at(self, chunks: list[int], place: Place) -> None:
+    def _stop(self, place: Place) -> None:
+        moving = [(group, group.transfer) for group in self._groups(place) if group.transfer]
+        for _, transfer in moving:
+            transfer.cancel()  # else the next would begin while the first is waited for
+        for group, transfer in moving:
+            num_copied = transfer.stop()
+            is_here = place is Place.LEAVING or num_copied == transfer.num_bytes
+            self._settle_at(group, Place.DEVICE if is_here else Place.HOST)
+
+    def _settle_at(self, group: _Group, place: Place) -> None:
+        """All of a group is on the device, or on the host and only there."""
+        group.transfer = None
+        self._put(group, place)
         if place is Place.HOST:
-            self._are_out(chunks)
-        else:
-            self._are_back(chunks)
+            self._drop(group.chunks)
+            if len(group.held) == self._num_real(group):
+                self._let_go(group)
+            return
+        for chunk in group.chunks:
+            del self._away[chunk]
+        group.slot.free()
+        self._engine().give(sorted(group.held))
 
-    def _stop_all(self, place: Place) -> None:
-        moves = {s.move: None for c, s in self._saved.items() if s.move and self._place[c] is place}
-        for move in moves:
-            move.transfer.cancel()  # else the next would begin while the first is waited for
-        for move in moves:
-            num_copied = move.transfer.stop()
-            is_here = place is Place.LEAVING or num_copied == move.transfer.num_bytes
-            self._settle_at(move.chunks, Place.DEVICE if is_here else Place.HOST)
+    def _let_go(self, group: _Group) -> None:
+        """Of a group on the host that nobody needs."""
+        for chunk in group.chunks:
+            del self._away[chunk]
+        group.slot.free()
+        self._put(group, Place.UNBACKED)
 
-    def _are_back(self, chunks: list[int]) -> None:
-        """All of these chunks is on the device."""
-        for chunk in chunks:
-            saved = self._saved.pop(chunk)
-            saved.slot.free()
-            self._place[chunk] = Place.DEVICE
-            self._engine().give(sorted(saved.held))
-
-    def _are_out(self, chunks: list[int]) -> None:
-        """All of these chunks is on the host, and only there."""
-        self._drop(chunks)
-        for chunk in chunks:
-            self._saved[chunk].move = None
-            self._place[chunk] = Place.HOST
-            if not self.live_blocks(chunk):
-                self._let_go(chunk)
-
-    def _let_go(self, chunk: int) -> None:
-        """Of a chunk on the host that nobody needs."""
-        saved = self._saved.pop(chunk)
-        saved.slot.free()
-        self._place[chunk] = Place.UNBACKED
-
-    def _hold(self, saved: _Saved, blocks: set[int]) -> None:
+    def _hold(self, group: _Group, blocks: set[int]) -> None:
         self._engine().hold(sorted(blocks))
-        saved.held |= blocks
+        group.held |= blocks
 
     def _retain(self, chunks: list[int], *, is_filled: bool) -> list[range]:
         """Map chunks; returns the pages that were not mapped before."""
@@ -392,10 +399,10 @@ class KvMemory:
         for span in self.geometry.spans(chunks):
             self._region.drop(span)
 
-    def _pieces(self, saved: _Saved) -> Iterator[tuple[int, int, int]]:
+    def _pieces(self, group: _Group) -> Iterator[tuple[int, int, int]]:
         """``(device address, host address, num_bytes)``: in the slot, rows follow each other."""
-        extents = self.geometry.extents(saved.blocks)
-        return saved.slot.beside((self.address + offset, size) for offset, size in extents)
+        extents = self.geometry.extents(group.blocks)
+        return group.slot.beside((self.address + offset, size) for offset, size in extents)
 
     def _real(self, blocks: range) -> list[int]:
         return [block for block in blocks if block != 0]

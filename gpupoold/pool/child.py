@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -43,6 +43,7 @@ class Child(Generic[T]):
         receives: Any,
         log_path: Path,
         inherit_fds: tuple[int, ...] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> Child[T]:
         """Start the module; returns at once, the child says by message when it is ready.
 
@@ -63,7 +64,7 @@ class Child(Generic[T]):
                     stdout=log,
                     stderr=log,
                     pass_fds=(theirs.fileno(), *inherit_fds),
-                    env=_environment(),
+                    env=_environment() | dict(environment or {}),
                 )
         except BaseException:
             ours.close()

@@ -58,7 +58,14 @@ class ModelLifecycle:
         self._tasks: set[asyncio.Task[ModelRow]] = set()
         self.loader = ModelLoader(settings, registry, history, dispatcher, supervisor, cache, saved)
         self.warmer = Warmer(
-            settings, registry, history, dispatcher, supervisor, cache, self.loader, self._lost
+            settings,
+            registry,
+            history,
+            dispatcher,
+            supervisor,
+            cache,
+            self.loader,
+            self._not_loaded,
         )
 
     async def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
@@ -155,6 +162,7 @@ class ModelLifecycle:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.warmer.stop()
+        await self.loader.room.stop()
 
     async def warm(self, name: str) -> ModelRow:
         """Bring a model's image into host memory, and its engine onto instances that have none.
@@ -279,18 +287,12 @@ class ModelLifecycle:
         name = row.spec.name
         if name in self._leaving or not instance.is_ready:
             return True
-        # Mounting takes the frontend a while; once is enough for all instances of a box.
-        was_open = self.loader.is_open(name)
         try:
-            await self.loader.load(row.spec, instance, row.weight_bytes)
-            if was_open:
-                return True
-            await self._open(row.spec)
+            await self._load_and_open(row, instance)
         except NoRoom:
             return False
         except GpupoolError as error:
             await self._not_loaded(name, error)
-        await self.publish()
         return True
 
     async def _reload_later(self, row: ModelRow, instance: Instance) -> None:
@@ -300,10 +302,18 @@ class ModelLifecycle:
             with self.loader.room.holding(name):
                 await self._wait_for_room(row, instance)
                 async with self._changing:
-                    if await self._registry.get(name) is not None:
-                        await self._reload(row, instance)
+                    now = await self._registry.get(name)
+                    if now is not None and name not in self._leaving:
+                        await self._load_and_open(now, instance)
         except GpupoolError as error:
             await self._not_loaded(name, error)
+
+    async def _load_and_open(self, row: ModelRow, instance: Instance) -> None:
+        # Mounting takes the frontend a while; once is enough for all instances of a box.
+        was_open = self.loader.is_open(row.spec.name)
+        await self.loader.load(row.spec, instance, row.weight_bytes)
+        if not was_open:
+            await self._open(row.spec)
             await self.publish()
 
     async def _wait_for_room(self, row: ModelRow, instance: Instance) -> None:
@@ -311,16 +321,14 @@ class ModelLifecycle:
         await self.loader.wait_for_room(row.spec, instance, row.weight_bytes, limit_s)
 
     async def _not_loaded(self, name: str, error: GpupoolError) -> None:
+        """A model could not be loaded on an instance; without another one it has failed."""
+        if await self._registry.get(name) is None:
+            return  # removed meanwhile
         _logger.error("%s could not be loaded: %s", name, error)
         self._event("error", "model_failed", name, str(error))
         if not self._dispatcher.routes.get(name):
             self._dispatcher.fail_model(name, f"{name} could not be loaded: {error}")
             await self._registry.set_state(name, ModelState.FAILED, str(error))
-
-    async def _lost(self, model: str, reason: str) -> None:
-        """No instance has the model any more."""
-        self._event("error", "model_failed", model, reason)
-        await self._registry.set_state(model, ModelState.FAILED, reason)
         await self.publish()
 
     def _check_may_leave(self, model: str, mode: RemoveMode) -> None:

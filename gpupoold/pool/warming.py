@@ -40,7 +40,7 @@ class Warmer:
         supervisor: InstanceSupervisor,
         cache: ImageCache,
         loader: ModelLoader,
-        on_lost: Callable[[str, str], Awaitable[None]],
+        on_lost: Callable[[str, GpupoolError], Awaitable[None]],
     ) -> None:
         """``on_lost`` is told the name of a model that no instance has any more, and why."""
         self._patience_s = settings.limits.load_timeout_s
@@ -152,7 +152,7 @@ class Warmer:
         self._history.record_event("error", "warm_failed", model, str(error))
         self._dispatcher.fail_waiting(model, f"{model} could not be warmed: {error}")
         if not self._dispatcher.routes.get(model):
-            await self._on_lost(model, str(error))
+            await self._on_lost(model, error)
 
     async def _bring(self, row: ModelRow, hosts: list[Instance]) -> None:
         """Let all instances that have the model have its image."""

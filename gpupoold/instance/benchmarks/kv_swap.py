@@ -119,7 +119,7 @@ class _Bench:
     def _out_s(self) -> float:
         kv = self._moved.kv
         started_s = time.perf_counter()
-        for group in kv.groups(kv.chunks(Place.DEVICE)):
+        for group in kv.cut(kv.chunks(Place.DEVICE)):
             self._begin_out(group)
         while (transfer := kv.oldest_transfer(Place.LEAVING)) is not None:
             transfer.wait()
@@ -163,7 +163,7 @@ class _Bench:
     def _begin_some_out(self) -> None:
         """As much as the queue takes before the next step."""
         kv = self._moved.kv
-        for group in kv.groups(kv.chunks(Place.DEVICE)):
+        for group in kv.cut(kv.chunks(Place.DEVICE)):
             if not self._queue.has_room:
                 return
             self._begin_out(group)

@@ -210,7 +210,7 @@ def test_kv_leaves_for_a_switch_and_comes_back(tight_box: Box) -> None:
 def test_a_model_runs_as_soon_as_its_first_request_can(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_module, "_GROUP_BYTES", PAGE)  # every chunk is a transfer
+    monkeypatch.setattr(kv_module, "_GROUP_BYTES", PAGE)  # every chunk is a transfer of its own
     box.switch_in("a")
     first, second = box.ask("a", 3), box.ask("a", 3)
     box.residency.page_out("a")

@@ -49,7 +49,8 @@ class Pair:
         return model.write(self.driver, model.ledger.allocate(4))
 
     def take_off(self, model: Model) -> None:
-        model.kv.begin_page_out(model.kv.chunks(Place.DEVICE), self.outs)
+        for chunk in model.kv.chunks(Place.DEVICE):
+            model.kv.begin_page_out([chunk], self.outs)
         model.finish()
         model.weights.evict()
 
@@ -57,7 +58,8 @@ class Pair:
         """As at a switch, half of the weights by prefetch; all bytes are what they were."""
         model.weights.begin_load(self.ins, 5)
         model.weights.load()
-        model.kv.begin_page_in(model.kv.chunks(Place.HOST), self.ins)
+        for group in model.kv.groups_on_host([]):
+            model.kv.begin_page_in(group[0], self.ins)
         model.finish()
         self.driver.launch(COMPUTE)
         weights = self.driver.kernel_read(model.weights.address, len(model.bytes))
@@ -133,7 +135,7 @@ def test_pitfall_04_a_model_that_goes_ends_its_copies_first(
     lanes = [UnendingLane(device.open_lane(Direction.IN)) for _ in range(2)]
     queues = [TransferQueue(lane, "slow") for lane in lanes]
     model.weights.begin_load(queues[0], 2)
-    model.kv.begin_page_in(model.kv.chunks(Place.HOST)[:1], queues[1])
+    model.kv.begin_page_in(model.kv.chunks(Place.HOST)[0], queues[1])
     for lane in lanes:
         lane.has_begun.wait()
     assert len(driver.busy_streams) >= 2

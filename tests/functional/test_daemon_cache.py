@@ -59,6 +59,15 @@ def checkpoints(
     return {name: folder / name for name in MODELS}
 
 
+# Loads from checkpoints take their time: what is the same with saved images is asked there only.
+either_way = pytest.mark.parametrize(
+    "daemon", ["0", "1GiB"], ids=["checkpoints", "image-files"], indirect=True, scope="module"
+)
+with_image_files = pytest.mark.parametrize(
+    "daemon", ["1GiB"], ids=["image-files"], indirect=True, scope="module"
+)
+
+
 def config_for_two(device_bytes: int, checkpoints: dict[str, Path], image_files: str) -> str:
     """Room for the images of two of the models, and not for three."""
     cache_bytes = int(2.5 * max(weight_bytes(path) for path in checkpoints.values()))
@@ -66,7 +75,7 @@ def config_for_two(device_bytes: int, checkpoints: dict[str, Path], image_files:
     return device_config(device_bytes) + memory
 
 
-@pytest.fixture(scope="module", params=["0", "1GiB"], ids=["checkpoints", "image-files"])
+@pytest.fixture(scope="module")
 def daemon(
     request: pytest.FixtureRequest,
     device_bytes: int,
@@ -114,6 +123,7 @@ def num_images(daemon: PrivateDaemon) -> int:
     return len({line.split()[4] for line in maps if "gpupool-image" in line})
 
 
+@either_way
 async def test_all_answer_in_turn(
     daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
 ) -> None:
@@ -125,6 +135,7 @@ async def test_all_answer_in_turn(
         assert {model.state for model in client.models()} == {"ready"}
 
 
+@either_way
 async def test_all_answer_at_once(
     daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
 ) -> None:
@@ -132,27 +143,25 @@ async def test_all_answer_at_once(
     assert answers == [expected[name] for name in MODELS * 3]
 
 
+@with_image_files
 async def test_ls_tells_the_truth(daemon: PrivateDaemon, api: AsyncOpenAI) -> None:
     for name in MODELS:
         await ask(api, name, PROMPT, 2)
     info = CacheInfo.model_validate_json(cli(daemon, "cache", "ls", "--json").stdout)
     rows = {row.name: row for row in info.models}
     # The image that went for the last one is of the model that was used least recently.
-    saves = info.disk_limit_bytes > 0
-    assert {name: row.state for name, row in rows.items()} == {
-        LLAMA: "disk" if saves else "none",
-        QWEN2: "host",
-        QWEN3: "host",
-    }
-    assert [row.is_saved for row in info.models] == [saves] * 3
+    states = {name: row.state for name, row in rows.items()}
+    assert states == {LLAMA: "disk", QWEN2: "host", QWEN3: "host"}
+    assert all(row.is_saved for row in info.models)
     used = [rows[name].last_used_at or 0.0 for name in MODELS]
     assert used == sorted(used)
     assert info.host_bytes == sum(rows[name].num_bytes for name in (QWEN2, QWEN3))
-    assert info.disk_bytes == (sum(row.num_bytes for row in info.models) if saves else 0)
+    assert info.disk_bytes == sum(row.num_bytes for row in info.models)
     text = cli(daemon, "cache", "ls").stdout
     assert [line.split()[0] for line in text.splitlines()[1:4]] == list(MODELS)
 
 
+@with_image_files
 async def test_a_model_in_flight_is_never_dropped(
     daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
 ) -> None:
@@ -173,6 +182,7 @@ async def test_a_model_in_flight_is_never_dropped(
     assert answer.token_ids[: len(expected[LLAMA].token_ids)] == expected[LLAMA].token_ids
 
 
+@with_image_files
 async def test_a_request_waits_until_there_is_room(
     daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
 ) -> None:
@@ -189,6 +199,7 @@ async def test_a_request_waits_until_there_is_room(
         await stream.finished()
 
 
+@with_image_files
 async def test_pins(daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]) -> None:
     assert cli(daemon, "cache", "warm", LLAMA).returncode == 0
     assert cli(daemon, "cache", "pin", LLAMA).returncode == 0
@@ -210,6 +221,7 @@ async def test_pins(daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str,
     assert in_host(daemon) == {QWEN2, QWEN3}
 
 
+@either_way
 async def test_drop_and_warm(
     daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
 ) -> None:
@@ -224,6 +236,7 @@ async def test_drop_and_warm(
     assert await ask(api, QWEN2, PROMPT) == expected[QWEN2]
 
 
+@with_image_files
 async def test_a_model_that_cannot_be_warmed(
     daemon: PrivateDaemon,
     api: AsyncOpenAI,
@@ -247,6 +260,7 @@ async def test_a_model_that_cannot_be_warmed(
     assert await ask(api, QWEN3, PROMPT) == expected[QWEN3]
 
 
+@with_image_files
 async def test_a_worker_that_dies(
     daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
 ) -> None:
@@ -266,6 +280,7 @@ async def test_a_worker_that_dies(
     assert answers == [expected[name] for name in MODELS]
 
 
+@with_image_files
 async def test_adding_and_removing(
     daemon: PrivateDaemon, api: AsyncOpenAI, checkpoints: dict[str, Path]
 ) -> None:

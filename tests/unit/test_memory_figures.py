@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.memory import make_figures, table
+from benchmarks.memory import COUNT_LIMITS, at_least, at_most, make_figures, table
 from benchmarks.memory_streams import Answers, num_differing, summary
+from benchmarks.memory_table import rewritten
 from gpupoold.admin.models import SwitchInfo
+from gpupoold.errors import UsageError
 
 LEFT = {
     "pages": 240,
@@ -101,3 +103,22 @@ class TestStreams:
         assert figures["pages_leaked"] == 3
         assert figures["host_bytes_gained"] == 64 + 4096
         assert (figures["answers"], figures["tokens"], figures["differing_tokens"]) == (2, 3, 1)
+
+
+def test_the_page_gets_the_report_s_numbers() -> None:
+    report = {
+        "resident_switch_p99_s": at_most(0.001, 0.002),
+        "kv_swap_bytes_per_s": at_least(1 << 30, 1 << 31),
+        "details": {"limit_s": 3},
+        **dict.fromkeys(COUNT_LIMITS, 0),
+    }
+    page = "before\n<!-- bench-memory -->\nold\n<!-- end -->\nafter\n"
+    lines = rewritten(page, report).splitlines()
+    assert lines[:2] + lines[-2:] == [*page.splitlines()[:2], "<!-- end -->", "after"]
+    assert lines[4:6] == [
+        "| `resident_switch_p99_s` | 1ms | 2ms | yes |",
+        "| `kv_swap_bytes_per_s` | 1 GiB/s | 2 GiB/s | **no** |",
+    ]
+    assert len(lines) == 4 + 2 + len(COUNT_LIMITS) + 2
+    with pytest.raises(UsageError, match="bench-memory"):
+        rewritten("no place", report)

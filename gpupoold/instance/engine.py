@@ -10,7 +10,7 @@ import contextlib
 import gc
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,12 +62,12 @@ class BlockPoolLedger:
     def __init__(self, block_pool: Any) -> None:
         self._pool = block_pool
 
-    def hold(self, block_ids: list[int]) -> None:
+    def hold(self, block_ids: Sequence[int]) -> None:
         """Take free blocks out of the engine's reach."""
         self._pool.evict_blocks(set(block_ids))
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
 
-    def give(self, block_ids: list[int]) -> None:
+    def give(self, block_ids: Sequence[int]) -> None:
         """Put held blocks back on the free list."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 

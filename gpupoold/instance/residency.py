@@ -193,9 +193,7 @@ class Residency:
         before = model.kv.host_bytes
         for group in model.kv.cut(model.kv.chunks(Place.DEVICE)):
             model.kv.begin_page_out(group, self._out)
-        while (transfer := model.kv.oldest_transfer(Place.LEAVING)) is not None:
-            transfer.wait()
-            model.kv.settle()
+        model.kv.finish(Place.LEAVING)
         model.weights.evict()
         return model.kv.host_bytes - before
 
@@ -270,16 +268,17 @@ class Residency:
         """
         if not model.kv.missing_bytes:
             return
-        for group in model.kv.groups_on_host([0, *model.wanted_blocks()]):
-            if not self._in.has_room:
-                return
-            wanted = model.kv.num_missing_pages(group)
-            if wanted > self.pool.num_free and keep_free is None:
-                model.kv.unback(spare_chunks(model.kv))
-                self._room.make(wanted, {model.name})
-            if wanted + (keep_free or 0) > self.pool.num_free:
-                return
-            model.kv.begin_page_in(group[0], self._in)
+        with self._in.held():
+            for group in model.kv.groups_on_host([0, *model.wanted_blocks()]):
+                if not self._in.has_room:
+                    return
+                wanted = model.kv.num_missing_pages(group)
+                if wanted > self.pool.num_free and keep_free is None:
+                    model.kv.unback(spare_chunks(model.kv))
+                    self._room.make(wanted, {model.name})
+                if wanted + (keep_free or 0) > self.pool.num_free:
+                    return
+                model.kv.begin_page_in(group[0], self._in)
 
     def _fitting(self, kv: KvMemory, chunks: list[int], keep_free: int) -> list[int]:
         """As many of ``chunks`` as there are free pages for."""

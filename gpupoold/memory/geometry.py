@@ -11,6 +11,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+from gpupoold.memory.ranges import as_ranges
+
 _MIN_BLOCKS_PER_CHUNK = 1
 _MAX_ALIGNED_BLOCKS_PER_CHUNK = 32
 
@@ -87,7 +89,7 @@ class KvGeometry:
     def spans(self, chunks: list[int]) -> list[range]:
         """Pages of chunks, row by row: neighbours joined, pages of several chunks repeated."""
         if self.is_aligned:
-            ranges = [span for run in _runs(chunks) for span in self._pages_of(run)]
+            ranges = [span for run in as_ranges(sorted(chunks)) for span in self._pages_of(run)]
         else:
             ranges = [span for chunk in chunks for span in self.pages(chunk)]
         spans: list[range] = []
@@ -104,15 +106,13 @@ class KvGeometry:
 
     def extents(self, blocks: list[int]) -> list[tuple[int, int]]:
         """``(offset, num_bytes)`` of ascending ``blocks``, neighbours joined, row by row."""
+        runs = as_ranges(blocks)
         extents: list[tuple[int, int]] = []
         for row in self.rows:
-            row_start = len(extents)
-            for block in blocks:
-                offset = row.offset + block * row.stride
-                if len(extents) > row_start and sum(extents[-1]) == offset:
-                    extents[-1] = (extents[-1][0], extents[-1][1] + row.num_bytes)
-                else:
-                    extents.append((offset, row.num_bytes))
+            if row.num_bytes == row.stride:
+                extents += [(row.offset + r.start * row.stride, len(r) * row.stride) for r in runs]
+            else:
+                extents += [(row.offset + block * row.stride, row.num_bytes) for block in blocks]
         return extents
 
     def gaps(self, pages: list[range], blocks: list[int]) -> list[tuple[int, int]]:
@@ -155,13 +155,3 @@ class KvGeometry:
 def _start(span: range) -> int:
     return span.start
 
-
-def _runs(numbers: list[int]) -> list[range]:
-    """``numbers`` in order as ranges without gaps."""
-    runs: list[range] = []
-    for number in sorted(numbers):
-        if runs and runs[-1].stop == number:
-            runs[-1] = range(runs[-1].start, number + 1)
-        else:
-            runs.append(range(number, number + 1))
-    return runs

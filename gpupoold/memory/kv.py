@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
@@ -30,10 +30,10 @@ from gpupoold.memory.transfers import Transfer, TransferQueue
 class BlockLedger(Protocol):
     """The engine's own account of its blocks. Block 0 is its null block and never listed."""
 
-    def hold(self, block_ids: list[int]) -> None:
+    def hold(self, block_ids: Sequence[int]) -> None:
         """Take free blocks out of the engine's reach; their cached prefixes are forgotten."""
 
-    def give(self, block_ids: list[int]) -> None:
+    def give(self, block_ids: Sequence[int]) -> None:
         """Put held blocks back on the engine's free list."""
 
     def live(self, block_ids: Iterable[int]) -> list[int]:
@@ -56,9 +56,9 @@ class Place(Enum):
 
 # Moved together: each row is then mapped by one call, and copied in one piece. A few
 # milliseconds of an emulated link, less than a chunk of most models on a GPU.
-_GROUP_BYTES = 16 << 20
+_GROUP_BYTES = 32 << 20
 # Of a small device: so that not all requests wait for one copy.
-_MIN_GROUPS = 16
+_MIN_GROUPS = 8
 
 AWAY = (Place.LEAVING, Place.HOST, Place.ARRIVING)
 
@@ -185,8 +185,7 @@ class KvMemory:
     @property
     def num_live_blocks(self) -> int:
         """Blocks of chunks on the device that requests use."""
-        ranges = (self.geometry.blocks(chunk) for chunk in self.chunks(Place.DEVICE))
-        return len(self._engine().live(block for blocks in ranges for block in blocks if block))
+        return len(self._engine().live(self._real_of(self.chunks(Place.DEVICE))))
 
     def free_chunks(self) -> list[int]:
         """Chunks on the device without a live block, highest first: cheap to take away."""
@@ -219,8 +218,7 @@ class KvMemory:
 
         Nothing may be scheduled meanwhile: most of the blocks have no pages.
         """
-        unbacked = (self.geometry.blocks(chunk) for chunk in self.chunks(Place.UNBACKED))
-        ballast = [block for blocks in unbacked for block in self._real(blocks)]
+        ballast = self._real_of(self.chunks(Place.UNBACKED))
         ballast += [block for group in self._groups() for block in group.held]
         self._engine().give(ballast)
         try:
@@ -237,7 +235,7 @@ class KvMemory:
         bytes do not travel.
         """
         assert all(self._place[chunk] is Place.DEVICE for chunk in chunks)
-        live = [self.live_blocks(chunk) for chunk in chunks]
+        live = [self._engine().live(self._real(self.geometry.blocks(c))) for c in chunks]
         room = self._host.num_free_blocks(self.geometry.block_bytes)
         totals = itertools.accumulate(map(len, live))
         num_done = sum(1 for _ in itertools.takewhile(lambda total: total <= room, totals))
@@ -249,8 +247,7 @@ class KvMemory:
             slot = self._host.allocate(self.geometry.block_bytes, len(blocks))
             assert slot is not None
             group = _Group(leaving, slot, blocks)
-            ours = {b for c in leaving for b in self._real(self.geometry.blocks(c))}
-            self._hold(group, ours - set(blocks))
+            self._hold(group, set(self._real_of(leaving)) - set(blocks))
             self._away |= dict.fromkeys(leaving, group)
             group.transfer = queue.begin([Copy(h, d, n) for d, h, n in self._pieces(group)])
             self._put(group, Place.LEAVING)
@@ -281,6 +278,17 @@ class KvMemory:
             if group.transfer is not None and group.transfer.has_ended:
                 self._finish(group, group.transfer)
 
+    def finish(self, place: Place) -> None:
+        """Wait for all chunks ``LEAVING`` or ``ARRIVING`` to have got there.
+
+        Raises:
+            Exception: a copy failed; its chunks are where they were before.
+        """
+        for group in self._groups(place):
+            if group.transfer is not None:
+                group.transfer.wait()
+        self.settle()
+
     def oldest_transfer(self, place: Place) -> Transfer | None:
         """The first of the transfers of chunks ``LEAVING`` or ``ARRIVING``."""
         return next((group.transfer for group in self._groups(place)), None)
@@ -299,7 +307,7 @@ class KvMemory:
         for group in self._groups():
             wanted = [block for block in group.blocks if block not in group.held]
             self._hold(group, set(wanted) - set(self._engine().live(wanted)))
-            if len(group.held) == self._num_real(group) and group.transfer is None:
+            if group.transfer is None and self._is_dead(group):
                 self._let_go(group)
 
     def close(self) -> None:
@@ -320,8 +328,7 @@ class KvMemory:
         assert len(self.geometry.uses(chunks)) == self._region.num_mapped
         for group in self._groups():
             [place] = {self._place[chunk] for chunk in group.chunks}
-            ours = {b for c in group.chunks for b in self._real(self.geometry.blocks(c))}
-            idle = ours - set(group.blocks)
+            idle = set(self._real_of(group.chunks)) - set(group.blocks)
             assert idle <= group.held, f"free blocks of away chunks {group.chunks} are not held"
             assert self._engine().live(group.blocks) == group.blocks
             assert (group.transfer is None) == (place is Place.HOST)
@@ -331,8 +338,9 @@ class KvMemory:
         groups = dict.fromkeys(self._away.values())
         return [g for g in groups if place is None or self._place[g.chunks[0]] is place]
 
-    def _num_real(self, group: _Group) -> int:
-        return sum(len(self._real(self.geometry.blocks(chunk))) for chunk in group.chunks)
+    def _is_dead(self, group: _Group) -> bool:
+        """Whether no request needs any block of it."""
+        return len(group.held) == len(self._real_of(group.chunks))
 
     def _put(self, group: _Group, place: Place) -> None:
         for chunk in group.chunks:
@@ -362,20 +370,21 @@ class KvMemory:
         self._put(group, place)
         if place is Place.HOST:
             self._drop(group.chunks)
-            if len(group.held) == self._num_real(group):
+            if self._is_dead(group):
                 self._let_go(group)
             return
-        for chunk in group.chunks:
-            del self._away[chunk]
-        group.slot.free()
+        self._forget(group)
         self._engine().give(sorted(group.held))
 
     def _let_go(self, group: _Group) -> None:
         """Of a group on the host that nobody needs."""
+        self._forget(group)
+        self._put(group, Place.UNBACKED)
+
+    def _forget(self, group: _Group) -> None:
         for chunk in group.chunks:
             del self._away[chunk]
         group.slot.free()
-        self._put(group, Place.UNBACKED)
 
     def _hold(self, group: _Group, blocks: set[int]) -> None:
         self._engine().hold(sorted(blocks))
@@ -404,8 +413,11 @@ class KvMemory:
         extents = self.geometry.extents(group.blocks)
         return group.slot.beside((self.address + offset, size) for offset, size in extents)
 
-    def _real(self, blocks: range) -> list[int]:
-        return [block for block in blocks if block != 0]
+    def _real(self, blocks: range) -> range:
+        return blocks if blocks.start else blocks[1:]
+
+    def _real_of(self, chunks: list[int]) -> list[int]:
+        return [b for chunk in chunks for b in self._real(self.geometry.blocks(chunk))]
 
     def _engine(self) -> BlockLedger:
         assert self._ledger is not None, "attach() comes first"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpupoold.memory.contracts import Device, PageRun
 from gpupoold.memory.pages import PagePool, split_runs
+from gpupoold.memory.ranges import as_ranges
 
 
 class Region:
@@ -102,7 +103,7 @@ class Region:
         mapped = [page for page in range(self.num_pages) if self._physical[page] >= 0]
         for page in mapped:
             self._holders[page] = 1
-        for span in _group(mapped):
+        for span in as_ranges(mapped):
             self.drop(span)
         self._device.release(self.address, self.num_pages)
 
@@ -119,18 +120,8 @@ class Region:
         """Longest runs of ``pages`` whose held state is ``mapped``."""
         if not mapped and not any(self._holders[pages.start : pages.stop]):
             return [pages]  # the usual case: a whole weight region
-        return _group([page for page in pages if bool(self._holders[page]) == mapped])
-
-
-def _group(pages: list[int]) -> list[range]:
-    spans: list[range] = []
-    for page in pages:
-        if spans and spans[-1].stop == page:
-            spans[-1] = range(spans[-1].start, page + 1)
-        else:
-            spans.append(range(page, page + 1))
-    return spans
+        return as_ranges([page for page in pages if bool(self._holders[page]) == mapped])
 
 
 def _as_runs(physical: list[int]) -> list[PageRun]:
-    return [PageRun(span.start, len(span)) for span in _group(physical)]
+    return [PageRun(span.start, len(span)) for span in as_ranges(physical)]

@@ -9,6 +9,7 @@ when it has no free block left and gives it back when none of its blocks is in u
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -204,7 +205,7 @@ class SlabAllocator:
         runs = self._take(shape, num_blocks)
         if runs:
             self._shapes[block_bytes] = shape
-        extents = tuple(self._extent(slab, run, block_bytes) for slab, run in runs)
+        extents = _joined(self._extent(slab, run, block_bytes) for slab, run in runs)
         allocation = Allocation(block_bytes, num_blocks, extents, tuple(runs))
         self._live.add(allocation)
         return allocation
@@ -255,22 +256,34 @@ class SlabAllocator:
     def _take(self, shape: _Shape, num_blocks: int) -> list[tuple[_Slab, PageRun]]:
         """Blocks of a shape that has so many, or can have."""
         runs: list[tuple[_Slab, PageRun]] = []
-        open_slabs = iter(shape.fullest_first())
         missing = num_blocks
-        while missing:
-            slab = next(open_slabs, None) or self._new_slab(shape)
+        for slab in shape.fullest_first():
+            if not missing:
+                break
             count = min(missing, slab.blocks.num_free)
+            runs += [(slab, run) for run in slab.blocks.allocate(count)]
+            missing -= count
+        num_new = -(-missing // shape.layout.num_blocks) if missing else 0
+        for slab in self._new_slabs(shape, num_new):
+            count = min(missing, shape.layout.num_blocks)
             runs += [(slab, run) for run in slab.blocks.allocate(count)]
             missing -= count
         shape.num_used += num_blocks
         return runs
 
-    def _new_slab(self, shape: _Shape) -> _Slab:
-        base = self._base.allocate_run(shape.layout.num_base_slabs)
-        assert base is not None, "num_free_blocks said there was room"
-        slab = _Slab(base, PagePool(shape.layout.num_blocks))
-        shape.slabs.add(slab)
-        return slab
+    def _new_slabs(self, shape: _Shape, num_slabs: int) -> list[_Slab]:
+        """Side by side if possible: blocks in one piece are copied by one call."""
+        length = shape.layout.num_base_slabs
+        together = num_slabs > 1 and self._base.allocate_run(num_slabs * length)
+        if together:
+            bases = [PageRun(first, length) for first in range(together.first, together.end, length)]
+        else:
+            runs = [self._base.allocate_run(length) for _ in range(num_slabs)]
+            bases = [run for run in runs if run is not None]
+        assert len(bases) == num_slabs, "num_free_blocks said there was room"
+        slabs = [_Slab(base, PagePool(shape.layout.num_blocks)) for base in bases]
+        shape.slabs.update(slabs)
+        return slabs
 
     def _reclaim(self, shape: _Shape, slab: _Slab) -> None:
         shape.slabs.remove(slab)
@@ -281,3 +294,14 @@ class SlabAllocator:
     def _extent(self, slab: _Slab, run: PageRun, block_bytes: int) -> Extent:
         offset = slab.base.first * self.slab_bytes + run.first * block_bytes
         return Extent(offset, run.num_pages * block_bytes)
+
+
+def _joined(extents: Iterable[Extent]) -> tuple[Extent, ...]:
+    """``extents`` in order, those that follow each other without a gap as one."""
+    joined: list[Extent] = []
+    for extent in extents:
+        if joined and sum(joined[-1]) == extent.offset:
+            joined[-1] = Extent(joined[-1].offset, joined[-1].num_bytes + extent.num_bytes)
+        else:
+            joined.append(extent)
+    return tuple(joined)

@@ -14,6 +14,7 @@ it until the transfer has ended.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ BATCH_BYTES = 8 << 20
 _MAX_UNDER_WAY = 2
 # What may wait in a queue before owners hold their next transfers back: some milliseconds of
 # the link. Plans change, and what has not been asked for need not be stopped.
-_MAX_WAITING_BYTES = 8 * BATCH_BYTES
+_MAX_WAITING_BYTES = 16 * BATCH_BYTES
 
 
 class Transfer:
@@ -114,6 +115,7 @@ class TransferQueue:
         self._batch_bytes = batch_bytes
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
         self._waiting: deque[Transfer] = deque()
+        self._held: list[Transfer] | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -128,8 +130,27 @@ class TransferQueue:
         transfer = Transfer(copies, self._batch_bytes, self._lane.fence())
         self._forget_ended()
         self._waiting.append(transfer)
-        self._queue.put(transfer)
+        if self._held is None:
+            self._queue.put(transfer)
+        else:
+            self._held.append(transfer)
         return transfer
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """What is begun inside is copied from the end of the block on; nothing may wait for it.
+
+        For owners that map between two ``begin``: beside a copy, an emulated device maps ten
+        times as slowly (each call interrupts the core that copies), and the copy suffers too.
+        """
+        assert self._held is None, "held() does not nest"
+        self._held = []
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+            for transfer in held:
+                self._queue.put(transfer)
 
     def close(self) -> None:
         """Make what was asked for, then end the thread and the lane."""

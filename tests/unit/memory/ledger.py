@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class MemoryLedger:
@@ -21,20 +21,20 @@ class MemoryLedger:
 
     # What the memory code asks for.
 
-    def hold(self, block_ids: list[int]) -> None:
+    def hold(self, block_ids: Sequence[int]) -> None:
         assert 0 not in block_ids
         self.forget(block_ids)
         for block_id in block_ids:
             assert self.refs[block_id] == 0, f"block {block_id} is in use and cannot be held"
             self._touch(block_id)
 
-    def give(self, block_ids: list[int]) -> None:
+    def give(self, block_ids: Sequence[int]) -> None:
         self.release(block_ids)
 
     def live(self, block_ids: Iterable[int]) -> list[int]:
         return [block_id for block_id in block_ids if self.refs[block_id] > 0]
 
-    def forget(self, block_ids: list[int]) -> None:
+    def forget(self, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:
             key = self._key_of.pop(block_id, None)
             if key is not None:
@@ -54,7 +54,7 @@ class MemoryLedger:
             self.refs[block_id] = 1
         return taken
 
-    def release(self, block_ids: list[int]) -> None:
+    def release(self, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:
             assert self.refs[block_id] > 0, f"block {block_id} is free already"
             self.refs[block_id] -= 1

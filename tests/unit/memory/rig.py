@@ -179,9 +179,7 @@ class Rig:
     def finish(self, kv: KvMemory) -> None:
         """Wait for all transfers of a model."""
         for place in (Place.LEAVING, Place.ARRIVING):
-            while (transfer := kv.oldest_transfer(place)) is not None:
-                transfer.wait()
-                kv.settle()
+            kv.finish(place)
 
     def soil(self) -> None:
         """Leave bytes of "another model" in every free page."""

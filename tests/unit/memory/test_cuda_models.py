@@ -54,9 +54,7 @@ class Model:
     def finish(self) -> None:
         """Wait for the transfers of the KV."""
         for place in (Place.LEAVING, Place.ARRIVING):
-            while (transfer := self.kv.oldest_transfer(place)) is not None:
-                transfer.wait()
-                self.kv.settle()
+            self.kv.finish(place)
 
     def close(self) -> None:
         self.kv.close()

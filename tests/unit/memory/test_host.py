@@ -117,8 +117,10 @@ def allocate(cache: KvHostCache, block_bytes: int, num_blocks: int) -> HostSlot:
 def test_extents_lie_in_a_slot_one_behind_the_other() -> None:
     cache = KvHostCache(8 * PAGE, slab_bytes=PAGE)
     filler = cache.allocate(PAGE // 4, 6)
+    between = cache.allocate(PAGE, 1)
     slot = cache.allocate(PAGE // 4, 4)  # the rest of one slab and the start of another
     assert filler is not None
+    assert between is not None
     assert slot is not None
     extents = [(1000, 100), (5000, 700), (9000, PAGE - 800)]
     laid = list(slot.beside(extents))
@@ -134,5 +136,6 @@ def test_extents_lie_in_a_slot_one_behind_the_other() -> None:
         (second, PAGE // 2),
     ]
     cache.free(filler)
+    cache.free(between)
     slot.free()
     cache.close()

@@ -122,9 +122,14 @@ class TestAllocate:
 
     def test_a_slab_of_several_base_slabs_is_one_piece(self) -> None:
         slabs = SlabAllocator(12 * SLAB, SLAB)
-        assert allocate(slabs, 2500, 3).extents == (Extent(0, 5000), Extent(5000, 2500))
-        assert slabs.reserved_bytes == 10 * SLAB
-        assert allocate(slabs, 400, 1).extents == (Extent(10_000, 400),)
+        assert allocate(slabs, 2500, 1).extents == (Extent(0, 2500),)
+        assert slabs.reserved_bytes == 5 * SLAB
+        assert allocate(slabs, 400, 1).extents == (Extent(5000, 400),)
+
+    def test_slabs_without_a_gap_between_them_are_one_piece(self) -> None:
+        slabs = SlabAllocator(12 * SLAB, SLAB)
+        assert allocate(slabs, 2500, 3).extents == (Extent(0, 7500),)
+        assert allocate(slabs, 900, 2).extents == (Extent(10_000, 900), Extent(11_000, 900))
 
     def test_a_slab_needs_base_slabs_side_by_side(self) -> None:
         slabs = SlabAllocator(10 * SLAB, SLAB)

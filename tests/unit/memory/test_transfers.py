@@ -153,12 +153,39 @@ def test_copies_come_after_what_was_launched_when_they_were_asked_for(
 def test_a_queue_with_much_to_do_has_no_room(link: Link, queue: TransferQueue) -> None:
     link.is_gated = True
     assert queue.has_room
-    transfers = [queue.begin([Copy(0, 0, 4 * BATCH_BYTES)]) for _ in range(2)]
+    transfers = [queue.begin([Copy(0, 0, 8 * BATCH_BYTES)]) for _ in range(2)]
     assert not queue.has_room
-    link.permits.release(8)
+    link.permits.release(16)
     for transfer in transfers:
         transfer.wait()
     assert queue.has_room
+
+
+def test_held_transfers_begin_together_at_the_end(link: Link, queue: TransferQueue) -> None:
+    with queue.held():
+        transfers = [queue.begin([Copy(at, 0, 100)]) for at in (1, 2, 3)]
+        assert not link.waiting.acquire(timeout=0.02)
+        assert not any(transfer.has_ended for transfer in transfers)
+    for transfer in transfers:
+        transfer.wait()
+    assert [copy.target for copy in link.chunks] == [1, 2, 3]
+
+
+def test_a_held_transfer_can_be_stopped(link: Link, queue: TransferQueue) -> None:
+    with queue.held():
+        kept, stopped = (queue.begin([Copy(at, 0, 100)]) for at in (1, 2))
+        assert stopped.stop() == 0
+    kept.wait()
+    queue.begin([]).wait()
+    assert [copy.target for copy in link.chunks] == [1]
+
+
+def test_held_transfers_begin_even_if_the_block_fails(link: Link, queue: TransferQueue) -> None:
+    with pytest.raises(ZeroDivisionError), queue.held():
+        transfer = queue.begin([Copy(1, 0, 100)])
+        raise ZeroDivisionError
+    transfer.wait()
+    assert len(link.chunks) == 1
 
 
 def test_nothing_to_copy_has_ended_at_once(queue: TransferQueue) -> None:

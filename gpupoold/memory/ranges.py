@@ -1,0 +1,20 @@
+"""Numbers as ranges: what follows each other is mapped, and copied, by one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def as_ranges(numbers: Iterable[int]) -> list[range]:
+    """``numbers`` in their order; a new range begins wherever one does not follow the last."""
+    ranges: list[range] = []
+    start = end = -1
+    for number in numbers:
+        if number != end:
+            if start != end:
+                ranges.append(range(start, end))
+            start = number
+        end = number + 1
+    if start != end:
+        ranges.append(range(start, end))
+    return ranges

@@ -7,7 +7,7 @@ Loads never overlap; the turn loop is one thread.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.overrides import TorchFunctionMode
@@ -17,6 +17,7 @@ from gpupoold.instance import tensors
 from gpupoold.instance.loan import PageLoan
 from gpupoold.instance.relocation import WeightLayout, copy_out, plan_layout, relocate
 from gpupoold.memory.contracts import Device
+from gpupoold.memory.geometry import in_whole_chunks
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.numa import prefer_node
 from gpupoold.memory.pages import PagePool
@@ -140,10 +141,15 @@ class ModelLoad:
         finally:
             self._pool.free([page])
 
-    def kv_budget_bytes(self) -> int:
-        """Bytes of KV the model could have if it had the device to itself."""
+    def kv_budget_bytes(self, strides: Collection[int]) -> int:
+        """Bytes of KV the model could have if it had the device to itself.
+
+        ``strides`` are the bytes of a block, layer by layer.
+        """
         assert self.weights is not None, "weights are loaded before KV is sized"
-        return (self._device.num_pages - self.weights.num_pages) * self._device.page_bytes
+        page_bytes = self._device.page_bytes
+        num_bytes = (self._device.num_pages - self.weights.num_pages) * page_bytes
+        return in_whole_chunks(num_bytes, page_bytes, strides)
 
     def kv_allocation(self) -> contextlib.AbstractContextManager[Any]:
         """Inside this context vLLM's KV buffer comes from a region of ours."""

@@ -34,7 +34,8 @@ class _PooledMemory:
 
     def determine_available_memory(self) -> int:
         """The device's memory less the weights: what the model could have when alone."""
-        return current_load().kv_budget_bytes()
+        specs = self.model_runner.get_kv_cache_spec().values()
+        return current_load().kv_budget_bytes([spec.page_size_bytes for spec in specs])
 
     def _maybe_get_memory_pool_context(self, tag: str) -> contextlib.AbstractContextManager[Any]:
         if tag == "kv_cache":

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from gpupoold.memory.contracts import Copy, Device, Direction, Lane
-from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.pages import PagePool
-from gpupoold.memory.regions import Region
+from gpupoold.memory.scratch import Scratch, scratch_memory
+from gpupoold.memory.transfers import BATCH_BYTES, cut
 
 # 3 ms of a fast link: what it costs to begin and to be woken hardly counts beside it.
 _PROBE_BYTES = 128 << 20
 _FILL_BYTES = 32 << 20
-_BATCH_BYTES = 8 << 20
 _NUM_TRIES = 3
 
 
@@ -40,17 +38,9 @@ def measure_link(device: Device, pool: PagePool, num_bytes: int = _PROBE_BYTES) 
         CudaError: the driver refused something.
     """
     num_pages = max(1, min(pool.num_free, num_bytes // device.page_bytes))
-    with ExitStack() as undo:
-        region = Region(device, pool, num_pages)
-        undo.callback(region.close)
-        region.retain(range(num_pages))
-        buffer = HostBuffer.create("gpupool-probe", num_pages * device.page_bytes)
-        undo.callback(buffer.close)
-        device.pin(buffer.address, buffer.num_bytes)
-        undo.callback(device.unpin, buffer.address, buffer.num_bytes)
-        device.synchronize()
-        whole_in = Copy(region.address, buffer.address, buffer.num_bytes)
-        whole_out = Copy(buffer.address, region.address, buffer.num_bytes)
+    with scratch_memory(device, pool, num_pages * device.page_bytes) as scratch:
+        whole_in = Copy(scratch.address, scratch.host_address, scratch.num_bytes)
+        whole_out = Copy(scratch.host_address, scratch.address, scratch.num_bytes)
         return LinkBandwidth(
             _best_of(device.open_lane(Direction.IN), whole_in),
             _best_of(device.open_lane(Direction.OUT), whole_out),
@@ -65,48 +55,34 @@ def measure_fill(device: Device, pool: PagePool) -> float:
         CudaError: the driver refused something.
     """
     num_pages = min(pool.num_free, max(1, _FILL_BYTES // device.page_bytes))
-    with ExitStack() as undo:
-        region = Region(device, pool, num_pages)
-        undo.callback(region.close)
-        source = HostBuffer.create("gpupool-probe", num_pages * device.page_bytes)
-        undo.callback(source.close)
-        device.pin(source.address, source.num_bytes)
-        undo.callback(device.unpin, source.address, source.num_bytes)
-        return source.num_bytes / min(_fill_s(device, region, source) for _ in range(_NUM_TRIES))
+    with scratch_memory(device, pool, num_pages * device.page_bytes, is_mapped=False) as scratch:
+        return scratch.num_bytes / min(_fill_s(device, scratch) for _ in range(_NUM_TRIES))
 
 
-def _fill_s(device: Device, region: Region, source: HostBuffer) -> float:
-    pages = range(region.num_pages)
+def _fill_s(device: Device, scratch: Scratch) -> float:
+    pages = range(scratch.region.num_pages)
     started_s = time.perf_counter()
-    region.retain(pages, source.address)
+    scratch.region.retain(pages, scratch.host_address)
     device.synchronize()
     took_s = time.perf_counter() - started_s
-    region.drop(pages)
+    scratch.region.drop(pages)
     return took_s
 
 
 def _best_of(lane: Lane, whole: Copy) -> float:
     """Bytes per second of the quickest try; closes the lane."""
-    batches = _cut(whole)
+    batches = list(cut([whole], BATCH_BYTES))
     try:
         return whole.num_bytes / min(_try_s(lane, batches) for _ in range(_NUM_TRIES))
     finally:
         lane.close()
 
 
-def _try_s(lane: Lane, batches: list[Copy]) -> float:
+def _try_s(lane: Lane, batches: list[list[Copy]]) -> float:
     """Seconds of all batches, each begun before the one before it has been made."""
     after = lane.fence()
     started_s = time.perf_counter()
     for batch in batches:
-        last = lane.begin([batch], after)
+        last = lane.begin(batch, after)
     lane.wait(last)
     return time.perf_counter() - started_s
-
-
-def _cut(whole: Copy) -> list[Copy]:
-    target, source, num_bytes = whole
-    return [
-        Copy(target + at, source + at, min(_BATCH_BYTES, num_bytes - at))
-        for at in range(0, num_bytes, _BATCH_BYTES)
-    ]

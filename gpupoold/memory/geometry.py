@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from gpupoold.memory.ranges import as_ranges
@@ -143,15 +144,29 @@ class KvGeometry:
         )
 
     def _blocks_per_chunk(self) -> int:
-        aligned = math.lcm(
-            *(self.page_bytes // math.gcd(row.stride, self.page_bytes) for row in self.rows)
-        )
+        aligned = _num_aligned(self.page_bytes, [row.stride for row in self.rows])
         if aligned <= _MAX_ALIGNED_BLOCKS_PER_CHUNK:
             return aligned
         longest = max(-(-self.page_bytes // row.stride) for row in self.rows)
         return max(_MIN_BLOCKS_PER_CHUNK, longest)
 
 
+def in_whole_chunks(kv_bytes: int, page_bytes: int, strides: Collection[int]) -> int:
+    """``kv_bytes``, or a little less, so that no two rows of blocks share a page.
+
+    ``strides`` are bytes of a block, row by row. Then neighbouring chunks are mapped by one
+    call a row. All of ``kv_bytes`` where blocks fill whole pages too seldom for that.
+    """
+    aligned = _num_aligned(page_bytes, strides)
+    if not strides or aligned > _MAX_ALIGNED_BLOCKS_PER_CHUNK:
+        return kv_bytes
+    return kv_bytes - kv_bytes % (aligned * sum(strides))
+
+
+def _num_aligned(page_bytes: int, strides: Iterable[int]) -> int:
+    """The fewest blocks that fill whole pages in every row."""
+    return math.lcm(*(page_bytes // math.gcd(stride, page_bytes) for stride in strides))
+
+
 def _start(span: range) -> int:
     return span.start
-

@@ -276,7 +276,9 @@ class SlabAllocator:
         length = shape.layout.num_base_slabs
         together = num_slabs > 1 and self._base.allocate_run(num_slabs * length)
         if together:
-            bases = [PageRun(first, length) for first in range(together.first, together.end, length)]
+            bases = [
+                PageRun(first, length) for first in range(together.first, together.end, length)
+            ]
         else:
             runs = [self._base.allocate_run(length) for _ in range(num_slabs)]
             bases = [run for run in runs if run is not None]

@@ -84,7 +84,7 @@ class Transfer:
             self._has_begun = True
         under_way: deque[tuple[int, int]] = deque()
         try:
-            for batch in _batches(self._copies, self._batch_bytes):
+            for batch in cut(self._copies, self._batch_bytes):
                 if self._is_stopped:
                     break
                 number = lane.begin(batch, self._after)
@@ -167,7 +167,7 @@ class TransferQueue:
             transfer.run(self._lane)
 
 
-def _batches(copies: Sequence[Copy], batch_bytes: int) -> Iterator[list[Copy]]:
+def cut(copies: Sequence[Copy], batch_bytes: int) -> Iterator[list[Copy]]:
     """``copies`` in order, cut where needed, in lists of ``batch_bytes`` but for the last."""
     batch: list[Copy] = []
     left = batch_bytes

@@ -4,51 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
-from types import TracebackType
-from typing import Self
 
 from gpupoold.memory import libc
 from gpupoold.memory.contracts import Device
-from gpupoold.memory.host import HostBuffer
-from gpupoold.memory.pages import PagePool
-from gpupoold.memory.regions import Region
-
-
-class Scratch:
-    """Mapped pages, and as much pinned host memory, all touched before: a context manager.
-
-    Raises:
-        OutOfPages: the device has fewer free.
-        OSError: the host has too little memory.
-    """
-
-    def __init__(self, device: Device, pool: PagePool, num_bytes: int) -> None:
-        num_pages = -(-num_bytes // device.page_bytes)
-        self.num_bytes = num_bytes
-        with ExitStack() as undo:
-            region = Region(device, pool, num_pages)
-            undo.callback(region.close)
-            region.retain(range(num_pages))
-            buffer = HostBuffer.create("gpupool-scratch", num_pages * device.page_bytes)
-            undo.callback(buffer.close)
-            device.pin(buffer.address, buffer.num_bytes)
-            undo.callback(device.unpin, buffer.address, buffer.num_bytes)
-            device.synchronize()
-            self._undo = undo.pop_all()
-        self.address = region.address
-        self.host_address = buffer.address
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._undo.close()
+from gpupoold.memory.scratch import Scratch
 
 
 def plain_copies(

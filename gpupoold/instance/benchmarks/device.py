@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from gpupoold.errors import Refused
 from gpupoold.instance.benchmarks import figures
-from gpupoold.instance.benchmarks.copies import Scratch, plain_copies
+from gpupoold.instance.benchmarks.copies import plain_copies
 from gpupoold.instance.benchmarks.idle import empty_device
 from gpupoold.memory.contracts import Copy, Device, Direction, Lane, PageRun
 from gpupoold.memory.pages import PagePool
+from gpupoold.memory.scratch import Scratch, scratch_memory
 from gpupoold.memory.transfers import TransferQueue
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def bench_device(loop: TurnLoop, rounds: int) -> dict[str, Any]:
     if num_bytes < _MIN_BYTES:
         raise Refused("the device has too few free pages to measure on", "use a larger device")
     with contextlib.ExitStack() as undo:
-        scratch = undo.enter_context(Scratch(device, pool, num_bytes))
+        scratch = undo.enter_context(scratch_memory(device, pool, num_bytes))
         lanes = {way: device.open_lane(way) for way in Direction}
         queues = {way: TransferQueue(device.open_lane(way), f"bench-{way}") for way in Direction}
         for way in Direction:

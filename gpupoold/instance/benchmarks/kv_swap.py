@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from gpupoold.errors import Failed
 from gpupoold.instance.benchmarks import figures
-from gpupoold.instance.benchmarks.copies import Scratch, plain_copies
+from gpupoold.instance.benchmarks.copies import plain_copies
 from gpupoold.instance.benchmarks.idle import empty_device
 from gpupoold.instance.benchmarks.live import LiveRequests
 from gpupoold.instance.digests import kv_digest
 from gpupoold.memory.contracts import Direction
 from gpupoold.memory.kv import Place
+from gpupoold.memory.scratch import scratch_memory
 from gpupoold.memory.transfers import TransferQueue
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def bench_kv(loop: TurnLoop, models: list[str], rounds: int, kv_bytes: int) -> d
         loop.residency.switch_in(moved.name)
         bench = _Bench(loop, lives[0], lives[1], queue)
         before = kv_digest(loop.device, moved)
-        with Scratch(loop.device, loop.residency.pool, bench.num_bytes) as scratch:
+        with scratch_memory(loop.device, loop.residency.pool, bench.num_bytes) as scratch:
             swap = bench.swap(rounds, plain_copies(loop.device, scratch))
         overlap = bench.overlap(rounds, swap["out_p50_s"] + swap["in_p50_s"])
         is_intact = kv_digest(loop.device, moved) == before

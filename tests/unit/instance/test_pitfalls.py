@@ -240,7 +240,7 @@ def test_pitfall_31_kv_is_sized_by_the_device_not_by_what_is_free(device: Emulat
         others = pool.allocate(num_taken)
         load = ModelLoad("model", device, pool, None, "")
         load.take_weights(Loaded())
-        budgets.append(load.kv_budget_bytes())
+        budgets.append(load.kv_budget_bytes([PAGE]))
         assert load.weights is not None
         load.weights.close()
         pool.free(others)

@@ -29,7 +29,7 @@ def test_an_emulated_device_has_a_speed_and_keeps_nothing() -> None:
 def test_a_gpu_is_measured_with_lanes_in_batches_that_overlap(
     device: CudaDevice, driver: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bandwidth, "_BATCH_BYTES", 4 * PAGE)
+    monkeypatch.setattr(bandwidth, "BATCH_BYTES", 4 * PAGE)
     pool = PagePool(NUM_PAGES)
     assert isinstance(measure_link(device, pool, 10 * PAGE), LinkBandwidth)
     copies = [(call, size) for call, _, size in driver.log if call in ("copy_in", "copy_out")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.memory.geometry import KvGeometry, KvRow
+from gpupoold.memory.geometry import KvGeometry, KvRow, in_whole_chunks
 from tests.unit.memory.rig import LAYOUTS, PAGE, geometry_of
 
 
@@ -82,3 +82,26 @@ def test_extents_are_as_many_bytes_as_the_blocks(layout: str) -> None:
     for blocks in ([], [1], [1, 2, 4], list(range(geometry.num_blocks))):
         sizes = [num_bytes for _, num_bytes in geometry.extents(blocks)]
         assert sum(sizes) == len(blocks) * geometry.block_bytes
+
+
+@pytest.mark.parametrize(
+    ("strides", "expected"),
+    [
+        ([PAGE // 4] * 3, 99 * PAGE),  # 4 blocks fill a page of each of 3 rows
+        ([PAGE // 4, PAGE // 2], 99 * PAGE),
+        ([2 * PAGE] * 3, 96 * PAGE),
+        ([2040] * 3, 100 * PAGE),  # whole pages only after 512 blocks
+        ([], 100 * PAGE),
+    ],
+)
+def test_a_budget_in_whole_chunks(strides: list[int], expected: int) -> None:
+    assert in_whole_chunks(100 * PAGE, PAGE, strides) == expected
+
+
+@pytest.mark.parametrize("stride", [PAGE // 8, PAGE // 2 + PAGE // 4, 3 * PAGE])
+def test_rows_of_such_a_budget_share_no_page(stride: int) -> None:
+    num_layers = 5
+    budget = in_whole_chunks(1000 * PAGE + 123, PAGE, [stride] * num_layers)
+    num_blocks = budget // (num_layers * stride)
+    rows = tuple(KvRow(n * num_blocks * stride, stride, stride) for n in range(num_layers))
+    assert KvGeometry(num_blocks, PAGE, rows).is_aligned

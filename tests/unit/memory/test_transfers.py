@@ -181,10 +181,16 @@ def test_a_held_transfer_can_be_stopped(link: Link, queue: TransferQueue) -> Non
 
 
 def test_held_transfers_begin_even_if_the_block_fails(link: Link, queue: TransferQueue) -> None:
-    with pytest.raises(ZeroDivisionError), queue.held():
-        transfer = queue.begin([Copy(1, 0, 100)])
-        raise ZeroDivisionError
-    transfer.wait()
+    transfers = []
+
+    def begin_and_fail() -> None:
+        with queue.held():
+            transfers.append(queue.begin([Copy(1, 0, 100)]))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        begin_and_fail()
+    transfers[0].wait()
     assert len(link.chunks) == 1
 
 

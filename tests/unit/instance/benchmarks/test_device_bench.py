@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from gpupoold.errors import Refused
-from gpupoold.instance.benchmarks.copies import Scratch, plain_copies
+from gpupoold.instance.benchmarks.copies import plain_copies
 from gpupoold.instance.benchmarks.device import bench_device
 from gpupoold.memory import libc
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.pages import PagePool
+from gpupoold.memory.scratch import scratch_memory
 
 PAGE = 64 << 10
 
@@ -67,7 +68,7 @@ def test_every_way_is_measured_and_everything_is_given_back(loop: Any) -> None:
 
 def test_plain_copies_copy_all_of_it_both_ways(loop: Any) -> None:
     num_bytes = 3 * PAGE + 100
-    with Scratch(loop.device, loop.residency.pool, num_bytes) as scratch:
+    with scratch_memory(loop.device, loop.residency.pool, num_bytes) as scratch:
         ways = plain_copies(loop.device, scratch)
         assert sorted(ways) == ["device_copy", "memcpy_one_thread"]
         for number, (copy_in, copy_out) in enumerate(ways.values(), start=1):

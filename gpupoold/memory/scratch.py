@@ -1,0 +1,58 @@
+"""Device pages and host memory to measure copies with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from gpupoold.memory.contracts import Device
+from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.pages import PagePool
+from gpupoold.memory.regions import Region
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """As many bytes of addresses on a device as of pinned host memory."""
+
+    region: Region
+    buffer: HostBuffer
+    num_bytes: int
+
+    @property
+    def address(self) -> int:
+        """Start on the device."""
+        return self.region.address
+
+    @property
+    def host_address(self) -> int:
+        """Start in host memory."""
+        return self.buffer.address
+
+
+@contextmanager
+def scratch_memory(
+    device: Device, pool: PagePool, num_bytes: int, *, is_mapped: bool = True
+) -> Iterator[Scratch]:
+    """``num_bytes`` to copy to and from until the context ends, touched before.
+
+    Not ``is_mapped``, the device's side has addresses only.
+
+    Raises:
+        OutOfPages: the device has fewer free.
+        OSError: the host has too little memory.
+        CudaError: the driver refused something.
+    """
+    num_pages = -(-num_bytes // device.page_bytes)
+    with ExitStack() as undo:
+        region = Region(device, pool, num_pages)
+        undo.callback(region.close)
+        if is_mapped:
+            region.retain(range(num_pages))
+        buffer = HostBuffer.create("gpupool-scratch", num_pages * device.page_bytes)
+        undo.callback(buffer.close)
+        device.pin(buffer.address, buffer.num_bytes)
+        undo.callback(device.unpin, buffer.address, buffer.num_bytes)
+        device.synchronize()
+        yield Scratch(region, buffer, num_bytes)

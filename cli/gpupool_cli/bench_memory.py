@@ -9,6 +9,7 @@ from gpupool_cli.bench_rig import device_config, make_checkpoints
 from gpupool_cli.diagnostics import say
 from gpupool_cli.private_daemon import private_daemon
 from gpupoold.admin.models import BenchMemoryRequest
+from gpupoold.config import MemorySettings
 from gpupoold.units import format_bytes
 
 # Long enough for the requests that are stepped while KV moves.
@@ -41,4 +42,5 @@ def run_memory_bench(folder: Path, size_bytes: int, kv_bytes: int, rounds: int) 
 def _config(size_bytes: int, kv_bytes: int) -> str:
     # The models, the KV, and as much again for plain copies beside it.
     device = device_config(int(2.3 * size_bytes) + int(2.5 * kv_bytes) + _SLACK_BYTES)
-    return device + f"[memory]\nkv_host = {2 * kv_bytes + _SLACK_BYTES}\n"
+    kv_host_bytes = max(MemorySettings().kv_host_bytes, 2 * kv_bytes + _SLACK_BYTES)
+    return device + f"[memory]\nkv_host = {kv_host_bytes}\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import importlib
 import logging
 import os
@@ -20,6 +19,7 @@ from gpupoold.frontend.catalog import Catalog
 from gpupoold.frontend.environment import check_engine_version, set_engine_environment
 from gpupoold.frontend.mounts import Mounts
 from gpupoold.frontend.router import Router
+from gpupoold.process import importing
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
 from gpupoold.wire.messages import (
     CallResult,
@@ -187,12 +187,8 @@ class Frontend:
 def _import_adapter(log_level: str) -> Any:
     check_engine_version()
     set_engine_environment(log_level)
-    adapter = importlib.import_module("gpupoold.frontend.adapter")
-    # What was imported lives as long as the process: keep the collector from walking it
-    # in the middle of a stream.
-    gc.collect()
-    gc.freeze()
-    return adapter
+    with importing():
+        return importlib.import_module("gpupoold.frontend.adapter")
 
 
 def _failure(message: ServeModel, error: Exception) -> CallResult:

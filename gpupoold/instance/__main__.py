@@ -9,7 +9,7 @@ import socket
 import sys
 
 from gpupoold.errors import Failed
-from gpupoold.process import begin_child
+from gpupoold.process import begin_child, importing
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 from gpupoold.wire.messages import InstanceReady, ToInstance
 
@@ -42,10 +42,11 @@ def main() -> None:
 
 
 def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) -> None:
-    from gpupoold.instance import engine
-    from gpupoold.instance.device import device_name, open_device
-    from gpupoold.instance.residency import Residency
-    from gpupoold.instance.turn_loop import TurnLoop
+    with importing():
+        from gpupoold.instance import engine
+        from gpupoold.instance.device import device_name, open_device
+        from gpupoold.instance.residency import Residency
+        from gpupoold.instance.turn_loop import TurnLoop
     from gpupoold.memory.bandwidth import measure_fill, measure_link
     from gpupoold.memory.host import KvHostCache
     from gpupoold.memory.numa import prefer_node

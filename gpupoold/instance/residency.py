@@ -55,8 +55,8 @@ class Residency:
         self._device = device
         self.pool = pool
         self._host = host
-        self._in = TransferQueue(device.open_lane(Direction.IN), "copy-in")
-        self._out = TransferQueue(device.open_lane(Direction.OUT), "copy-out")
+        self._in = TransferQueue(device.open_lanes(Direction.IN), "copy-in")
+        self._out = TransferQueue(device.open_lanes(Direction.OUT), "copy-out")
         self._room = Room(device, pool, host, self._out, use_of)
         self._models = self._room.models
         self._next: str | None = None  # being prefetched

@@ -59,7 +59,8 @@ class Lane(Protocol):
 
     The pages must stay mapped and the host memory pinned until a copy has been made, and no
     kernel may use its bytes meanwhile; kernels that were launched before ``fence`` have
-    ended before a copy begins that comes ``after`` it.
+    ended before a copy begins that comes ``after`` it. Where a device has several lanes each
+    way, a fence of one of them holds for all.
     """
 
     def fence(self) -> int:
@@ -136,6 +137,10 @@ class Device(ABC):
     @abstractmethod
     def open_lane(self, direction: Direction) -> Lane:
         """A way for copies of its own, beside those above and what engines compute."""
+
+    def open_lanes(self, direction: Direction) -> list[Lane]:
+        """As many as it takes to fill the link."""
+        return [self.open_lane(direction)]
 
     @abstractmethod
     def free_bytes(self) -> int | None:

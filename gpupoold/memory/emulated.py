@@ -137,8 +137,12 @@ class EmulatedDevice(Device):
         self._copy(target, address, num_bytes)
 
     def open_lane(self, direction: Direction) -> Lane:
-        """See :meth:`Device.open_lane`. One thread's copies: the other core is computing."""
+        """See :meth:`Device.open_lane`."""
         return _MemcpyLane()
+
+    def open_lanes(self, direction: Direction) -> list[Lane]:
+        """See :meth:`Device.open_lanes`."""
+        return [_MemcpyLane() for _ in range(_NUM_COPIERS)]
 
     def free_bytes(self) -> int | None:
         """What torch takes is the host's memory."""

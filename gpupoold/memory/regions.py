@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from gpupoold.memory.contracts import Device, PageRun
 from gpupoold.memory.pages import PagePool, split_runs
 from gpupoold.memory.ranges import as_ranges
@@ -74,11 +76,14 @@ class Region:
             self._pool.free(runs)
             raise
         for span, mine in mapped:
-            physical = [page for run in mine for page in range(run.first, run.end)]
+            physical = itertools.chain.from_iterable(range(run.first, run.end) for run in mine)
             self._physical[span.start : span.stop] = physical
             self._num_mapped += len(span)
-        held = self._holders[pages.start : pages.stop]
-        self._holders[pages.start : pages.stop] = [count + 1 for count in held]
+        if missing == [pages]:  # the usual case
+            self._holders[pages.start : pages.stop] = [1] * len(pages)
+        else:
+            held = self._holders[pages.start : pages.stop]
+            self._holders[pages.start : pages.stop] = [count + 1 for count in held]
         return missing
 
     def drop(self, pages: range) -> None:
@@ -90,7 +95,9 @@ class Region:
         held = self._holders[pages.start : pages.stop]
         if not all(held):
             raise ValueError(f"pages {pages} of the region are not all held")
-        self._holders[pages.start : pages.stop] = [count - 1 for count in held]
+        is_last = max(held, default=0) == 1
+        fewer = [0] * len(pages) if is_last else [count - 1 for count in held]
+        self._holders[pages.start : pages.stop] = fewer
         for span in self._spans(pages, mapped=False):
             runs = _as_runs(self._physical[span.start : span.stop])
             self._device.unmap(self._page_address(span.start), runs)

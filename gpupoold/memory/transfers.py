@@ -1,4 +1,4 @@
-"""Copies beside the engine's work: one thread and one lane per direction.
+"""Copies beside the engine's work: threads and lanes for each direction.
 
 A transfer is a list of copies, made in batches one behind the other, two of them under way
 at a time so that the link never waits for this thread. It can be stopped within a batch's
@@ -108,16 +108,23 @@ class Transfer:
 
 
 class TransferQueue:
-    """Transfers in one direction, in the order in which they were asked for."""
+    """Transfers in one direction, begun in the order in which they were asked for.
 
-    def __init__(self, lane: Lane, name: str, batch_bytes: int = BATCH_BYTES) -> None:
-        self._lane = lane
+    As many at a time as there are lanes, each of which has a thread.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], name: str, batch_bytes: int = BATCH_BYTES) -> None:
+        self._lanes = lanes
         self._batch_bytes = batch_bytes
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
-        self._waiting: deque[Transfer] = deque()
+        self._waiting: list[Transfer] = []
         self._held: list[Transfer] | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, args=(lane,), name=name, daemon=True)
+            for lane in lanes
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def has_room(self) -> bool:
@@ -127,7 +134,7 @@ class TransferQueue:
 
     def begin(self, copies: Sequence[Copy]) -> Transfer:
         """Start copies, behind those that were started before and what engines have launched."""
-        transfer = Transfer(copies, self._batch_bytes, self._lane.fence())
+        transfer = Transfer(copies, self._batch_bytes, self._lanes[0].fence())
         self._forget_ended()
         self._waiting.append(transfer)
         if self._held is None:
@@ -153,18 +160,19 @@ class TransferQueue:
                 self._queue.put(transfer)
 
     def close(self) -> None:
-        """Make what was asked for, then end the thread and the lane."""
-        self._queue.put(None)
-        self._thread.join()
-        self._lane.close()
+        """Make what was asked for, then end the threads and the lanes."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread, lane in zip(self._threads, self._lanes, strict=True):
+            thread.join()
+            lane.close()
 
     def _forget_ended(self) -> None:
-        while self._waiting and self._waiting[0].has_ended:
-            self._waiting.popleft()
+        self._waiting = [transfer for transfer in self._waiting if not transfer.has_ended]
 
-    def _run(self) -> None:
+    def _run(self, lane: Lane) -> None:
         while (transfer := self._queue.get()) is not None:
-            transfer.run(self._lane)
+            transfer.run(lane)
 
 
 def cut(copies: Sequence[Copy], batch_bytes: int) -> Iterator[list[Copy]]:

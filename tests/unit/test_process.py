@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from gpupoold.process import importing
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,3 +53,14 @@ def is_running(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def test_the_collector_rests_while_importing_and_leaves_alone_what_came() -> None:
+    num_frozen = gc.get_freeze_count()
+    try:
+        with importing():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > num_frozen
+    finally:
+        gc.unfreeze()

@@ -39,7 +39,7 @@ def bench_kv(loop: TurnLoop, models: list[str], rounds: int, kv_bytes: int) -> d
     moved, other = (loop.engine(name) for name in models)
     empty_device(loop)
     with contextlib.ExitStack() as undo:
-        queue = TransferQueue(loop.device.open_lane(Direction.OUT), "bench-out")
+        queue = TransferQueue(loop.device.open_lanes(Direction.OUT), "bench-out")
         undo.callback(queue.close)
         lives = [
             LiveRequests(moved, loop.residency, kv_bytes),
@@ -177,7 +177,7 @@ def _swap_summary(
 ) -> dict[str, Any]:
     both_s = [out_s + in_s for out_s, in_s in zip(outs_s, ins_s, strict=True)]
     measured = figures.bandwidth(num_bytes, both_s)
-    # A lane copies by one thread: the other cores compute. A GPU copies by itself.
+    # What memcpy is on this host: one thread. A GPU copies by itself.
     limit = figures.KV_SWAP_SHARE * plain.get("memcpy_one_thread", plain["device_copy"])
     summary = figures.times(both_s) | {
         "bytes": num_bytes,

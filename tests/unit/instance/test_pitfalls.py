@@ -191,7 +191,7 @@ def test_pitfall_28_a_copy_that_hangs_stops_no_other_model() -> None:
     watchdog = threading.Timer(10, gate.gate.set)  # whoever waits for the copy waits so long
     watchdog.start()
     box.residency._in.close()
-    box.residency._in = TransferQueue(gate, "copy-in")
+    box.residency._in = TransferQueue([gate], "copy-in")
     taken = box.rig.pool.allocate(15)
     box.residency.prefetch("b", "a")
     assert box.weights("b").is_arriving

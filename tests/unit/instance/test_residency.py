@@ -219,7 +219,7 @@ def test_a_model_runs_as_soon_as_its_first_request_can(
     gate = GatedLane(box.rig.device.open_lane(Direction.IN))
     gate.num_allowed = 3 + 1  # chunk 0 with the null block, and the first request's
     box.residency._in.close()
-    box.residency._in = TransferQueue(gate, "copy-in")
+    box.residency._in = TransferQueue([gate], "copy-in")
     box.residency.switch_in("a")
     assert model.kv.is_here(first)
     assert not model.kv.is_here(second)

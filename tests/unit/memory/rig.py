@@ -128,8 +128,8 @@ class Rig:
         self.host = KvHostCache(host_pages * page_bytes, page_bytes)
         self.in_lane = GatedLane(self.device.open_lane(Direction.IN))
         self.out_lane = GatedLane(self.device.open_lane(Direction.OUT))
-        self.ins = TransferQueue(self.in_lane, "copy-in", batch_bytes=2 * page_bytes)
-        self.outs = TransferQueue(self.out_lane, "copy-out", batch_bytes=2 * page_bytes)
+        self.ins = TransferQueue([self.in_lane], "copy-in", batch_bytes=2 * page_bytes)
+        self.outs = TransferQueue([self.out_lane], "copy-out", batch_bytes=2 * page_bytes)
         self._open: list[Region | KvMemory | WeightMemory] = []
 
     def region(self, num_pages: int) -> Region:

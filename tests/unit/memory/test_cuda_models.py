@@ -77,7 +77,7 @@ def host(device: CudaDevice) -> Iterator[KvHostCache]:
 def queues(device: CudaDevice) -> Iterator[dict[Direction, TransferQueue]]:
     """As an instance has them: a lane, a thread and a queue for each direction."""
     made = {
-        direction: TransferQueue(device.open_lane(direction), direction.name, 4 * PAGE)
+        direction: TransferQueue(device.open_lanes(direction), direction.name, 4 * PAGE)
         for direction in Direction
     }
     yield made

@@ -38,8 +38,8 @@ class Pair:
         self.pool = PagePool(24)
         self._host = KvHostCache(64 * PAGE, 8 * PAGE)
         self._host.pin(device)
-        self.ins = TransferQueue(device.open_lane(Direction.IN), "in", 6 * PAGE)
-        self.outs = TransferQueue(device.open_lane(Direction.OUT), "out", 6 * PAGE)
+        self.ins = TransferQueue(device.open_lanes(Direction.IN), "in", 6 * PAGE)
+        self.outs = TransferQueue(device.open_lanes(Direction.OUT), "out", 6 * PAGE)
         self.models = [Model(device, self.pool, self._host, seed) for seed in (1, 2)]
 
     def start(self, model: Model) -> dict[int, bytes]:
@@ -133,7 +133,7 @@ def test_pitfall_04_a_model_that_goes_ends_its_copies_first(
     pair.take_off(model)
     pair.start(pair.models[0])
     lanes = [UnendingLane(device.open_lane(Direction.IN)) for _ in range(2)]
-    queues = [TransferQueue(lane, "slow") for lane in lanes]
+    queues = [TransferQueue([lane], "slow") for lane in lanes]
     model.weights.begin_load(queues[0], 2)
     model.kv.begin_page_in(model.kv.chunks(Place.HOST)[0], queues[1])
     for lane in lanes:

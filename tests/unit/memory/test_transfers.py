@@ -60,7 +60,7 @@ def link() -> Link:
 
 @pytest.fixture
 def queue(link: Link) -> Iterator[TransferQueue]:
-    queue = TransferQueue(link, "copy-in")
+    queue = TransferQueue([link], "copy-in")
     yield queue
     queue.close()
     assert link.is_closed
@@ -110,7 +110,7 @@ def test_stopped_before_it_began_it_waits_for_nobody(link: Link, queue: Transfer
     link.permits.release()
     queue.close()
     assert [copy.target for copy in link.chunks] == [0, 2]
-    queue = TransferQueue(link, "another")
+    queue = TransferQueue([link], "another")
     queue.close()
 
 

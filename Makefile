@@ -3,6 +3,9 @@ BIN := .venv/bin
 PYTHON_SOURCES := gpupoold cli state scripts tests $(if $(wildcard tui/gpupool_tui/*.py),tui) \
 	$(if $(wildcard examples/*.py),examples) $(if $(wildcard benchmarks/*.py),benchmarks)
 
+# Processes that run tests.
+JOBS ?= 2
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test lint format types imports check bench-switch bench-overhead bench-memory bench-sim clean
 
@@ -15,8 +18,8 @@ venv: ## make .venv (PYTHON=..., GPUPOOL_DEVICE=cpu|cuda)
 demo: venv ## three models on one emulated GPU, from nothing to streamed answers
 	@$(BIN)/python examples/demo.py
 
-test: venv ## the whole test suite (ARGS='-k name' for some of it)
-	@$(BIN)/pytest $(ARGS)
+test: venv ## the whole test suite (ARGS='-k name' for some of it, JOBS=1 in one process)
+	@$(BIN)/pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 lint: venv ## ruff: rules and formatting
 	@$(BIN)/ruff check .

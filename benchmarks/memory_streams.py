@@ -56,18 +56,29 @@ class Answers:
 
 
 def run_streams(folder: Path, num_switches: int) -> dict[str, Any]:
-    """Stream until at least ``num_switches`` switches have moved bytes, after a warm-up.
+    """``stream_over`` four new models.
 
     Raises:
         GpupoolError: the models could not be made or served.
     """
-    checkpoints = make_checkpoints(folder, list(ARCHITECTURES), MODEL_BYTES)
+    return stream_over(make_checkpoints(folder, list(ARCHITECTURES), MODEL_BYTES), num_switches)
+
+
+def stream_over(
+    checkpoints: Sequence[Path], num_switches: int, num_warm_up: int = WARM_UP_ROUNDS
+) -> dict[str, Any]:
+    """Stream until at least ``num_switches`` switches have moved bytes, after a warm-up.
+
+    Raises:
+        GpupoolError: the models could not be served.
+    """
     largest = max(_weight_bytes(path) for path in checkpoints)
     config = device_config(int(1.5 * largest)) + _CONFIG
     with private_daemon(config) as daemon:
         for path in checkpoints:
             daemon.add_model(path.name, path, dtype="float32", max_model_len=MAX_MODEL_LEN)
-        return asyncio.run(_stream(daemon, [path.name for path in checkpoints], num_switches))
+        names = [path.name for path in checkpoints]
+        return asyncio.run(_stream(daemon, names, num_switches, num_warm_up))
 
 
 def num_differing(alone: list[int], together: list[int]) -> int:
@@ -114,7 +125,9 @@ def _gained(values: Sequence[int]) -> int:
     return int(median(values[-third:]) - median(values[:third]))
 
 
-async def _stream(daemon: PrivateDaemon, models: list[str], num_switches: int) -> dict[str, Any]:
+async def _stream(
+    daemon: PrivateDaemon, models: list[str], num_switches: int, num_warm_up: int
+) -> dict[str, Any]:
     answers = Answers()
     keys = [(model, index) for model in models for index in range(NUM_PROMPTS)]
     async with AsyncOpenAI(
@@ -122,7 +135,7 @@ async def _stream(daemon: PrivateDaemon, models: list[str], num_switches: int) -
     ) as client:
         for key in keys:
             answers.alone[key] = await _ask(client, *key)
-        for _ in range(WARM_UP_ROUNDS):
+        for _ in range(num_warm_up):
             await _round(client, keys, answers)
             _leftovers(daemon)
         num_before = len(_switches(daemon))

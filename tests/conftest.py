@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import subprocess
@@ -17,8 +18,14 @@ _MAKER_FILES = [ROOT / "gpupoold/checkpoints" / name for name in ("tiny.py", "ti
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is no NVIDIA GPU."""
+    """Skip tests marked ``gpu`` where there is no NVIDIA GPU; say what runs in one process.
+
+    With several (``-n 2 --dist loadgroup``) a module's tests share theirs, because fixtures of
+    modules start processes, and so do all tests of the daemon that a whole session shares.
+    """
     for item in items:
+        is_shared = "shared_pool" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("pool" if is_shared else str(item.path)))
         if item.get_closest_marker("gpu") and not has_nvidia_gpu():
             item.add_marker(
                 pytest.mark.skip(reason="needs an NVIDIA GPU, and this machine has none")
@@ -69,12 +76,12 @@ def tiny_models(project_env: dict[str, str]) -> dict[str, Path]:
     """
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in _MAKER_FILES)).hexdigest()[:12]
     command = [sys.executable, "-m", "gpupoold.checkpoints.tiny"]
-    done = subprocess.run(
-        [*command, str(ROOT / "build" / f"tiny-models-{digest}")],
-        env=project_env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    folder = ROOT / "build" / f"tiny-models-{digest}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # there may be several test processes
+        done = subprocess.run(
+            [*command, str(folder)], env=project_env, capture_output=True, text=True, check=False
+        )
     assert done.returncode == 0, done.stderr
     return {path.name: path for path in map(Path, done.stdout.splitlines())}

@@ -36,6 +36,11 @@ class SwitchStages:
         """All stages."""
         return self.evict_s + self.map_s + self.weights_s + self.kv_s
 
+    @property
+    def num_bytes(self) -> int:
+        """All that moved, in and out."""
+        return self.weight_bytes + self.kv_in_bytes + self.kv_out_bytes
+
 
 class Residency:
     """The device's pages among its models. One thread; a running turn is never evicted under.
@@ -87,11 +92,6 @@ class Residency:
         """Bytes that must move to make the model resident now."""
         model = self._models[name]
         return model.weights.missing_bytes + model.kv.missing_bytes
-
-    def total_bytes(self, name: str) -> int:
-        """Bytes that must move when nothing of the model is resident."""
-        model = self._models[name]
-        return model.weights.num_bytes + model.kv.host_bytes + model.kv.resident_bytes
 
     def switch_in(self, name: str) -> SwitchStages | None:
         """Let a model run, evicting others as needed; None when nothing had to be done.

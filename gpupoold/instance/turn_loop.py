@@ -80,7 +80,8 @@ class TurnLoop:
         """Make a model resident and report the switch, if there was one to make."""
         started_s = time.monotonic()
         stages = self.residency.switch_in(name)
-        if stages is not None:
+        # A model that goes on while its last KV comes in has not been switched to.
+        if stages is not None and (name != self._previous or stages.num_bytes):
             self._channel.send(m.Switched(self._record(name, stages, started_s)))
             if stages.weight_bytes:
                 self._canaries.moved(name)

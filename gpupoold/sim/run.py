@@ -129,11 +129,20 @@ def _goodput(loads: Sequence[tuple[float, float | None]]) -> Goodput | None:
 def _run_in_processes(points: Sequence[Point], jobs: int) -> Iterator[Row]:
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_die_at_interrupt)
+    # Ctrl-C reaches the whole group of processes. Children inherit that it is held back, until
+    # they can die of it without a word.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield from pool.map(_run_or_refusal, points)
+        rows = [pool.submit(_run_or_refusal, point) for point in points]
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    try:
+        for row in rows:
+            yield row.result()
     except BaseException:
-        # Nobody waits for the rest: neither for what has not begun nor for what runs.
-        pool.shutdown(wait=False, cancel_futures=True)
+        # Nobody waits for the rest. It is not cancelled: when the children end, the pool's own
+        # thread fails what it takes to be pending, and would fail on what has been cancelled.
+        pool.shutdown(wait=False)
         for child in multiprocessing.active_children():
             child.terminate()
         raise
@@ -141,8 +150,8 @@ def _run_in_processes(points: Sequence[Point], jobs: int) -> Iterator[Row]:
 
 
 def _die_at_interrupt() -> None:
-    """Ctrl-C reaches the whole group of processes: those that only compute say nothing."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _run_or_refusal(point: Point, on_progress: OnProgress | None = None) -> Row:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.memory_streams import run_streams
+from benchmarks.memory_streams import stream_over
 
 TIMEOUT_S = 280
 STAGES = {"evict_s", "map_s", "weights_s", "kv_s"}
@@ -71,9 +72,9 @@ def test_switch(project_env: dict[str, str]) -> None:
     assert result["switch_p50_s"] == without["p50_s"]
 
 
-def test_streams_over_four_models_lose_nothing(tmp_path: Any) -> None:
-    result = run_streams(tmp_path, num_switches=30)
-    assert result["switches"] >= 30
+def test_streams_over_four_models_lose_nothing(tiny_models: dict[str, Path]) -> None:
+    result = stream_over(list(tiny_models.values()), num_switches=12, num_warm_up=1)
+    assert result["switches"] >= 12
     assert result["switches_with_kv"] > 0
     assert result["tokens"] == 96 * result["answers"]
     assert (result["differing_tokens"], result["pages_leaked"]) == (0, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import openai
@@ -29,23 +29,11 @@ from tests.functional.daemon_tools import (
     device_config,
     eventually,
     ps,
-    until,
     weight_bytes,
 )
 
 MODELS = (LLAMA, QWEN2, QWEN3)
 PROMPT = "What was on the disk is back in memory"
-
-
-@pytest.fixture(scope="module")
-def expected(shared_pool: PrivateDaemon) -> dict[str, Answer]:
-    """What the models answer where there is room for all of them."""
-
-    async def ask_all() -> dict[str, Answer]:
-        async with api_client(shared_pool.http_url) as api:
-            return {name: await ask(api, name, PROMPT) for name in MODELS}
-
-    return asyncio.run(ask_all())
 
 
 @pytest.fixture(scope="module")
@@ -59,39 +47,48 @@ def checkpoints(
     return {name: folder / name for name in MODELS}
 
 
-# Loads from checkpoints take their time: what is the same with saved images is asked there only.
-either_way = pytest.mark.parametrize(
-    "daemon", ["0", "1GiB"], ids=["checkpoints", "image-files"], indirect=True, scope="module"
-)
-with_image_files = pytest.mark.parametrize(
-    "daemon", ["1GiB"], ids=["image-files"], indirect=True, scope="module"
-)
-
-
-def config_for_two(device_bytes: int, checkpoints: dict[str, Path], image_files: str) -> str:
-    """Room for the images of two of the models, and not for three."""
-    cache_bytes = int(2.5 * max(weight_bytes(path) for path in checkpoints.values()))
-    memory = f'[memory]\nmodel_cache = {cache_bytes}\nimage_files = "{image_files}"\n'
-    return device_config(device_bytes) + memory
-
-
 @pytest.fixture(scope="module")
 def daemon(
-    request: pytest.FixtureRequest,
-    device_bytes: int,
-    checkpoints: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    device_bytes: int, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PrivateDaemon]:
-    """The three models; images come back from the checkpoints, or from saved images."""
-    config = config_for_two(device_bytes, checkpoints, request.param)
-    with private_daemon(config, tmp_path_factory.mktemp("cache")) as running:
-        for name, path in checkpoints.items():
-            running.add_model(name, path, **LOAD_OPTIONS)
+    """The three models, with room for the images of two of them."""
+    cache_bytes = int(2.5 * max(weight_bytes(path) for path in checkpoints.values()))
+    memory = f'[memory]\nmodel_cache = {cache_bytes}\nimage_files = "1GiB"\n'
+    with private_daemon(
+        device_config(device_bytes) + memory, tmp_path_factory.mktemp("cache")
+    ) as running:
         yield running
 
 
+@pytest.fixture(scope="module")
+def expected(daemon: PrivateDaemon, checkpoints: dict[str, Path]) -> dict[str, Answer]:
+    """What the models answer just after they were loaded."""
+
+    async def ask_now(name: str) -> Answer:
+        async with api_client(daemon.http_url) as api:
+            return await ask(api, name, PROMPT)
+
+    answers = {}
+    for name, path in checkpoints.items():
+        daemon.add_model(name, path, **LOAD_OPTIONS)
+        answers[name] = asyncio.run(ask_now(name))
+    return answers
+
+
+@pytest.fixture(params=["checkpoints", "image-files"])
+def lose_files(request: pytest.FixtureRequest, daemon: PrivateDaemon) -> Callable[[], None]:
+    """Call it to have the next image come from a checkpoint, in one of two runs of a test."""
+
+    def lose() -> None:
+        if request.param == "checkpoints":
+            for file in (daemon.log_path.parent / "state" / "images").glob("*.image"):
+                file.unlink()
+
+    return lose
+
+
 @pytest.fixture
-async def api(daemon: PrivateDaemon) -> AsyncIterator[AsyncOpenAI]:
+async def api(daemon: PrivateDaemon, expected: dict[str, Answer]) -> AsyncIterator[AsyncOpenAI]:
     """The official client; in the end nothing is live, and all books agree."""
     async with api_client(daemon.http_url) as client:
         yield client
@@ -123,11 +120,14 @@ def num_images(daemon: PrivateDaemon) -> int:
     return len({line.split()[4] for line in maps if "gpupool-image" in line})
 
 
-@either_way
 async def test_all_answer_in_turn(
-    daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
+    daemon: PrivateDaemon,
+    api: AsyncOpenAI,
+    expected: dict[str, Answer],
+    lose_files: Callable[[], None],
 ) -> None:
     for name in (*MODELS, *MODELS):
+        lose_files()
         assert await ask(api, name, PROMPT) == expected[name]
         assert name in in_host(daemon)
         assert len(in_host(daemon)) == 2
@@ -135,15 +135,11 @@ async def test_all_answer_in_turn(
         assert {model.state for model in client.models()} == {"ready"}
 
 
-@either_way
-async def test_all_answer_at_once(
-    daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
-) -> None:
+async def test_all_answer_at_once(api: AsyncOpenAI, expected: dict[str, Answer]) -> None:
     answers = await asyncio.gather(*(ask(api, name, PROMPT) for name in MODELS * 3))
     assert answers == [expected[name] for name in MODELS * 3]
 
 
-@with_image_files
 async def test_ls_tells_the_truth(daemon: PrivateDaemon, api: AsyncOpenAI) -> None:
     for name in MODELS:
         await ask(api, name, PROMPT, 2)
@@ -161,7 +157,6 @@ async def test_ls_tells_the_truth(daemon: PrivateDaemon, api: AsyncOpenAI) -> No
     assert [line.split()[0] for line in text.splitlines()[1:4]] == list(MODELS)
 
 
-@with_image_files
 async def test_a_model_in_flight_is_never_dropped(
     daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
 ) -> None:
@@ -182,7 +177,6 @@ async def test_a_model_in_flight_is_never_dropped(
     assert answer.token_ids[: len(expected[LLAMA].token_ids)] == expected[LLAMA].token_ids
 
 
-@with_image_files
 async def test_a_request_waits_until_there_is_room(
     daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
 ) -> None:
@@ -199,7 +193,6 @@ async def test_a_request_waits_until_there_is_room(
         await stream.finished()
 
 
-@with_image_files
 async def test_pins(daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]) -> None:
     assert cli(daemon, "cache", "warm", LLAMA).returncode == 0
     assert cli(daemon, "cache", "pin", LLAMA).returncode == 0
@@ -221,10 +214,13 @@ async def test_pins(daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str,
     assert in_host(daemon) == {QWEN2, QWEN3}
 
 
-@either_way
 async def test_drop_and_warm(
-    daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
+    daemon: PrivateDaemon,
+    api: AsyncOpenAI,
+    expected: dict[str, Answer],
+    lose_files: Callable[[], None],
 ) -> None:
+    lose_files()
     for name in MODELS:
         assert cli(daemon, "cache", "drop", name).returncode == 0
     assert in_host(daemon) == set()
@@ -236,7 +232,6 @@ async def test_drop_and_warm(
     assert await ask(api, QWEN2, PROMPT) == expected[QWEN2]
 
 
-@with_image_files
 async def test_a_model_that_cannot_be_warmed(
     daemon: PrivateDaemon,
     api: AsyncOpenAI,
@@ -260,7 +255,6 @@ async def test_a_model_that_cannot_be_warmed(
     assert await ask(api, QWEN3, PROMPT) == expected[QWEN3]
 
 
-@with_image_files
 async def test_a_worker_that_dies(
     daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
 ) -> None:
@@ -280,7 +274,6 @@ async def test_a_worker_that_dies(
     assert answers == [expected[name] for name in MODELS]
 
 
-@with_image_files
 async def test_adding_and_removing(
     daemon: PrivateDaemon, api: AsyncOpenAI, checkpoints: dict[str, Path]
 ) -> None:
@@ -293,28 +286,3 @@ async def test_adding_and_removing(
     assert cli(daemon, "rm", "fourth").returncode == 0
     assert "fourth" not in cached(daemon)
     assert cli(daemon, "cache", "unpin", LLAMA).returncode == 0
-
-
-async def test_a_restart(
-    device_bytes: int,
-    checkpoints: dict[str, Path],
-    expected: dict[str, Answer],
-    tmp_path: Path,
-) -> None:
-    """Pins are kept; pinned images and those used last are there again; all models answer."""
-    config = config_for_two(device_bytes, checkpoints, "1GiB")
-    with private_daemon(config, tmp_path) as daemon:
-        for name, path in checkpoints.items():
-            daemon.add_model(name, path, **LOAD_OPTIONS)
-        async with api_client(daemon.http_url) as api:
-            for name in (LLAMA, QWEN3, QWEN2):
-                await ask(api, name, PROMPT, 2)
-        assert cli(daemon, "cache", "pin", LLAMA).returncode == 0
-    with private_daemon(config, tmp_path) as daemon:
-        until(lambda: {row.state for row in ps(daemon).models} == {"ready"}, 60)
-        assert in_host(daemon) == {LLAMA, QWEN2}
-        assert [row.is_pinned for row in cached(daemon).values()] == [True, False, False]
-        async with api_client(daemon.http_url) as api:
-            answers = await asyncio.gather(*(ask(api, name, PROMPT) for name in MODELS))
-        assert answers == [expected[name] for name in MODELS]
-        check(daemon)

@@ -11,6 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from gpupool_cli.private_daemon import PrivateDaemon
+from gpupoold.admin.models import SwitchInfo
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,
@@ -45,6 +46,10 @@ async def add(pool: PrivateDaemon, name: str, path: Path) -> None:
     await asyncio.to_thread(pool.add_model, name, path, **LOAD_OPTIONS)
 
 
+def num_bytes(switch: SwitchInfo) -> int:
+    return switch.weight_bytes + switch.kv_in_bytes + switch.kv_out_bytes
+
+
 class TestTogether:
     async def test_concurrent_answers_equal_those_alone(
         self, pool: PrivateDaemon, api: AsyncOpenAI
@@ -77,9 +82,9 @@ class TestTogether:
             assert sum(stages_s) <= switch.total_s * 1.01 + 1e-6
         for later, earlier in itertools.pairwise(switches):
             assert later.at >= earlier.at
-            assert later.model != later.previous
-        moved = sum(s.weight_bytes + s.kv_in_bytes + s.kv_out_bytes for s in switches)
-        assert moved == after.switched_bytes - before.switched_bytes
+            # Its own KV may have left for a model that then was not switched to.
+            assert later.model != later.previous or num_bytes(later)
+        assert sum(map(num_bytes, switches)) == after.switched_bytes - before.switched_bytes
         for stage in ("total", "evict", "map", "weights", "kv"):
             recorded_s = sum(getattr(switch, f"{stage}_s") for switch in switches)
             counted_s = after.switch_seconds[stage] - before.switch_seconds[stage]

@@ -21,6 +21,7 @@ def greedy(tiny_models: dict[str, Path], project_env: dict[str, str]) -> dict[st
     """Per model, the tokens of each prompt: all in one batch, then each alone."""
     command = [sys.executable, __file__, *map(str, tiny_models.values())]
     env = project_env | {
+        "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",

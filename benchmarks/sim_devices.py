@@ -118,7 +118,8 @@ def _cpu_seconds(daemon: PrivateDaemon) -> Iterator[tuple[str, float]]:
     total: defaultdict[str, float] = defaultdict(float)
     process = psutil.Process(daemon.process.pid)
     for one in [process, *process.children(recursive=True), psutil.Process()]:
-        modules = [part for part in one.cmdline() if part.startswith("gpupoold")]
+        words = " ".join(one.cmdline()).split()
+        modules = [word for word in words if word.startswith("gpupoold")]
         times = one.cpu_times()
         total[modules[0] if modules else "client"] += times.user + times.system
     yield from sorted(total.items())

@@ -27,6 +27,7 @@ def begin_child(name: str, log_level: str, parent_pid: int | None = None) -> Non
         level=log_level.upper(),
         format=f"%(asctime)s %(levelname)s {name} %(name)s: %(message)s",
         stream=sys.stderr,
+        force=True,  # a process that was forked has the handler of the one it comes from
     )
 
 

@@ -20,6 +20,7 @@ def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
     parser = argparse.ArgumentParser(prog="gpupoold.frontend", description=__doc__)
     parser.add_argument("--wire-fd", type=int, required=True)
     parser.add_argument("--listen-fd", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int)
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--max-body-bytes", type=int, default=10_000_000)
     found = parser.parse_args(arguments)
@@ -28,6 +29,7 @@ def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
         listen_fd=found.listen_fd,
         log_level=found.log_level,
         max_body_bytes=found.max_body_bytes,
+        parent_pid=found.parent_pid,
     )
 
 
@@ -46,7 +48,7 @@ async def _serve(settings: FrontendSettings) -> None:
 def main() -> None:
     """Run a frontend until the daemon ends it."""
     settings = parse_arguments()
-    begin_child("frontend", settings.log_level)
+    begin_child("frontend", settings.log_level, settings.parent_pid)
     try:
         import uvloop
     except ImportError:

@@ -16,8 +16,8 @@ import uvicorn
 
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.frontend.catalog import Catalog
-from gpupoold.frontend.environment import check_engine_version, set_engine_environment
 from gpupoold.frontend.mounts import Mounts
+from gpupoold.frontend.preload import preload
 from gpupoold.frontend.router import Router
 from gpupoold.process import importing
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
@@ -48,6 +48,7 @@ class FrontendSettings:
     listen_fd: int
     log_level: str
     max_body_bytes: int
+    parent_pid: int | None = None
 
 
 class _Server(uvicorn.Server):
@@ -185,9 +186,8 @@ class Frontend:
 
 
 def _import_adapter(log_level: str) -> Any:
-    check_engine_version()
-    set_engine_environment(log_level)
     with importing():
+        preload(log_level)
         return importlib.import_module("gpupoold.frontend.adapter")
 
 

@@ -9,6 +9,7 @@ import socket
 import sys
 
 from gpupoold.errors import Failed
+from gpupoold.instance.environment import set_engine_environment
 from gpupoold.process import begin_child, importing
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 from gpupoold.wire.messages import InstanceReady, ToInstance
@@ -26,7 +27,8 @@ def main() -> None:
     arguments = _parse()
     begin_child("instance", arguments.log_level, arguments.parent_pid)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    _prepare_environment(arguments.log_level, arguments.compute_threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(arguments.compute_threads))
+    set_engine_environment(arguments.log_level)
     if arguments.device_kind == "cuda":
         _show_one_gpu(arguments.device_index)
     channel: BlockingChannel[ToInstance] = BlockingChannel(
@@ -90,18 +92,6 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) 
         )
     )
     loop.run()
-
-
-def _prepare_environment(log_level: str, compute_threads: int) -> None:
-    """What vLLM and torch read from the environment when they are imported."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(compute_threads))
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_LOGGING_LEVEL=log_level.upper(),
-        VLLM_NO_USAGE_STATS="1",
-        DO_NOT_TRACK="1",
-        HF_HUB_OFFLINE="1",
-    )
 
 
 def _show_one_gpu(index: int) -> None:

@@ -11,13 +11,91 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from gpupoold.wire.channel import AsyncChannel
 
 T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
+
+
+class Process(Protocol):
+    """A process that runs, or has run."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    async def wait(self) -> int:
+        """Its exit status, once it has ended (negative: the signal that ended it)."""
+
+    def kill(self) -> None:
+        """End it now, if it runs."""
+
+
+class Starter(Protocol):
+    """Starts Python modules."""
+
+    async def __call__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        log_fd: int,
+        fd_options: Mapping[str, int],
+        environment: Mapping[str, str],
+    ) -> Process:
+        """Run ``module``; its options are ``arguments``, those whose values are descriptors, and
+        ``--parent-pid``. ``environment`` is added to the daemon's.
+
+        Raises:
+            OSError: it could not be started.
+        """
+
+
+class Executed:
+    """A child process of the daemon's own."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """See :class:`Process`."""
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """See :meth:`Process.wait`."""
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        """See :meth:`Process.kill`."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)
+
+
+async def execute(
+    module: str,
+    arguments: Sequence[str],
+    log_fd: int,
+    fd_options: Mapping[str, int],
+    environment: Mapping[str, str],
+) -> Executed:
+    """``python -m MODULE``, see :class:`Starter`."""
+    options: dict[str, int] = {**fd_options, "--parent-pid": os.getpid()}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        module,
+        *arguments,
+        *(text for pair in options.items() for text in map(str, pair)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=log_fd,
+        stderr=log_fd,
+        pass_fds=tuple(fd_options.values()),
+        env=_environment() | dict(environment),
+    )
+    return Executed(process)
 
 
 class Child(Generic[T]):
@@ -27,9 +105,7 @@ class Child(Generic[T]):
     ``--wire-fd``. stdout and stderr go to ``log_path``.
     """
 
-    def __init__(
-        self, name: str, process: asyncio.subprocess.Process, channel: AsyncChannel[T]
-    ) -> None:
+    def __init__(self, name: str, process: Process, channel: AsyncChannel[T]) -> None:
         self.name = name
         self.channel = channel
         self._process = process
@@ -42,10 +118,15 @@ class Child(Generic[T]):
         arguments: Sequence[str],
         receives: Any,
         log_path: Path,
-        inherit_fds: tuple[int, ...] = (),
+        *,
+        fd_options: Mapping[str, int] | None = None,
         environment: Mapping[str, str] | None = None,
+        starter: Starter | None = None,
     ) -> Child[T]:
-        """Start the module; returns at once, the child says by message when it is ready.
+        """Start the module; the child says by message when it is ready.
+
+        ``fd_options`` are more options whose values are descriptors; ``starter`` is how it is
+        started, by default as a program of its own.
 
         Raises:
             OSError: no process or no log file could be made.
@@ -53,18 +134,12 @@ class Child(Generic[T]):
         ours, theirs = socket.socketpair()
         try:
             with log_path.open("ab") as log:
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
+                process = await (starter or execute)(
                     module,
-                    "--wire-fd",
-                    str(theirs.fileno()),
-                    *arguments,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(theirs.fileno(), *inherit_fds),
-                    env=_environment() | dict(environment or {}),
+                    arguments,
+                    log.fileno(),
+                    {"--wire-fd": theirs.fileno(), **(fd_options or {})},
+                    environment or {},
                 )
         except BaseException:
             ours.close()
@@ -80,13 +155,12 @@ class Child(Generic[T]):
         return self._process.pid
 
     async def wait(self) -> int:
-        """Its exit status, once it has ended (negative: the signal that ended it)."""
+        """See :meth:`Process.wait`."""
         return await self._process.wait()
 
     def kill(self) -> None:
-        """End it now."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGKILL)
+        """See :meth:`Process.kill`."""
+        self._process.kill()
 
     async def stop(self, message: Any, grace_s: float) -> None:
         """Ask it to leave with ``message``; after ``grace_s`` it is killed."""

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from gpupoold.config import Settings
 from gpupoold.errors import Failed, GpupoolError, error_from_code
 from gpupoold.pool.child import Child
+from gpupoold.pool.forks import ForkServer
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import ChannelClosed
 
@@ -25,12 +26,14 @@ class FrontendSupervisor:
     def __init__(
         self,
         settings: Settings,
+        forks: ForkServer,
         listener: socket.socket,
         on_message: Callable[[m.FromFrontend], None],
         on_up: Callable[[], Awaitable[None]],
         on_down: Callable[[], None],
     ) -> None:
         self._settings = settings
+        self._forks = forks
         self._listener = listener
         self._on_message = on_message
         self._on_up = on_up
@@ -90,13 +93,10 @@ class FrontendSupervisor:
 
     async def _run_once(self) -> None:
         settings = self._settings
-        listen_fd = self._listener.fileno()
         child: Child[m.FromFrontend] = await Child.start(
             "frontend",
             "gpupoold.frontend",
             [
-                "--listen-fd",
-                str(listen_fd),
                 "--log-level",
                 settings.log.level,
                 "--max-body-bytes",
@@ -104,7 +104,8 @@ class FrontendSupervisor:
             ],
             m.FromFrontend,
             settings.paths.log_dir / "frontend.log",
-            (listen_fd,),
+            fd_options={"--listen-fd": self._listener.fileno()},
+            starter=self._forks.fork,
         )
         self._child = child
         try:

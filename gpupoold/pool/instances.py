@@ -12,6 +12,8 @@ from typing import TypeVar
 from gpupoold.config import Settings
 from gpupoold.errors import Failed, TimedOut, Unavailable, error_from_code
 from gpupoold.pool.child import Child
+from gpupoold.pool.engine_environment import compute_threads
+from gpupoold.pool.forks import ForkServer
 from gpupoold.pool.image_cache import CachedImage
 from gpupoold.pool.instance import Instance
 from gpupoold.wire import messages as m
@@ -34,9 +36,17 @@ class InstanceSupervisor:
     """Starts, watches and restarts the instances."""
 
     def __init__(
-        self, settings: Settings, on_message: OnMessage, on_up: OnState, on_down: OnState
+        self,
+        settings: Settings,
+        forks: ForkServer,
+        on_message: OnMessage,
+        on_up: OnState,
+        on_down: OnState,
     ) -> None:
+        """``forks`` starts emulated devices. A GPU's process is a program of its own: which GPU
+        it sees is settled before anything of CUDA's is loaded."""
         self._settings = settings
+        self._forks = forks
         self._on_message = on_message
         self._on_up = on_up
         self._on_down = on_down
@@ -245,7 +255,7 @@ class InstanceSupervisor:
             _arguments(self._settings, instance),
             m.FromInstance,
             log_path,
-            environment=_environment(instance),
+            starter=self._forks.fork if instance.device.kind == "emulated" else None,
         )
         instance.child = child
         try:
@@ -336,7 +346,6 @@ def _arguments(settings: Settings, instance: Instance) -> list[str]:
     device_bytes = (device.memory_bytes or 0) - settings.memory.reserve_for(device.kind)
     options: dict[str, object] = {
         "--instance": instance.number,
-        "--parent-pid": os.getpid(),
         "--device-bytes": max(0, device_bytes),
         "--log-level": settings.log.level,
     }
@@ -350,27 +359,9 @@ def _arguments(settings: Settings, instance: Instance) -> list[str]:
             "--page-bytes": device.page_bytes or 0,
             "--kv-host-bytes": settings.memory.kv_host_bytes,
             "--canary-interval": settings.memory.canary_interval,
-            "--compute-threads": _compute_threads(settings),
+            "--compute-threads": compute_threads(settings),
         }
     return [text for pair in options.items() for text in map(str, pair)]
-
-
-def _environment(instance: Instance) -> dict[str, str]:
-    """Emulated copies past the caches, as a GPU's are: half as fast again for pieces of some MiB,
-    which the C library would else keep in caches that the engine needs."""
-    if instance.device.kind != "emulated":
-        return {}
-    tunable = "glibc.cpu.x86_non_temporal_threshold=0x40000"
-    others = os.environ.get("GLIBC_TUNABLES")
-    return {"GLIBC_TUNABLES": f"{others}:{tunable}" if others else tunable}
-
-
-def _compute_threads(settings: Settings) -> int:
-    """Cores for each emulated device. One stays free for the daemon and the frontend, as vLLM
-    leaves one to its API server: compute threads spin, and a spinning thread without a core
-    stalls all others."""
-    num_computing = sum(device.kind != "sim" for device in settings.devices)
-    return max(1, (len(os.sched_getaffinity(0)) - 1) // max(1, num_computing))
 
 
 def _close(fd: int | None) -> None:

@@ -27,6 +27,8 @@ from gpupoold.errors import Failed, Refused
 from gpupoold.pool import views
 from gpupoold.pool.cache_control import CacheControl
 from gpupoold.pool.dispatch import Dispatcher
+from gpupoold.pool.engine_environment import engine_environment
+from gpupoold.pool.forks import ForkServer
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.image_cache import ImageCache
 from gpupoold.pool.instance import Instance
@@ -50,6 +52,7 @@ class Pool:
     registry: Registry
     history: History
     dispatcher: Dispatcher
+    forks: ForkServer
     supervisor: InstanceSupervisor
     frontend: FrontendSupervisor
     lifecycle: ModelLifecycle
@@ -75,6 +78,7 @@ class Pool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.frontend.stop()
         await self.supervisor.stop()
+        await self.forks.stop()
         await self.lifecycle.stop()
         await self.saved.stop()
         self.cache.close()
@@ -241,8 +245,10 @@ def build_pool(
     images_dir = settings.paths.state_dir / "images"
     saved = SavedImages(images_dir, settings.memory.image_files_bytes)
 
+    forks = ForkServer(settings, engine_environment(settings))
     supervisor = InstanceSupervisor(
         settings,
+        forks,
         dispatcher.from_instance,
         lambda instance: lifecycle.instance_up(instance),
         lambda instance: lifecycle.instance_down(instance),
@@ -250,6 +256,7 @@ def build_pool(
     lifecycle = ModelLifecycle(settings, registry, history, dispatcher, supervisor, cache, saved)
     frontend = FrontendSupervisor(
         settings,
+        forks,
         listener,
         dispatcher.from_frontend,
         lifecycle.frontend_up,
@@ -265,6 +272,7 @@ def build_pool(
         registry,
         history,
         dispatcher,
+        forks,
         supervisor,
         frontend,
         lifecycle,

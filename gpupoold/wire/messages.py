@@ -1,7 +1,7 @@
 """Everything that crosses a process boundary, as tagged msgspec structs.
 
-Three conversations, all over unix stream sockets framed by :mod:`gpupoold.wire.codec`:
-daemon → instance, instance → daemon, and daemon ↔ frontend. A field named
+Conversations of the daemon with its instances, its frontend and its fork server, all over unix
+stream sockets framed by :mod:`gpupoold.wire.codec`. A field named
 ``frames`` holds buffers encoded by vLLM's own serialiser; the daemon forwards
 them unread. Times ending in ``_s`` that are instants are ``time.monotonic()``
 of this machine, which all processes share.
@@ -355,6 +355,33 @@ class RequestsFailed(Message):
     message: str
 
 
+class Fork(Message):
+    """Start a module (daemon → fork server).
+
+    With it come the descriptors of its log and of each of ``fd_options``.
+    """
+
+    call_id: int
+    module: str
+    arguments: list[str]
+    fd_options: list[str]
+    environment: dict[str, str]
+
+
+class Forked(Message):
+    """It runs (fork server → daemon). With it comes a pidfd."""
+
+    call_id: int
+    pid: int
+
+
+class ForkEnded(Message):
+    """Exit status of a forked process, negative for a signal (fork server → daemon)."""
+
+    pid: int
+    status: int
+
+
 ToInstance = (
     LoadModel
     | UnloadModel
@@ -386,3 +413,5 @@ ToFrontend = (
     ModelList | ServeModel | StopServing | StepOutputs | RequestsFailed | CallResult | Shutdown
 )
 FromFrontend = FrontendReady | AddRequest | AbortRequests | CallResult
+ToForkServer = Fork
+FromForkServer = Forked | ForkEnded

@@ -270,8 +270,8 @@ def children(daemon: PrivateDaemon) -> list[psutil.Process]:
 
 
 def child(daemon: PrivateDaemon, module: str) -> psutil.Process:
-    """Its child that runs ``python -m gpupoold.MODULE``."""
-    [found] = [c for c in children(daemon) if f"gpupoold.{module}" in c.cmdline()]
+    """The child, or child of its fork server, that runs ``python -m gpupoold.MODULE``."""
+    [found] = [c for c in children(daemon) if f"-m gpupoold.{module} " in " ".join(c.cmdline())]
     return found
 
 

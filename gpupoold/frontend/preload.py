@@ -1,0 +1,18 @@
+"""What a frontend imports."""
+
+from __future__ import annotations
+
+import importlib
+
+from gpupoold.frontend.environment import check_engine_version, set_engine_environment
+
+
+def preload(log_level: str) -> None:
+    """Import vLLM's HTTP layer.
+
+    Raises:
+        Failed: vLLM is not installed, or in another version.
+    """
+    check_engine_version()
+    set_engine_environment(log_level)
+    importlib.import_module("gpupoold.frontend.adapter")

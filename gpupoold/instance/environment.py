@@ -1,0 +1,19 @@
+"""The process environment that vLLM and torch read."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+
+def set_engine_environment(log_level: str) -> None:
+    """Prepare ``os.environ``; before vLLM is imported, or again after a fork."""
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_LOGGING_LEVEL=log_level.upper(),
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+        HF_HUB_OFFLINE="1",
+    )
+    # Read when vLLM is imported; it may have been, by a process that meant another level.
+    logging.getLogger("vllm").setLevel(log_level.upper())

@@ -1,0 +1,147 @@
+"""Children forked by a process that has imported vLLM already, see :mod:`gpupoold.fork_server`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Mapping, Sequence
+
+from gpupoold.config import Settings
+from gpupoold.pool.child import Child
+from gpupoold.wire import messages as m
+from gpupoold.wire.channel import ChannelClosed
+
+_logger = logging.getLogger(__name__)
+
+PRELOADED = ("gpupoold.instance.preload", "gpupoold.frontend.preload")
+
+
+class ForkedProcess:
+    """A grandchild: its parent, the fork server, tells when it has ended."""
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        """``pidfd`` belongs to this object from now on."""
+        self.pid = pid
+        self._pidfd = pidfd
+        self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> int:
+        """See :meth:`Process.wait`."""
+        return await asyncio.shield(self._status)
+
+    def kill(self) -> None:
+        """See :meth:`Process.kill`."""
+        if not self._status.done():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def ended(self, status: int) -> None:
+        """It is no more."""
+        if not self._status.done():
+            self._status.set_result(status)
+            os.close(self._pidfd)
+
+
+class ForkServer:
+    """Starts Python modules by forking; begun with the first of them, and anew if it dies."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        environment: Mapping[str, str],
+        preloaded: Sequence[str] = PRELOADED,
+    ) -> None:
+        """``environment`` is added to the daemon's before anything is imported; ``preloaded``
+        are modules with a ``preload(log_level)``."""
+        self._settings = settings
+        self._environment = environment
+        self._preloaded = preloaded
+        self._starting = asyncio.Lock()
+        self._server: Child[m.FromForkServer] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._asked: dict[int, asyncio.Future[ForkedProcess]] = {}
+        self._num_asked = 0
+        self._running: dict[int, ForkedProcess] = {}
+
+    async def fork(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        log_fd: int,
+        fd_options: Mapping[str, int],
+        environment: Mapping[str, str],
+    ) -> ForkedProcess:
+        """Run ``module`` with ``arguments``; ``fd_options`` are options whose values are
+        descriptors, which the caller may close afterwards.
+
+        Raises:
+            OSError: the fork server could not be started, or has died.
+        """
+        async with self._starting:
+            if self._server is None:
+                await self._start()
+        server = self._server
+        if server is None:
+            raise OSError("the fork server has died")
+        self._num_asked += 1
+        call_id = self._num_asked
+        asked: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
+        self._asked[call_id] = asked
+        order = m.Fork(call_id, module, list(arguments), list(fd_options), dict(environment))
+        try:
+            server.channel.send(order, (log_fd, *fd_options.values()))
+            return await asked
+        finally:
+            del self._asked[call_id]
+
+    async def stop(self) -> None:
+        """End it, and what it has forked."""
+        if self._server is not None:
+            self._server.kill()
+        if self._reader is not None:
+            await self._reader
+
+    async def _start(self) -> None:
+        arguments = ["--log-level", self._settings.log.level]
+        for name in self._preloaded:
+            arguments += ["--preload", name]
+        self._server = await Child.start(
+            "fork server",
+            "gpupoold.fork_server",
+            arguments,
+            m.FromForkServer,
+            self._settings.paths.log_dir / "fork-server.log",
+            environment=self._environment,
+        )
+        self._reader = asyncio.create_task(self._read(self._server), name="fork-server")
+
+    async def _read(self, server: Child[m.FromForkServer]) -> None:
+        try:
+            while True:
+                self._note(server, await server.channel.receive())
+        except ChannelClosed:
+            server.kill()
+        server.channel.close()
+        await server.wait()
+        self._server = None
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(OSError("the fork server has died"))
+        for process in self._running.values():
+            process.ended(-signal.SIGKILL)  # the kernel sees to it: they die with their parent
+        self._running.clear()
+
+    def _note(self, server: Child[m.FromForkServer], message: m.FromForkServer) -> None:
+        if isinstance(message, m.ForkEnded):
+            self._running.pop(message.pid).ended(message.status)
+            return
+        process = ForkedProcess(message.pid, server.channel.take_fd())
+        self._running[message.pid] = process
+        asked = self._asked.get(message.call_id)
+        if asked is None or asked.done():
+            process.kill()  # who asked for it has left
+        else:
+            asked.set_result(process)

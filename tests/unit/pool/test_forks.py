@@ -1,0 +1,165 @@
+"""Modules started by a fork server: real processes, forked by a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gpupoold.config import Settings
+from gpupoold.pool.forks import ForkedProcess, ForkServer
+
+TIMEOUT_S = 20
+SAMPLE = """
+import json, os, socket, sys, time
+import forked_preload
+
+def main():
+    arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+    sock = socket.socket(fileno=int(arguments["--wire-fd"]))
+    told = {
+        "argv": sys.argv,
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "word": os.environ.get("WORD"),
+        "server_word": os.environ.get("SERVER_WORD"),
+        "preloaded_by": forked_preload.loaded_by,
+        "fds": sorted(int(fd) for fd in os.listdir("/proc/self/fd")),
+    }
+    sock.sendall(json.dumps(told).encode())
+    print("to the log")
+    match arguments["--end"]:
+        case "status":
+            sys.exit(3)
+        case "error":
+            raise RuntimeError("on purpose")
+        case "wait":
+            time.sleep(60)
+"""
+PRELOAD = """
+import os
+loaded_by = 0
+
+def preload(log_level):
+    global loaded_by
+    loaded_by = os.getpid()
+"""
+
+
+class Rig:
+    """A fork server for a module of the test's, and a socket to each process."""
+
+    def __init__(self, folder: Path, settings: Settings, preloaded: Sequence[str]) -> None:
+        self.server = ForkServer(settings, {"SERVER_WORD": "before"}, preloaded)
+        self.log = folder / "sample.log"
+        self.log_dir = settings.paths.log_dir
+
+    async def start(self, end: str, module: str = "forked_sample") -> tuple[ForkedProcess, Any]:
+        """A process that ends so, and what it tells of itself."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs, self.log.open("ab") as log:
+            options = {"--wire-fd": theirs.fileno()}
+            arguments = ["--end", end]
+            forking = self.server.fork(module, arguments, log.fileno(), options, {"WORD": "hello"})
+            process = await asyncio.wait_for(forking, TIMEOUT_S)
+            theirs.close()
+            ours.settimeout(TIMEOUT_S)
+            told = await asyncio.to_thread(ours.recv, 1 << 16)
+        return process, json.loads(told) if told else None
+
+
+@pytest.fixture
+async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
+    package = tmp_path / "modules" / "forked_sample"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(SAMPLE)
+    (package.parent / "forked_preload.py").write_text(PRELOAD)
+    monkeypatch.syspath_prepend(package.parent)
+    paths: dict[str, object] = {"model_dirs": []}
+    for name in ("state", "runtime", "log", "download"):
+        paths[f"{name}_dir"] = tmp_path / name
+    settings = Settings.model_validate({"paths": paths, "device": [{"kind": "emulated"}]})
+    settings.paths.log_dir.mkdir()
+    made = Rig(tmp_path, settings, ("no_such_module", "forked_preload"))
+    yield made
+    await made.server.stop()
+
+
+async def status_of(process: ForkedProcess) -> int:
+    return await asyncio.wait_for(process.wait(), TIMEOUT_S)
+
+
+async def test_a_module_has_what_it_was_given(rig: Rig) -> None:
+    process, told = await rig.start("status")
+    fd, parent = told["argv"][4], told["argv"][6]
+    assert told["argv"] == [
+        *("forked_sample", "--end", "status", "--wire-fd", fd, "--parent-pid", parent)
+    ]
+    assert told["pid"] == process.pid
+    assert told["parent"] == told["preloaded_by"] == int(parent) != os.getpid()
+    assert (told["word"], told["server_word"]) == ("hello", "before")
+    # Its standard streams, what it was given, and the folder that it lists.
+    assert {0, 1, 2, int(fd)} < set(told["fds"])
+    assert len(told["fds"]) == 5
+    assert await status_of(process) == 3
+    assert rig.log.read_text() == "to the log\n"
+
+
+async def test_several_at_a_time(rig: Rig) -> None:
+    started = await asyncio.gather(*(rig.start("wait") for _ in range(4)))
+    fds = [len(told["fds"]) for _, told in started]
+    assert fds == [fds[0]] * 4, "one has descriptors of another"
+    processes = [process for process, _ in started]
+    for process in processes:
+        process.kill()
+        process.kill()
+    assert [await status_of(process) for process in processes] == [-signal.SIGKILL] * 4
+    processes[0].kill()
+    assert not any(psutil.pid_exists(process.pid) for process in processes), "they were reaped"
+
+
+async def test_an_error_is_in_the_log(rig: Rig) -> None:
+    process, _ = await rig.start("error")
+    assert await status_of(process) == 1
+    assert "RuntimeError: on purpose" in rig.log.read_text()
+
+
+async def test_no_such_module(rig: Rig) -> None:
+    process, told = await rig.start("status", "no_module_of_this_name")
+    assert told is None
+    assert await status_of(process) == 1
+    assert "No module named 'no_module_of_this_name'" in rig.log.read_text()
+
+
+async def test_what_cannot_be_preloaded_is_left_to_who_wants_it(rig: Rig) -> None:
+    process, _ = await rig.start("status")
+    await status_of(process)
+    assert "no_such_module could not be imported" in (rig.log_dir / "fork-server.log").read_text()
+
+
+async def test_all_die_with_the_server_and_the_next_has_another(rig: Rig) -> None:
+    first, told = await rig.start("wait")
+    os.kill(told["parent"], signal.SIGKILL)
+    assert await status_of(first) == -signal.SIGKILL
+    async with asyncio.timeout(TIMEOUT_S):
+        while psutil.pid_exists(first.pid):
+            await asyncio.sleep(0.01)
+    second, told_later = await rig.start("status")
+    assert told_later["parent"] != told["parent"]
+    assert await status_of(second) == 3
+
+
+async def test_stopping_ends_all(rig: Rig) -> None:
+    process, told = await rig.start("wait")
+    await rig.server.stop()
+    assert await status_of(process) == -signal.SIGKILL
+    assert not psutil.pid_exists(told["parent"])

@@ -10,6 +10,7 @@ from gpupool_cli.bench_rig import device_config, make_checkpoints
 from gpupool_cli.diagnostics import say
 from gpupool_cli.private_daemon import private_daemon
 from gpupoold.admin.models import BenchSwitchRequest
+from gpupoold.config import MemorySettings
 from gpupoold.units import format_bytes
 
 MAX_MODEL_LEN = 1024
@@ -58,7 +59,8 @@ def run_switch_bench(folder: Path, size_bytes: int, rounds: int) -> dict[str, An
 
 
 def _config(size_bytes: int, kv_bytes: int) -> str:
-    memory = f"[memory]\nkv_host = {8 * kv_bytes + _SLACK_BYTES}\n"
+    kv_host_bytes = max(MemorySettings().kv_host_bytes, 8 * kv_bytes + _SLACK_BYTES)
+    memory = f"[memory]\nkv_host = {kv_host_bytes}\n"
     memory += f"image_files = {3 * size_bytes + _SLACK_BYTES}\n"
     # A checkpoint may have 5 % more than was asked for. Both models' KV grows by some tokens
     # in every round, and prefetching leaves room for a turn's.

@@ -27,7 +27,11 @@ def details(**changes: Any) -> dict[str, Any]:
     usual: dict[str, Any] = {
         "switch": {"modes": {"resident": {"without_kv": row, "with_kv": row}, "cold": {"a": cold}}},
         "memory": {
-            "kv_swap": {"bytes_per_s": 6e9, "limit_bytes_per_s": 8e9},
+            "kv_swap": {
+                "bytes_per_s": 6e9,
+                "limit_bytes_per_s": 8e9,
+                "memcpy_bytes_per_s": {"device_copy": 10e9},
+            },
             "kv_overlap": {"hidden_share": 0.75},
         },
         "streams": {"switches": 1200},
@@ -61,6 +65,23 @@ class TestFigures:
         assert figures["kv_swap_bytes_per_s"]["reached"] is False
         assert figures["kv_overlap_hidden_share"]["reached"] is True
         assert figures["switches"]["ratio"] == pytest.approx(1.2)
+
+    @pytest.mark.parametrize(
+        ("copies", "share", "reached"),
+        [
+            ({"device_copy": 1e9}, 0.4, False),
+            ({"device_copy": 1e9, "memcpy_one_thread": 1e9}, 0.1, True),
+            ({"device_copy": 1e9, "memcpy_one_thread": 1e9}, -0.1, False),
+        ],
+    )
+    def test_less_is_hidden_where_the_copying_cores_compute(
+        self, copies: dict[str, float], share: float, reached: bool
+    ) -> None:
+        usual = details()
+        usual["memory"]["kv_swap"]["memcpy_bytes_per_s"] = copies
+        usual["memory"]["kv_overlap"]["hidden_share"] = share
+        figures = dict(make_figures(usual, 1000))
+        assert figures["kv_overlap_hidden_share"]["reached"] is reached
 
     def test_operations_that_failed_do_not_count_as_reached(self) -> None:
         failed = {"operations": 100, "asked": 100, "passed": False}

@@ -52,11 +52,14 @@ def at_least(measured: float, limit: float, unit: str) -> dict[str, Any]:
     return {f"limit_{unit}": limit, "ratio": measured / limit, "reached": measured >= limit}
 
 
-def host_cached_limit_s(weight_bytes: int, kv_bytes: int, memcpy_bytes_per_s: float) -> float:
-    """A switch that moves weights from host memory, and KV both ways: each at its own share of
-    a plain copy's speed."""
-    bytes_s = weight_bytes / HOST_CACHED_SHARE + kv_bytes / KV_SWAP_SHARE
-    return bytes_s / memcpy_bytes_per_s + HOST_CACHED_EXTRA_S
+def host_cached_limit_s(
+    weight_bytes: int, kv_bytes: int, copy_bytes_per_s: float, memcpy_bytes_per_s: float
+) -> float:
+    """A switch that moves weights from host memory, and KV both ways, each within its own limit:
+    weights at a share of the device's copies, KV at a share of ``memcpy``, or what a GPU has
+    instead."""
+    weights_s = weight_bytes / (HOST_CACHED_SHARE * copy_bytes_per_s)
+    return weights_s + kv_bytes / (KV_SWAP_SHARE * memcpy_bytes_per_s) + HOST_CACHED_EXTRA_S
 
 
 def hidden_share(extra_s: float, alone_s: float) -> float:

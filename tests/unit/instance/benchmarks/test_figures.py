@@ -38,8 +38,8 @@ def test_a_rate_is_reached_from_its_limit_on() -> None:
 
 
 def test_a_host_cached_switch_may_take_its_copies_at_their_shares_and_10_ms() -> None:
-    limit_s = figures.host_cached_limit_s(500_000_000, 80_000_000, 10e9)
-    assert limit_s == pytest.approx(0.05 / 0.9 + 0.008 / 0.8 + 0.01)
+    limit_s = figures.host_cached_limit_s(500_000_000, 80_000_000, 10e9, 8e9)
+    assert limit_s == pytest.approx(0.05 / 0.9 + 0.01 / 0.8 + 0.01)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
@@ -172,3 +172,20 @@ class Device(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give all physical memory back; every region must have been released."""
+
+
+class BlockLedger(Protocol):
+    """The engine's own account of its blocks. Block 0 is its null block and never listed."""
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Take free blocks out of the engine's reach; their cached prefixes are forgotten."""
+
+    def give(self, block_ids: Sequence[int]) -> None:
+        """Put held blocks back on the engine's free list."""
+
+    def live(self, block_ids: Iterable[int]) -> list[int]:
+        """Those of the blocks that a request, or a hold, uses."""
+
+    @property
+    def num_free(self) -> int:
+        """Blocks the engine could hand out now."""

@@ -15,33 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
 
-from gpupoold.memory.contracts import Copy, Device
+from gpupoold.memory.contracts import BlockLedger, Copy, Device
 from gpupoold.memory.geometry import KvGeometry
 from gpupoold.memory.host import HostSlot, KvHostCache
 from gpupoold.memory.regions import Region
 from gpupoold.memory.transfers import Transfer, TransferQueue
-
-
-class BlockLedger(Protocol):
-    """The engine's own account of its blocks. Block 0 is its null block and never listed."""
-
-    def hold(self, block_ids: Sequence[int]) -> None:
-        """Take free blocks out of the engine's reach; their cached prefixes are forgotten."""
-
-    def give(self, block_ids: Sequence[int]) -> None:
-        """Put held blocks back on the engine's free list."""
-
-    def live(self, block_ids: Iterable[int]) -> list[int]:
-        """Those of the blocks that a request, or a hold, uses."""
-
-    @property
-    def num_free(self) -> int:
-        """Blocks the engine could hand out now."""
 
 
 class Place(Enum):

@@ -16,8 +16,6 @@ from gpupoold.wire.channel import ChannelClosed
 
 _logger = logging.getLogger(__name__)
 
-PRELOADED = ("gpupoold.instance.preload", "gpupoold.frontend.preload")
-
 
 class ForkedProcess:
     """A grandchild: its parent, the fork server, tells when it has ended."""
@@ -52,7 +50,7 @@ class ForkServer:
         self,
         settings: Settings,
         environment: Mapping[str, str],
-        preloaded: Sequence[str] = PRELOADED,
+        preloaded: Sequence[str],
     ) -> None:
         """``environment`` is added to the daemon's before anything is imported; ``preloaded``
         are modules with a ``preload(log_level)``."""

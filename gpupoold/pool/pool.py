@@ -245,7 +245,7 @@ def build_pool(
     images_dir = settings.paths.state_dir / "images"
     saved = SavedImages(images_dir, settings.memory.image_files_bytes)
 
-    forks = ForkServer(settings, engine_environment(settings))
+    forks = ForkServer(settings, engine_environment(settings), _preloaded(settings))
     supervisor = InstanceSupervisor(
         settings,
         forks,
@@ -281,3 +281,10 @@ def build_pool(
         CacheControl(registry, lifecycle, dispatcher.live, cache, saved),
         f"http://{shown}:{port}",
     )
+
+
+def _preloaded(settings: Settings) -> list[str]:
+    """What processes that are forked have in common."""
+    has_emulated = any(device.kind == "emulated" for device in settings.devices)
+    instance = ["gpupoold.instance.preload"] if has_emulated else []
+    return ["gpupoold.frontend.preload", *instance]

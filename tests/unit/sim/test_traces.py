@@ -118,6 +118,7 @@ def test_what_is_wrong_and_where(tmp_path: Path, text: str, complaint: str) -> N
         (gzip.compress(b"x" * 1000)[:-12], "cannot be read: Compressed file ended"),
         (gzip.compress(b"")[:10] + b"\xff" * 30, "cannot be read: Error -3"),
     ],
+    ids=["plain", "cut", "garbage"],  # its header has the time
 )
 def test_broken_compressed_files(tmp_path: Path, raw: bytes, complaint: str) -> None:
     path = tmp_path / "t.csv.gz"

@@ -112,6 +112,7 @@ def _become(
         traceback.print_exc()
     finally:
         logging.shutdown()
+        sys.stdout.flush()
         sys.stderr.flush()
         # Not the fork server's end: neither its exit handlers nor its buffers.
         os._exit(status)

@@ -70,6 +70,7 @@ class TestLooking:
         logs = cli(pool, "logs", "--lines", "1000")
         assert logs.returncode == 0
         assert {line.split(" | ")[0] for line in logs.stdout.splitlines()} == {
+            "fork-server",
             "frontend",
             "gpupoold",
             "instance-0",

@@ -28,6 +28,7 @@ from gpupoold.errors import Failed, GpupoolError, Refused
 from gpupoold.instance import image_loader
 from gpupoold.instance.loading import ModelLoad
 from gpupoold.instance.reasons import refusal
+from gpupoold.instance.resume import resume
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import KvHostCache
@@ -105,15 +106,18 @@ class ModelEngine:
         """The model's name."""
         return self.info.name
 
-    def add(self, frames: list[bytes]) -> None:
-        """Queue a request that a frontend encoded.
+    def add(self, frames: list[bytes], output_token_ids: Sequence[int] = ()) -> None:
+        """Queue a request that a frontend encoded; it goes on after ``output_token_ids``.
 
         Raises:
             Refused: the engine does not accept it.
         """
         try:
             request, wave = self._core.preprocess_add_request(self._decoder.decode(frames))
-            self._core.add_request(request, wave)
+            if output_token_ids:
+                resume(self._core, request, wave, output_token_ids)
+            else:
+                self._core.add_request(request, wave)
         except Exception as error:  # whatever one request does must not end the others
             raise Refused(f"{self.name}: the engine refused the request: {error}") from error
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
+from gpupoold.instance.resume import after_grammar
 from gpupoold.memory.kv import KvMemory
 
 
@@ -61,8 +62,11 @@ class PooledScheduler(Scheduler):
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """A waiting request whose cached prefix is not on the device waits for it."""
+        is_waiting = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         if not super()._handle_blocked_waiting_request(request):
             return False
+        if is_waiting:
+            after_grammar(request)
         if self.alone not in (None, request.request_id):
             return False
         if self.kv is None or self.kv.is_whole:

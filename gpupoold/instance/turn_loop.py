@@ -233,12 +233,13 @@ class TurnLoop:
                 raise Refused(f"{message.model} is not loaded on instance {self.instance}")
             if not engine.weights.has_image:
                 raise Refused(f"{message.model} has no image on instance {self.instance}")
-            engine.add(message.frames)
+            engine.add(message.frames, message.output_token_ids)
         except GpupoolError as error:
             failed = m.RequestsFailed(message.model, [message.request_id], str(error))
             self._channel.send(failed)
             return
         self.ledger.arrive(message.model, message.request_id, message.arrival_s)
+        self.ledger.progress(message.model, message.request_id, len(message.output_token_ids))
 
     def _abort(self, model: str, request_ids: list[str]) -> None:
         engine = self.engines.get(model)

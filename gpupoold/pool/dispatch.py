@@ -21,6 +21,9 @@ from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.stats import percentile
 from gpupoold.wire import messages as m
 
+# A request that was on two instances when they died is not given to a third.
+_MAX_LOSSES = 1
+
 
 class Warmth(Protocol):
     """What a dispatcher needs to know of images: a model without one has to be warmed first."""
@@ -61,6 +64,7 @@ class Dispatcher:
         self.frontend: FrontendSupervisor | None = None
         self.warmth: Warmth | None = None
         self._waiting: dict[str, dict[str, m.AddRequest]] = {}
+        self._orders: dict[str, m.AddRequest] = {}  # of live requests, as they came
 
     def from_frontend(self, message: m.FromFrontend) -> None:
         """A request or a cancellation."""
@@ -155,12 +159,29 @@ class Dispatcher:
         self._fail(requests, reason)
 
     def instance_down(self, instance: Instance, reason: str) -> None:
-        """Its requests end with an error; it gets no new ones."""
+        """It gets no new requests. Those that it had go on elsewhere, or there when it is back;
+        but one that was there when two have died may be what killed them, and ends."""
         for instances in self.routes.values():
             if instance in instances:
                 instances.remove(instance)
-        self._fail(self.live.on_instance(instance.number), reason)
+        lost = self.live.on_instance(instance.number)
+        for request in lost:
+            request.num_losses += 1
+        self._fail([one for one in lost if one.num_losses > _MAX_LOSSES], reason)
+        moving = [one for one in lost if one.num_losses <= _MAX_LOSSES]
+        for request in moving:
+            self.scheduler.ended(request.request_id)
         self.scheduler.device_down(instance.number)
+        for request in moving:
+            request.instance = None
+            order = self._orders[request.request_id]
+            self.scheduler.arrived(
+                msgspec.structs.replace(order, output_token_ids=list(request.output_token_ids))
+            )
+
+    def fail_unhosted(self, reason: str) -> None:
+        """End the requests of models that no instance has, and that wait for one."""
+        self._fail([one for one in self.live.all() if not self.routes.get(one.model)], reason)
 
     def frontend_down(self) -> None:
         """Nobody reads the answers any more: every live request is cancelled."""
@@ -186,6 +207,7 @@ class Dispatcher:
                 message.prompt_token_ids,
             )
         )
+        self._orders[message.request_id] = message
         if self.warmth is not None:
             self.warmth.used(message.model)
             if not self.warmth.is_warm(message.model):
@@ -256,6 +278,7 @@ class Dispatcher:
         request = self.live.pop(request_id)
         if request is None:
             return
+        del self._orders[request_id]
         completed = reason in (FinishReason.STOP, FinishReason.LENGTH)
         stats = self.stats.setdefault(request.model, ModelStats())
         stats.end(request, completed=completed)

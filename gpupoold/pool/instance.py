@@ -22,6 +22,8 @@ class Instance:
     number: int
     device: DeviceSettings
     state: str = "starting"
+    has_come_up: bool = False
+    """Whether the process that runs, or ran last, has been ready."""
     child: Child[m.FromInstance] | None = None
     ready: m.InstanceReady | None = None
     status: m.InstanceStatus | None = None

@@ -247,7 +247,7 @@ class InstanceSupervisor:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _run_once(self, instance: Instance) -> None:
-        instance.state = "starting"
+        instance.state, instance.has_come_up = "starting", False
         log_path = self._settings.paths.log_dir / f"instance-{instance.number}.log"
         child: Child[m.FromInstance] = await Child.start(
             f"instance {instance.number}",
@@ -279,7 +279,7 @@ class InstanceSupervisor:
         match message:
             case m.InstanceReady():
                 instance.ready = message
-                instance.state = "ready"
+                instance.state, instance.has_come_up = "ready", True
                 task = asyncio.ensure_future(self._on_up(instance))
                 instance.coming_up = task
                 self._tasks.append(task)

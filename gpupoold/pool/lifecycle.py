@@ -201,7 +201,10 @@ class ModelLifecycle:
         """Take an instance out of all routes."""
         number = instance.number
         self._event("error", "instance_down", str(number), "ended; it will be restarted")
-        self._dispatcher.instance_down(instance, f"the worker of device {number} ended")
+        reason = f"the worker of device {number} ended"
+        self._dispatcher.instance_down(instance, reason)
+        if not instance.has_come_up:  # nobody knows whether it ever will
+            self._dispatcher.fail_unhosted(f"{reason} when it started")
         await self.publish()
 
     async def frontend_up(self) -> None:

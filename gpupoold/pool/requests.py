@@ -25,6 +25,8 @@ class LiveRequest:
     prompt_token_ids: list[int]
     output_token_ids: list[int] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
+    num_losses: int = 0
+    """Instances that have died with it."""
 
     def add_tokens(self, token_ids: Sequence[int], at_s: float) -> None:
         """Tokens that went out at ``at_s``."""

@@ -90,7 +90,7 @@ class Scheduler:
                 message.request_id,
                 message.model,
                 message.arrival_s,
-                len(message.prompt_token_ids),
+                len(message.prompt_token_ids) + len(message.output_token_ids),
             )
         )
 

@@ -31,6 +31,7 @@ class Answer:
     prompt_tokens: int
     max_tokens: int
     num_tokens: int = 0
+    """Those that it has; not 0 at first if it comes from a device that has died."""
     is_gone: bool = False
 
     @property
@@ -206,7 +207,7 @@ class PacedDevice:
         elif work.waiting:
             answer = work.prefilling = work.waiting.pop(0)
             latency = self.models[answer.model].latency
-            prefill_s = latency.prefill_s([answer.prompt_tokens])
+            prefill_s = latency.prefill_s([answer.context_tokens])
             self._due = at_s + prefill_s, functools.partial(self._prefilled, answer)
         else:
             self._decode(self._turn.model, work, at_s)

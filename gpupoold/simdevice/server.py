@@ -98,7 +98,12 @@ class SimServer:
             return
         max_tokens = min(message.max_tokens or room, room)
         answer = Answer(
-            message.request_id, message.model, message.arrival_s, num_prompt, max_tokens
+            message.request_id,
+            message.model,
+            message.arrival_s,
+            num_prompt,
+            max_tokens,
+            len(message.output_token_ids),
         )
         self._device.add(answer)
 

@@ -130,7 +130,10 @@ class SetTargets(Message):
 
 
 class AddRequest(Message):
-    """A request for a model (frontend → daemon → instance)."""
+    """A request for a model (frontend → daemon → instance).
+
+    ``output_token_ids`` are the tokens that its client has from an instance that has died.
+    """
 
     model: str
     request_id: str
@@ -138,6 +141,7 @@ class AddRequest(Message):
     prompt_token_ids: list[int]
     max_tokens: int
     frames: list[bytes]
+    output_token_ids: list[int] = []
 
 
 class AbortRequests(Message):

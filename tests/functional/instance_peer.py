@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,12 +111,22 @@ class InstancePeer:
         self.scheduler.host(0, name)
         return answer
 
-    def ask(self, model: str, request_id: str, prompt: list[int], **sampling: Any) -> None:
-        """Send a greedy request (``sampling`` as vLLM's SamplingParams)."""
+    def ask(
+        self,
+        model: str,
+        request_id: str,
+        prompt: list[int],
+        output_token_ids: Sequence[int] = (),
+        **sampling: Any,
+    ) -> None:
+        """Send a greedy request (``sampling`` as vLLM's SamplingParams), or the rest of one
+        that has had ``output_token_ids``."""
         frames = encode_request(request_id, prompt, **sampling)
         self.tokens[request_id] = []
         arrival_s = time.monotonic()
-        self.scheduler.arrived(m.AddRequest(model, request_id, arrival_s, prompt, 0, frames))
+        self.scheduler.arrived(
+            m.AddRequest(model, request_id, arrival_s, prompt, 0, frames, list(output_token_ids))
+        )
 
     def abort(self, model: str, *request_ids: str) -> None:
         """Cancel requests."""

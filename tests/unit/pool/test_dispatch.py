@@ -198,3 +198,82 @@ async def test_an_instance_that_has_the_model_no_more(bench: Bench) -> None:
     assert isinstance(refused, m.RequestsFailed)
     assert "cannot be served right now" in refused.message
     bench.check()
+
+
+class TestDeadInstance:
+    """What an instance had goes on elsewhere, or there when it is back."""
+
+    @pytest.fixture
+    def sent(self, monkeypatch: pytest.MonkeyPatch) -> list[m.AddRequest]:
+        """Requests that instances were sent."""
+        sent: list[m.AddRequest] = []
+
+        def send(_: Instance, message: m.Message, fds: tuple[int, ...] = ()) -> None:
+            if isinstance(message, m.AddRequest):
+                sent.append(message)
+
+        monkeypatch.setattr(Instance, "send", send)
+        return sent
+
+    def come_back(self, bench: Bench) -> None:
+        bench.dispatcher.instance_up(bench.instance)
+        bench.dispatcher.host(Targets(), _loaded(NAME), None, bench.instance)
+
+    def give_tokens(self, bench: Bench, request_id: str, *token_ids: int) -> None:
+        progress = [m.RequestProgress(request_id, list(token_ids))]
+        at_s = time.monotonic()
+        outputs = m.StepOutputs(NAME, at_s, [], progress, 0.01)
+        bench.dispatcher.from_instance(bench.instance, outputs)
+
+    async def test_they_go_on_after_the_tokens_they_had(
+        self, bench: Bench, sent: list[m.AddRequest]
+    ) -> None:
+        bench.cold.warm.add(NAME)
+        bench.ask("a", 1.0)
+        [first] = sent
+        assert first.output_token_ids == []
+        self.give_tokens(bench, "a", 7, 8)
+        self.give_tokens(bench, "a", 9)
+        bench.frontend.sent.clear()
+        bench.dispatcher.instance_down(bench.instance, "died")
+        assert bench.frontend.sent == []
+        assert bench.scheduled["a"].arrival_s == 1.0
+        assert bench.dispatcher.live.all()[0].instance is None
+        self.come_back(bench)
+        again = sent[-1]
+        assert (len(sent), again.output_token_ids) == (2, [7, 8, 9])
+        assert (again.frames, again.prompt_token_ids) == (first.frames, first.prompt_token_ids)
+        bench.check()
+
+    async def test_who_was_on_two_is_not_given_to_a_third(
+        self, bench: Bench, sent: list[m.AddRequest]
+    ) -> None:
+        bench.cold.warm.add(NAME)
+        bench.ask("a")
+        bench.dispatcher.instance_down(bench.instance, "died")
+        self.come_back(bench)
+        bench.ask("b")
+        bench.dispatcher.instance_down(bench.instance, "died again")
+        assert bench.frontend.sent == [m.RequestsFailed(NAME, ["a"], "died again")]
+        self.come_back(bench)
+        assert [one.request_id for one in sent] == ["a", "b", "b"]
+        bench.check()
+
+    async def test_none_is_left_to_come_back(self, bench: Bench, sent: list[m.AddRequest]) -> None:
+        bench.cold.warm.add(NAME)
+        bench.ask("a")
+        bench.dispatcher.instance_down(bench.instance, "died")
+        bench.dispatcher.fail_unhosted("died when it started")
+        assert bench.frontend.sent == [m.RequestsFailed(NAME, ["a"], "died when it started")]
+        assert (bench.scheduled, len(bench.dispatcher.live)) == ({}, 0)
+        bench.check()
+
+    async def test_one_that_leaves_meanwhile(self, bench: Bench, sent: list[m.AddRequest]) -> None:
+        bench.cold.warm.add(NAME)
+        bench.ask("a")
+        bench.dispatcher.instance_down(bench.instance, "died")
+        bench.dispatcher.from_frontend(m.AbortRequests(NAME, ["a"]))
+        self.come_back(bench)
+        assert [one.request_id for one in sent] == ["a"]
+        assert bench.scheduled == {}
+        bench.check()

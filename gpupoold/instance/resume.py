@@ -1,0 +1,69 @@
+"""A request goes on in another engine, after the tokens that its client has.
+
+Its KV is computed anew from prompt and tokens, as vLLM does after a preemption. What a
+preempted request has in the process that it was preempted in is made here: the worker's record
+of it, the state of its random generator, and what its grammar has accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.sampling_params import SamplingParams, SamplingType
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
+
+def resume(core: EngineCore, request: Request, wave: int, token_ids: Sequence[int]) -> None:
+    """Queue ``request`` as if ``core`` had computed ``token_ids`` of its answer.
+
+    A grammar takes note of them when it has been compiled, see :func:`after_grammar`.
+    """
+    request.append_output_token_ids(list(token_ids))
+    request.num_preemptions = 1
+    request.take_prefill_stats()  # that was told once already
+    core.add_request(request, wave)
+    if request.status == RequestStatus.WAITING:
+        request.status = RequestStatus.PREEMPTED
+    runner: Any = core.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
+    runner.requests[request.request_id] = CachedRequestState(
+        req_id=request.request_id,
+        prompt_token_ids=list(request.prompt_token_ids or ()),
+        mm_features=[],
+        sampling_params=request.sampling_params,
+        generator=_generator(runner, request.sampling_params, len(token_ids)),
+        block_ids=([],) * len(runner.kv_cache_config.kv_cache_groups),
+        num_computed_tokens=0,
+        output_token_ids=list(token_ids),
+    )
+
+
+def after_grammar(request: Request) -> None:
+    """The grammar of a request has been compiled: it goes on where it was."""
+    if not request.num_preemptions or not request.num_output_tokens:
+        return
+    structured = request.structured_output_request
+    assert structured is not None and structured.grammar is not None
+    structured.grammar.accept_tokens(request.request_id, list(request.output_token_ids))
+    request.status = RequestStatus.PREEMPTED
+
+
+def _generator(
+    runner: Any, sampling: SamplingParams | None, num_drawn: int
+) -> torch.Generator | None:
+    """Of a seeded request, after so many draws: vLLM draws a number per word of the vocabulary
+    for each token (``sample_with_exponential_noise``)."""
+    if sampling is None or sampling.sampling_type != SamplingType.RANDOM_SEED:
+        return None
+    assert sampling.seed is not None
+    generator = torch.Generator(device=runner.device)
+    generator.manual_seed(sampling.seed)
+    noise = torch.empty(runner.input_batch.vocab_size, device=runner.device)
+    for _ in range(num_drawn):
+        noise.exponential_(generator=generator)
+    return generator

@@ -1,0 +1,67 @@
+"""A request that goes on in an engine that knows nothing of it gives the tokens it would have."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.functional.instance_peer import InstancePeer
+
+MODELS = ("tiny-llama", "tiny-mixtral")
+NUM_TOKENS = 60
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "penalties": {"frequency_penalty": 0.6, "presence_penalty": 0.2, "repetition_penalty": 1.1},
+    "seeded": {"temperature": 0.9, "seed": 5},
+    "seeded-nucleus": {"temperature": 1.2, "seed": 6, "top_p": 0.8, "top_k": 50},
+    "grammar": {"structured_outputs": StructuredOutputsParams(regex="(ab?c|d[0-9]){12,40}")},
+    "seeded-grammar": {
+        "temperature": 1.0,
+        "seed": 7,
+        "structured_outputs": StructuredOutputsParams(regex="(ab?c|d[0-9]){12,40}"),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def peer(tiny_models: dict[str, Path]) -> Iterator[InstancePeer]:
+    """A device with room for one of two models, in short turns."""
+    peer = InstancePeer(18 << 20, kv_host_bytes=64 << 20, quota_max_s=0.05)
+    for name in MODELS:
+        peer.load(name, tiny_models[name], max_model_len=512)
+    yield peer
+    peer.close()
+
+
+def prompt(index: int) -> list[int]:
+    rng = random.Random(index)
+    return [rng.randrange(300, 1900) for _ in range(5 + 40 * index)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_tokens_from_any_point_on(peer: InstancePeer, case: str) -> None:
+    sampling = {"max_tokens": NUM_TOKENS} | CASES[case]
+    whole: dict[tuple[str, int], list[int]] = {}
+    for model in MODELS:
+        for index in range(3):
+            request_id = f"{case}-whole-{model}-{index}"
+            peer.ask(model, request_id, prompt(index), **sampling)
+            peer.run_until_ended(request_id)
+            whole[model, index] = peer.tokens[request_id]
+    rng = random.Random(case)
+    rests: dict[str, list[int]] = {}
+    for (model, index), tokens in whole.items():
+        for cut in {1, len(tokens) - 1, rng.randrange(1, len(tokens))}:
+            request_id = f"{case}-{model}-{index}-after-{cut}"
+            rests[request_id] = tokens[cut:]
+            # All at once: each shares its batches with others.
+            peer.ask(model, request_id, prompt(index), tokens[:cut], **sampling)
+    peer.run_until_ended(*rests)
+    assert {request_id: peer.tokens[request_id] for request_id in rests} == rests
+    assert all(peer.ended[request_id] in ("length", "stop") for request_id in rests)
+    peer.call("check_integrity")

@@ -56,14 +56,15 @@ def after_grammar(request: Request) -> None:
 def _generator(
     runner: Any, sampling: SamplingParams | None, num_drawn: int
 ) -> torch.Generator | None:
-    """Of a seeded request, after so many draws: vLLM draws a number per word of the vocabulary
-    for each token (``sample_with_exponential_noise``)."""
+    """Of a seeded request, after so many tokens: drawn by vLLM's own sampler, for how much it
+    takes from a generator differs between devices."""
     if sampling is None or sampling.sampling_type != SamplingType.RANDOM_SEED:
         return None
     assert sampling.seed is not None
     generator = torch.Generator(device=runner.device)
     generator.manual_seed(sampling.seed)
-    noise = torch.empty(runner.input_batch.vocab_size, device=runner.device)
+    size = runner.input_batch.vocab_size
     for _ in range(num_drawn):
-        noise.exponential_(generator=generator)
+        logits = torch.zeros(1, size, device=runner.device)
+        runner.sampler.topk_topp_sampler(logits, {0: generator}, None, None)
     return generator

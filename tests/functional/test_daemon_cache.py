@@ -144,12 +144,12 @@ async def test_all_answer_at_once(api: AsyncOpenAI, expected: dict[str, Answer])
 async def test_ls_tells_the_truth(daemon: PrivateDaemon, api: AsyncOpenAI) -> None:
     for name in MODELS:
         await ask(api, name, PROMPT, 2)
+    await eventually(lambda: all(row.is_saved for row in cached(daemon).values()))
     info = CacheInfo.model_validate_json(cli(daemon, "cache", "ls", "--json").stdout)
     rows = {row.name: row for row in info.models}
     # The image that went for the last one is of the model that was used least recently.
     states = {name: row.state for name, row in rows.items()}
     assert states == {LLAMA: "disk", QWEN2: "host", QWEN3: "host"}
-    assert all(row.is_saved for row in info.models)
     used = [rows[name].last_used_at or 0.0 for name in MODELS]
     assert used == sorted(used)
     assert info.host_bytes == sum(rows[name].num_bytes for name in (QWEN2, QWEN3))

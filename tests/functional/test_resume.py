@@ -14,16 +14,26 @@ from tests.functional.instance_peer import InstancePeer
 
 MODELS = ("tiny-llama", "tiny-mixtral")
 NUM_TOKENS = 60
+
+
+def grammar(regex: str) -> StructuredOutputsParams:
+    """As a frontend has it validated."""
+    params = StructuredOutputsParams(regex=regex)
+    params._backend = "xgrammar"
+    return params
+
+
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "penalties": {"frequency_penalty": 0.6, "presence_penalty": 0.2, "repetition_penalty": 1.1},
     "seeded": {"temperature": 0.9, "seed": 5},
     "seeded-nucleus": {"temperature": 1.2, "seed": 6, "top_p": 0.8, "top_k": 50},
-    "grammar": {"structured_outputs": StructuredOutputsParams(regex="(ab?c|d[0-9]){12,40}")},
+    "grammar": {"structured_outputs": grammar("(ab?c|d[0-9]){12,40}"), "ignore_eos": False},
     "seeded-grammar": {
         "temperature": 1.0,
         "seed": 7,
-        "structured_outputs": StructuredOutputsParams(regex="(ab?c|d[0-9]){12,40}"),
+        "structured_outputs": grammar("(ab?c|d[0-9]){12,40}"),
+        "ignore_eos": False,
     },
 }
 

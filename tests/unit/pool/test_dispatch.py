@@ -256,7 +256,7 @@ class TestDeadInstance:
         bench.dispatcher.instance_down(bench.instance, "died again")
         assert bench.frontend.sent == [m.RequestsFailed(NAME, ["a"], "died again")]
         self.come_back(bench)
-        assert [one.request_id for one in sent] == ["a", "b", "b"]
+        assert [one.request_id for one in sent] == ["a", "a", "b", "b"]
         bench.check()
 
     async def test_none_is_left_to_come_back(self, bench: Bench, sent: list[m.AddRequest]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -30,6 +31,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(
                 pytest.mark.skip(reason="needs an NVIDIA GPU, and this machine has none")
             )
+
+
+def pytest_configure() -> None:
+    """Let tests interrupt what they start, even where this was started with SIGINT ignored, as
+    shells start what runs in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 _exit_status = 0

@@ -150,7 +150,6 @@ class TestDaemon:
     ) -> None:
         await same_answers(daemon, expected)
         latencies = measured(daemon)
-        assert None not in latencies
         processes = children(daemon)
         assert {row.pid for row in ps(daemon).devices} < {process.pid for process in processes}
         async with api_client(daemon.http_url) as api:
@@ -163,7 +162,9 @@ class TestDaemon:
         daemon.process.wait()
         # Not in a thread: the daemon would die with it.
         await same_answers(restartable.running(), expected)
-        assert measured(restartable.running()) == latencies  # kept, not measured again
+        # Kept, and not measured again, but for what a busy machine had spoilt.
+        for before, after in zip(latencies, measured(restartable.running()), strict=True):
+            assert after == before or before is None or before.model() is None
 
     async def test_terminated_in_the_middle_of_work(
         self, restartable: Restartable, daemon: PrivateDaemon, tiny_models: dict[str, Path]

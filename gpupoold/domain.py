@@ -51,6 +51,14 @@ class ModelState(StrEnum):
     FAILED = "failed"
 
 
+class Role(StrEnum):
+    """What a device does: prompts, answers, or both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
 class FinishReason(StrEnum):
     """Why a request ended, in the registry's history."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, HandOver, RunTurn, Send
+from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, Send
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.invariants import check_state
@@ -144,6 +144,8 @@ class Scheduler:
                 self._send(action.device, _order(action))
             case HandOver():
                 raise AssertionError(f"{action}: the daemon hands no requests over yet")
+            case ChangeRole():
+                pass
 
 
 def _order(action: RunTurn) -> m.RunTurn:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpupoold.domain import Role
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """``model`` runs for ``quota_s`` once resident, or longer while nobody waits."""
+    """``model`` runs for ``quota_s`` once resident, or longer while nobody waits.
+
+    A step takes ``chunk_tokens`` at most, prompt tokens and one for each answer, so that a
+    prompt keeps answers within their time between tokens; None: as many as the engine takes.
+    """
 
     turn_id: int
     model: str
     quota_s: float
+    chunk_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,4 +52,12 @@ class RunTurn:
     then: str | None
 
 
-Action = Send | HandOver | RunTurn
+@dataclass(frozen=True, slots=True)
+class ChangeRole:
+    """The policy gives a device another role; the core goes by it already."""
+
+    device: int
+    role: Role
+
+
+Action = Send | HandOver | RunTurn | ChangeRole

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, HandOver, RunTurn, Send, Turn
+from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, Send, Turn
 from gpupoold.scheduling.kv_room import admit, admits
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.state import (
@@ -65,6 +65,7 @@ class Core:
                 self._go_on(request, now_s)
         if self._must_assign:
             self._must_assign = False
+            self._give_away(now_s)
             # Room that has come back is for those who wait before it is for newcomers.
             for number in self._to_plan:
                 if number in self.state.devices:
@@ -118,6 +119,8 @@ class Core:
             event.bandwidth_bytes_per_s,
             event.prefetches,
             kv_host_bytes=event.kv_host_bytes,
+            role=event.role,
+            is_role_fixed=event.is_role_fixed,
         )
         self._must_assign = True
 
@@ -130,6 +133,39 @@ class Core:
         for request in [r for r in self.state.requests.values() if r.device == device.number]:
             self._lose_device(request)
         self._must_assign = True  # others may have to do what it did
+
+    def _role_set(self, event: e.RoleSet, now_s: float) -> None:
+        device = self.state.devices.get(event.device)
+        if device is not None:
+            device.role, device.is_role_fixed = event.role, event.is_fixed
+            self._must_assign = True
+
+    def _drain_set(self, event: e.DrainSet, now_s: float) -> None:
+        device = self.state.devices.get(event.device)
+        if device is None:
+            return
+        device.is_draining = event.is_draining
+        self._must_assign = True
+        if not event.is_draining:
+            return
+        # What it was not told of can be told to others.
+        waiting = [
+            one for queue in device.waiting_for_kv.values() for one in queue.requests.values()
+        ]
+        for request in [*device.queued_requests(), *waiting]:
+            device.dequeue(request)
+            self._lose_device(request)
+            self._to_plan[device.number] = None
+
+    def _tick(self, event: e.Tick, now_s: float) -> None:
+        for device, role in self.policy.roles(self.state, now_s):
+            if role is not device.role and not device.is_role_fixed:
+                device.role = role
+                self._actions.append(ChangeRole(device.number, role))
+                self._must_assign = True
+        for request, target in self.policy.rebalance(self.state, now_s):
+            self._try_hand_over(request, target)
+        self._give_away(now_s)
 
     def _hosted(self, event: e.Hosted, now_s: float) -> None:
         model, device = self._model(event.model), self._device(event.device)
@@ -191,9 +227,22 @@ class Core:
         if request.phase is not Phase.DECODING or request.id not in self.state.requests:
             return
         target = self.policy.first_token(request, self.state, now_s)
-        if target is None or target.number == request.device or not admits(target, request):
-            return
-        self._hand_over(request, target)
+        if target is not None:
+            self._try_hand_over(request, target)
+
+    def _give_away(self, now_s: float) -> None:
+        """Answers on devices that should have none go on elsewhere, as far as there is room."""
+        for device in self.state.devices.values():
+            if device.gives_away:
+                batches = list(device.working.values())
+                for request in [one for batch in batches for one in batch.requests.values()]:
+                    self._go_on(request, now_s)
+
+    def _try_hand_over(self, request: Request, target: Device) -> None:
+        """Unless it is there, is under way, or there is no room for it."""
+        is_elsewhere = target.number != request.device
+        if request.phase is Phase.DECODING and is_elsewhere and admits(target, request):
+            self._hand_over(request, target)
 
     def _hand_over(self, request: Request, target: Device) -> None:
         assert request.device is not None
@@ -210,6 +259,8 @@ class Core:
             return
         device = self.state.devices[request.device]
         del device.moving[request.id]
+        if event.num_tokens is not None:
+            request.num_tokens = event.num_tokens
         _move(request, Trigger.ADOPT)
         device.join(request)
         self._to_plan[device.number] = None
@@ -273,7 +324,7 @@ class Core:
             choice = self.policy.next_turn(device, self.state, now_s)
             if choice is not None:
                 self.state.num_turns += 1
-                device.turn = Turn(self.state.num_turns, choice.model, choice.quota_s)
+                device.turn = Turn(self.state.num_turns, *choice)
                 device.turn_began_s = now_s
                 if device.queued:
                     self._send(device, now_s)
@@ -287,7 +338,7 @@ class Core:
     def _revise(self, device: Device, turn: Turn, now_s: float) -> None:
         quota_s = self.policy.revise(device, self.state, now_s)
         if quota_s is not None and quota_s != turn.quota_s:
-            device.turn = Turn(turn.turn_id, turn.model, quota_s)
+            device.turn = Turn(turn.turn_id, turn.model, quota_s, turn.chunk_tokens)
 
     def _lose_device(self, request: Request) -> None:
         _move(request, Trigger.LOSE_DEVICE)
@@ -353,6 +404,9 @@ _HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     e.ModelRemoved: Core._model_removed,
     e.DeviceUp: Core._device_up,
     e.DeviceDown: Core._device_down,
+    e.RoleSet: Core._role_set,
+    e.DrainSet: Core._drain_set,
+    e.Tick: Core._tick,
     e.Hosted: Core._hosted,
     e.Unhosted: Core._unhosted,
     e.Arrived: Core._arrived,

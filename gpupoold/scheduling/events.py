@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpupoold.domain import Targets
+from gpupoold.domain import Role, Targets
 from gpupoold.scheduling.costs import ModelCosts
 
 
@@ -54,6 +54,8 @@ class DeviceUp:
     bandwidth_bytes_per_s: float
     prefetches: bool = True
     kv_host_bytes: int | None = None
+    role: Role = Role.MIXED
+    is_role_fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,29 @@ class DeviceDown:
     """A device is gone; its requests wait for another and start anew from their tokens."""
 
     device: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSet:
+    """A device has another role. Fixed: somebody wants it so; else the policy may change it."""
+
+    device: int
+    role: Role
+    is_fixed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DrainSet:
+    """A device is to be emptied, gets nothing new, and its requests go to others that can have
+    them; or it may have work again."""
+
+    device: int
+    is_draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: once a second or so, for what a policy does by the clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +132,13 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The KV of a request that was handed over is in the host memory of its new device."""
+    """A request that was handed over can go on: its KV is in host memory for its new device.
+
+    ``num_tokens`` are those of its answer by now, None if it got none on its way.
+    """
 
     request_id: str
+    num_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +170,9 @@ Event = (
     | ModelRemoved
     | DeviceUp
     | DeviceDown
+    | RoleSet
+    | DrainSet
+    | Tick
     | Hosted
     | Unhosted
     | Arrived

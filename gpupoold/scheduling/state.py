@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from gpupoold.domain import Targets
+from gpupoold.domain import Role, Targets
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.costs import ModelCosts
 
@@ -236,12 +236,20 @@ class Device:
     kv_host_bytes: int | None = None
     waiting_for_kv: dict[str, Batch] = field(default_factory=dict)
     first_for_kv: str | None = None
+    role: Role = Role.MIXED
+    is_role_fixed: bool = False
+    is_draining: bool = False
 
     @property
     def num_requests(self) -> int:
         """Live requests that it has, that are queued for it or wait for KV room there."""
         batches = (*self.working.values(), *self.queued.values())
         return sum(len(batch.requests) for batch in batches) + self.num_waiting_for_kv
+
+    @property
+    def gives_away(self) -> bool:
+        """Whether answers should go on elsewhere: it is being emptied, or only prefills."""
+        return self.is_draining or self.role is Role.PREFILL
 
     @property
     def num_waiting_for_kv(self) -> int:
@@ -310,3 +318,21 @@ class State:
     def hosts(self, model: Model) -> list[Device]:
         """The devices that can run a model, by number."""
         return [self.devices[number] for number in sorted(model.hosts)]
+
+    def prefill_hosts(self, model: Model) -> list[Device]:
+        """Those of a model's hosts that take prompts, by number.
+
+        Where all are being emptied, any of them; where none has the role, any of the others:
+        neither is a reason to let a request wait.
+        """
+        hosts = self._open_hosts(model)
+        return [one for one in hosts if one.role is not Role.DECODE] or hosts
+
+    def decode_hosts(self, model: Model) -> list[Device]:
+        """Those of a model's hosts that take answers, by number; as :meth:`prefill_hosts`."""
+        hosts = self._open_hosts(model)
+        return [one for one in hosts if one.role is not Role.PREFILL] or hosts
+
+    def _open_hosts(self, model: Model) -> list[Device]:
+        hosts = self.hosts(model)
+        return [one for one in hosts if not one.is_draining] or hosts

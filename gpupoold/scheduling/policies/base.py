@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
+from gpupoold.domain import Role
 from gpupoold.scheduling.state import Batch, Device, Request, State
 
 
@@ -13,10 +14,11 @@ class CannotServe(Exception):
 
 
 class Choice(NamedTuple):
-    """The next turn of a device."""
+    """The next turn of a device; see :class:`Turn`."""
 
     model: str
     quota_s: float
+    chunk_tokens: int | None = None
 
 
 class Policy(Protocol):
@@ -52,7 +54,18 @@ class Policy(Protocol):
         ...
 
     def first_token(self, request: Request, state: State, now_s: float) -> Device | None:
-        """The device to go on with a request that has been prefilled; None to stay."""
+        """The device to go on with a request that has been prefilled; None to stay.
+
+        Asked at its first token, and again and again while its device gives answers away.
+        """
+        ...
+
+    def roles(self, state: State, now_s: float) -> Iterable[tuple[Device, Role]]:
+        """Other roles for devices whose role is not fixed; asked at every tick."""
+        ...
+
+    def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+        """Answers in progress that go on better elsewhere; asked at every tick."""
         ...
 
     def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
@@ -85,8 +98,21 @@ class SimplePolicy:
         return device.queued_requests()
 
     def first_token(self, request: Request, state: State, now_s: float) -> Device | None:
-        """Answers are generated where the prompt was processed."""
-        return None
+        """Answers are generated where the prompt was processed, unless that device gives them
+        away: then on the one with the fewest requests."""
+        assert request.device is not None
+        if not state.devices[request.device].gives_away:
+            return None
+        others = [one for one in state.decode_hosts(request.model) if not one.gives_away]
+        return min(others, key=lambda one: (one.num_requests, one.number), default=None)
+
+    def roles(self, state: State, now_s: float) -> Iterable[tuple[Device, Role]]:
+        """Roles stay as they are."""
+        return ()
+
+    def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+        """Answers stay where they are."""
+        return ()
 
     def revise(self, device: Device, state: State, now_s: float) -> float | None:
         """Turns keep their quota."""
@@ -104,7 +130,7 @@ def waiting_for_kv(state: State) -> Iterator[tuple[Request, list[Device]]]:
     for device in state.devices.values():
         for name in list(device.waiting_for_kv):
             hosts = state.models[name].hosts
-            others = [other for other in without_line if other.number in hosts]
+            others = [one for one in without_line if one.number in hosts and not one.is_draining]
             while others and (line := device.waiting_for_kv.get(name)) is not None:
                 request = next(iter(line.requests.values()))
                 yield request, others

@@ -82,7 +82,7 @@ class GpupoolPolicy(SimplePolicy):
         """Held requests; and queued ones that have it better elsewhere."""
         loads = _Loads()
         for request in list(state.held.values()):
-            devices = state.hosts(request.model)
+            devices = state.prefill_hosts(request.model)
             if devices:
                 chosen = self._choose(request, devices, loads)
                 yield request, chosen
@@ -182,7 +182,7 @@ class GpupoolPolicy(SimplePolicy):
         for device in state.devices.values():
             for name in [one for one in device.queued if one not in device.working]:
                 model = device.queued[name].model
-                others = [one for one in state.hosts(model) if one is not device]
+                others = [one for one in state.prefill_hosts(model) if one is not device]
                 if loads.of(device) <= full_load or not others:
                     continue
                 target = min(others, key=loads.of)

@@ -21,7 +21,7 @@ class _UnifiedPolicy(SimplePolicy):
     def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
         """Every held request that a device can serve; and those who have KV room elsewhere."""
         for request in list(state.held.values()):
-            devices = state.hosts(request.model)
+            devices = state.prefill_hosts(request.model)
             if devices:
                 yield request, _least_busy(devices)
         for request, devices in waiting_for_kv(state):

@@ -8,11 +8,11 @@ from typing import get_args
 
 import pytest
 
-from gpupoold.domain import Targets
+from gpupoold.domain import Role, Targets
 from gpupoold.errors import UsageError
 from gpupoold.pool.stimulus_file import Header, read, replay_file, write
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, HandOver, RunTurn, Send, Turn
+from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, Send, Turn
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.stimuli import RecordedCore, Stimulus
@@ -25,7 +25,11 @@ EVENTS: tuple[e.Event, ...] = (
     e.ModelRemoved("a"),
     e.DeviceUp(0, 80 * 10**9, 2.5e10),
     e.DeviceUp(1, 80 * 10**9, 2.5e10, False, 2 << 30),
+    e.DeviceUp(2, 80 * 10**9, 2.5e10, role=Role.DECODE, is_role_fixed=True),
     e.DeviceDown(1),
+    e.RoleSet(0, Role.PREFILL, False),
+    e.DrainSet(0, True),
+    e.Tick(),
     e.Hosted(0, "a"),
     e.Unhosted(0, "ä\n"),
     e.Arrived("r", "a", 0.1 + 0.2, 5, None),
@@ -33,6 +37,7 @@ EVENTS: tuple[e.Event, ...] = (
     e.Stepped(0, "a", ("r", "s"), 3, 0.02),
     e.Stepped(0, "a", (), 1, None),
     e.Adopted("r"),
+    e.Adopted("r", 12),
     e.Ended("12"),
     e.MemoryChanged(0, (("a", 0), ("b", 1 << 35))),
     e.TurnEnded(0, 77),
@@ -42,6 +47,8 @@ ACTIONS: tuple[Action, ...] = (
     HandOver("r", 0, 1),
     RunTurn(0, Turn(1, "a", math.inf), "b"),
     RunTurn(0, Turn(1, "a", 0.1), None),
+    RunTurn(0, Turn(1, "a", 0.1, 256), None),
+    ChangeRole(1, Role.MIXED),
     RunTurn(0, None, None),
 )
 

@@ -25,7 +25,7 @@ class FirstDevicePolicy(SimplePolicy):
 
     def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
         for request in list(state.held.values()):
-            devices = state.hosts(request.model)
+            devices = state.prefill_hosts(request.model)
             if devices:
                 yield request, devices[0]
 

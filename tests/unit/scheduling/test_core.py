@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.domain import Targets
+from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Turn
+from gpupoold.scheduling.actions import ChangeRole, Turn
 from gpupoold.scheduling.core import IllegalTransition, UnknownName
 from gpupoold.scheduling.state import Device, Phase, Request, State
 from tests.unit.scheduling.driver import (
@@ -291,6 +291,102 @@ class TestHandOver:
         driver.tell(e.Ended("r"))
         assert driver.state.devices[1].moving == {}
         assert driver.tell(e.Adopted("r")) == []
+
+
+class TestRoles:
+    def test_a_device_that_prefills_gives_answers_away(self) -> None:
+        driver = Driver(num_devices=2)
+        driver.arrive("a", "r")
+        driver.step(0, "r")
+        assert hand_overs(driver.tell(e.RoleSet(0, Role.PREFILL))) == [("r", 0, 1)]
+        driver.tell(e.Adopted("r", 7))
+        assert driver.place("r") == ("DECODING", 1)
+        assert driver.state.requests["r"].num_tokens == 7
+        assert driver.state.devices[1].batches["a"].context_tokens == 107
+
+    def test_answers_stay_where_all_devices_prefill(self) -> None:
+        driver = Driver(num_devices=2)
+        for number in range(2):
+            driver.tell(e.RoleSet(number, Role.PREFILL))
+        driver.arrive("a", "r")
+        assert hand_overs(driver.step(0, "r")) == []
+
+    def test_hosts_go_by_roles_where_any_has_them(self) -> None:
+        driver = Driver(num_devices=3)
+        driver.tell(e.RoleSet(0, Role.PREFILL), e.RoleSet(1, Role.DECODE))
+        state, model = driver.state, driver.state.models["a"]
+        assert [one.number for one in state.prefill_hosts(model)] == [0, 2]
+        assert [one.number for one in state.decode_hosts(model)] == [1, 2]
+        driver.tell(e.DrainSet(0, True), e.DrainSet(2, True))
+        assert [one.number for one in state.prefill_hosts(model)] == [1]
+        driver.tell(e.DrainSet(1, True))
+        assert [one.number for one in state.decode_hosts(model)] == [1, 2]
+
+    def test_the_policy_changes_roles_that_are_not_fixed(self) -> None:
+        class AllDecode(FirstDevicePolicy):
+            def roles(self, state: State, now_s: float) -> list[tuple[Device, Role]]:
+                return [(one, Role.DECODE) for one in state.devices.values()]
+
+        driver = Driver(AllDecode(), num_devices=2)
+        driver.tell(e.RoleSet(0, Role.MIXED))
+        assert driver.tell(e.Tick()) == [ChangeRole(1, Role.DECODE)]
+        assert driver.tell(e.Tick()) == []
+        assert driver.state.devices[0].role is Role.MIXED
+
+    def test_the_policy_moves_answers_at_a_tick(self) -> None:
+        class Evens(FirstDevicePolicy):
+            def rebalance(self, state: State, now_s: float) -> list[tuple[Request, Device]]:
+                return [(one, state.devices[1]) for one in state.requests.values()]
+
+        driver = Driver(Evens(), num_devices=2)
+        driver.arrive("a", "r")
+        driver.arrive("a", "waits")
+        driver.step(0, "r")
+        assert hand_overs(driver.tell(e.Tick())) == [("r", 0, 1)]
+        assert hand_overs(driver.tell(e.Tick())) == []
+
+
+class TestDrain:
+    def test_all_that_a_device_has_goes_elsewhere(self) -> None:
+        class Keeps(FirstDevicePolicy):
+            def assign(self, state: State, now_s: float) -> list[tuple[Request, Device]]:
+                held = list(state.held.values())
+                return [(one, state.prefill_hosts(one.model)[0]) for one in held]
+
+            def send(self, device: Device, state: State, now_s: float) -> list[Request]:
+                return [one for one in device.queued_requests() if "queued" not in one.id]
+
+        driver = Driver(Keeps(), num_devices=2)
+        for name in ("answered", "sent", "queued"):
+            driver.arrive("a", name)
+        driver.step(0, "answered")
+        assert hand_overs(driver.tell(e.DrainSet(0, True))) == [("answered", 0, 1)]
+        assert driver.place("queued") == ("QUEUED", 1)
+        assert driver.place("sent") == ("SENT", 0)
+        assert hand_overs(driver.step(0, "sent")) == [("sent", 0, 1)]
+        assert driver.state.devices[0].num_requests == 0
+        assert sends(driver.arrive("a", "new")) == [("new", 1)]
+        driver.tell(e.DrainSet(0, False))
+        assert sends(driver.arrive("a", "later")) == [("later", 0)]
+
+    def test_what_can_go_nowhere_is_served_where_it_is(self) -> None:
+        driver = Driver()
+        driver.arrive("a", "r")
+        driver.tell(e.DrainSet(0, True))
+        assert hand_overs(driver.step(0, "r")) == []
+        assert driver.place("r") == ("DECODING", 0)
+
+    def test_who_had_no_room_elsewhere_goes_when_there_is_some(self) -> None:
+        driver = Driver(
+            num_devices=2, capacity_bytes=12 * GB, kv_bytes_per_token=10**6, kv_host_bytes=0
+        )
+        driver.tell(e.RoleSet(0, Role.PREFILL))
+        driver.arrive("a", "large", prompt_tokens=1500)
+        assert hand_overs(driver.step(0, "large")) == [("large", 0, 1)]
+        driver.tell(e.Adopted("large"))
+        driver.arrive("a", "small", prompt_tokens=10)
+        assert hand_overs(driver.step(0, "small")) == []
+        assert hand_overs(driver.tell(e.Ended("large"))) == [("small", 0, 1)]
 
 
 def test_a_policy_cannot_corrupt_the_books() -> None:

@@ -171,11 +171,20 @@ class MemorySettings(Section):
 
 
 class SchedulingSettings(Section):
-    """``[scheduling]``: ``quota_max_s`` is the longest turn of a model while others wait."""
+    """``[scheduling]``: ``quota_max_s`` is the longest turn of a model while others wait.
+
+    ``roles``: of the devices in their order; ``auto`` ones are the policy's to choose.
+    """
 
     policy: Literal[
         "gpupool", "request-level", "request-level-4", "static", "prefill-first", "decode-first"
     ] = "gpupool"
+    roles: (
+        Literal["auto"]
+        | Annotated[
+            tuple[Literal["auto", "prefill", "decode", "mixed"], ...], BeforeValidator(_list)
+        ]
+    ) = "auto"
     quota_max_s: Duration = Field(default=4.0, alias="quota_max")
 
 
@@ -239,6 +248,21 @@ class Settings(Section):
             else device
             for device in devices
         )
+
+    @model_validator(mode="after")
+    def _a_role_for_each_device(self) -> Self:
+        roles = self.scheduling.roles
+        if roles != "auto" and len(roles) != len(self.devices):
+            raise ValueError(
+                f"scheduling.roles has {len(roles)} entries for {len(self.devices)} devices; "
+                'write one for each, or "auto" for all'
+            )
+        if set(roles) in ({"prefill"}, {"decode"}):
+            raise ValueError(
+                "scheduling.roles needs devices for prompts and for answers: "
+                "prefill and decode, or mixed"
+            )
+        return self
 
     @model_validator(mode="after")
     def _reserve_leaves_memory(self) -> Self:

@@ -15,6 +15,7 @@ from gpupool_cli import (
     cache,
     completion,
     events,
+    instances,
     models,
     plan,
     run,
@@ -64,6 +65,9 @@ app.command("set")(models.set_model)
 app.command("rm")(models.rm)
 app.command("status")(status.status)
 app.command("ps")(status.ps)
+app.add_typer(instances.app, name="role")
+app.command("drain")(instances.drain)
+app.command("undrain")(instances.undrain)
 app.command("switches")(status.switches)
 app.command("run")(run.run)
 app.command("events")(events.events)

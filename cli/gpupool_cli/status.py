@@ -8,6 +8,7 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.exit_codes import ExitCode
+from gpupool_cli.instances import role_text
 from gpupool_cli.options import JsonOption
 from gpupool_cli.output import Column, duration_text, size_text
 from gpupool_cli.session import open_client
@@ -20,6 +21,8 @@ _DEVICE_COLUMNS = (
     Column("DEVICE", right=True),
     Column("KIND"),
     Column("STATE", coloured=True),
+    Column("ROLE"),
+    Column("LIVE", right=True),
     Column("PID", right=True),
     Column("MEMORY", right=True),
     Column("FREE", right=True),
@@ -140,6 +143,8 @@ def _device_row(device: DeviceInfo) -> list[str]:
         str(device.instance),
         device.kind,
         device.state,
+        role_text(device),
+        str(device.num_requests),
         output.NOTHING if device.pid is None else str(device.pid),
         size_text(device.device_bytes),
         format_bytes(device.free_bytes),

@@ -19,16 +19,19 @@ from gpupoold.admin.models import (
     BenchSwitchRequest,
     CachedModel,
     CacheInfo,
+    DeviceInfo,
     ErrorBody,
     EventInfo,
     ModelInfo,
     Progress,
     Ps,
     SetCachedRequest,
+    SetInstanceRequest,
     SetModelRequest,
     Status,
     SwitchInfo,
 )
+from gpupoold.domain import Role
 from gpupoold.errors import GpupoolError, UsageError
 from gpupoold.pool import views
 from gpupoold.pool.cache_control import CacheControl
@@ -48,6 +51,7 @@ def build_app(pool: Pool) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     _add_model_routes(app, pool)
     _add_cache_routes(app, pool.cache_control)
+    _add_instance_routes(app, pool)
     _add_view_routes(app, pool)
     return app
 
@@ -109,6 +113,23 @@ def _add_cache_routes(app: FastAPI, cache: CacheControl) -> None:
     @app.delete("/cache/{name:path}")
     async def drop(name: str) -> CachedModel:
         return await cache.drop(name)
+
+
+def _add_instance_routes(app: FastAPI, pool: Pool) -> None:
+    @app.patch("/instances/{number}")
+    async def set_instance(number: int, body: SetInstanceRequest) -> DeviceInfo:
+        pool.set_role(number, None if body.role == "auto" else Role(body.role))
+        return (await pool.ps()).devices[number]
+
+    @app.post("/instances/{number}/drain")
+    async def drain(number: int) -> DeviceInfo:
+        await pool.drain(number)
+        return (await pool.ps()).devices[number]
+
+    @app.delete("/instances/{number}/drain")
+    async def undrain(number: int) -> DeviceInfo:
+        pool.undrain(number)
+        return (await pool.ps()).devices[number]
 
 
 def _add_view_routes(app: FastAPI, pool: Pool) -> None:

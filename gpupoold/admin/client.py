@@ -28,12 +28,15 @@ from gpupoold.admin.models import (
     BenchSwitchRequest,
     CachedModel,
     CacheInfo,
+    DeviceInfo,
     EventInfo,
     ModelInfo,
     Progress,
     Ps,
     RequestRecord,
+    RoleName,
     SetCachedRequest,
+    SetInstanceRequest,
     SetModelRequest,
     Status,
     SwitchInfo,
@@ -57,6 +60,7 @@ _SWITCHES = TypeAdapter(list[SwitchInfo])
 _EVENTS = TypeAdapter(list[EventInfo])
 _OBJECT = TypeAdapter(dict[str, Any])
 _STATUS = TypeAdapter(Status)
+_DEVICE = TypeAdapter(DeviceInfo)
 _PS = TypeAdapter(Ps)
 _MODEL = TypeAdapter(ModelInfo)
 _CACHE = TypeAdapter(CacheInfo)
@@ -208,6 +212,32 @@ class AdminClient:
             GpupoolError: why it cannot be had.
         """
         return self._call(_CACHED, "POST", _cache_path(name), unbounded=True)
+
+    def set_role(self, instance: int, role: RoleName) -> DeviceInfo:
+        """Give an instance a role; ``auto`` leaves it to the policy.
+
+        Raises:
+            UsageError: there is no such instance.
+        """
+        body = SetInstanceRequest(role=role)
+        return self._call(_DEVICE, "PATCH", f"/instances/{instance}", body=body)
+
+    def drain(self, instance: int) -> DeviceInfo:
+        """Return when an instance has no requests; it gets nothing new until ``undrain``.
+
+        Raises:
+            UsageError: there is no such instance.
+            TimedOut: some are still there after the configured time.
+        """
+        return self._call(_DEVICE, "POST", f"/instances/{instance}/drain", unbounded=True)
+
+    def undrain(self, instance: int) -> DeviceInfo:
+        """Let an instance have work again.
+
+        Raises:
+            UsageError: there is no such instance.
+        """
+        return self._call(_DEVICE, "DELETE", f"/instances/{instance}/drain")
 
     def ps(self) -> Ps:
         """Devices, models and live requests now."""

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S
 from gpupoold.latency.stored import StoredLatency
 
+RoleName = Literal["auto", "prefill", "decode", "mixed"]
+
 
 class Body(BaseModel):
     """Base of all bodies: unknown fields are errors, so typos are seen."""
@@ -108,6 +110,16 @@ class DeviceInfo(Body):
     num_waiting_for_kv: int
     num_recomputed: int
     num_steps: int
+    role: str = "mixed"
+    is_role_fixed: bool = False
+    is_draining: bool = False
+    num_requests: int = 0
+
+
+class SetInstanceRequest(Body):
+    """Body of ``PATCH /instances/{number}``; ``auto`` leaves the role to the policy."""
+
+    role: RoleName
 
 
 class ModelUsage(Body):

@@ -89,7 +89,9 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) 
             arguments.kv_host_bytes,
             link.in_bytes_per_s,
             link.out_bytes_per_s,
-        )
+            shares_kv_host=bool(host.budget_bytes),
+        ),
+        (host.fd,) if host.budget_bytes else (),
     )
     loop.run()
 

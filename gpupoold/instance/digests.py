@@ -6,8 +6,8 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from gpupoold.instance import tensors
+from gpupoold.memory.chunks import Place
 from gpupoold.memory.contracts import Device
-from gpupoold.memory.kv import Place
 
 if TYPE_CHECKING:
     from gpupoold.instance.engine import ModelEngine

@@ -21,6 +21,7 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker import workspace
 
@@ -31,7 +32,7 @@ from gpupoold.instance.reasons import refusal
 from gpupoold.instance.resume import resume
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.geometry import KvGeometry, KvRow
-from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress
@@ -66,6 +67,10 @@ class BlockPoolLedger:
     def hold(self, block_ids: Sequence[int]) -> None:
         """Take free blocks out of the engine's reach."""
         self._pool.evict_blocks(set(block_ids))
+        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def keep(self, block_ids: Sequence[int]) -> None:
+        """Let blocks that a request uses outlive it."""
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
 
     def give(self, block_ids: Sequence[int]) -> None:
@@ -106,20 +111,56 @@ class ModelEngine:
         """The model's name."""
         return self.info.name
 
-    def add(self, frames: list[bytes], output_token_ids: Sequence[int] = ()) -> None:
+    def add(
+        self,
+        frames: list[bytes],
+        output_token_ids: Sequence[int] = (),
+        kv: tuple[Slot, int] | None = None,
+    ) -> None:
         """Queue a request that a frontend encoded; it goes on after ``output_token_ids``.
+
+        ``kv`` has the bytes of its first blocks, and how many they are; freed when not needed.
 
         Raises:
             Refused: the engine does not accept it.
         """
+        blocks = self._adopt(*kv) if kv is not None else []
+        claimed: list[str] = []
+
+        def claim(request: Request) -> None:
+            self._scheduler.claim(request, blocks)
+            claimed.append(request.request_id)
+
         try:
             request, wave = self._core.preprocess_add_request(self._decoder.decode(frames))
             if output_token_ids:
-                resume(self._core, request, wave, output_token_ids)
+                resume(self._core, request, wave, output_token_ids, claim)
             else:
                 self._core.add_request(request, wave)
         except Exception as error:  # whatever one request does must not end the others
+            if not claimed:
+                self._ledger.give(blocks)
+            for request_id in claimed:
+                self._scheduler.release(request_id)
+            self.kv.discard_dead()
             raise Refused(f"{self.name}: the engine refused the request: {error}") from error
+
+    def _adopt(self, slot: Slot, num_blocks: int) -> list[int]:
+        """Blocks whose bytes are in ``slot``; none, and the slot freed, if that cannot be."""
+        if slot.num_bytes == num_blocks * self.kv.geometry.block_bytes:
+            blocks = self.kv.adopt(slot, num_blocks)
+            if blocks is not None:
+                return blocks
+        slot.free()
+        return []
+
+    def full_blocks(self, request_id: str) -> list[int] | None:
+        """Blocks of a request whose KV can be copied, from the first on; None if it is not here."""
+        request = self._core.scheduler.requests.get(request_id)
+        if request is None or request.is_finished():
+            return None
+        blocks: list[int] = self._scheduler.full_blocks(request)
+        return blocks
 
     @property
     def max_batched_tokens(self) -> int:
@@ -181,8 +222,12 @@ class ModelEngine:
         """Blocks of the requests under way, in the order in which they would best run."""
         return self._scheduler.blocks_under_way()
 
-    def step(self) -> tuple[list[bytes], list[RequestProgress]]:
-        """One engine step: encoded outputs for the frontend (may be empty), and their gist."""
+    def step(self, chunk_tokens: int | None = None) -> tuple[list[bytes], list[RequestProgress]]:
+        """One engine step: encoded outputs for the frontend (may be empty), and their gist.
+
+        It takes ``chunk_tokens`` at most, prompt tokens and one for each answer.
+        """
+        self._scheduler.chunk_tokens = chunk_tokens
         # vLLM has one scratch manager per process and makes a new one for each engine on a GPU,
         # while CUDA graphs keep addresses in the one they were captured with.
         workspace._manager = self._workspace
@@ -210,12 +255,14 @@ class ModelEngine:
             wanted += 1 + -(-(request.num_tokens - request.num_computed_tokens) // size)
         for request in scheduler.waiting:
             wanted += 1 + -(-request.num_tokens // size)
+        wanted -= self._scheduler.num_claimed
         groups = len(scheduler.kv_cache_config.kv_cache_groups)
         limit = self.kv.geometry.num_blocks - 1
         return max(0, min(wanted * groups, limit) - self._ledger.num_free)
 
     def preempt(self) -> None:
         """Drop the KV of all requests; the engine recomputes it when they run again."""
+        self.kv.finish_exports()
         with self.kv.without_ballast():
             self._core.scheduler.reset_prefix_cache(reset_running_requests=True)
 

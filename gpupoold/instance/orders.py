@@ -10,11 +10,15 @@ from gpupoold.wire.messages import RunTurn
 
 @dataclass(frozen=True, slots=True)
 class OrderedTurn:
-    """``model`` runs for ``quota_s`` from when it is resident, or longer while nobody waits."""
+    """``model`` runs for ``quota_s`` from when it is resident, or longer while nobody waits.
+
+    Its steps take ``chunk_tokens`` at most, if that is given.
+    """
 
     turn_id: int
     model: str
     quota_s: float
+    chunk_tokens: int | None = None
 
 
 class Orders:
@@ -35,7 +39,7 @@ class Orders:
             return
         if self.turn is None or order.turn_id != self.turn.turn_id:
             self._began_s = math.inf
-        self.turn = OrderedTurn(order.turn_id, order.model, order.quota_s)
+        self.turn = OrderedTurn(order.turn_id, order.model, order.quota_s, order.chunk_tokens)
         self.then = order.then
 
     def began(self, now_s: float) -> None:

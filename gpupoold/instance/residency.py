@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gpupoold.instance.room import PooledModel, Room, Use, spare_chunks
+from gpupoold.memory.chunks import Place
 from gpupoold.memory.contracts import Device, Direction, OutOfPages
-from gpupoold.memory.host import KvHostCache
-from gpupoold.memory.kv import KvMemory, Place
+from gpupoold.memory.host import HostSlot, KvHostCache
+from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.pages import PagePool
-from gpupoold.memory.transfers import BATCH_BYTES, TransferQueue
+from gpupoold.memory.transfers import BATCH_BYTES, Transfer, TransferQueue
 
 _BANDWIDTH_SMOOTHING = 0.2
 _MIN_BYTES_FOR_BANDWIDTH = 1 << 20
@@ -217,8 +218,22 @@ class Residency:
             self._room.wait_for(wanted)
         model.kv.back(self._fitting(model.kv, unbacked, reserved))
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError when pool, page tables, chunks and host slots disagree."""
+    def export(
+        self, name: str, blocks: Sequence[int], on_end: Callable[[bool], None]
+    ) -> tuple[HostSlot, Transfer] | None:
+        """Copy blocks of a model to the host for another device, see :meth:`KvMemory.export`."""
+        return self._models[name].kv.export(blocks, self._out, on_end)
+
+    def settle_exports(self) -> None:
+        """Let go of what has been copied for other devices, whichever model it is of."""
+        for model in self._models.values():
+            model.kv.settle_exports()
+
+    def check_integrity(self, sent_bytes: int = 0) -> None:
+        """Raise AssertionError when pool, page tables, chunks and host slots disagree.
+
+        ``sent_bytes`` of the host are others' to read.
+        """
         self.pool.check_integrity()
         self._host.check_integrity()
         owned: list[int] = []
@@ -226,7 +241,9 @@ class Residency:
             model.kv.check_integrity()
             owned += model.kv.physical_pages + model.weights.physical_pages
         self.pool.check_owned(owned)
-        assert self._host.used_bytes == sum(m.kv.host_bytes for m in self._models.values())
+        kvs = [model.kv for model in self._models.values()]
+        own_bytes = sum(kv.host_bytes - kv.borrowed_bytes for kv in kvs)
+        assert self._host.used_bytes == own_bytes + sent_bytes
 
     def _load_weights(self, model: PooledModel, stages: SwitchStages) -> SwitchStages:
         """Bring in what is missing, in as many pieces as pages come free; adds to ``stages``."""

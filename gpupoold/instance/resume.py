@@ -7,7 +7,7 @@ of it, the state of its random generator, and what its grammar has accepted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,28 +19,48 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
 
-def resume(core: EngineCore, request: Request, wave: int, token_ids: Sequence[int]) -> None:
+def resume(
+    core: EngineCore,
+    request: Request,
+    wave: int,
+    token_ids: Sequence[int],
+    claim: Callable[[Request], None] | None = None,
+) -> None:
     """Queue ``request`` as if ``core`` had computed ``token_ids`` of its answer.
 
-    A grammar takes note of them when it has been compiled, see :func:`after_grammar`.
+    ``claim`` is called before it is queued, to give it KV that is there. A grammar takes note of
+    the tokens when it has been compiled, see :func:`after_grammar`.
     """
     request.append_output_token_ids(list(token_ids))
     request.num_preemptions = 1
     request.take_prefill_stats()  # that was told once already
-    core.add_request(request, wave)
-    if request.status == RequestStatus.WAITING:
-        request.status = RequestStatus.PREEMPTED
+    sampling = request.sampling_params
+    if sampling is not None and sampling.prompt_logprobs is not None:
+        sampling.prompt_logprobs = None  # and so were they
+        request.skip_reading_prefix_cache = False
+    if claim is not None:
+        claim(request)
     runner: Any = core.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
-    runner.requests[request.request_id] = CachedRequestState(
+    # First what can fail: a request that is queued without it would be half there.
+    state = CachedRequestState(
         req_id=request.request_id,
         prompt_token_ids=list(request.prompt_token_ids or ()),
         mm_features=[],
-        sampling_params=request.sampling_params,
-        generator=_generator(runner, request.sampling_params, len(token_ids)),
+        sampling_params=sampling,
+        generator=_generator(runner, sampling, len(token_ids)),
         block_ids=([],) * len(runner.kv_cache_config.kv_cache_groups),
         num_computed_tokens=0,
         output_token_ids=list(token_ids),
     )
+    core.add_request(request, wave)
+    # It may have been here a step ago, which the worker has not been told the end of: then it
+    # would drop the record in the step that needs it.
+    scheduler: Any = core.scheduler
+    scheduler.finished_req_ids.discard(request.request_id)
+    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    if request.status == RequestStatus.WAITING:
+        request.status = RequestStatus.PREEMPTED
+    runner.requests[request.request_id] = state
 
 
 def after_grammar(request: Request) -> None:

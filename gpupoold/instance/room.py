@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from gpupoold.memory.chunks import Place
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.host import KvHostCache
-from gpupoold.memory.kv import KvMemory, Place
+from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.transfers import Transfer, TransferQueue
 from gpupoold.memory.weights import WeightMemory

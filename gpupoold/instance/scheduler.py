@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
 from gpupoold.instance.resume import after_grammar
@@ -17,19 +18,89 @@ from gpupoold.memory.kv import KvMemory
 
 
 class PooledScheduler(Scheduler):
-    """``kv`` knows what is on the device; ``alone`` is the one request that may run, if any."""
+    """``kv`` knows what is on the device; ``alone`` is the one request that may run, if any.
+
+    ``chunk_tokens`` limits the next step, if it is given.
+    """
 
     running: list[Request]
     max_num_running_reqs: int
     max_num_active_reqs: int
+    max_num_scheduled_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.kv: KvMemory | None = None
         self.alone: str | None = None
+        self.chunk_tokens: int | None = None
+        self._claims: dict[str, list[int]] = {}
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """vLLM's step, without the requests under way that may not run."""
+        limit = self.max_num_scheduled_tokens
+        if self.chunk_tokens is not None:  # never less than every answer and a token more
+            wanted = max(self.chunk_tokens, len(self.running) + 1)
+            self.max_num_scheduled_tokens = min(limit, wanted)
+        try:
+            output = self._schedule(*args, **kwargs)
+        finally:
+            self.max_num_scheduled_tokens = limit
+        if self._claims:
+            for request in self.running:
+                self.release(request.request_id)
+        return output
+
+    def claim(self, request: Request, blocks: list[int]) -> None:
+        """A request is about to come whose first blocks these are; the references are its."""
+        if not blocks:
+            return
+        pool = self.kv_cache_manager.block_pool
+        full = [pool.blocks[block] for block in blocks]
+        pool.cache_full_blocks(request, full, 0, len(full), self.block_size, 0)
+        self._claims[request.request_id] = blocks
+
+    @property
+    def num_claimed(self) -> int:
+        """Blocks of requests that have come with KV and wait to run."""
+        return sum(map(len, self._claims.values()))
+
+    def full_blocks(self, request: Request) -> list[int]:
+        """Blocks of a request, from the first on, that are full and will not be written again.
+
+        Empty where KV is not a list of blocks of the same kind for all layers.
+        """
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+        if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
+            return []
+        if request.request_id in self._claims:
+            return list(self._claims[request.request_id])
+        num_full = min(request.num_computed_tokens, request.num_tokens - 1) // self.block_size
+        return self._blocks(request)[:num_full]
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
+        """As vLLM's; what they claimed is free too."""
+        finished = super().finish_requests(*args, **kwargs)
+        for request in finished:
+            self.release(request.request_id)
+        return finished
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """As vLLM's; nobody has KV afterwards."""
+        for request_id in list(self._claims):
+            self.release(request_id)
+        return super().reset_prefix_cache(*args, **kwargs)
+
+    def release(self, request_id: str) -> None:
+        """A request has its blocks itself now, or needs none."""
+        blocks = self._claims.pop(request_id, None)
+        if blocks is None:
+            return
+        pool = self.kv_cache_manager.block_pool
+        pool.free_blocks([pool.blocks[block] for block in reversed(blocks)])
+        if self.kv is not None:
+            self.kv.discard_dead()
+
+    def _schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if not self._is_restricted:
             return super().schedule(*args, **kwargs)
         everybody, limits = self.running, (self.max_num_running_reqs, self.max_num_active_reqs)
@@ -49,11 +120,13 @@ class PooledScheduler(Scheduler):
 
     def can_schedule(self) -> bool:
         """Whether a request could run now."""
-        return bool(len(self.waiting)) or any(self._may_run(one) for one in self.running)
+        waiting = any(self._has_claim(one) for one in self.waiting)
+        return waiting or any(self._may_run(one) for one in self.running)
 
     def blocks_under_way(self) -> list[int]:
-        """Blocks of the running requests, those that came first first."""
-        return [block for request in self.running for block in self._blocks(request)]
+        """Blocks of the running requests, those that came first first; then of who came with KV."""
+        running = [block for request in self.running for block in self._blocks(request)]
+        return running + [block for blocks in self._claims.values() for block in blocks]
 
     @property
     def _is_restricted(self) -> bool:
@@ -73,6 +146,11 @@ class PooledScheduler(Scheduler):
             return True
         hit = self.kv_cache_manager.get_computed_blocks(request)[0]
         return self.kv.is_here(block for group in hit.get_block_ids() for block in group)
+
+    def _has_claim(self, request: Request) -> bool:
+        """Whether the blocks that a waiting request claims are here; it may claim none."""
+        claimed = self._claims.get(request.request_id)
+        return claimed is None or self.kv is None or self.kv.is_here(claimed)
 
     def _may_run(self, request: Request) -> bool:
         if self.alone not in (None, request.request_id):

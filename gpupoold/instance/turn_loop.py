@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import time
@@ -17,12 +16,15 @@ from gpupoold.instance.engine import ModelEngine
 from gpupoold.instance.images import Images
 from gpupoold.instance.ledger import RequestLedger
 from gpupoold.instance.model_loads import EngineLoader
+from gpupoold.instance.moves import Moves
 from gpupoold.instance.orders import Orders
 from gpupoold.instance.profiling import profile
+from gpupoold.instance.reports import status, switch_record
 from gpupoold.instance.residency import Residency, SwitchStages
 from gpupoold.instance.room import Use
 from gpupoold.memory.contracts import Device, OutOfPages
-from gpupoold.memory.host import HostBuffer, KvHostCache
+from gpupoold.memory.host import HostBuffer, KvHostCache, Slot
+from gpupoold.memory.parcels import Arrival
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 
@@ -53,14 +55,15 @@ class TurnLoop:
         self._loader = EngineLoader(device, host, self.residency)
         self._canaries = Canaries(canary_interval)
         self._images = Images(device)
+        self.moves = Moves(instance, device, host, channel.send)
         self.driver_memory = DriverMemory(device)
         self._channel = channel
         self._last_used_s: dict[str, float] = {}
-        self._orders = Orders()
+        self.orders = Orders()
         self._told_missing: dict[str, int] = {}
-        self._previous: str | None = None
+        self.previous: str | None = None
         self._prefetching_for: str | None = None
-        self._num_steps = 0
+        self.num_steps = 0
         self._status_at_s = 0.0
         self._interrupted = False
         self._stopping = False
@@ -72,20 +75,20 @@ class TurnLoop:
             ChannelClosed: the daemon is gone.
         """
         while not self._stopping:
-            self._receive(block=self._orders.turn is None)
-            if self._orders.turn is not None:
-                self._run_turn(self._orders.turn.turn_id, self._orders.turn.model)
+            self._receive(block=self.orders.turn is None)
+            if self.orders.turn is not None:
+                self._run_turn(self.orders.turn.turn_id, self.orders.turn.model)
 
     def switch_to(self, name: str) -> SwitchStages | None:
         """Make a model resident and report the switch, if there was one to make."""
         started_s = time.monotonic()
         stages = self.residency.switch_in(name)
         # A model that goes on while its last KV comes in has not been switched to.
-        if stages is not None and (name != self._previous or stages.num_bytes):
-            self._channel.send(m.Switched(self._record(name, stages, started_s)))
+        if stages is not None and (name != self.previous or stages.num_bytes):
+            self._channel.send(m.Switched(switch_record(self, name, stages, started_s)))
             if stages.weight_bytes:
                 self._canaries.moved(name)
-        self._previous = name
+        self.previous = name
         self._last_used_s[name] = time.monotonic()
         return stages
 
@@ -119,7 +122,7 @@ class TurnLoop:
         if self._canaries.is_due(model) and not self._is_right(engine):
             self._end_turn()
             return
-        self._orders.began(time.monotonic())
+        self.orders.began(time.monotonic())
         self._prefetching_for = None
         self._report_memory()
         while self.ledger.num_live(model):
@@ -129,15 +132,15 @@ class TurnLoop:
                 self.residency.wait_ready(model)
             self._step(engine)
             self._receive(block=False)
-            turn = self._orders.turn
+            turn = self.orders.turn
             if turn is None or turn.turn_id != turn_id:
                 break
             if self._stopping or self._interrupted or not self._can_run(model):
                 return
-            if self._orders.is_quota_used(time.monotonic()):
+            if self.orders.is_quota_used(time.monotonic()):
                 break
         self._last_used_s[model] = time.monotonic()
-        if self._orders.turn is not None and self._orders.turn.turn_id == turn_id:
+        if self.orders.turn is not None and self.orders.turn.turn_id == turn_id:
             self._end_turn()
 
     def _is_right(self, engine: ModelEngine) -> bool:
@@ -152,7 +155,7 @@ class TurnLoop:
 
     def _prefetch(self, current: str) -> None:
         """Let the next model come in beside the current one's steps; again if it is another."""
-        then = self._orders.then
+        then = self.orders.then
         if then == self._prefetching_for:
             return
         self._prefetching_for = then
@@ -164,7 +167,7 @@ class TurnLoop:
 
     def _end_turn(self) -> None:
         """Tell the daemon, and make ready for who comes next while its answer is on the way."""
-        turn_id, then = self._orders.end()
+        turn_id, then = self.orders.end()
         self._channel.send(m.TurnEnded(turn_id, self._changed_missing()))
         if then is None or not self._can_run(then):
             return
@@ -178,9 +181,10 @@ class TurnLoop:
         self.residency.ensure_kv(engine.name)
         prefilling = self.ledger.num_waiting(engine.name)
         started_s = time.monotonic()
-        frames, progress = engine.step()
+        turn = self.orders.turn
+        frames, progress = engine.step(turn.chunk_tokens if turn is not None else None)
         ended_s = time.monotonic()
-        self._num_steps += 1
+        self.num_steps += 1
         for item in progress:
             self.ledger.progress(engine.name, item.request_id, len(item.new_token_ids))
             if item.finish_reason is not None:
@@ -196,15 +200,28 @@ class TurnLoop:
         self._maybe_report()
         self._tell_images()
         wait_s = _IMAGES_POLL_S if self._images.is_busy else _STATUS_INTERVAL_S
-        message = self._channel.receive(wait_s if block else 0.0)
+        message = self._channel.receive(wait_s if block else 0.0, self.moves.wake_fds)
         while message is not None and not self._stopping:
             self._handle(message)
             message = self._channel.receive(0.0)
+        self.residency.settle_exports()
+        for arrived, slot in self.moves.arrived():
+            self._add_request(arrived, slot)
 
     def _handle(self, message: m.ToInstance) -> None:
         match message:
+            case m.AddRequest() if message.parcel is not None:
+                self.moves.expect(message, Arrival(self._channel.take_fd()))
             case m.AddRequest():
                 self._add_request(message)
+            case m.MoveOut():
+                self._move_out(message)
+            case m.PeerHost():
+                self.moves.peer_up(message.instance, self._channel.take_fd(), message.num_bytes)
+            case m.PeerDown():
+                self.moves.peer_down(message.instance)
+            case m.FreeParcel():
+                self.moves.free(message.parcel_id)
             case m.AbortRequests():
                 self._abort(message.model, message.request_ids)
             case m.LoadModel():
@@ -220,28 +237,44 @@ class TurnLoop:
                     targets = Targets(message.ttft_s, message.tbt_s)
                     self.ledger.set_targets(message.name, targets)
             case m.RunTurn():
-                self._orders.take(message)
+                self.orders.take(message)
             case m.Call():
                 self._channel.send(calls.answer(self, message))
             case m.Shutdown():
                 self._stopping = True
 
-    def _add_request(self, message: m.AddRequest) -> None:
+    def _add_request(self, message: m.AddRequest, slot: Slot | None = None) -> None:
+        """A request, and where its KV is if it comes with some."""
         engine = self.engines.get(message.model)
+        kv = (slot, message.parcel.num_blocks) if slot is not None and message.parcel else None
         try:
-            if engine is None:
-                raise Refused(f"{message.model} is not loaded on instance {self.instance}")
-            if not engine.weights.has_image:
-                raise Refused(f"{message.model} has no image on instance {self.instance}")
-            engine.add(message.frames, message.output_token_ids)
+            if engine is None or not engine.weights.has_image:
+                if slot is not None:
+                    slot.free()
+                lacks = "is not loaded" if engine is None else "has no image"
+                raise Refused(f"{message.model} {lacks} on instance {self.instance}")
+            engine.add(message.frames, message.output_token_ids, kv)
         except GpupoolError as error:
             failed = m.RequestsFailed(message.model, [message.request_id], str(error))
             self._channel.send(failed)
             return
         self.ledger.arrive(message.model, message.request_id, message.arrival_s)
         self.ledger.progress(message.model, message.request_id, len(message.output_token_ids))
+        if message.is_moving:
+            self._report_memory()
+            self._channel.send(m.Adopted(message.model, message.request_id))
+
+    def _move_out(self, message: m.MoveOut) -> None:
+        engine = self.engines.get(message.model)
+        if engine is None:
+            self._channel.send(m.Moved(message.model, message.request_id, is_known=False))
+            return
+        self.moves.move_out(engine, self.residency, message.request_id)
+        self.ledger.finish(message.model, message.request_id)
+        engine.kv.discard_dead()
 
     def _abort(self, model: str, request_ids: list[str]) -> None:
+        self.moves.abort(request_ids)
         engine = self.engines.get(model)
         if engine is None:
             return
@@ -340,46 +373,11 @@ class TurnLoop:
         if changed:
             self._channel.send(m.TurnEnded(0, changed))
 
-    def _record(self, name: str, stages: SwitchStages, started_s: float) -> m.SwitchRecord:
-        return m.SwitchRecord(
-            instance=self.instance,
-            model=name,
-            previous=self._previous,
-            at_s=started_s,
-            total_s=stages.total_s,
-            **dataclasses.asdict(stages),
-        )
-
     def _maybe_report(self) -> None:
         now_s = time.monotonic()
-        if now_s < self._status_at_s:
-            return
-        self._status_at_s = now_s + _STATUS_INTERVAL_S
-        self._channel.send(
-            m.InstanceStatus(
-                instance=self.instance,
-                at_s=now_s,
-                on_turn=self._orders.turn.model if self._orders.turn else None,
-                quota_s=self._orders.turn.quota_s if self._orders.turn else 0.0,
-                num_steps=self._num_steps,
-                free_bytes=self.residency.pool.num_free * self.device.page_bytes,
-                kv_host_bytes=self.host.used_bytes,
-                models=[self._memory_of(engine) for engine in self.engines.values()],
-                num_recomputed=self.residency.num_recomputed,
-            )
-        )
-
-    def _memory_of(self, engine: ModelEngine) -> m.ModelMemory:
-        weights = engine.weights
-        return m.ModelMemory(
-            model=engine.name,
-            weights_resident_bytes=weights.mapped_bytes,
-            weights_total_bytes=weights.num_bytes,
-            kv_resident_bytes=engine.kv.resident_bytes,
-            kv_host_bytes=engine.kv.host_bytes,
-            num_live=self.ledger.num_live(engine.name),
-            num_waiting=self.ledger.num_waiting(engine.name),
-        )
+        if now_s >= self._status_at_s:
+            self._status_at_s = now_s + _STATUS_INTERVAL_S
+            self._channel.send(status(self, now_s))
 
 
 def _failure(name: str, error: GpupoolError | OSError) -> m.ModelFailed:

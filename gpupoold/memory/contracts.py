@@ -180,6 +180,9 @@ class BlockLedger(Protocol):
     def hold(self, block_ids: Sequence[int]) -> None:
         """Take free blocks out of the engine's reach; their cached prefixes are forgotten."""
 
+    def keep(self, block_ids: Sequence[int]) -> None:
+        """Let blocks that a request uses outlive it, until they are given back."""
+
     def give(self, block_ids: Sequence[int]) -> None:
         """Put held blocks back on the engine's free list."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 from gpupoold.memory import libc
 from gpupoold.memory.contracts import Device
@@ -48,6 +49,39 @@ class HostBuffer:
         os.close(self.fd)
 
 
+class Slot(Protocol):
+    """Host memory that has the KV of some blocks of one model, row by row."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its blocks."""
+
+    def beside(self, extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+        """See :func:`lay`."""
+
+    def free(self) -> None:
+        """Nobody needs its bytes any more."""
+
+
+def lay(
+    extents: Iterable[tuple[int, int]], pieces: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int, int]]:
+    """Lay ``(address, num_bytes)`` extents into pieces of host memory, one behind the other.
+
+    Yields ``(address, host_address, num_bytes)``, cut where a piece ends.
+    """
+    rest = iter(pieces)
+    host_address, room = next(rest, (0, 0))
+    for address, num_bytes in extents:
+        while num_bytes:
+            if not room:
+                host_address, room = next(rest)
+            length = min(num_bytes, room)
+            yield address, host_address, length
+            address, num_bytes = address + length, num_bytes - length
+            host_address, room = host_address + length, room - length
+
+
 class KvHostCache:
     """Host slots for the KV of paused requests, within a byte budget; for one thread.
 
@@ -73,6 +107,15 @@ class KvHostCache:
             if self.budget_bytes
             else 0
         )
+
+    @property
+    def fd(self) -> int:
+        """Its memfd, for others to map."""
+        return self._fd
+
+    def offsets(self, slot: HostSlot) -> list[tuple[int, int]]:
+        """As ``pieces``, from the start of the memfd instead of this process's addresses."""
+        return [(at.offset, at.num_bytes) for at in slot.blocks.extents]
 
     def pin(self, device: Device) -> None:
         """Pin the whole buffer for copies to and from ``device``, which takes its memory now."""
@@ -163,20 +206,8 @@ class HostSlot:
         return self._cache.pieces(self)
 
     def beside(self, extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-        """Lay ``(address, num_bytes)`` extents into the slot one behind the other.
-
-        Yields ``(address, host_address, num_bytes)``, cut where the slot's memory is.
-        """
-        pieces = iter(self.pieces())
-        host_address, room = next(pieces, (0, 0))
-        for address, num_bytes in extents:
-            while num_bytes:
-                if not room:
-                    host_address, room = next(pieces)
-                length = min(num_bytes, room)
-                yield address, host_address, length
-                address, num_bytes = address + length, num_bytes - length
-                host_address, room = host_address + length, room - length
+        """See :func:`lay`."""
+        return lay(extents, self.pieces())
 
     def free(self) -> None:
         """See :meth:`KvHostCache.free`."""

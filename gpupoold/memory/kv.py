@@ -15,164 +15,40 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+from gpupoold.memory.chunks import AWAY, Group, KvChunks, Place
 from gpupoold.memory.contracts import BlockLedger, Copy, Device
 from gpupoold.memory.geometry import KvGeometry
-from gpupoold.memory.host import HostSlot, KvHostCache
+from gpupoold.memory.host import HostSlot, KvHostCache, Slot
+from gpupoold.memory.libc import memcpy
 from gpupoold.memory.regions import Region
 from gpupoold.memory.transfers import Transfer, TransferQueue
 
 
-class Place(Enum):
-    """Where a chunk's bytes are."""
+@dataclass(frozen=True, slots=True)
+class _Export:
+    """Blocks that are kept until their bytes have been copied for another device."""
 
-    UNBACKED = auto()  # nowhere
-    DEVICE = auto()
-    LEAVING = auto()  # being copied to the host; still whole on the device
-    HOST = auto()
-    ARRIVING = auto()  # being copied to the device; still whole on the host
-
-
-# Moved together: each row is then mapped by one call, and copied in one piece. A few
-# milliseconds of an emulated link, less than a chunk of most models on a GPU.
-_GROUP_BYTES = 32 << 20
-# Of a small device: so that not all requests wait for one copy.
-_MIN_GROUPS = 8
-
-AWAY = (Place.LEAVING, Place.HOST, Place.ARRIVING)
-
-
-@dataclass(eq=False, slots=True)
-class _Group:
-    """Chunks that are away, together from when they left until they are back.
-
-    ``blocks`` had bytes when they left; the slot has them row by row, so that neighbours are
-    copied in one piece. ``held`` are those that the engine must not have until then.
-    """
-
-    chunks: list[int]
-    slot: HostSlot
     blocks: list[int]
-    held: set[int] = field(default_factory=set)
-    transfer: Transfer | None = None
+    transfer: Transfer
 
 
-class KvMemory:
+class KvMemory(KvChunks):
     """Backs, frees, pages out and pages in the chunks of one model's KV region."""
 
     def __init__(
         self, geometry: KvGeometry, region: Region, device: Device, host: KvHostCache
     ) -> None:
-        self.geometry = geometry
-        self._region = region
-        self._device = device
+        super().__init__(geometry, region, device)
         self._host = host
-        self._place = [Place.UNBACKED] * geometry.num_chunks
-        self._away: dict[int, _Group] = {}  # by chunk
-        self._ledger: BlockLedger | None = None
+        self._exports: list[_Export] = []
 
     def attach(self, ledger: BlockLedger) -> None:
         """Take every block from the engine; ``back`` gives them out again."""
         self._ledger = ledger
         ledger.hold(self._real(range(self.geometry.num_blocks)))
-
-    @property
-    def address(self) -> int:
-        """Start of the KV buffer."""
-        return self._region.address
-
-    @property
-    def physical_pages(self) -> list[int]:
-        """Pages of the pool that it has."""
-        return self._region.physical_pages
-
-    @property
-    def resident_bytes(self) -> int:
-        """Device bytes of this region."""
-        return self._region.num_mapped * self._device.page_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Host bytes of the chunks that are away."""
-        return sum(group.slot.num_bytes for group in self._groups())
-
-    @property
-    def missing_bytes(self) -> int:
-        """Bytes that are neither on the device nor on their way to it."""
-        return sum(group.slot.num_bytes for group in self._groups(Place.HOST))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether no chunk is away, so that every request can run."""
-        return not self._away
-
-    def is_here(self, blocks: Iterable[int]) -> bool:
-        """Whether the bytes of all these blocks are on the device."""
-        size, away = self.geometry.blocks_per_chunk, self._away
-        return not away or not any(block // size in away for block in blocks)
-
-    def chunks(self, place: Place) -> list[int]:
-        """Chunks at ``place``, lowest first."""
-        if place in AWAY:
-            return sorted(chunk for chunk in self._away if self._place[chunk] is place)
-        return [chunk for chunk, at in enumerate(self._place) if at is place]
-
-    def chunks_in_order(self, place: Place, blocks: Iterable[int]) -> list[int]:
-        """Chunks at ``place``: those of ``blocks`` first, in their order, then the others."""
-        wanted = dict.fromkeys(block // self.geometry.blocks_per_chunk for block in blocks)
-        rank = {chunk: number for number, chunk in enumerate(wanted)}
-        return sorted(self.chunks(place), key=lambda chunk: rank.get(chunk, len(rank)))
-
-    def cut(self, chunks: list[int]) -> Iterator[list[int]]:
-        """``chunks`` in order, as many at a time as had better be paged out together."""
-        chunk_bytes = self.geometry.blocks_per_chunk * self.geometry.block_bytes
-        group_bytes = min(_GROUP_BYTES, self.geometry.total_bytes // _MIN_GROUPS)
-        size = max(1, group_bytes // chunk_bytes)
-        return (chunks[at : at + size] for at in range(0, len(chunks), size))
-
-    def groups_on_host(self, blocks: Iterable[int]) -> list[list[int]]:
-        """Chunks that can be paged in, together: those of ``blocks`` first, in their order."""
-        chunks = self.chunks_in_order(Place.HOST, blocks)
-        return [group.chunks for group in dict.fromkeys(self._away[chunk] for chunk in chunks)]
-
-    def num_missing_pages(self, chunks: list[int]) -> int:
-        """Pages that mapping ``chunks`` would take from the pool."""
-        if self.geometry.is_aligned:
-            return sum(map(self._region.num_missing, self.geometry.spans(chunks)))
-        pages = self.geometry.uses(chunks)
-        return sum(1 for page in pages if not self._region.num_holders(page))
-
-    def num_resident_pages(self, chunks: list[int]) -> int:
-        """Pages that dropping all of ``chunks`` would free: those no other chunk lies on."""
-        if self.geometry.is_aligned:
-            return sum(map(len, self.geometry.spans(chunks)))
-        uses = self.geometry.uses(chunks)
-        return sum(1 for page, count in uses.items() if self._region.num_holders(page) == count)
-
-    @property
-    def num_leaving_pages(self) -> int:
-        """Pages that come free when what is being copied to the host has got there."""
-        leaving = self.chunks(Place.LEAVING) if self._away else []
-        return self.num_resident_pages(leaving) if leaving else 0
-
-    def live_blocks(self, chunk: int) -> list[int]:
-        """Blocks of a chunk that requests use."""
-        group = self._away.get(chunk)
-        blocks = self._engine().live(self._real(self.geometry.blocks(chunk)))
-        return [b for b in blocks if b not in group.held] if group else blocks
-
-    @property
-    def num_live_blocks(self) -> int:
-        """Blocks of chunks on the device that requests use."""
-        return len(self._engine().live(self._real_of(self.chunks(Place.DEVICE))))
-
-    def free_chunks(self) -> list[int]:
-        """Chunks on the device without a live block, highest first: cheap to take away."""
-        device = self.chunks(Place.DEVICE)
-        return [chunk for chunk in reversed(device) if not self.live_blocks(chunk)]
 
     def back(self, chunks: list[int]) -> None:
         """Map zeroed pages for unbacked ``chunks`` and give their blocks to the engine.
@@ -217,6 +93,7 @@ class KvMemory:
         bytes do not travel.
         """
         assert all(self._place[chunk] is Place.DEVICE for chunk in chunks)
+        self.finish_exports()  # pages that are read from must not go
         live = [self._engine().live(self._real(self.geometry.blocks(c))) for c in chunks]
         room = self._host.num_free_blocks(self.geometry.block_bytes)
         totals = itertools.accumulate(map(len, live))
@@ -228,7 +105,7 @@ class KvMemory:
             blocks = sorted(block for _, some in done for block in some)
             slot = self._host.allocate(self.geometry.block_bytes, len(blocks))
             assert slot is not None
-            group = _Group(leaving, slot, blocks)
+            group = Group(leaving, slot, blocks)
             self._hold(group, set(self._real_of(leaving)) - set(blocks))
             self._away |= dict.fromkeys(leaving, group)
             group.transfer = queue.begin([Copy(h, d, n) for d, h, n in self._pieces(group)])
@@ -250,12 +127,66 @@ class KvMemory:
         group.transfer = queue.begin([Copy(d, h, n) for d, h, n in self._pieces(group)])
         self._put(group, Place.ARRIVING)
 
+    def export(
+        self, blocks: Sequence[int], queue: TransferQueue, on_end: Callable[[bool], None]
+    ) -> tuple[HostSlot, Transfer] | None:
+        """Start to copy the bytes of blocks, row by row in their order, to a slot of the host.
+
+        They stay as they are until ``settle`` after the copy, whatever becomes of their request.
+        ``on_end`` is called, by another thread, with whether all bytes are there. None, and
+        nothing begun, when the host has no room. What is on its way meanwhile is called back.
+        """
+        self.stop_leaving()
+        self.stop_arriving()
+        slot = self._host.allocate(self.geometry.block_bytes, len(blocks))
+        if slot is None:
+            return None
+        copies = []
+        for source, target, num_bytes in slot.beside(self.whereabouts(blocks)):
+            if self.address <= source < self.address + self.geometry.total_bytes:
+                copies.append(Copy(target, source, num_bytes))
+            else:
+                memcpy(target, source, num_bytes)
+        self._engine().keep(blocks)
+        transfer = queue.begin(copies, on_end)
+        self._exports.append(_Export(list(blocks), transfer))
+        return slot, transfer
+
+    def adopt(self, slot: Slot, num_blocks: int) -> list[int] | None:
+        """Have so many blocks that the engine does not have, whose bytes are in ``slot``.
+
+        Row by row in the order of the ids that are returned. They are the caller's to give back
+        to the engine, and ``slot`` is freed when nobody needs it. None when there are too few.
+        """
+        if num_blocks > len(self._real_of(self.chunks(Place.UNBACKED))):
+            self.unback([chunk for chunk in self.free_chunks() if chunk])
+        chunks: list[int] = []
+        for chunk in self.chunks(Place.UNBACKED):
+            if len(self._real_of(chunks)) >= num_blocks:
+                break
+            chunks.append(chunk)
+        blocks = self._real_of(chunks)
+        if len(blocks) < num_blocks:
+            return None
+        group = Group(chunks, slot, blocks[:num_blocks], set(blocks[num_blocks:]))
+        self._away |= dict.fromkeys(chunks, group)
+        self._put(group, Place.HOST)
+        return group.blocks
+
+    def finish_exports(self) -> None:
+        """Wait until nothing is being copied for other devices."""
+        for export in self._exports:
+            with contextlib.suppress(Exception):  # told to who waits for the bytes
+                export.transfer.wait()
+        self.settle_exports()
+
     def settle(self) -> None:
         """Take note of the transfers that have ended.
 
         Raises:
             Exception: a copy failed; its chunks are where they were before.
         """
+        self.settle_exports()
         for group in self._groups():
             if group.transfer is not None and group.transfer.has_ended:
                 self._finish(group, group.transfer)
@@ -294,6 +225,9 @@ class KvMemory:
 
     def close(self) -> None:
         """Stop transfers, free host slots and the region; the engine must be gone."""
+        for export in self._exports:  # to the end: others wait for the bytes
+            with contextlib.suppress(Exception):
+                export.transfer.wait()
         for group in self._groups():
             if group.transfer is not None:
                 group.transfer.stop()
@@ -315,20 +249,21 @@ class KvMemory:
             assert self._engine().live(group.blocks) == group.blocks
             assert (group.transfer is None) == (place is Place.HOST)
 
-    def _groups(self, place: Place | None = None) -> list[_Group]:
-        """Those at ``place``, or all, in the order in which they left."""
-        groups = dict.fromkeys(self._away.values())
-        return [g for g in groups if place is None or self._place[g.chunks[0]] is place]
+    def settle_exports(self) -> None:
+        """Let go of blocks whose copies for other devices have been made."""
+        if not self._exports:
+            return
+        ended = [export for export in self._exports if export.transfer.has_ended]
+        if ended:
+            self._exports = [export for export in self._exports if export not in ended]
+            self._engine().give([block for export in ended for block in export.blocks])
+            self.discard_dead()
 
-    def _is_dead(self, group: _Group) -> bool:
-        """Whether no request needs any block of it."""
-        return len(group.held) == len(self._real_of(group.chunks))
-
-    def _put(self, group: _Group, place: Place) -> None:
+    def _put(self, group: Group, place: Place) -> None:
         for chunk in group.chunks:
             self._place[chunk] = place
 
-    def _finish(self, group: _Group, transfer: Transfer) -> None:
+    def _finish(self, group: Group, transfer: Transfer) -> None:
         is_leaving = self._place[group.chunks[0]] is Place.LEAVING
         try:
             transfer.wait()
@@ -346,7 +281,7 @@ class KvMemory:
             is_here = place is Place.LEAVING or num_copied == transfer.num_bytes
             self._settle_at(group, Place.DEVICE if is_here else Place.HOST)
 
-    def _settle_at(self, group: _Group, place: Place) -> None:
+    def _settle_at(self, group: Group, place: Place) -> None:
         """All of a group is on the device, or on the host and only there."""
         group.transfer = None
         self._put(group, place)
@@ -358,17 +293,17 @@ class KvMemory:
         self._forget(group)
         self._engine().give(sorted(group.held))
 
-    def _let_go(self, group: _Group) -> None:
+    def _let_go(self, group: Group) -> None:
         """Of a group on the host that nobody needs."""
         self._forget(group)
         self._put(group, Place.UNBACKED)
 
-    def _forget(self, group: _Group) -> None:
+    def _forget(self, group: Group) -> None:
         for chunk in group.chunks:
             del self._away[chunk]
         group.slot.free()
 
-    def _hold(self, group: _Group, blocks: set[int]) -> None:
+    def _hold(self, group: Group, blocks: set[int]) -> None:
         self._engine().hold(sorted(blocks))
         group.held |= blocks
 
@@ -390,17 +325,7 @@ class KvMemory:
         for span in self.geometry.spans(chunks):
             self._region.drop(span)
 
-    def _pieces(self, group: _Group) -> Iterator[tuple[int, int, int]]:
+    def _pieces(self, group: Group) -> Iterator[tuple[int, int, int]]:
         """``(device address, host address, num_bytes)``: in the slot, rows follow each other."""
         extents = self.geometry.extents(group.blocks)
         return group.slot.beside((self.address + offset, size) for offset, size in extents)
-
-    def _real(self, blocks: range) -> range:
-        return blocks if blocks.start else blocks[1:]
-
-    def _real_of(self, chunks: list[int]) -> list[int]:
-        return [b for chunk in chunks for b in self._real(self.geometry.blocks(chunk))]
-
-    def _engine(self) -> BlockLedger:
-        assert self._ledger is not None, "attach() comes first"
-        return self._ledger

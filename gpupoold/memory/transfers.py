@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 
 from gpupoold.memory.contracts import Copy, Lane
@@ -30,13 +30,24 @@ _MAX_WAITING_BYTES = 16 * BATCH_BYTES
 
 
 class Transfer:
-    """Copies on their way. Waited for, or stopped, by the thread that asked for them."""
+    """Copies on their way. Waited for, or stopped, by the thread that asked for them.
 
-    def __init__(self, copies: Sequence[Copy], batch_bytes: int, after: int) -> None:
+    ``on_end`` is called by the thread that copies, with whether all bytes have arrived; not
+    for a transfer that is stopped before it has begun.
+    """
+
+    def __init__(
+        self,
+        copies: Sequence[Copy],
+        batch_bytes: int,
+        after: int,
+        on_end: Callable[[bool], None] | None = None,
+    ) -> None:
         self.num_bytes = sum(copy.num_bytes for copy in copies)
         self._copies = copies
         self._batch_bytes = batch_bytes
         self._after = after
+        self._on_end = on_end
         self._lock = threading.Lock()
         self._has_begun = False
         self._is_stopped = False
@@ -100,6 +111,8 @@ class Transfer:
             self._error = self._error or error
         finally:
             self._ended.set()
+            if self._on_end is not None:
+                self._on_end(self._error is None and self._num_copied == self.num_bytes)
 
     def _finish(self, lane: Lane, under_way: deque[tuple[int, int]]) -> None:
         number, num_bytes = under_way.popleft()
@@ -132,9 +145,14 @@ class TransferQueue:
         self._forget_ended()
         return sum(transfer.num_bytes for transfer in self._waiting) < _MAX_WAITING_BYTES
 
-    def begin(self, copies: Sequence[Copy]) -> Transfer:
-        """Start copies, behind those that were started before and what engines have launched."""
-        transfer = Transfer(copies, self._batch_bytes, self._lanes[0].fence())
+    def begin(
+        self, copies: Sequence[Copy], on_end: Callable[[bool], None] | None = None
+    ) -> Transfer:
+        """Start copies, behind those that were started before and what engines have launched.
+
+        See :class:`Transfer` for ``on_end``.
+        """
+        transfer = Transfer(copies, self._batch_bytes, self._lanes[0].fence(), on_end)
         self._forget_ended()
         self._waiting.append(transfer)
         if self._held is None:

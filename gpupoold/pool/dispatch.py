@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
 from gpupool_state import History, RequestRow, SwitchRow
 from gpupoold.config import LimitSettings
-from gpupoold.domain import FinishReason, InstanceId, ModelName, Targets
+from gpupoold.domain import FinishReason, InstanceId, ModelName, Role, Targets
 from gpupoold.errors import Refused
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instance import Instance
+from gpupoold.pool.moves import Moves
 from gpupoold.pool.requests import LiveRequest, LiveRequests
+from gpupoold.pool.roles import Roles
 from gpupoold.pool.scheduler import Scheduler
 from gpupoold.pool.stats import ModelStats, SwitchStats
 from gpupoold.scheduling.costs import ModelCosts
@@ -51,7 +54,14 @@ class Dispatcher:
     have them. Requests of a model that is not warm wait here.
     """
 
-    def __init__(self, limits: LimitSettings, history: History, policy: Policy) -> None:
+    def __init__(
+        self,
+        limits: LimitSettings,
+        history: History,
+        policy: Policy,
+        roles: Sequence[Role | None] = (),
+    ) -> None:
+        """``roles`` are those of the instances by number; None: the policy's to choose."""
         self._limits = limits
         self._history = history
         self.live = LiveRequests()
@@ -60,7 +70,11 @@ class Dispatcher:
         self.routes: dict[str, list[Instance]] = {}
         self.targets: dict[str, Targets] = {}
         self._instances: dict[int, Instance] = {}
-        self.scheduler = Scheduler(policy, self._send_to, self._on_sent)
+        self.roles = Roles(roles)
+        self.moves = Moves(self._instances, self.live, self._resumed_order, self._start_anew)
+        self.scheduler = Scheduler(
+            policy, self._send_to, self._on_sent, self._hand_over, self._on_role
+        )
         self.frontend: FrontendSupervisor | None = None
         self.warmth: Warmth | None = None
         self._waiting: dict[str, dict[str, m.AddRequest]] = {}
@@ -80,6 +94,12 @@ class Dispatcher:
             case m.StepOutputs():
                 self._to_frontend(message)
                 self._note_outputs(instance, message)
+            case m.Moved():
+                self.moves.left(instance, message)
+            case m.Adopted():
+                self._note_adopted(message.request_id)
+            case m.ParcelUsed():
+                self.moves.parcel_used(message.parcel_id)
             case m.TurnEnded():
                 self.scheduler.turn_ended(instance.number, message)
             case m.RequestsFailed():
@@ -96,8 +116,29 @@ class Dispatcher:
     def instance_up(self, instance: Instance) -> None:
         """It can have models, and with them requests."""
         assert instance.ready is not None
-        self._instances[instance.number] = instance
-        self.scheduler.device_up(instance.number, instance.ready)
+        number = instance.number
+        self._instances[number] = instance
+        self.moves.instance_up(instance)
+        role, is_fixed = self.roles.of(number)
+        self.scheduler.device_up(number, instance.ready, role, is_fixed=is_fixed)
+        if self.roles.is_draining(number):
+            self.scheduler.set_draining(number, is_draining=True)
+
+    def set_role(self, number: int, role: Role | None) -> None:
+        """Give an instance a role; None: the policy's to choose. Its answers go elsewhere if it
+        only prefills."""
+        self.roles.fix(number, role)
+        role, is_fixed = self.roles.of(number)
+        self.scheduler.set_role(number, role, is_fixed=is_fixed)
+        self._history.record_event("info", "role_set", str(number), f"{role.value}, by hand")
+
+    def set_draining(self, number: int, *, is_draining: bool) -> None:
+        """Empty an instance, which gets nothing new; or let it have work again."""
+        self.roles.drain(number, is_draining=is_draining)
+        self.scheduler.set_draining(number, is_draining=is_draining)
+        text = "it gets nothing new, its requests go elsewhere" if is_draining else "it has work"
+        kind = "drain_began" if is_draining else "drain_ended"
+        self._history.record_event("info", kind, str(number), text)
 
     def host(
         self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None, instance: Instance
@@ -169,15 +210,16 @@ class Dispatcher:
             request.num_losses += 1
         self._fail([one for one in lost if one.num_losses > _MAX_LOSSES], reason)
         moving = [one for one in lost if one.num_losses <= _MAX_LOSSES]
-        for request in moving:
+        for request in [*moving, *self.moves.lost(instance.number)]:
             self.scheduler.ended(request.request_id)
         self.scheduler.device_down(instance.number)
         for request in moving:
-            request.instance = None
-            order = self._orders[request.request_id]
-            self.scheduler.arrived(
-                msgspec.structs.replace(order, output_token_ids=list(request.output_token_ids))
-            )
+            self._start_anew(request)
+
+    def num_requests(self, number: int) -> int:
+        """Live requests that an instance has, is to get, or has not let go of yet."""
+        had = len(self.live.on_instance(number))
+        return max(had, self.scheduler.num_requests(number))
 
     def fail_unhosted(self, reason: str) -> None:
         """End the requests of models that no instance has, and that wait for one."""
@@ -216,6 +258,31 @@ class Dispatcher:
                 return
         self.scheduler.arrived(message)
 
+    def _start_anew(self, request: LiveRequest) -> None:
+        """A request that no instance has goes on after its tokens, wherever there is room."""
+        request.instance = None
+        request.num_resumed = len(request.output_token_ids)
+        self.scheduler.arrived(self._resumed_order(request))
+
+    def _resumed_order(self, request: LiveRequest) -> m.AddRequest:
+        order = self._orders[request.request_id]
+        return msgspec.structs.replace(order, output_token_ids=list(request.output_token_ids))
+
+    def _hand_over(self, request_id: str, source: int, target: int) -> None:
+        request = self.live.get(request_id)
+        if request is not None:
+            self.moves.begin(request, source, target)
+
+    def _note_adopted(self, request_id: str) -> None:
+        request = self.moves.adopted(request_id)
+        if request is not None:
+            num_tokens = len(request.output_token_ids) - request.num_resumed
+            self.scheduler.adopted(request_id, num_tokens)
+
+    def _on_role(self, number: int, role: Role) -> None:
+        self.roles.chosen(number, role)
+        self._history.record_event("info", "role_changed", str(number), role.value)
+
     def _send_to(self, number: int, message: m.AddRequest | m.RunTurn) -> None:
         self._instances[number].send(message)
 
@@ -227,6 +294,8 @@ class Dispatcher:
     def _refusal(self, model: str) -> str:
         if not self.routes.get(model):
             return f"{model} cannot be served right now"
+        if self.roles.all_draining([instance.number for instance in self.routes[model]]):
+            return f"all devices that have {model} are being emptied"
         per_model = self._limits.max_live_requests_per_model
         if self.live.num_of(model) >= per_model:
             return f"{model} already has {per_model} requests waiting or running"
@@ -279,6 +348,7 @@ class Dispatcher:
         if request is None:
             return
         del self._orders[request_id]
+        self.moves.ended(request_id)
         completed = reason in (FinishReason.STOP, FinishReason.LENGTH)
         stats = self.stats.setdefault(request.model, ModelStats())
         stats.end(request, completed=completed)

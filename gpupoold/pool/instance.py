@@ -37,6 +37,8 @@ class Instance:
     calls: Pending[int, object] = field(default_factory=Pending)
     coming_up: asyncio.Future[None] | None = None
     image_fds: dict[str, int] = field(default_factory=dict)
+    kv_host_fd: int | None = None
+    """Of its KV host cache, for the others."""
 
     @property
     def is_ready(self) -> bool:
@@ -50,6 +52,11 @@ class Instance:
         return frozenset(
             held.model for held in models if held.weights_resident_bytes == held.weights_total_bytes
         )
+
+    def take_fd(self) -> int:
+        """The descriptor that came with the message just received; the caller owns it."""
+        assert self.child is not None
+        return self.child.channel.take_fd()
 
     def send(self, message: m.Message, fds: tuple[int, ...] = ()) -> None:
         """Send, or do nothing when it is down: its end is handled elsewhere."""

@@ -279,6 +279,8 @@ class InstanceSupervisor:
         match message:
             case m.InstanceReady():
                 instance.ready = message
+                if message.shares_kv_host:
+                    instance.kv_host_fd = instance.take_fd()
                 instance.state, instance.has_come_up = "ready", True
                 task = asyncio.ensure_future(self._on_up(instance))
                 instance.coming_up = task
@@ -309,11 +311,10 @@ class InstanceSupervisor:
                 self._on_message(instance, message)
 
     def _note_loaded(self, instance: Instance, message: m.ModelLoaded) -> None:
-        assert instance.child is not None
         name = message.model.name
         instance.layouts[name] = message.layout_digest
         if message.has_image:
-            fd = instance.child.channel.take_fd()
+            fd = instance.take_fd()
             instance.images.add(name)
             if name in instance.loading:
                 instance.image_fds[name] = fd
@@ -335,6 +336,8 @@ class InstanceSupervisor:
         for fd in instance.image_fds.values():
             os.close(fd)
         instance.image_fds.clear()
+        _close(instance.kv_host_fd)
+        instance.kv_host_fd = None
         instance.models.clear()
         instance.layouts.clear()
         instance.images.clear()

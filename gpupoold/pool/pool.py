@@ -23,7 +23,8 @@ from gpupoold.admin.models import (
     Status,
 )
 from gpupoold.config import Settings
-from gpupoold.errors import Failed, Refused
+from gpupoold.domain import Role
+from gpupoold.errors import Failed, Refused, TimedOut, UsageError
 from gpupoold.pool import views
 from gpupoold.pool.cache_control import CacheControl
 from gpupoold.pool.dispatch import Dispatcher
@@ -40,6 +41,8 @@ from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 
 _logger = logging.getLogger(__name__)
 _CHECK_INTERVAL_S = 5.0
+_TICK_S = 1.0
+_DRAIN_POLL_S = 0.02
 
 PoolState = Literal["starting", "ready", "stopping"]
 
@@ -68,7 +71,10 @@ class Pool:
         """Start the instances and the frontend; they come up in the background."""
         self.supervisor.start()
         self.frontend.start()
-        self._tasks = [asyncio.create_task(self._check_when_idle(), name="check-core")]
+        self._tasks = [
+            asyncio.create_task(self._check_when_idle(), name="check-core"),
+            asyncio.create_task(self._tick(), name="tick"),
+        ]
 
     async def stop(self) -> None:
         """Stop the frontend, then the instances."""
@@ -205,6 +211,53 @@ class Pool:
         header = Header(settings.policy, PolicyOptions(quota_max_s=settings.quota_max_s))
         return lines(header, core.stimuli())
 
+    def set_role(self, number: int, role: Role | None) -> None:
+        """Give an instance a role; None: the policy's to choose.
+
+        Raises:
+            UsageError: there is no such instance.
+        """
+        self.dispatcher.set_role(self._instance(number).number, role)
+
+    async def drain(self, number: int) -> None:
+        """Return when an instance has no requests; it gets nothing until ``undrain``.
+
+        Raises:
+            UsageError: there is no such instance.
+            TimedOut: some were still there after ``limits.drain_timeout``; it goes on draining.
+        """
+        self.dispatcher.set_draining(self._instance(number).number, is_draining=True)
+        limit_s = self.settings.limits.drain_timeout_s
+        deadline_s = time.monotonic() + limit_s
+        while num_left := self.dispatcher.num_requests(number):
+            if time.monotonic() > deadline_s:
+                raise TimedOut(
+                    f"instance {number} still has {num_left} requests after {limit_s:g} s",
+                    "they end there; see `gpupool ps`, or wait with `gpupool drain` again",
+                )
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+    def undrain(self, number: int) -> None:
+        """Let an instance have work again.
+
+        Raises:
+            UsageError: there is no such instance.
+        """
+        self.dispatcher.set_draining(self._instance(number).number, is_draining=False)
+
+    def _instance(self, number: int) -> Instance:
+        instances = self.supervisor.instances
+        if not 0 <= number < len(instances):
+            last = len(instances) - 1
+            raise UsageError(f"there is no instance {number}", f"there are 0 to {last}")
+        return instances[number]
+
+    async def _tick(self) -> None:
+        """The scheduling core knows no clock: it is told that time passes."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.dispatcher.scheduler.tick()
+
     async def _check_when_idle(self) -> None:
         """An idle daemon looks at the core's books, and says once when they disagree."""
         told = ""
@@ -240,7 +293,7 @@ def build_pool(
     """Wire the parts together; nothing is started yet."""
     scheduling = settings.scheduling
     policy = make_policy(scheduling.policy, PolicyOptions(quota_max_s=scheduling.quota_max_s))
-    dispatcher = Dispatcher(settings.limits, history, policy)
+    dispatcher = Dispatcher(settings.limits, history, policy, _roles(settings))
     cache = ImageCache(settings.memory.model_cache_bytes)
     images_dir = settings.paths.state_dir / "images"
     saved = SavedImages(images_dir, settings.memory.image_files_bytes)
@@ -281,6 +334,13 @@ def build_pool(
         CacheControl(registry, lifecycle, dispatcher.live, cache, saved),
         f"http://{shown}:{port}",
     )
+
+
+def _roles(settings: Settings) -> list[Role | None]:
+    names = settings.scheduling.roles
+    if names == "auto":
+        return [None] * len(settings.devices)
+    return [None if name == "auto" else Role(name) for name in names]
 
 
 def _preloaded(settings: Settings) -> list[str]:

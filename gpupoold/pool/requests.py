@@ -27,6 +27,8 @@ class LiveRequest:
     token_times_s: list[float] = field(default_factory=list)
     num_losses: int = 0
     """Instances that have died with it."""
+    num_resumed: int = 0
+    """Tokens that it had when it was scheduled anew."""
 
     def add_tokens(self, token_ids: Sequence[int], at_s: float) -> None:
         """Tokens that went out at ``at_s``."""

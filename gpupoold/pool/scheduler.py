@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
-from gpupoold.domain import Targets
+from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, Send
 from gpupoold.scheduling.core import Core
@@ -18,19 +18,31 @@ from gpupoold.wire import messages as m
 
 SendTo = Callable[[int, m.AddRequest | m.RunTurn], None]
 OnSent = Callable[[str, int], None]
+OnHandOver = Callable[[str, int, int], None]
+OnRole = Callable[[int, Role], None]
 
 
 class Scheduler:
     """Tells the core what happens, and carries out what it wants done.
 
     ``send`` gets an instance's number and a message for it; ``on_sent`` a request's id and
-    the number of the instance that has got it.
+    the number of the instance that has got it; ``on_hand_over`` a request's id and the numbers
+    of the instances from which and to which it goes; ``on_role`` an instance's new role.
     """
 
-    def __init__(self, policy: Policy, send: SendTo, on_sent: OnSent) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        send: SendTo,
+        on_sent: OnSent,
+        on_hand_over: OnHandOver,
+        on_role: OnRole,
+    ) -> None:
         self.core = RecordedCore(Core(policy))
         self._send = send
         self._on_sent = on_sent
+        self._on_hand_over = on_hand_over
+        self._on_role = on_role
         self._unsent: dict[str, m.AddRequest] = {}
 
     def add_model(
@@ -59,16 +71,39 @@ class Scheduler:
         """New targets, for requests under way too."""
         self._tell(e.TargetsChanged(name, targets))
 
-    def device_up(self, number: int, ready: m.InstanceReady) -> None:
-        """An instance can serve."""
+    def device_up(self, number: int, ready: m.InstanceReady, role: Role, *, is_fixed: bool) -> None:
+        """An instance can serve, in this role."""
         self._tell(
             e.DeviceUp(
                 number,
                 ready.device_bytes,
                 ready.bandwidth_bytes_per_s,
                 kv_host_bytes=ready.kv_host_bytes,
+                role=role,
+                is_role_fixed=is_fixed,
             )
         )
+
+    def set_role(self, number: int, role: Role, *, is_fixed: bool) -> None:
+        """An instance has another role."""
+        self._tell(e.RoleSet(number, role, is_fixed))
+
+    def set_draining(self, number: int, *, is_draining: bool) -> None:
+        """An instance is to be emptied, or may have work again."""
+        self._tell(e.DrainSet(number, is_draining))
+
+    def num_requests(self, number: int) -> int:
+        """Live requests that an instance has, or is to get."""
+        device = self.core.core.state.devices.get(number)
+        return 0 if device is None else device.num_requests + len(device.moving)
+
+    def adopted(self, request_id: str, num_tokens: int) -> None:
+        """A request that was handed over can go on, with so many tokens since it was scheduled."""
+        self._tell(e.Adopted(request_id, num_tokens))
+
+    def tick(self) -> None:
+        """A second or so has passed."""
+        self._tell(e.Tick())
 
     def device_down(self, number: int) -> None:
         """An instance is gone; requests that it had must have ended before."""
@@ -143,13 +178,13 @@ class Scheduler:
             case RunTurn():
                 self._send(action.device, _order(action))
             case HandOver():
-                raise AssertionError(f"{action}: the daemon hands no requests over yet")
+                self._on_hand_over(action.request_id, action.source, action.target)
             case ChangeRole():
-                pass
+                self._on_role(action.device, action.role)
 
 
 def _order(action: RunTurn) -> m.RunTurn:
     turn = action.turn
     if turn is None:
         return m.RunTurn(0, None, 0.0)
-    return m.RunTurn(turn.turn_id, turn.model, turn.quota_s, action.then)
+    return m.RunTurn(turn.turn_id, turn.model, turn.quota_s, action.then, turn.chunk_tokens)

@@ -84,7 +84,8 @@ def ps(
 
 
 def _device(instance: Instance, dispatcher: Dispatcher) -> DeviceInfo:
-    ready, status = instance.ready, instance.status
+    ready, status, number = instance.ready, instance.status, instance.number
+    role, is_role_fixed = dispatcher.roles.of(number)
     return DeviceInfo(
         instance=instance.number,
         kind=instance.device.kind,
@@ -103,6 +104,10 @@ def _device(instance: Instance, dispatcher: Dispatcher) -> DeviceInfo:
         num_waiting_for_kv=dispatcher.scheduler.num_waiting_for_kv(instance.number),
         num_recomputed=status.num_recomputed if status else 0,
         num_steps=status.num_steps if status else 0,
+        role=role.value,
+        is_role_fixed=is_role_fixed,
+        is_draining=dispatcher.roles.is_draining(number),
+        num_requests=dispatcher.num_requests(number),
     )
 
 

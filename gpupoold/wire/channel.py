@@ -15,6 +15,7 @@ import select
 import socket
 import struct
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -175,14 +176,17 @@ class BlockingChannel(Generic[T]):
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 
-    def receive(self, timeout_s: float | None) -> T | None:
+    def receive(self, timeout_s: float | None, wake_fds: Sequence[int] = ()) -> T | None:
         """The next message, or None when none came within ``timeout_s`` (None waits for ever).
+
+        None also when one of ``wake_fds`` can be read first.
 
         Raises:
             ChannelClosed: end of stream, or the other end sent garbage.
         """
         while not self._ready:
-            if not select.select([self._sock], [], [], timeout_s)[0]:
+            sources: list[Any] = [self._sock, *wake_fds]
+            if self._sock not in select.select(sources, [], [], timeout_s)[0]:
                 return None
             try:
                 data = _receive_some(self._sock, self._fds)

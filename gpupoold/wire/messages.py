@@ -71,6 +71,20 @@ class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
     kv_out_bytes: int
 
 
+class Parcel(msgspec.Struct, frozen=True, array_like=True):
+    """KV of a request's first ``num_blocks`` blocks, row by row: at ``(offset, num_bytes)`` of the
+    host cache of instance ``source``.
+
+    With the message that names it comes an eventfd that tells when its bytes are there
+    (:mod:`gpupoold.memory.parcels`).
+    """
+
+    parcel_id: str
+    source: int
+    num_blocks: int
+    offsets: list[tuple[int, int]]
+
+
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
     """One model's memory on one instance, in bytes."""
 
@@ -132,7 +146,9 @@ class SetTargets(Message):
 class AddRequest(Message):
     """A request for a model (frontend → daemon → instance).
 
-    ``output_token_ids`` are the tokens that its client has from an instance that has died.
+    ``output_token_ids`` are the tokens that its client has from another instance. One that
+    ``is_moving`` is answered by ``Adopted`` when it can go on; its KV is in ``parcel``, or has to
+    be computed anew.
     """
 
     model: str
@@ -142,6 +158,8 @@ class AddRequest(Message):
     max_tokens: int
     frames: list[bytes]
     output_token_ids: list[int] = []
+    is_moving: bool = False
+    parcel: Parcel | None = None
 
 
 class AbortRequests(Message):
@@ -157,12 +175,41 @@ class RunTurn(Message):
     A ``turn_id`` that is under way goes on, with the new ``quota_s`` and ``then``; one that
     has ended is old news. ``model`` None: no turn. ``then`` None: the turn goes on past its
     quota. When a turn ends the device makes ready for ``then`` without waiting for orders.
+    ``chunk_tokens``: of one step at most, prompt tokens and one for each answer.
     """
 
     turn_id: int
     model: str | None
     quota_s: float
     then: str | None = None
+    chunk_tokens: int | None = None
+
+
+class MoveOut(Message):
+    """Let a request go, with its KV; answered by ``Moved``."""
+
+    model: str
+    request_id: str
+
+
+class PeerHost(Message):
+    """The host cache of another instance, whose memfd comes along, for parcels from there. It
+    takes the place of one that the other had when it ran before."""
+
+    instance: int
+    num_bytes: int
+
+
+class PeerDown(Message):
+    """An instance has died: what had not arrived from there never will."""
+
+    instance: int
+
+
+class FreeParcel(Message):
+    """Nobody needs the bytes of a parcel any more."""
+
+    parcel_id: str
 
 
 class Call(Message):
@@ -191,7 +238,8 @@ class Shutdown(Message):
 
 
 class InstanceReady(Message):
-    """The instance owns its device and can load models.
+    """The instance owns its device and can load models. With ``shares_kv_host`` the memfd of its
+    KV host cache comes along.
 
     ``bandwidth_bytes_per_s`` is that of a switch, with mapping; the link's own are for copies
     to and from the device. ``kv_host_bytes`` is the size of its KV host cache; None: as much
@@ -208,6 +256,7 @@ class InstanceReady(Message):
     kv_host_bytes: int | None = None
     link_in_bytes_per_s: float = 0.0
     link_out_bytes_per_s: float = 0.0
+    shares_kv_host: bool = False
 
 
 class ModelLoaded(Message):
@@ -266,6 +315,32 @@ class StepOutputs(Message):
     frames: list[bytes]
     progress: list[RequestProgress]
     step_s: float | None = None
+
+
+class Moved(Message):
+    """A request that was to go has gone; all its tokens so far were told before.
+
+    ``is_known`` is false if it was not there. ``parcel`` None: its KV did not come along.
+    """
+
+    model: str
+    request_id: str
+    is_known: bool = True
+    parcel: Parcel | None = None
+
+
+class Adopted(Message):
+    """A request that was moving can go on here."""
+
+    model: str
+    request_id: str
+
+
+class ParcelUsed(Message):
+    """A parcel is not needed any more by whom it was for."""
+
+    parcel_id: str
+    source: int
 
 
 class TurnEnded(Message):
@@ -395,6 +470,10 @@ ToInstance = (
     | AddRequest
     | AbortRequests
     | RunTurn
+    | MoveOut
+    | PeerHost
+    | PeerDown
+    | FreeParcel
     | Call
     | Shutdown
 )
@@ -406,6 +485,9 @@ FromInstance = (
     | ImageDropped
     | ImageTaken
     | StepOutputs
+    | Moved
+    | Adopted
+    | ParcelUsed
     | TurnEnded
     | Switched
     | WrongAnswer

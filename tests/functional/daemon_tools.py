@@ -178,6 +178,14 @@ def check(daemon: PrivateDaemon) -> dict[str, int]:
     return dict(accounts)
 
 
+def check_all(daemon: PrivateDaemon) -> list[dict[str, int]]:
+    """As ``check``, for every instance of a daemon with several."""
+    with admin_http(daemon) as http:
+        response = http.post("/check")
+    assert response.status_code == 200, response.text
+    return [dict(accounts) for accounts in response.json()]
+
+
 def admin_http(daemon: PrivateDaemon, timeout_s: float = 30.0) -> httpx.Client:
     """The admin API without our client, for what that would not send."""
     transport = httpx.HTTPTransport(uds=str(daemon.socket_path))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpupoold.domain import Targets
+from gpupoold.domain import Role, Targets
 from gpupoold.pool.scheduler import Scheduler
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
@@ -64,10 +64,14 @@ class InstancePeer:
         self._calls = 0
         policy = make_policy("gpupool", PolicyOptions(quota_max_s=quota_max_s))
         self.scheduler = Scheduler(
-            policy, lambda _, message: self.channel.send(message), lambda *_: None
+            policy,
+            lambda _, message: self.channel.send(message),
+            lambda *_: None,
+            lambda *_: None,
+            lambda *_: None,
         )
         self.ready = self.wait(m.InstanceReady, _START_TIMEOUT_S)
-        self.scheduler.device_up(0, self.ready)
+        self.scheduler.device_up(0, self.ready, Role.MIXED, is_fixed=True)
 
     def wait(self, kind: type[Any], timeout_s: float = 60.0) -> Any:
         """The next message of ``kind``; the others are taken note of."""

@@ -16,8 +16,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from gpupoold.memory.chunks import Place
 from gpupoold.memory.contracts import OutOfPages
-from gpupoold.memory.kv import KvMemory, Place
+from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.weights import WeightMemory
 from tests.unit.memory.ledger import MemoryLedger
 from tests.unit.memory.rig import (

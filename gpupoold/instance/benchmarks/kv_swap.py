@@ -13,8 +13,8 @@ from gpupoold.instance.benchmarks.copies import plain_copies
 from gpupoold.instance.benchmarks.idle import empty_device
 from gpupoold.instance.benchmarks.live import LiveRequests
 from gpupoold.instance.digests import kv_digest
+from gpupoold.memory.chunks import Place
 from gpupoold.memory.contracts import Direction
-from gpupoold.memory.kv import Place
 from gpupoold.memory.scratch import scratch_memory
 from gpupoold.memory.transfers import TransferQueue
 

@@ -14,7 +14,7 @@ from gpupoold.instance.benchmarks.idle import empty_device
 from gpupoold.instance.benchmarks.live import LiveRequests
 from gpupoold.instance.residency import SwitchStages
 from gpupoold.memory import libc
-from gpupoold.memory.kv import Place
+from gpupoold.memory.chunks import Place
 
 if TYPE_CHECKING:
     from gpupoold.instance.engine import ModelEngine

@@ -16,12 +16,12 @@ from torch import Tensor, nn  # noqa: E402
 from gpupoold.instance import relocation, tensors  # noqa: E402
 from gpupoold.instance.loading import ModelLoad  # noqa: E402
 from gpupoold.instance.orders import Orders  # noqa: E402
+from gpupoold.memory.chunks import Place  # noqa: E402
 from gpupoold.memory.contracts import Direction  # noqa: E402
 from gpupoold.memory.cuda import CudaDevice  # noqa: E402
 from gpupoold.memory.cuda_driver import CudaError  # noqa: E402
 from gpupoold.memory.emulated import EmulatedDevice  # noqa: E402
 from gpupoold.memory.host import HostBuffer  # noqa: E402
-from gpupoold.memory.kv import Place  # noqa: E402
 from gpupoold.memory.pages import PagePool  # noqa: E402
 from gpupoold.memory.regions import Region  # noqa: E402
 from gpupoold.memory.transfers import TransferQueue  # noqa: E402

@@ -14,8 +14,8 @@ from gpupoold.instance.residency import Residency
 from gpupoold.instance.room import Use
 from gpupoold.latency.models import DecodeBatch, LinearDecode, LinearPrefill, PrefillModel
 from gpupoold.latency.stored import Profile
+from gpupoold.memory.chunks import Place
 from gpupoold.memory.geometry import KvGeometry, KvRow
-from gpupoold.memory.kv import Place
 from gpupoold.wire.messages import LoadedModel, RequestProgress
 from tests.unit.memory.rig import PAGE, Rig
 

@@ -11,9 +11,10 @@ import pytest
 
 from gpupoold.instance.residency import Residency
 from gpupoold.instance.room import Use
-from gpupoold.memory import kv as kv_module
+from gpupoold.memory import chunks as kv_module
+from gpupoold.memory.chunks import Place
 from gpupoold.memory.contracts import Direction
-from gpupoold.memory.kv import KvMemory, Place
+from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.memory.weights import WeightMemory
 from tests.unit.memory.ledger import MemoryLedger

@@ -28,6 +28,11 @@ class MemoryLedger:
             assert self.refs[block_id] == 0, f"block {block_id} is in use and cannot be held"
             self._touch(block_id)
 
+    def keep(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            assert self.refs[block_id] > 0, f"block {block_id} is free and cannot be kept"
+            self._touch(block_id)
+
     def give(self, block_ids: Sequence[int]) -> None:
         self.release(block_ids)
 

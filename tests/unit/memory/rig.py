@@ -9,11 +9,12 @@ import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 
+from gpupoold.memory.chunks import Place
 from gpupoold.memory.contracts import Copy, Direction, Lane, PageRun
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import HostBuffer, KvHostCache
-from gpupoold.memory.kv import KvMemory, Place
+from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.regions import Region
 from gpupoold.memory.transfers import TransferQueue

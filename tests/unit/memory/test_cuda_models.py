@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from gpupoold.memory.chunks import Place
 from gpupoold.memory.contracts import Direction, OutOfPages
 from gpupoold.memory.cuda import CudaDevice
 from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import HostBuffer, KvHostCache
-from gpupoold.memory.kv import KvMemory, Place
+from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.regions import Region
 from gpupoold.memory.transfers import TransferQueue

@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
+from gpupoold.memory.chunks import Place
 from gpupoold.memory.contracts import OutOfPages
-from gpupoold.memory.kv import KvMemory, Place
+from gpupoold.memory.kv import KvMemory
 from tests.unit.memory.ledger import MemoryLedger
 from tests.unit.memory.rig import LAYOUTS, PAGE, Rig, fill_blocks, geometry_of, read_block
 

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gpupoold.memory import cuda_pinning
+from gpupoold.memory.chunks import Place
 from gpupoold.memory.contracts import Copy, Direction, Lane
 from gpupoold.memory.cuda import CudaDevice
 from gpupoold.memory.host import HostBuffer, KvHostCache
-from gpupoold.memory.kv import Place
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.regions import Region
 from gpupoold.memory.transfers import TransferQueue

@@ -1,0 +1,201 @@
+"""Where the chunks of one model's KV are: what can be asked of them, without changing any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from gpupoold.memory.contracts import BlockLedger, Device
+from gpupoold.memory.geometry import KvGeometry
+from gpupoold.memory.host import HostSlot, Slot
+from gpupoold.memory.regions import Region
+from gpupoold.memory.transfers import Transfer
+
+
+class Place(Enum):
+    """Where a chunk's bytes are."""
+
+    UNBACKED = auto()  # nowhere
+    DEVICE = auto()
+    LEAVING = auto()  # being copied to the host; still whole on the device
+    HOST = auto()
+    ARRIVING = auto()  # being copied to the device; still whole on the host
+
+
+# Moved together: each row is then mapped by one call, and copied in one piece. A few
+# milliseconds of an emulated link, less than a chunk of most models on a GPU.
+_GROUP_BYTES = 32 << 20
+# Of a small device: so that not all requests wait for one copy.
+_MIN_GROUPS = 8
+
+AWAY = (Place.LEAVING, Place.HOST, Place.ARRIVING)
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """Chunks that are away, together from when they left until they are back.
+
+    ``blocks`` had bytes when they left; the slot has them row by row, so that neighbours are
+    copied in one piece. ``held`` are those that the engine must not have until then.
+    """
+
+    chunks: list[int]
+    slot: Slot
+    blocks: list[int]
+    held: set[int] = field(default_factory=set)
+    transfer: Transfer | None = None
+
+
+class KvChunks:
+    """The chunks of a KV region, and the engine's account of the blocks in them."""
+
+    def __init__(self, geometry: KvGeometry, region: Region, device: Device) -> None:
+        self.geometry = geometry
+        self._region = region
+        self._device = device
+        self._place = [Place.UNBACKED] * geometry.num_chunks
+        self._away: dict[int, Group] = {}  # by chunk
+        self._ledger: BlockLedger | None = None
+
+    @property
+    def address(self) -> int:
+        """Start of the KV buffer."""
+        return self._region.address
+
+    @property
+    def physical_pages(self) -> list[int]:
+        """Pages of the pool that it has."""
+        return self._region.physical_pages
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device bytes of this region."""
+        return self._region.num_mapped * self._device.page_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Host bytes of the chunks that are away."""
+        return sum(group.slot.num_bytes for group in self._groups())
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """Those of them that are in another instance's host memory."""
+        slots = (group.slot for group in self._groups())
+        return sum(slot.num_bytes for slot in slots if not isinstance(slot, HostSlot))
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that are neither on the device nor on their way to it."""
+        return sum(group.slot.num_bytes for group in self._groups(Place.HOST))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no chunk is away, so that every request can run."""
+        return not self._away
+
+    def is_here(self, blocks: Iterable[int]) -> bool:
+        """Whether the bytes of all these blocks are on the device."""
+        size, away = self.geometry.blocks_per_chunk, self._away
+        return not away or not any(block // size in away for block in blocks)
+
+    def chunks(self, place: Place) -> list[int]:
+        """Chunks at ``place``, lowest first."""
+        if place in AWAY:
+            return sorted(chunk for chunk in self._away if self._place[chunk] is place)
+        return [chunk for chunk, at in enumerate(self._place) if at is place]
+
+    def chunks_in_order(self, place: Place, blocks: Iterable[int]) -> list[int]:
+        """Chunks at ``place``: those of ``blocks`` first, in their order, then the others."""
+        wanted = dict.fromkeys(block // self.geometry.blocks_per_chunk for block in blocks)
+        rank = {chunk: number for number, chunk in enumerate(wanted)}
+        return sorted(self.chunks(place), key=lambda chunk: rank.get(chunk, len(rank)))
+
+    def cut(self, chunks: list[int]) -> Iterator[list[int]]:
+        """``chunks`` in order, as many at a time as had better be paged out together."""
+        chunk_bytes = self.geometry.blocks_per_chunk * self.geometry.block_bytes
+        group_bytes = min(_GROUP_BYTES, self.geometry.total_bytes // _MIN_GROUPS)
+        size = max(1, group_bytes // chunk_bytes)
+        return (chunks[at : at + size] for at in range(0, len(chunks), size))
+
+    def groups_on_host(self, blocks: Iterable[int]) -> list[list[int]]:
+        """Chunks that can be paged in, together: those of ``blocks`` first, in their order."""
+        chunks = self.chunks_in_order(Place.HOST, blocks)
+        return [group.chunks for group in dict.fromkeys(self._away[chunk] for chunk in chunks)]
+
+    def whereabouts(self, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """``(address, num_bytes)`` of the bytes of blocks, row by row in their order.
+
+        In the region, or in host memory where they are away. Nothing of them may be on its way.
+        """
+        on_host: dict[int, tuple[int, int]] = {}
+        size = self.geometry.blocks_per_chunk
+        away = (self._away.get(block // size) for block in blocks)
+        for group in dict.fromkeys(group for group in away if group is not None):
+            places = self._extents(group.blocks)
+            on_host |= {at: (host, n) for at, host, n in group.slot.beside(places)}
+        for address, num_bytes in self._extents(blocks):
+            while num_bytes:
+                here, length = on_host.get(address, (address, num_bytes))
+                yield here, length
+                address, num_bytes = address + length, num_bytes - length
+
+    def _extents(self, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+        for row in self.geometry.rows:
+            for block in blocks:
+                yield self.address + row.offset + block * row.stride, row.num_bytes
+
+    def num_missing_pages(self, chunks: list[int]) -> int:
+        """Pages that mapping ``chunks`` would take from the pool."""
+        if self.geometry.is_aligned:
+            return sum(map(self._region.num_missing, self.geometry.spans(chunks)))
+        pages = self.geometry.uses(chunks)
+        return sum(1 for page in pages if not self._region.num_holders(page))
+
+    def num_resident_pages(self, chunks: list[int]) -> int:
+        """Pages that dropping all of ``chunks`` would free: those no other chunk lies on."""
+        if self.geometry.is_aligned:
+            return sum(map(len, self.geometry.spans(chunks)))
+        uses = self.geometry.uses(chunks)
+        return sum(1 for page, count in uses.items() if self._region.num_holders(page) == count)
+
+    @property
+    def num_leaving_pages(self) -> int:
+        """Pages that come free when what is being copied to the host has got there."""
+        leaving = self.chunks(Place.LEAVING) if self._away else []
+        return self.num_resident_pages(leaving) if leaving else 0
+
+    def live_blocks(self, chunk: int) -> list[int]:
+        """Blocks of a chunk that requests use."""
+        group = self._away.get(chunk)
+        blocks = self._engine().live(self._real(self.geometry.blocks(chunk)))
+        return [b for b in blocks if b not in group.held] if group else blocks
+
+    @property
+    def num_live_blocks(self) -> int:
+        """Blocks of chunks on the device that requests use."""
+        return len(self._engine().live(self._real_of(self.chunks(Place.DEVICE))))
+
+    def free_chunks(self) -> list[int]:
+        """Chunks on the device without a live block, highest first: cheap to take away."""
+        device = self.chunks(Place.DEVICE)
+        return [chunk for chunk in reversed(device) if not self.live_blocks(chunk)]
+
+    def _groups(self, place: Place | None = None) -> list[Group]:
+        """Those at ``place``, or all, in the order in which they left."""
+        groups = dict.fromkeys(self._away.values())
+        return [g for g in groups if place is None or self._place[g.chunks[0]] is place]
+
+    def _is_dead(self, group: Group) -> bool:
+        """Whether no request needs any block of it."""
+        return len(group.held) == len(self._real_of(group.chunks))
+
+    def _real(self, blocks: range) -> range:
+        return blocks if blocks.start else blocks[1:]
+
+    def _real_of(self, chunks: list[int]) -> list[int]:
+        return [b for chunk in chunks for b in self._real(self.geometry.blocks(chunk))]
+
+    def _engine(self) -> BlockLedger:
+        assert self._ledger is not None, "attach() comes first"
+        return self._ledger

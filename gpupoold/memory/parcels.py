@@ -1,0 +1,105 @@
+"""KV that one instance has copied to its host memory for another, which reads it there.
+
+The host caches of all instances of a box are shared memory: an instance maps those of the
+others. A *parcel* is a slot of one of them. Who sent it keeps it until who got it has said that
+it is not needed any more, or is gone; whether its bytes are there is told by an eventfd, so
+that nobody waits for a process that is in the middle of something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from gpupoold.memory import libc
+from gpupoold.memory.contracts import Device
+from gpupoold.memory.host import lay
+
+_ARRIVED, _FAILED = 1, 2
+
+
+class Arrival:
+    """Tells another process whether bytes have arrived; one end of an eventfd."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        """Own ``fd``, or a new one."""
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) if fd is None else fd
+        self._state = 0
+
+    def tell(self, has_arrived: bool) -> None:
+        """All bytes are there, or never will be; from any thread."""
+        os.eventfd_write(self.fd, _ARRIVED if has_arrived else _FAILED)
+
+    def is_told(self) -> bool:
+        """Whether the other side has told."""
+        if not self._state:
+            with contextlib.suppress(BlockingIOError):
+                self._state = os.eventfd_read(self.fd)
+        return self._state != 0
+
+    def has_arrived(self) -> bool:
+        """Whether all bytes are there."""
+        return self.is_told() and self._state == _ARRIVED
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        os.close(self.fd)
+
+
+class PeerCache:
+    """The host cache of another instance, mapped here as long as anything in it is in use."""
+
+    def __init__(self, fd: int, num_bytes: int, device: Device) -> None:
+        """Map and pin ``num_bytes`` of ``fd``, which this object owns from now on.
+
+        Raises:
+            OSError: the system has no room for so many addresses.
+        """
+        self._num_bytes = num_bytes
+        self._device = device
+        shared = libc.MAP_SHARED | libc.MAP_NORESERVE
+        try:
+            self._address = libc.mmap(None, num_bytes, libc.PROT_READ_WRITE, shared, fd, 0)
+        finally:
+            os.close(fd)
+        device.pin(self._address, num_bytes)
+        self._num_users = 1
+
+    def slot(self, offsets: Sequence[tuple[int, int]], on_free: Callable[[], None]) -> PeerSlot:
+        """The parcel at these ``(offset, num_bytes)``."""
+        self._num_users += 1
+        pieces = [(self._address + offset, num_bytes) for offset, num_bytes in offsets]
+        return PeerSlot(self, pieces, on_free)
+
+    def leave(self) -> None:
+        """One of those that use it does not any more: a slot, or who made it."""
+        self._num_users -= 1
+        if not self._num_users:
+            self._device.unpin(self._address, self._num_bytes)
+            libc.munmap(self._address, self._num_bytes)
+
+
+class PeerSlot:
+    """Where the KV of some blocks lies in another instance's host cache."""
+
+    def __init__(
+        self, cache: PeerCache, pieces: list[tuple[int, int]], on_free: Callable[[], None]
+    ) -> None:
+        self._cache = cache
+        self._pieces = pieces
+        self._on_free = on_free
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its blocks."""
+        return sum(num_bytes for _, num_bytes in self._pieces)
+
+    def beside(self, extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+        """See :func:`gpupoold.memory.host.lay`."""
+        return lay(extents, self._pieces)
+
+    def free(self) -> None:
+        """Tell that nobody here needs it."""
+        self._cache.leave()
+        self._on_free()

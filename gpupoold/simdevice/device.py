@@ -151,6 +151,47 @@ class PacedDevice:
                 self._drop(work, answer)
         self._tell_memory()
 
+    def give_up(self, model: str, request_id: str) -> tuple[Answer, float] | None:
+        """Let a request go; it, and when its KV is in host memory. None if it is not here."""
+        work = self._work[model]
+        answer = next((one for one in work.all() if one.request_id == request_id), None)
+        if answer is None:
+            return None
+        has_kv = answer in work.running
+        answer.is_gone = True
+        ready_s = self._now_s
+        if has_kv:
+            work.running.remove(answer)
+            work.batch = None
+            ready_s = self.memory.send_kv(model, answer.context_tokens, self._now_s)
+        elif answer in work.waiting:
+            work.waiting.remove(answer)
+        self._tell_memory()
+        return answer, ready_s
+
+    def take_over(self, answer: Answer) -> float:
+        """KV of a request has come to host memory; when ``join`` is to be called for it.
+
+        A model on its turn fetches it, others with their switch.
+        """
+        self.memory.receive_kv(answer.model, answer.context_tokens)
+        delay_s = 0.0
+        if self._turn is not None and self._turn.model == answer.model and self._has_begun:
+            delay_s, _ = self.memory.switch_in(answer.model, self._now_s)
+        self._tell_memory()
+        return self._now_s + delay_s
+
+    def join(self, answer: Answer) -> None:
+        """A request that was taken over can be decoded."""
+        work = self._work[answer.model]
+        work.running.append(answer)
+        work.batch = None
+
+    def drop_taken(self, answer: Answer) -> None:
+        """A request that was taken over has ended before it could be decoded."""
+        self.memory.add_kv(answer.model, -answer.context_tokens)
+        self._tell_memory()
+
     def run_turn(self, order: m.RunTurn) -> None:
         """See ``RunTurn``."""
         turn = self._turn

@@ -11,6 +11,7 @@ from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.simdevice.device import Answer, PacedDevice
 from gpupoold.simdevice.models import KnownModel, know
+from gpupoold.simdevice.moves import SimMoves
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 
@@ -37,6 +38,7 @@ class SimServer:
         self._channel = channel
         self._device = PacedDevice(instance, device_bytes, channel.send)
         self._known: dict[str, KnownModel] = {}
+        self._moves = SimMoves(instance, self._device, channel)
         self._status_at_s = 0.0
         self._stopping = False
 
@@ -53,12 +55,13 @@ class SimServer:
             while message is not None and not self._stopping:
                 self._handle(message)
                 message = self._channel.receive(0.0)
+            self._moves.advance(time.monotonic())
             self._device.advance(time.monotonic())
             self._maybe_report(time.monotonic())
 
     def _idle_s(self, now_s: float) -> float:
-        due_s = self._device.next_due_s
-        wake_s = self._status_at_s if due_s is None else min(due_s, self._status_at_s)
+        due_s = (self._device.next_due_s, self._moves.next_due_s)
+        wake_s = min([self._status_at_s, *(at_s for at_s in due_s if at_s is not None)])
         return max(0.0, wake_s - now_s)
 
     def _handle(self, message: m.ToInstance) -> None:
@@ -67,7 +70,10 @@ class SimServer:
                 self._add_request(message)
             case m.RunTurn():
                 self._device.run_turn(message)
+            case m.MoveOut():
+                self._moves.move_out(message, is_known=message.model in self._known)
             case m.AbortRequests():
+                self._moves.abort(message.request_ids)
                 if message.model in self._known:
                     self._device.abort(message.model, message.request_ids)
             case m.LoadModel():
@@ -84,6 +90,8 @@ class SimServer:
                 self._stopping = True
 
     def _add_request(self, message: m.AddRequest) -> None:
+        if message.parcel is not None:
+            os.close(self._channel.take_fd())  # the copy has been made when the message comes
         known = self._known.get(message.model)
         num_prompt = len(message.prompt_token_ids)
         room = known.loaded.max_model_len - num_prompt if known else 0
@@ -105,7 +113,10 @@ class SimServer:
             max_tokens,
             len(message.output_token_ids),
         )
-        self._device.add(answer)
+        if message.is_moving:
+            self._moves.take_over(answer, message.parcel)
+        else:
+            self._device.add(answer)
 
     def _load(self, message: m.LoadModel) -> None:
         if message.has_image:
@@ -124,7 +135,7 @@ class SimServer:
 
     def _unload(self, name: str) -> None:
         if self._known.pop(name, None) is not None:
-            lost = self._device.remove_model(name)
+            lost = [*self._moves.forget(name), *self._device.remove_model(name)]
             if lost:
                 self._channel.send(m.RequestsFailed(name, lost, f"{name} was unloaded"))
         self._channel.send(m.ModelUnloaded(name))

@@ -45,8 +45,8 @@ def test_ps_shows_devices_and_models(daemon: FakeDaemon, cli: Cli) -> None:
     daemon.add("b")
     lines = cli("ps").stdout.splitlines()
     assert [line.split() for line in lines] == [
-        "DEVICE KIND STATE PID MEMORY FREE HOST-KV ON-TURN QUOTA STEPS".split(),
-        "0 cuda ready 4400 80 GiB 20 GiB - a 500ms 1234".split(),
+        "DEVICE KIND STATE ROLE LIVE PID MEMORY FREE HOST-KV ON-TURN QUOTA STEPS".split(),
+        "0 cuda ready mixed (auto) 0 4400 80 GiB 20 GiB - a 500ms 1234".split(),
         [],
         "NAME STATE LIVE WAIT RESIDENT CACHED KV PAUSED TTFT-p99 TBT-p99 SLO%".split(),
         "a ready 2 1 15 GiB 15 GiB 1 GiB 1 GiB 1.25s 80ms 97.5".split(),

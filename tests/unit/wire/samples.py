@@ -60,6 +60,7 @@ SERVED = m.ServedModel(
 )
 PROGRESS = [m.RequestProgress("r1", [1, 2]), m.RequestProgress("r2", [], "stop")]
 
+PARCEL = m.Parcel("4242-7", 1, 3, [(0, 1 << 20), (1 << 30, 512)])
 MESSAGES: list[m.Message] = [
     m.LoadModel(MODEL, True, "digest"),
     m.UnloadModel("llama"),
@@ -68,7 +69,18 @@ MESSAGES: list[m.Message] = [
     m.SetTargets("llama", 1.0, 0.25),
     m.RunTurn(7, "llama", 1.5, "qwen"),
     m.AddRequest("llama", "r1", 3.5, list(range(300)), 64, [b"", b"\x00\xff" * 40]),
+    m.AddRequest("llama", "r1", 3.5, [1, 2], 64, [b"x"], [3, 4], True, PARCEL),
     m.AbortRequests("llama", ["r1", "r2"]),
+    m.RunTurn(7, "llama", 1.5, None, 256),
+    m.MoveOut("llama", "r1"),
+    m.PeerHost(2, 1 << 31),
+    m.PeerDown(2),
+    m.FreeParcel("4242-7"),
+    m.Moved("llama", "r1"),
+    m.Moved("llama", "r1", True, PARCEL),
+    m.Moved("llama", "r1", False),
+    m.Adopted("llama", "r1"),
+    m.ParcelUsed("4242-7", 1),
     m.Call(7, "residency", {"models": ["a"], "num": 3, "none": None, "nested": {"x": 0.5}}),
     m.CallResult(7, {"seconds": [0.5, 1.5]}, "", "", ""),
     m.CallResult(8, None, "failed", "it did not work", "try again"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from gpupoold.admin.client import split_lines
+from gpupoold.admin.calls import split_lines
 from gpupoold.errors import (
     Failed,
     GpupoolError,

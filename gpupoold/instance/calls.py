@@ -34,10 +34,11 @@ def answer(loop: TurnLoop, call: Call) -> CallResult:
 def _check_integrity(loop: TurnLoop) -> dict[str, Any]:
     """Counters, page tables, host slots and the driver agree, or an AssertionError says where
     they do not."""
-    loop.residency.check_integrity(loop.moves.sent_bytes)
+    num_owned = loop.residency.check_integrity(loop.moves.sent_bytes)
     pool = loop.residency.pool
     driver = loop.driver_memory.check()
-    return {"free_pages": pool.num_free, "pages": pool.num_pages, **driver}
+    pages = {"free_pages": pool.num_free, "owned_pages": num_owned, "pages": pool.num_pages}
+    return {**pages, **driver}
 
 
 def _checksum(loop: TurnLoop, model: str) -> dict[str, Any]:

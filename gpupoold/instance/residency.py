@@ -229,10 +229,10 @@ class Residency:
         for model in self._models.values():
             model.kv.settle_exports()
 
-    def check_integrity(self, sent_bytes: int = 0) -> None:
+    def check_integrity(self, sent_bytes: int = 0) -> int:
         """Raise AssertionError when pool, page tables, chunks and host slots disagree.
 
-        ``sent_bytes`` of the host are others' to read.
+        ``sent_bytes`` of the host are others' to read. Returns the pages that models have.
         """
         self.pool.check_integrity()
         self._host.check_integrity()
@@ -244,6 +244,7 @@ class Residency:
         kvs = [model.kv for model in self._models.values()]
         own_bytes = sum(kv.host_bytes - kv.borrowed_bytes for kv in kvs)
         assert self._host.used_bytes == own_bytes + sent_bytes
+        return len(owned)
 
     def _load_weights(self, model: PooledModel, stages: SwitchStages) -> SwitchStages:
         """Bring in what is missing, in as many pieces as pages come free; adds to ``stages``."""

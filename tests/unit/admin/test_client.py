@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from gpupoold.admin.client import AdminClient, split_lines
+from gpupoold.admin.calls import split_lines
+from gpupoold.admin.client import AdminClient
 from gpupoold.admin.models import (
     AddModelRequest,
     BenchMemoryRequest,

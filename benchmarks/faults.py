@@ -1,0 +1,178 @@
+"""Requests over several models and instances, while instances and the frontend are killed.
+
+Every answer has to be complete and the same as alone: no token twice, none missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+from openai import AsyncOpenAI
+
+from benchmarks.load import Ask, Stream, ask_all, client_of
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.admin.models import Ps
+from gpupoold.errors import GpupoolError
+
+NUM_DEVICES = 3
+NUM_PROMPTS = 5
+NUM_AT_ONCE = 24
+NUM_TOKENS = 160
+KILL_EVERY_S = 2.0
+MAX_MODEL_LEN = 512
+_SETTLE_S = 60.0
+_POLL_S = 0.1
+
+
+@dataclass(slots=True)
+class Kills:
+    """Who was killed."""
+
+    instances: int = 0
+    frontends: int = 0
+    running: list[int] = field(default_factory=list)
+
+
+def run_faults(
+    checkpoints: Sequence[Path], num_requests: int, kill_every_s: float = KILL_EVERY_S
+) -> dict[str, Any]:
+    """Serve ``num_requests`` while an instance is killed every so often, and a frontend once.
+
+    Raises:
+        GpupoolError: the models could not be served.
+    """
+    largest = max(weight_bytes(path) for path in checkpoints)
+    config = device_config(int(2.5 * largest)) * NUM_DEVICES
+    with private_daemon(config) as daemon:
+        for path in checkpoints:
+            daemon.add_model(path.name, path, dtype="float32", max_model_len=MAX_MODEL_LEN)
+        names = [path.name for path in checkpoints]
+        return asyncio.run(_serve(daemon, names, num_requests, kill_every_s))
+
+
+async def _serve(
+    daemon: PrivateDaemon, models: list[str], num_requests: int, kill_every_s: float
+) -> dict[str, Any]:
+    kinds = [Ask(m, p, NUM_TOKENS) for p in range(NUM_PROMPTS) for m in models]
+    kills = Kills()
+    async with client_of(daemon.http_url) as client:
+        alone = await alone_answers(client, kinds)
+        asks = list(itertools.islice(itertools.cycle(kinds), num_requests))
+        started_s = time.monotonic()
+        async with _killing(daemon, kill_every_s, kills):
+            streams = await ask_all(client, asks, NUM_AT_ONCE)
+        seconds = time.monotonic() - started_s
+    await asyncio.to_thread(settle, daemon)
+    return summary(streams, alone) | {
+        "kills": kills.instances,
+        "frontend_kills": kills.frontends,
+        "seconds": seconds,
+        "instances": NUM_DEVICES,
+        "models": len(models),
+        "pages_leaked": pages_leaked(daemon),
+    }
+
+
+def summary(streams: Sequence[Stream], alone: dict[Ask, list[int]]) -> dict[str, Any]:
+    """What came of all requests, and the pauses that their clients saw."""
+    complete = [one for one in streams if one.is_complete]
+    pauses_s = sorted(one.longest_gap_s for one in complete)
+    return {
+        "requests": len(streams),
+        "completed": len(complete),
+        "differing_texts": sum(one.token_ids != alone[one.ask] for one in complete),
+        "tokens": sum(len(one.token_ids) for one in complete),
+        "retried_by_client": sum(bool(one.num_retries) for one in streams),
+        "problems": sorted({one.problem for one in streams if one.problem}),
+        "longest_pause_p50_s": median(pauses_s) if pauses_s else None,
+        "longest_pause_max_s": pauses_s[-1] if pauses_s else None,
+    }
+
+
+async def alone_answers(client: AsyncOpenAI, kinds: Sequence[Ask]) -> dict[Ask, list[int]]:
+    """Every answer with nothing else going on."""
+    streams = await ask_all(client, kinds, num_at_once=1)
+    return {stream.ask: stream.token_ids for stream in streams}
+
+
+def settle(daemon: PrivateDaemon) -> None:
+    """Return when all instances are up with all models and nothing is live.
+
+    Raises:
+        TimeoutError: it takes too long.
+    """
+    deadline_s = time.monotonic() + _SETTLE_S
+    while time.monotonic() < deadline_s:
+        with daemon.client() as client:
+            now = client.ps()
+        if _is_settled(now):
+            return
+        time.sleep(_POLL_S)
+    raise TimeoutError(f"the daemon was not idle and whole within {_SETTLE_S:g} s")
+
+
+def pages_leaked(daemon: PrivateDaemon) -> int:
+    """Pages that are neither free nor a model's, over all instances, whose accounts must agree."""
+    with daemon.client() as client:
+        accounts = client.check()
+    return sum(one["pages"] - one["free_pages"] - one["owned_pages"] for one in accounts)
+
+
+def _is_settled(now: Ps) -> bool:
+    states = {row.state for row in now.devices} | {row.state for row in now.models}
+    is_up = states == {"ready"}
+    return is_up and not now.requests and not any(row.kv_host_bytes for row in now.devices)
+
+
+@contextlib.asynccontextmanager
+async def _killing(daemon: PrivateDaemon, every_s: float, kills: Kills) -> AsyncIterator[None]:
+    """Inside this context one instance after the other is killed, and at first the frontend."""
+    task = asyncio.create_task(_kill(daemon, every_s, kills))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def _kill(daemon: PrivateDaemon, every_s: float, kills: Kills) -> None:
+    for number in itertools.cycle(range(NUM_DEVICES)):
+        await asyncio.sleep(every_s)
+        with contextlib.suppress(GpupoolError), daemon.client() as client:
+            row = (await asyncio.to_thread(client.ps)).devices[number]
+            if row.pid is not None:
+                os.kill(row.pid, signal.SIGKILL)
+                kills.instances += 1
+        if not kills.frontends and kills.instances >= 2:
+            kills.frontends += _kill_frontend(daemon)
+
+
+def _kill_frontend(daemon: PrivateDaemon) -> int:
+    for process in psutil.Process(daemon.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "gpupoold.frontend" in process.cmdline():
+                process.kill()
+                return 1
+    return 0
+
+
+def device_config(num_bytes: int) -> str:
+    """TOML of one emulated device."""
+    return f'[[device]]\nkind = "emulated"\nmemory = {num_bytes}\n'
+
+
+def weight_bytes(checkpoint: Path) -> int:
+    """Bytes of a checkpoint's weight files."""
+    return sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))

@@ -40,6 +40,7 @@ from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 
 _logger = logging.getLogger(__name__)
 _CHECK_INTERVAL_S = 5.0
+_TICK_S = 0.25
 
 PoolState = Literal["starting", "ready", "stopping"]
 
@@ -68,7 +69,10 @@ class Pool:
         """Start the instances and the frontend; they come up in the background."""
         self.supervisor.start()
         self.frontend.start()
-        self._tasks = [asyncio.create_task(self._check_when_idle(), name="check-core")]
+        self._tasks = [
+            asyncio.create_task(self._check_when_idle(), name="check-core"),
+            asyncio.create_task(self._tick(), name="tick"),
+        ]
 
     async def stop(self) -> None:
         """Stop the frontend, then the instances."""
@@ -130,6 +134,7 @@ class Pool:
             rss_bytes=psutil.Process().memory_info().rss,
             num_models=len(await self.registry.list()),
             num_live_requests=len(self.dispatcher.live),
+            num_refused_requests=sum(one.refused for one in self.dispatcher.stats.values()),
             dropped_history_rows=self.history.dropped_rows,
         )
 
@@ -204,6 +209,11 @@ class Pool:
         settings = self.settings.scheduling
         header = Header(settings.policy, PolicyOptions(quota_max_s=settings.quota_max_s))
         return lines(header, core.stimuli())
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.dispatcher.tick()
 
     async def _check_when_idle(self) -> None:
         """An idle daemon looks at the core's books, and says once when they disagree."""

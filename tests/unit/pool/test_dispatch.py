@@ -45,13 +45,17 @@ class Cold:
 
 
 class Frontend:
-    """Keeps what it is sent."""
+    """Keeps what it is sent, and whom the daemon did not take."""
 
     def __init__(self) -> None:
         self.sent: list[m.Message] = []
+        self.refusals: list[m.Admission] = []
 
     def send(self, message: m.Message) -> None:
-        self.sent.append(message)
+        if not isinstance(message, m.Admission):
+            self.sent.append(message)
+        elif message.status != 200:
+            self.refusals.append(message)
 
 
 class Bench:
@@ -127,10 +131,11 @@ async def test_requests_wait_and_keep_their_arrival(bench: Bench) -> None:
 async def test_waiting_requests_count_for_the_limits(bench: Bench) -> None:
     for request_id in ("a", "b", "c", "d"):
         bench.ask(request_id)
-    [refused] = bench.frontend.sent
-    assert isinstance(refused, m.RequestsFailed)
-    assert refused.request_ids == ["d"]
+    [refused] = bench.frontend.refusals
+    assert (refused.request_id, refused.status) == ("d", 429)
     assert "already has 3 requests" in refused.message
+    assert refused.retry_after_s > 0
+    assert bench.frontend.sent == []
 
 
 async def test_cancelled_requests_leave(bench: Bench, history: History) -> None:
@@ -194,8 +199,8 @@ async def test_an_instance_that_has_the_model_no_more(bench: Bench) -> None:
     bench.dispatcher.unhost(NAME, bench.instance)
     assert bench.dispatcher.routes[NAME] == []
     bench.ask("a")
-    [refused] = bench.frontend.sent
-    assert isinstance(refused, m.RequestsFailed)
+    [refused] = bench.frontend.refusals
+    assert (refused.status, refused.retry_after_s) == (503, 1.0)
     assert "cannot be served right now" in refused.message
     bench.check()
 

@@ -18,6 +18,8 @@ from gpupoold.wire import messages as m
 
 # Estimates for a full queue hold for so long: in a flood they cost more than what they say.
 _DRAIN_HOLDS_S = 1.0
+# So many times the bound of those who were told when to come are taken to come.
+_MAX_TURNS = 3
 # Where nothing is known of when it will be better.
 _UNKNOWN_S = 5.0
 _UNROUTED_S = 1.0
@@ -108,11 +110,11 @@ class Overload:
     def _room_in_s(self, key: str, num_live: int, bound: int, now_s: float) -> float:
         """Until there is room for one more, after all who were told to come before it.
 
-        Told the same time, all would come together, and all but one in vain. Of those who
-        were told, no more count than the queue holds: who knows which of them come.
+        Told the same time, all would come together, and all but one in vain. But some never
+        come and others come too soon and are told again, so only so many count.
         """
         promised_s = self._promised_s.setdefault(key, [])
-        while promised_s and (promised_s[0] <= now_s or len(promised_s) > bound):
+        while promised_s and (promised_s[0] <= now_s or len(promised_s) > _MAX_TURNS * bound):
             heapq.heappop(promised_s)
         drain = self._drain(key, now_s)
         room_in_s = drain.seconds_until(num_live - bound + 1 + len(promised_s))
@@ -147,7 +149,7 @@ class Overload:
             f"The first token of `{model.name}` would take {format_duration(wait_s)}, "
             f"more than its target of {format_duration(ttft_s)}."
         )
-        return text, wait_s - ttft_s
+        return text, max(wait_s - ttft_s, 0.0)
 
 
 class RefusalEvents:

@@ -61,8 +61,8 @@ class Frontend:
 class Bench:
     """A dispatcher with one instance that has a model without an image."""
 
-    def __init__(self, history: History) -> None:
-        limits = LimitSettings(max_live_requests_per_model=3)
+    def __init__(self, history: History, *, drop_late: bool = False) -> None:
+        limits = LimitSettings(max_live_requests_per_model=3, drop_late=drop_late)
         self.dispatcher = Dispatcher(limits, history, make_policy("gpupool", PolicyOptions()))
         self.cold, self.frontend = Cold(), Frontend()
         self.dispatcher.warmth = self.cold
@@ -136,6 +136,24 @@ async def test_waiting_requests_count_for_the_limits(bench: Bench) -> None:
     assert "already has 3 requests" in refused.message
     assert refused.retry_after_s > 0
     assert bench.frontend.sent == []
+
+
+async def test_late_requests_end_before_they_begin(history: History) -> None:
+    bench = Bench(history, drop_late=True)
+    bench.ask("late", time.monotonic() - 2 * Targets().ttft_s)
+    bench.ask("young")
+    bench.dispatcher.tick()
+    [failed] = bench.frontend.sent
+    assert isinstance(failed, m.RequestsFailed)
+    assert (failed.request_ids, failed.message[:8]) == (["late"], "dropped:")
+    assert bench.dispatcher.num_waiting(NAME) == len(bench.dispatcher.live) == 1
+    assert bench.dispatcher.stats[NAME].dropped == 1
+
+
+async def test_late_requests_wait_where_nobody_says_otherwise(bench: Bench) -> None:
+    bench.ask("late", time.monotonic() - 1000.0)
+    bench.dispatcher.tick()
+    assert (bench.frontend.sent, bench.dispatcher.num_waiting(NAME)) == ([], 1)
 
 
 async def test_cancelled_requests_leave(bench: Bench, history: History) -> None:

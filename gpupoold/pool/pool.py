@@ -213,7 +213,10 @@ class Pool:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            self.dispatcher.tick()
+            try:
+                self.dispatcher.tick()
+            except Exception:
+                _logger.exception("dropping late requests")
 
     async def _check_when_idle(self) -> None:
         """An idle daemon looks at the core's books, and says once when they disagree."""

@@ -204,10 +204,14 @@ class HistorySettings(Section):
 
 
 class LimitSettings(Section):
-    """``[limits]``: bounds of queues and of patience."""
+    """``[limits]``: bounds of queues and of patience.
+
+    ``drop_late``: requests whose first token cannot come in time are not served.
+    """
 
     max_live_requests_per_model: Count = 1024
     max_live_requests: Count = 4096
+    drop_late: bool = False
     load_timeout_s: Duration = Field(default=600.0, alias="load_timeout")
     drain_timeout_s: Duration = Field(default=600.0, alias="drain_timeout")
     stop_grace_s: Duration = Field(default=10.0, alias="stop_grace")

@@ -36,6 +36,7 @@ _MODEL_COLUMNS = (
     Column("STATE", coloured=True),
     Column("LIVE", right=True),
     Column("WAIT", right=True),
+    Column("REFUSED", right=True),
     Column("RESIDENT", right=True),
     Column("CACHED", right=True),
     Column("KV", right=True),
@@ -128,6 +129,7 @@ def _status_fields(answer: Status) -> dict[str, str]:
         "uptime": format_duration(answer.uptime_s),
         "models": str(answer.num_models),
         "live requests": str(answer.num_live_requests),
+        "refused": str(answer.num_refused_requests),
         "model cache": f"{format_bytes(answer.model_cache_bytes)}"
         f" of {format_bytes(answer.model_cache_limit_bytes)}",
         "memory": format_bytes(answer.rss_bytes),
@@ -162,6 +164,7 @@ def _model_row(model: ModelUsage) -> list[str]:
         model.state,
         str(model.num_live),
         str(model.num_waiting),
+        str(model.refused),
         size_text(model.weights_resident_bytes),
         size_text(model.cached_bytes),
         size_text(model.kv_resident_bytes),

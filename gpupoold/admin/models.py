@@ -127,6 +127,8 @@ class ModelUsage(Body):
 
     Bytes are sums over devices: ``kv_resident_bytes`` on them, ``kv_host_bytes`` of paused
     requests in host memory. ``cached_bytes`` is its image in host memory, one for all.
+    ``refused`` requests were not taken and are none of ``requests``; ``dropped`` ended before
+    they began, as it was too late for them.
     """
 
     name: str
@@ -140,6 +142,8 @@ class ModelUsage(Body):
     cached_bytes: int
     requests: int
     completed: int
+    refused: int
+    dropped: int
     tokens: int
     tokens_in_time: int
     attainment: float | None
@@ -233,6 +237,7 @@ class Status(Body):
     rss_bytes: int
     num_models: int
     num_live_requests: int
+    num_refused_requests: int
     dropped_history_rows: int
 
 

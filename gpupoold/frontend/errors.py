@@ -6,9 +6,10 @@ import difflib
 import json
 import math
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from http import HTTPStatus
 from typing import Any
 
-from gpupoold.wire.messages import ServedModel
+from gpupoold.wire.messages import Admission, ServedModel
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
@@ -19,8 +20,8 @@ _RETRY_STARTING_S = 1.0
 class ApiError(Exception):
     """A request that ends here, with the HTTP status and body it gets.
 
-    ``kind`` is the body's ``type``, ``param`` the field at fault,
-    ``retry_after_s`` becomes the ``Retry-After`` header.
+    ``kind`` is the body's ``type``, ``code`` its ``code`` if that is not the status, ``param``
+    the field at fault, ``retry_after_s`` becomes the ``Retry-After`` header.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class ApiError(Exception):
         message: str,
         *,
         param: str | None = None,
+        code: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
@@ -37,6 +39,7 @@ class ApiError(Exception):
         self.kind = kind
         self.message = message
         self.param = param
+        self.code = code
         self.retry_after_s = retry_after_s
 
     def body(self, *, anthropic: bool = False) -> dict[str, object]:
@@ -48,7 +51,7 @@ class ApiError(Exception):
                 "message": self.message,
                 "type": self.kind,
                 "param": self.param,
-                "code": self.status,
+                "code": self.code or self.status,
             }
         }
 
@@ -112,6 +115,25 @@ def not_ready(model: ServedModel) -> ApiError:
         f"The model `{model.name}` is {model.state}{reason}",
         param="model",
         retry_after_s=model.retry_after_s,
+    )
+
+
+def not_admitted(admission: Admission) -> ApiError:
+    """429 or 503: the daemon does not take the request now.
+
+    vLLM has no 429 of its own. Clients of OpenAI know one by its ``code``, those of Anthropic
+    by its ``type``.
+    """
+    if admission.status == HTTPStatus.TOO_MANY_REQUESTS:
+        kind, code = "rate_limit_error", "rate_limit_exceeded"
+    else:
+        kind, code = "ServiceUnavailableError", None
+    return ApiError(
+        admission.status,
+        kind,
+        admission.message,
+        code=code,
+        retry_after_s=admission.retry_after_s,
     )
 
 

@@ -25,6 +25,7 @@ from gpupoold.frontend.errors import (
     send_json,
     too_large,
 )
+from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
 from gpupoold.wire.messages import ServedModel
 
@@ -80,9 +81,10 @@ def read_model_name(body: bytes) -> str | None:
 class Router:
     """Routes requests by their ``model``; answers what belongs to no model itself."""
 
-    def __init__(self, catalog: Catalog, mounts: Mounts, max_body_bytes: int) -> None:
+    def __init__(self, catalog: Catalog, mounts: Mounts, gates: Gates, max_body_bytes: int) -> None:
         self._catalog = catalog
         self._mounts = mounts
+        self._gates = gates
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,7 +133,9 @@ class Router:
     async def _route_by_model(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await self._read_body(scope, receive)
         model = self._catalog.choose(read_model_name(body))
-        await self._mounts.serve(self._mounted(model), scope, _replay(body, receive), send)
+        mount, receive = self._mounted(model), _replay(body, receive)
+        async with self._gates.holding(send) as gate:
+            await self._mounts.serve(mount, scope, receive, gate.send)
 
     async def _route_by_response(self, scope: Scope, receive: Receive, send: Send) -> None:
         response_id, _, action = scope["path"][len(_RESPONSES_PREFIX) :].partition("/")

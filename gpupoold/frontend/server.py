@@ -12,16 +12,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import uvicorn
 
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.frontend.catalog import Catalog
+from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.mounts import Mounts
 from gpupoold.frontend.preload import preload
 from gpupoold.frontend.router import Router
 from gpupoold.process import importing
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
 from gpupoold.wire.messages import (
+    AbortRequests,
+    AddRequest,
+    Admission,
     CallResult,
     FrontendReady,
     ModelList,
@@ -76,6 +81,7 @@ class Frontend:
         self._channel: AsyncChannel[ToFrontend] = AsyncChannel(wire, ToFrontend)
         self._catalog = Catalog()
         self._mounts = Mounts()
+        self._gates = Gates()
         # Mounting takes a while: its messages wait in order, outputs pass them by.
         self._to_mount: asyncio.Queue[ServeModel | StopServing] = asyncio.Queue()
 
@@ -108,7 +114,7 @@ class Frontend:
         following.cancel()
 
     def _uvicorn_config(self) -> uvicorn.Config:
-        router = Router(self._catalog, self._mounts, self._settings.max_body_bytes)
+        router = Router(self._catalog, self._mounts, self._gates, self._settings.max_body_bytes)
         return uvicorn.Config(
             router,
             log_config=None,
@@ -138,6 +144,8 @@ class Frontend:
         match message:
             case StepOutputs():
                 self._mounts.deliver(message)
+            case Admission():
+                self._note_admission(message)
             case ServeModel() | StopServing():
                 self._to_mount.put_nowait(message)
             case ModelList():
@@ -146,6 +154,19 @@ class Frontend:
                 self._mounts.fail(message)
             case _:
                 logger.warning("unexpected message %s", type(message).__name__)
+
+    def _note_admission(self, message: Admission) -> None:
+        """Where one of the requests behind an HTTP request is refused, all of them end."""
+        doomed = self._gates.answered(message)
+        if doomed:
+            model = message.model
+            self._mounts.fail(RequestsFailed(model, doomed, message.message))
+            self._channel.send(AbortRequests(model, doomed))
+
+    def _send(self, message: msgspec.Struct) -> None:
+        if isinstance(message, AddRequest):
+            self._gates.asked(message.request_id)
+        self._channel.send(message)
 
     async def _mount_in_order(self) -> None:
         adapter = await self._load_adapter()
@@ -177,7 +198,7 @@ class Frontend:
         try:
             if isinstance(adapter, GpupoolError):
                 raise adapter
-            api = await adapter.build_model_api(message.model, message.loaded, self._channel.send)
+            api = await adapter.build_model_api(message.model, message.loaded, self._send)
         except Exception as error:
             return _failure(message, error)
         self._mounts.mount(message.model.name, api)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Protocol
 
 import msgspec
@@ -15,6 +16,7 @@ from gpupoold.errors import Refused
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instance import Instance
 from gpupoold.pool.moves import Moves
+from gpupoold.pool.overload import Overload
 from gpupoold.pool.requests import LiveRequest, LiveRequests
 from gpupoold.pool.roles import Roles
 from gpupoold.pool.scheduler import Scheduler
@@ -62,7 +64,6 @@ class Dispatcher:
         roles: Sequence[Role | None] = (),
     ) -> None:
         """``roles`` are those of the instances by number; None: the policy's to choose."""
-        self._limits = limits
         self._history = history
         self.live = LiveRequests()
         self.stats: dict[str, ModelStats] = {}
@@ -79,6 +80,8 @@ class Dispatcher:
         self.warmth: Warmth | None = None
         self._waiting: dict[str, dict[str, m.AddRequest]] = {}
         self._orders: dict[str, m.AddRequest] = {}  # of live requests, as they came
+        state = self.scheduler.core.core.state
+        self._overload = Overload(limits, history, self.live, self.stats, state, self._max_tokens)
 
     def from_frontend(self, message: m.FromFrontend) -> None:
         """A request or a cancellation."""
@@ -190,6 +193,7 @@ class Dispatcher:
         """A model is served no more; its requests have ended before."""
         self.routes.pop(name, None)
         self.targets.pop(name, None)
+        self._overload.forget(name)
         self.scheduler.remove_model(name)
 
     def fail_model(self, model: str, reason: str) -> None:
@@ -225,6 +229,14 @@ class Dispatcher:
         """End the requests of models that no instance has, and that wait for one."""
         self._fail([one for one in self.live.all() if not self.routes.get(one.model)], reason)
 
+    def tick(self) -> None:
+        """A moment has passed: end what it is too late for, if so configured."""
+        now_s = time.monotonic()
+        late = self._overload.too_late(now_s)
+        self._fail(late, "dropped: it had not begun when its first token was due")
+        self._overload.tell(now_s)
+        self.scheduler.tick()
+
     def frontend_down(self) -> None:
         """Nobody reads the answers any more: every live request is cancelled."""
         for request in self.live.all():
@@ -232,10 +244,12 @@ class Dispatcher:
             self._end(request.request_id, FinishReason.ABORT)
 
     def _add(self, message: m.AddRequest) -> None:
-        refusal = self._refusal(message.model)
-        if refusal:
-            failed = m.RequestsFailed(message.model, [message.request_id], refusal)
-            self._to_frontend(failed)
+        is_warm = self.warmth is None or self.warmth.is_warm(message.model)
+        hosts = [instance.number for instance in self.routes.get(message.model, ())]
+        is_routed = bool(hosts) and not self.roles.all_draining(hosts)
+        admission = self._overload.admission(message, is_routed=is_routed, is_warm=is_warm)
+        self._to_frontend(admission)
+        if admission.status != HTTPStatus.OK:
             return
         targets = self.targets[message.model]
         self.stats.setdefault(message.model, ModelStats()).requests += 1
@@ -252,7 +266,7 @@ class Dispatcher:
         self._orders[message.request_id] = message
         if self.warmth is not None:
             self.warmth.used(message.model)
-            if not self.warmth.is_warm(message.model):
+            if not is_warm:
                 self._waiting.setdefault(message.model, {})[message.request_id] = message
                 self.warmth.begin(message.model)
                 return
@@ -291,17 +305,9 @@ class Dispatcher:
         if request is not None:
             request.instance = number
 
-    def _refusal(self, model: str) -> str:
-        if not self.routes.get(model):
-            return f"{model} cannot be served right now"
-        if self.roles.all_draining([instance.number for instance in self.routes[model]]):
-            return f"all devices that have {model} are being emptied"
-        per_model = self._limits.max_live_requests_per_model
-        if self.live.num_of(model) >= per_model:
-            return f"{model} already has {per_model} requests waiting or running"
-        if len(self.live) >= self._limits.max_live_requests:
-            return f"{self._limits.max_live_requests} requests are already waiting or running"
-        return ""
+    def _max_tokens(self, request_id: str) -> int | None:
+        order = self._orders.get(request_id)
+        return None if order is None else order.max_tokens
 
     def _abort(self, message: m.AbortRequests) -> None:
         for request_id in message.request_ids:

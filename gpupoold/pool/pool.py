@@ -41,7 +41,7 @@ from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 
 _logger = logging.getLogger(__name__)
 _CHECK_INTERVAL_S = 5.0
-_TICK_S = 1.0
+_TICK_S = 0.25
 _DRAIN_POLL_S = 0.02
 
 PoolState = Literal["starting", "ready", "stopping"]
@@ -136,6 +136,7 @@ class Pool:
             rss_bytes=psutil.Process().memory_info().rss,
             num_models=len(await self.registry.list()),
             num_live_requests=len(self.dispatcher.live),
+            num_refused_requests=sum(one.refused for one in self.dispatcher.stats.values()),
             dropped_history_rows=self.history.dropped_rows,
         )
 
@@ -256,7 +257,10 @@ class Pool:
         """The scheduling core knows no clock: it is told that time passes."""
         while True:
             await asyncio.sleep(_TICK_S)
-            self.dispatcher.scheduler.tick()
+            try:
+                self.dispatcher.tick()
+            except Exception:
+                _logger.exception("what is done by the clock failed")
 
     async def _check_when_idle(self) -> None:
         """An idle daemon looks at the core's books, and says once when they disagree."""

@@ -16,6 +16,8 @@ from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.stimuli import RecordedCore
 from gpupoold.wire import messages as m
 
+_TICK_S = 1.0
+
 SendTo = Callable[[int, m.AddRequest | m.RunTurn], None]
 OnSent = Callable[[str, int], None]
 OnHandOver = Callable[[str, int, int], None]
@@ -44,6 +46,7 @@ class Scheduler:
         self._on_hand_over = on_hand_over
         self._on_role = on_role
         self._unsent: dict[str, m.AddRequest] = {}
+        self._next_tick_s = 0.0
 
     def add_model(
         self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None = None
@@ -102,8 +105,11 @@ class Scheduler:
         self._tell(e.Adopted(request_id, num_tokens))
 
     def tick(self) -> None:
-        """A second or so has passed."""
-        self._tell(e.Tick())
+        """Time has passed; told to the core once a second, while it has requests."""
+        now_s = time.monotonic()
+        if self.core.core.state.requests and now_s >= self._next_tick_s:
+            self._next_tick_s = now_s + _TICK_S
+            self._tell(e.Tick())
 
     def device_down(self, number: int) -> None:
         """An instance is gone; requests that it had must have ended before."""

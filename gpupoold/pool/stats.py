@@ -21,6 +21,10 @@ class ModelStats:
     completed: int = 0
     tokens: int = 0
     tokens_in_time: int = 0
+    refused: int = 0
+    """Not taken, as there were too many, or it was too late for them."""
+    dropped: int = 0
+    """Taken, and ended before they began, as it was too late for them."""
     ttfts_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_TTFTS))
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_GAPS))
 

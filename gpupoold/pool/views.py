@@ -131,6 +131,8 @@ def usage(
         cached_bytes=image.num_bytes if image else 0,
         requests=stats.requests,
         completed=stats.completed,
+        refused=stats.refused,
+        dropped=stats.dropped,
         tokens=stats.tokens,
         tokens_in_time=stats.tokens_in_time,
         attainment=stats.attainment,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 WINDOW = 256  # requests a class remembers; older ones no longer count
@@ -73,6 +74,9 @@ class RecentLengths:
 
     def __len__(self) -> int:
         return len(self._lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._lengths)
 
     def add(self, num_tokens: int) -> None:
         """Remember one length; forget the oldest if the window is full."""

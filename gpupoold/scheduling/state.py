@@ -9,6 +9,7 @@ from enum import Enum, auto
 from gpupoold.domain import Role, Targets
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.output_length import RecentLengths
 
 # How long answers of a model are taken to be until some have ended.
 _OUTPUT_TOKENS = 256
@@ -59,7 +60,7 @@ class Model:
     """A model and what is known of its speed. ``step_ratio``: measured over predicted step.
 
     ``revision`` goes up whenever its targets, costs or ratio change. ``output_tokens`` is the
-    mean length of its answers, of late.
+    mean length of its answers, of late, ``lengths`` are those of the last ones.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Model:
     step_ratio: float = 1.0
     revision: int = 0
     output_tokens: float = _OUTPUT_TOKENS
+    lengths: RecentLengths = field(default_factory=RecentLengths)
     hosts: set[int] = field(default_factory=set)
 
     def step_s(self, batch_size: int, context_tokens: int) -> float:
@@ -88,6 +90,7 @@ class Model:
 
     def learn_output(self, num_tokens: int) -> None:
         """An answer has ended."""
+        self.lengths.add(num_tokens)
         self.output_tokens += _OUTPUT_SMOOTHING * (num_tokens - self.output_tokens)
 
 

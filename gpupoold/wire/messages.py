@@ -434,6 +434,21 @@ class RequestsFailed(Message):
     message: str
 
 
+class Admission(Message):
+    """The answer to an ``AddRequest``, before anything else about the request (daemon →
+    frontend): ``status`` 200 if it is taken.
+
+    Else it is the HTTP status of the refusal, ``message`` is for the client, and
+    ``retry_after_s`` says how long it is to wait.
+    """
+
+    model: str
+    request_id: str
+    status: int = 200
+    message: str = ""
+    retry_after_s: float = 0.0
+
+
 class Fork(Message):
     """Start a module (daemon → fork server).
 
@@ -496,7 +511,14 @@ FromInstance = (
     | CallResult
 )
 ToFrontend = (
-    ModelList | ServeModel | StopServing | StepOutputs | RequestsFailed | CallResult | Shutdown
+    ModelList
+    | ServeModel
+    | StopServing
+    | Admission
+    | StepOutputs
+    | RequestsFailed
+    | CallResult
+    | Shutdown
 )
 FromFrontend = FrontendReady | AddRequest | AbortRequests | CallResult
 ToForkServer = Fork

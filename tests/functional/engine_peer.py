@@ -23,6 +23,7 @@ from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 from gpupoold.wire.messages import (
     AbortRequests,
     AddRequest,
+    Admission,
     CallResult,
     FromFrontend,
     FrontendReady,
@@ -36,6 +37,7 @@ from gpupoold.wire.messages import (
     StepOutputs,
 )
 
+RETRY_AFTER_S = 6.3
 MAX_MODEL_LEN = 512
 MAX_BODY_BYTES = 10_000_000
 _KV_BYTES = 16 << 20
@@ -139,6 +141,7 @@ class EnginePeer:
         self.paths = paths
         self.received: list[msgspec.Struct] = []
         self.hold_steps = threading.Event()
+        self.num_to_admit: int | None = None  # further requests; None: all
         self._changed = threading.Condition()
         self._outbox: queue.Queue[msgspec.Struct] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="engine-peer")
@@ -255,12 +258,23 @@ class EnginePeer:
 
     def _take(self, message: msgspec.Struct) -> None:
         if isinstance(message, AddRequest):
-            self.engines.add(message)
+            self._admit(message)
         elif isinstance(message, AbortRequests):
             self.engines.abort(message.model, message.request_ids)
         with self._changed:
             self.received.append(message)
             self._changed.notify_all()
+
+    def _admit(self, request: AddRequest) -> None:
+        model, request_id = request.model, request.request_id
+        if self.num_to_admit == 0:
+            refusal = Admission(model, request_id, 429, "There are too many.", RETRY_AFTER_S)
+            self._channel.send(refusal)
+            return
+        if self.num_to_admit is not None:
+            self.num_to_admit -= 1
+        self._channel.send(Admission(model, request_id))
+        self.engines.add(request)
 
 
 def added_since(peer: EnginePeer, start: int, model: str, count: int = 1) -> list[str]:

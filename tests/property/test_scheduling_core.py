@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.stimuli import replay
+from gpupoold.scheduling.wait_estimate import drain_of, first_token_in_s
 from gpupoold.sim.policies import POLICY_NAMES
 from tests.property.core_box import GB, Box, BoxDevice, Sizes
 
@@ -81,6 +84,22 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(which=WHICH, num_events=st.integers(1, 4))
     def hear(self, which: int, num_events: int) -> None:
         self.box.hear(self.device(which), num_events)
+
+    @rule(which=WHICH, prompt_tokens=st.integers(1, 5000))
+    def ask_how_long(self, which: int, prompt_tokens: int) -> None:
+        """Estimates are times, whatever the state is."""
+        if not self.box.models:
+            return
+        state, now_s = self.box.recorded.core.state, self.box.now_s
+        model = state.models[self.model(which)]
+        wait_s = first_token_in_s(state, model, prompt_tokens, now_s)
+        assert (wait_s is None) == (not model.hosts)
+        assert wait_s is None or 0 <= wait_s < math.inf
+        for one in (model, None):
+            drain = drain_of(state, one, now_s, lambda _: prompt_tokens)
+            waits_s = [drain.seconds_until(num) or 0.0 for num in (1, 2, 50)]
+            assert all(0 <= each_s < math.inf for each_s in waits_s)
+            assert waits_s == sorted(waits_s)
 
     @rule(num_turns=st.integers(1, 5), num_steps=st.integers(1, 20), step_s=STEPS_S)
     def run(self, num_turns: int, num_steps: int, step_s: float) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from gpupoold.frontend.catalog import Catalog
 from gpupoold.frontend.errors import ApiError
+from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.mounts import Mounts
 from gpupoold.frontend.router import Router, read_model_name
 from gpupoold.wire.messages import ServedModel
@@ -41,7 +42,8 @@ class Served:
         self.apis = {name: EchoApi(name) for name in ("alpha", "beta")}
         for name, api in self.apis.items():
             self.mounts.mount(name, api)
-        self.router = Router(self.catalog, self.mounts, LIMIT)
+        self.gates = Gates()
+        self.router = Router(self.catalog, self.mounts, self.gates, LIMIT)
 
     def send(self, method: str, path: str, *chunks: bytes, **more: Any) -> Answer:
         return asyncio.run(request(self.router, method, path, chunks or (b"",), **more))

@@ -74,6 +74,7 @@ def status(http_url: str, num_models: int, state: Any) -> Status:
         rss_bytes=60 * 1024**2,
         num_models=num_models,
         num_live_requests=2,
+        num_refused_requests=0,
         dropped_history_rows=0,
     )
 
@@ -124,6 +125,8 @@ def usage(info: ModelInfo, measured: bool) -> ModelUsage:
         cached_bytes=info.weight_bytes,
         requests=10,
         completed=8,
+        refused=3 if measured else 0,
+        dropped=0,
         tokens=800,
         tokens_in_time=780,
         attainment=0.975 if measured else None,

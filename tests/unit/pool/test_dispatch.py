@@ -45,20 +45,24 @@ class Cold:
 
 
 class Frontend:
-    """Keeps what it is sent."""
+    """Keeps what it is sent, and whom the daemon did not take."""
 
     def __init__(self) -> None:
         self.sent: list[m.Message] = []
+        self.refusals: list[m.Admission] = []
 
     def send(self, message: m.Message) -> None:
-        self.sent.append(message)
+        if not isinstance(message, m.Admission):
+            self.sent.append(message)
+        elif message.status != 200:
+            self.refusals.append(message)
 
 
 class Bench:
     """A dispatcher with one instance that has a model without an image."""
 
-    def __init__(self, history: History) -> None:
-        limits = LimitSettings(max_live_requests_per_model=3)
+    def __init__(self, history: History, *, drop_late: bool = False) -> None:
+        limits = LimitSettings(max_live_requests_per_model=3, drop_late=drop_late)
         self.dispatcher = Dispatcher(limits, history, make_policy("gpupool", PolicyOptions()))
         self.cold, self.frontend = Cold(), Frontend()
         self.dispatcher.warmth = self.cold
@@ -127,10 +131,29 @@ async def test_requests_wait_and_keep_their_arrival(bench: Bench) -> None:
 async def test_waiting_requests_count_for_the_limits(bench: Bench) -> None:
     for request_id in ("a", "b", "c", "d"):
         bench.ask(request_id)
-    [refused] = bench.frontend.sent
-    assert isinstance(refused, m.RequestsFailed)
-    assert refused.request_ids == ["d"]
+    [refused] = bench.frontend.refusals
+    assert (refused.request_id, refused.status) == ("d", 429)
     assert "already has 3 requests" in refused.message
+    assert refused.retry_after_s > 0
+    assert bench.frontend.sent == []
+
+
+async def test_late_requests_end_before_they_begin(history: History) -> None:
+    bench = Bench(history, drop_late=True)
+    bench.ask("late", time.monotonic() - 2 * Targets().ttft_s)
+    bench.ask("young")
+    bench.dispatcher.tick()
+    [failed] = bench.frontend.sent
+    assert isinstance(failed, m.RequestsFailed)
+    assert (failed.request_ids, failed.message[:8]) == (["late"], "dropped:")
+    assert bench.dispatcher.num_waiting(NAME) == len(bench.dispatcher.live) == 1
+    assert bench.dispatcher.stats[NAME].dropped == 1
+
+
+async def test_late_requests_wait_where_nobody_says_otherwise(bench: Bench) -> None:
+    bench.ask("late", time.monotonic() - 1000.0)
+    bench.dispatcher.tick()
+    assert (bench.frontend.sent, bench.dispatcher.num_waiting(NAME)) == ([], 1)
 
 
 async def test_cancelled_requests_leave(bench: Bench, history: History) -> None:
@@ -194,8 +217,8 @@ async def test_an_instance_that_has_the_model_no_more(bench: Bench) -> None:
     bench.dispatcher.unhost(NAME, bench.instance)
     assert bench.dispatcher.routes[NAME] == []
     bench.ask("a")
-    [refused] = bench.frontend.sent
-    assert isinstance(refused, m.RequestsFailed)
+    [refused] = bench.frontend.refusals
+    assert (refused.status, refused.retry_after_s) == (503, 1.0)
     assert "cannot be served right now" in refused.message
     bench.check()
 

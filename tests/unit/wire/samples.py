@@ -104,5 +104,7 @@ MESSAGES: list[m.Message] = [
     m.ModelList([SERVED], True),
     m.ServeModel(9, MODEL, LOADED),
     m.StopServing("llama"),
+    m.Admission("llama", "r1"),
+    m.Admission("llama", "r2", 429, "too many", 7.5),
     m.RequestsFailed("llama", ["r1"], "the worker ended"),
 ]

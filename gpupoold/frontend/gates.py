@@ -1,0 +1,122 @@
+"""Answers are held back until the daemon has taken the requests behind them.
+
+A model's API begins to stream before its engine has the request, so a refusal would come
+after "200 OK". The gate of an HTTP request keeps what the API sends until the daemon has
+answered, and if that was a refusal, it is what the client gets.
+
+A gate's requests (several for ``n`` > 1 or a list of prompts) find it by the context in
+which the API runs: tasks inherit it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, MutableMapping
+from contextvars import ContextVar
+from http import HTTPStatus
+from typing import Any
+
+from gpupoold.frontend.errors import ApiError, not_admitted
+from gpupoold.frontend.mounts import Send
+from gpupoold.wire.messages import Admission
+
+_current: ContextVar[Gate | None] = ContextVar("gate", default=None)
+
+
+class Gate:
+    """Holds one answer back; ``send`` is for the model's API."""
+
+    def __init__(self, send: Send) -> None:
+        self._client_send = send
+        self._request_ids: list[str] = []
+        self._num_unanswered = 0
+        self._is_open = False
+        self._held: list[MutableMapping[str, Any]] = []
+        self._sending = asyncio.Lock()
+        self._opening: asyncio.Task[None] | None = None
+        self.refusal: ApiError | None = None
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Pass on a message of the answer, or keep it; after a refusal it is for nobody."""
+        if self.refusal is not None:
+            return
+        self._held.append(message)
+        if not message.get("more_body") and message["type"] == "http.response.body":
+            self._is_open = True  # the answer is whole: it asks for nothing more
+        if self._is_open:
+            await self._flush()
+
+    async def settle(self) -> None:
+        """The API has done: return when nothing is being sent any more.
+
+        Raises:
+            ApiError: the request was refused; nothing has been sent.
+        """
+        if self._opening is not None:
+            await self._opening
+        if self.refusal is not None:
+            raise self.refusal
+
+    def asked(self, request_id: str) -> None:
+        """The daemon is asked to take a request for this answer."""
+        self._request_ids.append(request_id)
+        self._num_unanswered += 1
+
+    def answered(self, message: Admission) -> list[str]:
+        """The daemon has answered; the requests that must end because it refused."""
+        self._num_unanswered -= 1
+        if self.refusal is None:
+            if message.status == HTTPStatus.OK:
+                if not self._num_unanswered and not self._is_open:
+                    self._is_open = True
+                    self._opening = asyncio.create_task(self._flush())
+                return []
+            if self._is_open:
+                return [message.request_id]
+            self.refusal = not_admitted(message)
+        return self._request_ids
+
+    async def _flush(self) -> None:
+        async with self._sending:
+            while self._held:
+                await self._client_send(self._held.pop(0))
+
+
+class Gates:
+    """The gates of all answers that wait for the daemon; lives on the event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, Gate] = {}
+
+    @contextlib.asynccontextmanager
+    async def holding(self, send: Send) -> AsyncIterator[Gate]:
+        """A gate for what happens within, and for the tasks that are begun there.
+
+        Raises:
+            ApiError: at the end: a request was refused, and nothing has been sent.
+        """
+        gate = Gate(send)
+        token = _current.set(gate)
+        try:
+            yield gate
+        except Exception:
+            if gate.refusal is None:
+                raise
+        finally:
+            _current.reset(token)
+        await gate.settle()
+
+    def asked(self, request_id: str) -> None:
+        """The daemon is going to be asked to take a request."""
+        gate = _current.get()
+        if gate is not None:
+            gate.asked(request_id)
+            self._waiting[request_id] = gate
+
+    def answered(self, message: Admission) -> list[str]:
+        """The daemon has answered; the requests that must end because it refused."""
+        gate = self._waiting.pop(message.request_id, None)
+        if gate is not None:
+            return gate.answered(message)
+        return [] if message.status == HTTPStatus.OK else [message.request_id]

@@ -1,0 +1,278 @@
+"""How long a request that came now would wait, and how long until answers have ended.
+
+Both are worked out from what the policy itself goes by: visits and their order
+(:mod:`.policies.visits`), predicted steps, prefills and switches. They are made for the
+policy ``gpupool``; under others they are rough.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gpupoold.scheduling.kv_room import admits
+from gpupoold.scheduling.policies.visits import (
+    Switching,
+    Tuning,
+    Work,
+    load_of,
+    order_visits,
+    own_load,
+    plan_visit,
+    switching_of,
+    work_of,
+)
+from gpupoold.scheduling.state import Batch, Device, Model, Phase, Request, State
+
+# When the policy cuts a turn short for a newcomer: see the policy ``gpupool``.
+_FIRST_TOKEN_SHARE = 0.7
+# Answers looked at for a drain: of more, as many at equal distances.
+_MAX_ANSWERS = 64
+_SHORTEST_S, _LONGEST_S, _GROWTH = 0.05, 3600.0, 1.15
+
+MaxTokens = Callable[[str], int | None]
+
+
+def _unbounded(request_id: str) -> int | None:
+    return None
+
+
+class Answer(NamedTuple):
+    """An answer under way or to come: it grows by a token per ``pace_s`` after ``start_in_s``.
+
+    ``lengths`` are those of answers like it, sorted; it has ``num_tokens`` now and gets no
+    more than ``max_tokens``.
+    """
+
+    start_in_s: float
+    pace_s: float
+    num_tokens: int
+    max_tokens: float
+    lengths: Sequence[float]
+
+    def ended_by(self, in_s: float) -> float:
+        """The share of answers like it, and as long already, that have ended by then."""
+        if in_s < self.start_in_s:
+            return 0.0
+        reached = self.num_tokens + (in_s - self.start_in_s) / self.pace_s
+        if reached >= self.max_tokens:
+            return 1.0
+        num_shorter = bisect_right(self.lengths, self.num_tokens)
+        num_left = len(self.lengths) - num_shorter
+        if not num_left:
+            # Longer than any before it: taken to become twice as long.
+            return float(reached >= 2 * self.num_tokens)
+        return (bisect_right(self.lengths, reached) - num_shorter) / num_left
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """How many of ``num_answers`` are expected to have ended by when: ``num_ended`` by each of
+    ``times_s``, seconds from now."""
+
+    num_answers: int
+    times_s: tuple[float, ...]
+    num_ended: tuple[float, ...]
+
+    def seconds_until(self, num: int) -> float | None:
+        """When ``num`` have ended; of more than there are, at the pace of these. None without
+        any answer."""
+        if not self.num_answers:
+            return None
+        rounds, last = divmod(num - 1, self.num_answers)
+        return rounds * self.times_s[-1] + self._within(last + 1)
+
+    def _within(self, num: int) -> float:
+        index = bisect_left(self.num_ended, num)
+        if index == 0:
+            return self.times_s[0]
+        if index == len(self.times_s):
+            return self.times_s[-1]
+        # Between two instants, in proportion.
+        low, high = self.num_ended[index - 1], self.num_ended[index]
+        share = (num - low) / (high - low)
+        return self.times_s[index - 1] + share * (self.times_s[index] - self.times_s[index - 1])
+
+
+def first_token_in_s(
+    state: State, model: Model, prompt_tokens: int, now_s: float, tuning: Tuning | None = None
+) -> float | None:
+    """Seconds until a request that came now would have its first token; None without a device.
+
+    Whoever comes after it and goes before it is not reckoned with.
+    """
+    tuning = tuning or Tuning()
+    newcomer = Request("", model, now_s, prompt_tokens, None)
+    hosts = state.prefill_hosts(model)
+    serving = [one for one in hosts if model.name in one.working or model.name in one.queued]
+    spare = [one for one in hosts if one not in serving and _has_room(one, model, tuning)]
+    devices = [*serving, *spare] or hosts
+    return min((_first_on(one, newcomer, now_s, tuning) for one in devices), default=None)
+
+
+def drain_of(
+    state: State, model: Model | None, now_s: float, max_tokens: MaxTokens = _unbounded
+) -> Drain:
+    """When the answers of a model, or of all, are expected to end, if others follow them.
+
+    ``max_tokens`` gives the most tokens that a request may get, None for no bound. Those of
+    models without a device are left out.
+    """
+    requests = [one for one in state.requests.values() if model in (None, one.model)]
+    return _drain(requests, state, now_s, max_tokens)
+
+
+def _drain(requests: Sequence[Request], state: State, now_s: float, max_tokens: MaxTokens) -> Drain:
+    stride = max(1, math.ceil(len(requests) / _MAX_ANSWERS))
+    answers = list(_answers(requests[::stride], state, now_s, max_tokens))
+    times_s: list[float] = []
+    num_ended: list[float] = []
+    at_s = _SHORTEST_S
+    while answers and at_s < _LONGEST_S:
+        times_s.append(at_s)
+        num_ended.append(stride * sum(one.ended_by(at_s) for one in answers))
+        if num_ended[-1] >= stride * len(answers):
+            break
+        at_s *= _GROWTH
+    num_answers = min(len(requests), stride * len(answers))
+    return Drain(num_answers, tuple(times_s), tuple(num_ended))
+
+
+def _answers(
+    requests: Iterable[Request], state: State, now_s: float, max_tokens: MaxTokens
+) -> Iterable[Answer]:
+    known: dict[tuple[int | None, str, bool], tuple[float, float] | None] = {}
+    lengths: dict[str, Sequence[float]] = {}
+    for request in requests:
+        model = request.model
+        has_begun = request.phase is Phase.DECODING
+        key = request.device, model.name, has_begun
+        if key not in known:
+            known[key] = _start_and_pace(request, state, now_s, has_begun=has_begun)
+            lengths.setdefault(model.name, sorted(model.lengths) or [model.output_tokens])
+        times = known[key]
+        if times is not None:
+            bound = max_tokens(request.id) or math.inf
+            yield Answer(*times, request.num_tokens, bound, lengths[model.name])
+
+
+def _start_and_pace(
+    request: Request, state: State, now_s: float, *, has_begun: bool
+) -> tuple[float, float] | None:
+    """When an answer goes on and how long a token takes; None where nothing can serve it."""
+    model, tuning = request.model, Tuning()
+    device = state.devices[request.device] if request.device is not None else None
+    if device is None:
+        device = next(iter(state.prefill_hosts(model)), None)
+    if device is None:
+        return None
+    pace_s = _pace_s(device, model, tuning)
+    if has_begun:
+        return device.working[model.name].prefill_s(), pace_s
+    latecomer = Request("", model, now_s, 0, None)
+    return _first_on(device, latecomer, now_s, tuning, for_kv=False), pace_s
+
+
+def _pace_s(device: Device, model: Model, tuning: Tuning) -> float:
+    """Seconds between two tokens of an answer, while the device serves as many as it has.
+
+    Visits take every batch equally far ahead of its deadlines, so the device's time is shared
+    in proportion to what keeps each on target.
+    """
+    load = sum(_refilled_load(batch) for batch in device.working.values())
+    new = [batch.model for name, batch in device.queued.items() if name not in device.working]
+    load += sum(own_load(one) for one in new)
+    if model.name not in device.working and model.name not in device.queued:
+        load += own_load(model)
+    works = work_of(device)
+    if len(works) > 1 and switching_of(device, works, tuning).is_exposed:
+        load *= 1 + 1 / tuning.exposed_switch_factor
+    return load * model.targets.tbt_s
+
+
+def _refilled_load(batch: Batch) -> float:
+    """The device's share that keeps a batch on target, if whoever ends is followed by another
+    like it, whose prompt takes its time too."""
+    model, num_requests = batch.model, len(batch.requests)
+    steps_s = batch.step_s()
+    prefill_s = model.costs.prefill_s(batch.prompt_tokens // num_requests)
+    prefills_s = num_requests * prefill_s / max(model.output_tokens, 1.0)
+    return (steps_s + prefills_s) / model.targets.tbt_s
+
+
+def _first_on(
+    device: Device, newcomer: Request, now_s: float, tuning: Tuning, *, for_kv: bool = True
+) -> float:
+    """Seconds until its first token on this device; ``for_kv``: with the wait for KV room."""
+    model, turn = newcomer.model, device.turn
+    wait_s = _kv_room_in_s(device, newcomer, now_s) if for_kv else 0.0
+    works = work_of(device)
+    mine = _with(newcomer, next((one for one in works if one.model is model), None))
+    left_s = max(device.turn_began_s + turn.quota_s - now_s, 0.0) if turn else 0.0
+    if turn is not None and turn.model == model.name:
+        step_s = device.working[model.name].step_s() if model.name in device.working else 0.0
+        begun_in_s = max(device.turn_began_s - now_s, 0.0)
+        first_s = begun_in_s + step_s / 2 + mine.prefill_s
+        if device.then is None or first_s <= left_s + mine.step_s:
+            return wait_s + first_s
+    on_turn = turn.model if turn else None
+    others = [one for one in works if one.model.name not in (on_turn, model.name)]
+    return wait_s + _after_others(device, mine, others, left_s, now_s, tuning)
+
+
+def _after_others(
+    device: Device, mine: Work, others: list[Work], left_s: float, now_s: float, tuning: Tuning
+) -> float:
+    """After the present turn, and the visits that are due before its own."""
+    model = mine.model
+    switch_s = device.switch_s(model)
+    latest_s = _FIRST_TOKEN_SHARE * model.targets.ttft_s - switch_s - mine.prefill_s
+    left_s = min(left_s, max(latest_s, 0.0))
+    switching = switching_of(device, [*others, mine], tuning)
+    visits = [
+        plan_visit(one, now_s, device.switch_s(one.model), switching, tuning)
+        for one in (*others, mine)
+    ]
+    start_s = left_s
+    for visit in order_visits(visits, left_s, switching.is_exposed):
+        if visit.model == model.name:
+            break
+        start_s += visit.duration_s
+    return start_s + _stall_s(switch_s, start_s, switching) + mine.prefill_s
+
+
+def _stall_s(switch_s: float, start_s: float, switching: Switching) -> float:
+    """What of a switch is not hidden by the turns before it."""
+    return switch_s if switching.is_exposed else max(switch_s - start_s, 0.0)
+
+
+def _with(newcomer: Request, work: Work | None) -> Work:
+    model = newcomer.model
+    own_s = model.costs.prefill_s(newcomer.prompt_tokens)
+    if work is None:
+        return Work(model, [newcomer], model.step_s(1, 0), own_s, 1, True)
+    return work._replace(
+        requests=[*work.requests, newcomer],
+        prefill_s=work.prefill_s + own_s,
+        num_waiting=work.num_waiting + 1,
+    )
+
+
+def _kv_room_in_s(device: Device, newcomer: Request, now_s: float) -> float:
+    """Until there is room for its KV: the answers that those in line wait for, and it too."""
+    if admits(device, newcomer):
+        return 0.0
+    batches = device.working.values()
+    state = State(devices={device.number: device})
+    begun = [
+        one for batch in batches for one in batch.requests.values() if one.phase is Phase.DECODING
+    ]
+    drain = _drain(begun, state, now_s, _unbounded)
+    return drain.seconds_until(device.num_waiting_for_kv + 1) or 0.0
+
+
+def _has_room(device: Device, model: Model, tuning: Tuning) -> bool:
+    return load_of(device) + own_load(model) <= tuning.second_device_load

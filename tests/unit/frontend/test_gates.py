@@ -1,0 +1,202 @@
+"""Answers that are held back, passed on and replaced by a refusal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import pytest
+
+from gpupoold.frontend.errors import ApiError
+from gpupoold.frontend.gates import Gate, Gates
+from gpupoold.wire.messages import Admission
+
+START = {"type": "http.response.start", "status": 200, "headers": []}
+PIECE = {"type": "http.response.body", "body": b"piece", "more_body": True}
+END = {"type": "http.response.body", "body": b""}
+
+Api = Callable[["Client", Gate], Awaitable[None]]
+
+
+class Client:
+    """One HTTP request through a gate; ``got`` is what its client has got."""
+
+    def __init__(self) -> None:
+        self.gates = Gates()
+        self.got: list[MutableMapping[str, Any]] = []
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        await asyncio.sleep(0)
+        self.got.append(message)
+
+    async def serve(self, api: Api) -> None:
+        async with self.gates.holding(self.send) as gate:
+            await api(self, gate)
+
+    async def passed(self, count: int) -> None:
+        """Return when so many messages have come through."""
+        while len(self.got) < count:
+            await asyncio.sleep(0)
+
+    def take(self, request_id: str) -> list[str]:
+        return self.gates.answered(Admission("m", request_id))
+
+    def refuse(self, request_id: str, status: int = 429) -> list[str]:
+        return self.gates.answered(Admission("m", request_id, status, "no", 2.5))
+
+
+async def served(api: Api) -> Client:
+    client = Client()
+    await client.serve(api)
+    return client
+
+
+async def test_headers_go_out_when_the_daemon_has_taken_it() -> None:
+    async def api(client: Client, gate: Gate) -> None:
+        await gate.send(START)
+        client.gates.asked("a")
+        await asyncio.sleep(0)
+        assert client.got == []
+        assert client.take("a") == []
+        await client.passed(1)
+        await gate.send(PIECE)
+        assert client.got == [START, PIECE]
+        await gate.send(END)
+
+    assert (await served(api)).got == [START, PIECE, END]
+
+
+async def test_pieces_before_the_request_wait_too() -> None:
+    """The Responses API tells of a response before its engine has a request."""
+
+    async def api(client: Client, gate: Gate) -> None:
+        for message in (START, PIECE):
+            await gate.send(message)
+        client.gates.asked("a")
+        client.take("a")
+        await gate.send(END)
+
+    assert (await served(api)).got == [START, PIECE, END]
+
+
+async def test_refusal_replaces_the_answer() -> None:
+    client = Client()
+
+    async def api(client: Client, gate: Gate) -> None:
+        await gate.send(START)
+        client.gates.asked("a")
+        assert client.refuse("a") == ["a"]
+        for message in (PIECE, END):
+            await gate.send(message)
+
+    with pytest.raises(ApiError) as raised:
+        await client.serve(api)
+    assert client.got == []
+    error = raised.value
+    assert (error.status, error.kind, error.code) == (
+        429,
+        "rate_limit_error",
+        "rate_limit_exceeded",
+    )
+    assert error.headers() == [(b"retry-after", b"3")]
+
+
+async def test_refusal_goes_before_what_the_api_raises() -> None:
+    async def api(client: Client, gate: Gate) -> None:
+        client.gates.asked("a")
+        client.refuse("a", 503)
+        raise RuntimeError("its engine failed")
+
+    with pytest.raises(ApiError) as raised:
+        await Client().serve(api)
+    assert (raised.value.status, raised.value.body()["error"]["code"]) == (503, 503)  # type: ignore[index]
+
+
+async def test_errors_of_the_api_are_its_own() -> None:
+    async def api(client: Client, gate: Gate) -> None:
+        client.gates.asked("a")
+        raise RuntimeError("its engine failed")
+
+    with pytest.raises(RuntimeError):
+        await Client().serve(api)
+
+
+async def test_all_of_several_have_to_be_taken() -> None:
+    async def api(client: Client, gate: Gate) -> None:
+        await gate.send(START)
+        for request_id in "abc":
+            client.gates.asked(request_id)
+        assert client.take("a") == client.take("b") == []
+        await asyncio.sleep(0)
+        assert client.got == []
+        assert client.refuse("c") == ["a", "b", "c"]
+
+    with pytest.raises(ApiError):
+        await Client().serve(api)
+
+
+async def test_those_taken_after_a_refusal_have_to_end() -> None:
+    async def api(client: Client, gate: Gate) -> None:
+        client.gates.asked("a")
+        client.gates.asked("b")
+        assert client.refuse("a") == ["a", "b"]
+        assert client.take("b") == ["a", "b"]
+
+    with pytest.raises(ApiError):
+        await Client().serve(api)
+
+
+async def test_later_ones_of_a_stream_end_within_it() -> None:
+    """What has gone out cannot be taken back."""
+
+    async def api(client: Client, gate: Gate) -> None:
+        client.gates.asked("a")
+        client.take("a")
+        await gate.send(START)
+        client.gates.asked("b")
+        assert client.refuse("b") == ["b"]
+        await gate.send(END)
+
+    assert (await served(api)).got == [START, END]
+
+
+async def test_answers_that_ask_for_nothing() -> None:
+    async def api(client: Client, gate: Gate) -> None:
+        await gate.send(START)
+        assert client.got == []
+        await gate.send(END)
+
+    assert (await served(api)).got == [START, END]
+
+
+async def test_whole_answers_do_not_wait_for_the_daemon() -> None:
+    """The API found a mistake after its first sample was on its way."""
+
+    async def api(client: Client, gate: Gate) -> None:
+        client.gates.asked("a")
+        await gate.send(START)
+        await gate.send(END)
+
+    client = await served(api)
+    assert client.got == [START, END]
+    assert client.refuse("a") == ["a"]
+
+
+async def test_tasks_of_the_api_share_its_gate() -> None:
+    async def api(client: Client, gate: Gate) -> None:
+        async def ask() -> None:
+            client.gates.asked("a")
+
+        await asyncio.create_task(ask())
+        client.refuse("a")
+
+    with pytest.raises(ApiError):
+        await Client().serve(api)
+
+
+async def test_requests_without_a_client() -> None:
+    client = Client()
+    client.gates.asked("a")
+    assert client.take("a") == []
+    assert client.refuse("b") == ["b"]

@@ -1,0 +1,176 @@
+"""Requests beyond the bounds, and those that it is too late for."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from gpupool_state import History
+from gpupoold.config import LimitSettings
+from gpupoold.domain import Targets
+from gpupoold.pool.overload import Overload, RefusalEvents
+from gpupoold.pool.requests import LiveRequest, LiveRequests
+from gpupoold.pool.stats import ModelStats
+from gpupoold.scheduling import events as e
+from gpupoold.scheduling.core import Core
+from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
+from gpupoold.wire import messages as m
+
+COSTS = ModelCosts(prefill_base_s=0.1, prefill_token_s=0.0, decode_base_s=0.1)
+TARGETS = Targets(1.0, 0.2)
+
+
+class Queue:
+    """A core with two models on one device, and requests that it and the daemon know of."""
+
+    def __init__(self, history: History, **limits: object) -> None:
+        self.core = Core(GpupoolPolicy())
+        for name in ("a", "b"):
+            self._tell(e.ModelAdded(name, TARGETS, 10**9, 1000, COSTS))
+        self._tell(e.DeviceUp(0, 8 * 10**10, 1e10), e.Hosted(0, "a"), e.Hosted(0, "b"))
+        self._tell(e.MemoryChanged(0, (("a", 0), ("b", 0))))
+        self.live = LiveRequests()
+        self.stats: dict[str, ModelStats] = {}
+        self.overload = Overload(
+            LimitSettings.model_validate(limits),
+            history,
+            self.live,
+            self.stats,
+            self.core.state,
+            lambda _: 100,
+        )
+
+    def take(self, model: str, request_id: str, arrival_s: float | None = None) -> None:
+        at_s = time.monotonic() if arrival_s is None else arrival_s
+        self.live.add(LiveRequest(request_id, model, None, at_s, TARGETS, [1]))
+        self._tell(e.Arrived(request_id, model, at_s, 1))
+
+    def ask(
+        self, model: str, *, is_routed: bool = True, is_warm: bool = True, late_s: float = 0.0
+    ) -> m.Admission:
+        order = m.AddRequest(model, "new", time.monotonic() - late_s, [1], 100, [])
+        return self.overload.admission(order, is_routed=is_routed, is_warm=is_warm)
+
+    def num_refused(self, model: str) -> int:
+        return self.stats[model].refused if model in self.stats else 0
+
+    def _tell(self, *events: e.Event) -> None:
+        self.core.handle(events, time.monotonic())
+
+
+async def test_bound_of_a_model(history: History) -> None:
+    queue = Queue(history, max_live_requests_per_model=2)
+    assert queue.ask("a").status == 200
+    for request_id in ("a1", "a2"):
+        queue.take("a", request_id)
+    refused = queue.ask("a")
+    assert (refused.status, refused.request_id) == (429, "new")
+    assert refused.message == "The model `a` already has 2 requests waiting or running."
+    # Answers of 100 tokens, 0.1 s each, and prompts; a busy machine makes it no longer.
+    assert refused.retry_after_s == pytest.approx(10.0, rel=0.3)
+    assert queue.ask("b").status == 200
+    assert (queue.num_refused("a"), queue.num_refused("b")) == (1, 0)
+
+
+async def test_bound_of_all(history: History) -> None:
+    queue = Queue(history, max_live_requests=2)
+    queue.take("a", "a1")
+    queue.take("b", "b1")
+    for model in ("a", "b"):
+        refused = queue.ask(model)
+        assert (refused.status, refused.message) == (
+            429,
+            "2 requests are already waiting or running.",
+        )
+        assert refused.retry_after_s > 1.0
+
+
+async def test_not_all_are_told_the_same_time(history: History) -> None:
+    """Three places, so three at a time; and those who do not come do not count for ever."""
+    queue = Queue(history, max_live_requests_per_model=3)
+    for number in range(3):
+        queue.take("a", f"a{number}")
+    told_s = [queue.ask("a").retry_after_s for _ in range(20)]
+    assert told_s == sorted(told_s)
+    assert told_s[3] == pytest.approx(2 * told_s[0], rel=0.2)
+    assert told_s[9] == told_s[-1] == pytest.approx(4 * told_s[0], rel=0.2)
+
+
+async def test_nothing_is_known_of_who_waits_for_an_image(history: History) -> None:
+    queue = Queue(history, max_live_requests_per_model=1)
+    queue.live.add(LiveRequest("a1", "a", None, time.monotonic(), TARGETS, [1]))
+    assert queue.ask("a", is_warm=False).retry_after_s == 5.0
+
+
+async def test_no_instance(history: History) -> None:
+    queue = Queue(history)
+    refused = queue.ask("a", is_routed=False)
+    assert (refused.status, refused.retry_after_s) == (503, 1.0)
+    assert refused.message == "The model `a` cannot be served right now."
+    assert queue.num_refused("a") == 0
+
+
+class TestLate:
+    """A device with prompts for three seconds, where the first token is due after one."""
+
+    def overloaded(self, history: History, **limits: object) -> Queue:
+        queue = Queue(history, **limits)
+        for number in range(30):
+            queue.take("a", f"a{number}")
+        return queue
+
+    async def test_all_are_taken_as_long_as_nobody_says_otherwise(self, history: History) -> None:
+        queue = self.overloaded(history)
+        assert queue.ask("a", late_s=100.0).status == 200
+        assert queue.overload.too_late(time.monotonic() + 100.0) == []
+
+    async def test_refused_when_it_comes(self, history: History) -> None:
+        queue = self.overloaded(history, drop_late=True)
+        refused = queue.ask("a")
+        assert refused.status == 429
+        assert "more than its target of 1s" in refused.message
+        # When the prompts before another will take a second.
+        assert refused.retry_after_s == pytest.approx(2.1, abs=0.2)
+        assert queue.num_refused("a") == 1
+
+    async def test_taken_when_it_can_be_in_time(self, history: History) -> None:
+        queue = Queue(history, drop_late=True)
+        queue.take("a", "a1")
+        assert queue.ask("a").status == 200
+        assert queue.ask("a", late_s=2.0).status == 429
+
+    async def test_taken_while_nothing_is_known_of_its_model(self, history: History) -> None:
+        queue = self.overloaded(history, drop_late=True)
+        assert queue.ask("a", is_warm=False).status == 200
+
+    async def test_dropped_when_it_has_not_begun(self, history: History) -> None:
+        queue = Queue(history, drop_late=True)
+        at_s = time.monotonic()
+        for request_id in ("waits", "sent", "begun", "young"):
+            queue.take("a", request_id, at_s - (0.0 if request_id == "young" else 1.5))
+        sent, begun = queue.live.get("sent"), queue.live.get("begun")
+        assert sent is not None
+        assert begun is not None
+        sent.instance = 0
+        begun.add_tokens([7], at_s)  # and its instance has died since
+        assert [one.request_id for one in queue.overload.too_late(at_s)] == ["waits"]
+        assert queue.stats["a"].dropped == 1
+
+
+async def test_one_event_per_model_and_minute(history: History) -> None:
+    events = RefusalEvents(history)
+    for _ in range(3):
+        events.note("a", "full", 0.0)
+        events.note("b", "full", 1.0)
+    events.tell(59.0)
+    events.tell(60.5)
+    events.tell(200.0)
+    rows = await history.events_after(0)
+    assert [(row.kind, row.subject, row.message) for row in rows] == [
+        ("refused", "a", "1 request was refused: full"),
+        ("refused", "b", "1 request was refused: full"),
+        ("refused", "a", "2 requests were refused: full"),
+        ("refused", "b", "2 requests were refused: full"),
+    ]

@@ -27,20 +27,16 @@ def resume(core: EngineCore, request: Request, wave: int, token_ids: Sequence[in
     request.append_output_token_ids(list(token_ids))
     request.num_preemptions = 1
     request.take_prefill_stats()  # that was told once already
-    core.add_request(request, wave)
+    runner: Any = core.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
+    # First: what fails here must not leave a request in the queue without its record.
+    runner.requests[request.request_id] = _record(runner, request, token_ids)
+    try:
+        core.add_request(request, wave)
+    except BaseException:
+        del runner.requests[request.request_id]
+        raise
     if request.status == RequestStatus.WAITING:
         request.status = RequestStatus.PREEMPTED
-    runner: Any = core.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
-    runner.requests[request.request_id] = CachedRequestState(
-        req_id=request.request_id,
-        prompt_token_ids=list(request.prompt_token_ids or ()),
-        mm_features=[],
-        sampling_params=request.sampling_params,
-        generator=_generator(runner, request.sampling_params, len(token_ids)),
-        block_ids=([],) * len(runner.kv_cache_config.kv_cache_groups),
-        num_computed_tokens=0,
-        output_token_ids=list(token_ids),
-    )
 
 
 def after_grammar(request: Request) -> None:
@@ -51,6 +47,19 @@ def after_grammar(request: Request) -> None:
     assert structured is not None and structured.grammar is not None
     structured.grammar.accept_tokens(request.request_id, list(request.output_token_ids))
     request.status = RequestStatus.PREEMPTED
+
+
+def _record(runner: Any, request: Request, token_ids: Sequence[int]) -> CachedRequestState:
+    return CachedRequestState(
+        req_id=request.request_id,
+        prompt_token_ids=list(request.prompt_token_ids or ()),
+        mm_features=[],
+        sampling_params=request.sampling_params,
+        generator=_generator(runner, request.sampling_params, len(token_ids)),
+        block_ids=([],) * len(runner.kv_cache_config.kv_cache_groups),
+        num_computed_tokens=0,
+        output_token_ids=list(token_ids),
+    )
 
 
 def _generator(

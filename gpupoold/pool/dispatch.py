@@ -175,7 +175,7 @@ class Dispatcher:
         for request in moving:
             request.instance = None
             order = self._orders[request.request_id]
-            self.scheduler.arrived(
+            self._schedule(
                 msgspec.structs.replace(order, output_token_ids=list(request.output_token_ids))
             )
 
@@ -210,10 +210,14 @@ class Dispatcher:
         self._orders[message.request_id] = message
         if self.warmth is not None:
             self.warmth.used(message.model)
-            if not self.warmth.is_warm(message.model):
-                self._waiting.setdefault(message.model, {})[message.request_id] = message
-                self.warmth.begin(message.model)
-                return
+        self._schedule(message)
+
+    def _schedule(self, message: m.AddRequest) -> None:
+        """Tell the core of a request, or let it wait until its model is warm."""
+        if self.warmth is not None and not self.warmth.is_warm(message.model):
+            self._waiting.setdefault(message.model, {})[message.request_id] = message
+            self.warmth.begin(message.model)
+            return
         self.scheduler.arrived(message)
 
     def _send_to(self, number: int, message: m.AddRequest | m.RunTurn) -> None:

@@ -277,3 +277,19 @@ class TestDeadInstance:
         assert [one.request_id for one in sent] == ["a"]
         assert bench.scheduled == {}
         bench.check()
+
+    async def test_what_is_not_warm_is_warmed_before_they_go_on(
+        self, bench: Bench, sent: list[m.AddRequest]
+    ) -> None:
+        bench.cold.warm.add(NAME)
+        bench.ask("a")
+        self.give_tokens(bench, "a", 7)
+        bench.cold.warm.clear()
+        bench.dispatcher.instance_down(bench.instance, "died")
+        assert (bench.cold.begun, bench.dispatcher.num_waiting(NAME)) == ([NAME], 1)
+        self.come_back(bench)
+        assert len(sent) == 1
+        bench.cold.warm.add(NAME)
+        bench.dispatcher.go_on(NAME)
+        assert [one.output_token_ids for one in sent] == [[], [7]]
+        bench.check()

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from gpupoold.config import Settings
-from gpupoold.pool.child import Child
+from gpupoold.pool.child import Child, Launch
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import ChannelClosed
 
@@ -64,16 +64,8 @@ class ForkServer:
         self._num_asked = 0
         self._running: dict[int, ForkedProcess] = {}
 
-    async def fork(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        log_fd: int,
-        fd_options: Mapping[str, int],
-        environment: Mapping[str, str],
-    ) -> ForkedProcess:
-        """Run ``module`` with ``arguments``; ``fd_options`` are options whose values are
-        descriptors, which the caller may close afterwards.
+    async def fork(self, launch: Launch) -> ForkedProcess:
+        """Run a module, see :data:`Starter`.
 
         Raises:
             OSError: the fork server could not be started, or has died.
@@ -88,9 +80,15 @@ class ForkServer:
         call_id = self._num_asked
         asked: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
         self._asked[call_id] = asked
-        order = m.Fork(call_id, module, list(arguments), list(fd_options), dict(environment))
+        order = m.Fork(
+            call_id,
+            launch.module,
+            list(launch.arguments),
+            list(launch.fd_options),
+            dict(launch.environment),
+        )
         try:
-            server.channel.send(order, (log_fd, *fd_options.values()))
+            server.channel.send(order, (launch.log_fd, *launch.fd_options.values()))
             return await asked
         finally:
             del self._asked[call_id]

@@ -11,11 +11,12 @@ from typing import TypeVar
 
 from gpupoold.config import Settings
 from gpupoold.errors import Failed, TimedOut, Unavailable, error_from_code
-from gpupoold.pool.child import Child
+from gpupoold.pool.child import Child, execute
 from gpupoold.pool.engine_environment import compute_threads
 from gpupoold.pool.forks import ForkServer
 from gpupoold.pool.image_cache import CachedImage
 from gpupoold.pool.instance import Instance
+from gpupoold.process import as_words
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import ChannelClosed
 
@@ -255,7 +256,7 @@ class InstanceSupervisor:
             _arguments(self._settings, instance),
             m.FromInstance,
             log_path,
-            starter=self._forks.fork if instance.device.kind == "emulated" else None,
+            starter=self._forks.fork if instance.device.kind == "emulated" else execute,
         )
         instance.child = child
         try:
@@ -361,7 +362,7 @@ def _arguments(settings: Settings, instance: Instance) -> list[str]:
             "--canary-interval": settings.memory.canary_interval,
             "--compute-threads": compute_threads(settings),
         }
-    return [text for pair in options.items() for text in map(str, pair)]
+    return as_words(options)
 
 
 def _close(fd: int | None) -> None:

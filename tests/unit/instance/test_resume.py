@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="the engine is not installed")
 
-from vllm.v1.request import RequestStatus  # noqa: E402
+from vllm.v1.request import RequestStatus
 
-from gpupoold.instance import resume  # noqa: E402
+from gpupoold.instance import resume
 
 
 class Engine:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from gpupoold.config import Settings
+from gpupoold.pool.child import Launch
 from gpupoold.pool.forks import ForkedProcess, ForkServer
 
 TIMEOUT_S = 20
@@ -68,8 +69,8 @@ class Rig:
         with ours, theirs, self.log.open("ab") as log:
             options = {"--wire-fd": theirs.fileno()}
             arguments = ["--end", end]
-            forking = self.server.fork(module, arguments, log.fileno(), options, {"WORD": "hello"})
-            process = await asyncio.wait_for(forking, TIMEOUT_S)
+            launch = Launch(module, arguments, log.fileno(), options, {"WORD": "hello"})
+            process = await asyncio.wait_for(self.server.fork(launch), TIMEOUT_S)
             theirs.close()
             ours.settimeout(TIMEOUT_S)
             told = await asyncio.to_thread(ours.recv, 1 << 16)

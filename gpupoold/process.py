@@ -11,6 +11,9 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 
+OUT_OF_MEMORY_STATUS = 71
+"""Exit status of a worker that had no memory to go on (``EX_OSERR`` of ``sysexits.h``)."""
+
 _PR_SET_PDEATHSIG = 1
 
 

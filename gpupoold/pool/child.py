@@ -21,6 +21,10 @@ T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
+# After it has hung up, and after it has been killed.
+_LEAVING_S = 5.0
+_DYING_S = 10.0
+
 
 class Process(Protocol):
     """A process that runs, or has run."""
@@ -146,13 +150,20 @@ class Child(Generic[T]):
         """Its process id."""
         return self._process.pid
 
-    async def wait(self) -> int:
-        """See :meth:`Process.wait`."""
-        return await self._process.wait()
-
     def kill(self) -> None:
         """See :meth:`Process.kill`."""
         self._process.kill()
+
+    async def ended(self) -> int | None:
+        """The exit status of a child that has hung up, or is to be ended; it is killed when it
+        stays. None: it is not known, as not even that was answered in time."""
+        self.channel.close()
+        for wait_s in (_LEAVING_S, _DYING_S):
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(self._process.wait(), wait_s)
+            self.kill()
+        _logger.error("%s (process %d) has been killed and does not end", self.name, self.pid)
+        return None
 
     async def stop(self, message: Any, grace_s: float) -> None:
         """Ask it to leave with ``message``; after ``grace_s`` it is killed."""
@@ -163,7 +174,7 @@ class Child(Generic[T]):
         except TimeoutError:
             _logger.warning("%s did not stop within %g s and is killed", self.name, grace_s)
             self.kill()
-            await self._process.wait()
+            await self.ended()
         self.channel.close()
         _logger.info("%s stopped", self.name)
 

@@ -21,7 +21,7 @@ from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.stats import percentile
 from gpupoold.wire import messages as m
 
-# A request that was on two instances when they died is not given to a third.
+# A request whose model ended two instances that had it is not given to a third.
 _MAX_LOSSES = 1
 
 
@@ -158,15 +158,16 @@ class Dispatcher:
             self._cancel(request)
         self._fail(requests, reason)
 
-    def instance_down(self, instance: Instance, reason: str) -> None:
+    def instance_down(self, instance: Instance, reason: str, blamed: str | None = None) -> None:
         """It gets no new requests. Those that it had go on elsewhere, or there when it is back;
-        but one that was there when two have died may be what killed them, and ends."""
+        but one that was there when its model was ``blamed`` for two deaths may be what caused
+        them, and ends."""
         for instances in self.routes.values():
             if instance in instances:
                 instances.remove(instance)
         lost = self.live.on_instance(instance.number)
         for request in lost:
-            request.num_losses += 1
+            request.num_losses += request.model == blamed
         self._fail([one for one in lost if one.num_losses > _MAX_LOSSES], reason)
         moving = [one for one in lost if one.num_losses <= _MAX_LOSSES]
         for request in moving:
@@ -182,6 +183,25 @@ class Dispatcher:
     def fail_unhosted(self, reason: str) -> None:
         """End the requests of models that no instance has, and that wait for one."""
         self._fail([one for one in self.live.all() if not self.routes.get(one.model)], reason)
+
+    def end_overdue(self, now_s: float) -> None:
+        """End the requests that have had no token for too long, whatever they wait for."""
+        limit_s = self._limits.token_timeout_s
+        for request in self.live.silent_since(now_s - limit_s):
+            reason = self._waits_for(request)
+            self._cancel(request)
+            self._fail([request], f"no token for {limit_s:g} s: {reason}")
+
+    def _waits_for(self, request: LiveRequest) -> str:
+        if request.request_id in self._waiting.get(request.model, ()):
+            return f"{request.model} is not in host memory yet"
+        if not self.routes.get(request.model):
+            return f"no device has {request.model} now"
+        if request.instance is None:
+            return "no device has taken the request"
+        if self.scheduler.on_turn(request.instance) != request.model:
+            return f"it waits for the turn of {request.model} on device {request.instance}"
+        return f"device {request.instance} is at it and does not answer"
 
     def frontend_down(self) -> None:
         """Nobody reads the answers any more: every live request is cancelled."""

@@ -16,6 +16,10 @@ from gpupoold.wire.channel import ChannelClosed
 
 _logger = logging.getLogger(__name__)
 
+# The first answer comes after everything has been imported. All that it has forked dies with
+# a fork server that is killed.
+_ANSWER_TIMEOUT_S = 180.0
+
 
 class ForkedProcess:
     """A grandchild: its parent, the fork server, tells when it has ended."""
@@ -89,7 +93,13 @@ class ForkServer:
         )
         try:
             server.channel.send(order, (launch.log_fd, *launch.fd_options.values()))
-            return await asked
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                return await asked
+        except TimeoutError:
+            server.kill()
+            raise OSError(
+                f"the fork server did not answer within {_ANSWER_TIMEOUT_S:g} s and is killed"
+            ) from None
         finally:
             del self._asked[call_id]
 
@@ -120,8 +130,7 @@ class ForkServer:
                 self._note(server, await server.channel.receive())
         except ChannelClosed:
             server.kill()
-        server.channel.close()
-        await server.wait()
+        await server.ended()
         self._server = None
         for asked in self._asked.values():
             if not asked.done():

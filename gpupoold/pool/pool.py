@@ -36,10 +36,13 @@ from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.lifecycle import ModelLifecycle
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.stimulus_file import Header, lines
+from gpupoold.pool.ticker import tick
+from gpupoold.pool.watchdog import Watchdog
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 
 _logger = logging.getLogger(__name__)
 _CHECK_INTERVAL_S = 5.0
+_BENCH_TIMEOUT_S = 3600.0
 
 PoolState = Literal["starting", "ready", "stopping"]
 
@@ -68,7 +71,16 @@ class Pool:
         """Start the instances and the frontend; they come up in the background."""
         self.supervisor.start()
         self.frontend.start()
-        self._tasks = [asyncio.create_task(self._check_when_idle(), name="check-core")]
+        looks = (
+            self.supervisor.oom_kills.look,
+            self.frontend.look,
+            *(watchdog.look for watchdog in self._watchdogs()),
+            self.dispatcher.end_overdue,
+        )
+        self._tasks = [
+            asyncio.create_task(self._check_when_idle(), name="check-core"),
+            asyncio.create_task(tick(looks), name="tick"),
+        ]
 
     async def stop(self) -> None:
         """Stop the frontend, then the instances."""
@@ -143,6 +155,7 @@ class Pool:
         result = await self.supervisor.call(
             instance,
             "bench_switch",
+            limit_s=_BENCH_TIMEOUT_S,
             models=models,
             rounds=request.rounds,
             modes=list(request.modes),
@@ -167,7 +180,7 @@ class Pool:
             arguments = {"models": models, "kv_bytes": request.kv_bytes}
         if request.part != "leftovers":
             arguments["rounds"] = request.rounds
-        result = await self.supervisor.call(instance, method, **arguments)
+        result = await self.supervisor.call(instance, method, limit_s=_BENCH_TIMEOUT_S, **arguments)
         assert isinstance(result, dict)
         return result
 
@@ -204,6 +217,15 @@ class Pool:
         settings = self.settings.scheduling
         header = Header(settings.policy, PolicyOptions(quota_max_s=settings.quota_max_s))
         return lines(header, core.stimuli())
+
+    def _watchdogs(self) -> tuple[Watchdog[Instance], Watchdog[FrontendSupervisor]]:
+        limits = self.settings.limits
+        limits_s = (limits.hang_timeout_s, limits.load_timeout_s)
+        supervisor, frontend = self.supervisor, self.frontend
+        return (
+            Watchdog(supervisor.instances, supervisor.end, *limits_s),
+            Watchdog([frontend], FrontendSupervisor.end, *limits_s),
+        )
 
     async def _check_when_idle(self) -> None:
         """An idle daemon looks at the core's books, and says once when they disagree."""
@@ -251,7 +273,7 @@ def build_pool(
         forks,
         dispatcher.from_instance,
         lambda instance: lifecycle.instance_up(instance),
-        lambda instance: lifecycle.instance_down(instance),
+        lambda *ended: lifecycle.instance_down(*ended),
     )
     lifecycle = ModelLifecycle(settings, registry, history, dispatcher, supervisor, cache, saved)
     frontend = FrontendSupervisor(
@@ -260,7 +282,7 @@ def build_pool(
         listener,
         dispatcher.from_frontend,
         lifecycle.frontend_up,
-        dispatcher.frontend_down,
+        lambda death: lifecycle.frontend_down(death),
     )
     dispatcher.frontend = frontend
     dispatcher.warmth = lifecycle.warmer

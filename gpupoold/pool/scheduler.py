@@ -126,6 +126,11 @@ class Scheduler:
         device = self.core.core.state.devices.get(number)
         return 0 if device is None else device.num_waiting_for_kv
 
+    def on_turn(self, number: int) -> str | None:
+        """The model whose turn it is on an instance."""
+        device = self.core.core.state.devices.get(number)
+        return device.turn.model if device is not None and device.turn is not None else None
+
     def check_state(self) -> None:
         """Raise AssertionError when the core's books disagree."""
         check_state(self.core.core.state)

@@ -351,6 +351,14 @@ class StopServing(Message):
     name: str
 
 
+class Ping(Message):
+    """Is it there? Answered by ``Pong``."""
+
+
+class Pong(Message):
+    """It is there."""
+
+
 class RequestsFailed(Message):
     """Requests that cannot be answered (instance → daemon → frontend); their streams end so."""
 
@@ -414,8 +422,15 @@ FromInstance = (
     | CallResult
 )
 ToFrontend = (
-    ModelList | ServeModel | StopServing | StepOutputs | RequestsFailed | CallResult | Shutdown
+    ModelList
+    | ServeModel
+    | StopServing
+    | StepOutputs
+    | RequestsFailed
+    | CallResult
+    | Ping
+    | Shutdown
 )
-FromFrontend = FrontendReady | AddRequest | AbortRequests | CallResult
+FromFrontend = FrontendReady | AddRequest | AbortRequests | CallResult | Pong
 ToForkServer = Fork
 FromForkServer = Forked | ForkEnded

@@ -166,14 +166,11 @@ class Dispatcher:
             if instance in instances:
                 instances.remove(instance)
         lost = self.live.on_instance(instance.number)
+        self.scheduler.device_down(instance.number, [one.request_id for one in lost])
         for request in lost:
             request.num_losses += request.model == blamed
         self._fail([one for one in lost if one.num_losses > _MAX_LOSSES], reason)
-        moving = [one for one in lost if one.num_losses <= _MAX_LOSSES]
-        for request in moving:
-            self.scheduler.ended(request.request_id)
-        self.scheduler.device_down(instance.number)
-        for request in moving:
+        for request in [one for one in lost if one.num_losses <= _MAX_LOSSES]:
             request.instance = None
             order = self._orders[request.request_id]
             self._schedule(

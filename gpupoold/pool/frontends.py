@@ -154,6 +154,13 @@ class FrontendSupervisor:
         self._on_down(death)
         return was_ready and not death.is_at_fault
 
+    async def _come_up(self) -> None:
+        try:
+            await self._on_up()
+        except Exception as error:
+            _logger.exception("setting the frontend up failed")
+            self.end(f"it could not be set up: {error}")
+
     def _note(self, message: m.FromFrontend) -> None:
         now_s = time.monotonic()
         assert self.watch is not None
@@ -164,7 +171,7 @@ class FrontendSupervisor:
             case m.FrontendReady():
                 self.watch.came_up(now_s)
                 self.is_ready = True
-                self._keep(self._on_up(), "frontend-up")
+                self._keep(self._come_up(), "frontend-up")
             case m.CallResult():
                 future = self._serving.get(message.call_id)
                 if future is not None and not future.done():

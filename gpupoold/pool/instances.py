@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import time
@@ -319,6 +320,7 @@ class InstanceSupervisor:
                 instance.coming_up = task
                 self._tasks.append(task)
                 task.add_done_callback(self._tasks.remove)
+                task.add_done_callback(functools.partial(self._has_come_up, instance))
             case m.ModelLoaded():
                 self._note_loaded(instance, message)
             case m.ModelFailed():
@@ -347,6 +349,12 @@ class InstanceSupervisor:
                 watch.stepped(now_s, message.num_steps, has_work=has_work)
             case _:
                 self._on_message(instance, message)
+
+    def _has_come_up(self, instance: Instance, task: asyncio.Future[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _logger.error("setting instance %d up failed", instance.number, exc_info=error)
+            if task is instance.coming_up:
+                self.end(instance, f"it could not be set up: {error}")
 
     def _note_loaded(self, instance: Instance, message: m.ModelLoaded) -> None:
         assert instance.child is not None

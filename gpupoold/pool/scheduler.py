@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
@@ -70,9 +70,12 @@ class Scheduler:
             )
         )
 
-    def device_down(self, number: int) -> None:
-        """An instance is gone; requests that it had must have ended before."""
-        self._tell(e.DeviceDown(number))
+    def device_down(self, number: int, request_ids: Iterable[str] = ()) -> None:
+        """An instance is gone, and the requests that it had have ended there.
+
+        All at once: between the two others would be sent to it.
+        """
+        self._tell(*map(e.Ended, request_ids), e.DeviceDown(number))
 
     def host(self, number: int, name: str) -> None:
         """An instance can run a model."""

@@ -18,6 +18,7 @@ from gpupoold.scheduling.state import Request
 from gpupoold.wire import messages as m
 
 NAME = "llama"
+WEIGHT_BYTES = 1 << 20
 
 
 class Cold:
@@ -64,7 +65,12 @@ class Bench:
         self.dispatcher.warmth = self.cold
         self.dispatcher.frontend = cast(FrontendSupervisor, self.frontend)
         self.instance = Instance(0, DeviceSettings(kind="emulated"))
-        self.instance.ready = m.InstanceReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0")
+        self.come_back()
+
+    def come_back(self, device_bytes: int = 1 << 30, kv_host_bytes: int | None = None) -> None:
+        self.instance.ready = m.InstanceReady(
+            0, 1, device_bytes, 4096, 1e9, "0.32.0", kv_host_bytes=kv_host_bytes
+        )
         self.dispatcher.instance_up(self.instance)
         self.dispatcher.host(Targets(), _loaded(NAME), None, self.instance)
 
@@ -94,7 +100,7 @@ def _loaded(name: str) -> m.LoadedModel:
         dtype="float32",
         block_size=32,
         num_gpu_blocks=100,
-        weight_bytes=1 << 20,
+        weight_bytes=WEIGHT_BYTES,
         kv_bytes_per_token=100,
         supported_tasks=("generate",),
         load_s=1.0,
@@ -200,6 +206,22 @@ async def test_an_instance_that_has_the_model_no_more(bench: Bench) -> None:
     bench.check()
 
 
+async def test_the_dead_are_sent_nothing(bench: Bench) -> None:
+    """Two wait for the KV room of one on an instance that dies: all three go on later."""
+    bench.cold.warm.add(NAME)
+    bench.dispatcher.instance_down(bench.instance, "restarted")
+    bench.come_back(device_bytes=WEIGHT_BYTES + 2000, kv_host_bytes=0)
+    for request_id in ("a", "b", "c"):
+        bench.ask(request_id)
+    assert [one.instance for one in bench.dispatcher.live.all()] == [0, None, None]
+    bench.dispatcher.instance_down(bench.instance, "died")
+    assert [one.instance for one in bench.dispatcher.live.all()] == [None] * 3
+    bench.check()
+    bench.come_back()
+    assert [one.instance for one in bench.dispatcher.live.all()] == [0] * 3
+    bench.check()
+
+
 class TestDeadInstance:
     """What an instance had goes on elsewhere, or there when it is back."""
 
@@ -214,10 +236,6 @@ class TestDeadInstance:
 
         monkeypatch.setattr(Instance, "send", send)
         return sent
-
-    def come_back(self, bench: Bench) -> None:
-        bench.dispatcher.instance_up(bench.instance)
-        bench.dispatcher.host(Targets(), _loaded(NAME), None, bench.instance)
 
     def give_tokens(self, bench: Bench, request_id: str, *token_ids: int) -> None:
         progress = [m.RequestProgress(request_id, list(token_ids))]
@@ -239,24 +257,36 @@ class TestDeadInstance:
         assert bench.frontend.sent == []
         assert bench.scheduled["a"].arrival_s == 1.0
         assert bench.dispatcher.live.all()[0].instance is None
-        self.come_back(bench)
+        bench.come_back()
         again = sent[-1]
         assert (len(sent), again.output_token_ids) == (2, [7, 8, 9])
         assert (again.frames, again.prompt_token_ids) == (first.frames, first.prompt_token_ids)
         bench.check()
 
-    async def test_who_was_on_two_is_not_given_to_a_third(
+    async def test_whose_model_ended_two_is_not_given_to_a_third(
         self, bench: Bench, sent: list[m.AddRequest]
     ) -> None:
         bench.cold.warm.add(NAME)
         bench.ask("a")
-        bench.dispatcher.instance_down(bench.instance, "died")
-        self.come_back(bench)
+        bench.dispatcher.instance_down(bench.instance, "died", blamed=NAME)
+        bench.come_back()
         bench.ask("b")
-        bench.dispatcher.instance_down(bench.instance, "died again")
+        bench.dispatcher.instance_down(bench.instance, "died again", blamed=NAME)
         assert bench.frontend.sent == [m.RequestsFailed(NAME, ["a"], "died again")]
-        self.come_back(bench)
+        bench.come_back()
         assert [one.request_id for one in sent] == ["a", "a", "b", "b"]
+        bench.check()
+
+    async def test_who_is_not_blamed_goes_on_for_ever(
+        self, bench: Bench, sent: list[m.AddRequest]
+    ) -> None:
+        bench.cold.warm.add(NAME)
+        bench.ask("a")
+        for blamed in (None, "another", None, "another"):
+            bench.dispatcher.instance_down(bench.instance, "died", blamed)
+            bench.come_back()
+        assert bench.frontend.sent == []
+        assert [one.request_id for one in sent] == ["a"] * 5
         bench.check()
 
     async def test_none_is_left_to_come_back(self, bench: Bench, sent: list[m.AddRequest]) -> None:
@@ -273,7 +303,7 @@ class TestDeadInstance:
         bench.ask("a")
         bench.dispatcher.instance_down(bench.instance, "died")
         bench.dispatcher.from_frontend(m.AbortRequests(NAME, ["a"]))
-        self.come_back(bench)
+        bench.come_back()
         assert [one.request_id for one in sent] == ["a"]
         assert bench.scheduled == {}
         bench.check()
@@ -287,7 +317,7 @@ class TestDeadInstance:
         bench.cold.warm.clear()
         bench.dispatcher.instance_down(bench.instance, "died")
         assert (bench.cold.begun, bench.dispatcher.num_waiting(NAME)) == ([NAME], 1)
-        self.come_back(bench)
+        bench.come_back()
         assert len(sent) == 1
         bench.cold.warm.add(NAME)
         bench.dispatcher.go_on(NAME)

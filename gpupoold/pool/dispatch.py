@@ -184,8 +184,9 @@ class Dispatcher:
     def end_overdue(self, now_s: float) -> None:
         """End the requests that have had no token for too long, whatever they wait for."""
         limit_s = self._limits.token_timeout_s
-        for request in self.live.silent_since(now_s - limit_s):
-            reason = self._waits_for(request)
+        silent = self.live.silent_since(now_s - limit_s)
+        # All are asked before one ends: those who wait for room get that of those who leave.
+        for request, reason in [(one, self._waits_for(one)) for one in silent]:
             self._cancel(request)
             self._fail([request], f"no token for {limit_s:g} s: {reason}")
 

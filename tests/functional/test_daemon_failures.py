@@ -21,6 +21,7 @@ from tests.functional.daemon_tools import (
     LOAD_OPTIONS,
     LONG,
     QWEN2,
+    Answer,
     Background,
     api_client,
     ask,
@@ -202,16 +203,9 @@ async def test_a_model_that_ends_its_worker_twice(usual: PrivateDaemon, api: Asy
     await eventually(lambda: is_whole(usual), BACK_S)
     expected = await ask(api, QWEN2, PROMPT)
     victim_alone = await ask(api, LLAMA, PROMPT, LONG)
-    streams = []
-    for _ in range(2):
-        streams.append(Background(api, LLAMA, PROMPT, LONG))
-        await streams[-1].started()  # it is on its turn: nobody else has a request
-        ended = worker(usual)
-        ended.send_signal(signal.SIGSEGV)
-        await eventually(lambda ended=ended: is_back_without(usual, ended), BACK_S)
-    assert await streams[0].finished() == victim_alone
+    assert await crashed_in(usual, api) == victim_alone
     with pytest.raises(openai.APIError, match="ended the worker of device 0 twice: signal 11"):
-        await streams[1].finished()
+        await crashed_in(usual, api)
     await eventually(lambda: states(usual) == {LLAMA: "failed", QWEN2: "ready"}, BACK_S)
     assert await ask(api, QWEN2, PROMPT) == expected
     for shown in (cli(usual, "show", LLAMA), cli(usual, "events")):
@@ -228,6 +222,16 @@ async def test_a_model_that_ends_its_worker_twice(usual: PrivateDaemon, api: Asy
     assert cli(usual, "cache", "warm", LLAMA).returncode == 0
     assert states(usual) == {LLAMA: "ready", QWEN2: "ready"}
     assert await ask(api, LLAMA, PROMPT, LONG) == victim_alone
+
+
+async def crashed_in(daemon: PrivateDaemon, api: AsyncOpenAI) -> Answer:
+    """An answer in the middle of which the worker crashes; its model is all that runs."""
+    stream = Background(api, LLAMA, PROMPT, LONG)
+    await stream.started()
+    ended = worker(daemon)
+    ended.send_signal(signal.SIGSEGV)
+    await eventually(lambda: is_back_without(daemon, ended), BACK_S)
+    return await stream.finished()
 
 
 class Callers:

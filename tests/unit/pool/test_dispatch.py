@@ -323,3 +323,55 @@ class TestDeadInstance:
         bench.dispatcher.go_on(NAME)
         assert [one.output_token_ids for one in sent] == [[], [7]]
         bench.check()
+
+
+class TestBound:
+    """A request that gets no token for too long ends, and is told what it waited for."""
+
+    LIMIT_S = LimitSettings().token_timeout_s
+
+    def errors(self, bench: Bench) -> dict[str, str]:
+        failed = [one for one in bench.frontend.sent if isinstance(one, m.RequestsFailed)]
+        return {request_id: one.message for one in failed for request_id in one.request_ids}
+
+    async def test_from_its_arrival_or_its_last_token_on(self, bench: Bench) -> None:
+        bench.cold.warm.add(NAME)
+        bench.ask("a", 100.0)
+        bench.ask("b", 100.0)
+        progress = [m.RequestProgress("b", [7])]
+        outputs = m.StepOutputs(NAME, 150.0, [], progress, 0.01)
+        bench.dispatcher.from_instance(bench.instance, outputs)
+        bench.dispatcher.end_overdue(100.0 + self.LIMIT_S)
+        assert self.errors(bench) == {}
+        bench.dispatcher.end_overdue(101.0 + self.LIMIT_S)
+        assert list(self.errors(bench)) == ["a"]
+        bench.dispatcher.end_overdue(151.0 + self.LIMIT_S)
+        assert list(self.errors(bench)) == ["a", "b"]
+        assert len(bench.dispatcher.live) == 0
+        bench.check()
+
+    async def test_each_is_told_what_it_waited_for(self, bench: Bench) -> None:
+        bench.ask("cold", 100.0)
+        bench.cold.warm.add(NAME)
+        bench.ask("there", 100.0)
+        bench.dispatcher.end_overdue(1000.0)
+        bench.ask("homeless", 1000.0)
+        bench.dispatcher.instance_down(bench.instance, "died")
+        bench.dispatcher.end_overdue(2000.0)
+        assert self.errors(bench) == {
+            "cold": f"no token for 600 s: {NAME} is not in host memory yet",
+            "there": "no token for 600 s: device 0 is at it and does not answer",
+            "homeless": f"no token for 600 s: no device has {NAME} now",
+        }
+
+    async def test_two_that_wait_for_room_and_for_a_turn(self, bench: Bench) -> None:
+        bench.cold.warm.add(NAME)
+        bench.dispatcher.instance_down(bench.instance, "restarted")
+        bench.come_back(device_bytes=WEIGHT_BYTES + 2000, kv_host_bytes=0)
+        bench.ask("first", 100.0)
+        bench.ask("second", 100.0)
+        turn = bench.dispatcher.scheduler.core.core.state.devices[0].turn
+        assert turn is not None
+        bench.dispatcher.from_instance(bench.instance, m.TurnEnded(turn.turn_id))
+        bench.dispatcher.end_overdue(1000.0)
+        assert self.errors(bench)["second"] == "no token for 600 s: no device has taken the request"

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from gpupoold.config import Settings
+from gpupoold.pool import forks
 from gpupoold.pool.child import Launch
 from gpupoold.pool.forks import ForkedProcess, ForkServer
 
@@ -164,3 +165,18 @@ async def test_stopping_ends_all(rig: Rig) -> None:
     await rig.server.stop()
     assert await status_of(process) == -signal.SIGKILL
     assert not psutil.pid_exists(told["parent"])
+
+
+async def test_a_server_that_does_not_answer_is_replaced(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, told = await rig.start("wait")
+    os.kill(told["parent"], signal.SIGSTOP)
+    with monkeypatch.context() as hasty:
+        hasty.setattr(forks, "_ANSWER_TIMEOUT_S", 0.2)
+        with pytest.raises(OSError, match=r"did not answer within 0\.2 s and is killed"):
+            await rig.start("wait")
+    assert await status_of(first) == -signal.SIGKILL
+    second, told_later = await rig.start("status")
+    assert told_later["parent"] != told["parent"]
+    assert await status_of(second) == 3

@@ -91,6 +91,8 @@ MESSAGES: list[m.Message] = [
     m.FrontendReady(4243),
     m.ModelList([SERVED], True),
     m.ServeModel(9, MODEL, LOADED),
+    m.Ping(),
+    m.Pong(),
     m.StopServing("llama"),
     m.RequestsFailed("llama", ["r1"], "the worker ended"),
 ]

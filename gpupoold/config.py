@@ -7,11 +7,10 @@ bytes and seconds whatever the file wrote; every problem in the file is a
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -24,9 +23,9 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 
 from gpupoold.admin.paths import SYSTEM_RUNTIME_DIR, default_socket_path
+from gpupoold.config_errors import config_error
 from gpupoold.device_names import check_gpu, named_devices
 from gpupoold.errors import ConfigError
 from gpupoold.units import format_bytes, parse_duration_s, parse_size_bytes
@@ -215,6 +214,8 @@ class LimitSettings(Section):
     load_timeout_s: Duration = Field(default=600.0, alias="load_timeout")
     drain_timeout_s: Duration = Field(default=600.0, alias="drain_timeout")
     stop_grace_s: Duration = Field(default=10.0, alias="stop_grace")
+    hang_timeout_s: Duration = Field(default=60.0, alias="hang_timeout")
+    token_timeout_s: Duration = Field(default=600.0, alias="token_timeout")
 
 
 class LogSettings(Section):
@@ -319,7 +320,7 @@ def parse_settings(raw: Mapping[str, Any], origin: str) -> Settings:
     try:
         return Settings.model_validate(data)
     except ValidationError as error:
-        raise _config_error(origin, error.errors(include_url=False)) from None
+        raise config_error(origin, error.errors(include_url=False), known_keys()) from None
 
 
 def default_devices() -> list[dict[str, object]]:
@@ -380,48 +381,6 @@ def _read_toml(path: Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path}: is not valid TOML: {error}") from error
-
-
-def _config_error(origin: str, problems: Sequence[ErrorDetails]) -> ConfigError:
-    # An unknown key first: it often explains the others (a misspelt required key).
-    problem = min(problems, key=lambda details: details["type"] != "extra_forbidden")
-    where, what, hint = _describe(problem)
-    if len(problems) > 1:
-        hint = "; ".join(filter(None, [hint, f"{len(problems) - 1} more wrong in this file"]))
-    return ConfigError(f"{origin}: {where}: {what}" if where else f"{origin}: {what}", hint)
-
-
-def _describe(problem: ErrorDetails) -> tuple[str, str, str]:
-    """Dotted key, what is wrong, and what to do about it."""
-    parts = problem["loc"]
-    where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in parts).lstrip(".")
-    match problem["type"]:
-        case "extra_forbidden":
-            return where, "unknown key", _nearest(parts)
-        case "missing":
-            return where, "is missing", ""
-        case "model_type":
-            name = str(parts[0])
-            header = f"[[{name}]]" if name == "device" else f"[{name}]"
-            return where, "must be a table", f"write it under {header}"
-        case "value_error" if parts == ("device",) and isinstance(problem["input"], dict):
-            return where, "must be a list of tables", "write [[device]], with two brackets"
-    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    shown = f", got {problem['input']!r}" if problem["type"] != "value_error" else ""
-    return where, f"{message}{shown}", ""
-
-
-def _nearest(parts: tuple[int | str, ...]) -> str:
-    """The key that was probably meant, or the section where the key belongs."""
-    keys = known_keys()
-    name = str(parts[-1])
-    known = list(keys) if len(parts) == 1 else list(keys.get(str(parts[0]), ()))
-    if near := difflib.get_close_matches(name, known, n=1):
-        return f"did you mean {near[0]!r}?"
-    for section, names in keys.items():
-        if name in names:
-            return f"{name!r} belongs in [{section}]"
-    return f"known here: {', '.join(known)}"
 
 
 def known_keys() -> dict[str, tuple[str, ...]]:

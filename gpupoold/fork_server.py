@@ -20,9 +20,9 @@ import select
 import socket
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from gpupoold.process import begin_child, die_with_parent, importing
+from gpupoold.process import as_words, begin_child, die_with_parent, importing
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 
@@ -99,7 +99,7 @@ def _become(
         log_fd, *passed = fds
         _redirect(log_fd)
         options = dict(zip(message.fd_options, passed, strict=True))
-        arguments = [*message.arguments, *_texts(options), "--parent-pid", str(parent_pid)]
+        arguments = [*message.arguments, *as_words(options), "--parent-pid", str(parent_pid)]
         os.environ.update(message.environment)
         random.seed()  # else all of them would draw the same
         _rename(message.module, arguments)
@@ -125,10 +125,6 @@ def _redirect(log_fd: int) -> None:
         os.dup2(source, target)
     os.close(null)
     os.close(log_fd)
-
-
-def _texts(options: Mapping[str, int]) -> list[str]:
-    return [text for pair in options.items() for text in map(str, pair)]
 
 
 def _rename(module: str, arguments: Sequence[str]) -> None:

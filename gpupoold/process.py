@@ -9,7 +9,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+OUT_OF_MEMORY_STATUS = 71
+"""Exit status of a worker that had no memory to go on (``EX_OSERR`` of ``sysexits.h``)."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -50,6 +53,11 @@ def die_with_parent(expected_parent_pid: int | None = None) -> None:
         raise OSError(errno, f"prctl(PR_SET_PDEATHSIG): {os.strerror(errno)}")
     if os.getppid() != parent_pid:
         raise SystemExit(f"the parent process {parent_pid} is gone")
+
+
+def as_words(options: Mapping[str, object]) -> list[str]:
+    """Options and their values as a command line has them."""
+    return [str(word) for option in options.items() for word in option]
 
 
 @contextlib.contextmanager

@@ -118,17 +118,17 @@ def _add_cache_routes(app: FastAPI, cache: CacheControl) -> None:
 def _add_instance_routes(app: FastAPI, pool: Pool) -> None:
     @app.patch("/instances/{number}")
     async def set_instance(number: int, body: SetInstanceRequest) -> DeviceInfo:
-        pool.set_role(number, None if body.role == "auto" else Role(body.role))
+        pool.instances.set_role(number, None if body.role == "auto" else Role(body.role))
         return (await pool.ps()).devices[number]
 
     @app.post("/instances/{number}/drain")
     async def drain(number: int) -> DeviceInfo:
-        await pool.drain(number)
+        await pool.instances.drain(number)
         return (await pool.ps()).devices[number]
 
     @app.delete("/instances/{number}/drain")
     async def undrain(number: int) -> DeviceInfo:
-        pool.undrain(number)
+        pool.instances.undrain(number)
         return (await pool.ps()).devices[number]
 
 

@@ -30,6 +30,8 @@ from gpupoold.wire.messages import (
     CallResult,
     FrontendReady,
     ModelList,
+    Ping,
+    Pong,
     RequestsFailed,
     ServeModel,
     Shutdown,
@@ -152,6 +154,8 @@ class Frontend:
                 self._catalog.replace(message.models, message.ready)
             case RequestsFailed():
                 self._mounts.fail(message)
+            case Ping():
+                self._channel.send(Pong())
             case _:
                 logger.warning("unexpected message %s", type(message).__name__)
 

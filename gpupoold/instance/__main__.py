@@ -10,7 +10,8 @@ import sys
 
 from gpupoold.errors import Failed
 from gpupoold.instance.environment import set_engine_environment
-from gpupoold.process import begin_child, importing
+from gpupoold.instance.out_of_memory import is_out_of_memory
+from gpupoold.process import OUT_OF_MEMORY_STATUS, begin_child, importing
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 from gpupoold.wire.messages import InstanceReady, ToInstance
 
@@ -38,9 +39,22 @@ def main() -> None:
         _serve(arguments, channel)
     except ChannelClosed as closed:
         _logger.info("the daemon is gone (%s), leaving", closed)
+    except Exception as error:
+        _leave_if_out_of_memory(error)
+        raise
     logging.shutdown()
     # An ordinary exit would spend seconds tearing down engines whose memory goes anyway.
     os._exit(0)
+
+
+def _leave_if_out_of_memory(error: Exception) -> None:
+    if not is_out_of_memory(error):
+        return
+    try:
+        _logger.exception("out of memory")
+        logging.shutdown()
+    finally:
+        os._exit(OUT_OF_MEMORY_STATUS)  # whatever of that there was no memory for
 
 
 def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) -> None:

@@ -41,18 +41,13 @@ def resume(
     if claim is not None:
         claim(request)
     runner: Any = core.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
-    # First what can fail: a request that is queued without it would be half there.
-    state = CachedRequestState(
-        req_id=request.request_id,
-        prompt_token_ids=list(request.prompt_token_ids or ()),
-        mm_features=[],
-        sampling_params=sampling,
-        generator=_generator(runner, sampling, len(token_ids)),
-        block_ids=([],) * len(runner.kv_cache_config.kv_cache_groups),
-        num_computed_tokens=0,
-        output_token_ids=list(token_ids),
-    )
-    core.add_request(request, wave)
+    # First: what fails here must not leave a request in the queue without its record.
+    runner.requests[request.request_id] = _record(runner, request, token_ids)
+    try:
+        core.add_request(request, wave)
+    except BaseException:
+        del runner.requests[request.request_id]
+        raise
     # It may have been here a step ago, which the worker has not been told the end of: then it
     # would drop the record in the step that needs it.
     scheduler: Any = core.scheduler
@@ -60,7 +55,6 @@ def resume(
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
     if request.status == RequestStatus.WAITING:
         request.status = RequestStatus.PREEMPTED
-    runner.requests[request.request_id] = state
 
 
 def after_grammar(request: Request) -> None:
@@ -71,6 +65,19 @@ def after_grammar(request: Request) -> None:
     assert structured is not None and structured.grammar is not None
     structured.grammar.accept_tokens(request.request_id, list(request.output_token_ids))
     request.status = RequestStatus.PREEMPTED
+
+
+def _record(runner: Any, request: Request, token_ids: Sequence[int]) -> CachedRequestState:
+    return CachedRequestState(
+        req_id=request.request_id,
+        prompt_token_ids=list(request.prompt_token_ids or ()),
+        mm_features=[],
+        sampling_params=request.sampling_params,
+        generator=_generator(runner, request.sampling_params, len(token_ids)),
+        block_ids=([],) * len(runner.kv_cache_config.kv_cache_groups),
+        num_computed_tokens=0,
+        output_token_ids=list(token_ids),
+    )
 
 
 def _generator(

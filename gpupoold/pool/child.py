@@ -9,15 +9,21 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from gpupoold.process import as_words
 from gpupoold.wire.channel import AsyncChannel
 
 T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
+
+# After it has hung up, and after it has been killed.
+_LEAVING_S = 5.0
+_DYING_S = 10.0
 
 
 class Process(Protocol):
@@ -34,23 +40,24 @@ class Process(Protocol):
         """End it now, if it runs."""
 
 
-class Starter(Protocol):
-    """Starts Python modules."""
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A Python module to run, and what it is given.
 
-    async def __call__(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        log_fd: int,
-        fd_options: Mapping[str, int],
-        environment: Mapping[str, str],
-    ) -> Process:
-        """Run ``module``; its options are ``arguments``, those whose values are descriptors, and
-        ``--parent-pid``. ``environment`` is added to the daemon's.
+    Its options are ``arguments``, ``fd_options``, whose values are descriptors, and
+    ``--parent-pid``. stdout and stderr go to ``log_fd``. ``environment`` is added to the
+    daemon's. The descriptors stay the caller's, who may close them once it is started.
+    """
 
-        Raises:
-            OSError: it could not be started.
-        """
+    module: str
+    arguments: Sequence[str]
+    log_fd: int
+    fd_options: Mapping[str, int] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+Starter = Callable[[Launch], Awaitable[Process]]
+"""Starts a module; raises OSError when it could not be started."""
 
 
 class Executed:
@@ -74,26 +81,19 @@ class Executed:
             self._process.send_signal(signal.SIGKILL)
 
 
-async def execute(
-    module: str,
-    arguments: Sequence[str],
-    log_fd: int,
-    fd_options: Mapping[str, int],
-    environment: Mapping[str, str],
-) -> Executed:
-    """``python -m MODULE``, see :class:`Starter`."""
-    options: dict[str, int] = {**fd_options, "--parent-pid": os.getpid()}
+async def execute(launch: Launch) -> Executed:
+    """``python -m MODULE``, see :data:`Starter`."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        module,
-        *arguments,
-        *(text for pair in options.items() for text in map(str, pair)),
+        launch.module,
+        *launch.arguments,
+        *as_words({**launch.fd_options, "--parent-pid": os.getpid()}),
         stdin=asyncio.subprocess.DEVNULL,
-        stdout=log_fd,
-        stderr=log_fd,
-        pass_fds=tuple(fd_options.values()),
-        env=_environment() | dict(environment),
+        stdout=launch.log_fd,
+        stderr=launch.log_fd,
+        pass_fds=tuple(launch.fd_options.values()),
+        env=_environment() | dict(launch.environment),
     )
     return Executed(process)
 
@@ -121,7 +121,7 @@ class Child(Generic[T]):
         *,
         fd_options: Mapping[str, int] | None = None,
         environment: Mapping[str, str] | None = None,
-        starter: Starter | None = None,
+        starter: Starter = execute,
     ) -> Child[T]:
         """Start the module; the child says by message when it is ready.
 
@@ -134,13 +134,9 @@ class Child(Generic[T]):
         ours, theirs = socket.socketpair()
         try:
             with log_path.open("ab") as log:
-                process = await (starter or execute)(
-                    module,
-                    arguments,
-                    log.fileno(),
-                    {"--wire-fd": theirs.fileno(), **(fd_options or {})},
-                    environment or {},
-                )
+                passed = {"--wire-fd": theirs.fileno(), **(fd_options or {})}
+                launch = Launch(module, arguments, log.fileno(), passed, environment or {})
+                process = await starter(launch)
         except BaseException:
             ours.close()
             raise
@@ -154,13 +150,20 @@ class Child(Generic[T]):
         """Its process id."""
         return self._process.pid
 
-    async def wait(self) -> int:
-        """See :meth:`Process.wait`."""
-        return await self._process.wait()
-
     def kill(self) -> None:
         """See :meth:`Process.kill`."""
         self._process.kill()
+
+    async def ended(self) -> int | None:
+        """The exit status of a child that has hung up, or is to be ended; it is killed when it
+        stays. None: it is not known, as not even that was answered in time."""
+        self.channel.close()
+        for wait_s in (_LEAVING_S, _DYING_S):
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(self._process.wait(), wait_s)
+            self.kill()
+        _logger.error("%s (process %d) has been killed and does not end", self.name, self.pid)
+        return None
 
     async def stop(self, message: Any, grace_s: float) -> None:
         """Ask it to leave with ``message``; after ``grace_s`` it is killed."""
@@ -171,7 +174,7 @@ class Child(Generic[T]):
         except TimeoutError:
             _logger.warning("%s did not stop within %g s and is killed", self.name, grace_s)
             self.kill()
-            await self._process.wait()
+            await self.ended()
         self.channel.close()
         _logger.info("%s stopped", self.name)
 

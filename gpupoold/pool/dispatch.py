@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Protocol
 
 import msgspec
 
-from gpupool_state import History, RequestRow, SwitchRow
+from gpupool_state import History
 from gpupoold.config import LimitSettings
-from gpupoold.domain import FinishReason, InstanceId, ModelName, Role, Targets
+from gpupoold.domain import FinishReason, Role, Targets
 from gpupoold.errors import Refused
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instance import Instance
@@ -19,14 +18,14 @@ from gpupoold.pool.moves import Moves
 from gpupoold.pool.overload import Overload
 from gpupoold.pool.requests import LiveRequest, LiveRequests
 from gpupoold.pool.roles import Roles
+from gpupoold.pool.rows import finish_reason, request_row, switch_row
 from gpupoold.pool.scheduler import Scheduler
 from gpupoold.pool.stats import ModelStats, SwitchStats
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.base import CannotServe, Policy
-from gpupoold.stats import percentile
 from gpupoold.wire import messages as m
 
-# A request that was on two instances when they died is not given to a third.
+# A request whose model ended two instances that had it is not given to a third.
 _MAX_LOSSES = 1
 
 
@@ -64,6 +63,7 @@ class Dispatcher:
         roles: Sequence[Role | None] = (),
     ) -> None:
         """``roles`` are those of the instances by number; None: the policy's to choose."""
+        self._token_timeout_s = limits.token_timeout_s
         self._history = history
         self.live = LiveRequests()
         self.stats: dict[str, ModelStats] = {}
@@ -114,7 +114,7 @@ class Dispatcher:
                     self.warmth.damaged(message)
             case m.Switched():
                 self.switches.add(message.switch)
-                self._history.record_switch(_switch_row(message.switch))
+                self._history.record_switch(switch_row(message.switch))
 
     def instance_up(self, instance: Instance) -> None:
         """It can have models, and with them requests."""
@@ -203,21 +203,20 @@ class Dispatcher:
             self._cancel(request)
         self._fail(requests, reason)
 
-    def instance_down(self, instance: Instance, reason: str) -> None:
+    def instance_down(self, instance: Instance, reason: str, blamed: str | None = None) -> None:
         """It gets no new requests. Those that it had go on elsewhere, or there when it is back;
-        but one that was there when two have died may be what killed them, and ends."""
+        but one that was there when its model was ``blamed`` for two deaths may be what caused
+        them, and ends."""
         for instances in self.routes.values():
             if instance in instances:
                 instances.remove(instance)
         lost = self.live.on_instance(instance.number)
+        gone = [*lost, *self.moves.lost(instance.number)]
+        self.scheduler.device_down(instance.number, [one.request_id for one in gone])
         for request in lost:
-            request.num_losses += 1
+            request.num_losses += request.model == blamed
         self._fail([one for one in lost if one.num_losses > _MAX_LOSSES], reason)
-        moving = [one for one in lost if one.num_losses <= _MAX_LOSSES]
-        for request in [*moving, *self.moves.lost(instance.number)]:
-            self.scheduler.ended(request.request_id)
-        self.scheduler.device_down(instance.number)
-        for request in moving:
+        for request in [one for one in lost if one.num_losses <= _MAX_LOSSES]:
             self._start_anew(request)
 
     def num_requests(self, number: int) -> int:
@@ -229,13 +228,32 @@ class Dispatcher:
         """End the requests of models that no instance has, and that wait for one."""
         self._fail([one for one in self.live.all() if not self.routes.get(one.model)], reason)
 
-    def tick(self) -> None:
+    def tick(self, now_s: float) -> None:
         """A moment has passed: end what it is too late for, if so configured."""
-        now_s = time.monotonic()
         late = self._overload.too_late(now_s)
         self._fail(late, "dropped: it had not begun when its first token was due")
         self._overload.tell(now_s)
-        self.scheduler.tick()
+        self.scheduler.tick(now_s)
+
+    def end_overdue(self, now_s: float) -> None:
+        """End the requests that have had no token for too long, whatever they wait for."""
+        limit_s = self._token_timeout_s
+        silent = self.live.silent_since(now_s - limit_s)
+        # All are asked before one ends: those who wait for room get that of those who leave.
+        for request, reason in [(one, self._waits_for(one)) for one in silent]:
+            self._cancel(request)
+            self._fail([request], f"no token for {limit_s:g} s: {reason}")
+
+    def _waits_for(self, request: LiveRequest) -> str:
+        if request.request_id in self._waiting.get(request.model, ()):
+            return f"{request.model} is not in host memory yet"
+        if not self.routes.get(request.model):
+            return f"no device has {request.model} now"
+        if request.instance is None:
+            return "no device has taken the request"
+        if self.scheduler.on_turn(request.instance) != request.model:
+            return f"it waits for the turn of {request.model} on device {request.instance}"
+        return f"device {request.instance} is at it and does not answer"
 
     def frontend_down(self) -> None:
         """Nobody reads the answers any more: every live request is cancelled."""
@@ -266,17 +284,21 @@ class Dispatcher:
         self._orders[message.request_id] = message
         if self.warmth is not None:
             self.warmth.used(message.model)
-            if not is_warm:
-                self._waiting.setdefault(message.model, {})[message.request_id] = message
-                self.warmth.begin(message.model)
-                return
+        self._schedule(message)
+
+    def _schedule(self, message: m.AddRequest) -> None:
+        """Tell the core of a request, or let it wait until its model is warm."""
+        if self.warmth is not None and not self.warmth.is_warm(message.model):
+            self._waiting.setdefault(message.model, {})[message.request_id] = message
+            self.warmth.begin(message.model)
+            return
         self.scheduler.arrived(message)
 
     def _start_anew(self, request: LiveRequest) -> None:
         """A request that no instance has goes on after its tokens, wherever there is room."""
         request.instance = None
         request.num_resumed = len(request.output_token_ids)
-        self.scheduler.arrived(self._resumed_order(request))
+        self._schedule(self._resumed_order(request))
 
     def _resumed_order(self, request: LiveRequest) -> m.AddRequest:
         order = self._orders[request.request_id]
@@ -331,7 +353,7 @@ class Dispatcher:
         self.scheduler.stepped(instance.number, message)
         for item in message.progress:
             if item.finish_reason is not None:
-                self._record_end(item.request_id, _finish_reason(item.finish_reason))
+                self._record_end(item.request_id, finish_reason(item.finish_reason))
 
     def _fail(self, requests: list[LiveRequest], reason: str) -> None:
         by_model: dict[str, list[str]] = {}
@@ -358,45 +380,10 @@ class Dispatcher:
         completed = reason in (FinishReason.STOP, FinishReason.LENGTH)
         stats = self.stats.setdefault(request.model, ModelStats())
         stats.end(request, completed=completed)
-        self._history.record_request(_request_row(request, reason))
+        self._history.record_request(request_row(request, reason))
         if self.warmth is not None:
             self.warmth.left(request.model)
 
     def _to_frontend(self, message: m.Message) -> None:
         if self.frontend is not None:
             self.frontend.send(message)
-
-
-def _finish_reason(text: str) -> FinishReason:
-    try:
-        return FinishReason(text)
-    except ValueError:
-        return FinishReason.STOP  # vLLM's newer reasons ("repetition") are kinds of stopping
-
-
-def _wall_clock(monotonic_s: float) -> float:
-    return time.time() - (time.monotonic() - monotonic_s)
-
-
-def _request_row(request: LiveRequest, reason: FinishReason) -> RequestRow:
-    gaps_s = request.gaps_s
-    return RequestRow(
-        request_id=request.request_id,
-        model=ModelName(request.model),
-        instance=None if request.instance is None else InstanceId(request.instance),
-        arrived_at=_wall_clock(request.arrival_s),
-        ttft_s=request.ttft_s,
-        tbt_p50_s=percentile(gaps_s, 0.5),
-        tbt_p99_s=percentile(gaps_s, 0.99),
-        tbt_max_s=max(gaps_s, default=None),
-        num_prompt_tokens=len(request.prompt_token_ids),
-        num_output_tokens=len(request.token_times_s),
-        num_tokens_in_time=request.num_in_time,
-        finish_reason=reason,
-        total_s=time.monotonic() - request.arrival_s,
-    )
-
-
-def _switch_row(switch: m.SwitchRecord) -> SwitchRow:
-    fields = msgspec.structs.asdict(switch)
-    return SwitchRow(at=_wall_clock(fields.pop("at_s")), **fields)

@@ -10,11 +10,15 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from gpupoold.config import Settings
-from gpupoold.pool.child import Child
+from gpupoold.pool.child import Child, Launch
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import ChannelClosed
 
 _logger = logging.getLogger(__name__)
+
+# The first answer comes after everything has been imported. All that it has forked dies with
+# a fork server that is killed.
+_ANSWER_TIMEOUT_S = 180.0
 
 
 class ForkedProcess:
@@ -64,16 +68,8 @@ class ForkServer:
         self._num_asked = 0
         self._running: dict[int, ForkedProcess] = {}
 
-    async def fork(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        log_fd: int,
-        fd_options: Mapping[str, int],
-        environment: Mapping[str, str],
-    ) -> ForkedProcess:
-        """Run ``module`` with ``arguments``; ``fd_options`` are options whose values are
-        descriptors, which the caller may close afterwards.
+    async def fork(self, launch: Launch) -> ForkedProcess:
+        """Run a module, see :data:`Starter`.
 
         Raises:
             OSError: the fork server could not be started, or has died.
@@ -88,10 +84,22 @@ class ForkServer:
         call_id = self._num_asked
         asked: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
         self._asked[call_id] = asked
-        order = m.Fork(call_id, module, list(arguments), list(fd_options), dict(environment))
+        order = m.Fork(
+            call_id,
+            launch.module,
+            list(launch.arguments),
+            list(launch.fd_options),
+            dict(launch.environment),
+        )
         try:
-            server.channel.send(order, (log_fd, *fd_options.values()))
-            return await asked
+            server.channel.send(order, (launch.log_fd, *launch.fd_options.values()))
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                return await asked
+        except TimeoutError:
+            server.kill()
+            raise OSError(
+                f"the fork server did not answer within {_ANSWER_TIMEOUT_S:g} s and is killed"
+            ) from None
         finally:
             del self._asked[call_id]
 
@@ -122,8 +130,7 @@ class ForkServer:
                 self._note(server, await server.channel.receive())
         except ChannelClosed:
             server.kill()
-        server.channel.close()
-        await server.wait()
+        await server.ended()
         self._server = None
         for asked in self._asked.values():
             if not asked.done():

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Awaitable, Callable
 
 from gpupoold.config import Settings
 from gpupoold.errors import Failed, GpupoolError, error_from_code
+from gpupoold.pool.backoff import Backoff
+from gpupoold.pool.blame import Death, death_of
 from gpupoold.pool.child import Child
 from gpupoold.pool.forks import ForkServer
+from gpupoold.pool.watchdog import Watch
+from gpupoold.process import as_words
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import ChannelClosed
 
 _logger = logging.getLogger(__name__)
 
-_BACKOFF_S = 1.0
 _SERVE_TIMEOUT_S = 120.0
 
 
@@ -30,7 +34,7 @@ class FrontendSupervisor:
         listener: socket.socket,
         on_message: Callable[[m.FromFrontend], None],
         on_up: Callable[[], Awaitable[None]],
-        on_down: Callable[[], None],
+        on_down: Callable[[Death], None],
     ) -> None:
         self._settings = settings
         self._forks = forks
@@ -43,6 +47,25 @@ class FrontendSupervisor:
         self._next_call = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_ready = False
+        self.watch: Watch | None = None
+        self._ended_for = ""
+
+    @property
+    def is_excused(self) -> bool:
+        """Never: see :class:`Watched`."""
+        return False
+
+    def look(self, _: float) -> None:
+        """Ask it whether it is there; to be called every second."""
+        if self.is_ready:
+            self.send(m.Ping())
+
+    def end(self, reason: str) -> None:
+        """Kill the process that runs; it is replaced."""
+        if self._child is not None and not self._ended_for:
+            _logger.error("the frontend is killed: %s", reason)
+            self._ended_for = reason
+            self._child.kill()
 
     def start(self) -> None:
         """Start the process; ``on_up`` is called whenever one is ready."""
@@ -82,54 +105,73 @@ class FrontendSupervisor:
             self._serving.pop(call_id, None)
 
     async def _keep_running(self) -> None:
+        backoff = Backoff()
         while True:
+            started_s = time.monotonic()
+            is_excused = False
             try:
-                await self._run_once()
+                is_excused = await self._run_once()
             except OSError as error:
                 _logger.error("the frontend could not be started: %s", error)
             except Exception:
                 _logger.exception("following the frontend failed")
-            await asyncio.sleep(_BACKOFF_S)
+            wait_s = backoff.after(time.monotonic() - started_s, is_excused=is_excused)
+            _logger.info("the frontend restarts in %g s", wait_s)
+            await asyncio.sleep(wait_s)
 
-    async def _run_once(self) -> None:
+    async def _run_once(self) -> bool:
+        """One life of the process; whether it had come up, and somebody else ended it."""
         settings = self._settings
         child: Child[m.FromFrontend] = await Child.start(
             "frontend",
             "gpupoold.frontend",
-            [
-                "--log-level",
-                settings.log.level,
-                "--max-body-bytes",
-                str(settings.server.max_body_bytes),
-            ],
+            as_words(
+                {
+                    "--log-level": settings.log.level,
+                    "--max-body-bytes": settings.server.max_body_bytes,
+                }
+            ),
             m.FromFrontend,
             settings.paths.log_dir / "frontend.log",
             fd_options={"--listen-fd": self._listener.fileno()},
             starter=self._forks.fork,
         )
-        self._child = child
+        self._child, self.watch = child, Watch(time.monotonic())
         try:
             while True:
                 self._note(await child.channel.receive())
+        except ChannelClosed:
+            pass
+        except Exception:
+            _logger.exception("a message of the frontend could not be handled")
+            self.end("it sent what could not be handled")
+        death = death_of(await child.ended(), self._ended_for)
+        was_ready, self.is_ready = self.is_ready, False
+        self._child, self.watch, self._ended_for = None, None, ""
+        for future in self._serving.values():
+            if not future.done():
+                future.set_result(None)  # the next frontend mounts everything anew
+        self._on_down(death)
+        return was_ready and not death.is_at_fault
+
+    async def _come_up(self) -> None:
+        try:
+            await self._on_up()
         except Exception as error:
-            if not isinstance(error, ChannelClosed):
-                _logger.exception("a message of the frontend could not be handled")
-                child.kill()
-            child.channel.close()
-            status = await child.wait()
-            _logger.error("the frontend ended (%d)", status)
-            self.is_ready = False
-            self._child = None
-            for future in self._serving.values():
-                if not future.done():
-                    future.set_result(None)  # the next frontend mounts everything anew
-            self._on_down()
+            _logger.exception("setting the frontend up failed")
+            self.end(f"it could not be set up: {error}")
 
     def _note(self, message: m.FromFrontend) -> None:
+        now_s = time.monotonic()
+        assert self.watch is not None
+        self.watch.stepped(now_s, 0, has_work=False)
         match message:
+            case m.Pong():
+                pass
             case m.FrontendReady():
+                self.watch.came_up(now_s)
                 self.is_ready = True
-                self._keep(self._on_up(), "frontend-up")
+                self._keep(self._come_up(), "frontend-up")
             case m.CallResult():
                 future = self._serving.get(message.call_id)
                 if future is not None and not future.done():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from gpupoold.config import DeviceSettings
 from gpupoold.pool.child import Child
 from gpupoold.pool.pending import Pending
+from gpupoold.pool.watchdog import Watch
 from gpupoold.wire import messages as m
 
 
@@ -36,6 +37,11 @@ class Instance:
     dropping: Pending[str, None] = field(default_factory=Pending)
     calls: Pending[int, object] = field(default_factory=Pending)
     coming_up: asyncio.Future[None] | None = None
+    watch: Watch | None = None
+    ended_for: str = ""
+    """Why the daemon has killed the process that runs, if it has."""
+    overdue: str | None = None
+    """The model whose load was not waited for any longer, and may still be under way."""
     image_fds: dict[str, int] = field(default_factory=dict)
     kv_host_fd: int | None = None
     """Of its KV host cache, for the others."""
@@ -44,6 +50,16 @@ class Instance:
     def is_ready(self) -> bool:
         """Whether it can load and serve."""
         return self.state == "ready"
+
+    @property
+    def is_excused(self) -> bool:
+        """Whether it does what takes long and has a limit of its own."""
+        return self.loading.oldest is not None or self.calls.oldest is not None
+
+    @property
+    def being_loaded(self) -> str | None:
+        """The model that it loads now, in the order in which it was told."""
+        return self.overdue or self.loading.oldest
 
     @property
     def resident(self) -> frozenset[str]:

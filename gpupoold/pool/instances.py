@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import time
@@ -11,25 +12,31 @@ from typing import TypeVar
 
 from gpupoold.config import Settings
 from gpupoold.errors import Failed, TimedOut, Unavailable, error_from_code
-from gpupoold.pool.child import Child
-from gpupoold.pool.engine_environment import compute_threads
+from gpupoold.pool.backoff import Backoff
+from gpupoold.pool.blame import Death, death_of
+from gpupoold.pool.child import Child, execute
 from gpupoold.pool.forks import ForkServer
 from gpupoold.pool.image_cache import CachedImage
 from gpupoold.pool.instance import Instance
+from gpupoold.pool.instance_launch import arguments_of, module_of
+from gpupoold.pool.oom_kills import OomKills
+from gpupoold.pool.watchdog import Watch
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import ChannelClosed
 
 _logger = logging.getLogger(__name__)
 
-_FIRST_BACKOFF_S = 1.0
-_MAX_BACKOFF_S = 60.0
-_STABLE_AFTER_S = 60.0
 _READY_TIMEOUT_S = 120.0
 _READY_POLL_S = 0.05
 
 V = TypeVar("V")
 OnMessage = Callable[[Instance, m.FromInstance], None]
-OnState = Callable[[Instance], Awaitable[None]]
+OnUp = Callable[[Instance], Awaitable[None]]
+OnDown = Callable[[Instance, Death, str | None], Awaitable[None]]
+
+
+class InstanceEnded(Failed):
+    """The instance ended before it answered."""
 
 
 class InstanceSupervisor:
@@ -40,11 +47,12 @@ class InstanceSupervisor:
         settings: Settings,
         forks: ForkServer,
         on_message: OnMessage,
-        on_up: OnState,
-        on_down: OnState,
+        on_up: OnUp,
+        on_down: OnDown,
     ) -> None:
         """``forks`` starts emulated devices. A GPU's process is a program of its own: which GPU
-        it sees is settled before anything of CUDA's is loaded."""
+        it sees is settled before anything of CUDA's is loaded. ``on_down`` is told how the
+        process ended, and which model it was loading then."""
         self._settings = settings
         self._forks = forks
         self._on_message = on_message
@@ -53,6 +61,7 @@ class InstanceSupervisor:
         self.instances = [Instance(i, device) for i, device in enumerate(settings.devices)]
         self._tasks: list[asyncio.Task[None]] = []
         self._next_call = 0
+        self.oom_kills = OomKills()
 
     @property
     def any_ready(self) -> bool:
@@ -131,6 +140,7 @@ class InstanceSupervisor:
             async with asyncio.timeout(self._settings.limits.load_timeout_s):
                 loaded = await future
         except TimeoutError:
+            instance.overdue = model.name
             limit_s = self._settings.limits.load_timeout_s
             raise TimedOut(
                 f"{model.name}: not loaded within {limit_s:g} s", "raise limits.load_timeout"
@@ -200,11 +210,21 @@ class InstanceSupervisor:
         finally:
             instance.dropping.forget(name)
 
-    async def call(self, instance: Instance, method: str, **arguments: object) -> object:
+    async def call(
+        self,
+        instance: Instance,
+        method: str,
+        *,
+        limit_s: float | None = None,
+        **arguments: object,
+    ) -> object:
         """Run a named operation on an instance between two of its steps.
+
+        ``limit_s`` None: the load timeout, for it may have to end a load before.
 
         Raises:
             GpupoolError: the operation's error, or that the instance is down.
+            TimedOut: it did not answer within ``limit_s``.
         """
         if not instance.is_ready:
             raise Failed(f"instance {instance.number} is {instance.state}")
@@ -213,13 +233,19 @@ class InstanceSupervisor:
         future = instance.calls.expect(call_id)
         instance.send(m.Call(call_id, method, dict(arguments)))
         try:
-            return await future
+            return await self._in_time(instance, future, f"answer {method}", limit_s)
         finally:
             instance.calls.forget(call_id)
 
-    async def _in_time(self, instance: Instance, future: asyncio.Future[V], what: str) -> V:
+    async def _in_time(
+        self,
+        instance: Instance,
+        future: asyncio.Future[V],
+        what: str,
+        limit_s: float | None = None,
+    ) -> V:
         """The answer of an instance, which may have to end a load before."""
-        limit_s = self._settings.limits.load_timeout_s
+        limit_s = limit_s or self._settings.limits.load_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 return await future
@@ -230,54 +256,64 @@ class InstanceSupervisor:
             ) from None
 
     async def _keep_running(self, instance: Instance) -> None:
-        backoff_s = _FIRST_BACKOFF_S
-        loop = asyncio.get_running_loop()
+        backoff = Backoff()
         while True:
-            started_s = loop.time()
+            started_s = time.monotonic()
+            is_excused = False
             try:
-                await self._run_once(instance)
+                death = await self._run_once(instance)
+                is_excused = instance.has_come_up and not death.is_at_fault
             except OSError as error:
                 _logger.error("instance %d could not be started: %s", instance.number, error)
             except Exception:
                 _logger.exception("following instance %d failed", instance.number)
-            if loop.time() - started_s > _STABLE_AFTER_S:
-                backoff_s = _FIRST_BACKOFF_S
-            _logger.info("instance %d restarts in %g s", instance.number, backoff_s)
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            wait_s = backoff.after(time.monotonic() - started_s, is_excused=is_excused)
+            _logger.info("instance %d restarts in %g s", instance.number, wait_s)
+            await asyncio.sleep(wait_s)
 
-    async def _run_once(self, instance: Instance) -> None:
+    async def _run_once(self, instance: Instance) -> Death:
         instance.state, instance.has_come_up = "starting", False
         log_path = self._settings.paths.log_dir / f"instance-{instance.number}.log"
         child: Child[m.FromInstance] = await Child.start(
             f"instance {instance.number}",
-            "gpupoold.simdevice" if instance.device.kind == "sim" else "gpupoold.instance",
-            _arguments(self._settings, instance),
+            module_of(instance.device),
+            arguments_of(self._settings, instance.number),
             m.FromInstance,
             log_path,
-            starter=self._forks.fork if instance.device.kind == "emulated" else None,
+            starter=self._forks.fork if instance.device.kind == "emulated" else execute,
         )
-        instance.child = child
+        instance.child, instance.watch = child, Watch(time.monotonic())
         try:
             while True:
                 self._note(instance, await child.channel.receive())
-        except Exception as error:
-            if not isinstance(error, ChannelClosed):
-                _logger.exception("a message of instance %d could not be handled", instance.number)
-                child.kill()
-            child.channel.close()
-            status = await child.wait()
-            instance.state = "down"
-            instance.child = None
-            self._forget(instance, f"instance {instance.number} ended ({_ending(status)})")
-            _logger.error(
-                "instance %d ended (%s); see %s", instance.number, _ending(status), log_path
-            )
-            await self._on_down(instance)
+        except ChannelClosed:
+            pass
+        except Exception:
+            _logger.exception("a message of instance %d could not be handled", instance.number)
+            self.end(instance, "it sent what could not be handled")
+        status = await child.ended()
+        death = death_of(status, instance.ended_for, saw_oom_kill=self.oom_kills.is_new())
+        loading = instance.being_loaded
+        instance.state, instance.child, instance.watch = "down", None, None
+        self._forget(instance, f"instance {instance.number} ended ({death.reason})")
+        _logger.error("instance %d ended (%s); see %s", instance.number, death.reason, log_path)
+        await self._on_down(instance, death, loading)
+        return death
+
+    def end(self, instance: Instance, reason: str) -> None:
+        """Kill the process that runs; it is replaced, and ``reason`` is what people are told."""
+        if instance.child is not None and not instance.ended_for:
+            _logger.error("instance %d is killed: %s", instance.number, reason)
+            instance.ended_for = reason
+            instance.child.kill()
 
     def _note(self, instance: Instance, message: m.FromInstance) -> None:
+        now_s, watch = time.monotonic(), instance.watch
+        assert watch is not None
+        watch.heard(now_s)
         match message:
             case m.InstanceReady():
+                watch.came_up(now_s)
                 instance.ready = message
                 if message.shares_kv_host:
                     instance.kv_host_fd = instance.take_fd()
@@ -286,10 +322,12 @@ class InstanceSupervisor:
                 instance.coming_up = task
                 self._tasks.append(task)
                 task.add_done_callback(self._tasks.remove)
+                task.add_done_callback(functools.partial(self._has_come_up, instance))
             case m.ModelLoaded():
                 self._note_loaded(instance, message)
             case m.ModelFailed():
                 instance.models.discard(message.name)
+                instance.overdue = None
                 error = error_from_code(message.error_code, message.message, message.hint)
                 instance.loading.reject(message.name, error)
             case m.ModelUnloaded():
@@ -307,11 +345,22 @@ class InstanceSupervisor:
                 instance.calls.resolve(message.call_id, message.result)
             case m.InstanceStatus():
                 instance.status = message
+                has_work = message.on_turn is not None and any(
+                    one.num_live for one in message.models
+                )
+                watch.stepped(now_s, message.num_steps, has_work=has_work)
             case _:
                 self._on_message(instance, message)
 
+    def _has_come_up(self, instance: Instance, task: asyncio.Future[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _logger.error("setting instance %d up failed", instance.number, exc_info=error)
+            if task is instance.coming_up:
+                self.end(instance, f"it could not be set up: {error}")
+
     def _note_loaded(self, instance: Instance, message: m.ModelLoaded) -> None:
         name = message.model.name
+        instance.overdue = None
         instance.layouts[name] = message.layout_digest
         if message.has_image:
             fd = instance.take_fd()
@@ -327,7 +376,7 @@ class InstanceSupervisor:
         if instance.coming_up is not None:
             instance.coming_up.cancel()
             instance.coming_up = None
-        died = Failed(reason, "see `gpupool logs`")
+        died = InstanceEnded(reason, "see `gpupool logs`")
         instance.loading.reject_all(died)
         instance.taking.reject_all(died)
         instance.calls.reject_all(died)
@@ -342,35 +391,9 @@ class InstanceSupervisor:
         instance.layouts.clear()
         instance.images.clear()
         instance.status = None
-
-
-def _arguments(settings: Settings, instance: Instance) -> list[str]:
-    device = instance.device
-    device_bytes = (device.memory_bytes or 0) - settings.memory.reserve_for(device.kind)
-    options: dict[str, object] = {
-        "--instance": instance.number,
-        "--device-bytes": max(0, device_bytes),
-        "--log-level": settings.log.level,
-    }
-    if device.kind == "sim":
-        options["--gpu"] = device.gpu
-    else:
-        options |= {
-            "--device-kind": device.kind,
-            "--device-index": device.index or 0,
-            "--reserve-bytes": settings.memory.reserve_for(device.kind),
-            "--page-bytes": device.page_bytes or 0,
-            "--kv-host-bytes": settings.memory.kv_host_bytes,
-            "--canary-interval": settings.memory.canary_interval,
-            "--compute-threads": compute_threads(settings),
-        }
-    return [text for pair in options.items() for text in map(str, pair)]
+        instance.ended_for, instance.overdue = "", None
 
 
 def _close(fd: int | None) -> None:
     if fd is not None:
         os.close(fd)
-
-
-def _ending(status: int) -> str:
-    return f"signal {-status}" if status < 0 else f"exit status {status}"

@@ -13,6 +13,7 @@ from gpupoold.admin.models import AddModelRequest, Progress, SetModelRequest
 from gpupoold.config import Settings
 from gpupoold.domain import ModelSpec, ModelState, Targets
 from gpupoold.errors import GpupoolError, NoSuchModel, Refused, TimedOut
+from gpupoold.pool.blame import Blame, Death
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.image_cache import ImageCache
 from gpupoold.pool.image_room import NoRoom
@@ -20,6 +21,7 @@ from gpupoold.pool.instance import Instance
 from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.intake import Intake
 from gpupoold.pool.loader import ModelLoader
+from gpupoold.pool.quarantine import Quarantine
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.startup import rows_in_start_order
 from gpupoold.pool.views import model_info
@@ -56,7 +58,10 @@ class ModelLifecycle:
         self._changing = asyncio.Lock()
         self._leaving: set[str] = set()
         self._tasks: set[asyncio.Task[ModelRow]] = set()
-        self.loader = ModelLoader(settings, registry, history, dispatcher, supervisor, cache, saved)
+        self._blame = Blame()
+        self.loader = ModelLoader(
+            settings, registry, history, dispatcher, supervisor, cache, saved, self._blame
+        )
         self.warmer = Warmer(
             settings,
             registry,
@@ -66,6 +71,9 @@ class ModelLifecycle:
             cache,
             self.loader,
             self._not_loaded,
+        )
+        self._quarantine = Quarantine(
+            self._blame, registry, history, dispatcher, self.loader, self.warmer, self.publish
         )
 
     async def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
@@ -162,10 +170,12 @@ class ModelLifecycle:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.warmer.stop()
+        await self._quarantine.stop()
         await self.loader.room.stop()
 
     async def warm(self, name: str) -> ModelRow:
-        """Bring a model's image into host memory, and its engine onto instances that have none.
+        """Bring a model's image into host memory, and its engine onto instances that have none;
+        one that is in quarantine too.
 
         Raises:
             NoSuchModel: it is not registered.
@@ -173,6 +183,7 @@ class ModelLifecycle:
         """
         row = await self.find(name)
         model = row.spec.name
+        self._blame.forgive(model)
         if not self.loader.is_open(model):
             with self.loader.room.holding(model):
                 await self._wait_for_room(row, self._supervisor.instances[0])
@@ -197,13 +208,20 @@ class ModelLifecycle:
             await self._reload_later(row, instance)
         await self._saved.tidy([row.spec.name for row in await self._registry.list()])
 
-    async def instance_down(self, instance: Instance) -> None:
-        """Take an instance out of all routes."""
+    async def instance_down(self, instance: Instance, death: Death, loading: str | None) -> None:
+        """Take an instance out of all routes, which was ``loading`` a model when it ended."""
         number = instance.number
-        self._event("error", "instance_down", str(number), "ended; it will be restarted")
-        reason = f"the worker of device {number} ended"
-        self._dispatcher.instance_down(instance, reason)
-        if not instance.has_come_up:  # nobody knows whether it ever will
+        suspect = loading or self._dispatcher.scheduler.on_turn(number)
+        text = f"ended ({death.reason}), it is restarted"
+        if suspect is not None:
+            text += f"; {suspect} was {'being loaded' if loading else 'on its turn'}"
+        self._event("error", "instance_down", str(number), text)
+        blamed = suspect if death.is_at_fault else None
+        if blamed is not None:
+            self._quarantine.charge(blamed, number, death)
+        reason = f"the worker of device {number} ended: {death.reason}"
+        self._dispatcher.instance_down(instance, reason, blamed)
+        if death.is_at_fault and not instance.has_come_up:  # nobody knows whether it ever will
             self._dispatcher.fail_unhosted(f"{reason} when it started")
         await self.publish()
 
@@ -217,6 +235,13 @@ class ModelLifecycle:
                 except GpupoolError as error:
                     self._event("error", "model_not_mounted", row.spec.name, str(error))
         await self.publish()
+
+    def frontend_down(self, death: Death) -> None:
+        """Nobody reads the answers any more."""
+        self._event(
+            "error", "frontend_down", "frontend", f"ended ({death.reason}), it is restarted"
+        )
+        self._dispatcher.frontend_down()
 
     async def publish(self, opening: str | None = None) -> None:
         """Tell the frontend which models there are and in which state; ``opening`` is ready."""
@@ -282,13 +307,14 @@ class ModelLifecycle:
             await self.loader.unload(spec.name)
         finally:
             await self._registry.remove(spec.name)
+            self._blame.forgive(spec.name)
             self._event("error", "model_refused", spec.name, reason)
             await self.publish()
 
     async def _reload(self, row: ModelRow, instance: Instance) -> bool:
         """Load a model on an instance that has come up; False when there is no room now."""
         name = row.spec.name
-        if name in self._leaving or not instance.is_ready:
+        if name in self._leaving or not instance.is_ready or self._blame.reason(name):
             return True
         try:
             await self._load_and_open(row, instance)
@@ -364,6 +390,7 @@ class ModelLifecycle:
         await self.warmer.cancel(model)
         await self.loader.unload(model)
         await self._registry.remove(model)
+        self._blame.forgive(model)
         await self.publish()
         self._event("info", "model_removed", model, "removed")
 

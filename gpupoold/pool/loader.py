@@ -11,8 +11,9 @@ from collections import defaultdict
 from gpupool_state import History, Registry
 from gpupoold.config import Settings
 from gpupoold.domain import ModelSpec
-from gpupoold.errors import GpupoolError
+from gpupoold.errors import Failed, GpupoolError
 from gpupoold.latency.errors import LatencyError
+from gpupoold.pool.blame import Blame
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.image_cache import CachedImage, ImageCache
@@ -46,7 +47,9 @@ class ModelLoader:
         supervisor: InstanceSupervisor,
         cache: ImageCache,
         saved: SavedImages,
+        blame: Blame,
     ) -> None:
+        self._blame = blame
         self._settings = settings
         self._registry = registry
         self._history = history
@@ -171,12 +174,14 @@ class ModelLoader:
 
     async def _load(self, spec: ModelSpec, instance: Instance, expected_bytes: int) -> None:
         name = spec.name
+        self._check_quarantine(name)
         image = await self._image(spec, instance, expected_bytes)
         budget_s = await self._profiling_budget_s(spec, instance)
         model = to_load(spec, self._settings)
         started_s = time.monotonic()
         try:
             loaded, fd = await self._supervisor.load(instance, model, image, budget_s)
+            self._check_quarantine(name)  # another instance may have died of it meanwhile
             if fd is not None:
                 kept = await self._keep_image(fd, loaded)
                 if image is None or loaded.image_problem:
@@ -202,6 +207,11 @@ class ModelLoader:
             time.monotonic() - started_s,
             format_bytes(loaded.model.weight_bytes),
         )
+
+    def _check_quarantine(self, name: str) -> None:
+        reason = self._blame.reason(name)
+        if reason is not None:
+            raise Failed(f"{name} {reason}", f"`gpupool cache warm {name}` tries it again")
 
     async def _costs(self, name: str, instance: Instance) -> ModelCosts | None:
         """What the scheduling core is told of the model's speed; None while it is not known."""
@@ -289,15 +299,30 @@ class ModelLoader:
         """Take the model off the frontend and all instances; its images are dropped."""
         self._dispatcher.forget(name)
         async with self.lock(name):
-            self._loaded.pop(name, None)
-            self._served.discard(name)
-            if self.frontend is not None:
-                self.frontend.send(m.StopServing(name))
-            for instance in self._supervisor.instances:
-                await self._supervisor.unload(instance, name)
+            await self._take_off(name)
             self._cache.forget(name)
             self._saved.forget(name)
         self.room.changed()
+
+    async def withdraw(self, name: str) -> None:
+        """Take the model off the frontend and all instances; what is saved of it stays.
+
+        Raises:
+            TimedOut: an instance did not answer.
+        """
+        self._dispatcher.forget(name)
+        async with self.lock(name):
+            await self._take_off(name)
+            self._cache.drop(name)
+        self.room.changed()
+
+    async def _take_off(self, name: str) -> None:
+        self._loaded.pop(name, None)
+        self._served.discard(name)
+        if self.frontend is not None:
+            self.frontend.send(m.StopServing(name))
+        for instance in self._supervisor.instances:
+            await self._supervisor.unload(instance, name)
 
 
 def _whole_pages(num_bytes: int, instance: Instance) -> int:

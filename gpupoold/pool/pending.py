@@ -24,12 +24,20 @@ class Pending(Generic[K, V]):
         self._futures[key] = future
         return future
 
+    @property
+    def oldest(self) -> K | None:
+        """The key that has been waited for longest; None when nothing is owed."""
+        return next(iter(self._futures), None)
+
     def forget(self, key: K) -> None:
-        """Nobody waits any more."""
-        self._futures.pop(key, None)
+        """Nobody waits any more, those in :meth:`settled` neither."""
+        future = self._futures.pop(key, None)
+        if future is not None:
+            future.cancel()
 
     async def settled(self, key: K) -> None:
-        """Return when the answer has come, whatever it is; at once when none is owed."""
+        """Return when the answer has come, whatever it is, or who asked for it has given up; at
+        once when none is owed."""
         future = self._futures.get(key)
         if future is not None:
             await asyncio.wait({future})

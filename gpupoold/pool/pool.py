@@ -24,7 +24,7 @@ from gpupoold.admin.models import (
 )
 from gpupoold.config import Settings
 from gpupoold.domain import Role
-from gpupoold.errors import Failed, Refused, TimedOut, UsageError
+from gpupoold.errors import Failed, Refused
 from gpupoold.pool import views
 from gpupoold.pool.cache_control import CacheControl
 from gpupoold.pool.dispatch import Dispatcher
@@ -33,16 +33,18 @@ from gpupoold.pool.forks import ForkServer
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.image_cache import ImageCache
 from gpupoold.pool.instance import Instance
+from gpupoold.pool.instance_control import InstanceControl
 from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.lifecycle import ModelLifecycle
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.stimulus_file import Header, lines
+from gpupoold.pool.ticker import tick
+from gpupoold.pool.watchdog import Watchdog
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 
 _logger = logging.getLogger(__name__)
 _CHECK_INTERVAL_S = 5.0
-_TICK_S = 0.25
-_DRAIN_POLL_S = 0.02
+_BENCH_TIMEOUT_S = 3600.0
 
 PoolState = Literal["starting", "ready", "stopping"]
 
@@ -62,6 +64,7 @@ class Pool:
     cache: ImageCache
     saved: SavedImages
     cache_control: CacheControl
+    instances: InstanceControl
     http_url: str
     stopping: bool = False
     _started_s: float = field(default_factory=time.monotonic)
@@ -71,9 +74,16 @@ class Pool:
         """Start the instances and the frontend; they come up in the background."""
         self.supervisor.start()
         self.frontend.start()
+        looks = (
+            self.supervisor.oom_kills.look,
+            self.frontend.look,
+            *(watchdog.look for watchdog in self._watchdogs()),
+            self.dispatcher.end_overdue,
+            self.dispatcher.tick,
+        )
         self._tasks = [
             asyncio.create_task(self._check_when_idle(), name="check-core"),
-            asyncio.create_task(self._tick(), name="tick"),
+            asyncio.create_task(tick(looks), name="tick"),
         ]
 
     async def stop(self) -> None:
@@ -150,6 +160,7 @@ class Pool:
         result = await self.supervisor.call(
             instance,
             "bench_switch",
+            limit_s=_BENCH_TIMEOUT_S,
             models=models,
             rounds=request.rounds,
             modes=list(request.modes),
@@ -174,7 +185,7 @@ class Pool:
             arguments = {"models": models, "kv_bytes": request.kv_bytes}
         if request.part != "leftovers":
             arguments["rounds"] = request.rounds
-        result = await self.supervisor.call(instance, method, **arguments)
+        result = await self.supervisor.call(instance, method, limit_s=_BENCH_TIMEOUT_S, **arguments)
         assert isinstance(result, dict)
         return result
 
@@ -212,55 +223,14 @@ class Pool:
         header = Header(settings.policy, PolicyOptions(quota_max_s=settings.quota_max_s))
         return lines(header, core.stimuli())
 
-    def set_role(self, number: int, role: Role | None) -> None:
-        """Give an instance a role; None: the policy's to choose.
-
-        Raises:
-            UsageError: there is no such instance.
-        """
-        self.dispatcher.set_role(self._instance(number).number, role)
-
-    async def drain(self, number: int) -> None:
-        """Return when an instance has no requests; it gets nothing until ``undrain``.
-
-        Raises:
-            UsageError: there is no such instance.
-            TimedOut: some were still there after ``limits.drain_timeout``; it goes on draining.
-        """
-        self.dispatcher.set_draining(self._instance(number).number, is_draining=True)
-        limit_s = self.settings.limits.drain_timeout_s
-        deadline_s = time.monotonic() + limit_s
-        while num_left := self.dispatcher.num_requests(number):
-            if time.monotonic() > deadline_s:
-                raise TimedOut(
-                    f"instance {number} still has {num_left} requests after {limit_s:g} s",
-                    "they end there; see `gpupool ps`, or wait with `gpupool drain` again",
-                )
-            await asyncio.sleep(_DRAIN_POLL_S)
-
-    def undrain(self, number: int) -> None:
-        """Let an instance have work again.
-
-        Raises:
-            UsageError: there is no such instance.
-        """
-        self.dispatcher.set_draining(self._instance(number).number, is_draining=False)
-
-    def _instance(self, number: int) -> Instance:
-        instances = self.supervisor.instances
-        if not 0 <= number < len(instances):
-            last = len(instances) - 1
-            raise UsageError(f"there is no instance {number}", f"there are 0 to {last}")
-        return instances[number]
-
-    async def _tick(self) -> None:
-        """The scheduling core knows no clock: it is told that time passes."""
-        while True:
-            await asyncio.sleep(_TICK_S)
-            try:
-                self.dispatcher.tick()
-            except Exception:
-                _logger.exception("what is done by the clock failed")
+    def _watchdogs(self) -> tuple[Watchdog[Instance], Watchdog[FrontendSupervisor]]:
+        limits = self.settings.limits
+        limits_s = (limits.hang_timeout_s, limits.load_timeout_s)
+        supervisor, frontend = self.supervisor, self.frontend
+        return (
+            Watchdog(supervisor.instances, supervisor.end, *limits_s),
+            Watchdog([frontend], FrontendSupervisor.end, *limits_s),
+        )
 
     async def _check_when_idle(self) -> None:
         """An idle daemon looks at the core's books, and says once when they disagree."""
@@ -308,7 +278,7 @@ def build_pool(
         forks,
         dispatcher.from_instance,
         lambda instance: lifecycle.instance_up(instance),
-        lambda instance: lifecycle.instance_down(instance),
+        lambda *ended: lifecycle.instance_down(*ended),
     )
     lifecycle = ModelLifecycle(settings, registry, history, dispatcher, supervisor, cache, saved)
     frontend = FrontendSupervisor(
@@ -317,7 +287,7 @@ def build_pool(
         listener,
         dispatcher.from_frontend,
         lifecycle.frontend_up,
-        dispatcher.frontend_down,
+        lambda death: lifecycle.frontend_down(death),
     )
     dispatcher.frontend = frontend
     dispatcher.warmth = lifecycle.warmer
@@ -336,6 +306,7 @@ def build_pool(
         cache,
         saved,
         CacheControl(registry, lifecycle, dispatcher.live, cache, saved),
+        InstanceControl(settings.limits, dispatcher, supervisor.instances),
         f"http://{shown}:{port}",
     )
 

@@ -26,7 +26,7 @@ class LiveRequest:
     output_token_ids: list[int] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
     num_losses: int = 0
-    """Instances that have died with it."""
+    """Instances that had it and died by the fault of its model."""
     num_resumed: int = 0
     """Tokens that it had when it was scheduled anew."""
 
@@ -34,6 +34,11 @@ class LiveRequest:
         """Tokens that went out at ``at_s``."""
         self.output_token_ids.extend(token_ids)
         self.token_times_s.extend([at_s] * len(token_ids))
+
+    @property
+    def last_sign_s(self) -> float:
+        """When its client heard of it last: its latest token, or else its arrival."""
+        return self.token_times_s[-1] if self.token_times_s else self.arrival_s
 
     @property
     def next_deadline_s(self) -> float:
@@ -98,6 +103,10 @@ class LiveRequests:
     def on_instance(self, instance: int) -> list[LiveRequest]:
         """The live requests on an instance, oldest first."""
         return [request for request in self._requests.values() if request.instance == instance]
+
+    def silent_since(self, before_s: float) -> list[LiveRequest]:
+        """The live requests whose clients have heard nothing since then, oldest first."""
+        return [one for one in self._requests.values() if one.last_sign_s < before_s]
 
     def all(self) -> list[LiveRequest]:
         """Every live request, oldest first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
@@ -104,16 +104,18 @@ class Scheduler:
         """A request that was handed over can go on, with so many tokens since it was scheduled."""
         self._tell(e.Adopted(request_id, num_tokens))
 
-    def tick(self) -> None:
+    def tick(self, now_s: float) -> None:
         """Time has passed; told to the core once a second, while it has requests."""
-        now_s = time.monotonic()
         if self.core.core.state.requests and now_s >= self._next_tick_s:
             self._next_tick_s = now_s + _TICK_S
             self._tell(e.Tick())
 
-    def device_down(self, number: int) -> None:
-        """An instance is gone; requests that it had must have ended before."""
-        self._tell(e.DeviceDown(number))
+    def device_down(self, number: int, request_ids: Iterable[str] = ()) -> None:
+        """An instance is gone, and the requests that it had have ended there.
+
+        All at once: between the two others would be sent to it.
+        """
+        self._tell(*map(e.Ended, request_ids), e.DeviceDown(number))
 
     def host(self, number: int, name: str) -> None:
         """An instance can run a model."""
@@ -166,6 +168,11 @@ class Scheduler:
         """Requests that are not sent to an instance, as there is no room for their KV."""
         device = self.core.core.state.devices.get(number)
         return 0 if device is None else device.num_waiting_for_kv
+
+    def on_turn(self, number: int) -> str | None:
+        """The model whose turn it is on an instance."""
+        device = self.core.core.state.devices.get(number)
+        return device.turn.model if device is not None and device.turn is not None else None
 
     def check_state(self) -> None:
         """Raise AssertionError when the core's books disagree."""

@@ -14,7 +14,7 @@ from gpupoold.errors import GpupoolError, NoSuchModel, Unavailable
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.image_cache import CachedImage, ImageCache
 from gpupoold.pool.instance import Instance
-from gpupoold.pool.instances import InstanceSupervisor
+from gpupoold.pool.instances import InstanceEnded, InstanceSupervisor
 from gpupoold.pool.loader import ModelLoader
 from gpupoold.wire import messages as m
 
@@ -133,7 +133,10 @@ class Warmer:
                 await bring(row, hosts)
         except GpupoolError as error:
             del self._tasks[model]
-            if hosts and not any(instance.is_ready for instance in hosts):
+            if isinstance(error, InstanceEnded) and self._hosts(model):
+                # On another that is there. Who dies of it again and again is in quarantine.
+                self._begin(model, bring)
+            elif hosts and not any(instance.is_ready for instance in hosts):
                 # They load it when they come back: its requests wait for that.
                 self._dispatcher.go_on(model)
             else:

@@ -426,6 +426,14 @@ class StopServing(Message):
     name: str
 
 
+class Ping(Message):
+    """Is it there? Answered by ``Pong``."""
+
+
+class Pong(Message):
+    """It is there."""
+
+
 class RequestsFailed(Message):
     """Requests that cannot be answered (instance → daemon → frontend); their streams end so."""
 
@@ -518,8 +526,9 @@ ToFrontend = (
     | StepOutputs
     | RequestsFailed
     | CallResult
+    | Ping
     | Shutdown
 )
-FromFrontend = FrontendReady | AddRequest | AbortRequests | CallResult
+FromFrontend = FrontendReady | AddRequest | AbortRequests | CallResult | Pong
 ToForkServer = Fork
 FromForkServer = Forked | ForkEnded

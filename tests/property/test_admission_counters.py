@@ -216,7 +216,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @rule()
     def tick(self) -> None:
-        self.dispatcher.tick()
+        self.dispatcher.tick(time.monotonic())
 
     @rule()
     def frontend_dies(self) -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from gpupoold.process import importing
+from gpupoold.process import as_words, importing
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,3 +64,7 @@ def test_the_collector_rests_while_importing_and_leaves_alone_what_came() -> Non
         assert gc.get_freeze_count() > num_frozen
     finally:
         gc.unfreeze()
+
+
+def test_options_as_words() -> None:
+    assert as_words({"--number": 3, "--kind": "sim"}) == ["--number", "3", "--kind", "sim"]

@@ -18,6 +18,7 @@ from gpupoold.scheduling.state import Request
 from gpupoold.wire import messages as m
 
 NAME = "llama"
+WEIGHT_BYTES = 1 << 20
 
 
 class Cold:
@@ -68,7 +69,12 @@ class Bench:
         self.dispatcher.warmth = self.cold
         self.dispatcher.frontend = cast(FrontendSupervisor, self.frontend)
         self.instance = Instance(0, DeviceSettings(kind="emulated"))
-        self.instance.ready = m.InstanceReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0")
+        self.come_back()
+
+    def come_back(self, device_bytes: int = 1 << 30, kv_host_bytes: int | None = None) -> None:
+        self.instance.ready = m.InstanceReady(
+            0, 1, device_bytes, 4096, 1e9, "0.32.0", kv_host_bytes=kv_host_bytes
+        )
         self.dispatcher.instance_up(self.instance)
         self.dispatcher.host(Targets(), _loaded(NAME), None, self.instance)
 
@@ -98,7 +104,7 @@ def _loaded(name: str) -> m.LoadedModel:
         dtype="float32",
         block_size=32,
         num_gpu_blocks=100,
-        weight_bytes=1 << 20,
+        weight_bytes=WEIGHT_BYTES,
         kv_bytes_per_token=100,
         supported_tasks=("generate",),
         load_s=1.0,
@@ -142,7 +148,7 @@ async def test_late_requests_end_before_they_begin(history: History) -> None:
     bench = Bench(history, drop_late=True)
     bench.ask("late", time.monotonic() - 2 * Targets().ttft_s)
     bench.ask("young")
-    bench.dispatcher.tick()
+    bench.dispatcher.tick(time.monotonic())
     [failed] = bench.frontend.sent
     assert isinstance(failed, m.RequestsFailed)
     assert (failed.request_ids, failed.message[:8]) == (["late"], "dropped:")
@@ -152,7 +158,7 @@ async def test_late_requests_end_before_they_begin(history: History) -> None:
 
 async def test_late_requests_wait_where_nobody_says_otherwise(bench: Bench) -> None:
     bench.ask("late", time.monotonic() - 1000.0)
-    bench.dispatcher.tick()
+    bench.dispatcher.tick(time.monotonic())
     assert (bench.frontend.sent, bench.dispatcher.num_waiting(NAME)) == ([], 1)
 
 
@@ -223,6 +229,22 @@ async def test_an_instance_that_has_the_model_no_more(bench: Bench) -> None:
     bench.check()
 
 
+async def test_the_dead_are_sent_nothing(bench: Bench) -> None:
+    """Two wait for the KV room of one on an instance that dies: all three go on later."""
+    bench.cold.warm.add(NAME)
+    bench.dispatcher.instance_down(bench.instance, "restarted")
+    bench.come_back(device_bytes=WEIGHT_BYTES + 2000, kv_host_bytes=0)
+    for request_id in ("a", "b", "c"):
+        bench.ask(request_id)
+    assert [one.instance for one in bench.dispatcher.live.all()] == [0, None, None]
+    bench.dispatcher.instance_down(bench.instance, "died")
+    assert [one.instance for one in bench.dispatcher.live.all()] == [None] * 3
+    bench.check()
+    bench.come_back()
+    assert [one.instance for one in bench.dispatcher.live.all()] == [0] * 3
+    bench.check()
+
+
 class TestDeadInstance:
     """What an instance had goes on elsewhere, or there when it is back."""
 
@@ -237,10 +259,6 @@ class TestDeadInstance:
 
         monkeypatch.setattr(Instance, "send", send)
         return sent
-
-    def come_back(self, bench: Bench) -> None:
-        bench.dispatcher.instance_up(bench.instance)
-        bench.dispatcher.host(Targets(), _loaded(NAME), None, bench.instance)
 
     def give_tokens(self, bench: Bench, request_id: str, *token_ids: int) -> None:
         progress = [m.RequestProgress(request_id, list(token_ids))]
@@ -262,24 +280,36 @@ class TestDeadInstance:
         assert bench.frontend.sent == []
         assert bench.scheduled["a"].arrival_s == 1.0
         assert bench.dispatcher.live.all()[0].instance is None
-        self.come_back(bench)
+        bench.come_back()
         again = sent[-1]
         assert (len(sent), again.output_token_ids) == (2, [7, 8, 9])
         assert (again.frames, again.prompt_token_ids) == (first.frames, first.prompt_token_ids)
         bench.check()
 
-    async def test_who_was_on_two_is_not_given_to_a_third(
+    async def test_whose_model_ended_two_is_not_given_to_a_third(
         self, bench: Bench, sent: list[m.AddRequest]
     ) -> None:
         bench.cold.warm.add(NAME)
         bench.ask("a")
-        bench.dispatcher.instance_down(bench.instance, "died")
-        self.come_back(bench)
+        bench.dispatcher.instance_down(bench.instance, "died", blamed=NAME)
+        bench.come_back()
         bench.ask("b")
-        bench.dispatcher.instance_down(bench.instance, "died again")
+        bench.dispatcher.instance_down(bench.instance, "died again", blamed=NAME)
         assert bench.frontend.sent == [m.RequestsFailed(NAME, ["a"], "died again")]
-        self.come_back(bench)
+        bench.come_back()
         assert [one.request_id for one in sent] == ["a", "a", "b", "b"]
+        bench.check()
+
+    async def test_who_is_not_blamed_goes_on_for_ever(
+        self, bench: Bench, sent: list[m.AddRequest]
+    ) -> None:
+        bench.cold.warm.add(NAME)
+        bench.ask("a")
+        for blamed in (None, "another", None, "another"):
+            bench.dispatcher.instance_down(bench.instance, "died", blamed)
+            bench.come_back()
+        assert bench.frontend.sent == []
+        assert [one.request_id for one in sent] == ["a"] * 5
         bench.check()
 
     async def test_none_is_left_to_come_back(self, bench: Bench, sent: list[m.AddRequest]) -> None:
@@ -296,7 +326,75 @@ class TestDeadInstance:
         bench.ask("a")
         bench.dispatcher.instance_down(bench.instance, "died")
         bench.dispatcher.from_frontend(m.AbortRequests(NAME, ["a"]))
-        self.come_back(bench)
+        bench.come_back()
         assert [one.request_id for one in sent] == ["a"]
         assert bench.scheduled == {}
         bench.check()
+
+    async def test_what_is_not_warm_is_warmed_before_they_go_on(
+        self, bench: Bench, sent: list[m.AddRequest]
+    ) -> None:
+        bench.cold.warm.add(NAME)
+        bench.ask("a")
+        self.give_tokens(bench, "a", 7)
+        bench.cold.warm.clear()
+        bench.dispatcher.instance_down(bench.instance, "died")
+        assert (bench.cold.begun, bench.dispatcher.num_waiting(NAME)) == ([NAME], 1)
+        bench.come_back()
+        assert len(sent) == 1
+        bench.cold.warm.add(NAME)
+        bench.dispatcher.go_on(NAME)
+        assert [one.output_token_ids for one in sent] == [[], [7]]
+        bench.check()
+
+
+class TestBound:
+    """A request that gets no token for too long ends, and is told what it waited for."""
+
+    LIMIT_S = LimitSettings().token_timeout_s
+
+    def errors(self, bench: Bench) -> dict[str, str]:
+        failed = [one for one in bench.frontend.sent if isinstance(one, m.RequestsFailed)]
+        return {request_id: one.message for one in failed for request_id in one.request_ids}
+
+    async def test_from_its_arrival_or_its_last_token_on(self, bench: Bench) -> None:
+        bench.cold.warm.add(NAME)
+        bench.ask("a", 100.0)
+        bench.ask("b", 100.0)
+        progress = [m.RequestProgress("b", [7])]
+        outputs = m.StepOutputs(NAME, 150.0, [], progress, 0.01)
+        bench.dispatcher.from_instance(bench.instance, outputs)
+        bench.dispatcher.end_overdue(100.0 + self.LIMIT_S)
+        assert self.errors(bench) == {}
+        bench.dispatcher.end_overdue(101.0 + self.LIMIT_S)
+        assert list(self.errors(bench)) == ["a"]
+        bench.dispatcher.end_overdue(151.0 + self.LIMIT_S)
+        assert list(self.errors(bench)) == ["a", "b"]
+        assert len(bench.dispatcher.live) == 0
+        bench.check()
+
+    async def test_each_is_told_what_it_waited_for(self, bench: Bench) -> None:
+        bench.ask("cold", 100.0)
+        bench.cold.warm.add(NAME)
+        bench.ask("there", 100.0)
+        bench.dispatcher.end_overdue(1000.0)
+        bench.ask("homeless", 1000.0)
+        bench.dispatcher.instance_down(bench.instance, "died")
+        bench.dispatcher.end_overdue(2000.0)
+        assert self.errors(bench) == {
+            "cold": f"no token for 600 s: {NAME} is not in host memory yet",
+            "there": "no token for 600 s: device 0 is at it and does not answer",
+            "homeless": f"no token for 600 s: no device has {NAME} now",
+        }
+
+    async def test_two_that_wait_for_room_and_for_a_turn(self, bench: Bench) -> None:
+        bench.cold.warm.add(NAME)
+        bench.dispatcher.instance_down(bench.instance, "restarted")
+        bench.come_back(device_bytes=WEIGHT_BYTES + 2000, kv_host_bytes=0)
+        bench.ask("first", 100.0)
+        bench.ask("second", 100.0)
+        turn = bench.dispatcher.scheduler.core.core.state.devices[0].turn
+        assert turn is not None
+        bench.dispatcher.from_instance(bench.instance, m.TurnEnded(turn.turn_id))
+        bench.dispatcher.end_overdue(1000.0)
+        assert self.errors(bench)["second"] == "no token for 600 s: no device has taken the request"

@@ -15,6 +15,8 @@ import psutil
 import pytest
 
 from gpupoold.config import Settings
+from gpupoold.pool import forks
+from gpupoold.pool.child import Launch
 from gpupoold.pool.forks import ForkedProcess, ForkServer
 
 TIMEOUT_S = 20
@@ -68,8 +70,8 @@ class Rig:
         with ours, theirs, self.log.open("ab") as log:
             options = {"--wire-fd": theirs.fileno()}
             arguments = ["--end", end]
-            forking = self.server.fork(module, arguments, log.fileno(), options, {"WORD": "hello"})
-            process = await asyncio.wait_for(forking, TIMEOUT_S)
+            launch = Launch(module, arguments, log.fileno(), options, {"WORD": "hello"})
+            process = await asyncio.wait_for(self.server.fork(launch), TIMEOUT_S)
             theirs.close()
             ours.settimeout(TIMEOUT_S)
             told = await asyncio.to_thread(ours.recv, 1 << 16)
@@ -163,3 +165,18 @@ async def test_stopping_ends_all(rig: Rig) -> None:
     await rig.server.stop()
     assert await status_of(process) == -signal.SIGKILL
     assert not psutil.pid_exists(told["parent"])
+
+
+async def test_a_server_that_does_not_answer_is_replaced(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, told = await rig.start("wait")
+    os.kill(told["parent"], signal.SIGSTOP)
+    with monkeypatch.context() as hasty:
+        hasty.setattr(forks, "_ANSWER_TIMEOUT_S", 0.2)
+        with pytest.raises(OSError, match=r"did not answer within 0\.2 s and is killed"):
+            await rig.start("wait")
+    assert await status_of(first) == -signal.SIGKILL
+    second, told_later = await rig.start("status")
+    assert told_later["parent"] != told["parent"]
+    assert await status_of(second) == 3

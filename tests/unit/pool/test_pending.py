@@ -53,3 +53,25 @@ async def test_settled(fails: bool) -> None:
         pending.resolve("a", 1)
     await waiting
     assert isinstance(future.exception(), Failed if fails else type(None))
+
+
+async def test_settled_when_nobody_waits_for_it_any_longer() -> None:
+    pending: Pending[str, int] = Pending()
+    pending.expect("a")
+    waiting = asyncio.create_task(pending.settled("a"))
+    await asyncio.sleep(0)
+    pending.forget("a")
+    await asyncio.wait_for(waiting, 20)
+
+
+def test_the_oldest() -> None:
+    async def run() -> list[str | None]:
+        pending: Pending[str, int] = Pending()
+        seen = [pending.oldest]
+        for key in ("b", "a"):
+            pending.expect(key)
+            seen.append(pending.oldest)
+        pending.forget("b")
+        return [*seen, pending.oldest]
+
+    assert asyncio.run(run()) == [None, "b", "b", "a"]

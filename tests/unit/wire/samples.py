@@ -103,6 +103,8 @@ MESSAGES: list[m.Message] = [
     m.FrontendReady(4243),
     m.ModelList([SERVED], True),
     m.ServeModel(9, MODEL, LOADED),
+    m.Ping(),
+    m.Pong(),
     m.StopServing("llama"),
     m.Admission("llama", "r1"),
     m.Admission("llama", "r2", 429, "too many", 7.5),

@@ -1,0 +1,31 @@
+"""Which errors mean that there was no memory to go on with."""
+
+from __future__ import annotations
+
+import errno
+
+from gpupoold.memory.contracts import OutOfPages
+
+# CUDA's own error and that of the allocator of the CPU are both RuntimeErrors.
+_SAID_BY_TORCH = ("out of memory", "can't allocate memory", "cannot allocate memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this, or what it came from, was for want of host memory, device memory or pages."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        if _says_so(one):
+            return True
+        one = one.__cause__ or one.__context__
+    return False
+
+
+def _says_so(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | OutOfPages):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(said in text for said in _SAID_BY_TORCH)

@@ -1,0 +1,42 @@
+"""Whether the kernel has just killed a process for want of memory."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+
+VMSTAT = Path("/proc/vmstat")
+# So long before the death of a process a kill may have been counted.
+_MOMENT_S = 3.0
+
+
+class OomKills:
+    """The kernel's count of such kills (cgroups' own limits count too), looked at in time.
+
+    It does not say who was killed. A process that somebody else kills in the same moment is
+    taken for one of them.
+    """
+
+    def __init__(self, path: Path = VMSTAT) -> None:
+        self._path = path
+        self._seen: deque[tuple[float, int]] = deque()
+        self.look(time.monotonic())
+
+    def look(self, now_s: float) -> None:
+        """Note the count; to be called every second or so."""
+        while self._seen and now_s - self._seen[0][0] > _MOMENT_S and len(self._seen) > 1:
+            self._seen.popleft()
+        self._seen.append((now_s, self._count()))
+
+    def is_new(self) -> bool:
+        """Whether there was one in the last seconds."""
+        return self._count() > self._seen[0][1]
+
+    def _count(self) -> int:
+        """0 where the kernel does not say."""
+        try:
+            lines = self._path.read_text().splitlines()
+        except OSError:
+            return 0
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

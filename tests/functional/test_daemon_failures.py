@@ -1,0 +1,286 @@
+"""What fails is replaced, who is at fault is stopped, and no request waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+from openai import AsyncOpenAI
+
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.admin.models import BenchMemoryRequest
+from gpupoold.errors import Refused
+from tests.functional.daemon_tools import (
+    LLAMA,
+    LOAD_OPTIONS,
+    LONG,
+    QWEN2,
+    Answer,
+    Background,
+    api_client,
+    ask,
+    check,
+    child,
+    cli,
+    device,
+    device_config,
+    eventually,
+    ps,
+    until,
+)
+
+PROMPT = "who are you?"
+BACK_S = 60.0
+
+
+def config_with(device_bytes: int, **limits: str) -> str:
+    lines = [f'{name} = "{value}"' for name, value in limits.items()]
+    return device_config(device_bytes) + "\n".join(["[limits]", *lines]) + "\n"
+
+
+def daemon_with(config: str, folder: Path, tiny_models: dict[str, Path]) -> Iterator[PrivateDaemon]:
+    with private_daemon(config, folder) as daemon:
+        for name in (LLAMA, QWEN2):
+            daemon.add_model(name, tiny_models[name], **LOAD_OPTIONS)
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def watched(
+    tiny_models: dict[str, Path], device_bytes: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PrivateDaemon]:
+    """A daemon that soon takes a silent worker for hung."""
+    config = config_with(device_bytes, hang_timeout="4s")
+    yield from daemon_with(config, tmp_path_factory.mktemp("watched"), tiny_models)
+
+
+@pytest.fixture(scope="module")
+def patient(
+    tiny_models: dict[str, Path], device_bytes: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PrivateDaemon]:
+    """A daemon that gives a worker all the time, and a request little."""
+    config = config_with(device_bytes, hang_timeout="1000s", token_timeout="4s")
+    yield from daemon_with(config, tmp_path_factory.mktemp("patient"), tiny_models)
+
+
+@pytest.fixture(scope="module")
+def usual(
+    tiny_models: dict[str, Path], device_bytes: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PrivateDaemon]:
+    """A daemon with the defaults."""
+    config = device_config(device_bytes)
+    yield from daemon_with(config, tmp_path_factory.mktemp("usual"), tiny_models)
+
+
+@pytest.fixture
+async def api(usual: PrivateDaemon) -> AsyncIterator[AsyncOpenAI]:
+    async with api_client(usual.http_url) as client:
+        yield client
+
+
+def worker(daemon: PrivateDaemon) -> psutil.Process:
+    return child(daemon, "instance")
+
+
+def states(daemon: PrivateDaemon) -> dict[str, str]:
+    return {row.name: row.state for row in ps(daemon).models}
+
+
+def is_whole(daemon: PrivateDaemon, but: psutil.Process | None = None) -> bool:
+    """Whether all models are ready, on another worker than that one."""
+    row = device(daemon)
+    is_new = but is None or row.pid not in (None, but.pid)
+    return row.state == "ready" and is_new and set(states(daemon).values()) == {"ready"}
+
+
+def is_back_without(daemon: PrivateDaemon, ended: psutil.Process) -> bool:
+    """Whether another worker has what is to be loaded."""
+    return device(daemon).pid not in (None, ended.pid) and "loading" not in states(daemon).values()
+
+
+def is_idle(daemon: PrivateDaemon) -> bool:
+    """Whether the worker has no request, and no KV that is anybody's."""
+    with daemon.client() as client:
+        try:
+            client.bench_memory(BenchMemoryRequest(part="leftovers"))
+        except Refused:
+            return False
+    return device(daemon).kv_host_bytes == 0
+
+
+def told(daemon: PrivateDaemon, kind: str) -> list[str]:
+    """The messages of all events of a kind."""
+    with daemon.client() as client:
+        return [event.message for event in client.events() if event.kind == kind]
+
+
+async def test_a_hung_worker_is_replaced_and_its_streams_go_on(watched: PrivateDaemon) -> None:
+    async with api_client(watched.http_url) as api:
+        alone = await ask(api, LLAMA, PROMPT, 300)
+        stream = Background(api, LLAMA, PROMPT, 300)
+        await stream.started()
+        hung = worker(watched)
+        hung.suspend()
+        assert await stream.finished() == alone
+    await eventually(lambda: is_whole(watched, but=hung), BACK_S)
+    assert any("hung: no sign of life for 4 s" in text for text in told(watched, "instance_down"))
+    assert check(watched)
+
+
+async def test_an_idle_worker_that_hangs_is_replaced(watched: PrivateDaemon) -> None:
+    await eventually(lambda: is_whole(watched) and not ps(watched).requests, BACK_S)
+    hung = worker(watched)
+    hung.suspend()
+    await eventually(lambda: is_whole(watched, but=hung), BACK_S)
+    assert told(watched, "model_quarantined") == []
+
+
+async def test_no_request_waits_longer_than_the_bound(patient: PrivateDaemon) -> None:
+    async with api_client(patient.http_url) as api:
+        alone = await ask(api, LLAMA, PROMPT)
+        streams = [Background(api, name, f"{n}", LONG) for name in (LLAMA, QWEN2) for n in range(2)]
+        for stream in streams:
+            await stream.started()
+        silent = worker(patient)
+        silent.suspend()
+        try:
+            late = Background(api, QWEN2, "later", LONG)
+            async with asyncio.timeout(BACK_S):
+                outcomes = await asyncio.gather(
+                    *(stream.finished() for stream in (*streams, late)), return_exceptions=True
+                )
+        finally:
+            silent.resume()
+        for outcome in outcomes:
+            assert isinstance(outcome, openai.APIError), outcome
+            assert "no token for 4 s: " in str(outcome)
+        assert any("device 0" in str(outcome) for outcome in outcomes)
+        await eventually(lambda: not ps(patient).requests)
+        # It was never replaced, and has nothing left of them.
+        assert worker(patient).pid == silent.pid
+        await eventually(lambda: is_idle(patient))
+        assert await ask(api, LLAMA, PROMPT) == alone
+    assert check(patient)
+
+
+async def test_killed_by_somebody_again_and_again(usual: PrivateDaemon, api: AsyncOpenAI) -> None:
+    """That is nobody's fault: every request is answered, and nothing is in quarantine."""
+    jobs = [(name, f"killed {n}", LONG) for name in (LLAMA, QWEN2) for n in range(2)]
+    alone = [await ask(api, *job) for job in jobs]
+    streams = [Background(api, *job) for job in jobs]
+    num_kills = 0
+    while any(stream.is_running for stream in streams) and num_kills < 6:
+        await eventually(lambda: device(usual).state == "ready", BACK_S)
+        await asyncio.sleep(0.5)
+        worker(usual).kill()
+        num_kills += 1
+    assert [await stream.finished() for stream in streams] == alone
+    assert num_kills >= 2
+    await eventually(lambda: is_whole(usual), BACK_S)
+    assert told(usual, "model_quarantined") == []
+
+
+async def test_out_of_memory_is_told(usual: PrivateDaemon, api: AsyncOpenAI) -> None:
+    """The worker gets no more memory, and its first long prompts need some."""
+    await eventually(lambda: is_whole(usual), BACK_S)
+    starved = worker(usual)
+    for kind in (psutil.RLIMIT_AS, psutil.RLIMIT_DATA):
+        starved.rlimit(kind, (1 << 20, 1 << 20))
+    jobs = [(QWEN2, f"{n} long stories " * 40, 50) for n in range(3)]
+    answers = await asyncio.gather(*(ask(api, *job) for job in jobs))
+    await eventually(lambda: is_whole(usual, but=starved), BACK_S)
+    assert "out of memory" in told(usual, "instance_down")[-1]
+    assert answers == [await ask(api, *job) for job in jobs]
+
+
+async def test_a_model_that_ends_its_worker_twice(usual: PrivateDaemon, api: AsyncOpenAI) -> None:
+    await eventually(lambda: is_whole(usual), BACK_S)
+    expected = await ask(api, QWEN2, PROMPT)
+    victim_alone = await ask(api, LLAMA, PROMPT, LONG)
+    assert await crashed_in(usual, api) == victim_alone
+    with pytest.raises(openai.APIError, match="ended the worker of device 0 twice: signal 11"):
+        await crashed_in(usual, api)
+    await eventually(lambda: states(usual) == {LLAMA: "failed", QWEN2: "ready"}, BACK_S)
+    assert await ask(api, QWEN2, PROMPT) == expected
+    for shown in (cli(usual, "show", LLAMA), cli(usual, "events")):
+        assert "ended the worker of device 0 twice: signal 11" in shown.stdout
+    with pytest.raises(openai.InternalServerError, match="twice: signal 11"):
+        await ask(api, LLAMA, PROMPT)
+    # Whoever comes up next does not load it.
+    killed = worker(usual)
+    killed.kill()
+    await eventually(lambda: device(usual).pid not in (None, killed.pid), BACK_S)
+    await eventually(lambda: states(usual) == {LLAMA: "failed", QWEN2: "ready"}, BACK_S)
+    assert await ask(api, QWEN2, PROMPT) == expected
+    assert LLAMA not in {row.name for row in ps(usual).models if row.weights_total_bytes}
+    assert cli(usual, "cache", "warm", LLAMA).returncode == 0
+    assert states(usual) == {LLAMA: "ready", QWEN2: "ready"}
+    assert await ask(api, LLAMA, PROMPT, LONG) == victim_alone
+
+
+async def crashed_in(daemon: PrivateDaemon, api: AsyncOpenAI) -> Answer:
+    """An answer in the middle of which the worker crashes; its model is all that runs."""
+    stream = Background(api, LLAMA, PROMPT, LONG)
+    await stream.started()
+    ended = worker(daemon)
+    ended.send_signal(signal.SIGSEGV)
+    await eventually(lambda: is_back_without(daemon, ended), BACK_S)
+    return await stream.finished()
+
+
+class Callers:
+    """Clients that open one connection after the other, and what became of each."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.outcomes: list[str] = []
+        self.is_over = False
+
+    async def run(self) -> None:
+        """Until it is over."""
+        while not self.is_over:
+            async with httpx.AsyncClient(base_url=self._url, timeout=BACK_S) as http:
+                try:
+                    self.outcomes.append(str((await http.get("/v1/models")).status_code))
+                except httpx.HTTPError as error:
+                    self.outcomes.append(type(error).__name__)
+
+
+async def test_a_frontend_that_dies_refuses_no_connection(usual: PrivateDaemon) -> None:
+    await eventually(lambda: is_whole(usual), BACK_S)
+    callers = Callers(usual.http_url)
+    calling = [asyncio.create_task(callers.run()) for _ in range(4)]
+    async with api_client(usual.http_url) as api:
+        stream = Background(api, QWEN2, PROMPT, LONG)
+        await stream.started()
+        child(usual, "frontend").kill()
+        with pytest.raises((openai.APIError, httpx.HTTPError)):
+            await stream.finished()
+    await eventually(lambda: not ps(usual).requests)
+    num_before = len(callers.outcomes)
+    await eventually(lambda: len(callers.outcomes) > num_before + 20, BACK_S)
+    callers.is_over = True
+    await asyncio.gather(*calling)
+    # Those that were being answered are cut off; no other sees more than a pause.
+    cut_off = [text for text in callers.outcomes if text not in ("200", "503")]
+    assert set(cut_off) <= {"ReadError", "RemoteProtocolError"}
+    assert len(cut_off) <= len(calling)
+    assert callers.outcomes[-1] == "200"
+    assert is_idle(usual)
+    assert check(usual)
+    assert any("signal 9" in text for text in told(usual, "frontend_down"))
+
+
+def test_a_frontend_that_hangs_is_replaced(watched: PrivateDaemon) -> None:
+    hung = child(watched, "frontend")
+    hung.suspend()
+    answer = httpx.get(f"{watched.http_url}/v1/models", timeout=BACK_S)
+    assert answer.status_code in (200, 503)
+    until(lambda: any("hung" in text for text in told(watched, "frontend_down")))
+    assert child(watched, "frontend").pid != hung.pid

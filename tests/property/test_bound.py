@@ -1,0 +1,206 @@
+"""Whatever happens, no client waits longer than the bound for a token or an error."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpupool_state import History
+from gpupoold.config import DeviceSettings, LimitSettings
+from gpupoold.domain import Targets
+from gpupoold.pool.dispatch import Dispatcher
+from gpupoold.pool.frontends import FrontendSupervisor
+from gpupoold.pool.instance import Instance
+from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
+from gpupoold.wire import messages as m
+
+LIMIT_S = 10.0
+SWEEP_S = 1.0
+MODELS = ("one", "two")
+NUM_INSTANCES = 2
+WEIGHT_BYTES = 1 << 20
+
+
+class Nothing:
+    """A history that keeps nothing."""
+
+    def record_request(self, _: object) -> None:
+        pass
+
+
+class Images:
+    """Which models are warm; nobody ever warms one but the test."""
+
+    def __init__(self) -> None:
+        self.cold: set[str] = set()
+
+    def is_warm(self, model: str) -> bool:
+        return model not in self.cold
+
+    def begin(self, model: str) -> None:
+        pass
+
+    def used(self, model: str) -> None:
+        pass
+
+    def left(self, model: str) -> None:
+        pass
+
+    def damaged(self, message: m.WrongAnswer) -> None:
+        pass
+
+
+class Clients:
+    """When each live request was last heard of; plays the frontend."""
+
+    def __init__(self) -> None:
+        self.heard_s: dict[str, float] = {}
+        self.errors: dict[str, str] = {}
+        self.now_s = time.monotonic()
+
+    def send(self, message: m.Message) -> None:
+        match message:
+            case m.RequestsFailed():
+                for request_id in message.request_ids:
+                    del self.heard_s[request_id]
+                    self.errors[request_id] = message.message
+            case m.StepOutputs():
+                for item in message.progress:
+                    self.heard_s[item.request_id] = message.at_s
+
+
+class Pool:
+    """A dispatcher whose instances die, hang and come back as the test says."""
+
+    def __init__(self) -> None:
+        policy = make_policy("gpupool", PolicyOptions())
+        limits = LimitSettings(token_timeout=LIMIT_S)
+        self.dispatcher = Dispatcher(limits, cast(History, Nothing()), policy)
+        self.clients, self.images = Clients(), Images()
+        self.dispatcher.frontend = cast(FrontendSupervisor, self.clients)
+        self.dispatcher.warmth = self.images
+        self.instances = [
+            Instance(number, DeviceSettings(kind="emulated")) for number in range(NUM_INSTANCES)
+        ]
+        self.up: set[int] = set()
+        self.hung: set[int] = set()
+        self._num_asked = 0
+        for number in range(NUM_INSTANCES):
+            self.come_up(number)
+
+    def ask(self, model: int, num_prompt: int) -> None:
+        self._num_asked += 1
+        request_id, now_s = str(self._num_asked), self.clients.now_s
+        self.clients.heard_s[request_id] = now_s
+        request = m.AddRequest(MODELS[model], request_id, now_s, [1] * num_prompt, 8, [b""])
+        self.dispatcher.from_frontend(request)
+
+    def come_up(self, number: int) -> None:
+        """With room for the KV of one request or two, and none in host memory."""
+        if number in self.up:
+            return
+        self.up.add(number)
+        instance = self.instances[number]
+        instance.ready = m.InstanceReady(
+            number, 1, WEIGHT_BYTES + 4000, 4096, 1e9, "0.32.0", kv_host_bytes=0
+        )
+        self.dispatcher.instance_up(instance)
+        for name in MODELS:
+            self.dispatcher.host(Targets(), _loaded(name), None, instance)
+
+    def die(self, number: int, blamed: int | None) -> None:
+        if number not in self.up:
+            return
+        self.up.discard(number)
+        self.hung.discard(number)
+        model = None if blamed is None else MODELS[blamed]
+        self.dispatcher.instance_down(self.instances[number], "died", model)
+
+    def step(self, number: int, is_last: bool) -> None:
+        """A token for one request of each model there, unless it hangs."""
+        if number not in self.up or number in self.hung:
+            return
+        for name in MODELS:
+            here = [one for one in self.dispatcher.live.on_instance(number) if one.model == name]
+            if here:
+                item = m.RequestProgress(here[0].request_id, [5], "stop" if is_last else None)
+                outputs = m.StepOutputs(name, self.clients.now_s, [], [item], 0.01)
+                self.dispatcher.from_instance(self.instances[number], outputs)
+                if is_last:
+                    del self.clients.heard_s[here[0].request_id]
+
+    def hang(self, number: int, is_hung: bool) -> None:
+        (self.hung.add if is_hung else self.hung.discard)(number)
+
+    def cool(self, model: int, is_cold: bool) -> None:
+        if is_cold:
+            self.images.cold.add(MODELS[model])
+        else:
+            self.images.cold.discard(MODELS[model])
+            self.dispatcher.go_on(MODELS[model])
+
+    def cancel(self, nth: int) -> None:
+        live = self.dispatcher.live.all()
+        if live:
+            one = live[nth % len(live)]
+            del self.clients.heard_s[one.request_id]
+            self.dispatcher.from_frontend(m.AbortRequests(one.model, [one.request_id]))
+
+    def wait(self, num_sweeps: int) -> None:
+        for _ in range(num_sweeps):
+            self.clients.now_s += SWEEP_S
+            self.dispatcher.end_overdue(self.clients.now_s)
+            self.check()
+
+    def check(self) -> None:
+        """Nobody waits too long, and the books of all three agree on who waits."""
+        for request_id, heard_s in self.clients.heard_s.items():
+            assert self.clients.now_s - heard_s <= LIMIT_S, request_id
+        live = {one.request_id for one in self.dispatcher.live.all()}
+        assert live == set(self.clients.heard_s)
+        self.dispatcher.scheduler.check_state()
+
+
+def _loaded(name: str) -> m.LoadedModel:
+    return m.LoadedModel(
+        name=name,
+        architecture="",
+        max_model_len=100,
+        dtype="float32",
+        block_size=32,
+        num_gpu_blocks=100,
+        weight_bytes=WEIGHT_BYTES,
+        kv_bytes_per_token=100,
+        supported_tasks=("generate",),
+        load_s=1.0,
+    )
+
+
+MODEL = st.integers(0, len(MODELS) - 1)
+INSTANCE = st.integers(0, NUM_INSTANCES - 1)
+HAPPENING = st.one_of(
+    st.tuples(st.just("ask"), MODEL, st.integers(1, 60)),
+    st.tuples(st.just("wait"), st.integers(1, 12)),
+    st.tuples(st.just("step"), INSTANCE, st.booleans()),
+    st.tuples(st.just("die"), INSTANCE, st.none() | MODEL),
+    st.tuples(st.just("come_up"), INSTANCE),
+    st.tuples(st.just("hang"), INSTANCE, st.booleans()),
+    st.tuples(st.just("cool"), MODEL, st.booleans()),
+    st.tuples(st.just("cancel"), st.integers(0, 9)),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(HAPPENING, max_size=40))
+def test_no_client_waits_longer_than_the_bound(happenings: list[tuple[str, int]]) -> None:
+    pool = Pool()
+    for name, *arguments in happenings:
+        getattr(pool, name)(*arguments)
+        pool.check()
+    # No more tokens: everyone who still waits is told why.
+    pool.wait(round((LIMIT_S + SWEEP_S) / SWEEP_S))
+    assert pool.clients.heard_s == {}
+    assert all(pool.clients.errors.values())

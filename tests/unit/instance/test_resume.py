@@ -26,6 +26,9 @@ class Engine:
         runner = SimpleNamespace(requests=self.records, kv_cache_config=groups)
         worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
         self.model_executor = SimpleNamespace(driver_worker=worker)
+        self.scheduler = SimpleNamespace(
+            finished_req_ids={"a", "b"}, prev_step_scheduled_req_ids={"a", "c"}
+        )
 
     def add_request(self, request: Any, _wave: int) -> None:
         if self._is_full:
@@ -51,6 +54,14 @@ def test_the_record_is_there_when_it_is_queued() -> None:
     assert (engine.queue, engine.recorded_when_queued) == (["a"], [True])
     assert engine.records["a"].output_token_ids == [7, 8]
     assert asked.status is RequestStatus.PREEMPTED
+
+
+def test_its_end_a_moment_ago_is_not_told_to_the_worker() -> None:
+    """Who leaves and comes back at once is the same request to the worker."""
+    engine = Engine()
+    resume.resume(engine, request(), 0, [7])  # type: ignore[arg-type]
+    assert engine.scheduler.finished_req_ids == {"b"}
+    assert engine.scheduler.prev_step_scheduled_req_ids == {"c"}
 
 
 def test_a_record_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from gpupoold.scheduling.kv_room import admits
 from gpupoold.scheduling.policies.visits import (
+    FIRST_TOKEN_SHARE,
+    LOAD_GRAIN,
     Switching,
     Tuning,
     Work,
@@ -27,8 +29,6 @@ from gpupoold.scheduling.policies.visits import (
 )
 from gpupoold.scheduling.state import Batch, Device, Model, Phase, Request, State
 
-# When the policy cuts a turn short for a newcomer: see the policy ``gpupool``.
-_FIRST_TOKEN_SHARE = 0.7
 # Answers looked at for a drain: of more, as many at equal distances.
 _MAX_ANSWERS = 64
 _SHORTEST_S, _LONGEST_S, _GROWTH = 0.05, 3600.0, 1.15
@@ -106,11 +106,8 @@ def first_token_in_s(
     """
     tuning = tuning or Tuning()
     newcomer = Request("", model, now_s, prompt_tokens, None)
-    hosts = state.prefill_hosts(model)
-    serving = [one for one in hosts if model.name in one.working or model.name in one.queued]
-    spare = [one for one in hosts if one not in serving and _has_room(one, model, tuning)]
-    devices = [*serving, *spare] or hosts
-    return min((_first_on(one, newcomer, now_s, tuning) for one in devices), default=None)
+    device = _chosen_for(newcomer, state.prefill_hosts(model), tuning)
+    return None if device is None else _first_on(device, newcomer, now_s, tuning)
 
 
 def drain_of(
@@ -229,7 +226,7 @@ def _after_others(
     """After the present turn, and the visits that are due before its own."""
     model = mine.model
     switch_s = device.switch_s(model)
-    latest_s = _FIRST_TOKEN_SHARE * model.targets.ttft_s - switch_s - mine.prefill_s
+    latest_s = FIRST_TOKEN_SHARE * model.targets.ttft_s - switch_s - mine.prefill_s
     left_s = min(left_s, max(latest_s, 0.0))
     switching = switching_of(device, [*others, mine], tuning)
     visits = [
@@ -274,5 +271,28 @@ def _kv_room_in_s(device: Device, newcomer: Request, now_s: float) -> float:
     return drain.seconds_until(device.num_waiting_for_kv + 1) or 0.0
 
 
-def _has_room(device: Device, model: Model, tuning: Tuning) -> bool:
-    return load_of(device) + own_load(model) <= tuning.second_device_load
+def _chosen_for(newcomer: Request, hosts: list[Device], tuning: Tuning) -> Device | None:
+    """The device that it would go to, as the policy ``gpupool`` chooses; but where that would
+    go by a model's home, this goes by where the model is in memory."""
+    model, name = newcomer.model, newcomer.model.name
+    roomy = [one for one in hosts if admits(one, newcomer)] or hosts
+    serving = [one for one in roomy if name in one.working or name in one.queued]
+    keeping_up = [one for one in serving if load_of(one) <= tuning.full_load]
+    if keeping_up:
+        return max(keeping_up, key=lambda one: (_num_of(name, one), -one.number))
+    best = min(roomy, key=lambda one: _rank(one, model), default=None)
+    if best is None or not serving:
+        return best
+    if load_of(best) + own_load(model) <= tuning.second_device_load:
+        return best
+    return min(serving, key=load_of)
+
+
+def _num_of(name: str, device: Device) -> int:
+    batches = device.working.get(name), device.queued.get(name)
+    return sum(len(batch.requests) for batch in batches if batch is not None)
+
+
+def _rank(device: Device, model: Model) -> tuple[int, bool, float, int]:
+    load = load_of(device)
+    return round(load / LOAD_GRAIN), device.missing(model) > 0, load, device.number

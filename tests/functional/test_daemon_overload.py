@@ -99,7 +99,7 @@ def test_all_models_share_the_bound_of_all(box: PrivateDaemon) -> None:
 
 
 def test_who_waits_as_long_as_told_is_served(box: PrivateDaemon) -> None:
-    """The official client does so by itself; three times it may be told that it is still full."""
+    """OpenAI's client does so by itself; three times it may be told that it is still full."""
 
     async def ask(api: AsyncOpenAI) -> str | None:
         answer = await api.completions.create(

@@ -17,6 +17,8 @@ from typing import NamedTuple
 from gpupoold.scheduling.kv_room import admits
 from gpupoold.scheduling.policies.base import Choice, SimplePolicy, waiting_for_kv
 from gpupoold.scheduling.policies.visits import (
+    FIRST_TOKEN_SHARE,
+    LOAD_GRAIN,
     Switching,
     Tuning,
     Visit,
@@ -31,11 +33,6 @@ from gpupoold.scheduling.policies.visits import (
     work_of,
 )
 from gpupoold.scheduling.state import Device, Model, Request, State
-
-# Loads are shares of a device; a smaller difference is no reason to leave home or to move.
-_LOAD_GRAIN = 0.1
-# When a turn is cut short for a newcomer: so much of its TTFT may have gone at its first token.
-_FIRST_TOKEN_SHARE = 0.7
 
 
 class _Plan(NamedTuple):
@@ -143,7 +140,7 @@ class GpupoolPolicy(SimplePolicy):
                 continue
             ready_s = device.switch_s(work.model) + work.prefill_s
             start_in_s = (
-                came_s[-1] + _FIRST_TOKEN_SHARE * work.model.targets.ttft_s - now_s - ready_s
+                came_s[-1] + FIRST_TOKEN_SHARE * work.model.targets.ttft_s - now_s - ready_s
             )
             left_s = min(left_s, max(start_in_s, 0.0))
         return None if left_s >= planned_s else now_s + left_s - began_s
@@ -267,7 +264,7 @@ def _rank(
 ) -> tuple[int, bool, bool, float, int]:
     load = loads.of(device)
     return (
-        round(load / _LOAD_GRAIN),
+        round(load / LOAD_GRAIN),
         device.number != home,
         device.missing(model) > 0,
         load,

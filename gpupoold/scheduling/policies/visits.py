@@ -19,6 +19,10 @@ from gpupoold.scheduling.state import Batch, Device, Model, Request
 
 # Memory counts less than time: KV that does not fit can be moved out, a step cannot be saved.
 _KV_WEIGHT = 0.75
+# Loads are shares of a device; a smaller difference is no reason to leave home or to move.
+LOAD_GRAIN = 0.1
+# When a turn is cut short for a newcomer: so much of its TTFT may have gone at its first token.
+FIRST_TOKEN_SHARE = 0.7
 
 
 @dataclass(frozen=True, slots=True)

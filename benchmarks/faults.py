@@ -162,7 +162,7 @@ async def _kill(daemon: PrivateDaemon, every_s: float, kills: Kills) -> None:
 def _kill_frontend(daemon: PrivateDaemon) -> int:
     for process in psutil.Process(daemon.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if "gpupoold.frontend" in process.cmdline():
+            if "-m gpupoold.frontend " in " ".join(process.cmdline()):
                 process.kill()
                 return 1
     return 0

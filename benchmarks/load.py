@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 
 # What a client does about a server that is busy or has just lost its connection.
 _RETRY_PAUSE_S = 0.2
-_MAX_RETRIES = 50
+_PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,9 @@ def prompt_token_ids(number: int, num_tokens: int | None = None) -> list[int]:
 async def ask(client: AsyncOpenAI, wanted: Ask, prompt: list[int] | None = None) -> Stream:
     """Stream an answer; begin again, as clients do, where the connection or the daemon fails."""
     stream = Stream(wanted)
+    deadline_s = time.monotonic() + _PATIENCE_S
     while True:
+        pause_s = _RETRY_PAUSE_S
         stream.token_ids, stream.times_s, stream.problem = [], [], ""
         try:
             await _read(client, stream, prompt or prompt_token_ids(wanted.prompt))
@@ -74,13 +76,14 @@ async def ask(client: AsyncOpenAI, wanted: Ask, prompt: list[int] | None = None)
             stream.problem = f"{error.status_code}: {error}"
             if error.status_code not in (429, 503):
                 return stream
+            pause_s = float(error.response.headers.get("retry-after", pause_s))
         except openai.APIError as error:
             stream.problem = str(error)
             return stream
-        if stream.num_retries == _MAX_RETRIES:
+        if time.monotonic() > deadline_s:
             return stream
         stream.num_retries += 1
-        await asyncio.sleep(_RETRY_PAUSE_S)
+        await asyncio.sleep(pause_s)
 
 
 async def ask_all(client: AsyncOpenAI, asks: Iterable[Ask], num_at_once: int) -> list[Stream]:

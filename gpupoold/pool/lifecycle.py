@@ -23,6 +23,7 @@ from gpupoold.pool.intake import Intake
 from gpupoold.pool.loader import ModelLoader
 from gpupoold.pool.quarantine import Quarantine
 from gpupoold.pool.saved_images import SavedImages
+from gpupoold.pool.shared_lock import SharedLock
 from gpupoold.pool.startup import rows_in_start_order
 from gpupoold.pool.views import model_info
 from gpupoold.pool.warming import Warmer
@@ -36,7 +37,10 @@ _DRAIN_POLL_S = 0.05
 
 
 class ModelLifecycle:
-    """Changes to the set of models; one at a time, serving goes on meanwhile."""
+    """Changes to the set of models, one at a time; instances that come up load them side by side.
+
+    Serving goes on meanwhile.
+    """
 
     def __init__(
         self,
@@ -55,7 +59,7 @@ class ModelLifecycle:
         self._supervisor = supervisor
         self._cache = cache
         self._saved = saved
-        self._changing = asyncio.Lock()
+        self._changing = SharedLock()
         self._leaving: set[str] = set()
         self._tasks: set[asyncio.Task[ModelRow]] = set()
         self._blame = Blame()
@@ -106,7 +110,7 @@ class ModelLifecycle:
         Raises:
             GpupoolError: see ``Registry.update``.
         """
-        async with self._changing:
+        async with self._changing.alone():
             old = (await self.find(name)).spec
             targets = Targets(
                 request.ttft_s or old.targets.ttft_s, request.tbt_s or old.targets.tbt_s
@@ -137,7 +141,7 @@ class ModelLifecycle:
         """
         row = await self.find(name)
         model = row.spec.name
-        async with self._changing:
+        async with self._changing.alone():
             row = await self.find(model)
             self._check_may_leave(model, mode)
             self._leaving.add(model)
@@ -146,7 +150,7 @@ class ModelLifecycle:
         try:
             if mode == "drain":
                 await self._drain(row)  # may last: other models can be changed meanwhile
-            async with self._changing:
+            async with self._changing.alone():
                 await self._forget(row)
         finally:
             self._leaving.discard(model)
@@ -187,7 +191,7 @@ class ModelLifecycle:
         if not self.loader.is_open(model):
             with self.loader.room.holding(model):
                 await self._wait_for_room(row, self._supervisor.instances[0])
-                async with self._changing:
+                async with self._changing.alone():
                     row = await self.find(model)
                     if not self.loader.is_open(model):
                         await self.loader.load_everywhere(row.spec, row.weight_bytes)
@@ -200,7 +204,7 @@ class ModelLifecycle:
         """Load every registered model on an instance that has just come up."""
         self._event("info", "instance_ready", str(instance.number), "ready")
         self._dispatcher.instance_up(instance)
-        async with self._changing:
+        async with self._changing.shared():
             rows = await rows_in_start_order(self._registry, self._history, self._cache)
             later = [row for row in rows if not await self._reload(row, instance)]
             await self.publish()
@@ -282,7 +286,7 @@ class ModelLifecycle:
                 raise Refused(f"{name!r} is already {what}", "choose another name or remove it")
 
     async def _register_and_load(self, spec: ModelSpec, weight_bytes: int) -> ModelRow:
-        async with self._changing:
+        async with self._changing.alone():
             await self._registry.add(spec)
             try:
                 await self._registry.set_state(spec.name, ModelState.LOADING)
@@ -330,7 +334,7 @@ class ModelLifecycle:
         try:
             with self.loader.room.holding(name):
                 await self._wait_for_room(row, instance)
-                async with self._changing:
+                async with self._changing.shared():
                     now = await self._registry.get(name)
                     if now is not None and name not in self._leaving:
                         await self._load_and_open(now, instance)

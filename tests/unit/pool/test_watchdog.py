@@ -71,14 +71,14 @@ def test_who_spins_is_hung() -> None:
 
 def test_who_has_nothing_to_do_need_not_step() -> None:
     worker = Worker()
-    post = Post(worker)
+    post, watch = Post(worker), worker.watch
+    assert watch is not None
     for second in range(300):
         post.look_until(float(second))
-        assert worker.watch is not None
-        worker.watch.stepped(float(second), 7, has_work=False)
-    worker.watch.stepped(300.0, 7, has_work=True)
+        watch.stepped(float(second), 7, has_work=False)
+    watch.stepped(300.0, 7, has_work=True)
     post.look_until(350.0)
-    worker.watch.heard(350.0)
+    watch.heard(350.0)
     assert post.ended == []
     post.look_until(361.0)
     assert [reason for _, _, reason in post.ended] == ["hung: its turn made no step for 60 s"]

@@ -1,9 +1,10 @@
 """``python -m gpupoold.fork_server``: has imported vLLM, and forks the daemon's children.
 
 Importing vLLM takes ten seconds of a core, forking a process that has done so some
-milliseconds, and its memory is shared. So a worker that died is back at once. (The idea is
-that of the standard library's ``multiprocessing.forkserver``, which gives its children
-another life: they run a function, and not a module with arguments and a log of its own.)
+milliseconds, and its memory is shared. So a worker that died is ready again after half a
+second (``docs/failures.md``). (The idea is that of the standard library's
+``multiprocessing.forkserver``, which gives its children another life: they run a function,
+and not a module with arguments and a log of its own.)
 
 One thread, no handler, no open file but the channel: what a fork copies is what is meant to
 be there.

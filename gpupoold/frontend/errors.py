@@ -77,6 +77,13 @@ def too_large(max_body_bytes: int) -> ApiError:
     )
 
 
+def too_slow(timeout_s: float) -> ApiError:
+    """408: the rest of the body does not come."""
+    return ApiError(
+        408, "RequestTimeoutError", f"No more of the request body has come for {timeout_s:g} s."
+    )
+
+
 def no_such_path(method: str, path: str) -> ApiError:
     """404: nothing is served there."""
     return ApiError(404, "NotFoundError", f"There is no {method} {_short(path)} here.")

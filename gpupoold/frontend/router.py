@@ -6,6 +6,7 @@ operator endpoints (scaling, profiling, raw metrics); those stay out of reach.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import MutableMapping
 from typing import Any
@@ -24,6 +25,7 @@ from gpupoold.frontend.errors import (
     send_error,
     send_json,
     too_large,
+    too_slow,
 )
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
@@ -46,6 +48,7 @@ ROUTED_PATHS = frozenset(
 _RESPONSES_PREFIX = "/v1/responses/"
 _MODELS_PREFIX = "/v1/models/"
 _RETRY_UNMOUNTED_S = 1.0
+_BODY_TIMEOUT_S = 60.0
 
 
 class _Disconnected(Exception):
@@ -161,7 +164,11 @@ class Router:
         chunks: list[bytes] = []
         num_bytes = 0
         while True:
-            message = await receive()
+            try:
+                async with asyncio.timeout(_BODY_TIMEOUT_S):
+                    message = await receive()
+            except TimeoutError:
+                raise too_slow(_BODY_TIMEOUT_S) from None
             if message["type"] == "http.disconnect":
                 raise _Disconnected
             chunk = message.get("body", b"")

@@ -345,8 +345,8 @@ class InstanceSupervisor:
                 instance.calls.resolve(message.call_id, message.result)
             case m.InstanceStatus():
                 instance.status = message
-                has_work = message.on_turn is not None and any(
-                    one.num_live for one in message.models
+                has_work = any(
+                    one.num_live for one in message.models if one.model == message.on_turn
                 )
                 watch.stepped(now_s, message.num_steps, has_work=has_work)
             case _:

@@ -33,17 +33,25 @@ async def request(
     headers: Iterable[tuple[bytes, bytes]] = (),
     *,
     leave_early: bool = False,
+    stall: bool = False,
 ) -> Answer:
-    """Send one request; afterwards (or, with ``leave_early``, instead of the end) disconnect."""
+    """Send one request; afterwards (or, with ``leave_early``, instead of the end) disconnect, or
+    with ``stall`` send nothing any more."""
     parts = list(chunks)
     messages: list[dict[str, Any]] = [
-        {"type": "http.request", "body": part, "more_body": leave_early or i < len(parts) - 1}
+        {
+            "type": "http.request",
+            "body": part,
+            "more_body": leave_early or stall or i < len(parts) - 1,
+        }
         for i, part in enumerate(parts)
     ]
     messages.append({"type": "http.disconnect"})
     answer = Answer()
 
     async def receive() -> MutableMapping[str, Any]:
+        if stall and len(messages) == 1:
+            await asyncio.Event().wait()
         return messages.pop(0) if len(messages) > 1 else messages[0]
 
     async def send(message: MutableMapping[str, Any]) -> None:

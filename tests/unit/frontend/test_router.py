@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gpupoold.frontend import router
 from gpupoold.frontend.catalog import Catalog
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.gates import Gates
@@ -120,6 +121,13 @@ def test_body_over_the_limit(served: Served) -> None:
     assert served.send("POST", CHAT, half, half).status == 413
     declared = [(b"content-length", str(LIMIT + 1).encode())]
     assert served.send("POST", CHAT, headers=declared).status == 413
+
+
+def test_body_that_does_not_come(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "_BODY_TIMEOUT_S", 0.05)
+    answer = served.send("POST", CHAT, b'{"model":', stall=True)
+    assert answer.status == 408
+    assert answer.json()["error"]["message"].endswith("has come for 0.05 s.")
 
 
 def test_client_that_leaves_while_sending_gets_nothing(served: Served) -> None:

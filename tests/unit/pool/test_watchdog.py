@@ -71,13 +71,11 @@ def test_who_spins_is_hung() -> None:
 
 def test_who_has_nothing_to_do_need_not_step() -> None:
     worker = Worker()
-    post = Post(worker)
+    post, watch = Post(worker), worker.watch
+    assert watch is not None
     for second in range(300):
         post.look_until(float(second))
-        assert worker.watch is not None
-        worker.watch.stepped(float(second), 7, has_work=False)
-    watch = worker.watch
-    assert watch is not None
+        watch.stepped(float(second), 7, has_work=False)
     watch.stepped(300.0, 7, has_work=True)
     post.look_until(350.0)
     watch.heard(350.0)

@@ -46,6 +46,9 @@ bench-overhead: venv ## what the pool costs beside vLLM alone
 bench-memory: venv ## every figure of the memory work: build/bench-memory.json
 	@$(BIN)/python -m benchmarks.memory
 
+bench-recovery: venv ## kills, moves, role changes: build/bench-recovery.json
+	@$(BIN)/python -m benchmarks.recovery
+
 bench-sim: venv ## every figure of the scheduler: build/bench-sim.json (GPUPOOL_WORKLOADS=folder)
 	@$(BIN)/python benchmarks/sim.py
 

@@ -79,11 +79,13 @@ def main() -> int:
     requests = poisson_workload(rates, args.duration, lengths, args.seed)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpupool-")))
-        daemon = stack.enter_context(private_daemon(_config(box), args.folder or folder / "pool"))
-        load_s = _add_models(daemon, list(models), folder, args)
+        daemon = stack.enter_context(
+            private_daemon(sim_config(box), args.folder or folder / "pool")
+        )
+        load_s = add_models(daemon, list(models), folder, Targets(args.ttft, args.tbt))
         before = dict(_cpu_seconds(daemon))
         started_s = time.monotonic()
-        sent = asyncio.run(_send_all(daemon.http_url, requests, args))
+        sent = asyncio.run(send_all(daemon.http_url, requests, args.seed, args.streamed))
         wall_s = time.monotonic() - started_s
         cpu = {name: (now_s - before[name]) / wall_s for name, now_s in _cpu_seconds(daemon)}
         served = _served(daemon)
@@ -97,19 +99,25 @@ def main() -> int:
     return 0 if is_good else 1
 
 
-def _config(box: Box) -> str:
+def sim_config(box: Box) -> str:
+    """Configuration of a daemon with simulated devices only."""
     return f'devices = ["sim:{box.num_devices}x{box.gpu}"]\n\n[log]\nlevel = "warning"\n'
 
 
-def _add_models(
-    daemon: PrivateDaemon, names: Sequence[str], folder: Path, args: argparse.Namespace
+def add_models(
+    daemon: PrivateDaemon, names: Sequence[str], folder: Path, targets: Targets
 ) -> float:
     """Register all; seconds it took. The first waits for the frontend to load vLLM."""
     paths = [make_hollow_checkpoint(folder, shape) for shape in DEFAULT_SHAPES]
     started_s = time.monotonic()
     for index, name in enumerate(names):
-        targets = {"ttft_s": args.ttft, "tbt_s": args.tbt}
-        daemon.add_model(name, paths[index % len(paths)], max_model_len=MAX_MODEL_LEN, **targets)
+        daemon.add_model(
+            name,
+            paths[index % len(paths)],
+            max_model_len=MAX_MODEL_LEN,
+            ttft_s=targets.ttft_s,
+            tbt_s=targets.tbt_s,
+        )
     return time.monotonic() - started_s
 
 
@@ -168,10 +176,12 @@ def _simulated(
     }
 
 
-async def _send_all(url: str, requests: Sequence[SimRequest], args: argparse.Namespace) -> Sent:
+async def send_all(
+    url: str, requests: Sequence[SimRequest], seed: int, streamed_share: float
+) -> Sent:
     """Send each request at its time; returns when all have been answered."""
-    sent, rng = Sent(), Random(args.seed)
-    bodies = [_body(request, rng, rng.random() < args.streamed) for request in requests]
+    sent, rng = Sent(), Random(seed)
+    bodies = [_body(request, rng, rng.random() < streamed_share) for request in requests]
     start_s = time.monotonic() + _LEAD_S
     host, _, port = url.removeprefix("http://").rpartition(":")
     tasks = []

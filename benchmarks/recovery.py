@@ -1,7 +1,8 @@
 """Every figure of several devices: ``make bench-recovery`` writes ``build/bench-recovery.json``.
 
 Requests under kills, hand-overs, role changes and drains under load on emulated devices, and a
-simulated box that loses a device. Each figure stands beside what was asked for.
+simulated box that loses a device. Each figure stands beside what was asked for; how long what was
+killed is away is told without one.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from benchmarks.faults import run_faults
 from benchmarks.hand_over import run_hand_over
 from benchmarks.memory import at_least, at_most, value_text
 from benchmarks.recovery_sim import run_recovery_sim
+from benchmarks.restarts import run_restarts
 from benchmarks.role_changes import run_role_changes
 from gpupool_cli.bench_rig import make_checkpoints
+from gpupoold.units import format_duration
 
 ARCHITECTURES = ["llama", "mixtral", "qwen2", "qwen3"]
 MODEL_BYTES = 10_000_000
+RESTART_ROUNDS = 5
 # What a hand-over may add to the second token, beyond the copy of the KV itself.
 HAND_OVER_LIMIT_S = 0.010
 # Of the attainment before a device is lost, ten seconds later.
@@ -41,6 +45,7 @@ def main() -> int:
             "hand_over": run_hand_over(checkpoints[0], arguments.rounds),
             "role_changes": run_role_changes(checkpoints, arguments.changes),
             "simulated_box": run_recovery_sim(arguments.rps),
+            "restarts": run_restarts([checkpoints[0], checkpoints[2]], RESTART_ROUNDS),
         }
     figures = dict(make_figures(details))
     totals = counts(details)
@@ -56,6 +61,8 @@ def main() -> int:
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     for line in table(figures):
         print(line)
+    for name, seconds in details["restarts"]["p50_s"].items():
+        print(f"{name}: {format_duration(seconds)} after it was killed")
     return 0 if reached else 1
 
 

@@ -64,8 +64,8 @@ class Core:
             for request in requests:
                 self._go_on(request, now_s)
         if self._must_assign:
-            self._must_assign = False
             self._give_away(now_s)
+            self._must_assign = False
             # Room that has come back is for those who wait before it is for newcomers.
             for number in self._to_plan:
                 if number in self.state.devices:
@@ -252,6 +252,7 @@ class Core:
         _move(request, Trigger.HAND_OVER)
         request.device = target.number
         target.moving[request.id] = request
+        self._must_assign = True  # its place is free
 
     def _adopted(self, event: e.Adopted, now_s: float) -> None:
         request = self.state.requests.get(event.request_id)
@@ -330,15 +331,10 @@ class Core:
                     self._send(device, now_s)
         device.then = None
         if device.turn is not None:
-            self._revise(device, device.turn, now_s)
+            device.turn = self.policy.revise(device.turn, device, self.state, now_s)
             device.then = self.policy.upcoming(device, self.state, now_s)
         if (device.turn, device.then) != before:
             self._actions.append(RunTurn(device.number, device.turn, device.then))
-
-    def _revise(self, device: Device, turn: Turn, now_s: float) -> None:
-        quota_s = self.policy.revise(device, self.state, now_s)
-        if quota_s is not None and quota_s != turn.quota_s:
-            device.turn = Turn(turn.turn_id, turn.model, quota_s, turn.chunk_tokens)
 
     def _lose_device(self, request: Request) -> None:
         _move(request, Trigger.LOSE_DEVICE)

@@ -76,7 +76,7 @@ def _check_device(number: int, device: Device, state: State) -> int:
         if missing_bytes < 0:
             _fail(f"device {number} lacks {missing_bytes} bytes of {name}")
     _check_turn(device)
-    return device.num_requests + len(device.moving)
+    return device.num_requests
 
 
 def _check_waiting(device: Device) -> None:

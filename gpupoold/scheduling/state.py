@@ -242,9 +242,10 @@ class Device:
 
     @property
     def num_requests(self) -> int:
-        """Live requests that it has, that are queued for it or wait for KV room there."""
+        """Live requests that it has or will have: on their way, queued, waiting for KV room."""
         batches = (*self.working.values(), *self.queued.values())
-        return sum(len(batch.requests) for batch in batches) + self.num_waiting_for_kv
+        num_here = sum(len(batch.requests) for batch in batches)
+        return num_here + len(self.moving) + self.num_waiting_for_kv
 
     @property
     def gives_away(self) -> bool:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
+from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.kv_room import admits
 from gpupoold.scheduling.policies.base import Choice, SimplePolicy, waiting_for_kv
 from gpupoold.scheduling.policies.visits import (
@@ -131,11 +133,9 @@ class GpupoolPolicy(SimplePolicy):
         left_s = device.turn_began_s + turn.quota_s - now_s if turn else 0.0
         return order_visits(plan.visits, max(left_s, 0.0), plan.switching.is_exposed)[0].model
 
-    def revise(self, device: Device, state: State, now_s: float) -> float | None:
+    def revise(self, turn: Turn, device: Device, state: State, now_s: float) -> Turn:
         """A turn ends early for whoever came after it began and cannot wait for its end."""
-        turn, began_s = device.turn, device.turn_began_s
-        if turn is None:
-            return None
+        began_s = device.turn_began_s
         left_s = planned_s = began_s + turn.quota_s - now_s
         for work in prompts_of(device, besides=turn.model):
             came_s = [one.arrival_s for one in work.requests if not one.num_tokens]
@@ -146,7 +146,7 @@ class GpupoolPolicy(SimplePolicy):
                 came_s[-1] + _FIRST_TOKEN_SHARE * work.model.targets.ttft_s - now_s - ready_s
             )
             left_s = min(left_s, max(start_in_s, 0.0))
-        return None if left_s >= planned_s else now_s + left_s - began_s
+        return turn if left_s >= planned_s else replace(turn, quota_s=now_s + left_s - began_s)
 
     def _choose(self, request: Request, devices: list[Device], loads: _Loads) -> Device:
         """Where the model is served; but a full device gets no more of it while another has room.

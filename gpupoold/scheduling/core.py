@@ -110,6 +110,7 @@ class Core:
             self._take_off(device, model)
         for device in self.state.devices.values():
             device.missing_bytes.pop(model.name, None)
+        self.state.lengths.forget(model.name)
 
     def _device_up(self, event: e.DeviceUp, now_s: float) -> None:
         self._device_down(e.DeviceDown(event.device), now_s)
@@ -195,6 +196,7 @@ class Core:
             event.arrival_s,
             event.prompt_tokens,
             event.output_tokens,
+            expected_tokens=round(self.state.lengths.predict(event.model, event.prompt_tokens)),
         )
         self.state.requests[request.id] = self.state.held[request.id] = request
         self.policy.arrived(request, self.state)
@@ -276,7 +278,12 @@ class Core:
             _remove(request, device)
             self._to_plan[request.device] = None
         if request.num_tokens:
-            request.model.learn_output(request.num_tokens)
+            self.state.lengths.observe(
+                request.model.name,
+                request.prompt_tokens,
+                request.num_tokens,
+                request.expected_tokens,
+            )
         self.policy.ended(request, self.state)
         self._must_assign = True
 

@@ -347,7 +347,7 @@ class SimDevice:
         self._work(turn)
 
     def _end_finished(self, model: str) -> None:
-        finished = [live for live in self._running[model] if live.num_left <= 0]
+        finished = [live for live in self._running.get(model, ()) if live.num_left <= 0]
         if not finished:
             return
         self._running[model] = [live for live in self._running[model] if live.num_left > 0]

@@ -130,8 +130,8 @@ def waiting_for_kv(state: State) -> Iterator[tuple[Request, list[Device]]]:
         return
     for device in state.devices.values():
         for name in list(device.waiting_for_kv):
-            hosts = state.models[name].hosts
-            others = [one for one in without_line if one.number in hosts and not one.is_draining]
+            hosts = state.prefill_hosts(state.models[name])
+            others = [one for one in hosts if not (one.waiting_for_kv or one.is_draining)]
             while others and (line := device.waiting_for_kv.get(name)) is not None:
                 request = next(iter(line.requests.values()))
                 yield request, others

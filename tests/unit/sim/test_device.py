@@ -51,6 +51,9 @@ class Bench:
         self.device.add(live)
         return live
 
+    def give_up(self, live: SimLive) -> None:
+        self.device.give_up(live)
+
     def times(self, kind: type) -> list[float]:
         return [at_s for at_s, event in self.told if isinstance(event, kind)]
 
@@ -286,7 +289,7 @@ def test_an_answer_that_is_given_away_keeps_the_tokens_it_has() -> None:
     other = bench.add("a", "other", output_tokens=500)
     bench.device.plan(Turn(1, "a", 60.0), None)
     bench.run(1.04)
-    bench.at(1.065, lambda: bench.device.give_up(live))
+    bench.at(1.065, lambda: bench.give_up(live))
     bench.run(1.5)
     # First tokens at 1.02 and 1.04, then steps of 10 ms: the one under way is left out.
     assert live.token_times_s == pytest.approx([1.02, 1.05, 1.06])

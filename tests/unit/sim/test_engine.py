@@ -196,7 +196,7 @@ def test_roles_are_for_all_devices() -> None:
 
 def test_the_core_hears_a_tick_every_second_while_anything_is_to_come() -> None:
     simulation = Simulation(models("a"), make_policy("gpupool"), 1, 80 * GB)
-    ticks_s = []
+    ticks_s: list[float] = []
     handle = simulation.core.handle
 
     def listening(events: Iterable[Event], now_s: float) -> list[Action]:

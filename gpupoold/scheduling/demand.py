@@ -30,8 +30,23 @@ _TBT_SHARE = 0.9
 class _Arrival(NamedTuple):
     at_s: float
     model: str
+    length_class: int
     prompt_tokens: int
     output_tokens: int
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Requests of one model and class."""
+
+    count: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    def add(self, arrival: _Arrival, sign: int) -> None:
+        self.count += sign
+        self.prompt_tokens += sign * arrival.prompt_tokens
+        self.output_tokens += sign * arrival.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,57 +56,71 @@ class Demand:
     prefill: float = 0.0
     decode: float = 0.0
 
+    @property
+    def total(self) -> float:
+        """Of both stages."""
+        return self.prefill + self.decode
+
     def __add__(self, other: Demand) -> Demand:
         return Demand(self.prefill + other.prefill, self.decode + other.decode)
 
 
 class ArrivalWindow:
-    """The requests that came in the last ``window_s``, with the lengths they were taken for."""
+    """The requests that came in the last ``window_s``, with the lengths they were taken for.
+
+    Sums are kept as requests come and go, so that a look at them takes little.
+    """
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
         self._arrivals: deque[_Arrival] = deque()
+        self._sums: dict[str, dict[int, _Sums]] = {}
         self._first_s: float | None = None
 
     def add(self, request: Request) -> None:
         """A request came, or has to be prefilled again."""
+        at_s, prompt_tokens = request.arrival_s, request.prompt_tokens
         if self._first_s is None:
-            self._first_s = request.arrival_s
-        self._arrivals.append(
-            _Arrival(
-                request.arrival_s,
-                request.model.name,
-                request.prompt_tokens,
-                max(1, request.expected_tokens),
-            )
-        )
+            self._first_s = at_s
+        self._forget(at_s)
+        length_class, output_tokens = prompt_class(prompt_tokens), max(1, request.expected_tokens)
+        name = request.model.name
+        arrival = _Arrival(at_s, name, length_class, prompt_tokens, output_tokens)
+        self._arrivals.append(arrival)
+        self._sums.setdefault(name, {}).setdefault(length_class, _Sums()).add(arrival, 1)
 
     def seen_s(self, now_s: float) -> float:
         """Seconds of arrivals that it knows, at most the window."""
         return 0.0 if self._first_s is None else min(now_s - self._first_s, self._window_s)
 
+    def models(self, now_s: float) -> list[str]:
+        """Those that were asked for."""
+        self._forget(now_s)
+        return list(self._sums)
+
     def rates_rps(self, now_s: float) -> dict[str, dict[RequestClass, float]]:
         """Requests per second of each model by class; a class has its requests' mean lengths."""
-        while self._arrivals and self._arrivals[0].at_s < now_s - self._window_s:
-            self._arrivals.popleft()
-        sums: dict[str, dict[int, tuple[int, int, int]]] = {}
-        for one in self._arrivals:
-            classes = sums.setdefault(one.model, {})
-            length_class = prompt_class(one.prompt_tokens)
-            count, prompts, outputs = classes.get(length_class, (0, 0, 0))
-            classes[length_class] = (
-                count + 1,
-                prompts + one.prompt_tokens,
-                outputs + one.output_tokens,
-            )
+        self._forget(now_s)
         seen_s = max(self.seen_s(now_s), 1.0)
         rates: dict[str, dict[RequestClass, float]] = {}
-        for name, classes in sums.items():
+        for name, classes in self._sums.items():
             by_class = rates[name] = {}
-            for count, prompts, outputs in classes.values():
-                kind = RequestClass(max(1, round(prompts / count)), max(1, round(outputs / count)))
-                by_class[kind] = by_class.get(kind, 0.0) + count / seen_s
+            for sums in classes.values():
+                prompt_tokens = max(1, round(sums.prompt_tokens / sums.count))
+                kind = RequestClass(prompt_tokens, max(1, round(sums.output_tokens / sums.count)))
+                by_class[kind] = by_class.get(kind, 0.0) + sums.count / seen_s
         return rates
+
+    def _forget(self, now_s: float) -> None:
+        while self._arrivals and self._arrivals[0].at_s < now_s - self._window_s:
+            arrival = self._arrivals.popleft()
+            classes = self._sums[arrival.model]
+            sums = classes[arrival.length_class]
+            sums.add(arrival, -1)
+            if not sums.count:
+                del classes[arrival.length_class]
+                if not classes:
+                    del self._sums[arrival.model]
 
 
 def demand_of(
@@ -125,14 +154,13 @@ def _decode_velocity(model: Model, kind: RequestClass, room_tokens: float) -> fl
     return decode_velocity(kind, room_tokens, step_s, batch_size)
 
 
-def demand_on(
+def demands_on(
     state: State, rates_rps: Mapping[str, Mapping[RequestClass, float]], device: Device
-) -> Demand:
-    """What all models together take of devices like this one."""
-    total = Demand()
-    for name, rates in rates_rps.items():
-        model = state.models.get(name)
-        if model is not None:
-            capacity_bytes, bandwidth = device.capacity_bytes, device.bandwidth_bytes_per_s
-            total += demand_of(model, rates, capacity_bytes, bandwidth)
-    return total
+) -> list[Demand]:
+    """What each model that is still there takes of devices like this one."""
+    capacity_bytes, bandwidth = device.capacity_bytes, device.bandwidth_bytes_per_s
+    return [
+        demand_of(state.models[name], rates, capacity_bytes, bandwidth)
+        for name, rates in rates_rps.items()
+        if name in state.models
+    ]

@@ -1,9 +1,9 @@
 """Which devices prefill and which decode, by what arrives (TokenScale, section IV-C).
 
-Roles are split only where that pays (docs/scheduling.md has the measurements): one or a few
-models that fit on every device together, so that nothing switches, and a load that takes
-more than one device. Else every device does both, and batches stay whole. All devices are
-used: the split is the one whose busier stage is the least busy.
+Roles are split only where that pays (docs/scheduling.md has the measurements): one model has
+most of the load, which takes more than one device, and nothing has to switch. Else every
+device does both, and batches stay whole. All devices are used: the split is the one whose
+busier stage is the least busy.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpupoold.domain import Role
-from gpupoold.scheduling.demand import ArrivalWindow, Demand, demand_on
-from gpupoold.scheduling.state import Device, Request, State
+from gpupoold.scheduling.demand import ArrivalWindow, Demand, demands_on
+from gpupoold.scheduling.state import Device, Model, Request, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,10 @@ class RoleTuning:
     least_stay_s: float = 30.0
     # Weights and so much of a device for KV must fit together.
     kv_share: float = 0.3
+    # One model has most of the load: where several take turns, answers of all of them on few
+    # devices lose what prompts gain.
+    main_share_to_split: float = 0.8
+    main_share_to_stay: float = 0.6
 
 
 def best_split(
@@ -80,10 +84,13 @@ class RolePlanner:
         usable = [one for one in usable if not one.is_draining]
         if all(one.is_role_fixed for one in usable):
             return
+        if not covers(usable):
+            yield from self._step(usable, None, now_s)
+            return
         wanted = self._wish(state, usable, now_s)
         if wanted != self._wanted:
             self._wanted, self._wanted_since_s = wanted, now_s
-        if now_s - self._wanted_since_s >= self._tuning.patience_s or not covers(usable):
+        if now_s - self._wanted_since_s >= self._tuning.patience_s:
             yield from self._step(usable, wanted, now_s)
 
     def _wish(self, state: State, usable: Sequence[Device], now_s: float) -> int | None:
@@ -96,17 +103,22 @@ class RolePlanner:
             return None
         if self._window.seen_s(now_s) < tuning.observe_s:
             return present
-        rates = self._window.rates_rps(now_s)
-        if not rates:
+        models = [state.models[n] for n in self._window.models(now_s) if n in state.models]
+        if not models:
             return present
-        if not self._fit_together(state, rates, usable):
+        if not self._fit_together(models, usable):
             return None
-        demand = demand_on(state, rates, usable[0])
+        demands = demands_on(state, self._window.rates_rps(now_s), usable[0])
+        demand = sum(demands, Demand())
+        main_share = max(one.total for one in demands) / max(demand.total, 1e-9)
+        limit = tuning.main_share_to_split if present is None else tuning.main_share_to_stay
+        if main_share < limit:
+            return None
         fixed = [one.role for one in usable if one.is_role_fixed]
         most_prefill = len(usable) - max(1, fixed.count(Role.DECODE))
         best, busiest = best_split(demand, len(usable), fixed.count(Role.PREFILL), most_prefill)
         if present is None:
-            pays = demand.prefill + demand.decode >= tuning.least_load
+            pays = demand.total >= tuning.least_load
             return best if pays and busiest <= tuning.busiest_to_split else None
         if busiest > tuning.busiest_to_stay:
             return None
@@ -115,9 +127,8 @@ class RolePlanner:
         gain = busiest_stage(demand, present, len(usable)) - busiest
         return best if gain > tuning.worthwhile else present
 
-    def _fit_together(self, state: State, rates: Iterable[str], usable: Sequence[Device]) -> bool:
+    def _fit_together(self, models: Sequence[Model], usable: Sequence[Device]) -> bool:
         """Whether every device can have all models that are asked for at once, with KV."""
-        models = [state.models[name] for name in rates if name in state.models]
         weight_bytes = sum(model.weight_bytes for model in models)
         numbers = {one.number for one in usable}
         room_bytes = min(one.capacity_bytes for one in usable) * (1 - self._tuning.kv_share)
@@ -129,8 +140,9 @@ class RolePlanner:
         """One change that brings the devices nearer, and leaves each stage a device."""
         for device, role in _nearer(usable, wanted):
             stayed_s = now_s - self._changed_s.get(device.number, -self._tuning.least_stay_s)
-            has_stayed = stayed_s >= self._tuning.least_stay_s or not covers(usable)
-            if has_stayed and covers(usable, device, role):
+            is_needed = not covers(usable)  # a stage has lost its last device
+            may_change = is_needed or stayed_s >= self._tuning.least_stay_s
+            if may_change and covers(usable, device, role):
                 self._changed_s[device.number] = now_s
                 yield device, role
                 return

@@ -325,8 +325,9 @@ def _has_work(model: Model, device: Device) -> bool:
 def _is_mostly(model: Model, device: Device, loads: Loads) -> bool:
     """Whether the model is half of what the device has to do, so that others leaving is no help."""
     batch = device.working.get(model.name)
-    if batch is None:
-        return False
+    if batch is None:  # all that it has may be on its way
+        moving = device.moving.values()
+        return bool(moving) and not device.working and all(one.model is model for one in moving)
     return load_of_batch(batch, device) >= 0.5 * loads.of(device)
 
 

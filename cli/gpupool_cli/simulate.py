@@ -20,6 +20,7 @@ from gpupoold.config import load_settings
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.presets import poisson_panel, preset_names, preset_panels, trace_panel
+from gpupoold.sim.roles_text import parse_roles
 from gpupoold.sim.run import Row, run_points
 from gpupoold.sim.scenario import Overrides, Panel, Point
 
@@ -63,6 +64,10 @@ def simulate(
         int | None,
         typer.Option(metavar="K", help="Devices that prefill, for policies that split roles."),
     ] = None,
+    roles: Annotated[
+        str | None,
+        typer.Option(help="Roles of the devices: auto, mixed, or such as 2xprefill,6xdecode."),
+    ] = None,
     ttft: TtftOption = None,
     tbt: TbtOption = None,
     switch_overhead: Annotated[
@@ -103,6 +108,7 @@ def simulate(
         box=None if devices is None else parse_box(devices),
         tensor_parallel_size=tensor_parallel,
         num_prefill=prefill,
+        roles=None if roles is None else parse_roles(roles),
         ttft_s=ttft,
         tbt_s=tbt,
         duration_s=duration,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from rich.progress import BarColumn, TimeElapsedColumn
@@ -13,6 +13,7 @@ from gpupool_cli.diagnostics import say
 from gpupool_cli.output import NOTHING, Column, duration_text, print_line, print_table
 from gpupool_cli.progress import BarView, description_column
 from gpupoold.sim.metrics import Goodput
+from gpupoold.sim.roles_text import AUTO
 from gpupoold.sim.run import Row, sweep_goodput
 from gpupoold.sim.scenario import Point
 
@@ -31,6 +32,8 @@ _COLUMNS = (
     Column("SWITCHES", right=True),
 )
 _ACTIVE = Column("ACTIVE", right=True)
+_STAGES = (Column("ROLES"), Column("TTFT%", right=True), Column("TBT%", right=True))
+_BURST = (Column("BURST-p50", right=True), Column("BURST-p99", right=True))
 _GOODPUT_COLUMNS = (Column("PRESET"), Column("POLICY"), Column("90 % GOODPUT"))
 
 
@@ -86,9 +89,9 @@ class PointsView(BarView):
 
 def print_rows(rows: Sequence[Row]) -> None:
     """A table of the rows, and one of the goodputs where a load was swept."""
-    has_active = any("active_models_mean" in row for row in rows)
-    columns = (*_COLUMNS, _ACTIVE) if has_active else _COLUMNS
-    print_table(columns, [_cells(row, has_active) for row in rows])
+    more = _more_columns(rows)
+    columns = [*_COLUMNS, *(column for column, _ in more)]
+    print_table(columns, [[*_cells(row), *(cell(row) for _, cell in more)] for row in rows])
     goodputs = sweep_goodput(rows)
     if goodputs:
         print_line("")
@@ -113,13 +116,37 @@ def _goodput_text(best: Goodput | None, axis: str, lowest: float) -> str:
     return f"{'at least ' if best.is_lower_bound else ''}{best.load:.3g} {axis}"
 
 
-def _cells(row: Row, has_active: bool) -> list[str]:
+def _more_columns(rows: Sequence[Row]) -> list[tuple[Column, Callable[[Row], str]]]:
+    """Columns that only some experiments need, with what they show of a row."""
+    more: list[tuple[Column, Callable[[Row], str]]] = []
+    if any("active_models_mean" in row for row in rows):
+        more.append((_ACTIVE, _active))
+    if any(row["roles"] != AUTO for row in rows):
+        cells = (
+            lambda row: row["roles"],
+            lambda row: _percent(row["ttft_attainment"]),
+            lambda row: _percent(row["tbt_attainment"]),
+        )
+        more += zip(_STAGES, cells, strict=True)
+    if any("burst_ttft_p50_s" in row for row in rows):
+        bursts = (
+            lambda row: duration_text(row.get("burst_ttft_p50_s")),
+            lambda row: duration_text(row.get("burst_ttft_p99_s")),
+        )
+        more += zip(_BURST, bursts, strict=True)
+    return more
+
+
+def _active(row: Row) -> str:
+    return f"{row['active_models_mean']:.2f}" if "active_models_mean" in row else NOTHING
+
+
+def _cells(row: Row) -> list[str]:
     named = [row["preset"], row["policy"], row["devices"], str(row["models"]), f"{row['rps']:.3g}"]
     shares = [_percent(row["attainment"]), _percent(row["attainment_paper"])]
     times = [duration_text(row[key]) for key in ("ttft_p50_s", "ttft_p99_s", "tbt_p99_s")]
     switches = NOTHING if "refused" in row else str(row["switches"])
-    active = f"{row['active_models_mean']:.2f}" if "active_models_mean" in row else NOTHING
-    return [*named, *shares, *times, switches, *([active] if has_active else [])]
+    return [*named, *shares, *times, switches]
 
 
 def _percent(value: float | None) -> str:

@@ -257,6 +257,22 @@ class LatencyModel:
         """Seconds of one decode step over ``context_tokens`` in all its sequences together."""
         return self.decode.predict_s(DecodeBatch(batch_size, context_tokens))
 
+    def mixed_step_s(
+        self, chunks: Sequence[tuple[int, int]], batch_size: int, context_tokens: int
+    ) -> float:
+        """Seconds of one step that takes pieces of prompts beside a decode batch.
+
+        ``chunks``: of each prompt the tokens that are done and those of this step. A step of
+        the batch, or the fixed part of a prefill without one, and to that what the tokens add
+        to their prompt's prefill. The weights are read once; nothing else is taken to overlap,
+        so that real steps are rather shorter.
+        """
+        prefill = self.prefill.predict_s
+        tokens_s = math.fsum(prefill([done + new]) - prefill([done]) for done, new in chunks)
+        if batch_size:
+            return self.decode_step_s(batch_size, context_tokens) + tokens_s
+        return prefill([0]) + tokens_s
+
     def switch_s(self, missing_bytes: int) -> float:
         """Seconds to copy what is missing on the device."""
         return self.switch.predict_s(missing_bytes)

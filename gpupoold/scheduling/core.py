@@ -64,8 +64,8 @@ class Core:
             for request in requests:
                 self._go_on(request, now_s)
         if self._must_assign:
-            self._must_assign = False
             self._give_away(now_s)
+            self._must_assign = False
             # Room that has come back is for those who wait before it is for newcomers.
             for number in self._to_plan:
                 if number in self.state.devices:
@@ -110,6 +110,7 @@ class Core:
             self._take_off(device, model)
         for device in self.state.devices.values():
             device.missing_bytes.pop(model.name, None)
+        self.state.lengths.forget(model.name)
 
     def _device_up(self, event: e.DeviceUp, now_s: float) -> None:
         self._device_down(e.DeviceDown(event.device), now_s)
@@ -195,6 +196,7 @@ class Core:
             event.arrival_s,
             event.prompt_tokens,
             event.output_tokens,
+            expected_tokens=round(self.state.lengths.predict(event.model, event.prompt_tokens)),
         )
         self.state.requests[request.id] = self.state.held[request.id] = request
         self.policy.arrived(request, self.state)
@@ -252,6 +254,7 @@ class Core:
         _move(request, Trigger.HAND_OVER)
         request.device = target.number
         target.moving[request.id] = request
+        self._must_assign = True  # its place is free
 
     def _adopted(self, event: e.Adopted, now_s: float) -> None:
         request = self.state.requests.get(event.request_id)
@@ -275,7 +278,12 @@ class Core:
             _remove(request, device)
             self._to_plan[request.device] = None
         if request.num_tokens:
-            request.model.learn_output(request.num_tokens)
+            self.state.lengths.observe(
+                request.model.name,
+                request.prompt_tokens,
+                request.num_tokens,
+                request.expected_tokens,
+            )
         self.policy.ended(request, self.state)
         self._must_assign = True
 
@@ -330,15 +338,10 @@ class Core:
                     self._send(device, now_s)
         device.then = None
         if device.turn is not None:
-            self._revise(device, device.turn, now_s)
+            device.turn = self.policy.revise(device.turn, device, self.state, now_s)
             device.then = self.policy.upcoming(device, self.state, now_s)
         if (device.turn, device.then) != before:
             self._actions.append(RunTurn(device.number, device.turn, device.then))
-
-    def _revise(self, device: Device, turn: Turn, now_s: float) -> None:
-        quota_s = self.policy.revise(device, self.state, now_s)
-        if quota_s is not None and quota_s != turn.quota_s:
-            device.turn = Turn(turn.turn_id, turn.model, quota_s, turn.chunk_tokens)
 
     def _lose_device(self, request: Request) -> None:
         _move(request, Trigger.LOSE_DEVICE)

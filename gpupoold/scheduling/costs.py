@@ -38,6 +38,12 @@ class ModelCosts:
             + num_tokens2 * self.prefill_token2_s
         )
 
+    def chunk_s(self, done_tokens: int, num_tokens: int) -> float:
+        """Seconds that so many more tokens of a prompt add to a step (:meth:`mixed_step_s` of
+        :class:`.LatencyModel`)."""
+        tokens2 = num_tokens * (num_tokens + 2 * done_tokens)
+        return num_tokens * self.prefill_token_s + tokens2 * self.prefill_token2_s
+
     def step_s(self, batch_size: int, context_tokens: int) -> float:
         """Seconds of a decode step of ``batch_size`` sequences with so much context in all."""
         return (

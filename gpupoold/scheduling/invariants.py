@@ -6,7 +6,14 @@ import math
 
 from gpupoold.scheduling.state import Batch, Device, Model, Phase, Request, State
 
-_SUMS = ("prompt_tokens", "num_waiting", "waiting_tokens", "waiting_tokens2", "context_tokens")
+_SUMS = (
+    "prompt_tokens",
+    "expected_tokens",
+    "num_waiting",
+    "waiting_tokens",
+    "waiting_tokens2",
+    "context_tokens",
+)
 
 
 class InvariantBroken(AssertionError):
@@ -40,8 +47,6 @@ def _check_model(name: str, model: Model, state: State) -> None:
         _fail(f"model {name} has negative bytes: {model.weight_bytes}, {model.kv_bytes_per_token}")
     if not (math.isfinite(model.step_ratio) and model.step_ratio >= 0):
         _fail(f"model {name} has a step ratio of {model.step_ratio}")
-    if not (math.isfinite(model.output_tokens) and model.output_tokens >= 0):
-        _fail(f"model {name} has answers of {model.output_tokens} tokens")
     for number in model.hosts:
         device = state.devices.get(number)
         if device is None:
@@ -76,7 +81,7 @@ def _check_device(number: int, device: Device, state: State) -> int:
         if missing_bytes < 0:
             _fail(f"device {number} lacks {missing_bytes} bytes of {name}")
     _check_turn(device)
-    return device.num_requests + len(device.moving)
+    return device.num_requests
 
 
 def _check_waiting(device: Device) -> None:
@@ -129,6 +134,8 @@ def _check_request(
     if device is not None and device.number not in request.model.hosts:
         _fail(f"{_named(request)} is {place}, which does not host its model")
     has_token = phase in (Phase.DECODING, Phase.MOVING)
+    if request.expected_tokens < 0:
+        _fail(f"{_named(request)} was to have {request.expected_tokens} tokens")
     if request.num_tokens < has_token or request.prompt_tokens < 0:
         _fail(f"{_named(request)} has {request.num_tokens} tokens after {request.prompt_tokens}")
 

@@ -9,11 +9,8 @@ from enum import Enum, auto
 from gpupoold.domain import Role, Targets
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.costs import ModelCosts
-from gpupoold.scheduling.output_length import RecentLengths
+from gpupoold.scheduling.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengthPredictor
 
-# How long answers of a model are taken to be until some have ended.
-_OUTPUT_TOKENS = 256
-_OUTPUT_SMOOTHING = 0.05
 # The last block of a request is not full.
 _KV_BLOCK_TOKENS = 16
 
@@ -59,8 +56,7 @@ TRANSITIONS: dict[tuple[Phase, Trigger], Phase] = {
 class Model:
     """A model and what is known of its speed. ``step_ratio``: measured over predicted step.
 
-    ``revision`` goes up whenever its targets, costs or ratio change. ``output_tokens`` is the
-    mean length of its answers, of late, ``lengths`` are those of the last ones.
+    ``revision`` goes up whenever its targets, costs or ratio change.
     """
 
     name: str
@@ -70,33 +66,29 @@ class Model:
     costs: ModelCosts
     step_ratio: float = 1.0
     revision: int = 0
-    output_tokens: float = _OUTPUT_TOKENS
-    lengths: RecentLengths = field(default_factory=RecentLengths)
     hosts: set[int] = field(default_factory=set)
 
     def step_s(self, batch_size: int, context_tokens: int) -> float:
         """Seconds of a decode step, as predicted and corrected by what was seen; above zero."""
         return max(self.costs.step_s(batch_size, context_tokens) * self.step_ratio, 1e-6)
 
-    def kv_need_bytes(self, num_requests: int, prompt_tokens: int, context_tokens: int) -> float:
+    def kv_need_bytes(
+        self, num_requests: int, prompt_tokens: int, context_tokens: int, answer_tokens: int
+    ) -> float:
         """Bytes of KV to keep for requests that have so many tokens of context in all.
 
-        For each as much as an answer of mean length takes; and never less than half of one
-        beside what they have, since those that have outgrown the mean go on growing.
+        For each as much as the answer that was expected takes; and never less than half of it
+        beside what they have, since those that have outgrown it go on growing.
         """
-        answer_tokens = num_requests * self.output_tokens
         tokens = max(prompt_tokens + answer_tokens, context_tokens + answer_tokens / 2)
         return (tokens + num_requests * _KV_BLOCK_TOKENS) * self.kv_bytes_per_token
-
-    def learn_output(self, num_tokens: int) -> None:
-        """An answer has ended."""
-        self.lengths.add(num_tokens)
-        self.output_tokens += _OUTPUT_SMOOTHING * (num_tokens - self.output_tokens)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A live request. ``device`` is None while it is held."""
+    """A live request. ``device`` is None while it is held; ``expected_tokens`` is how long its
+    answer was taken to be when it came.
+    """
 
     id: str
     model: Model
@@ -106,6 +98,7 @@ class Request:
     phase: Phase = Phase.HELD
     device: int | None = None
     num_tokens: int = 0
+    expected_tokens: int = round(DEFAULT_OUTPUT_TOKENS)
 
     @property
     def next_deadline_s(self) -> float:
@@ -121,7 +114,9 @@ class Request:
     @property
     def kv_need_bytes(self) -> float:
         """Bytes of KV to keep for it."""
-        return self.model.kv_need_bytes(1, self.prompt_tokens, self.context_tokens)
+        return self.model.kv_need_bytes(
+            1, self.prompt_tokens, self.context_tokens, self.expected_tokens
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -130,13 +125,14 @@ class Batch:
 
     ``num_waiting`` have to be prefilled, ``waiting_tokens`` in all, the squares of which add
     up to ``waiting_tokens2``; the others have ``context_tokens`` of KV. ``prompt_tokens`` are
-    those of all. The sums are kept by the methods, so that what a batch costs is known without
-    looking at its requests.
+    those of all, ``expected_tokens`` those of their answers when they came. The sums are kept
+    by the methods, so that what a batch costs is known without looking at its requests.
     """
 
     model: Model
     requests: dict[str, Request] = field(default_factory=dict)
     prompt_tokens: int = 0
+    expected_tokens: int = 0
     num_waiting: int = 0
     waiting_tokens: int = 0
     waiting_tokens2: int = 0
@@ -148,6 +144,7 @@ class Batch:
         """Take in a request, waiting unless it is decoding."""
         self.requests[request.id] = request
         self.prompt_tokens += request.prompt_tokens
+        self.expected_tokens += request.expected_tokens
         if request.phase is Phase.DECODING:
             self.grow(request.context_tokens)
         else:
@@ -157,6 +154,7 @@ class Batch:
         """Let go of a request; its phase must be as when it was last looked at."""
         del self.requests[request.id]
         self.prompt_tokens -= request.prompt_tokens
+        self.expected_tokens -= request.expected_tokens
         if request.phase is Phase.DECODING:
             self.grow(-request.context_tokens)
         else:
@@ -207,7 +205,9 @@ class Batch:
     def kv_need_bytes(self) -> float:
         """Bytes of KV to keep for its requests, prefilled or not."""
         context_tokens = self.waiting_tokens + self.context_tokens
-        return self.model.kv_need_bytes(len(self.requests), self.prompt_tokens, context_tokens)
+        return self.model.kv_need_bytes(
+            len(self.requests), self.prompt_tokens, context_tokens, self.expected_tokens
+        )
 
     def next_deadline_s(self) -> float:
         """The earliest deadline of its requests; infinity without any."""
@@ -245,9 +245,10 @@ class Device:
 
     @property
     def num_requests(self) -> int:
-        """Live requests that it has, that are queued for it or wait for KV room there."""
+        """Live requests that it has or will have: on their way, queued, waiting for KV room."""
         batches = (*self.working.values(), *self.queued.values())
-        return sum(len(batch.requests) for batch in batches) + self.num_waiting_for_kv
+        num_here = sum(len(batch.requests) for batch in batches)
+        return num_here + len(self.moving) + self.num_waiting_for_kv
 
     @property
     def gives_away(self) -> bool:
@@ -310,13 +311,17 @@ class Device:
 
 @dataclass(slots=True, eq=False)
 class State:
-    """The whole state. Policies read it; only the core changes it."""
+    """The whole state. Policies read it; only the core changes it.
+
+    ``lengths`` predicts how long answers get, by those that have ended.
+    """
 
     models: dict[str, Model] = field(default_factory=dict)
     devices: dict[int, Device] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
     held: dict[str, Request] = field(default_factory=dict)
     num_turns: int = 0
+    lengths: OutputLengthPredictor = field(default_factory=OutputLengthPredictor)
 
     def hosts(self, model: Model) -> list[Device]:
         """The devices that can run a model, by number."""

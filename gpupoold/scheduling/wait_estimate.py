@@ -149,11 +149,15 @@ def _answers(
         key = request.device, model.name, has_begun
         if key not in known:
             known[key] = _start_and_pace(request, state, now_s, has_begun=has_begun)
-            lengths.setdefault(model.name, sorted(model.lengths) or [model.output_tokens])
+            lengths.setdefault(model.name, _lengths_of(model, state))
         times = known[key]
         if times is not None:
             bound = max_tokens(request.id) or math.inf
             yield Answer(*times, request.num_tokens, bound, lengths[model.name])
+
+
+def _lengths_of(model: Model, state: State) -> Sequence[float]:
+    return sorted(state.lengths.recent(model.name)) or [state.lengths.predict(model.name, 1)]
 
 
 def _start_and_pace(
@@ -196,7 +200,7 @@ def _refilled_load(batch: Batch) -> float:
     model, num_requests = batch.model, len(batch.requests)
     steps_s = batch.step_s()
     prefill_s = model.costs.prefill_s(batch.prompt_tokens // num_requests)
-    prefills_s = num_requests * prefill_s / max(model.output_tokens, 1.0)
+    prefills_s = num_requests * prefill_s / max(batch.expected_tokens / num_requests, 1.0)
     return (steps_s + prefills_s) / model.targets.tbt_s
 
 

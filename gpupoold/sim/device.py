@@ -26,10 +26,14 @@ _MAX_SEGMENT_STEPS = 32
 
 @dataclass(slots=True, eq=False)
 class SimLive:
-    """A request on a device; ``token_times_s`` grow as it is served."""
+    """A request on a device; ``token_times_s`` grow as it is served.
+
+    ``done_tokens``: of its prompt, while that is prefilled in chunks.
+    """
 
     request: SimRequest
     token_times_s: list[float] = field(default_factory=list)
+    done_tokens: int = 0
 
     @property
     def num_left(self) -> int:
@@ -113,16 +117,26 @@ class SimDevice:
         if self._turn is None:
             self._start(turn)
         elif turn.turn_id == self._turn.turn_id:
-            self._turn = turn
+            self._turn = turn  # with another quota, perhaps, and other chunks
             self._ends_at_s = self._began_s + turn.quota_s
             if self._segment is not None and then is not None:
                 self._cut(max(self._queue.now_s, self._ends_at_s))
             self._prefetch()
 
     def give_up(self, live: SimLive) -> float:
-        """Let a request go with its KV; when that will be in host memory."""
+        """Let a request go with its KV; when that will be in host memory.
+
+        It keeps the tokens that it has; what the step under way would give it is left out.
+        """
         model = live.request.model
         self._running[model].remove(live)
+        segment = self._segment
+        if segment is not None and live in segment.batch:
+            segment.batch.remove(live)
+            past_s = [at_s for at_s in segment.token_times_s()[:-1] if at_s <= self._queue.now_s]
+            live.token_times_s += past_s
+            self._memory.add_kv(model, len(past_s))
+            self._cut(self._queue.now_s)
         return self._memory.send_kv(model, live.context_tokens, self._queue.now_s)
 
     def take_over(self, live: SimLive, ready_s: float) -> None:
@@ -153,7 +167,7 @@ class SimDevice:
     def _join(self, live: SimLive) -> None:
         model = live.request.model
         self._running.setdefault(model, []).append(live)
-        self._tell(e.Adopted(live.request.id))
+        self._tell(e.Adopted(live.request.id, len(live.token_times_s)))
         if self._segment is not None and self._segment.model == model:
             self._cut(self._queue.now_s)
 
@@ -210,9 +224,15 @@ class SimDevice:
         if self._is_over(turn, now_s, is_new):
             self._turn = None
             self._tell(e.TurnEnded(self.number, turn.turn_id))
+        elif waiting and (self._turn or turn).chunk_tokens is not None:
+            self._mix(turn, waiting)
         elif waiting:
             live = waiting.pop(0)
-            prefill_s = self._models[turn.model].latency.prefill_s([live.request.prompt_tokens])
+            latency, prompt_tokens = self._models[turn.model].latency, live.request.prompt_tokens
+            prefill_s = latency.prefill_s([prompt_tokens])
+            if live.done_tokens:  # in chunks, until the orders changed
+                left = (live.done_tokens, prompt_tokens - live.done_tokens)
+                prefill_s = latency.mixed_step_s([left], 0, 0)
             self.tally.busy_s += prefill_s
             self._queue.schedule(now_s + prefill_s, lambda: self._prefilled(turn, live))
         else:
@@ -225,7 +245,8 @@ class SimDevice:
 
     def _prefilled(self, turn: Turn, live: SimLive) -> None:
         model = turn.model
-        self._memory.add_kv(model, live.request.prompt_tokens + 1)
+        self._memory.add_kv(model, live.request.prompt_tokens - live.done_tokens + 1)
+        live.done_tokens = live.request.prompt_tokens
         live.token_times_s.append(self._queue.now_s)
         self._running.setdefault(model, []).append(live)
         if live.num_left:
@@ -233,6 +254,53 @@ class SimDevice:
         self._end_finished(model)
         # After the core has heard: a request that is handed over is not decoded here.
         self._queue.schedule(self._queue.now_s, lambda: self._work(turn))
+
+    def _mix(self, turn: Turn, waiting: list[SimLive]) -> None:
+        """One step of the batch that also takes the next prompt tokens, as many as it may.
+
+        The oldest prompt first, as vLLM does; a token at least, or prompts would wait for ever
+        where the answers alone fill the step.
+        """
+        assert self._turn is not None
+        assert self._turn.chunk_tokens is not None
+        batch = list(self._running.get(turn.model, ()))
+        left = max(1, self._turn.chunk_tokens - len(batch))
+        chunks: list[tuple[SimLive, int]] = []
+        for live in waiting:
+            num_tokens = min(left, live.request.prompt_tokens - live.done_tokens)
+            chunks.append((live, num_tokens))
+            left -= num_tokens
+            if not left:
+                break
+        step_s = self._models[turn.model].latency.mixed_step_s(
+            [(live.done_tokens, num_tokens) for live, num_tokens in chunks],
+            len(batch),
+            sum(live.context_tokens for live in batch),
+        )
+        self.tally.busy_s += step_s
+        at_s = self._queue.now_s + step_s
+        self._queue.schedule(at_s, lambda: self._mixed(turn, batch, chunks))
+
+    def _mixed(self, turn: Turn, batch: list[SimLive], chunks: list[tuple[SimLive, int]]) -> None:
+        model, now_s = turn.model, self._queue.now_s
+        here = set(self._running.get(model, ()))
+        batch = [live for live in batch if live in here]  # some may have been handed over
+        for live, num_tokens in chunks:
+            live.done_tokens += num_tokens
+            self._memory.add_kv(model, num_tokens)
+        ready = [live for live, _ in chunks if live.done_tokens == live.request.prompt_tokens]
+        for live in ready:
+            self._waiting[model].remove(live)
+            self._running.setdefault(model, []).append(live)
+        for live in (*batch, *ready):
+            live.token_times_s.append(now_s)
+        self._memory.add_kv(model, len(batch) + len(ready))
+        told = [live for live in batch if live.num_left] + [live for live in ready if live.num_left]
+        if told:
+            ids = tuple(live.request.id for live in told)
+            self._tell(e.Stepped(self.number, model, ids))
+        self._end_finished(model)
+        self._queue.schedule(now_s, lambda: self._work(turn))
 
     def _decode(self, turn: Turn) -> None:
         batch = list(self._running[turn.model])
@@ -272,13 +340,14 @@ class SimDevice:
             live.token_times_s += times_s
         self._memory.add_kv(turn.model, len(batch) * segment.num_steps)
         ids = tuple(live.request.id for live in batch)
-        self._tell(e.Stepped(self.number, turn.model, ids, segment.num_steps, step_s))
+        if ids:
+            self._tell(e.Stepped(self.number, turn.model, ids, segment.num_steps, step_s))
         self.tally.busy_s += segment.num_steps * step_s
         self._end_finished(turn.model)
         self._work(turn)
 
     def _end_finished(self, model: str) -> None:
-        finished = [live for live in self._running[model] if live.num_left <= 0]
+        finished = [live for live in self._running.get(model, ()) if live.num_left <= 0]
         if not finished:
             return
         self._running[model] = [live for live in self._running[model] if live.num_left > 0]

@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from gpupoold.domain import Role
 from gpupoold.errors import UsageError
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, HandOver, RunTurn, Send
+from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, Send
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.sim.clock import EventQueue, Priority
@@ -40,16 +41,20 @@ class Simulation:
         prefetches: bool = True,
         switch_overhead_s: float = 0.0,
         kv_host_bytes: int | None = None,
+        roles: Sequence[Role] | None = None,
     ) -> None:
         """Build the box; ``switch_overhead_s`` is added to every switch that loads weights.
 
         ``kv_host_bytes``: host memory for KV per device, by which the core admits requests.
-        The devices themselves have as much as they need.
+        The devices themselves have as much as they need. ``roles`` of the devices, which stay
+        so; None: those that the policy wants, at every tick.
 
         Raises:
-            UsageError: no devices, or a model that no device can hold.
+            UsageError: no devices, a model that no device can hold, or not a role for each.
         """
         _check(models, num_devices, device_bytes)
+        if roles is not None and len(roles) != num_devices:
+            raise UsageError(f"{len(roles)} roles for {num_devices} devices: each needs one")
         # By name: whoever breaks a tie by the order of models must not depend on the caller.
         self._models = {name: models[name] for name in sorted(models)}
         self.core = Core(policy)
@@ -74,7 +79,15 @@ class Simulation:
         )
         self._introduce(
             [
-                e.DeviceUp(number, device_bytes, bandwidth, prefetches, kv_host_bytes)
+                e.DeviceUp(
+                    number,
+                    device_bytes,
+                    bandwidth,
+                    prefetches,
+                    kv_host_bytes,
+                    Role.MIXED if roles is None else roles[number],
+                    is_role_fixed=roles is not None,
+                )
                 for number in range(num_devices)
             ]
         )
@@ -95,6 +108,7 @@ class Simulation:
             if live.request.model not in self._models:
                 raise UsageError(f"the workload asks for {live.request.model}, which is not there")
             self._arrive_later(live)
+        self._tick_later()
         num_handled = 0
         while (at_s := self._queue.next_at_s) is not None and at_s <= end_s:
             due = self._queue.pop()
@@ -121,11 +135,21 @@ class Simulation:
             self.core.policy.check(self.core.state)
         except CannotServe as error:
             raise UsageError(f"{self.core.policy.name} refuses: {error}") from error
+        self._carry_out(self.core.handle([e.Tick()], 0.0))
 
     def _arrive_later(self, live: SimLive) -> None:
         self._queue.schedule(
             live.request.arrival_s, lambda: self._arrive(live), priority=Priority.ARRIVAL
         )
+
+    def _tick_later(self) -> None:
+        """Once a second, as long as anything else is to come."""
+        if len(self._queue):
+            self._queue.schedule(self._queue.now_s + _TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._events.append(e.Tick())
+        self._tick_later()
 
     def _arrive(self, live: SimLive) -> None:
         request = live.request
@@ -158,6 +182,8 @@ class Simulation:
                     live = self._lives[action.request_id]
                     ready_s = self._devices[action.source].give_up(live)
                     self._devices[action.target].take_over(live, ready_s)
+                case ChangeRole():
+                    pass  # the core goes by it already, and devices here can do everything
 
     def _result(self, live: SimLive) -> RequestResult:
         targets = self._models[live.request.model].targets
@@ -165,6 +191,7 @@ class Simulation:
 
 
 _PROGRESS_EVERY = 1000
+_TICK_S = 1.0
 
 
 def _check(models: Mapping[str, SimModel], num_devices: int, device_bytes: int) -> None:

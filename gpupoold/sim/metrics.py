@@ -24,6 +24,8 @@ from gpupoold.sim.workloads import SimRequest
 from gpupoold.stats import percentile
 
 GOODPUT_ATTAINMENT = 0.9
+# Differences of times of day have lost their last digits.
+_ROUNDING_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,11 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The numbers of one model, or of all. Shares are means over requests, None without any."""
+    """The numbers of one model, or of all. Shares are means over requests, None without any.
+
+    ``first_in_time``: requests whose first token came within the target, of those for which
+    it came or was due; ``gaps_in_time``: times between tokens within theirs.
+    """
 
     num_requests: int
     num_finished: int
@@ -82,6 +88,8 @@ class Summary:
     tokens: TokenCount
     on_schedule: float | None
     artifact: float | None
+    first_in_time: float | None
+    gaps_in_time: float | None
     ttft_s: Percentiles
     tbt_s: Percentiles
 
@@ -216,6 +224,7 @@ class _Tally:
     def __init__(self) -> None:
         self.num_requests = self.num_finished = self.num_due = self.num_in_time = 0
         self.num_tokens = 0
+        self.num_first_due = self.num_first_in_time = self.num_gaps_in_time = 0
         self.on_schedule: list[float] = []
         self.artifact: list[float] = []
         self.ttfts_s: list[float] = []
@@ -240,9 +249,15 @@ class _Tally:
         self.num_in_time += tokens.num_in_time
         self.on_schedule.append(on_schedule_share(result, end_s))
         self.artifact.append(artifact_attainment(result, end_s))
+        targets, arrival_s = result.targets, result.request.arrival_s
+        self.num_first_due += bool(times) or arrival_s + targets.ttft_s <= end_s
         if times:
-            self.ttfts_s.append(times[0] - result.request.arrival_s)
-            self.gaps_s.extend(later - earlier for earlier, later in itertools.pairwise(times))
+            self.ttfts_s.append(times[0] - arrival_s)
+            self.num_first_in_time += times[0] <= arrival_s + targets.ttft_s
+            gaps_s = [later - earlier for earlier, later in itertools.pairwise(times)]
+            self.gaps_s += gaps_s
+            longest_s = targets.tbt_s + _ROUNDING_S
+            self.num_gaps_in_time += sum(gap_s <= longest_s for gap_s in gaps_s)
 
     def summary(self) -> Summary:
         """The finished numbers."""
@@ -253,6 +268,8 @@ class _Tally:
             TokenCount(self.num_due, self.num_in_time),
             _mean(self.on_schedule),
             _mean(self.artifact),
+            _share(self.num_first_in_time, self.num_first_due),
+            _share(self.num_gaps_in_time, len(self.gaps_s)),
             _percentiles(self.ttfts_s),
             _percentiles(self.gaps_s),
         )
@@ -267,6 +284,10 @@ def _share_not_lost(lost_s: float, total_s: float) -> float:
 def _percentiles(values: list[float]) -> Percentiles:
     values.sort()  # once, so that the four below find them in order
     return Percentiles(*(percentile(values, fraction) for fraction in (0.5, 0.9, 0.95, 0.99)))
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 def _mean(shares: Sequence[float]) -> float | None:

@@ -11,14 +11,16 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from gpupoold.domain import Targets
+from gpupoold.domain import Role, Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box
+from gpupoold.sim.lengths import Lengths
 from gpupoold.sim.real_traces import FunctionCalls, RecordedTrace
 from gpupoold.sim.scenario import (
     FixedRequests,
     Overrides,
     Panel,
+    Phases,
     Point,
     PoissonArrivals,
     Workload,
@@ -115,6 +117,7 @@ def _presets() -> Mapping[str, tuple[Panel, ...]]:
         "aegaeon-fig17-right": group(*(f"aegaeon-fig17-72b{scale}" for scale in scales)),
         "aegaeon-synth": synth,
         "real-traces": traces,
+        "tokenscale-burst": group(*(panel.name for panel in _bursts())),
     }
 
 
@@ -152,6 +155,42 @@ def _figures() -> tuple[Panel, ...]:
         *(_fig13(letter, scale) for letter, scale in (("a", 0.5), ("b", 0.3), ("c", 0.2))),
         *(_fig17_a10(suffix, scale) for suffix, scale in _SCALES),
         *(_fig17_72b(suffix, scale) for suffix, scale in _SCALES),
+        *_bursts(),
+    )
+
+
+def _bursts() -> tuple[Panel, ...]:
+    """TokenScale, section VI-B2: one prefill and one convertible decode device, in a burst.
+
+    The paper says neither lengths nor how long the burst is. Ours: the mean lengths of the
+    Azure coding trace, with which ten requests a second take 1.4 prefill devices; a minute.
+    Targets are the paper's for prompts of that length (section V).
+    """
+    split = Panel(
+        "tokenscale-burst-converting",
+        "2xA100, an 8B model: 1, then 10, then 1 request/s; decoder converts",
+        Box(2, "A100"),
+        Phases(((60.0, 1.0), (60.0, 10.0), (60.0, 1.0)), Lengths(2048, 28)),
+        ("gpupool",),
+        targets=Targets(2.0, 0.1),
+        shapes=("Llama-3.1-8B",),
+        roles=(Role.PREFILL, Role.DECODE),
+        burst_s=(60.0, 120.0),
+    )
+    return (
+        split,
+        replace(
+            split,
+            name="tokenscale-burst-fixed",
+            title="the same, and the decoder never prefills",
+            converts_decoders=False,
+        ),
+        replace(
+            split,
+            name="tokenscale-burst-mixed",
+            title="the same, and both devices do both",
+            roles=(Role.MIXED,),
+        ),
     )
 
 

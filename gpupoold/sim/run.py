@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import multiprocessing
 import signal
 import time
@@ -14,8 +15,10 @@ from gpupoold.errors import UsageError
 from gpupoold.sim.engine import SimOutcome, Simulation
 from gpupoold.sim.metrics import Goodput, goodput, summarise
 from gpupoold.sim.policies import PolicyOptions, make_policy
+from gpupoold.sim.roles_text import roles_text
 from gpupoold.sim.scenario import Axis, Point, Scenario, build_scenario
 from gpupoold.sim.workloads import SimRequest
+from gpupoold.stats import percentile
 
 # Called with the virtual time and with the time in which requests arrive, in seconds.
 OnProgress = Callable[[float, float], None]
@@ -36,11 +39,14 @@ class Row(TypedDict):
     ttft_s: float
     tbt_s: float
     seed: int
+    roles: str
     requests: int
     finished: int
     attainment: float | None
     attainment_paper: float | None
     on_schedule: float | None
+    ttft_attainment: float | None
+    tbt_attainment: float | None
     ttft_p50_s: float | None
     ttft_p99_s: float | None
     tbt_p99_s: float | None
@@ -49,6 +55,8 @@ class Row(TypedDict):
     switching_share: float
     wall_s: float
     active_models_mean: NotRequired[float]
+    burst_ttft_p50_s: NotRequired[float | None]
+    burst_ttft_p99_s: NotRequired[float | None]
     refused: NotRequired[str]
 
 
@@ -170,11 +178,15 @@ def _run(point: Point, scenario: Scenario, on_progress: OnProgress | None) -> Ro
     panel = point.panel
     simulation = Simulation(
         scenario.models,
-        make_policy(point.policy, PolicyOptions(num_prefill=panel.num_prefill)),
+        make_policy(
+            point.policy,
+            PolicyOptions(panel.num_prefill, converts_decoders=panel.converts_decoders),
+        ),
         scenario.box.num_devices,
         scenario.box.device_bytes,
         prefetches=point.policy not in panel.without_prefetch,
         switch_overhead_s=panel.switch_overhead_s,
+        roles=panel.device_roles,
     )
     duration_s = scenario.duration_s
     told = (lambda at_s: on_progress(at_s, duration_s)) if on_progress else None
@@ -199,11 +211,14 @@ def _row(point: Point, scenario: Scenario, outcome: SimOutcome, wall_s: float) -
         "ttft_s": scenario.targets.ttft_s,
         "tbt_s": scenario.targets.tbt_s,
         "seed": point.panel.seed,
+        "roles": roles_text(point.panel.roles),
         "requests": len(scenario.requests),
         "finished": overall.num_finished,
         "attainment": overall.attainment,
         "attainment_paper": overall.artifact,
         "on_schedule": overall.on_schedule,
+        "ttft_attainment": overall.first_in_time,
+        "tbt_attainment": overall.gaps_in_time,
         "ttft_p50_s": overall.ttft_s.p50,
         "ttft_p99_s": overall.ttft_s.p99,
         "tbt_p99_s": overall.tbt_s.p99,
@@ -215,4 +230,16 @@ def _row(point: Point, scenario: Scenario, outcome: SimOutcome, wall_s: float) -
     if (service_s := point.panel.service_s) is not None:
         active = mean_active_models(scenario.requests, service_s, scenario.duration_s)
         row["active_models_mean"] = active
+    if (burst_s := point.panel.burst_s) is not None:
+        ttfts_s = sorted(_ttfts_s(outcome, *burst_s))
+        row["burst_ttft_p50_s"] = percentile(ttfts_s, 0.5)
+        row["burst_ttft_p99_s"] = percentile(ttfts_s, 0.99)
     return row
+
+
+def _ttfts_s(outcome: SimOutcome, from_s: float, until_s: float) -> Iterator[float]:
+    """Times to the first token of what came in between; infinite for one that never did."""
+    for result in outcome.results:
+        arrival_s, times_s = result.request.arrival_s, result.token_times_s
+        if from_s <= arrival_s < until_s:
+            yield times_s[0] - arrival_s if times_s else math.inf

@@ -13,13 +13,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
-from gpupoold.domain import Targets
+from gpupoold.domain import Role, Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, models_on
-from gpupoold.sim.lengths import length_variant, sharegpt_lengths
+from gpupoold.sim.lengths import Lengths, LengthSampler, length_variant, sharegpt_lengths
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.policies import PolicyOptions, make_policy
-from gpupoold.sim.workloads import SimRequest, equal_rates, model_names, poisson_workload
+from gpupoold.sim.workloads import (
+    SimRequest,
+    equal_rates,
+    in_arrival_order,
+    model_names,
+    poisson_workload,
+)
 
 Axis = Literal["models", "rps"]
 # Time for the last requests to end, as a multiple of the time they arrive in.
@@ -123,6 +129,31 @@ class FixedRequests(_WithoutFile):
 
 
 @dataclass(frozen=True, slots=True)
+class Phases(_WithoutFile):
+    """Poisson arrivals for one model at a rate that changes; all prompts and answers alike.
+
+    ``phases``: seconds and requests per second, one after the other.
+    """
+
+    phases: tuple[tuple[float, float], ...]
+    lengths: Lengths
+
+    def draw(self, draw: Draw) -> Drawn:
+        """Raises UsageError if a number of models, a rate or a duration is asked for."""
+        if (draw.num_models, draw.rps, draw.duration_s) != (None, None, None):
+            raise UsageError("this preset's rates are fixed: no --models, --rps or --duration")
+        names, lengths = model_names(1), LengthSampler([self.lengths])
+        requests: list[SimRequest] = []
+        begin_s = 0.0
+        for number, (seconds, rps) in enumerate(self.phases):
+            seed = draw.seed * len(self.phases) + number
+            drawn = poisson_workload(equal_rates(names, rps), seconds, lengths, seed)
+            requests += [replace(one, arrival_s=begin_s + one.arrival_s) for one in drawn]
+            begin_s += seconds
+        return Drawn(in_arrival_order(requests), tuple(names), begin_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Overrides:
     """What a caller wants different from a panel; None keeps what it has."""
 
@@ -132,6 +163,7 @@ class Overrides:
     box: Box | None = None
     tensor_parallel_size: int | None = None
     num_prefill: int | None = None
+    roles: tuple[Role, ...] | Literal["auto"] | None = None
     ttft_s: float | None = None
     tbt_s: float | None = None
     duration_s: float | None = None
@@ -148,6 +180,9 @@ class Panel:
     number of devices with the prefill role, for policies that split roles;
     ``without_prefetch`` names policies that do not prefetch here. ``service_s`` asks for
     the number of models in use if each request stayed so long.
+
+    ``roles`` of the devices, one for all of them or one for each; None: the policy's own.
+    ``burst_s``: from when to when a burst comes, whose times to the first token are shown.
     """
 
     name: str
@@ -166,6 +201,16 @@ class Panel:
     without_prefetch: tuple[str, ...] = ()
     switch_overhead_s: float = 0.0
     service_s: float | None = None
+    roles: tuple[Role, ...] | None = None
+    converts_decoders: bool = True
+    burst_s: tuple[float, float] | None = None
+
+    @property
+    def device_roles(self) -> tuple[Role, ...] | None:
+        """One for each device; None: the policy's own."""
+        if self.roles is None or len(self.roles) != 1:
+            return self.roles
+        return self.roles * self.box.num_devices
 
     def changed(self, wanted: Overrides) -> Panel:
         """The panel with what ``wanted`` says.
@@ -193,8 +238,14 @@ class Panel:
             targets=targets,
             axis=self._axis(wanted),
             workload=self.workload.located(wanted.workloads_dir),
+            roles=self._roles(wanted),
             **simple,
         )
+
+    def _roles(self, wanted: Overrides) -> tuple[Role, ...] | None:
+        if wanted.roles == "auto":
+            return None
+        return self.roles if wanted.roles is None else wanted.roles
 
     def _axis(self, wanted: Overrides) -> Axis:
         """What is swept: where one number of models or one rate is left, the other."""
@@ -227,6 +278,11 @@ class Panel:
             raise UsageError(
                 f"{self.num_prefill} prefill devices of {num_devices}: at least one must prefill "
                 "and one decode"
+            )
+        if self.device_roles is not None and len(self.device_roles) != num_devices:
+            raise UsageError(
+                f"{len(self.device_roles)} roles for {num_devices} devices",
+                "name one for each, such as 2xprefill,6xdecode, or one for all",
             )
         for policy in self.policies:
             make_policy(policy, PolicyOptions(num_prefill=self.num_prefill))

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from gpupoold.domain import Targets
+from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, HandOver, RunTurn, Send, Turn
+from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, Send, Turn
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.invariants import check_state
@@ -172,15 +172,20 @@ class Box:
                 self.hear(device, len(device.said))
 
     def finish(self, max_rounds: int = 3000) -> None:
-        """Everything comes up, and all that is live is served to its end."""
+        """Everything comes up, and all that is live is served to its end.
+
+        Roles and drains stay as they are; time passes by ticks as well as by steps.
+        """
         self.hear_all()
         for device in self.devices:
             if not device.is_up:
                 self.up(device.number)
             for model in sorted(self.models):
                 self.host(device.number, model)
-        for _ in range(max_rounds):
+        for number in range(max_rounds):
             self.hear_all()
+            if number % 5 == 0:
+                self.tell(e.Tick())
             if not self.state.requests:
                 break
             for device in self.devices:
@@ -193,6 +198,9 @@ class Box:
         self.hear_all()
         for known in self.state.devices.values():
             assert (known.turn, known.then) == (None, None)
+
+    def set_role(self, number: int, role: Role, *, is_fixed: bool) -> None:
+        self.tell(e.RoleSet(number, role, is_fixed))
 
     # What the core is told, wants, and knows.
 
@@ -235,6 +243,10 @@ class Box:
                     target.said.append(e.Adopted(moved.id))
             case RunTurn():
                 self._run(self.devices[action.device], action)
+            case ChangeRole():
+                known = self.state.devices[action.device]
+                assert known.role is action.role
+                assert not known.is_role_fixed
 
     def _run(self, device: BoxDevice, order: RunTurn) -> None:
         assert device.is_up
@@ -272,14 +284,12 @@ class Box:
         self._nobody_waits_for_an_idle_device()
 
     def _nobody_waits_for_an_idle_device(self) -> None:
-        up = sorted(self.state.devices)
-        could_serve = up[: self.num_prefill] if self.policy == "aegaeon" else up
         for request in self.state.held.values():
-            for number in request.model.hosts:
-                device = self.state.devices[number]
-                is_idle = not (device.queued or any(b.requests for b in device.batches.values()))
-                if is_idle and number in could_serve and self.policy != "static":
-                    raise AssertionError(f"{request} is held, device {number} is idle")
+            for device in self.state.prefill_hosts(request.model):
+                has_any = any(b.requests for b in device.batches.values())
+                is_idle = not (device.queued or device.moving or has_any)
+                if is_idle and self.policy != "static":
+                    raise AssertionError(f"{request} is held, device {device.number} is idle")
 
     def _drop(self, device: BoxDevice, model: str) -> None:
         """A model is unloaded; what its engine said last is not listened to any more."""

@@ -9,7 +9,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from gpupoold.domain import Targets
+from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.stimuli import replay
 from gpupoold.scheduling.wait_estimate import drain_of, first_token_in_s
@@ -136,6 +136,19 @@ class CoreMachine(RuleBasedStateMachine):
     def memory(self, which: int, of: int, num_gb: int) -> None:
         missing = ((f"m{of % 5}", num_gb * GB), ("gone", 1))
         self.box.tell(e.MemoryChanged(self.device(which).number, missing))
+
+    @rule(after_s=st.floats(0, 100))
+    def tick(self, after_s: float) -> None:
+        self.box.now_s += after_s
+        self.box.tell(e.Tick())
+
+    @rule(which=WHICH, role=st.sampled_from(Role), is_fixed=st.booleans())
+    def set_role(self, which: int, role: Role, is_fixed: bool) -> None:
+        self.box.set_role(self.device(which).number, role, is_fixed=is_fixed)
+
+    @rule(which=WHICH, is_draining=st.booleans())
+    def drain(self, which: int, is_draining: bool) -> None:
+        self.box.tell(e.DrainSet(self.device(which).number, is_draining))
 
     @rule(which=WHICH, turn_id=st.integers(-1, 3))
     def old_news(self, which: int, turn_id: int) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from gpupoold.domain import Role
 from gpupoold.scheduling.policies.base import Choice, SimplePolicy, working
 from gpupoold.scheduling.quota import Load, round_quotas_s
 from gpupoold.scheduling.state import Device, Model, Phase, Request, State
@@ -155,7 +156,10 @@ class WeightedDecode:
 
 
 class AegaeonPolicy(SimplePolicy):
-    """Devices split into prefill and decode; see section 4.1 of the paper."""
+    """Devices split into prefill and decode (section 4.1 of the paper), at the first tick.
+
+    Before that, and where there is one device only, devices do both.
+    """
 
     name = "aegaeon"
 
@@ -175,7 +179,7 @@ class AegaeonPolicy(SimplePolicy):
     def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
         """Algorithm 1, for each held request in order of arrival."""
         for request in list(state.held.values()):
-            devices = [d for d in state.hosts(request.model) if self._is_prefill(d, state)]
+            devices = state.prefill_hosts(request.model)
             if devices:
                 yield request, self._prefill.dispatch(request, devices)
 
@@ -189,8 +193,19 @@ class AegaeonPolicy(SimplePolicy):
     def first_token(self, request: Request, state: State, now_s: float) -> Device | None:
         """To a decode device."""
         self._prefill.forget(request)
-        devices = [d for d in state.hosts(request.model) if not self._is_prefill(d, state)]
+        devices = [d for d in state.decode_hosts(request.model) if not d.gives_away]
         return self._decode.dispatch(request, devices) if devices else None
+
+    def roles(self, state: State, now_s: float) -> Iterable[tuple[Device, Role]]:
+        """The first devices prefill, as many as were asked for, but for one at least."""
+        devices = [state.devices[number] for number in sorted(state.devices)]
+        if len(devices) < 2:
+            return [(one, Role.MIXED) for one in devices]
+        num_prefill = min(self._num_prefill, len(devices) - 1)
+        prefilling, decoding = devices[:num_prefill], devices[num_prefill:]
+        return [(one, Role.PREFILL) for one in prefilling] + [
+            (one, Role.DECODE) for one in decoding
+        ]
 
     def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
         """The group at the front, until it is through; or the decode round's next batch.
@@ -203,9 +218,6 @@ class AegaeonPolicy(SimplePolicy):
     def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
         """The next group's model, or the next batch's."""
         return self._prefill.next_model(device) or self._decode.upcoming(device)
-
-    def _is_prefill(self, device: Device, state: State) -> bool:
-        return device.number in sorted(state.devices)[: self._num_prefill]
 
 
 def _has_room(request: Request, device: Device) -> bool:

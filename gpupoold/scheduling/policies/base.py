@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 from gpupoold.domain import Role
+from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.state import Batch, Device, Request, State
 
 
@@ -76,8 +77,8 @@ class Policy(Protocol):
         """Who is likely to run after the present turn, and waits; None while nobody does."""
         ...
 
-    def revise(self, device: Device, state: State, now_s: float) -> float | None:
-        """Another quota for the turn under way, from its start; None to leave it."""
+    def revise(self, turn: Turn, device: Device, state: State, now_s: float) -> Turn:
+        """The turn under way, perhaps with another quota, from its start, or other chunks."""
         ...
 
 
@@ -114,9 +115,9 @@ class SimplePolicy:
         """Answers stay where they are."""
         return ()
 
-    def revise(self, device: Device, state: State, now_s: float) -> float | None:
-        """Turns keep their quota."""
-        return None
+    def revise(self, turn: Turn, device: Device, state: State, now_s: float) -> Turn:
+        """Turns stay as they are."""
+        return turn
 
 
 def waiting_for_kv(state: State) -> Iterator[tuple[Request, list[Device]]]:
@@ -129,8 +130,8 @@ def waiting_for_kv(state: State) -> Iterator[tuple[Request, list[Device]]]:
         return
     for device in state.devices.values():
         for name in list(device.waiting_for_kv):
-            hosts = state.models[name].hosts
-            others = [one for one in without_line if one.number in hosts and not one.is_draining]
+            hosts = state.prefill_hosts(state.models[name])
+            others = [one for one in hosts if not (one.waiting_for_kv or one.is_draining)]
             while others and (line := device.waiting_for_kv.get(name)) is not None:
                 request = next(iter(line.requests.values()))
                 yield request, others

@@ -12,13 +12,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
+from gpupoold.domain import Role
+from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.kv_room import admits
 from gpupoold.scheduling.policies.base import Choice, SimplePolicy, waiting_for_kv
+from gpupoold.scheduling.policies.rebalancing import Rebalancer
+from gpupoold.scheduling.policies.stages import (
+    best_converted,
+    best_prefiller,
+    chunk_tokens,
+    would_delay_answers,
+)
 from gpupoold.scheduling.policies.visits import (
     FIRST_TOKEN_SHARE,
     LOAD_GRAIN,
+    Loads,
     Switching,
     Tuning,
     Visit,
@@ -32,6 +43,7 @@ from gpupoold.scheduling.policies.visits import (
     switching_of,
     work_of,
 )
+from gpupoold.scheduling.roles import RolePlanner
 from gpupoold.scheduling.state import Device, Model, Request, State
 
 
@@ -43,45 +55,49 @@ class _Plan(NamedTuple):
     visits: list[Visit]
 
 
-class _Loads:
-    """The devices' loads during one decision, each worked out once and when asked for."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, float] = {}
-
-    def of(self, device: Device) -> float:
-        load = self._known.get(device.number)
-        if load is None:
-            load = self._known[device.number] = load_of(device)
-        return load
-
-    def move(self, load: float, source: Device, target: Device) -> None:
-        self._known[source.number] = self.of(source) - load
-        self._known[target.number] = self.of(target) + load
-
-    def forget(self, device: Device) -> None:
-        self._known.pop(device.number, None)
-
-
 class GpupoolPolicy(SimplePolicy):
     """See the module."""
 
     name = "gpupool"
 
-    def __init__(self, tuning: Tuning | None = None) -> None:
+    def __init__(self, tuning: Tuning | None = None, *, converts_decoders: bool = True) -> None:
         self._tuning = tuning or Tuning()
+        self._converts_decoders = converts_decoders
         self._home: dict[str, int] = {}
+        self._answers_home: dict[str, int] = {}  # where roles are split
         self._visited_s: dict[tuple[int, str], float] = {}
         self._no_mercy_until_s: dict[int, float] = {}
         self._planned: dict[int, _Plan] = {}
+        self._roles = RolePlanner()
+        self._rebalancer = Rebalancer(self._tuning)
+
+    def arrived(self, request: Request, state: State) -> None:
+        """It counts for the roles."""
+        self._roles.arrived(request)
+
+    def ended(self, request: Request, state: State) -> None:
+        """It moves no more."""
+        self._rebalancer.ended(request)
+
+    def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+        """See :mod:`.rebalancing`."""
+        return self._rebalancer.moves(state, now_s)
+
+    def roles(self, state: State, now_s: float) -> Iterable[tuple[Device, Role]]:
+        """See :mod:`gpupoold.scheduling.roles`."""
+        return self._roles.changes(state, now_s)
 
     def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
         """Held requests; and queued ones that have it better elsewhere."""
-        loads = _Loads()
+        loads = Loads()
+        is_split = _is_split(state)
         for request in list(state.held.values()):
             devices = state.prefill_hosts(request.model)
             if devices:
-                chosen = self._choose(request, devices, loads)
+                if is_split:
+                    chosen = self._stage(request, devices, state, now_s)
+                else:
+                    chosen = self._choose(request, devices, loads, self._home)
                 yield request, chosen
                 loads.forget(chosen)
         yield from self._moves(state, loads)
@@ -109,7 +125,7 @@ class GpupoolPolicy(SimplePolicy):
         else:
             self._planned[device.number] = plan  # holds for upcoming(), asked next
         self._visited_s[device.number, visit.model] = now_s
-        return Choice(visit.model, visit.quota_s)
+        return Choice(visit.model, visit.quota_s, self._chunk_tokens(visit.model, device, now_s))
 
     def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
         """The first visit after the present turn."""
@@ -128,11 +144,15 @@ class GpupoolPolicy(SimplePolicy):
         left_s = device.turn_began_s + turn.quota_s - now_s if turn else 0.0
         return order_visits(plan.visits, max(left_s, 0.0), plan.switching.is_exposed)[0].model
 
-    def revise(self, device: Device, state: State, now_s: float) -> float | None:
-        """A turn ends early for whoever came after it began and cannot wait for its end."""
-        turn, began_s = device.turn, device.turn_began_s
-        if turn is None:
-            return None
+    def revise(self, turn: Turn, device: Device, state: State, now_s: float) -> Turn:
+        """A turn ends early for whoever came after it began and cannot wait for its end.
+
+        Chunks follow the batch.
+        """
+        began_s = device.turn_began_s
+        chunk_tokens = self._chunk_tokens(turn.model, device, now_s)
+        if chunk_tokens != turn.chunk_tokens:
+            turn = replace(turn, chunk_tokens=chunk_tokens)
         left_s = planned_s = began_s + turn.quota_s - now_s
         for work in prompts_of(device, besides=turn.model):
             came_s = [one.arrival_s for one in work.requests if not one.num_tokens]
@@ -143,9 +163,53 @@ class GpupoolPolicy(SimplePolicy):
                 came_s[-1] + FIRST_TOKEN_SHARE * work.model.targets.ttft_s - now_s - ready_s
             )
             left_s = min(left_s, max(start_in_s, 0.0))
-        return None if left_s >= planned_s else now_s + left_s - began_s
+        return turn if left_s >= planned_s else replace(turn, quota_s=now_s + left_s - began_s)
 
-    def _choose(self, request: Request, devices: list[Device], loads: _Loads) -> Device:
+    def _chunk_tokens(self, name: str, device: Device, now_s: float) -> int | None:
+        """What a step may take on a decode device, and where whole prompts would make answers
+        late; None where prompts may be prefilled at once."""
+        batch = device.batches[name]
+        if device.role is Role.DECODE:
+            return chunk_tokens(batch)
+        # Where models take turns, answers pause anyway, and are ahead of their deadlines.
+        is_alone = len(device.working) == 1 and not device.queued.keys() - {name}
+        if device.role is Role.PREFILL or not is_alone:
+            return None
+        hopeless_s = self._tuning.hopeless_share * batch.model.targets.ttft_s
+        return chunk_tokens(batch) if would_delay_answers(batch, now_s, hopeless_s) else None
+
+    def _stage(self, request: Request, devices: list[Device], state: State, now_s: float) -> Device:
+        """Where to prefill, in two rounds (TokenScale, algorithm 1): a device that prefills and
+        has the first token in time; else a decode device that can, beside its answers. Where
+        nobody can, the one that is soonest."""
+        in_s, chosen = best_prefiller(request, devices)
+        ttft_s = request.model.targets.ttft_s
+        if now_s + in_s <= request.arrival_s + FIRST_TOKEN_SHARE * ttft_s:
+            return chosen
+        if not self._converts_decoders:
+            return chosen
+        decoders = [one for one in state.decode_hosts(request.model) if one not in devices]
+        converted_s, converted = best_converted(request, decoders)
+        return converted if converted is not None and converted_s < in_s else chosen
+
+    def first_token(self, request: Request, state: State, now_s: float) -> Device | None:
+        """To a decode device, chosen by load as for a new request; or it stays.
+
+        So do answers of prompts that a decode device has prefilled.
+        """
+        assert request.device is not None
+        device = state.devices[request.device]
+        if device.role is Role.DECODE or not (device.gives_away or _is_split(state)):
+            return None
+        others = [one for one in state.decode_hosts(request.model) if not one.gives_away]
+        roomy = [one for one in others if one is device or admits(one, request)]
+        if not roomy:
+            return None
+        return self._choose(request, roomy, Loads(), self._answers_home)
+
+    def _choose(
+        self, request: Request, devices: list[Device], loads: Loads, homes: dict[str, int]
+    ) -> Device:
         """Where the model is served; but a full device gets no more of it while another has room.
 
         A second device for a model costs a copy of its weights and a smaller batch on each,
@@ -159,21 +223,21 @@ class GpupoolPolicy(SimplePolicy):
             return max(keeping_up, key=lambda one: (_num_of(model, one), -one.number))
         if roomy and not any(_is_mostly(model, one, loads) for one in roomy):
             return min(roomy, key=lambda one: (loads.of(one), one.number))
-        home = self._home.get(model.name)
+        home = homes.get(model.name)
         ranked = sorted(devices, key=lambda one: _rank(one, model, home, loads))
         admitting = next((one for one in ranked if admits(one, request)), None)
         chosen = admitting or min(ranked, key=lambda one: one.num_waiting_for_kv)
         if serving and not self._is_worth_a_copy(request, chosen, loads):
             return min(roomy or serving, key=lambda one: (loads.of(one), one.number))
-        self._home[model.name] = chosen.number
+        homes[model.name] = chosen.number
         return chosen
 
-    def _is_worth_a_copy(self, request: Request, device: Device, loads: _Loads) -> bool:
+    def _is_worth_a_copy(self, request: Request, device: Device, loads: Loads) -> bool:
         """Whether a model that is served elsewhere may have this device too."""
         load = loads.of(device) + own_load(request.model)
         return load <= self._tuning.second_device_load and admits(device, request)
 
-    def _moves(self, state: State, loads: _Loads) -> Iterable[tuple[Request, Device]]:
+    def _moves(self, state: State, loads: Loads) -> Iterable[tuple[Request, Device]]:
         """Models that a full device has not begun with go where there is room."""
         full_load = self._tuning.full_load
         for device in state.devices.values():
@@ -193,7 +257,7 @@ class GpupoolPolicy(SimplePolicy):
                     if admits(target, request):
                         yield request, target
 
-    def _moves_for_kv(self, state: State, loads: _Loads) -> Iterable[tuple[Request, Device]]:
+    def _moves_for_kv(self, state: State, loads: Loads) -> Iterable[tuple[Request, Device]]:
         """Requests that wait for KV room go where there is some, and where the model may be."""
         for request, devices in waiting_for_kv(state):
             name = request.model.name
@@ -219,7 +283,10 @@ class GpupoolPolicy(SimplePolicy):
         for work in works:
             waited_s = self._waited_s(device, work, now_s)
             switch_s = device.switch_s(work.model)
-            visit = plan_visit(work, now_s, switch_s, switching, tuning, waited_s)
+            gives_away = device.role is Role.PREFILL and work.num_waiting == len(work.requests)
+            visit = plan_visit(
+                work, now_s, switch_s, switching, tuning, waited_s, prefills_only=gives_away
+            )
             if is_full and work.is_new and visit.due_in_s > _latest_start_s(work, tuning):
                 visit = visit._replace(due_in_s=math.inf)
             if has_mercy and waited_s > tuning.patience_s:
@@ -237,30 +304,38 @@ class GpupoolPolicy(SimplePolicy):
         return now_s - max(oldest_s, visited_s)
 
 
+def _is_split(state: State) -> bool:
+    return any(one.role is not Role.MIXED for one in state.devices.values())
+
+
 def _latest_start_s(work: Work, tuning: Tuning) -> float:
     return tuning.latest_start_share * work.model.targets.ttft_s
 
 
 def _has_work(model: Model, device: Device) -> bool:
     name = model.name
-    return name in device.working or name in device.queued or name in device.waiting_for_kv
+    if name in device.working or name in device.queued or name in device.waiting_for_kv:
+        return True
+    return any(one.model is model for one in device.moving.values())
 
 
-def _is_mostly(model: Model, device: Device, loads: _Loads) -> bool:
+def _is_mostly(model: Model, device: Device, loads: Loads) -> bool:
     """Whether the model is half of what the device has to do, so that others leaving is no help."""
     batch = device.working.get(model.name)
-    if batch is None:
-        return False
+    if batch is None:  # all that it has may be on its way
+        moving = device.moving.values()
+        return bool(moving) and not device.working and all(one.model is model for one in moving)
     return load_of_batch(batch, device) >= 0.5 * loads.of(device)
 
 
 def _num_of(model: Model, device: Device) -> int:
     batches = device.working.get(model.name), device.queued.get(model.name)
-    return sum(len(batch.requests) for batch in batches if batch is not None)
+    num_here = sum(len(batch.requests) for batch in batches if batch is not None)
+    return num_here + sum(one.model is model for one in device.moving.values())
 
 
 def _rank(
-    device: Device, model: Model, home: int | None, loads: _Loads
+    device: Device, model: Model, home: int | None, loads: Loads
 ) -> tuple[int, bool, bool, float, int]:
     load = loads.of(device)
     return (

@@ -19,11 +19,13 @@ class PolicyOptions:
     """What a policy can be told; those that have no use for an option ignore it.
 
     ``num_prefill``: devices with the prefill role, by default one. ``quota_max_s``: the
-    longest turn, by default the policy's own.
+    longest turn, by default the policy's own. ``converts_decoders``: decode devices prefill
+    in chunks when no prefill device has a first token in time.
     """
 
     num_prefill: int | None = None
     quota_max_s: float | None = None
+    converts_decoders: bool = True
 
 
 def _aegaeon(options: PolicyOptions) -> Policy:
@@ -34,9 +36,9 @@ def _aegaeon(options: PolicyOptions) -> Policy:
 
 
 def _gpupool(options: PolicyOptions) -> Policy:
-    if options.quota_max_s is None:
-        return GpupoolPolicy()
-    return GpupoolPolicy(Tuning(visit_max_s=options.quota_max_s))
+    quota_max_s = options.quota_max_s
+    tuning = None if quota_max_s is None else Tuning(visit_max_s=quota_max_s)
+    return GpupoolPolicy(tuning, converts_decoders=options.converts_decoders)
 
 
 _POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {

@@ -38,26 +38,33 @@ class RequestLevelPolicy(SimplePolicy):
     def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
         """From the head of the queue: to a device of the model that has room, or a free one."""
         free = [device for device in state.devices.values() if not device.num_requests]
+        hosts: dict[str, list[Device]] = {}
         serving: dict[str, list[Device]] = {}
-        for device in state.devices.values():
-            for name in {**device.working, **device.queued}:
-                serving.setdefault(name, []).append(device)
         for request in sorted(state.held.values(), key=self._rank):
-            place = self._choose(request, serving.setdefault(request.model.name, []), free)
+            name = request.model.name
+            if name not in hosts:
+                hosts[name] = state.prefill_hosts(request.model)
+                serving[name] = [
+                    one for one in hosts[name] if name in one.working or name in one.queued
+                ]
+            candidates = [device for device in free if device in hosts[name]]
+            place = self._choose(request, serving[name], candidates)
+            if place in free:
+                free.remove(place)
             if place is not None:
                 yield request, place
 
-    def _choose(self, request: Request, serving: list[Device], free: list[Device]) -> Device | None:
+    def _choose(
+        self, request: Request, serving: list[Device], candidates: list[Device]
+    ) -> Device | None:
         """A place for the next in the queue; devices without room are out for those after it."""
         while serving:
             if serving[0].num_requests < self._max_live and admits(serving[0], request):
                 return serving[0]
             del serving[0]
-        candidates = [device for device in free if device.number in request.model.hosts]
         if not candidates:
             return None
         device = min(candidates, key=lambda one: (one.missing(request.model) > 0, one.number))
-        free.remove(device)
         serving.append(device)
         return device
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 
+from gpupoold.domain import Role
 from gpupoold.scheduling.policies.base import CannotServe
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.state import Device, Model, Request, State
@@ -26,6 +27,14 @@ class StaticPolicy(GpupoolPolicy):
     def check(self, state: State) -> None:
         """Raise :class:`CannotServe` when a model fits nowhere beside the others."""
         _placed(state)
+
+    def roles(self, state: State, now_s: float) -> Iterable[tuple[Device, Role]]:
+        """Roles stay as they are: each model has one place."""
+        return ()
+
+    def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+        """Answers stay where they are."""
+        return ()
 
     def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
         """Each request where its model is; those of models without a place stay held."""

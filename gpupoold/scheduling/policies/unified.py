@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
+from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.kv_room import admits
 from gpupoold.scheduling.policies.aegaeon import WeightedDecode
 from gpupoold.scheduling.policies.base import Choice, SimplePolicy, waiting_for_kv, working
@@ -55,12 +57,11 @@ class PrefillFirstPolicy(_UnifiedPolicy):
         oldest = _oldest_prompt(device, besides=device.turn.model if device.turn else None)
         return oldest.model.name if oldest is not None else self._decode.upcoming(device)
 
-    def revise(self, device: Device, state: State, now_s: float) -> float | None:
+    def revise(self, turn: Turn, device: Device, state: State, now_s: float) -> Turn:
         """Nothing is decoded while a prompt of another model waits."""
-        turn = device.turn
-        if turn is None or _oldest_prompt(device, besides=turn.model) is None:
-            return None
-        return 0.0
+        if _oldest_prompt(device, besides=turn.model) is None:
+            return turn
+        return replace(turn, quota_s=0.0)
 
 
 class DecodeFirstPolicy(_UnifiedPolicy):

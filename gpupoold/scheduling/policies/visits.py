@@ -23,6 +23,8 @@ _KV_WEIGHT = 0.75
 LOAD_GRAIN = 0.1
 # When a turn is cut short for a newcomer: so much of its TTFT may have gone at its first token.
 FIRST_TOKEN_SHARE = 0.7
+# No visit is for nothing: what it is worth is divided by what it takes.
+_LEAST_VISIT_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +138,38 @@ def load_of(device: Device) -> float:
     for batch in device.working.values():
         load += batch.load()
         kv_bytes += batch.context_tokens * batch.model.kv_bytes_per_token
+    for request in device.moving.values():
+        kv_bytes += request.context_tokens * request.model.kv_bytes_per_token
+        load += more_load(request, device)
     load += _KV_WEIGHT * kv_bytes / device.capacity_bytes
     for name, batch in device.queued.items():
         load += batch.prefill_s() / batch.model.targets.ttft_s
         if name not in device.working:
             load += own_load(batch.model)
     return load
+
+
+class Loads:
+    """The devices' loads during one decision, each worked out once and when asked for."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, float] = {}
+
+    def of(self, device: Device) -> float:
+        """See :func:`load_of`."""
+        load = self._known.get(device.number)
+        if load is None:
+            load = self._known[device.number] = load_of(device)
+        return load
+
+    def move(self, load: float, source: Device, target: Device) -> None:
+        """So much of a device's load is to be another's."""
+        self._known[source.number] = self.of(source) - load
+        self._known[target.number] = self.of(target) + load
+
+    def forget(self, device: Device) -> None:
+        """It has changed."""
+        self._known.pop(device.number, None)
 
 
 def load_of_batch(batch: Batch, device: Device) -> float:
@@ -152,6 +180,16 @@ def load_of_batch(batch: Batch, device: Device) -> float:
 def own_load(model: Model) -> float:
     """What a first request of a model adds to a device's load, its prompt aside."""
     return model.step_s(1, 0) / model.targets.tbt_s
+
+
+def more_load(request: Request, device: Device) -> float:
+    """What an answer adds to the time that a device needs for its model's steps."""
+    model, batch = request.model, device.batches[request.model.name]
+    num_requests, tokens = len(batch.requests), batch.context_tokens
+    step_s = model.step_s(num_requests + 1, tokens + request.context_tokens)
+    if num_requests:
+        step_s -= model.step_s(num_requests, tokens)
+    return step_s / model.targets.tbt_s
 
 
 def switching_of(device: Device, works: Sequence[Work], tuning: Tuning) -> Switching:
@@ -174,8 +212,13 @@ def plan_visit(
     switching: Switching,
     tuning: Tuning,
     waited_s: float = 0.0,
+    *,
+    prefills_only: bool = False,
 ) -> Visit:
-    """A visit to this work now; ``switch_s`` is what it takes to make its model resident."""
+    """A visit to this work now; ``switch_s`` is what it takes to make its model resident.
+
+    With ``prefills_only`` it ends with the first tokens: answers go on elsewhere.
+    """
     targets, step_s, prefill_s = work.model.targets, work.step_s, work.prefill_s
     window_s = tuning.window_share * targets.ttft_s
     hopeless_s = -tuning.hopeless_share * targets.ttft_s
@@ -184,6 +227,11 @@ def plan_visit(
     slacks_s = [one.arrival_s + due_s + one.num_tokens * tbt_s for one in work.requests]
     hopeful_s = [slack_s for slack_s in slacks_s if slack_s >= hopeless_s]
     due_in_s = min(hopeful_s, default=math.inf)
+    if prefills_only:
+        due_s = due_in_s - stall_s - prefill_s / max(1, work.num_waiting)
+        num_in_time = _num_first_in_time(hopeful_s, stall_s, prefill_s)
+        duration_s = max(prefill_s, _LEAST_VISIT_S) + stall_s
+        return Visit(work.model.name, due_s, duration_s, prefill_s, num_in_time, waited_s)
     behind_s = window_s - (due_in_s if hopeful_s else 0.0) + prefill_s
     # Each step gains a target and costs its own time.
     gain_s = max(tbt_s - step_s, 0.05 * tbt_s)
@@ -201,6 +249,17 @@ def plan_visit(
             tokens += in_time
     quota_s = prefill_s + decode_s
     return Visit(work.model.name, due_in_s - stall_s, quota_s + stall_s, quota_s, tokens, waited_s)
+
+
+def _num_first_in_time(slacks_s: Sequence[float], stall_s: float, prefill_s: float) -> int:
+    """First tokens in time if prompts of equal length are done by deadline; at least one.
+
+    One, since first tokens that are due are never ahead of anything.
+    """
+    each_s = prefill_s / max(1, len(slacks_s))
+    ordered = sorted(slacks_s)
+    in_time = sum(slack >= stall_s + k * each_s for k, slack in enumerate(ordered, 1))
+    return max(1, in_time)
 
 
 def order_visits(

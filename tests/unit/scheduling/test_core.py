@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gpupoold.domain import Role, Targets
@@ -114,8 +116,8 @@ class TestTurns:
 
     def test_the_policy_may_change_the_quota_of_a_turn(self) -> None:
         class Impatient(FirstDevicePolicy):
-            def revise(self, device: Device, state: State, now_s: float) -> float | None:
-                return 0.5 if len(state.requests) > 1 else None
+            def revise(self, turn: Turn, device: Device, state: State, now_s: float) -> Turn:
+                return replace(turn, quota_s=0.5) if len(state.requests) > 1 else turn
 
         driver = Driver(Impatient())
         driver.arrive("a")

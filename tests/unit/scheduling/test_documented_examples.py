@@ -164,6 +164,7 @@ class TestGpupool:
 class TestAegaeon:
     def test_groups_of_eight(self) -> None:
         driver = Driver(AegaeonPolicy(num_prefill=2), "a b", 4)
+        driver.tell(e.Tick())
         for number in range(9):
             driver.arrive("a", f"a{number + 1}")
         driver.arrive("b", "b1")
@@ -173,6 +174,7 @@ class TestAegaeon:
 
     def test_three_batches_in_rounds_of_twelve_seconds(self) -> None:
         driver = Driver(AegaeonPolicy(1, quota_max_s=3.0), "a b c", 2, targets=TARGETS)
+        driver.tell(e.Tick())
         for model in "abc":
             driver.arrive(model, model)
             assert hand_overs(driver.step(0, model)) == [(model, 0, 1)]

@@ -120,7 +120,7 @@ BREAKS: dict[str, Callable[[State], object]] = {
     "device 0 has unlimited KV room, but requests wait": lambda s: s.devices[0].enqueue(
         s.requests["queued"], must_wait=True
     ),
-    "answers of -1 tokens": lambda s: setattr(s.models["a"], "output_tokens", -1),
+    "was to have -1 tokens": lambda s: setattr(s.requests["queued"], "expected_tokens", -1),
     "step ratio of nan": lambda s: setattr(s.models["a"], "step_ratio", float("nan")),
     "negative bytes": lambda s: setattr(s.models["a"], "weight_bytes", -1),
 }

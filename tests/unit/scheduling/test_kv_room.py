@@ -163,29 +163,37 @@ class TestOrder:
 
 class TestGrowth:
     def test_room_is_kept_for_a_mean_answer_or_half_of_one_more(self) -> None:
-        model = Model("a", Targets(), 1, 10, COSTS, output_tokens=100)
-        assert model.kv_need_bytes(2, 500, 500) == 10 * (500 + 2 * 100 + 2 * 16)
-        assert model.kv_need_bytes(2, 500, 600) == 10 * (600 + 100 + 2 * 16)
-        assert model.kv_need_bytes(2, 500, 900) == 10 * (900 + 100 + 2 * 16)
+        model = Model("a", Targets(), 1, 10, COSTS)
+        assert model.kv_need_bytes(2, 500, 500, 200) == 10 * (500 + 200 + 2 * 16)
+        assert model.kv_need_bytes(2, 500, 600, 200) == 10 * (600 + 100 + 2 * 16)
+        assert model.kv_need_bytes(2, 500, 900, 200) == 10 * (900 + 100 + 2 * 16)
 
-    def test_how_long_answers_are_is_learnt(self) -> None:
+    def test_how_long_answers_are_is_learnt_by_length_of_prompt(self) -> None:
         driver = driver_of()
-        model = driver.state.models["a"]
-        assert model.output_tokens == 256
-        for _ in range(200):
-            driver.arrive("a", "r")
-            driver.step(0, "r", num_tokens=20)
-            driver.tell(e.Ended("r"))
-        assert model.output_tokens == pytest.approx(20, abs=0.1)
-        driver.arrive("a", "r")
-        driver.tell(e.Ended("r"))  # has not answered at all
-        assert model.output_tokens == pytest.approx(20, abs=0.1)
+        for _ in range(100):
+            for prompt_tokens, num_tokens in ((100, 20), (400, 60)):
+                driver.arrive("a", "r", prompt_tokens=prompt_tokens)
+                driver.step(0, "r", num_tokens=num_tokens)
+                driver.tell(e.Ended("r"))
+        driver.arrive("a", "unanswered", prompt_tokens=100)
+        driver.tell(e.Ended("unanswered"))
+        expected = {}
+        for prompt_tokens in (100, 400, 2000):
+            driver.arrive("a", f"r{prompt_tokens}", prompt_tokens=prompt_tokens)
+            expected[prompt_tokens] = driver.state.requests[f"r{prompt_tokens}"].expected_tokens
+        # All: (100 * 20 + 100 * 60 + 8 * 256) / 208 = 48.3; then (2000 + 8 * 48.3) / 108.
+        assert expected == {100: 22, 400: 59, 2000: 48}
+        assert driver.state.lengths.accuracy("a").num_requests == 200
 
     def test_short_answers_let_more_requests_in(self) -> None:
         driver = driver_of()
-        driver.state.models["a"].output_tokens = 0.0
+        for _ in range(300):
+            driver.arrive("a", "r", prompt_tokens=384)
+            driver.step(0, "r")
+            driver.tell(e.Ended("r"))
+        # The last 256 answers had one token: 384 + 2 + 16 each, so that four fit into 2,000.
         places = [sends(driver.arrive("a", prompt_tokens=384)) for _ in range(6)]
-        assert [bool(place) for place in places] == [True] * 5 + [False]
+        assert [bool(place) for place in places] == [True] * 4 + [False] * 2
 
     def test_who_has_grown_into_the_room_of_a_queued_request_makes_it_wait(self) -> None:
         driver = driver_of(GpupoolPolicy())

@@ -30,7 +30,7 @@ def test_the_last_class_takes_all_longer_prompts() -> None:
 
 
 def test_mean_of_the_class_then_the_model_then_the_default() -> None:
-    predictor = OutputLengthPredictor(default_tokens=50)
+    predictor = OutputLengthPredictor(default_tokens=50, prior_requests=0)
     assert predictor.predict("m", 100) == 50
     for num_output_tokens in (10, 20, 60):
         predictor.observe("m", 100, num_output_tokens)
@@ -42,14 +42,14 @@ def test_mean_of_the_class_then_the_model_then_the_default() -> None:
 
 
 def test_only_recent_requests_count() -> None:
-    predictor = OutputLengthPredictor(window=3)
+    predictor = OutputLengthPredictor(window=3, prior_requests=0)
     for num_output_tokens in (1000, 1000, 10, 20, 30):
         predictor.observe("m", 100, num_output_tokens)
     assert predictor.predict("m", 100) == 20
 
 
 def test_predicted_again_from_longer_answers() -> None:
-    predictor = OutputLengthPredictor(default_tokens=50)
+    predictor = OutputLengthPredictor(default_tokens=50, prior_requests=0)
     assert predictor.predict_again("m", 100, 20) == 50
     assert predictor.predict_again("m", 100, 80) == 160
     for num_output_tokens in (10, 40, 60):
@@ -62,7 +62,7 @@ def test_predicted_again_from_longer_answers() -> None:
 
 
 def test_error_of_predictions() -> None:
-    predictor = OutputLengthPredictor(default_tokens=100)
+    predictor = OutputLengthPredictor(default_tokens=100, prior_requests=0)
     assert predictor.accuracy("m") == Accuracy(0, 0.0, 0.0)
     predictor.observe("m", 100, 110)  # predicted: the default
     predictor.observe("m", 100, 130)  # predicted: 110
@@ -76,7 +76,7 @@ def test_error_of_predictions() -> None:
 
 def test_the_mean_has_no_bias_in_the_long_run() -> None:
     rng = random.Random(5)
-    predictor = OutputLengthPredictor()
+    predictor = OutputLengthPredictor(prior_requests=0)
     for _ in range(5000):
         predictor.observe("m", 100, round(rng.expovariate(1 / 300)))
     accuracy = predictor.accuracy("m")
@@ -88,7 +88,7 @@ def test_the_mean_has_no_bias_in_the_long_run() -> None:
 def test_c19_bound_on_output_lengths_holds(tail: float) -> None:
     """At most the share tau of answers is longer than the Cantelli bound."""
     rng = random.Random(7)
-    predictor = OutputLengthPredictor()
+    predictor = OutputLengthPredictor(prior_requests=0)
     lengths = [round(rng.lognormvariate(5, 1)) for _ in range(4000)]
     num_over = 0
     for num_output_tokens in lengths:
@@ -106,7 +106,7 @@ def test_bound_is_prediction_bias_and_margin() -> None:
 
 
 def test_models_are_bounded_the_longest_unseen_goes() -> None:
-    predictor = OutputLengthPredictor(default_tokens=7, max_models=2)
+    predictor = OutputLengthPredictor(default_tokens=7, max_models=2, prior_requests=0)
     for model in ("a", "b", "a", "c"):
         predictor.observe(model, 10, 99)
     assert predictor.num_models == 2
@@ -134,6 +134,7 @@ def test_moments() -> None:
         lambda: OutputLengthPredictor(default_tokens=0),
         lambda: OutputLengthPredictor(window=0),
         lambda: OutputLengthPredictor(max_models=0),
+        lambda: OutputLengthPredictor(prior_requests=-1),
         lambda: OutputLengthPredictor().observe("m", 1, -1),
         lambda: OutputLengthPredictor().predict("m", -1),
     ],
@@ -142,3 +143,12 @@ def test_nonsense_is_named(call: object) -> None:
     assert callable(call)
     with pytest.raises(ValueError, match=r".+"):
         call()
+
+
+def test_few_answers_are_drawn_to_the_mean_of_all() -> None:
+    """Of the model: (2 * 10 + 4 * 100) / 6 = 70; of the class: (10 + 4 * 70) / 5 = 58."""
+    predictor = OutputLengthPredictor(default_tokens=100, prior_requests=4)
+    predictor.observe("a", 10, 10)
+    predictor.observe("a", 1000, 10)
+    assert predictor.predict("a", 5000) == pytest.approx(70)
+    assert predictor.predict("a", 10) == pytest.approx(58)

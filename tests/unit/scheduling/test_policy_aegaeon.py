@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpupoold.domain import Targets
+from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.costs import ModelCosts
@@ -80,6 +80,7 @@ def prefill_driver(num_prefill: int) -> Driver:
     for model, switch_s in SWITCH_S.items():
         driver.tell(e.ModelAdded(model, Targets(), int(switch_s * GB), 0, PREFILL))
         driver.tell(*(e.Hosted(number, model) for number in range(num_prefill + 1)))
+    driver.tell(e.Tick())
     return driver
 
 
@@ -198,7 +199,9 @@ class TestPrefill:
 def decode_driver(models: str = "a b c d", num_decode: int = 1, quota_max_s: float = 3.0) -> Driver:
     """One prefill device, and switches of a second."""
     policy = AegaeonPolicy(1, quota_max_s)
-    return Driver(policy, models, 1 + num_decode, targets=Targets(10.0, 0.1))
+    driver = Driver(policy, models, 1 + num_decode, targets=Targets(10.0, 0.1))
+    driver.tell(e.Tick())
+    return driver
 
 
 def decode(driver: Driver, model: str, request_id: str, prompt_tokens: int = 100) -> int:
@@ -305,26 +308,29 @@ class TestDecode:
             1, 1, 1, 2,
         ]  # fmt: skip
 
-    def test_a_device_that_changes_its_role_ends_what_it_has(self) -> None:
+    def test_a_device_that_begins_to_prefill_gives_its_answers_away(self) -> None:
         driver = decode_driver(num_decode=2)
         decode(driver, "a", "r1")
         assert decode(driver, "b", "r2") == 2
-        decode(driver, "c", "r3")
-        assert driver.place("r3") == ("DECODING", 1)
-        driver.tell(e.DeviceDown(0))  # now device 1 is the prefill device
-        assert driver.turns(4, device=1) == list("aaca")
+        moves = hand_overs(driver.tell(e.DeviceDown(0), e.Tick()))
+        assert moves == [("r1", 1, 2)]
+        roles = [one.role for one in driver.state.devices.values()]
+        assert roles == [Role.PREFILL, Role.DECODE]
         driver.arrive("d", "r4")
-        assert driver.place("r4") == ("QUEUED", 1)
-        assert driver.state.devices[1].then == "d"
+        assert driver.place("r4") == ("QUEUED", 1)  # the turn of a has not ended
+        driver.end_turn(1)
+        assert driver.place("r4") == ("SENT", 1)
 
 
-def test_held_requests_find_a_device_whose_role_has_changed() -> None:
+def test_a_model_without_a_prefill_device_is_served_where_it_is() -> None:
     driver = decode_driver("a", num_decode=1)
-    driver.tell(e.Unhosted(0, "a"))
+    driver.tell(e.Unhosted(0, "a"), e.Unhosted(1, "a"))
     driver.arrive("a", "r")
     assert driver.place("r") == ("HELD", None)
-    driver.tell(e.DeviceDown(0))
+    driver.tell(e.Hosted(1, "a"))  # it decodes, but no other has the model
     assert driver.place("r") == ("SENT", 1)
+    driver.tell(e.DeviceDown(0), e.Tick())
+    assert driver.state.devices[1].role is Role.MIXED
 
 
 assert COSTS.decode_base_s == 0.025  # what the examples above take for granted

@@ -51,6 +51,9 @@ class Bench:
         self.device.add(live)
         return live
 
+    def give_up(self, live: SimLive) -> None:
+        self.device.give_up(live)
+
     def times(self, kind: type) -> list[float]:
         return [at_s for at_s, event in self.told if isinstance(event, kind)]
 
@@ -225,3 +228,72 @@ class TestHandOver:
         bench.device.give_up(live)
         bench.run()
         assert bench.times(e.TurnEnded) == pytest.approx([1.02])
+
+
+class TestChunks:
+    """Steps of 10 ms, 20 ms for a prompt of 100 tokens: 0.1 ms each and 10 ms for the prefill."""
+
+    def begin(self, chunk_tokens: int | None = 60) -> tuple[Bench, SimLive]:
+        """An answer that has run since 1.0 s, and a turn of the given chunks."""
+        bench = Bench()
+        live = bench.add("a", "first", output_tokens=500)
+        bench.device.plan(Turn(1, "a", 60.0), None)
+        bench.run(2.0)
+        bench.device.plan(Turn(1, "a", 60.0, chunk_tokens), None)
+        return bench, live
+
+    def test_a_prompt_goes_along_with_the_answers_piece_by_piece(self) -> None:
+        bench, first = self.begin()
+        second: list[SimLive] = []
+        bench.at(2.003, lambda: second.append(bench.add("a", "second", output_tokens=500)))
+        bench.run(3.0)
+        # From 2.01 on: 59 tokens in 10 + 5.9 ms, then 41 in 10 + 4.1 ms.
+        assert second[0].token_times_s[0] == pytest.approx(2.01 + 0.0159 + 0.0141)
+        gaps_s = [b - a for a, b in zip(first.token_times_s, first.token_times_s[1:], strict=False)]
+        assert max(gaps_s) == pytest.approx(0.0159)
+        assert e.Stepped(0, "a", ("first",)) in [event for _, event in bench.told]
+        assert e.Stepped(0, "a", ("first", "second")) in [event for _, event in bench.told]
+
+    def test_what_a_step_has_left_goes_to_the_next_prompt(self) -> None:
+        bench = Bench()
+        lives = [bench.add("a", name, output_tokens=2) for name in ("r1", "r2")]
+        bench.device.plan(Turn(1, "a", 60.0, 150), None)
+        bench.run()
+        # 150 tokens without any answer: 10 + 15 ms; then the 50 left beside the first answer.
+        assert lives[0].token_times_s == pytest.approx([1.025, 1.04])
+        assert lives[1].token_times_s[0] == pytest.approx(1.04)
+
+    def test_answers_that_fill_a_step_leave_one_token_to_the_prompt(self) -> None:
+        bench, _ = self.begin(chunk_tokens=1)
+        second = bench.add("a", "second")
+        bench.run(2.05)
+        assert 0 < second.done_tokens <= 5
+
+    def test_a_prompt_begun_in_chunks_is_ended_at_once_when_orders_say_so(self) -> None:
+        bench, first = self.begin()
+        second: list[SimLive] = []
+        bench.at(2.003, lambda: second.append(bench.add("a", "second", output_tokens=500)))
+        bench.at(2.015, lambda: bench.device.plan(Turn(1, "a", 60.0), None))
+        bench.run(2.5)
+        # 59 tokens by 2.0259; the other 41 by themselves, in 10 + 4.1 ms.
+        assert second[0].token_times_s[:2] == pytest.approx([2.04, 2.05])
+        shown_s = [at_s for at_s in first.token_times_s if 2.005 < at_s < 2.055]
+        assert shown_s == pytest.approx([2.01, 2.0259, 2.05])
+        kv_bytes = bench.device._memory.held_bytes("a")[1]
+        assert kv_bytes == KV * (first.context_tokens + second[0].context_tokens)
+
+
+def test_an_answer_that_is_given_away_keeps_the_tokens_it_has() -> None:
+    bench = Bench()
+    live = bench.add("a", output_tokens=500)
+    other = bench.add("a", "other", output_tokens=500)
+    bench.device.plan(Turn(1, "a", 60.0), None)
+    bench.run(1.04)
+    bench.at(1.065, lambda: bench.give_up(live))
+    bench.run(1.5)
+    # First tokens at 1.02 and 1.04, then steps of 10 ms: the one under way is left out.
+    assert live.token_times_s == pytest.approx([1.02, 1.05, 1.06])
+    assert other.token_times_s[:4] == pytest.approx([1.04, 1.05, 1.06, 1.07])
+    assert bench.device._memory.held_bytes("a")[1] == KV * other.context_tokens
+    told = [one.request_ids for _, one in bench.told if isinstance(one, e.Stepped)]
+    assert told[-1] == ("other",)

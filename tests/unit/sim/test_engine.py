@@ -7,10 +7,11 @@ from collections.abc import Iterable
 
 import pytest
 
+from gpupoold.domain import Role
 from gpupoold.errors import UsageError
 from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.events import Event
+from gpupoold.scheduling.events import Event, Tick
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.stimuli import RecordedCore, replay
 from gpupoold.sim.engine import Simulation
@@ -162,3 +163,47 @@ def test_impossible_boxes_are_refused_in_one_line() -> None:
         simulate([request("z")], models("a"))
     with pytest.raises(UsageError, match="static refuses: "):
         Simulation(models("abc", weight_gb=30), make_policy("static"), 1, 80 * GB)
+
+
+ROLES = [
+    (Role.PREFILL, Role.DECODE, Role.DECODE),
+    (Role.PREFILL, Role.PREFILL, Role.DECODE),
+    (Role.PREFILL, Role.MIXED, Role.DECODE),
+    (Role.PREFILL,) * 3,
+    (Role.DECODE,) * 3,
+]
+
+
+@pytest.mark.parametrize("roles", ROLES, ids=lambda roles: "-".join(roles))
+@every_policy
+def test_roles_cost_no_request_a_token(policy: str, roles: tuple[Role, ...]) -> None:
+    box = models("abcd", weight_gb=10 if policy == "static" else 20)
+    requests = poisson_workload(equal_rates(list(box), 0.5), 40.0, sharegpt_lengths(), seed=3)
+    simulation = Simulation(box, make_policy(policy), 3, 80 * GB, roles=roles)
+    watched = Watched(simulation.core)
+    simulation.core = watched  # type: ignore[assignment]
+    outcome = simulation.run(requests, 10_000.0)
+    assert [len(one.token_times_s) for one in outcome.results] == [
+        one.output_tokens for one in requests
+    ]
+    assert tuple(one.role for one in watched.state.devices.values()) == roles
+
+
+def test_roles_are_for_all_devices() -> None:
+    with pytest.raises(UsageError, match="1 roles for 2 devices"):
+        Simulation(models("a"), make_policy("gpupool"), 2, 80 * GB, roles=[Role.MIXED])
+
+
+def test_the_core_hears_a_tick_every_second_while_anything_is_to_come() -> None:
+    simulation = Simulation(models("a"), make_policy("gpupool"), 1, 80 * GB)
+    ticks_s: list[float] = []
+    handle = simulation.core.handle
+
+    def listening(events: Iterable[Event], now_s: float) -> list[Action]:
+        events = list(events)
+        ticks_s.extend(now_s for one in events if isinstance(one, Tick))
+        return handle(events, now_s)
+
+    simulation.core.handle = listening  # type: ignore[method-assign]
+    simulation.run([request("a", output_tokens=200)], 10_000.0)  # 1.02 s and 1.99 s of steps
+    assert ticks_s == [1.0, 2.0, 3.0, 4.0]

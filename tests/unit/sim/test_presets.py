@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.domain import Targets
+from gpupoold.domain import Role, Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box, parse_box
 from gpupoold.sim.presets import (
@@ -23,7 +23,8 @@ from gpupoold.sim.scenario import Draw, Overrides, Panel, build_scenario
 
 ONE_POLICY = ("request-level",)
 FIGURES = [name for name in preset_names() if name.startswith("aegaeon-fig")]
-RECORDED = [name for name in preset_names() if name not in FIGURES]
+BURSTS = [name for name in preset_names() if name.startswith("tokenscale")]
+RECORDED = [name for name in preset_names() if name not in (*FIGURES, *BURSTS)]
 
 
 def panel(name: str) -> Panel:
@@ -69,6 +70,34 @@ class TestFigures:
         )
         assert [one.prompt_tokens for one in ix2] == [2 * one.prompt_tokens for one in plain]
         assert [one.output_tokens for one in ox2] == [2 * one.output_tokens for one in plain]
+
+    def test_the_burst_is_ten_times_the_rate_before_and_after(self) -> None:
+        panels = preset_panels("tokenscale-burst")
+        assert [one.name for one in panels] == BURSTS[:-1]
+        assert [one.roles for one in panels] == [
+            (Role.PREFILL, Role.DECODE),
+            (Role.PREFILL, Role.DECODE),
+            (Role.MIXED,),
+        ]
+        assert [one.converts_decoders for one in panels] == [True, False, True]
+        drawn = [build_scenario(point) for point in preset_points("tokenscale-burst")]
+        assert drawn[0].requests == drawn[1].requests == drawn[2].requests
+        counts = [0, 0, 0]
+        for one in drawn[0].requests:
+            counts[int(one.arrival_s // 60)] += 1
+        assert counts[1] > 7 * max(counts[0], counts[2])
+        other = preset_points("tokenscale-burst", Overrides(seed=1))
+        assert build_scenario(other[0]).requests != drawn[0].requests
+        with pytest.raises(UsageError, match="rates are fixed"):
+            build_scenario(preset_points("tokenscale-burst", Overrides(rps=(2.0,)))[0])
+
+    def test_roles_are_for_all_devices_or_each(self) -> None:
+        [point] = preset_points("tokenscale-burst-mixed")
+        assert point.panel.device_roles == (Role.MIXED,) * 2
+        auto = panel("tokenscale-burst-mixed").changed(Overrides(roles="auto"))
+        assert auto.device_roles is None
+        with pytest.raises(UsageError, match="3 roles for 2 devices"):
+            preset_points("tokenscale-burst-mixed", Overrides(roles=(Role.DECODE,) * 3))
 
     def test_several_panels_under_one_name(self) -> None:
         names = [one.name for one in preset_panels("aegaeon-fig12")]

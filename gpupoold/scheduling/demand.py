@@ -1,0 +1,166 @@
+"""What arrives, as work of each stage: how many devices it takes to prefill and to decode.
+
+Requests of the last half minute, by model and class of prompt length; what a device can take
+of each follows from the model's costs (:mod:`.velocity`). Pure: no clock, no device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gpupoold.scheduling.output_length import prompt_class
+from gpupoold.scheduling.state import Device, Model, Request, State
+from gpupoold.scheduling.velocity import (
+    RequestClass,
+    decode_velocity,
+    decoders_load,
+    network_velocity,
+    prefill_velocity,
+    prefillers_load,
+)
+
+WINDOW_S = 30.0
+# Steps may take so much of the target: the batch that is decoded is not always the largest.
+_TBT_SHARE = 0.9
+
+
+class _Arrival(NamedTuple):
+    at_s: float
+    model: str
+    length_class: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Requests of one model and class."""
+
+    count: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    def add(self, arrival: _Arrival, sign: int) -> None:
+        self.count += sign
+        self.prompt_tokens += sign * arrival.prompt_tokens
+        self.output_tokens += sign * arrival.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Devices' worth of work by stage, before rounding."""
+
+    prefill: float = 0.0
+    decode: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Of both stages."""
+        return self.prefill + self.decode
+
+    def __add__(self, other: Demand) -> Demand:
+        return Demand(self.prefill + other.prefill, self.decode + other.decode)
+
+
+class ArrivalWindow:
+    """The requests that came in the last ``window_s``, with the lengths they were taken for.
+
+    Sums are kept as requests come and go, so that a look at them takes little.
+    """
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._arrivals: deque[_Arrival] = deque()
+        self._sums: dict[str, dict[int, _Sums]] = {}
+        self._first_s: float | None = None
+
+    def add(self, request: Request) -> None:
+        """A request came, or has to be prefilled again."""
+        at_s, prompt_tokens = request.arrival_s, request.prompt_tokens
+        if self._first_s is None:
+            self._first_s = at_s
+        self._forget(at_s)
+        length_class, output_tokens = prompt_class(prompt_tokens), max(1, request.expected_tokens)
+        name = request.model.name
+        arrival = _Arrival(at_s, name, length_class, prompt_tokens, output_tokens)
+        self._arrivals.append(arrival)
+        self._sums.setdefault(name, {}).setdefault(length_class, _Sums()).add(arrival, 1)
+
+    def seen_s(self, now_s: float) -> float:
+        """Seconds of arrivals that it knows, at most the window."""
+        return 0.0 if self._first_s is None else min(now_s - self._first_s, self._window_s)
+
+    def models(self, now_s: float) -> list[str]:
+        """Those that were asked for."""
+        self._forget(now_s)
+        return list(self._sums)
+
+    def rates_rps(self, now_s: float) -> dict[str, dict[RequestClass, float]]:
+        """Requests per second of each model by class; a class has its requests' mean lengths."""
+        self._forget(now_s)
+        seen_s = max(self.seen_s(now_s), 1.0)
+        rates: dict[str, dict[RequestClass, float]] = {}
+        for name, classes in self._sums.items():
+            by_class = rates[name] = {}
+            for sums in classes.values():
+                prompt_tokens = max(1, round(sums.prompt_tokens / sums.count))
+                kind = RequestClass(prompt_tokens, max(1, round(sums.output_tokens / sums.count)))
+                by_class[kind] = by_class.get(kind, 0.0) + sums.count / seen_s
+        return rates
+
+    def _forget(self, now_s: float) -> None:
+        while self._arrivals and self._arrivals[0].at_s < now_s - self._window_s:
+            arrival = self._arrivals.popleft()
+            classes = self._sums[arrival.model]
+            sums = classes[arrival.length_class]
+            sums.add(arrival, -1)
+            if not sums.count:
+                del classes[arrival.length_class]
+                if not classes:
+                    del self._sums[arrival.model]
+
+
+def demand_of(
+    model: Model, rates_rps: Mapping[RequestClass, float], capacity_bytes: int, bandwidth: float
+) -> Demand:
+    """What one model's requests take of devices that hold it: equations 2 and 3.
+
+    ``bandwidth``: bytes per second at which a device hands KV over.
+    """
+    kv_bytes = max(1, model.kv_bytes_per_token)
+    network = network_velocity(bandwidth, kv_bytes)
+    prefill = 0.0
+    for kind, rate in rates_rps.items():
+        tokens = kind.num_prompt_tokens
+        velocity = prefill_velocity(tokens, max(model.costs.prefill_s(tokens), 1e-6))
+        prefill += prefillers_load(rate * tokens, velocity, network)
+    room_tokens = max(1.0, (capacity_bytes - model.weight_bytes) / kv_bytes)
+    velocities = {kind: _decode_velocity(model, kind, room_tokens) for kind in rates_rps}
+    return Demand(prefill, decoders_load(rates_rps, velocities))
+
+
+def _decode_velocity(model: Model, kind: RequestClass, room_tokens: float) -> float:
+    """Of the largest batch whose steps are in time and whose KV fits."""
+    held_tokens = kind.num_prompt_tokens + kind.num_output_tokens / 2
+    alone_s = model.step_s(1, round(held_tokens))
+    base_s = model.step_s(0, 0)
+    each_s = max(alone_s - base_s, 1e-9)
+    batch_size = max(1.0, (_TBT_SHARE * model.targets.tbt_s - base_s) / each_s)
+    batch_size = min(batch_size, max(1.0, room_tokens / held_tokens))
+    step_s = base_s + batch_size * each_s
+    return decode_velocity(kind, room_tokens, step_s, batch_size)
+
+
+def demands_on(
+    state: State, rates_rps: Mapping[str, Mapping[RequestClass, float]], device: Device
+) -> list[Demand]:
+    """What each model that is still there takes of devices like this one."""
+    capacity_bytes, bandwidth = device.capacity_bytes, device.bandwidth_bytes_per_s
+    return [
+        demand_of(state.models[name], rates, capacity_bytes, bandwidth)
+        for name, rates in rates_rps.items()
+        if name in state.models
+    ]

@@ -1,0 +1,153 @@
+"""Prompts on some devices and answers on others: where a prompt is in time, and how a decode
+device takes prompts without delaying its answers (TokenScale, sections IV-D and IV-E).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from gpupoold.domain import Role
+from gpupoold.scheduling.kv_room import admits
+from gpupoold.scheduling.policies.visits import load_of_batch
+from gpupoold.scheduling.state import Batch, Device, Model, Request
+from gpupoold.scheduling.velocity import (
+    convertible_prefill_velocity,
+    largest_chunk_tokens,
+    reserved_kv_bytes,
+)
+
+# The most tokens that engines take in a step: vLLM's usual limit on large GPUs.
+MAX_CHUNK_TOKENS = 8192
+# A mixed step may take so much of the target between tokens: predictions err, contexts grow.
+_TBT_SHARE = 0.9
+# So that orders do not change with every answer that comes and goes.
+_CHUNK_GRAIN = 64
+# Less spare time than this is none: its reciprocal is a waiting time.
+_LEAST_SPARE = 0.05
+
+
+def chunk_tokens(batch: Batch) -> int:
+    """The most tokens a step of this batch may take, prompt tokens and one for each answer.
+
+    As many as keep the step within the target, by the latency model. Never less than one
+    grain of prompt tokens: prompts that are there must end, even if answers alone are late.
+    """
+    num_running = len(batch.requests) - batch.num_waiting
+    longest = batch.waiting_tokens2 // batch.waiting_tokens if batch.waiting_tokens else 0
+    tokens = _largest(batch.model, num_running, batch.context_tokens, longest)
+    return max(tokens // _CHUNK_GRAIN, -(-num_running // _CHUNK_GRAIN) + 1) * _CHUNK_GRAIN
+
+
+def would_delay_answers(batch: Batch, now_s: float, hopeless_s: float) -> bool:
+    """Whether answers that are in time would not be if the prompts were prefilled at once.
+
+    Prompts that take less than a target between tokens are never worth the trouble.
+    """
+    prefill_s, tbt_s = batch.prefill_s(), batch.model.targets.tbt_s
+    if prefill_s <= tbt_s or batch.num_waiting == len(batch.requests):
+        return False
+    latest_s = now_s + prefill_s + batch.step_s()
+    return any(
+        now_s - hopeless_s <= one.next_deadline_s < latest_s
+        for one in batch.requests.values()
+        if one.num_tokens
+    )
+
+
+def convertible_velocity(batch: Batch, prompt_tokens: int) -> float:
+    """Prompt tokens per second that a decode device takes beside this batch (equation 5)."""
+    model, costs = batch.model, batch.model.costs
+    num_running = len(batch.requests) - batch.num_waiting
+    tokens = _largest(model, num_running, batch.context_tokens, prompt_tokens)
+    num_new = max(0, tokens - num_running)
+    step_s = _base_s(model, num_running, batch.context_tokens)
+    step_s += costs.chunk_s(prompt_tokens, num_new)
+    return convertible_prefill_velocity(tokens, num_running, max(step_s, 1e-6))
+
+
+def prefill_in_s(request: Request, device: Device) -> float:
+    """Seconds until a device that prefills has the request's first token, if it got it now.
+
+    What waits there is before it, whatever the model; a device that decodes as well has only
+    the time that its answers leave.
+    """
+    model = request.model
+    backlog_s = model.costs.prefill_s(request.context_tokens)
+    backlog_s += sum(batch.prefill_s() for batch in _batches(device))
+    if model.name not in device.working:
+        backlog_s += device.switch_s(model)
+    if device.role is Role.PREFILL:
+        return backlog_s
+    decoding = sum(batch.step_s() / batch.model.targets.tbt_s for batch in device.working.values())
+    return backlog_s / max(1.0 - decoding, _LEAST_SPARE)
+
+
+def converted_in_s(request: Request, device: Device) -> float:
+    """Seconds until a decode device has the first token, prefilling in chunks; infinite if it
+    should not: its answers leave no time, or its memory no room (equation 6)."""
+    model = request.model
+    batch = device.batches[model.name]
+    velocity = convertible_velocity(batch, request.context_tokens)
+    others = [one for one in device.working.values() if one is not batch]
+    spare = 1.0 - sum(load_of_batch(one, device) for one in others)
+    if velocity <= 0.0 or spare < _LEAST_SPARE or not has_prefill_room(request, device, velocity):
+        return math.inf
+    tokens = request.context_tokens + sum(one.waiting_tokens for one in _batches(device))
+    switch_s = 0.0 if model.name in device.working else device.switch_s(model)
+    return switch_s + tokens / (velocity * spare)
+
+
+def has_prefill_room(request: Request, device: Device, velocity: float) -> bool:
+    """Whether the prompt fits into the KV that is kept for prefills beside the answers.
+
+    No more prompts wait there than it can prefill within the target of the first token, and
+    all that is there, on its way or to come fits on the device without its host cache.
+    """
+    model = request.model
+    room_bytes = device.capacity_bytes - model.weight_bytes
+    kept_bytes = sum(batch.kv_need_bytes for batch in _batches(device))
+    kept_bytes += sum(one.kv_need_bytes for one in device.moving.values())
+    reserve = reserved_kv_bytes(velocity, model.targets.ttft_s, model.kv_bytes_per_token)
+    waiting_bytes = sum(b.waiting_tokens * b.model.kv_bytes_per_token for b in _batches(device))
+    fits_reserve = waiting_bytes + request.context_tokens * model.kv_bytes_per_token <= reserve
+    return fits_reserve and kept_bytes + request.kv_need_bytes <= room_bytes
+
+
+def best_prefiller(request: Request, devices: Iterable[Device]) -> tuple[float, Device]:
+    """The device that has the first token soonest, those with room for KV before others."""
+    ranked = [
+        (not admits(one, request), prefill_in_s(request, one), one.number, one) for one in devices
+    ]
+    _, in_s, _, device = min(ranked)
+    return in_s, device
+
+
+def best_converted(request: Request, devices: Iterable[Device]) -> tuple[float, Device | None]:
+    """The decode device that has the first token soonest; infinite and None without any."""
+    soonest_s, best = math.inf, None
+    for device in devices:
+        in_s = converted_in_s(request, device) if admits(device, request) else math.inf
+        if in_s < soonest_s:
+            soonest_s, best = in_s, device
+    return soonest_s, best
+
+
+def _largest(model: Model, num_running: int, context_tokens: int, longest_prompt: int) -> int:
+    """Tokens of a step that just keeps the target; a prompt's last chunk attends to all of it."""
+    base_s, chunk_s = _base_s(model, num_running, context_tokens), model.costs.chunk_s
+
+    def step_s(num_tokens: int) -> float:
+        return base_s + chunk_s(longest_prompt, max(0, num_tokens - num_running))
+
+    return largest_chunk_tokens(step_s, _TBT_SHARE * model.targets.tbt_s, MAX_CHUNK_TOKENS)
+
+
+def _base_s(model: Model, num_running: int, context_tokens: int) -> float:
+    if num_running:
+        return model.step_s(num_running, context_tokens)
+    return max(model.costs.prefill_base_s, 0.0)
+
+
+def _batches(device: Device) -> list[Batch]:
+    return [*device.working.values(), *device.queued.values(), *device.waiting_for_kv.values()]

@@ -1,0 +1,177 @@
+"""Which devices prefill and which decode, by what arrives (TokenScale, section IV-C).
+
+Roles are split only where that pays (docs/scheduling.md has the measurements): one model has
+most of the load, which takes more than one device, and nothing has to switch. Else every
+device does both, and batches stay whole. All devices are used: the split is the one whose
+busier stage is the least busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gpupoold.domain import Role
+from gpupoold.scheduling.demand import ArrivalWindow, Demand, demands_on
+from gpupoold.scheduling.state import Device, Model, Request, State
+
+
+@dataclass(frozen=True, slots=True)
+class RoleTuning:
+    """When roles change; found with ``gpupool simulate``."""
+
+    # No decision before so much of what arrives has been seen.
+    observe_s: float = 10.0
+    # Less than this takes one device: two would only cut its batch in half.
+    least_load: float = 1.0
+    # Devices are split while the busier stage has less to do than this, and stay split up to
+    # the second: a stage that is full cannot be helped by the other's spare time.
+    busiest_to_split: float = 0.75
+    busiest_to_stay: float = 0.95
+    # Another split is worth a change if its busier stage has so much less to do.
+    worthwhile: float = 0.1
+    # A wish must last, and a device keeps its role so long: bursts are for convertible decoders.
+    patience_s: float = 5.0
+    least_stay_s: float = 30.0
+    # Weights and so much of a device for KV must fit together.
+    kv_share: float = 0.3
+    # One model has most of the load: where several take turns, answers of all of them on few
+    # devices lose what prompts gain.
+    main_share_to_split: float = 0.8
+    main_share_to_stay: float = 0.6
+
+
+def best_split(
+    demand: Demand, num_devices: int, least_prefill: int = 1, most_prefill: int | None = None
+) -> tuple[int, float]:
+    """How many devices prefill so that the busier stage is the least busy, and how busy it is.
+
+    At least one device is left for each stage. Raises ValueError for less than two devices.
+    """
+    if num_devices < 2:
+        raise ValueError(f"stages need a device each, got {num_devices} devices")
+    low = max(1, least_prefill)
+    high = min(num_devices - 1, num_devices - 1 if most_prefill is None else most_prefill)
+    splits = range(low, max(low, high) + 1)
+    return min(
+        ((num, busiest_stage(demand, num, num_devices)) for num in splits),
+        key=lambda split: (split[1], split[0]),
+    )
+
+
+def busiest_stage(demand: Demand, num_prefill: int, num_devices: int) -> float:
+    """Share of its devices' time that the busier stage needs."""
+    return max(demand.prefill / num_prefill, demand.decode / (num_devices - num_prefill))
+
+
+class RolePlanner:
+    """Asked at every tick: which devices change their role now, one at most."""
+
+    def __init__(self, tuning: RoleTuning | None = None) -> None:
+        self._tuning = tuning or RoleTuning()
+        self._window = ArrivalWindow()
+        self._changed_s: dict[int, float] = {}
+        self._wanted: int | None = None  # devices that prefill; None: all do both
+        self._wanted_since_s = 0.0
+
+    def arrived(self, request: Request) -> None:
+        """A request came, or has to be prefilled again."""
+        self._window.add(request)
+
+    def changes(self, state: State, now_s: float) -> Iterable[tuple[Device, Role]]:
+        """The next step towards the roles that are wanted."""
+        usable = [state.devices[n] for n in sorted(state.devices)]
+        usable = [one for one in usable if not one.is_draining]
+        if all(one.is_role_fixed for one in usable):
+            return
+        if not covers(usable):
+            yield from self._step(usable, None, now_s)
+            return
+        wanted = self._wish(state, usable, now_s)
+        if wanted != self._wanted:
+            self._wanted, self._wanted_since_s = wanted, now_s
+        if now_s - self._wanted_since_s >= self._tuning.patience_s:
+            yield from self._step(usable, wanted, now_s)
+
+    def _wish(self, state: State, usable: Sequence[Device], now_s: float) -> int | None:
+        """How many devices should prefill; None: all should do both."""
+        tuning = self._tuning
+        num_prefill = sum(one.role is Role.PREFILL for one in usable)
+        is_split = any(one.role is not Role.MIXED for one in usable if not one.is_role_fixed)
+        present = num_prefill if is_split else None
+        if len(usable) < 2 or any(one.is_role_fixed and one.role is Role.MIXED for one in usable):
+            return None
+        if self._window.seen_s(now_s) < tuning.observe_s:
+            return present
+        models = [state.models[n] for n in self._window.models(now_s) if n in state.models]
+        if not models:
+            return present
+        if not self._fit_together(models, usable):
+            return None
+        demands = demands_on(state, self._window.rates_rps(now_s), usable[0])
+        demand = sum(demands, Demand())
+        main_share = max(one.total for one in demands) / max(demand.total, 1e-9)
+        limit = tuning.main_share_to_split if present is None else tuning.main_share_to_stay
+        if main_share < limit:
+            return None
+        fixed = [one.role for one in usable if one.is_role_fixed]
+        most_prefill = len(usable) - max(1, fixed.count(Role.DECODE))
+        best, busiest = best_split(demand, len(usable), fixed.count(Role.PREFILL), most_prefill)
+        if present is None:
+            pays = demand.total >= tuning.least_load
+            return best if pays and busiest <= tuning.busiest_to_split else None
+        if busiest > tuning.busiest_to_stay:
+            return None
+        if not 0 < present < len(usable):
+            return best
+        gain = busiest_stage(demand, present, len(usable)) - busiest
+        return best if gain > tuning.worthwhile else present
+
+    def _fit_together(self, models: Sequence[Model], usable: Sequence[Device]) -> bool:
+        """Whether every device can have all models that are asked for at once, with KV."""
+        weight_bytes = sum(model.weight_bytes for model in models)
+        numbers = {one.number for one in usable}
+        room_bytes = min(one.capacity_bytes for one in usable) * (1 - self._tuning.kv_share)
+        return weight_bytes <= room_bytes and all(numbers <= model.hosts for model in models)
+
+    def _step(
+        self, usable: Sequence[Device], wanted: int | None, now_s: float
+    ) -> Iterable[tuple[Device, Role]]:
+        """One change that brings the devices nearer, and leaves each stage a device."""
+        for device, role in _nearer(usable, wanted):
+            stayed_s = now_s - self._changed_s.get(device.number, -self._tuning.least_stay_s)
+            is_needed = not covers(usable)  # a stage has lost its last device
+            may_change = is_needed or stayed_s >= self._tuning.least_stay_s
+            if may_change and covers(usable, device, role):
+                self._changed_s[device.number] = now_s
+                yield device, role
+                return
+
+
+def covers(
+    devices: Sequence[Device], changed: Device | None = None, role: Role = Role.MIXED
+) -> bool:
+    """Whether prompts and answers have a device each, if one of them had this role."""
+    roles = [role if one is changed else one.role for one in devices]
+    return any(one is not Role.DECODE for one in roles) and any(
+        one is not Role.PREFILL for one in roles
+    )
+
+
+def _nearer(usable: Sequence[Device], wanted: int | None) -> Iterable[tuple[Device, Role]]:
+    """Changes of free devices towards so many that prefill; those with the least to lose first.
+
+    Answers have to move when a device begins to prefill, so the one with the fewest does.
+    """
+    free = sorted(
+        (one for one in usable if not one.is_role_fixed),
+        key=lambda one: (one.num_requests, one.number),
+    )
+    if wanted is None:
+        return [(one, Role.MIXED) for one in free if one.role is not Role.MIXED]
+    num_more = wanted - sum(one.role is Role.PREFILL for one in usable)
+    if num_more > 0:
+        return [(one, Role.PREFILL) for one in free if one.role is not Role.PREFILL]
+    if num_more < 0:
+        return [(one, Role.DECODE) for one in free if one.role is Role.PREFILL]
+    return [(one, Role.DECODE) for one in free if one.role is Role.MIXED]

@@ -1,0 +1,68 @@
+"""Work of the stages, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpupoold.domain import Targets
+from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.demand import ArrivalWindow, Demand, demand_of
+from gpupoold.scheduling.state import Model, Request
+from gpupoold.scheduling.velocity import RequestClass
+
+GB = 10**9
+COSTS = ModelCosts(
+    prefill_base_s=0.0, prefill_token_s=1e-4, decode_base_s=0.02, decode_sequence_s=0.001
+)
+KIND = RequestClass(1000, 100)
+
+
+def model(name: str = "a", kv_bytes_per_token: int = 1000) -> Model:
+    return Model(name, Targets(10.0, 0.1), 10 * GB, kv_bytes_per_token, COSTS)
+
+
+def arrival(at_s: float, name: str = "a", prompt: int = 1000, expected: int = 100) -> Request:
+    return Request(f"r{at_s}", model(name), at_s, prompt, None, expected_tokens=expected)
+
+
+def test_devices_worth_of_work_by_stage() -> None:
+    """2/s: each 0.1 s to prefill; 70 decode at once in steps of 90 ms, and stay 9 s."""
+    demand = demand_of(model(), {KIND: 2.0}, 80 * GB, 10 * GB)
+    assert demand.prefill == pytest.approx(0.2)
+    assert demand.decode == pytest.approx(2 * 9 / 70)
+    assert demand.total == pytest.approx(0.2 + 2 * 9 / 70)
+    assert demand + Demand(1.0, 2.0) == Demand(demand.prefill + 1, demand.decode + 2)
+
+
+def test_a_slow_link_is_the_prefill_devices_limit() -> None:
+    demand = demand_of(model(kv_bytes_per_token=100_000), {KIND: 2.0}, 80 * GB, GB / 10)
+    assert demand.prefill == pytest.approx(2.0)  # 2,000 tokens/s come, 1,000 go
+
+
+def test_little_memory_makes_small_batches() -> None:
+    """Room for 10 times 1,050 tokens: steps of 30 ms, answers stay 3 s."""
+    capacity_bytes = 10 * GB + 10 * 1050 * 1000
+    demand = demand_of(model(), {KIND: 2.0}, capacity_bytes, 10 * GB)
+    assert demand.decode == pytest.approx(2 * 3 / 10)
+
+
+def test_the_window_has_rates_by_model_and_class() -> None:
+    window = ArrivalWindow(10.0)
+    assert window.rates_rps(0.0) == {}
+    assert window.seen_s(5.0) == 0.0
+    for at_s in range(20):
+        window.add(arrival(float(at_s), expected=100 + at_s % 2 * 50))
+        window.add(arrival(at_s + 0.5, "b", prompt=10, expected=0))
+    assert window.seen_s(20.0) == 10.0
+    assert window.rates_rps(20.0) == {
+        "a": {RequestClass(1000, 125): 1.0},
+        "b": {RequestClass(10, 1): 1.0},
+    }
+    assert window.rates_rps(100.0) == {}
+
+
+def test_a_young_window_counts_the_time_it_has_seen() -> None:
+    window = ArrivalWindow(30.0)
+    for at_s in (0.0, 2.0, 4.0):
+        window.add(arrival(at_s))
+    assert window.rates_rps(5.0) == {"a": {KIND: pytest.approx(3 / 5)}}

@@ -1,0 +1,102 @@
+"""Answers move off full decode devices when that is worth the copy, and not to and fro."""
+
+from __future__ import annotations
+
+from gpupoold.domain import Role, Targets
+from gpupoold.scheduling import events as e
+from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
+from tests.unit.scheduling.driver import GB, Driver, hand_overs
+
+# A step takes 20 ms and 1 ms per answer: a load of 1 with 80 answers. KV of 1 GB per 10,000.
+COSTS = ModelCosts(
+    prefill_base_s=0.0, prefill_token_s=1e-5, decode_base_s=0.02, decode_sequence_s=0.001
+)
+
+
+def box(*answers: int, role: Role = Role.DECODE) -> Driver:
+    """A prefill device, and others that have so many answers of 10 tokens each."""
+    num_devices = len(answers) + 1
+    driver = Driver(GpupoolPolicy(), "a", 0, costs=COSTS, targets=Targets(10.0, 0.1))
+    for number, count in enumerate(answers, 1):
+        driver.tell(e.DeviceUp(number, 80 * GB, 10 * GB), e.Hosted(number, "a"))
+        names = [f"r{number}-{k}" for k in range(count)]
+        for name in names:
+            driver.arrive("a", name)
+        driver.tell(e.RoleSet(number, Role.DECODE))  # so that they stay
+        for name in names:
+            driver.step(number, name, num_tokens=10)
+    driver.tell(e.DeviceUp(0, 80 * GB, 10 * GB), e.Hosted(0, "a"), e.RoleSet(0, Role.PREFILL))
+    driver.tell(*(e.RoleSet(number, role) for number in range(1, num_devices)))
+    driver.tell(*(e.MemoryChanged(number, (("a", 0),)) for number in range(num_devices)))
+    devices = driver.state.devices
+    placed = [len(devices[number].batches["a"].requests) for number in range(1, num_devices)]
+    assert placed == list(answers)
+    return driver
+
+
+def adopt_all(driver: Driver) -> None:
+    moving = [one.id for device in driver.state.devices.values() for one in device.moving.values()]
+    driver.tell(*(e.Adopted(request_id) for request_id in moving))
+
+
+def test_a_full_device_gives_to_one_with_room_until_it_is_full_no_more() -> None:
+    driver = box(90, 20)
+    num_moved = 0
+    for _ in range(20):
+        driver.now_s += 1.0
+        moves = hand_overs(driver.tell(e.Tick()))
+        assert len(moves) <= 8
+        assert all((source, target) == (1, 2) for _, source, target in moves)
+        num_moved += len(moves)
+        adopt_all(driver)
+    # 80 answers take 100 ms, and their KV a little of the device's load.
+    assert 10 <= num_moved <= 15
+
+
+def test_nothing_moves_where_nobody_has_room_or_nobody_is_full() -> None:
+    for answers in ((90, 70), (70, 20), (79,)):
+        assert hand_overs(box(*answers).tell(e.Tick())) == []
+
+
+def test_devices_that_do_both_keep_their_answers() -> None:
+    assert hand_overs(box(90, 20, role=Role.MIXED).tell(e.Tick())) == []
+
+
+def test_no_answer_moves_for_the_last_of_its_tokens() -> None:
+    """256 tokens are expected: 24.6 s to go at the target. A copy of 1 GB out and in takes
+    0.2 s, one of 20 GB four."""
+    driver = box(90, 20)
+    for one in driver.state.requests.values():
+        one.prompt_tokens = 200_000  # 20 GB; not told, as no device could have them all
+    policy = driver.core.policy
+    assert list(policy.rebalance(driver.state, 0.0)) == []
+
+
+def test_an_answer_is_not_made_late_for_it() -> None:
+    driver = box(90, 20)
+    due_s = Targets(10.0, 0.1).deadline_s(0.0, 10)
+    assert hand_overs(driver.tell(e.Tick(), at_s=due_s - 0.001)) == []  # a copy takes 2 ms
+    assert hand_overs(driver.tell(e.Tick(), at_s=due_s + 0.001)) != []  # late anyway
+
+
+def test_whoever_has_moved_stays_a_while() -> None:
+    driver = box(90, 20)
+    moves = hand_overs(driver.tell(e.Tick()))
+    moved = {request_id for request_id, _, _ in moves}
+    assert moved
+    adopt_all(driver)
+    for number in range(70):  # now the other device is full, and the first is not
+        driver.arrive("a", f"n{number}", prompt_tokens=10)
+        driver.step(0, f"n{number}")
+        adopt_all(driver)
+    for request_id in [f"r1-{k}" for k in range(90) if f"r1-{k}" not in moved]:
+        driver.tell(e.Ended(request_id))
+    counts = [len(driver.state.devices[n].batches["a"].requests) for n in (1, 2)]
+    assert counts[1] > 80 > counts[0]
+    moves = hand_overs(driver.tell(e.Tick(), at_s=5.0))
+    assert {source for _, source, _ in moves} == {2}
+    assert not moved & {request_id for request_id, _, _ in moves}
+
+
+assert GB == 10**9  # what the figures above take for granted

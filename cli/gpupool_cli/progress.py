@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    Progress as RichProgress,
     ProgressColumn,
     SpinnerColumn,
     TaskID,
     TextColumn,
 )
-from rich.progress import Progress as RichProgress
 
 from gpupool_cli.diagnostics import say
 from gpupoold.admin.models import Progress

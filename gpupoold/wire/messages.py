@@ -12,89 +12,19 @@ from __future__ import annotations
 import msgspec
 
 from gpupoold.latency.stored import Profile
+from gpupoold.wire.records import (
+    LoadedModel as LoadedModel,
+    ModelMemory as ModelMemory,
+    ModelToLoad as ModelToLoad,
+    Parcel as Parcel,
+    RequestProgress as RequestProgress,
+    ServedModel as ServedModel,
+    SwitchRecord as SwitchRecord,
+)
 
 
 class Message(msgspec.Struct, tag=True):
     """Base of all messages; the struct's name is its tag on the wire."""
-
-
-class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process needs to build a model's vLLM configuration."""
-
-    name: str
-    path: str
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    aliases: tuple[str, ...] = ()
-    ttft_s: float
-    tbt_s: float
-    allow_remote_code: bool = False
-
-
-class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What loading a model taught us; instances report it, frontends and the registry use it."""
-
-    name: str
-    architecture: str
-    max_model_len: int
-    dtype: str
-    block_size: int
-    num_gpu_blocks: int
-    weight_bytes: int
-    kv_bytes_per_token: int
-    supported_tasks: tuple[str, ...]
-    load_s: float
-
-
-class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
-    """One request's share of a step: ids it gained, and why it ended if it did."""
-
-    request_id: str
-    new_token_ids: list[int]
-    finish_reason: str | None = None
-
-
-class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One switch with its stages in seconds; bytes are what really moved."""
-
-    instance: int
-    model: str
-    previous: str | None
-    at_s: float
-    total_s: float
-    evict_s: float
-    map_s: float
-    weights_s: float
-    kv_s: float
-    weight_bytes: int
-    kv_in_bytes: int
-    kv_out_bytes: int
-
-
-class Parcel(msgspec.Struct, frozen=True, array_like=True):
-    """KV of a request's first ``num_blocks`` blocks, row by row: at ``(offset, num_bytes)`` of the
-    host cache of instance ``source``.
-
-    With the message that names it comes an eventfd that tells when its bytes are there
-    (:mod:`gpupoold.memory.parcels`).
-    """
-
-    parcel_id: str
-    source: int
-    num_blocks: int
-    offsets: list[tuple[int, int]]
-
-
-class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """One model's memory on one instance, in bytes."""
-
-    model: str
-    weights_resident_bytes: int
-    weights_total_bytes: int
-    kv_resident_bytes: int
-    kv_host_bytes: int
-    num_live: int
-    num_waiting: int
 
 
 # daemon → instance
@@ -391,18 +321,6 @@ class FrontendReady(Message):
     """The frontend accepts connections on the socket it was given."""
 
     pid: int
-
-
-class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of ``/v1/models``; ``state`` is a ``ModelState``."""
-
-    name: str
-    aliases: tuple[str, ...]
-    state: str
-    created_at: float
-    reason: str = ""
-    retry_after_s: float = 1.0
-    max_model_len: int | None = None
 
 
 class ModelList(Message):

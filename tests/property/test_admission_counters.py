@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from typing import cast
 
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gpupool_state import History

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from typing import cast
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gpupool_state import History
 from gpupoold.config import DeviceSettings, LimitSettings

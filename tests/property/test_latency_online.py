@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gpupoold.latency.models import DecodeBatch, LinearDecode
 from gpupoold.latency.online import OnlineFit, OnlineSettings

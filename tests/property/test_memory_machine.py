@@ -12,8 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from gpupoold.memory.chunks import Place

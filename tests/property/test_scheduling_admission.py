@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gpupoold.scheduling.admission import Job, most_on_time
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gpupoold.errors import UsageError
 from gpupoold.sim.csv_table import parse_table

@@ -6,8 +6,7 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gpupool_state import DATABASE_NAME, Database, Registry
 from gpupoold.domain import ModelName, ModelSpec

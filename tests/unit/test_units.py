@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gpupoold.domain import Targets
 from gpupoold.errors import ALL_ERRORS, Failed, GpupoolError, Unavailable, error_from_code

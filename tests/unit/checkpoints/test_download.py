@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.checkpoints import download as download_module
-from gpupoold.checkpoints import hub as hub_module
+from gpupoold.checkpoints import download as download_module, hub as hub_module
 from gpupoold.checkpoints.check import check_checkpoint
 from gpupoold.checkpoints.download import PART_FOLDER, checkpoint_dir, download
 from gpupoold.checkpoints.manifest import downloaded_commit, read_manifest

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gpupoold.checkpoints.check import CheckpointInfo
 from gpupoold.checkpoints.fit import MODEL_DTYPE_BITS, estimate_weight_bytes, fits

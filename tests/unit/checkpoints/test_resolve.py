@@ -6,8 +6,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gpupoold.checkpoints.builtin import BUILTIN_MODELS
 from gpupoold.checkpoints.resolve import HubSource, LocalSource, is_hub_id, resolve

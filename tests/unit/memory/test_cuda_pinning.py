@@ -6,8 +6,7 @@ import ctypes
 from contextlib import nullcontext
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gpupoold.memory import cuda, cuda_pinning
 from gpupoold.memory.contracts import Copy, Direction

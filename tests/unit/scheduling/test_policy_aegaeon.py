@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e

@@ -10,8 +10,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from gpupoold.wire import codec
-from gpupoold.wire import messages as m
+from gpupoold.wire import codec, messages as m
 from gpupoold.wire.codec import HEADER_BYTES, MAX_FRAME_BYTES, FrameDecoder, encode_frame
 from tests.unit.wire.samples import MESSAGES
 

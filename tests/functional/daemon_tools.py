@@ -112,6 +112,10 @@ class Background:
         """Whether tokens are still to come."""
         return not self._task.done()
 
+    def leave(self) -> None:
+        """Close the connection."""
+        self._task.cancel()
+
     async def finished(self) -> Answer:
         """The whole answer; raises what the client got instead."""
         return await self._task

@@ -32,8 +32,8 @@ _MAX_WAITING_BYTES = 16 * BATCH_BYTES
 class Transfer:
     """Copies on their way. Waited for, or stopped, by the thread that asked for them.
 
-    ``on_end`` is called by the thread that copies, with whether all bytes have arrived; not
-    for a transfer that is stopped before it has begun.
+    ``on_end`` is called by the thread that copies, with whether all bytes have arrived, before
+    ``has_ended``; not for a transfer that is stopped before it has begun.
     """
 
     def __init__(
@@ -110,9 +110,14 @@ class Transfer:
         except BaseException as error:
             self._error = self._error or error
         finally:
-            self._ended.set()
+            self._end()
+
+    def _end(self) -> None:
+        try:
             if self._on_end is not None:
                 self._on_end(self._error is None and self._num_copied == self.num_bytes)
+        finally:  # last: whoever sees the end may take away what is told by
+            self._ended.set()
 
     def _finish(self, lane: Lane, under_way: deque[tuple[int, int]]) -> None:
         number, num_bytes = under_way.popleft()

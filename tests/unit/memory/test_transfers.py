@@ -198,3 +198,70 @@ def test_nothing_to_copy_has_ended_at_once(queue: TransferQueue) -> None:
     transfer = queue.begin([])
     transfer.wait()
     assert transfer.stop() == transfer.num_bytes == 0
+
+
+def test_the_end_is_told_once_with_whether_all_has_arrived(
+    link: Link, queue: TransferQueue
+) -> None:
+    told: list[bool] = []
+    queue.begin([Copy(0, 0, 2 * BATCH_BYTES)], told.append).wait()
+    queue.begin([], told.append).wait()
+    assert told == [True, True]
+    link.fails_at = len(link.batches) + 1  # the second of three
+    failing = queue.begin([Copy(0, 0, 3 * BATCH_BYTES)], told.append)
+    with pytest.raises(OSError, match="the link is broken"):
+        failing.wait()
+    assert told == [True, True, False]
+
+
+def test_the_end_of_a_stopped_transfer_is_told_if_it_had_begun(
+    link: Link, queue: TransferQueue
+) -> None:
+    told: list[str] = []
+    link.is_gated = True
+    begun = queue.begin([Copy(0, 0, 2 * BATCH_BYTES)], lambda arrived: told.append(f"1 {arrived}"))
+    waiting = queue.begin([Copy(0, 0, 1)], lambda arrived: told.append(f"2 {arrived}"))
+    link.waiting.acquire()
+    begun.cancel()
+    waiting.stop()
+    link.permits.release()
+    begun.wait()
+    queue.begin([]).wait()
+    assert told == ["1 False"]
+
+
+def test_nobody_sees_the_end_before_it_has_been_told(queue: TransferQueue) -> None:
+    """Who sees it may close what it is told by."""
+    may_tell = threading.Event()
+
+    def hold_back(_: bool) -> None:
+        may_tell.wait()
+
+    transfer = queue.begin([Copy(0, 0, 1)], hold_back)
+    assert not transfer.has_ended
+    threading.Timer(0.02, may_tell.set).start()
+    transfer.wait()
+    assert may_tell.is_set()
+
+
+def test_a_listener_that_fails_keeps_nobody_waiting(link: Link) -> None:
+    """Its thread ends with the error; who waits for the bytes has them."""
+    failed = threading.Event()
+    thrown: list[BaseException | None] = []
+
+    def note(args: threading.ExceptHookArgs) -> None:
+        thrown.append(args.exc_value)
+        failed.set()
+
+    def fail(_: bool) -> None:
+        raise ZeroDivisionError
+
+    before, threading.excepthook = threading.excepthook, note
+    try:
+        queue = TransferQueue([link], "copy-in")
+        queue.begin([Copy(0, 0, 1)], fail).wait()
+        failed.wait()
+        queue.close()
+    finally:
+        threading.excepthook = before
+    assert [type(one) for one in thrown] == [ZeroDivisionError]

@@ -145,13 +145,35 @@ def demand_of(
 def _decode_velocity(model: Model, kind: RequestClass, room_tokens: float) -> float:
     """Of the largest batch whose steps are in time and whose KV fits."""
     held_tokens = kind.num_prompt_tokens + kind.num_output_tokens / 2
-    alone_s = model.step_s(1, round(held_tokens))
-    base_s = model.step_s(0, 0)
-    each_s = max(alone_s - base_s, 1e-9)
-    batch_size = max(1.0, (_TBT_SHARE * model.targets.tbt_s - base_s) / each_s)
-    batch_size = min(batch_size, max(1.0, room_tokens / held_tokens))
-    step_s = base_s + batch_size * each_s
+    batch_size, step_s = _largest_batch(model, held_tokens, room_tokens)
     return decode_velocity(kind, room_tokens, step_s, batch_size)
+
+
+def _largest_batch(model: Model, held_tokens: float, room_tokens: float) -> tuple[float, float]:
+    """How many answers of so much context a device decodes in time, and a step of them."""
+    base_s = model.step_s(0, 0)
+    each_s = max(model.step_s(1, round(held_tokens)) - base_s, 1e-9)
+    batch_size = max(1.0, (_TBT_SHARE * model.targets.tbt_s - base_s) / each_s)
+    batch_size = min(batch_size, max(1.0, room_tokens / max(held_tokens, 1.0)))
+    return batch_size, base_s + batch_size * each_s
+
+
+def decoding_now(state: State, model: Model, capacity_bytes: int) -> float:
+    """Devices' worth of answers that are under way.
+
+    What arrives tells too little until long answers have ended: the first to end are short.
+    """
+    num_answers, tokens = 0, 0
+    for number in model.hosts:
+        device = state.devices[number]
+        batch = device.batches[model.name]
+        moving = [one for one in device.moving.values() if one.model is model]
+        num_answers += len(batch.requests) - batch.num_waiting + len(moving)
+        tokens += batch.context_tokens + sum(one.context_tokens for one in moving)
+    if not num_answers:
+        return 0.0
+    room_tokens = (capacity_bytes - model.weight_bytes) / max(1, model.kv_bytes_per_token)
+    return num_answers / _largest_batch(model, tokens / num_answers, room_tokens)[0]
 
 
 def demands_on(
@@ -159,8 +181,11 @@ def demands_on(
 ) -> list[Demand]:
     """What each model that is still there takes of devices like this one."""
     capacity_bytes, bandwidth = device.capacity_bytes, device.bandwidth_bytes_per_s
-    return [
-        demand_of(state.models[name], rates, capacity_bytes, bandwidth)
-        for name, rates in rates_rps.items()
-        if name in state.models
-    ]
+    demands = []
+    for name, rates in rates_rps.items():
+        model = state.models.get(name)
+        if model is not None:
+            coming = demand_of(model, rates, capacity_bytes, bandwidth)
+            decode = max(coming.decode, decoding_now(state, model, capacity_bytes))
+            demands.append(Demand(coming.prefill, decode))
+    return demands

@@ -21,13 +21,13 @@ class RoleTuning:
     """When roles change; found with ``gpupool simulate``."""
 
     # No decision before so much of what arrives has been seen.
-    observe_s: float = 10.0
+    observe_s: float = 30.0
     # Less than this takes one device: two would only cut its batch in half.
     least_load: float = 1.0
     # Devices are split while the busier stage has less to do than this, and stay split up to
     # the second: a stage that is full cannot be helped by the other's spare time.
-    busiest_to_split: float = 0.75
-    busiest_to_stay: float = 0.95
+    busiest_to_split: float = 0.95
+    busiest_to_stay: float = 1.15
     # Another split is worth a change if its busier stage has so much less to do.
     worthwhile: float = 0.1
     # A wish must last, and a device keeps its role so long: bursts are for convertible decoders.

@@ -92,6 +92,25 @@ def test_a_preset_with_changes_in_several_processes(env: dict[str, str]) -> None
     assert [row["preset"] for row in rows_of(done)] == ["aegaeon-fig12-ix2", "aegaeon-fig12-ox2"]
 
 
+def test_a_burst_has_columns_for_its_stages(env: dict[str, str]) -> None:
+    done = simulate(env, "tokenscale-burst")
+    header, *lines = done.stdout.splitlines()
+    assert header.split()[-5:] == ["ROLES", "TTFT%", "TBT%", "BURST-p50", "BURST-p99"]
+    assert [line.split()[0].removeprefix("tokenscale-burst-") for line in lines] == [
+        "converting", "fixed", "mixed",
+    ]  # fmt: skip
+    assert [line.split()[-5] for line in lines] == ["prefill,decode"] * 2 + ["mixed"]
+
+
+def test_roles_can_be_chosen(env: dict[str, str]) -> None:
+    asked = (*SMALL, "--devices", "3xH800")
+    [row] = rows_of(simulate(env, *asked, "--roles", "prefill,2xdecode", "--json"))
+    assert row["roles"] == "prefill,2xdecode"
+    refused = simulate(env, *asked, "--roles", "prefill,decode")
+    assert refused.returncode != 0
+    assert "2 roles for 3 devices" in refused.stderr
+
+
 def test_active_models_have_a_column(env: dict[str, str]) -> None:
     done = simulate(env, "aegaeon-fig4", "--models", "3", "--duration", "1m")
     assert done.stdout.splitlines()[0].split()[-1] == "ACTIVE"

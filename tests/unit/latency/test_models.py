@@ -103,3 +103,18 @@ def test_negative_decode_batch_is_refused(law: Any, batch: DecodeBatch) -> None:
 
 def test_negative_constants_never_predict_negative_time() -> None:
     assert LinearPrefill(1e-5, -1.0).predict_s([10]) == 0.0
+
+
+def test_a_mixed_step_is_a_decode_step_and_what_its_tokens_add() -> None:
+    """0.1 ms and 0.1 us squared per prompt token; 10 ms for a prefill, 20 ms and 1 per answer."""
+    prefill = PrefillModel(1, 0, c1=1e-4 / 4, c2=1e-7 / 3, c3=0.01, block_size=1)
+    decode = LinearDecode(context_s=0.0, sequence_s=0.001, base_s=0.02)
+    latency = LatencyModel(prefill, decode, SwitchModel(1e9))
+    assert latency.mixed_step_s([(0, 100)], 0, 0) == pytest.approx(0.01 + 0.01 + 0.001)
+    assert latency.mixed_step_s([(0, 100)], 5, 50) == pytest.approx(0.025 + 0.01 + 0.001)
+    # The second hundred attend to the first: 200^2 - 100^2.
+    assert latency.mixed_step_s([(100, 100)], 5, 50) == pytest.approx(0.025 + 0.01 + 0.003)
+    both = latency.mixed_step_s([(100, 100), (0, 50)], 5, 50)
+    assert both == pytest.approx(0.025 + 0.01 + 0.003 + 0.005 + 0.00025)
+    whole = latency.mixed_step_s([(0, 100)], 0, 0) + latency.mixed_step_s([(100, 100)], 0, 0)
+    assert whole == pytest.approx(latency.prefill_s([200]) + 0.01)

@@ -35,6 +35,15 @@ def test_prefills_agree(latency: LatencyModel) -> None:
 
 
 @pytest.mark.parametrize("latency", [PAPER, LINEAR])
+def test_chunks_agree(latency: LatencyModel) -> None:
+    costs = costs_of(latency)
+    for done, new in ((0, 1), (0, 500), (3000, 500), (10_000, 1)):
+        step_s = latency.mixed_step_s([(done, new)], 7, 3000)
+        expected_s = step_s - latency.decode_step_s(7, 3000)
+        assert costs.chunk_s(done, new) == pytest.approx(expected_s, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("latency", [PAPER, LINEAR])
 def test_steps_agree(latency: LatencyModel) -> None:
     costs = costs_of(latency)
     for batch_size, context in ((1, 0), (1, 100), (7, 3000), (64, 400_000)):

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.domain import Targets
+from gpupoold.domain import Role, Targets
+from gpupoold.scheduling import events as e
 from gpupoold.scheduling.costs import ModelCosts
-from gpupoold.scheduling.demand import ArrivalWindow, Demand, demand_of
+from gpupoold.scheduling.demand import (
+    ArrivalWindow,
+    Demand,
+    decoding_now,
+    demand_of,
+    demands_on,
+)
+from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.state import Model, Request
 from gpupoold.scheduling.velocity import RequestClass
+from tests.unit.scheduling.driver import Driver
 
 GB = 10**9
 COSTS = ModelCosts(
@@ -66,3 +75,18 @@ def test_a_young_window_counts_the_time_it_has_seen() -> None:
     for at_s in (0.0, 2.0, 4.0):
         window.add(arrival(at_s))
     assert window.rates_rps(5.0) == {"a": {KIND: pytest.approx(3 / 5)}}
+
+
+def test_answers_under_way_are_work_too() -> None:
+    """70 answers fill a device; 21 on two devices are 0.3 of one, whatever has arrived."""
+    driver = Driver(GpupoolPolicy(), "a", 2, costs=COSTS, targets=Targets(10.0, 0.1))
+    for number in range(21):
+        driver.arrive("a", f"r{number}")
+        driver.step(0, f"r{number}")
+    driver.arrive("a", "waits")
+    model = driver.state.models["a"]
+    assert decoding_now(driver.state, model, 80 * GB) == pytest.approx(0.3)
+    driver.tell(e.RoleSet(0, Role.PREFILL))  # all are on their way
+    assert decoding_now(driver.state, model, 80 * GB) == pytest.approx(0.3)
+    [demand] = demands_on(driver.state, {"a": {KIND: 0.1}, "gone": {}}, driver.state.devices[0])
+    assert demand == Demand(pytest.approx(0.01), pytest.approx(0.3))

@@ -230,3 +230,17 @@ def test_three_hundred_thousand_tokens_are_judged_well_within_a_second() -> None
     started_s = time.process_time()
     assert summarise(results).overall.num_tokens == 300_000
     assert time.process_time() - started_s < 1.5  # takes 0.25 s
+
+
+def test_first_tokens_and_gaps_in_time() -> None:
+    """TTFT 3 s, TBT 2 s."""
+    in_time = result(3.0, 5.0, 7.5)  # one gap of two
+    late = result(3.5, 4.5)
+    never = result(num_tokens=2)
+    summary = summarise([in_time, late, never], 10.0).overall
+    assert summary.first_in_time == pytest.approx(1 / 3)
+    assert summary.gaps_in_time == pytest.approx(2 / 3)
+    not_due_yet = summarise([in_time, result(num_tokens=1, arrival_s=8.0)], 10.0).overall
+    assert not_due_yet.first_in_time == 1.0
+    nothing = summarise([result(num_tokens=1, arrival_s=8.0)], 10.0).overall
+    assert (nothing.first_in_time, nothing.gaps_in_time) == (None, None)

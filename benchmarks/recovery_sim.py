@@ -24,8 +24,8 @@ from gpupoold.sim.boxes import box_models, parse_box
 from gpupoold.sim.workloads import equal_rates, poisson_workload
 
 DEVICES = "16xH800"
-NUM_MODELS = 20
-TARGETS = Targets(2.0, 0.05)
+NUM_MODELS = 32
+TARGETS = Targets(0.5, 0.03)
 LENGTHS = CappedLengths(1024, 64)
 BEFORE_S = 15.0
 AFTER_S = 25.0

@@ -158,10 +158,10 @@ class KvMemory(KvChunks):
         Row by row in the order of the ids that are returned. They are the caller's to give back
         to the engine, and ``slot`` is freed when nobody needs it. None when there are too few.
         """
-        if num_blocks > len(self._real_of(self.chunks(Place.UNBACKED))):
+        if num_blocks > len(self._real_of(self._unbacked())):
             self.unback([chunk for chunk in self.free_chunks() if chunk])
         chunks: list[int] = []
-        for chunk in self.chunks(Place.UNBACKED):
+        for chunk in self._unbacked():
             if len(self._real_of(chunks)) >= num_blocks:
                 break
             chunks.append(chunk)
@@ -172,6 +172,10 @@ class KvMemory(KvChunks):
         self._away |= dict.fromkeys(chunks, group)
         self._put(group, Place.HOST)
         return group.blocks
+
+    def _unbacked(self) -> list[int]:
+        """Chunks without pages but for the null block's, which kernels touch at any time."""
+        return [chunk for chunk in self.chunks(Place.UNBACKED) if chunk]
 
     def finish_exports(self) -> None:
         """Wait until nothing is being copied for other devices."""

@@ -1,7 +1,7 @@
 # Everything below runs in .venv, which `make venv` makes and keeps up to date.
 BIN := .venv/bin
 PYTHON_SOURCES := gpupoold cli state scripts tests $(if $(wildcard tui/gpupool_tui/*.py),tui) \
-	$(if $(wildcard examples/*.py),examples) $(if $(wildcard benchmarks/*.py),benchmarks)
+	$(if $(wildcard examples/*/*.py),examples) $(if $(wildcard benchmarks/*.py),benchmarks)
 
 # Processes that run tests.
 JOBS ?= 2
@@ -15,8 +15,8 @@ help: ## list the targets
 venv: ## make .venv (PYTHON=..., GPUPOOL_DEVICE=cpu|cuda)
 	@scripts/make_venv.sh
 
-demo: venv ## three models on one emulated GPU, from nothing to streamed answers
-	@$(BIN)/python examples/demo.py
+demo: venv ## four models on one emulated GPU; then one of two dies: every answer checked
+	@$(BIN)/python -m examples.demo
 
 test: venv ## the whole test suite (ARGS='-k name' for some of it, JOBS=1 in one process)
 	@$(BIN)/pytest -n $(JOBS) --dist loadgroup $(ARGS)

@@ -1,0 +1,134 @@
+"""Act one: 32 answers at once over four models on one device, switched between tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from openai import AsyncOpenAI
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from examples.demo.answers import Answer, OnToken, ask, make_prompts, num_differing, open_api
+from examples.demo.setting import TBT, TTFT, daemon_ps, new_table
+from gpupool_cli.private_daemon import PrivateDaemon
+from gpupoold.admin.models import Ps
+from gpupoold.units import format_bytes, format_duration
+
+NUM_REQUESTS = 32
+NUM_TOKENS = 64
+
+
+async def play(console: Console, daemon: PrivateDaemon, models: list[str]) -> dict[str, Any]:
+    prompts = make_prompts(models, NUM_REQUESTS)
+    async with open_api(daemon) as client:
+        console.print(f"[bold]3.[/] {NUM_REQUESTS} chat requests, each alone, for reference")
+        alone = await with_progress(console, lambda tick: one_by_one(client, prompts, tick))
+        before = daemon_ps(daemon)
+        console.print(f"[bold]4.[/] the same {NUM_REQUESTS} at once over {len(models)} models")
+        started_s = time.monotonic()
+        together = await with_progress(console, lambda tick: all_at_once(client, prompts, tick))
+        seconds = time.monotonic() - started_s
+    return summarise(alone, together, before, daemon_ps(daemon), seconds)
+
+
+async def with_progress(
+    console: Console, work: Callable[[OnToken], Awaitable[list[Answer]]]
+) -> list[Answer]:
+    columns = (TextColumn("  "), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task("", total=NUM_REQUESTS * NUM_TOKENS)
+        return await work(lambda _: progress.advance(task))
+
+
+async def one_by_one(client: AsyncOpenAI, prompts: list[Answer], tick: OnToken) -> list[Answer]:
+    return [await ask(client, prompt, NUM_TOKENS, tick) for prompt in prompts]
+
+
+async def all_at_once(client: AsyncOpenAI, prompts: list[Answer], tick: OnToken) -> list[Answer]:
+    return await asyncio.gather(*(ask(client, prompt, NUM_TOKENS, tick) for prompt in prompts))
+
+
+def summarise(
+    alone: list[Answer], together: list[Answer], before: Ps, after: Ps, seconds: float
+) -> dict[str, Any]:
+    stages = {
+        stage: after.switch_seconds[stage] - before.switch_seconds[stage]
+        for stage in after.switch_seconds
+    }
+    return {
+        "requests": len(together),
+        "completed": sum(len(answer.token_ids) == NUM_TOKENS for answer in together),
+        "differing_tokens": sum(map(num_differing, alone, together)),
+        "switches": after.num_switches - before.num_switches,
+        "bytes_moved": after.switched_bytes - before.switched_bytes,
+        "seconds": seconds,
+        "switch_seconds": stages,
+        "models": {
+            name: model_summary([answer for answer in together if answer.model == name])
+            for name in sorted({answer.model for answer in together})
+        },
+    }
+
+
+def model_summary(answers: list[Answer]) -> dict[str, Any]:
+    ttfts_s = [answer.ttft_s for answer in answers]
+    gaps_s = [gap for answer in answers for gap in answer.gaps_s]
+    num_tokens = sum(len(answer.token_ids) for answer in answers)
+    return {
+        "requests": len(answers),
+        "tokens": num_tokens,
+        "attainment": sum(answer.num_in_time for answer in answers) / max(1, num_tokens),
+        "ttft_p50_s": statistics.median(ttfts_s),
+        "ttft_p99_s": quantile(ttfts_s, 0.99),
+        "tbt_p50_s": statistics.median(gaps_s),
+        "tbt_p99_s": quantile(gaps_s, 0.99),
+    }
+
+
+def quantile(values: Sequence[float], fraction: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
+
+
+def report(console: Console, result: dict[str, Any]) -> bool:
+    """Print it; whether every answer is as it has to be."""
+    console.print(models_table(result["models"]))
+    console.print(device_table(result))
+    differing, completed = result["differing_tokens"], result["completed"]
+    is_good = bool(differing == 0 and completed == result["requests"])
+    style = "green" if is_good else "red"
+    console.print(
+        f"[{style}]{completed} of {result['requests']} answers complete in "
+        f"{format_duration(result['seconds'])}; {differing} tokens differ from the same "
+        "prompts run alone.[/]\n"
+    )
+    return is_good
+
+
+def models_table(models: dict[str, dict[str, Any]]) -> Table:
+    table = new_table(f"per model; targets: first token in {TTFT}, then {TBT} per token")
+    table.add_column("model", no_wrap=True)
+    for title in ("asked", "tokens", "TTFT p50", "p99", "TBT p50", "p99", "in time"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for name, row in models.items():
+        keys = ("ttft_p50_s", "ttft_p99_s", "tbt_p50_s", "tbt_p99_s")
+        times = [format_duration(row[key]) for key in keys]
+        share = f"{row['attainment']:.1%}"
+        table.add_row(name, str(row["requests"]), str(row["tokens"]), *times, share)
+    return table
+
+
+def device_table(result: dict[str, Any]) -> Table:
+    table = new_table("the device; seconds of all switches by stage")
+    stages = result["switch_seconds"]
+    for title in ("switches", "moved", *stages):
+        table.add_column(title, justify="right", no_wrap=True)
+    moved = format_bytes(result["bytes_moved"])
+    times = [format_duration(seconds) for seconds in stages.values()]
+    table.add_row(str(result["switches"]), moved, *times)
+    return table

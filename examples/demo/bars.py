@@ -1,0 +1,53 @@
+"""A line per answer in progress: how far it is, and on which devices it has been."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from examples.demo.answers import Answer
+from gpupoold.admin.models import Ps
+
+BAR_WIDTH = 28
+
+
+class Bars:
+    """One bar for each of some prompts, whose answers have ``num_tokens`` each."""
+
+    def __init__(self, console: Console, prompts: Sequence[Answer], num_tokens: int) -> None:
+        self.progress = Progress(
+            TextColumn("   {task.description}"),
+            BarColumn(BAR_WIDTH),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[where]}"),
+            console=console,
+        )
+        self._tasks = [
+            self.progress.add_task(prompt.model, total=num_tokens, where="") for prompt in prompts
+        ]
+        self._answers: list[Answer | None] = [None] * len(prompts)
+        self._devices: list[list[int]] = [[] for _ in prompts]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all answers so far."""
+        return sum(len(answer.token_ids) for answer in self._answers if answer)
+
+    def on_token(self, index: int, answer: Answer) -> None:
+        """The answer to that prompt has one more."""
+        self._answers[index] = answer
+        self.progress.advance(self._tasks[index])
+
+    def show_devices(self, now: Ps) -> None:
+        """Note where every answer is."""
+        for index, answer in enumerate(self._answers):
+            for request in now.requests:
+                if request.instance is None or answer is None or not answer.is_of(request):
+                    continue
+                been = self._devices[index]
+                if been[-1:] != [request.instance]:
+                    been.append(request.instance)
+                    text = "device " + " → ".join(map(str, been))
+                    self.progress.update(self._tasks[index], where=text)

@@ -6,8 +6,7 @@ Nothing is left of it anywhere, and no instance lets go of memory that another r
 
 from __future__ import annotations
 
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from gpupoold.domain import FinishReason, Role

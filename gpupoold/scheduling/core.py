@@ -12,27 +12,15 @@ from typing import Any
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, Send, Turn
 from gpupoold.scheduling.kv_room import admit, admits
+from gpupoold.scheduling.phases import Phase, Trigger, phase_after
 from gpupoold.scheduling.policies.base import Policy
-from gpupoold.scheduling.state import (
-    TRANSITIONS,
-    Batch,
-    Device,
-    Model,
-    Phase,
-    Request,
-    State,
-    Trigger,
-)
+from gpupoold.scheduling.state import Batch, Device, Model, Request, State
 
 _STEP_SMOOTHING = 0.1
 
 
 class UnknownName(KeyError):
     """An event speaks of a model or device that the core was not told of."""
-
-
-class IllegalTransition(AssertionError):
-    """A request was to do what its phase does not allow: a bug of the policy or the shell."""
 
 
 class Core:
@@ -373,13 +361,9 @@ class Core:
 
 def _move(request: Request, trigger: Trigger) -> None:
     """Take a transition of the table; raises IllegalTransition for one that is not there."""
-    phase = TRANSITIONS.get((request.phase, trigger))
-    if phase is None:
-        raise IllegalTransition(
-            f"request {request.id} of {request.model.name} is {request.phase.name} on device "
-            f"{request.device} with {request.num_tokens} tokens: no {trigger.name} from there"
-        )
-    request.phase = phase
+    name = f"request {request.id} of {request.model.name} with {request.num_tokens} tokens"
+    where = f"{name} on device {request.device}"
+    request.phase = phase_after(request.phase, trigger, where)
 
 
 def _remove(request: Request, device: Device) -> None:

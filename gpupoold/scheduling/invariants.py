@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from gpupoold.scheduling.state import Batch, Device, Model, Phase, Request, State
+from gpupoold.scheduling.phases import Phase
+from gpupoold.scheduling.state import Batch, Device, Model, Request, State
 
 _SUMS = (
     "prompt_tokens",

@@ -4,52 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from gpupoold.domain import Role, Targets
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengthPredictor
+from gpupoold.scheduling.phases import Phase
 
 # The last block of a request is not full.
 _KV_BLOCK_TOKENS = 16
-
-
-class Phase(Enum):
-    """Where a live request stands."""
-
-    HELD = auto()  # no device yet
-    QUEUED = auto()  # has a device, which has not been told
-    SENT = auto()  # its device has it; no token yet
-    DECODING = auto()  # has a token
-    MOVING = auto()  # has a token; its KV is on the way to its device
-
-
-class Trigger(Enum):
-    """What moves a request from one phase to another."""
-
-    PLACE = auto()
-    SEND = auto()
-    TOKEN = auto()
-    HAND_OVER = auto()
-    ADOPT = auto()
-    LOSE_DEVICE = auto()
-
-
-# The life of a request; what is not in the table is a fault of the shell or of a policy.
-TRANSITIONS: dict[tuple[Phase, Trigger], Phase] = {
-    (Phase.HELD, Trigger.PLACE): Phase.QUEUED,
-    (Phase.QUEUED, Trigger.PLACE): Phase.QUEUED,  # changed its mind before it was sent
-    (Phase.QUEUED, Trigger.SEND): Phase.SENT,
-    (Phase.SENT, Trigger.TOKEN): Phase.DECODING,
-    (Phase.DECODING, Trigger.TOKEN): Phase.DECODING,
-    (Phase.DECODING, Trigger.HAND_OVER): Phase.MOVING,
-    (Phase.MOVING, Trigger.ADOPT): Phase.DECODING,
-    (Phase.QUEUED, Trigger.LOSE_DEVICE): Phase.HELD,
-    (Phase.SENT, Trigger.LOSE_DEVICE): Phase.HELD,
-    (Phase.DECODING, Trigger.LOSE_DEVICE): Phase.HELD,
-    (Phase.MOVING, Trigger.LOSE_DEVICE): Phase.HELD,
-}
 
 
 @dataclass(slots=True, eq=False)

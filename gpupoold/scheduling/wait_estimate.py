@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpupoold.scheduling.kv_room import admits
+from gpupoold.scheduling.phases import Phase
 from gpupoold.scheduling.policies.visits import (
     FIRST_TOKEN_SHARE,
     LOAD_GRAIN,
@@ -27,7 +28,7 @@ from gpupoold.scheduling.policies.visits import (
     switching_of,
     work_of,
 )
-from gpupoold.scheduling.state import Batch, Device, Model, Phase, Request, State
+from gpupoold.scheduling.state import Batch, Device, Model, Request, State
 
 # Answers looked at for a drain: of more, as many at equal distances.
 _MAX_ANSWERS = 64

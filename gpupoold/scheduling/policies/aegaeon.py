@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gpupoold.domain import Role
+from gpupoold.scheduling.phases import Phase
 from gpupoold.scheduling.policies.base import Choice, SimplePolicy, working
 from gpupoold.scheduling.quota import Load, round_quotas_s
-from gpupoold.scheduling.state import Device, Model, Phase, Request, State
+from gpupoold.scheduling.state import Device, Model, Request, State
 
 MAX_GROUP_SIZE = 8
 QUOTA_MAX_S = 4.0

@@ -21,8 +21,9 @@ from collections.abc import Iterable
 
 from gpupoold.domain import Role
 from gpupoold.scheduling.kv_room import admits
+from gpupoold.scheduling.phases import Phase
 from gpupoold.scheduling.policies.visits import Loads, Tuning, more_load
-from gpupoold.scheduling.state import Device, Phase, Request, State
+from gpupoold.scheduling.state import Device, Request, State
 
 # The pause of a move may be so much of the time that an answer still takes at its target.
 _PAUSE_SHARE = 0.1

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.kv_room import admits
+from gpupoold.scheduling.phases import Phase
 from gpupoold.scheduling.policies.aegaeon import WeightedDecode
 from gpupoold.scheduling.policies.base import Choice, SimplePolicy, waiting_for_kv, working
-from gpupoold.scheduling.state import Device, Phase, Request, State
+from gpupoold.scheduling.state import Device, Request, State
 
 
 class _UnifiedPolicy(SimplePolicy):

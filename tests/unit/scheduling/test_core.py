@@ -9,8 +9,9 @@ import pytest
 from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import ChangeRole, Turn
-from gpupoold.scheduling.core import IllegalTransition, UnknownName
-from gpupoold.scheduling.state import Device, Phase, Request, State
+from gpupoold.scheduling.core import UnknownName
+from gpupoold.scheduling.phases import IllegalTransition, Phase
+from gpupoold.scheduling.state import Device, Request, State
 from tests.unit.scheduling.driver import (
     COSTS,
     GB,

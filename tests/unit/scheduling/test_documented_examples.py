@@ -12,6 +12,7 @@ import pytest
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.phases import TRANSITIONS, Phase
 from gpupoold.scheduling.policies.aegaeon import MAX_GROUP_SIZE, AegaeonPolicy
 from gpupoold.scheduling.policies.base import CannotServe
 from gpupoold.scheduling.policies.named import POLICY_NAMES, make_policy
@@ -23,7 +24,7 @@ from gpupoold.scheduling.policies.visits import (
     order_visits,
     plan_visit,
 )
-from gpupoold.scheduling.state import TRANSITIONS, Model, Phase, Request
+from gpupoold.scheduling.state import Model, Request
 from tests.unit.scheduling.driver import GB, STEP_S, Driver, hand_overs, sends
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "scheduling.md").read_text("utf-8")

@@ -9,7 +9,8 @@ import pytest
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.invariants import InvariantBroken, check_state
-from gpupoold.scheduling.state import Batch, Phase, State
+from gpupoold.scheduling.phases import Phase
+from gpupoold.scheduling.state import Batch, State
 from tests.unit.scheduling.driver import Driver
 from tests.unit.scheduling.test_core import Prefills
 

@@ -10,18 +10,10 @@ import pickle
 import pytest
 
 from gpupoold.domain import Targets
-from gpupoold.scheduling.core import IllegalTransition, _move
+from gpupoold.scheduling.core import _move
 from gpupoold.scheduling.costs import ModelCosts
-from gpupoold.scheduling.state import (
-    TRANSITIONS,
-    Batch,
-    Device,
-    Model,
-    Phase,
-    Request,
-    State,
-    Trigger,
-)
+from gpupoold.scheduling.phases import TRANSITIONS, IllegalTransition, Phase, Trigger
+from gpupoold.scheduling.state import Batch, Device, Model, Request, State
 
 COSTS = ModelCosts(prefill_base_s=0.5, prefill_token_s=0.01, decode_base_s=0.02)
 MODEL = Model("a", Targets(3.0, 0.5), 10, 2, COSTS)
@@ -38,7 +30,7 @@ def test_what_is_not_in_the_table_is_refused(phase: Phase, trigger: Trigger) -> 
         _move(one, trigger)
         assert one.phase is TRANSITIONS[phase, trigger]
         return
-    with pytest.raises(IllegalTransition, match=f"r of a is {phase.name}.*{trigger.name}"):
+    with pytest.raises(IllegalTransition, match=f"r of a .*is {phase.name}.*{trigger.name}"):
         _move(one, trigger)
     assert one.phase is phase
 

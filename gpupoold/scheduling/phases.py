@@ -1,0 +1,58 @@
+"""The life of a request: its phases, and what moves it from one to another."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+
+class IllegalTransition(AssertionError):
+    """A request was to do what its phase does not allow: a bug of the policy or the shell."""
+
+
+class Phase(Enum):
+    """Where a live request stands."""
+
+    HELD = auto()  # no device yet
+    QUEUED = auto()  # has a device, which has not been told
+    SENT = auto()  # its device has it; no token yet
+    DECODING = auto()  # has a token
+    MOVING = auto()  # has a token; its KV is on the way to its device
+
+
+class Trigger(Enum):
+    """What moves a request from one phase to another."""
+
+    PLACE = auto()
+    SEND = auto()
+    TOKEN = auto()
+    HAND_OVER = auto()
+    ADOPT = auto()
+    LOSE_DEVICE = auto()
+
+
+# The life of a request; what is not in the table is a fault of the shell or of a policy.
+TRANSITIONS: dict[tuple[Phase, Trigger], Phase] = {
+    (Phase.HELD, Trigger.PLACE): Phase.QUEUED,
+    (Phase.QUEUED, Trigger.PLACE): Phase.QUEUED,  # changed its mind before it was sent
+    (Phase.QUEUED, Trigger.SEND): Phase.SENT,
+    (Phase.SENT, Trigger.TOKEN): Phase.DECODING,
+    (Phase.DECODING, Trigger.TOKEN): Phase.DECODING,
+    (Phase.DECODING, Trigger.HAND_OVER): Phase.MOVING,
+    (Phase.MOVING, Trigger.ADOPT): Phase.DECODING,
+    (Phase.QUEUED, Trigger.LOSE_DEVICE): Phase.HELD,
+    (Phase.SENT, Trigger.LOSE_DEVICE): Phase.HELD,
+    (Phase.DECODING, Trigger.LOSE_DEVICE): Phase.HELD,
+    (Phase.MOVING, Trigger.LOSE_DEVICE): Phase.HELD,
+}
+
+
+def phase_after(phase: Phase, trigger: Trigger, request: str) -> Phase:
+    """The phase that the table names; ``request`` is what to call it in an error.
+
+    Raises:
+        IllegalTransition: the table has none.
+    """
+    after = TRANSITIONS.get((phase, trigger))
+    if after is None:
+        raise IllegalTransition(f"{request} is {phase.name}: no {trigger.name} from there")
+    return after

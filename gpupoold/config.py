@@ -176,7 +176,13 @@ class SchedulingSettings(Section):
     """
 
     policy: Literal[
-        "gpupool", "request-level", "request-level-4", "static", "prefill-first", "decode-first"
+        "gpupool",
+        "aegaeon",
+        "request-level",
+        "request-level-4",
+        "static",
+        "prefill-first",
+        "decode-first",
     ] = "gpupool"
     roles: (
         Literal["auto"]

@@ -152,7 +152,7 @@ def _device_row(device: DeviceInfo) -> list[str]:
         format_bytes(device.free_bytes),
         size_text(device.kv_host_bytes),
         device.on_turn or output.NOTHING,
-        format_duration(device.quota_s) if device.on_turn else output.NOTHING,
+        duration_text(device.quota_s) if device.on_turn else output.NOTHING,
         str(device.num_steps),
     ]
 

@@ -91,6 +91,7 @@ class DeviceInfo(Body):
     Bandwidth is that of a switch, with mapping; the link's own are of copies each way.
     ``num_waiting_for_kv`` requests are not sent to it, since there is no room for their KV;
     ``num_recomputed`` times a model's KV was dropped for want of room in host memory.
+    ``quota_s`` None: the turn has no end of its own.
     """
 
     instance: int
@@ -104,7 +105,7 @@ class DeviceInfo(Body):
     link_in_bytes_per_s: float
     link_out_bytes_per_s: float
     on_turn: str | None
-    quota_s: float
+    quota_s: float | None
     kv_host_bytes: int
     kv_host_limit_bytes: int | None
     num_waiting_for_kv: int

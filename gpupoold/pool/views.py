@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 
@@ -83,6 +84,10 @@ def ps(
     )
 
 
+def _finite(seconds: float) -> float | None:
+    return seconds if math.isfinite(seconds) else None
+
+
 def _device(instance: Instance, dispatcher: Dispatcher) -> DeviceInfo:
     ready, status, number = instance.ready, instance.status, instance.number
     role, is_role_fixed = dispatcher.roles.of(number)
@@ -98,7 +103,7 @@ def _device(instance: Instance, dispatcher: Dispatcher) -> DeviceInfo:
         link_in_bytes_per_s=ready.link_in_bytes_per_s if ready else 0.0,
         link_out_bytes_per_s=ready.link_out_bytes_per_s if ready else 0.0,
         on_turn=status.on_turn if status else None,
-        quota_s=status.quota_s if status else 0.0,
+        quota_s=_finite(status.quota_s) if status else 0.0,
         kv_host_bytes=status.kv_host_bytes if status else 0,
         kv_host_limit_bytes=ready.kv_host_bytes if ready else None,
         num_waiting_for_kv=dispatcher.scheduler.num_waiting_for_kv(instance.number),

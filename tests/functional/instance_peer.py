@@ -71,6 +71,8 @@ class InstancePeer:
             lambda *_: None,
         )
         self.ready = self.wait(m.InstanceReady, _START_TIMEOUT_S)
+        if self.ready.shares_kv_host:
+            os.close(self.channel.take_fd())  # there is nobody to share it with
         self.scheduler.device_up(0, self.ready, Role.MIXED, is_fixed=True)
 
     def wait(self, kind: type[Any], timeout_s: float = 60.0) -> Any:

@@ -16,6 +16,7 @@ from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,
+    LONG,
     MIXTRAL,
     Background,
     api_client,
@@ -159,3 +160,23 @@ def test_a_role_that_there_is_not_is_refused(daemon: PrivateDaemon) -> None:
     done = cli(daemon, "role", "set", "7", "decode")
     assert done.returncode == 2
     assert "there are 0 to 1" in done.stderr
+
+
+async def test_under_aegaeon_every_answer_moves(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    config = device_config(4 * weight_bytes(tiny_models[LLAMA])) * NUM_DEVICES
+    asked = [(LLAMA, text) for _, text in prompts(6, seed=3)]
+    with private_daemon(config + '[scheduling]\npolicy = "aegaeon"\n', tmp_path) as daemon:
+        daemon.add_model(LLAMA, tiny_models[LLAMA], **LOAD_OPTIONS)
+        async with api_client(daemon.http_url) as api:
+            # The policy gives roles a second after it has something to do.
+            stream = Background(api, LLAMA, "while roles are given", LONG)
+            await eventually(
+                lambda: [row.role for row in ps(daemon).devices] == ["prefill", "decode"]
+            )
+            await stream.finished()
+            together = await asyncio.gather(*(ask(api, *one, 60) for one in asked))
+            assert together == await undisturbed(api, asked, 60)
+        assert all(row.num_steps for row in ps(daemon).devices)
+        check_all(daemon)

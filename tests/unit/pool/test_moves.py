@@ -53,11 +53,15 @@ def bring_to(box: Box, stage: str, *, has_kv: bool = True) -> None:
         while instance.inbox:
             box.heed(instance.number, has_kv=has_kv)
 
+    def arrive() -> None:
+        for request_id in list(target.coming):
+            target.arrive(request_id)
+
     acts: dict[str, Callable[[], object]] = {
         LET_GO: lambda: heed_all(source),
         ON_ITS_WAY: lambda: [box.hear(SOURCE) for _ in list(source.outbox)],
         COMING: lambda: heed_all(target),
-        THERE: lambda: [target.arrive(name) for name in list(target.coming)],
+        THERE: arrive,
         ADOPTED: lambda: [box.hear(TARGET) for _ in list(target.outbox)],
     }
     assert [type(one) for one in source.inbox].count(m.MoveOut) == 1

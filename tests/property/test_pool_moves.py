@@ -17,15 +17,40 @@ ROLES = st.sampled_from([Role.PREFILL, Role.DECODE, Role.MIXED, None])
 
 
 class MovesMachine(RuleBasedStateMachine):
-    @initialize(num_instances=st.integers(2, 3), roles=st.lists(ROLES, min_size=3, max_size=3))
-    def start(self, num_instances: int, roles: list[Role | None]) -> None:
+    @initialize(
+        num_instances=st.integers(2, 3),
+        roles=st.lists(ROLES, min_size=2, max_size=2),
+        lengths=st.lists(st.integers(3, 9), min_size=2, max_size=4),
+        stage=st.integers(0, 5),
+    )
+    def start(
+        self, num_instances: int, roles: list[Role | None], lengths: list[int], stage: int
+    ) -> None:
+        """All is on the first device, which gives it away; how far that has come is ``stage``."""
         self.box = Box(num_instances)
         self.max_tokens: dict[str, int] = {}
         self.cancelled: set[str] = set()
         self.refused: set[str] = set()
-        for number in range(num_instances):
-            self.box.dispatcher.set_role(number, roles[number])
+        for number in range(1, num_instances):
+            self.box.dispatcher.set_draining(number, is_draining=True)
+        for number, length in enumerate(lengths):
+            self.ask(MODELS[number % 2], length)
         self.box.exchange()
+        self.step(0, is_in=False)
+        for number in range(1, num_instances):
+            self.box.dispatcher.set_draining(number, is_draining=False)
+            self.box.dispatcher.set_role(number, roles[number - 1])
+        self.box.dispatcher.set_role(0, Role.PREFILL)
+        self.hear(0, 1)
+        others = range(1, num_instances)
+        for act in (
+            lambda: self.heed(0, 9, has_kv=True),
+            lambda: self.hear(0, 9),
+            lambda: [self.heed(number, 9, has_kv=True) for number in others],
+            lambda: [self.arrive(number, 0, is_there=True) for number in others],
+            lambda: [self.hear(number, 9) for number in others],
+        )[:stage]:
+            act()
 
     @rule(model=st.sampled_from(MODELS), max_tokens=st.integers(1, 6))
     def ask(self, model: str, max_tokens: int) -> None:
@@ -55,13 +80,15 @@ class MovesMachine(RuleBasedStateMachine):
     def exchange(self) -> None:
         self.box.exchange()
 
-    @rule(which=WHICH, model=st.sampled_from(MODELS))
-    def step(self, which: int, model: str) -> None:
-        self.instance(which).step(model)
-
-    @rule(which=WHICH)
-    def end_turn(self, which: int) -> None:
-        self.instance(which).end_turn()
+    @rule(which=WHICH, is_in=st.booleans())
+    def step(self, which: int, is_in: bool) -> None:
+        """Of both models, one turn after the other; KV that came may be on the device by then."""
+        instance = self.instance(which)
+        for request_id in list(instance.answers) if is_in else ():
+            instance.use(request_id)
+        for model in MODELS:
+            instance.step(model)
+        instance.end_turn()
 
     @rule(which=WHICH, request=WHICH, is_there=st.booleans())
     def arrive(self, which: int, request: int, is_there: bool) -> None:
@@ -76,12 +103,6 @@ class MovesMachine(RuleBasedStateMachine):
             self.refused.add(coming[request % len(coming)])
             self.instance(which).refuse(coming[request % len(coming)])
 
-    @rule(which=WHICH, request=WHICH)
-    def use(self, which: int, request: int) -> None:
-        there = list(self.instance(which).answers)
-        if there:
-            self.instance(which).use(there[request % len(there)])
-
     @rule(which=WHICH, num_heard=st.integers(0, 5))
     def die(self, which: int, num_heard: int) -> None:
         if self.instance(which).is_ready:
@@ -92,13 +113,11 @@ class MovesMachine(RuleBasedStateMachine):
         if not self.instance(which).is_ready:
             self.box.come_up(self.instance(which).number)
 
-    @rule(which=WHICH, role=ROLES)
-    def set_role(self, which: int, role: Role | None) -> None:
-        self.box.dispatcher.set_role(self.instance(which).number, role)
-
-    @rule(which=WHICH, is_draining=st.booleans())
-    def drain(self, which: int, is_draining: bool) -> None:
-        self.box.dispatcher.set_draining(self.instance(which).number, is_draining=is_draining)
+    @rule(which=WHICH, role=ROLES, is_draining=st.booleans())
+    def change(self, which: int, role: Role | None, is_draining: bool) -> None:
+        number = self.instance(which).number
+        self.box.dispatcher.set_draining(number, is_draining=is_draining)
+        self.box.dispatcher.set_role(number, role)
 
     @rule()
     def tick(self) -> None:

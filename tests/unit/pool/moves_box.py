@@ -16,7 +16,7 @@ from unittest import mock
 
 from gpupool_state import History
 from gpupoold.config import DeviceSettings, LimitSettings
-from gpupoold.domain import FinishReason, Targets
+from gpupoold.domain import FinishReason, Role, Targets
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instance import Instance
@@ -302,7 +302,7 @@ class Box:
         for instance in self.instances:
             if not instance.is_ready:
                 self.come_up(instance.number)
-            self.dispatcher.set_role(instance.number, None)
+            self.dispatcher.set_role(instance.number, Role.MIXED)
             self.dispatcher.set_draining(instance.number, is_draining=False)
         for _ in range(1_000):
             self.exchange()

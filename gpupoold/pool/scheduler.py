@@ -98,7 +98,7 @@ class Scheduler:
     def num_requests(self, number: int) -> int:
         """Live requests that an instance has, or is to get."""
         device = self.core.core.state.devices.get(number)
-        return 0 if device is None else device.num_requests + len(device.moving)
+        return 0 if device is None else device.num_requests
 
     def adopted(self, request_id: str, num_tokens: int) -> None:
         """A request that was handed over can go on, with so many tokens since it was scheduled."""

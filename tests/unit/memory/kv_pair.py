@@ -72,8 +72,11 @@ class Pair:
 
     def __init__(self, layout: str, num_pages: int = 64) -> None:
         self.source, self.target = Rig(), Rig(num_pages)
-        self.sender, self.sender_ledger, self.written = backed(self.source, layout)
+        self.sender, self.sender_ledger, written = backed(self.source, layout)
         self.kv, self.ledger = self.target.kv(geometry_of(layout))
+        # As many as the second has room for: the null block's chunk is not for parcels.
+        num_blocks = len(written) - (self.kv.geometry.blocks_per_chunk - 1)
+        self.written = dict(list(written.items())[:num_blocks])
         host = self.source.host
         self.cache = PeerCache(os.dup(host.fd), host.budget_bytes, self.target.device)
         self.num_freed = 0

@@ -30,6 +30,7 @@ KILL_AFTER_TOKENS = NUM_REQUESTS * NUM_TOKENS // 4
 LOOK_EVERY_S = 0.1
 POLL_S = 0.02
 BACK_TIMEOUT_S = 120.0
+ELSEWHERE = "elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ async def play(console: Console, daemon: PrivateDaemon, models: list[str]) -> di
         console.print(f"[bold]6.[/] {NUM_REQUESTS} longer answers, undisturbed, for reference")
         bars = Bars(console, prompts, NUM_TOKENS)
         undisturbed = await answer_all(client, daemon, prompts, bars)
-        console.print(f"[bold]7.[/] the same {NUM_REQUESTS}, and a worker is killed on the way")
+        console.print("[bold]7.[/] the same again; on the way the process of a GPU is killed")
         bars = Bars(console, prompts, NUM_TOKENS)
         killing = asyncio.create_task(kill_one(console, daemon, bars))
         disturbed = await answer_all(client, daemon, prompts, bars)
@@ -93,12 +94,12 @@ async def kill_one(console: Console, daemon: PrivateDaemon, bars: Bars) -> Kill:
     requests = [row for row in now.requests if row.instance == device.instance]
     console.print(
         f"   [bold red]kill -9 {device.pid}[/]  [dim](device {device.instance} in gpupool ps; "
-        f"{len(requests)} answers in progress)[/]"
+        f"{len(requests)} answers in progress on it)[/]"
     )
     new_pid = await new_worker(daemon, device.instance, device.pid)
     back_s = time.monotonic() - killed_s
     console.print(
-        f"   [dim]device {device.instance} has a new worker, {new_pid}, "
+        f"   [dim]device {device.instance} is back, with process {new_pid}, "
         f"after {format_duration(back_s)}[/]"
     )
     return Kill(device.instance, device.pid, requests, back_s)
@@ -132,8 +133,8 @@ def summarise(
         "killed_device": kill.device,
         "worker_back_s": kill.back_s,
         "answers": {
-            "on the killed worker": pauses(hit),
-            "elsewhere": pauses(spared),
+            "on the killed process": pauses(hit),
+            ELSEWHERE: pauses(spared),
         },
     }
 
@@ -150,13 +151,15 @@ def pauses(pairs: Sequence[tuple[Answer, Answer]]) -> dict[str, Any]:
 def report(console: Console, result: dict[str, Any]) -> bool:
     """Print it; whether every answer is as it has to be."""
     console.print(pauses_table(result["answers"]))
+    if result["answers"][ELSEWHERE]["requests"]:
+        console.print("From the kill on, the others share their GPU with them, and wait at times.")
     differing, completed = result["differing_tokens"], result["completed"]
     is_good = bool(differing == 0 and completed == result["requests"])
     style = "green" if is_good else "red"
     console.print(
         f"[{style}]{completed} of {result['requests']} answers complete; {differing} tokens "
         "differ from the undisturbed answers.[/]\n"
-        f"The worker was back {format_duration(result['worker_back_s'])} after it was killed.\n"
+        f"The killed process was replaced after {format_duration(result['worker_back_s'])}.\n"
     )
     return is_good
 

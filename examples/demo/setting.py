@@ -78,10 +78,7 @@ def set_aside(console: Console, daemon: PrivateDaemon) -> None:
 def bring_back(console: Console, daemon: PrivateDaemon) -> None:
     """Put all devices in service."""
     devices = daemon_ps(daemon).devices
-    console.print(
-        "[bold]5.[/] from here on with "
-        + ("both GPUs" if len(devices) == 2 else f"{len(devices)} GPUs")
-    )
+    console.print(f"[bold]5.[/] GPUs from here on: {len(devices)}")
     for device in devices:
         if device.is_draining:
             gpupool(["undrain", str(device.instance)], daemon)

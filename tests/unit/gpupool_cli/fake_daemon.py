@@ -167,8 +167,7 @@ class FakeDaemon:
     def ps(self) -> Ps:
         """What runs."""
         ps = samples.ps(list(self.models.values()))
-        devices = [device.model_copy(update=self.device) for device in ps.devices]
-        return ps.model_copy(update={"devices": devices})
+        return ps.model_copy(update={"devices": [ps.devices[0].model_copy(update=self.device)]})
 
     def change_device(self, number: int, **changes: Any) -> DeviceInfo:
         """The device, with changes from now on."""

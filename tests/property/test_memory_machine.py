@@ -1,7 +1,8 @@
 """Any order of loads, evictions, steps, paging and failures keeps every byte that matters.
 
 Several models with their own engines share one emulated device and one host
-cache; copies are made by threads meanwhile. After each rule the bytes of all live and
+cache; copies are made by threads meanwhile, some of them for models elsewhere, and blocks
+that were copied so come back as another request's. After each rule the bytes of all live and
 cached blocks on the device and of all resident weights are compared with a plain model,
 and every account is checked. ``GPUPOOL_MEMORY_OPERATIONS`` is how many rules are run.
 """
@@ -17,7 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from gpupoold.memory.chunks import Place
 from gpupoold.memory.contracts import OutOfPages
+from gpupoold.memory.host import HostSlot
 from gpupoold.memory.kv import KvMemory
+from gpupoold.memory.transfers import Transfer
 from gpupoold.memory.weights import WeightMemory
 from tests.unit.memory.ledger import MemoryLedger
 from tests.unit.memory.rig import (
@@ -70,6 +73,22 @@ class Model:
         )
 
 
+@dataclass
+class Sent:
+    """Blocks that were copied for others, and what should be in the slot."""
+
+    slot: HostSlot
+    transfer: Transfer
+    rows: list[int]
+    contents: list[bytes]
+    told: list[bool]
+
+
+def row_sizes(kv: KvMemory) -> list[int]:
+    """Models that agree on these can have each other's blocks."""
+    return [row.num_bytes for row in kv.geometry.rows]
+
+
 class MemoryMachine(RuleBasedStateMachine):
     @initialize(
         layouts=st.lists(st.sampled_from(sorted(LAYOUTS)), min_size=2, max_size=3),
@@ -80,6 +99,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.rig = Rig(num_pages, host_pages)
         self.num_written = 0
         self.models = []
+        self.sent: list[Sent] = []
         for number, layout in enumerate(layouts):
             kv, ledger = self.rig.kv(geometry_of(layout))
             weights, image = self.rig.weights(5 + 6 * number, ("image", number))
@@ -153,6 +173,7 @@ class MemoryMachine(RuleBasedStateMachine):
         if not device:
             return
         picked = device[chunk % len(device)]
+        model.kv.finish_exports()
         num_live = len(model.kv.live_blocks(picked))
         before = model.snapshot()
         if not model.kv.begin_page_out([picked], self.rig.outs):
@@ -266,6 +287,7 @@ class MemoryMachine(RuleBasedStateMachine):
         model = self.model(which)
         model.kv.stop_leaving()
         model.kv.stop_arriving()
+        model.kv.finish_exports()
         for blocks in model.requests:
             model.ledger.release(blocks)
         model.requests.clear()
@@ -273,6 +295,50 @@ class MemoryMachine(RuleBasedStateMachine):
         model.kv.unback(model.kv.free_chunks())
         assert model.kv.resident_bytes == 0
         assert model.kv.host_bytes == 0
+
+    @rule(which=WHICH, request=WHICH, step=st.sampled_from([1, -1]), is_end=st.booleans())
+    def export(self, which: int, request: int, step: int, is_end: bool) -> None:
+        """A request's blocks are copied for another device, where it may go on from now on."""
+        model = self.model(which)
+        if not model.requests:
+            return
+        blocks = model.requests[request % len(model.requests)][::step]
+        contents, told = [model.content[block] for block in blocks], list[bool]()
+        begun = model.kv.export(blocks, self.rig.outs, told.append)
+        if begun is None:
+            assert len(blocks) > self.rig.host.num_free_blocks(model.kv.geometry.block_bytes)
+            return
+        self.sent.append(Sent(*begun, row_sizes(model.kv), contents, told))
+        if is_end:
+            self.end(which, request)
+
+    @rule(which=WHICH, sent=WHICH)
+    def adopt(self, which: int, sent: int) -> None:
+        """A request comes with blocks that were copied from where it was."""
+        model = self.model(which)
+        fitting = [one for one in self.sent if one.rows == row_sizes(model.kv)]
+        if not fitting:
+            return
+        picked = fitting[sent % len(fitting)]
+        picked.transfer.wait()
+        assert picked.told == [True]
+        blocks = model.kv.adopt(picked.slot, len(picked.contents))
+        if blocks is None:
+            unbacked = model.kv.chunks(Place.UNBACKED)
+            num_held = sum(len(model.kv.geometry.blocks(chunk)) for chunk in unbacked)
+            assert len(picked.contents) > num_held - (0 in unbacked)
+            return
+        self.sent.remove(picked)
+        model.requests.append(blocks)
+        model.content |= dict(zip(blocks, picked.contents, strict=True))
+
+    @rule(sent=WHICH)
+    def forget(self, sent: int) -> None:
+        """Nobody wants what was copied."""
+        if self.sent:
+            picked = self.sent.pop(sent % len(self.sent))
+            picked.transfer.wait()
+            picked.slot.free()
 
     @invariant()
     def bytes_are_right(self) -> None:
@@ -301,10 +367,14 @@ class MemoryMachine(RuleBasedStateMachine):
             free = {b for b, count in enumerate(model.ledger.refs) if not count}
             assert free <= usable, "the engine could be given a block that is not here"
         self.rig.pool.check_owned(owned)
-        assert self.rig.host.used_bytes == sum(model.kv.host_bytes for model in self.models)
+        own_bytes = sum(model.kv.host_bytes for model in self.models)
+        sent_bytes = sum(one.slot.num_bytes for one in self.sent)
+        assert self.rig.host.used_bytes == own_bytes + sent_bytes
 
     def teardown(self) -> None:
         if hasattr(self, "rig"):
+            while self.sent:
+                self.forget(0)
             self.rig.close()
 
     def fill(self, model: Model, block: int) -> None:

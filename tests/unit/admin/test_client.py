@@ -27,6 +27,7 @@ from gpupoold.errors import (
     Refused,
     TimedOut,
     Unavailable,
+    UsageError,
 )
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
@@ -95,6 +96,21 @@ def test_the_cache(daemon: FakeDaemon, client: AdminClient) -> None:
         client.drop_image("chat")
     with pytest.raises(NoSuchModel):
         client.warm("nobody")
+
+
+def test_roles_and_drains(daemon: FakeDaemon, client: AdminClient) -> None:
+    device = client.set_role(0, "decode")
+    assert (device.role, device.is_role_fixed) == ("decode", True)
+    device = client.set_role(0, "auto")
+    assert (device.role, device.is_role_fixed) == ("decode", False)
+    assert client.drain(0).is_draining
+    assert client.ps().devices[0].is_draining
+    assert not client.undrain(0).is_draining
+    daemon.live["q"] = 2
+    with pytest.raises(TimedOut, match="still has 2 requests"):
+        client.drain(0)
+    with pytest.raises(UsageError, match="no instance 3"):
+        client.set_role(3, "mixed")
 
 
 def test_events_latest_after_and_followed(daemon: FakeDaemon, client: AdminClient) -> None:

@@ -27,6 +27,7 @@ from gpupoold.admin.models import (
     BenchSwitchRequest,
     CachedModel,
     CacheInfo,
+    DeviceInfo,
     ErrorBody,
     EventInfo,
     ModelInfo,
@@ -34,11 +35,20 @@ from gpupoold.admin.models import (
     Ps,
     RequestRecord,
     SetCachedRequest,
+    SetInstanceRequest,
     SetModelRequest,
     Status,
     SwitchInfo,
 )
-from gpupoold.errors import Failed, GpupoolError, NoSuchModel, Refused, Unavailable, UsageError
+from gpupoold.errors import (
+    Failed,
+    GpupoolError,
+    NoSuchModel,
+    Refused,
+    TimedOut,
+    Unavailable,
+    UsageError,
+)
 from tests.unit.gpupool_cli import samples
 
 _POLL_S = 0.01
@@ -90,11 +100,10 @@ class ServerThread:
 class FakeDaemon:
     """What the tests look at and turn knobs on.
 
-    ``live`` counts live requests per model, ``cached`` are changes to the samples of their
-    images, ``delay_s`` holds back the answers
-    to ``GET /status`` and ``GET /models``, ``raw_answer`` replaces the first of
-    them. ``chat_chunks`` are the server-sent data of the next chat,
-    ``chat_status`` is its HTTP status.
+    ``live`` counts live requests per model, ``cached`` and ``device`` are changes to the samples
+    of images and of the device, ``delay_s`` holds back the answers to ``GET /status`` and
+    ``GET /models``, ``raw_answer`` replaces the first of them. ``chat_chunks`` are the
+    server-sent data of the next chat, ``chat_status`` is its HTTP status.
     """
 
     def __init__(self, socket_path: Path) -> None:
@@ -110,6 +119,7 @@ class FakeDaemon:
         self.download_pause_s = 0.0
         self.state: Any = "ready"
         self.raw_answer: Response | None = None
+        self.device: dict[str, Any] = {}
         self.requests: list[BaseModel] = []
         self.chats: list[dict[str, Any]] = []
         self.chat_chunks: list[str] = samples.chat_chunks("Hello", ", wörld", "!")
@@ -154,6 +164,18 @@ class FakeDaemon:
         changed.update(changes)
         return samples.cached(model.name).model_copy(update=changed)
 
+    def ps(self) -> Ps:
+        """What runs."""
+        ps = samples.ps(list(self.models.values()))
+        return ps.model_copy(update={"devices": [ps.devices[0].model_copy(update=self.device)]})
+
+    def change_device(self, number: int, **changes: Any) -> DeviceInfo:
+        """The device, with changes from now on."""
+        if number:
+            raise UsageError(f"there is no instance {number}", "there are 0 to 0")
+        self.device.update(changes)
+        return self.ps().devices[0]
+
     def tell(self, message: str, level: Any = "info") -> None:
         """Add an event."""
         event = samples.event(len(self.events) + 1, message)
@@ -174,6 +196,7 @@ def admin_app(daemon: FakeDaemon) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     _add_model_routes(app, daemon)
     _add_cache_routes(app, daemon)
+    _add_instance_routes(app, daemon)
     _add_state_routes(app, daemon)
     return app
 
@@ -267,6 +290,25 @@ def _add_cache_routes(app: FastAPI, daemon: FakeDaemon) -> None:
         return daemon.image(name, state="disk")
 
 
+def _add_instance_routes(app: FastAPI, daemon: FakeDaemon) -> None:
+    @app.patch("/instances/{number}")
+    async def set_instance(number: int, body: SetInstanceRequest) -> DeviceInfo:
+        is_fixed = body.role != "auto"
+        changes: dict[str, Any] = {"role": body.role} if is_fixed else {}
+        return daemon.change_device(number, is_role_fixed=is_fixed, **changes)
+
+    @app.post("/instances/{number}/drain")
+    async def drain(number: int) -> DeviceInfo:
+        answer = daemon.change_device(number, is_draining=True)
+        if num_left := sum(daemon.live.values()):
+            raise TimedOut(f"instance {number} still has {num_left} requests", "they end there")
+        return answer
+
+    @app.delete("/instances/{number}/drain")
+    async def undrain(number: int) -> DeviceInfo:
+        return daemon.change_device(number, is_draining=False)
+
+
 def _add_state_routes(app: FastAPI, daemon: FakeDaemon) -> None:
     @app.get("/status", response_model=None)
     async def status() -> Response | Status:
@@ -277,7 +319,7 @@ def _add_state_routes(app: FastAPI, daemon: FakeDaemon) -> None:
 
     @app.get("/ps")
     async def ps() -> Ps:
-        return samples.ps(list(daemon.models.values()))
+        return daemon.ps()
 
     @app.get("/switches")
     async def switches(limit: int) -> list[SwitchInfo]:

@@ -152,5 +152,5 @@ class MovesMachine(RuleBasedStateMachine):
         return self.box.instances[which % len(self.box.instances)]
 
 
-MovesMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+MovesMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
 TestMoves = MovesMachine.TestCase

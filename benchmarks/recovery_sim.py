@@ -25,7 +25,7 @@ from gpupoold.sim.workloads import equal_rates, poisson_workload
 
 DEVICES = "16xH800"
 NUM_MODELS = 32
-TARGETS = Targets(0.5, 0.03)
+TARGETS = Targets(1.0, 0.05)
 LENGTHS = CappedLengths(1024, 64)
 BEFORE_S = 15.0
 AFTER_S = 25.0

@@ -70,6 +70,8 @@ class SimServer:
                 self._add_request(message)
             case m.RunTurn():
                 self._device.run_turn(message)
+            case m.PeerHost():
+                os.close(self._channel.take_fd())  # bytes are none of its business
             case m.MoveOut():
                 self._moves.move_out(message, is_known=message.model in self._known)
             case m.AbortRequests():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.sampling_params import StructuredOutputsParams
 
+from gpupoold.wire import messages as m
 from tests.functional.instance_peer import InstancePeer
 
 MODELS = ("tiny-llama", "tiny-mixtral")
@@ -75,3 +78,42 @@ def test_the_same_tokens_from_any_point_on(peer: InstancePeer, case: str) -> Non
     assert {request_id: peer.tokens[request_id] for request_id in rests} == rests
     assert all(peer.ended[request_id] in ("length", "stop") for request_id in rests)
     peer.call("check_integrity")
+
+
+def test_prompts_in_chunks_beside_answers(
+    peer: InstancePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of few tokens change no token, and let the answers under way go on."""
+    model, chunk_tokens, lengths = MODELS[0], 40, {"short": 1, "long": 9, "longer": 10}
+    alone: dict[str, list[int]] = {}
+    for name, length in lengths.items():
+        peer.ask(model, name, prompt(length), max_tokens=NUM_TOKENS)
+        peer.run_until_ended(name)
+        alone[name] = peer.tokens[name]
+    while peer.wait(m.InstanceStatus).on_turn is not None:
+        pass  # a turn under way would go on with what is asked next
+    peer.call("page_out", model=model)  # else the prompts would be there already
+    send, note = peer.channel.send, peer.scheduler.stepped
+    first_step: dict[str, int] = {}
+    steps = itertools.count()
+
+    def send_chunked(message: m.Message, fds: tuple[int, ...] = ()) -> None:
+        if isinstance(message, m.RunTurn):
+            message = msgspec.structs.replace(message, chunk_tokens=chunk_tokens)
+        send(message, fds)
+
+    def stepped(number: int, message: m.StepOutputs) -> None:
+        step = next(steps)
+        for one in message.progress:
+            first_step.setdefault(one.request_id, step)
+        note(number, message)
+
+    monkeypatch.setattr(peer.channel, "send", send_chunked)
+    monkeypatch.setattr(peer.scheduler, "stepped", stepped)
+    for name, length in lengths.items():
+        peer.ask(model, f"{name}-chunked", prompt(length), max_tokens=NUM_TOKENS)
+    peer.run_until_ended(*(f"{name}-chunked" for name in lengths))
+    assert {name: peer.tokens[f"{name}-chunked"] for name in lengths} == alone
+    # Steps in which those that were quicker had a token, while the longer prompts were computed.
+    waited = first_step["longer-chunked"] - first_step["short-chunked"]
+    assert waited >= (len(prompt(9)) + len(prompt(10))) // chunk_tokens - 2

@@ -40,6 +40,20 @@ def resume(
         request.skip_reading_prefix_cache = False
     if claim is not None:
         claim(request)
+    scheduler: Any = core.scheduler
+    if scheduler.use_v2_model_runner:
+        # It gets the tokens with the request, and draws by seed and position.
+        core.add_request(request, wave)
+    else:
+        _add_with_record(core, request, wave, token_ids)
+    if request.status == RequestStatus.WAITING:
+        request.status = RequestStatus.PREEMPTED
+
+
+def _add_with_record(
+    core: EngineCore, request: Request, wave: int, token_ids: Sequence[int]
+) -> None:
+    """Queue a request for vLLM's first model runner, which remembers who was preempted."""
     runner: Any = core.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
     # First: what fails here must not leave a request in the queue without its record.
     runner.requests[request.request_id] = _record(runner, request, token_ids)
@@ -53,8 +67,6 @@ def resume(
     scheduler: Any = core.scheduler
     scheduler.finished_req_ids.discard(request.request_id)
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-    if request.status == RequestStatus.WAITING:
-        request.status = RequestStatus.PREEMPTED
 
 
 def after_grammar(request: Request) -> None:

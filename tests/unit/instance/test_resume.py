@@ -17,7 +17,7 @@ from gpupoold.instance import resume
 class Engine:
     """An engine core's queue and its worker's records."""
 
-    def __init__(self, *, is_full: bool = False) -> None:
+    def __init__(self, *, is_full: bool = False, has_v2_runner: bool = False) -> None:
         self.queue: list[str] = []
         self.recorded_when_queued: list[bool] = []
         self.records: dict[str, Any] = {}
@@ -27,7 +27,9 @@ class Engine:
         worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
         self.model_executor = SimpleNamespace(driver_worker=worker)
         self.scheduler = SimpleNamespace(
-            finished_req_ids={"a", "b"}, prev_step_scheduled_req_ids={"a", "c"}
+            finished_req_ids={"a", "b"},
+            prev_step_scheduled_req_ids={"a", "c"},
+            use_v2_model_runner=has_v2_runner,
         )
 
     def add_request(self, request: Any, _wave: int) -> None:
@@ -54,6 +56,14 @@ def test_the_record_is_there_when_it_is_queued() -> None:
     assert (engine.queue, engine.recorded_when_queued) == (["a"], [True])
     assert engine.records["a"].output_token_ids == [7, 8]
     assert asked.status is RequestStatus.PREEMPTED
+
+
+def test_the_second_model_runner_wants_no_record() -> None:
+    engine, asked = Engine(has_v2_runner=True), request()
+    resume.resume(engine, asked, 0, [7, 8])  # type: ignore[arg-type]
+    assert (engine.queue, engine.records) == (["a"], {})
+    assert asked.status is RequestStatus.PREEMPTED
+    assert engine.scheduler.finished_req_ids == {"a", "b"}  # told first, then that it is new
 
 
 def test_its_end_a_moment_ago_is_not_told_to_the_worker() -> None:

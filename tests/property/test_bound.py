@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from http import HTTPStatus
 from typing import cast
 
 from hypothesis import given, settings, strategies as st
@@ -62,6 +63,9 @@ class Clients:
 
     def send(self, message: m.Message) -> None:
         match message:
+            case m.Admission() if message.status != HTTPStatus.OK:
+                del self.heard_s[message.request_id]
+                self.errors[message.request_id] = message.message
             case m.RequestsFailed():
                 for request_id in message.request_ids:
                     del self.heard_s[request_id]

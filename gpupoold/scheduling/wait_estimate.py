@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from gpupoold.scheduling.kv_room import admits
 from gpupoold.scheduling.phases import Phase
+from gpupoold.scheduling.policies.placement import choose
 from gpupoold.scheduling.policies.visits import (
     FIRST_TOKEN_SHARE,
-    LOAD_GRAIN,
+    Loads,
     Switching,
     Tuning,
     Work,
-    load_of,
     order_visits,
     own_load,
     plan_visit,
@@ -107,8 +107,12 @@ def first_token_in_s(
     """
     tuning = tuning or Tuning()
     newcomer = Request("", model, now_s, prompt_tokens, None)
-    device = _chosen_for(newcomer, state.prefill_hosts(model), tuning)
-    return None if device is None else _first_on(device, newcomer, now_s, tuning)
+    hosts = state.prefill_hosts(model)
+    if not hosts:
+        return None
+    # As if it had no home, which only the policy knows.
+    device = choose(newcomer, hosts, Loads(), {}, tuning)
+    return _first_on(device, newcomer, now_s, tuning)
 
 
 def drain_of(
@@ -274,30 +278,3 @@ def _kv_room_in_s(device: Device, newcomer: Request, now_s: float) -> float:
     ]
     drain = _drain(begun, state, now_s, _unbounded)
     return drain.seconds_until(device.num_waiting_for_kv + 1) or 0.0
-
-
-def _chosen_for(newcomer: Request, hosts: list[Device], tuning: Tuning) -> Device | None:
-    """The device that it would go to, as the policy ``gpupool`` chooses; but where that would
-    go by a model's home, this goes by where the model is in memory."""
-    model, name = newcomer.model, newcomer.model.name
-    roomy = [one for one in hosts if admits(one, newcomer)] or hosts
-    serving = [one for one in roomy if name in one.working or name in one.queued]
-    keeping_up = [one for one in serving if load_of(one) <= tuning.full_load]
-    if keeping_up:
-        return max(keeping_up, key=lambda one: (_num_of(name, one), -one.number))
-    best = min(roomy, key=lambda one: _rank(one, model), default=None)
-    if best is None or not serving:
-        return best
-    if load_of(best) + own_load(model) <= tuning.second_device_load:
-        return best
-    return min(serving, key=load_of)
-
-
-def _num_of(name: str, device: Device) -> int:
-    batches = device.working.get(name), device.queued.get(name)
-    return sum(len(batch.requests) for batch in batches if batch is not None)
-
-
-def _rank(device: Device, model: Model) -> tuple[int, bool, float, int]:
-    load = load_of(device)
-    return round(load / LOAD_GRAIN), device.missing(model) > 0, load, device.number

@@ -19,6 +19,7 @@ from gpupoold.domain import Role
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.kv_room import admits
 from gpupoold.scheduling.policies.base import Choice, SimplePolicy, waiting_for_kv
+from gpupoold.scheduling.policies.placement import choose, is_worth_a_copy
 from gpupoold.scheduling.policies.rebalancing import Rebalancer
 from gpupoold.scheduling.policies.stages import (
     best_converted,
@@ -28,14 +29,12 @@ from gpupoold.scheduling.policies.stages import (
 )
 from gpupoold.scheduling.policies.visits import (
     FIRST_TOKEN_SHARE,
-    LOAD_GRAIN,
     Loads,
     Switching,
     Tuning,
     Visit,
     Work,
     load_of,
-    load_of_batch,
     order_visits,
     own_load,
     plan_visit,
@@ -44,7 +43,7 @@ from gpupoold.scheduling.policies.visits import (
     work_of,
 )
 from gpupoold.scheduling.roles import RolePlanner
-from gpupoold.scheduling.state import Device, Model, Request, State
+from gpupoold.scheduling.state import Device, Request, State
 
 
 class _Plan(NamedTuple):
@@ -97,7 +96,7 @@ class GpupoolPolicy(SimplePolicy):
                 if is_split:
                     chosen = self._stage(request, devices, state, now_s)
                 else:
-                    chosen = self._choose(request, devices, loads, self._home)
+                    chosen = choose(request, devices, loads, self._home, self._tuning)
                 yield request, chosen
                 loads.forget(chosen)
         yield from self._moves(state, loads)
@@ -205,37 +204,7 @@ class GpupoolPolicy(SimplePolicy):
         roomy = [one for one in others if one is device or admits(one, request)]
         if not roomy:
             return None
-        return self._choose(request, roomy, Loads(), self._answers_home)
-
-    def _choose(
-        self, request: Request, devices: list[Device], loads: Loads, homes: dict[str, int]
-    ) -> Device:
-        """Where the model is served; but a full device gets no more of it while another has room.
-
-        A second device for a model costs a copy of its weights and a smaller batch on each,
-        so requests join the larger batch as long as its device keeps up.
-        """
-        model, full_load = request.model, self._tuning.full_load
-        serving = [one for one in devices if _has_work(model, one)]
-        roomy = [one for one in serving if admits(one, request)]
-        keeping_up = [one for one in roomy if loads.of(one) <= full_load]
-        if keeping_up:
-            return max(keeping_up, key=lambda one: (_num_of(model, one), -one.number))
-        if roomy and not any(_is_mostly(model, one, loads) for one in roomy):
-            return min(roomy, key=lambda one: (loads.of(one), one.number))
-        home = homes.get(model.name)
-        ranked = sorted(devices, key=lambda one: _rank(one, model, home, loads))
-        admitting = next((one for one in ranked if admits(one, request)), None)
-        chosen = admitting or min(ranked, key=lambda one: one.num_waiting_for_kv)
-        if serving and not self._is_worth_a_copy(request, chosen, loads):
-            return min(roomy or serving, key=lambda one: (loads.of(one), one.number))
-        homes[model.name] = chosen.number
-        return chosen
-
-    def _is_worth_a_copy(self, request: Request, device: Device, loads: Loads) -> bool:
-        """Whether a model that is served elsewhere may have this device too."""
-        load = loads.of(device) + own_load(request.model)
-        return load <= self._tuning.second_device_load and admits(device, request)
+        return choose(request, roomy, Loads(), self._answers_home, self._tuning)
 
     def _moves(self, state: State, loads: Loads) -> Iterable[tuple[Request, Device]]:
         """Models that a full device has not begun with go where there is room."""
@@ -266,7 +235,7 @@ class GpupoolPolicy(SimplePolicy):
             if name in target.working:
                 is_wanted = loads.of(target) <= self._tuning.full_load and admits(target, request)
             else:
-                is_wanted = self._is_worth_a_copy(request, target, loads)
+                is_wanted = is_worth_a_copy(request, target, loads, self._tuning)
             if is_wanted:
                 yield request, target
                 loads.forget(target)
@@ -310,38 +279,3 @@ def _is_split(state: State) -> bool:
 
 def _latest_start_s(work: Work, tuning: Tuning) -> float:
     return tuning.latest_start_share * work.model.targets.ttft_s
-
-
-def _has_work(model: Model, device: Device) -> bool:
-    name = model.name
-    if name in device.working or name in device.queued or name in device.waiting_for_kv:
-        return True
-    return any(one.model is model for one in device.moving.values())
-
-
-def _is_mostly(model: Model, device: Device, loads: Loads) -> bool:
-    """Whether the model is half of what the device has to do, so that others leaving is no help."""
-    batch = device.working.get(model.name)
-    if batch is None:  # all that it has may be on its way
-        moving = device.moving.values()
-        return bool(moving) and not device.working and all(one.model is model for one in moving)
-    return load_of_batch(batch, device) >= 0.5 * loads.of(device)
-
-
-def _num_of(model: Model, device: Device) -> int:
-    batches = device.working.get(model.name), device.queued.get(model.name)
-    num_here = sum(len(batch.requests) for batch in batches if batch is not None)
-    return num_here + sum(one.model is model for one in device.moving.values())
-
-
-def _rank(
-    device: Device, model: Model, home: int | None, loads: Loads
-) -> tuple[int, bool, bool, float, int]:
-    load = loads.of(device)
-    return (
-        round(load / LOAD_GRAIN),
-        device.number != home,
-        device.missing(model) > 0,
-        load,
-        device.number,
-    )

@@ -1,0 +1,84 @@
+"""Which device a request is for: the one that serves its model, or one with the least to do.
+
+What the policy `gpupool` goes by when it places requests, and what is told of waits does too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpupoold.scheduling.kv_room import admits
+from gpupoold.scheduling.policies.visits import LOAD_GRAIN, Loads, Tuning, load_of_batch, own_load
+from gpupoold.scheduling.state import Device, Model, Request
+
+
+def choose(
+    request: Request,
+    devices: Sequence[Device],
+    loads: Loads,
+    homes: dict[str, int],
+    tuning: Tuning,
+) -> Device:
+    """Where the model is served; but a full device gets no more of it while another has room.
+
+    A second device for a model costs a copy of its weights and a smaller batch on each,
+    so requests join the larger batch as long as its device keeps up. ``homes``: the device to
+    which each model went when nobody served it; noted here. There is one device at least.
+    """
+    model, full_load = request.model, tuning.full_load
+    serving = [one for one in devices if _has_work(model, one)]
+    roomy = [one for one in serving if admits(one, request)]
+    keeping_up = [one for one in roomy if loads.of(one) <= full_load]
+    if keeping_up:
+        return max(keeping_up, key=lambda one: (_num_of(model, one), -one.number))
+    if roomy and not any(_is_mostly(model, one, loads) for one in roomy):
+        return min(roomy, key=lambda one: (loads.of(one), one.number))
+    home = homes.get(model.name)
+    ranked = sorted(devices, key=lambda one: _rank(one, model, home, loads))
+    admitting = next((one for one in ranked if admits(one, request)), None)
+    chosen = admitting or min(ranked, key=lambda one: one.num_waiting_for_kv)
+    if serving and not is_worth_a_copy(request, chosen, loads, tuning):
+        return min(roomy or serving, key=lambda one: (loads.of(one), one.number))
+    homes[model.name] = chosen.number
+    return chosen
+
+
+def is_worth_a_copy(request: Request, device: Device, loads: Loads, tuning: Tuning) -> bool:
+    """Whether a model that is served elsewhere may have this device too."""
+    load = loads.of(device) + own_load(request.model)
+    return load <= tuning.second_device_load and admits(device, request)
+
+
+def _has_work(model: Model, device: Device) -> bool:
+    name = model.name
+    if name in device.working or name in device.queued or name in device.waiting_for_kv:
+        return True
+    return any(one.model is model for one in device.moving.values())
+
+
+def _is_mostly(model: Model, device: Device, loads: Loads) -> bool:
+    """Whether the model is half of what the device has to do, so that others leaving is no help."""
+    batch = device.working.get(model.name)
+    if batch is None:  # all that it has may be on its way
+        moving = device.moving.values()
+        return bool(moving) and not device.working and all(one.model is model for one in moving)
+    return load_of_batch(batch, device) >= 0.5 * loads.of(device)
+
+
+def _num_of(model: Model, device: Device) -> int:
+    batches = device.working.get(model.name), device.queued.get(model.name)
+    num_here = sum(len(batch.requests) for batch in batches if batch is not None)
+    return num_here + sum(one.model is model for one in device.moving.values())
+
+
+def _rank(
+    device: Device, model: Model, home: int | None, loads: Loads
+) -> tuple[int, bool, bool, float, int]:
+    load = loads.of(device)
+    return (
+        round(load / LOAD_GRAIN),
+        device.number != home,
+        device.missing(model) > 0,
+        load,
+        device.number,
+    )

@@ -120,7 +120,7 @@ class PooledScheduler(Scheduler):
 
     def can_schedule(self) -> bool:
         """Whether a request could run now."""
-        waiting = any(self._has_claim(one) for one in self.waiting)
+        waiting = any(self._is_claim_here(one) for one in self.waiting)
         return waiting or any(self._may_run(one) for one in self.running)
 
     def blocks_under_way(self) -> list[int]:
@@ -147,7 +147,7 @@ class PooledScheduler(Scheduler):
         hit = self.kv_cache_manager.get_computed_blocks(request)[0]
         return self.kv.is_here(block for group in hit.get_block_ids() for block in group)
 
-    def _has_claim(self, request: Request) -> bool:
+    def _is_claim_here(self, request: Request) -> bool:
         """Whether the blocks that a waiting request claims are here; it may claim none."""
         claimed = self._claims.get(request.request_id)
         return claimed is None or self.kv is None or self.kv.is_here(claimed)

@@ -158,14 +158,10 @@ class KvMemory(KvChunks):
         Row by row in the order of the ids that are returned. They are the caller's to give back
         to the engine, and ``slot`` is freed when nobody needs it. None when there are too few.
         """
-        if num_blocks > len(self._real_of(self._unbacked())):
+        chunks, blocks = self._unbacked(num_blocks)
+        if len(blocks) < num_blocks:
             self.unback([chunk for chunk in self.free_chunks() if chunk])
-        chunks: list[int] = []
-        for chunk in self._unbacked():
-            if len(self._real_of(chunks)) >= num_blocks:
-                break
-            chunks.append(chunk)
-        blocks = self._real_of(chunks)
+            chunks, blocks = self._unbacked(num_blocks)
         if len(blocks) < num_blocks:
             return None
         group = Group(chunks, slot, blocks[:num_blocks], set(blocks[num_blocks:]))
@@ -173,9 +169,20 @@ class KvMemory(KvChunks):
         self._put(group, Place.HOST)
         return group.blocks
 
-    def _unbacked(self) -> list[int]:
-        """Chunks without pages but for the null block's, which kernels touch at any time."""
-        return [chunk for chunk in self.chunks(Place.UNBACKED) if chunk]
+    def _unbacked(self, num_blocks: int) -> tuple[list[int], list[int]]:
+        """Chunks without pages that have so many blocks, if there are enough, and the blocks.
+
+        Not the null block's chunk, which kernels touch at any time.
+        """
+        chunks: list[int] = []
+        blocks: list[int] = []
+        for chunk in self.chunks(Place.UNBACKED):
+            if len(blocks) >= num_blocks:
+                break
+            if chunk:
+                chunks.append(chunk)
+                blocks += self.geometry.blocks(chunk)
+        return chunks, blocks
 
     def finish_exports(self) -> None:
         """Wait until nothing is being copied for other devices."""

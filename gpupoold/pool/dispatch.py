@@ -229,11 +229,11 @@ class Dispatcher:
         self._fail([one for one in self.live.all() if not self.routes.get(one.model)], reason)
 
     def tick(self, now_s: float) -> None:
-        """A moment has passed: end what it is too late for, if so configured."""
+        """A second has passed: end what it is too late for, if so configured."""
         late = self._overload.too_late(now_s)
         self._fail(late, "dropped: it had not begun when its first token was due")
         self._overload.tell(now_s)
-        self.scheduler.tick(now_s)
+        self.scheduler.tick()
 
     def end_overdue(self, now_s: float) -> None:
         """End the requests that have had no token for too long, whatever they wait for."""
@@ -262,7 +262,7 @@ class Dispatcher:
             self._end(request.request_id, FinishReason.ABORT)
 
     def _add(self, message: m.AddRequest) -> None:
-        is_warm = self.warmth is None or self.warmth.is_warm(message.model)
+        is_warm = self._is_warm(message.model)
         hosts = [instance.number for instance in self.routes.get(message.model, ())]
         is_routed = bool(hosts) and not self.roles.all_draining(hosts)
         admission = self._overload.admission(message, is_routed=is_routed, is_warm=is_warm)
@@ -284,11 +284,14 @@ class Dispatcher:
         self._orders[message.request_id] = message
         if self.warmth is not None:
             self.warmth.used(message.model)
-        self._schedule(message)
+        self._schedule(message, is_warm=is_warm)
 
-    def _schedule(self, message: m.AddRequest) -> None:
+    def _is_warm(self, model: str) -> bool:
+        return self.warmth is None or self.warmth.is_warm(model)
+
+    def _schedule(self, message: m.AddRequest, *, is_warm: bool) -> None:
         """Tell the core of a request, or let it wait until its model is warm."""
-        if self.warmth is not None and not self.warmth.is_warm(message.model):
+        if self.warmth is not None and not is_warm:
             self._waiting.setdefault(message.model, {})[message.request_id] = message
             self.warmth.begin(message.model)
             return
@@ -298,7 +301,7 @@ class Dispatcher:
         """A request that no instance has goes on after its tokens, wherever there is room."""
         request.instance = None
         request.num_resumed = len(request.output_token_ids)
-        self._schedule(self._resumed_order(request))
+        self._schedule(self._resumed_order(request), is_warm=self._is_warm(request.model))
 
     def _resumed_order(self, request: LiveRequest) -> m.AddRequest:
         order = self._orders[request.request_id]

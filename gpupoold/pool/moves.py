@@ -108,13 +108,13 @@ class Moves:
     def _pass_on(self, instance: Instance, message: m.Moved, fds: tuple[int, ...]) -> None:
         move = self._moves.get(message.request_id)
         request = self._live.get(message.request_id)
-        is_wanted = move is not None and move.source == instance.number and not move.has_left
-        if request is None or move is None or not is_wanted or move.target is None:
-            if message.parcel is not None:
-                instance.send(m.FreeParcel(message.parcel.parcel_id))
-            if request is not None and move is not None and is_wanted:
-                del self._moves[message.request_id]
-                self._start_anew(request)
+        if move is None or request is None or move.has_left:
+            self._let_go(instance, message.parcel)
+            return
+        if move.target is None:
+            self._let_go(instance, message.parcel)
+            del self._moves[message.request_id]
+            self._start_anew(request)
             return
         move.has_left = True
         request.instance = move.target
@@ -124,6 +124,11 @@ class Moves:
             self._order_of(request), is_moving=True, parcel=message.parcel
         )
         self._instances[move.target].send(order, fds)
+
+    def _let_go(self, source: Instance, parcel: m.Parcel | None) -> None:
+        """Nobody will read what has come along."""
+        if parcel is not None:
+            source.send(m.FreeParcel(parcel.parcel_id))
 
     def _send(self, number: int, message: m.Message) -> None:
         instance = self._instances.get(number)

@@ -16,8 +16,6 @@ from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.stimuli import RecordedCore
 from gpupoold.wire import messages as m
 
-_TICK_S = 1.0
-
 SendTo = Callable[[int, m.AddRequest | m.RunTurn], None]
 OnSent = Callable[[str, int], None]
 OnHandOver = Callable[[str, int, int], None]
@@ -46,7 +44,6 @@ class Scheduler:
         self._on_hand_over = on_hand_over
         self._on_role = on_role
         self._unsent: dict[str, m.AddRequest] = {}
-        self._next_tick_s = 0.0
 
     def add_model(
         self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None = None
@@ -104,10 +101,9 @@ class Scheduler:
         """A request that was handed over can go on, with so many tokens since it was scheduled."""
         self._tell(e.Adopted(request_id, num_tokens))
 
-    def tick(self, now_s: float) -> None:
-        """Time has passed; told to the core once a second, while it has requests."""
-        if self.core.core.state.requests and now_s >= self._next_tick_s:
-            self._next_tick_s = now_s + _TICK_S
+    def tick(self) -> None:
+        """Time has passed: of interest while there are requests. To be called every second."""
+        if self.core.core.state.requests:
             self._tell(e.Tick())
 
     def device_down(self, number: int, request_ids: Iterable[str] = ()) -> None:

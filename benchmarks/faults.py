@@ -11,7 +11,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -21,6 +21,7 @@ import psutil
 from openai import AsyncOpenAI
 
 from benchmarks.load import Ask, Stream, ask_all, client_of
+from gpupool_cli.bench_rig import emulated_config, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.admin.models import Ps
 from gpupoold.errors import GpupoolError
@@ -52,13 +53,19 @@ def run_faults(
     Raises:
         GpupoolError: the models could not be served.
     """
-    largest = max(weight_bytes(path) for path in checkpoints)
-    config = device_config(int(2.5 * largest)) * NUM_DEVICES
-    with private_daemon(config) as daemon:
-        for path in checkpoints:
-            daemon.add_model(path.name, path, dtype="float32", max_model_len=MAX_MODEL_LEN)
+    with several_devices(checkpoints) as daemon:
         names = [path.name for path in checkpoints]
         return asyncio.run(_serve(daemon, names, num_requests, kill_every_s))
+
+
+@contextlib.contextmanager
+def several_devices(checkpoints: Sequence[Path]) -> Iterator[PrivateDaemon]:
+    """A daemon with these models, on devices that hold two and a half of the largest each."""
+    largest = max(weight_bytes(path) for path in checkpoints)
+    with private_daemon(emulated_config(int(2.5 * largest), NUM_DEVICES)) as daemon:
+        for path in checkpoints:
+            daemon.add_model(path.name, path, dtype="float32", max_model_len=MAX_MODEL_LEN)
+        yield daemon
 
 
 async def _serve(
@@ -166,13 +173,3 @@ def _kill_frontend(daemon: PrivateDaemon) -> int:
                 process.kill()
                 return 1
     return 0
-
-
-def device_config(num_bytes: int) -> str:
-    """TOML of one emulated device."""
-    return f'[[device]]\nkind = "emulated"\nmemory = {num_bytes}\n'
-
-
-def weight_bytes(checkpoint: Path) -> int:
-    """Bytes of a checkpoint's weight files."""
-    return sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from openai import AsyncOpenAI
 
-from benchmarks.faults import device_config, weight_bytes
 from benchmarks.load import Ask, ask, client_of, prompt_token_ids
+from gpupool_cli.bench_rig import emulated_config, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 
 NUM_PROMPT_TOKENS = 1000
@@ -29,8 +29,7 @@ def run_hand_over(checkpoint: Path, rounds: int) -> dict[str, Any]:
     Raises:
         GpupoolError: the model could not be served.
     """
-    config = device_config(8 * weight_bytes(checkpoint)) * 2
-    with private_daemon(config) as daemon:
+    with private_daemon(emulated_config(8 * weight_bytes(checkpoint), 2)) as daemon:
         name = checkpoint.name
         info = daemon.add_model(name, checkpoint, dtype="float32", max_model_len=MAX_MODEL_LEN)
         with daemon.client() as client:

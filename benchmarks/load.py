@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
 import httpx
@@ -97,17 +97,29 @@ async def ask_all(client: AsyncOpenAI, asks: Iterable[Ask], num_at_once: int) ->
     return list(await asyncio.gather(*map(one, asks)))
 
 
-async def _read(client: AsyncOpenAI, stream: Stream, prompt: list[int]) -> None:
+async def token_ids_of(
+    client: AsyncOpenAI, model: str, prompt: str | list[int], num_tokens: int
+) -> AsyncIterator[list[int]]:
+    """The token ids of a greedy answer of so many tokens, as its chunks come.
+
+    Raises:
+        openai.APIError: what the server says, or that the connection failed.
+    """
     chunks = await client.completions.create(
-        model=stream.ask.model,
+        model=model,
         prompt=prompt,
-        max_tokens=stream.ask.num_tokens,
+        max_tokens=num_tokens,
         temperature=0,
         stream=True,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
     async for chunk in chunks:
         for choice in chunk.choices:
-            token_ids = (choice.model_extra or {}).get("token_ids") or []
-            stream.token_ids += token_ids
-            stream.times_s += [time.monotonic()] * len(token_ids)
+            yield (choice.model_extra or {}).get("token_ids") or []
+
+
+async def _read(client: AsyncOpenAI, stream: Stream, prompt: list[int]) -> None:
+    wanted = stream.ask
+    async for token_ids in token_ids_of(client, wanted.model, prompt, wanted.num_tokens):
+        stream.token_ids += token_ids
+        stream.times_s += [time.monotonic()] * len(token_ids)

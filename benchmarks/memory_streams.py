@@ -17,7 +17,8 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from gpupool_cli.bench_rig import device_config, make_checkpoints
+from benchmarks.load import token_ids_of
+from gpupool_cli.bench_rig import device_config, make_checkpoints, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.admin.models import BenchMemoryRequest, SwitchInfo
 
@@ -72,7 +73,7 @@ def stream_over(
     Raises:
         GpupoolError: the models could not be served.
     """
-    largest = max(_weight_bytes(path) for path in checkpoints)
+    largest = max(weight_bytes(path) for path in checkpoints)
     config = device_config(int(1.5 * largest)) + _CONFIG
     with private_daemon(config) as daemon:
         for path in checkpoints:
@@ -158,19 +159,8 @@ async def _round(client: AsyncOpenAI, keys: list[Key], answers: Answers) -> None
 
 async def _ask(client: AsyncOpenAI, model: str, index: int) -> list[int]:
     """The token ids of one greedy stream."""
-    token_ids: list[int] = []
-    stream = await client.completions.create(
-        model=model,
-        prompt=_prompt(index),
-        max_tokens=MAX_TOKENS,
-        temperature=0,
-        stream=True,
-        extra_body={"ignore_eos": True, "return_token_ids": True},
-    )
-    async for chunk in stream:
-        for choice in chunk.choices:
-            token_ids += (choice.model_extra or {}).get("token_ids") or []
-    return token_ids
+    pieces = token_ids_of(client, model, _prompt(index), MAX_TOKENS)
+    return [token_id async for piece in pieces for token_id in piece]
 
 
 def _prompt(index: int) -> list[int]:
@@ -192,7 +182,3 @@ def _leftovers(daemon: PrivateDaemon) -> dict[str, int]:
 
 def _num_bytes(switch: SwitchInfo) -> int:
     return switch.weight_bytes + switch.kv_in_bytes + switch.kv_out_bytes
-
-
-def _weight_bytes(checkpoint: Path) -> int:
-    return sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))

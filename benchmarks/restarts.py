@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 import psutil
-from openai import AsyncOpenAI
 
+from benchmarks.load import client_of, token_ids_of
 from gpupool_cli.bench_rig import device_config
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 
@@ -86,20 +86,9 @@ def _kill_frontend(daemon: PrivateDaemon, model: str) -> Times:
 
 
 async def _stream(daemon: PrivateDaemon, model: str, token_times_s: list[float]) -> None:
-    options: dict[str, Any] = {"ignore_eos": True, "return_token_ids": True}
-    async with AsyncOpenAI(base_url=f"{daemon.http_url}/v1", api_key="none") as api:
-        stream = await api.completions.create(
-            model=model,
-            prompt="a long story",
-            max_tokens=NUM_TOKENS,
-            temperature=0,
-            stream=True,
-            extra_body=options,
-        )
-        async for chunk in stream:
-            for choice in chunk.choices:
-                ids = (choice.model_extra or {}).get("token_ids") or []
-                token_times_s += [time.monotonic()] * len(ids)
+    async with client_of(daemon.http_url) as client:
+        async for token_ids in token_ids_of(client, model, "a long story", NUM_TOKENS):
+            token_times_s += [time.monotonic()] * len(token_ids)
 
 
 def _process(daemon: PrivateDaemon, module: str) -> psutil.Process:

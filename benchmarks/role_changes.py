@@ -12,21 +12,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.faults import (
+    NUM_DEVICES,
     alone_answers,
-    device_config,
     pages_leaked,
     settle,
+    several_devices,
     summary,
-    weight_bytes,
 )
 from benchmarks.load import Ask, Stream, ask, client_of
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupool_cli.private_daemon import PrivateDaemon
 
-NUM_DEVICES = 3
 NUM_PROMPTS = 4
 NUM_AT_ONCE = 12
 NUM_TOKENS = 200
-MAX_MODEL_LEN = 512
 ROLES: tuple[Literal["prefill", "decode", "mixed"], ...] = ("prefill", "decode", "mixed")
 _PAUSE_S = 0.05
 
@@ -37,11 +35,7 @@ def run_role_changes(checkpoints: Sequence[Path], num_changes: int) -> dict[str,
     Raises:
         GpupoolError: the models could not be served.
     """
-    largest = max(weight_bytes(path) for path in checkpoints)
-    config = device_config(int(2.5 * largest)) * NUM_DEVICES
-    with private_daemon(config) as daemon:
-        for path in checkpoints:
-            daemon.add_model(path.name, path, dtype="float32", max_model_len=MAX_MODEL_LEN)
+    with several_devices(checkpoints) as daemon:
         names = [path.name for path in checkpoints]
         return asyncio.run(_run(daemon, names, num_changes))
 

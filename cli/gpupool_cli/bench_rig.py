@@ -31,3 +31,13 @@ def device_config(num_bytes: int) -> str:
     kind = default_devices()[0]["kind"]
     memory = num_bytes + (CUDA_RESERVE_BYTES if kind == "cuda" else 0)
     return f'[[device]]\nkind = "{kind}"\nmemory = {memory}\n'
+
+
+def emulated_config(num_bytes: int, num_devices: int = 1) -> str:
+    """TOML of emulated devices with ``num_bytes`` each, also where there are GPUs."""
+    return f'[[device]]\nkind = "emulated"\nmemory = {num_bytes}\n' * num_devices
+
+
+def weight_bytes(checkpoint: Path) -> int:
+    """Bytes of a checkpoint's weight files."""
+    return sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))

@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from gpupool_cli.bench_rig import emulated_config, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.admin.models import Ps
 from gpupoold.config import default_devices
@@ -40,17 +41,12 @@ def on_gpu() -> bool:
 
 def daemon_config() -> str:
     """TOML; empty where the daemon finds GPUs by itself."""
-    emulated = f'[[device]]\nkind = "emulated"\nmemory = {device_bytes()}\n'
-    return "" if on_gpu() else emulated * NUM_EMULATED
+    return "" if on_gpu() else emulated_config(device_bytes(), NUM_EMULATED)
 
 
 def device_bytes() -> int:
     """One and a half of the largest checkpoint's weights."""
-    sizes = [
-        sum(file.stat().st_size for file in path.glob("*.safetensors"))
-        for path in (BUILD / "demo-models").iterdir()
-    ]
-    return int(1.5 * max(sizes))
+    return int(1.5 * max(map(weight_bytes, (BUILD / "demo-models").iterdir())))
 
 
 def device_text() -> str:

@@ -15,7 +15,7 @@ from tests.functional.daemon_tools import (
     MODELS,
     api_client,
     check,
-    device_config,
+    emulated_config,
     ps,
     until,
     weight_bytes,
@@ -43,7 +43,7 @@ def shared_pool(
 ) -> Iterator[PrivateDaemon]:
     """The daemon behind ``pool``; its model cache has room for five models."""
     sizes = [weight_bytes(tiny_models[name]) for name in MODELS]
-    config = device_config(device_bytes) + _POOL_CONFIG.format(
+    config = emulated_config(device_bytes) + _POOL_CONFIG.format(
         cache_bytes=int(sum(sizes) + 1.6 * max(sizes)), max_requests=MAX_REQUEST_ROWS
     )
     with private_daemon(config, tmp_path_factory.mktemp("pool")) as daemon:

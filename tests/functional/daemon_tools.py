@@ -19,6 +19,7 @@ import psutil
 from openai import AsyncOpenAI, AsyncStream
 from openai.types import Completion
 
+from gpupool_cli.bench_rig import emulated_config as emulated_config, weight_bytes as weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.admin.models import DeviceInfo, ModelUsage, Ps
 from tests.conftest import SOURCE_ROOTS
@@ -29,16 +30,6 @@ MAX_LEN = 1024
 # About 2 s of streaming: long enough to do things meanwhile.
 LONG = 900
 LOAD_OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": MAX_LEN}
-
-
-def weight_bytes(checkpoint: Path) -> int:
-    """Bytes of a checkpoint's weight files."""
-    return sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-
-
-def device_config(num_bytes: int) -> str:
-    """TOML of one emulated device."""
-    return f'[[device]]\nkind = "emulated"\nmemory = {num_bytes}\n'
 
 
 # Asking

@@ -27,7 +27,7 @@ from tests.functional.daemon_tools import (
     check,
     child,
     cli,
-    device_config,
+    emulated_config,
     eventually,
     ps,
     weight_bytes,
@@ -56,7 +56,7 @@ def daemon(
     cache_bytes = int(2.5 * max(weight_bytes(path) for path in checkpoints.values()))
     memory = f'[memory]\nmodel_cache = {cache_bytes}\nimage_files = "1GiB"\n'
     with private_daemon(
-        device_config(device_bytes) + memory, tmp_path_factory.mktemp("cache")
+        emulated_config(device_bytes) + memory, tmp_path_factory.mktemp("cache")
     ) as running:
         yield running
 

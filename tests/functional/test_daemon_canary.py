@@ -16,7 +16,7 @@ from tests.functional.daemon_tools import (
     api_client,
     ask,
     check,
-    device_config,
+    emulated_config,
     until,
     weight_bytes,
 )
@@ -27,7 +27,7 @@ PROMPT = "The canary in the coal mine"
 def test_damaged_weights_are_made_anew(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     """One model at a time fits, so that every question brings weights in."""
     paths = {name: tiny_models[name] for name in (LLAMA, QWEN3)}
-    config = device_config(int(1.4 * max(weight_bytes(path) for path in paths.values())))
+    config = emulated_config(int(1.4 * max(weight_bytes(path) for path in paths.values())))
     with private_daemon(f"{config}[memory]\ncanary_interval = 2\n", tmp_path) as daemon:
         for name, path in paths.items():
             daemon.add_model(name, path, **LOAD_OPTIONS)

@@ -30,7 +30,7 @@ from tests.functional.daemon_tools import (
     child,
     cli,
     device,
-    device_config,
+    emulated_config,
     eventually,
     ps,
     until,
@@ -42,7 +42,7 @@ BACK_S = 60.0
 
 def config_with(device_bytes: int, **limits: str) -> str:
     lines = [f'{name} = "{value}"' for name, value in limits.items()]
-    return device_config(device_bytes) + "\n".join(["[limits]", *lines]) + "\n"
+    return emulated_config(device_bytes) + "\n".join(["[limits]", *lines]) + "\n"
 
 
 def daemon_with(config: str, folder: Path, tiny_models: dict[str, Path]) -> Iterator[PrivateDaemon]:
@@ -75,7 +75,7 @@ def usual(
     tiny_models: dict[str, Path], device_bytes: int, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PrivateDaemon]:
     """A daemon with the defaults."""
-    config = device_config(device_bytes)
+    config = emulated_config(device_bytes)
     yield from daemon_with(config, tmp_path_factory.mktemp("usual"), tiny_models)
 
 

@@ -34,7 +34,7 @@ from tests.functional.daemon_tools import (
     child,
     child_env,
     children,
-    device_config,
+    emulated_config,
     eventually,
     ps,
     until,
@@ -49,7 +49,7 @@ def restartable(
 ) -> Iterator[Restartable]:
     """Two models on a daemon that tests kill."""
     models = {name: tiny_models[name] for name in (LLAMA, QWEN2)}
-    config = device_config(device_bytes) + f'[limits]\nstop_grace = "{GRACE_S:g}s"\n'
+    config = emulated_config(device_bytes) + f'[limits]\nstop_grace = "{GRACE_S:g}s"\n'
     daemons = Restartable(config, tmp_path_factory.mktemp("restartable"), models)
     yield daemons
     daemons.close()
@@ -226,7 +226,7 @@ class TestDaemon:
 class TestStarting:
     def test_interrupted(self, tmp_path: Path) -> None:
         """Ctrl-C in the first seconds: the engine is still being imported."""
-        config = write_config(tmp_path, "[server]\nport = 0\n" + device_config(16 << 20))
+        config = write_config(tmp_path, "[server]\nport = 0\n" + emulated_config(16 << 20))
         process = subprocess.Popen(
             [sys.executable, "-m", "gpupoold", "--config", str(config)],
             env=child_env(),

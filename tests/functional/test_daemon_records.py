@@ -21,7 +21,7 @@ from tests.functional.daemon_tools import (
     ask,
     check,
     cli,
-    device_config,
+    emulated_config,
     open_stream,
     ps,
     until,
@@ -43,7 +43,7 @@ def served(
     """A daemon with three models that has answered three requests to each."""
     device_bytes = int(1.6 * max(weight_bytes(tiny_models[name]) for name in NAMES))
     folder = tmp_path_factory.mktemp("records")
-    with private_daemon(device_config(device_bytes) + _CONFIG, folder) as daemon:
+    with private_daemon(emulated_config(device_bytes) + _CONFIG, folder) as daemon:
         for name in NAMES:
             daemon.add_model(name, tiny_models[name], **LOAD_OPTIONS)
         asyncio.run(_ask_all(daemon))

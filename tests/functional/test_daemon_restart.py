@@ -17,7 +17,7 @@ from tests.functional.daemon_tools import (
     ask,
     check,
     cli,
-    device_config,
+    emulated_config,
     ps,
     until,
     weight_bytes,
@@ -57,7 +57,7 @@ async def test_images_and_pins_outlive_the_daemon(
         shutil.copytree(tiny_models[name], path)
     cache_bytes = int(2.5 * max(weight_bytes(path) for path in checkpoints.values()))
     memory = f'[memory]\nmodel_cache = {cache_bytes}\nimage_files = "1GiB"\n'
-    config, folder = device_config(device_bytes) + memory, tmp_path / "daemon"
+    config, folder = emulated_config(device_bytes) + memory, tmp_path / "daemon"
 
     def image_files() -> set[Path]:
         return set((folder / "state" / "images").glob("*.image"))

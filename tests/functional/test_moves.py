@@ -23,7 +23,7 @@ from tests.functional.daemon_tools import (
     ask,
     check_all,
     cli,
-    device_config,
+    emulated_config,
     eventually,
     ps,
     until,
@@ -40,7 +40,7 @@ def daemon(
 ) -> Iterator[PrivateDaemon]:
     """Two devices, each with room for one model and a half."""
     num_bytes = int(1.7 * max(weight_bytes(tiny_models[name]) for name in MODELS))
-    config = device_config(num_bytes) * NUM_DEVICES
+    config = emulated_config(num_bytes) * NUM_DEVICES
     with private_daemon(config, tmp_path_factory.mktemp("moves")) as daemon:
         for name in MODELS:
             daemon.add_model(name, tiny_models[name], **LOAD_OPTIONS)
@@ -165,7 +165,7 @@ def test_a_role_that_there_is_not_is_refused(daemon: PrivateDaemon) -> None:
 async def test_under_aegaeon_every_answer_moves(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    config = device_config(4 * weight_bytes(tiny_models[LLAMA])) * NUM_DEVICES
+    config = emulated_config(4 * weight_bytes(tiny_models[LLAMA])) * NUM_DEVICES
     asked = [(LLAMA, text) for _, text in prompts(6, seed=3)]
     with private_daemon(config + '[scheduling]\npolicy = "aegaeon"\n', tmp_path) as daemon:
         daemon.add_model(LLAMA, tiny_models[LLAMA], **LOAD_OPTIONS)

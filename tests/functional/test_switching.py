@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from gpupool_cli.bench_rig import weight_bytes
 from tests.functional.instance_peer import InstancePeer
 
 MAX_TOKENS = 24
@@ -21,7 +22,7 @@ _MODELS = ("tiny-llama", "tiny-mixtral", "tiny-qwen2", "tiny-qwen3")
 @pytest.fixture(scope="module")
 def peer(tiny_models: dict[str, Path]) -> Iterator[InstancePeer]:
     """A device that holds the weights of one and a half models, turns of at most 50 ms."""
-    sizes = [_weight_bytes(tiny_models[name]) for name in _MODELS]
+    sizes = [weight_bytes(tiny_models[name]) for name in _MODELS]
     peer = InstancePeer(int(1.5 * max(sizes)), kv_host_bytes=64 << 20, quota_max_s=0.05)
     for name in _MODELS:
         peer.load(name, tiny_models[name], max_model_len=512)
@@ -88,7 +89,7 @@ def test_a_cancelled_request_frees_its_kv_at_once(peer: InstancePeer) -> None:
 def test_answers_survive_a_full_host_cache(tiny_models: dict[str, Path]) -> None:
     """Paused KV that fits nowhere is recomputed: slower, never wrong."""
     names = ("tiny-llama", "tiny-qwen3")
-    largest = max(_weight_bytes(tiny_models[name]) for name in names)
+    largest = max(weight_bytes(tiny_models[name]) for name in names)
     peer = InstancePeer(int(1.3 * largest), kv_host_bytes=128 << 10, quota_max_s=0.02)
     try:
         for name in names:
@@ -150,7 +151,3 @@ def prompt(index: int) -> list[int]:
     """A prompt of token ids, long enough to span KV blocks."""
     rng = random.Random(index)
     return [rng.randrange(300, 1900) for _ in range(20 + 35 * index)]
-
-
-def _weight_bytes(checkpoint: Path) -> int:
-    return sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))

@@ -16,6 +16,7 @@ from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instance import Instance
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
+from tests.unit.pool.loaded import loaded
 
 PER_MODEL, IN_ALL = 3, 7
 MODELS = ("a", "b", "c")
@@ -126,7 +127,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         device.has.clear()
         self.dispatcher.instance_up(device)
         for name in MODELS:
-            self.dispatcher.host(Targets(1.0, 0.1), _loaded(name), None, device)
+            self.dispatcher.host(Targets(1.0, 0.1), loaded(name), None, device)
 
     @rule(which=st.sampled_from(MODELS), count=st.integers(1, 6), ago_s=st.floats(0, 3))
     def arrive(self, which: str, count: int, ago_s: float) -> None:
@@ -248,21 +249,6 @@ class DroppingMachine(AdmissionMachine):
     """The same where requests are dropped that it is too late for."""
 
     drop_late = True
-
-
-def _loaded(name: str) -> m.LoadedModel:
-    return m.LoadedModel(
-        name=name,
-        architecture="",
-        max_model_len=100,
-        dtype="float32",
-        block_size=32,
-        num_gpu_blocks=100,
-        weight_bytes=1 << 20,
-        kv_bytes_per_token=100,
-        supported_tasks=("generate",),
-        load_s=1.0,
-    )
 
 
 AdmissionMachine.TestCase.settings = settings(

@@ -16,12 +16,12 @@ from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instance import Instance
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
+from tests.unit.pool.loaded import WEIGHT_BYTES, loaded
 
 LIMIT_S = 10.0
 SWEEP_S = 1.0
 MODELS = ("one", "two")
 NUM_INSTANCES = 2
-WEIGHT_BYTES = 1 << 20
 
 
 class Nothing:
@@ -112,7 +112,7 @@ class Pool:
         )
         self.dispatcher.instance_up(instance)
         for name in MODELS:
-            self.dispatcher.host(Targets(), _loaded(name), None, instance)
+            self.dispatcher.host(Targets(), loaded(name), None, instance)
 
     def die(self, number: int, blamed: int | None) -> None:
         if number not in self.up:
@@ -165,21 +165,6 @@ class Pool:
         live = {one.request_id for one in self.dispatcher.live.all()}
         assert live == set(self.clients.heard_s)
         self.dispatcher.scheduler.check_state()
-
-
-def _loaded(name: str) -> m.LoadedModel:
-    return m.LoadedModel(
-        name=name,
-        architecture="",
-        max_model_len=100,
-        dtype="float32",
-        block_size=32,
-        num_gpu_blocks=100,
-        weight_bytes=WEIGHT_BYTES,
-        kv_bytes_per_token=100,
-        supported_tasks=("generate",),
-        load_s=1.0,
-    )
 
 
 MODEL = st.integers(0, len(MODELS) - 1)

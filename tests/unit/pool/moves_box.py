@@ -22,6 +22,7 @@ from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instance import Instance
 from gpupoold.scheduling.policies.named import make_policy
 from gpupoold.wire import messages as m
+from tests.unit.pool.loaded import loaded
 
 MODELS = ("llama", "mixtral")
 
@@ -245,7 +246,7 @@ class Box:
         )
         self.dispatcher.instance_up(instance)
         for name in MODELS:
-            self.dispatcher.host(Targets(), _loaded(name), None, instance)
+            self.dispatcher.host(Targets(), loaded(name), None, instance)
 
     def die(self, number: int, num_heard: int = 1_000) -> None:
         """An instance ends. So many of the messages that it had sent are still heard."""
@@ -365,18 +366,3 @@ def _is_end_of(message: m.Message, request_id: str) -> bool:
             ended = [one.request_id for one in message.progress if one.finish_reason]
             return request_id in ended
     return False
-
-
-def _loaded(name: str) -> m.LoadedModel:
-    return m.LoadedModel(
-        name=name,
-        architecture="",
-        max_model_len=100,
-        dtype="float32",
-        block_size=32,
-        num_gpu_blocks=100,
-        weight_bytes=1 << 20,
-        kv_bytes_per_token=100,
-        supported_tasks=("generate",),
-        load_s=1.0,
-    )

@@ -16,9 +16,9 @@ from gpupoold.pool.instance import Instance
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.scheduling.state import Request
 from gpupoold.wire import messages as m
+from tests.unit.pool.loaded import WEIGHT_BYTES, loaded
 
 NAME = "llama"
-WEIGHT_BYTES = 1 << 20
 
 
 class Cold:
@@ -76,7 +76,7 @@ class Bench:
             0, 1, device_bytes, 4096, 1e9, "0.32.0", kv_host_bytes=kv_host_bytes
         )
         self.dispatcher.instance_up(self.instance)
-        self.dispatcher.host(Targets(), _loaded(NAME), None, self.instance)
+        self.dispatcher.host(Targets(), loaded(NAME), None, self.instance)
 
     def ask(self, request_id: str, arrival_s: float | None = None) -> None:
         arrival_s = time.monotonic() if arrival_s is None else arrival_s
@@ -94,21 +94,6 @@ class Bench:
 @pytest.fixture
 def bench(history: History) -> Bench:
     return Bench(history)
-
-
-def _loaded(name: str) -> m.LoadedModel:
-    return m.LoadedModel(
-        name=name,
-        architecture="",
-        max_model_len=100,
-        dtype="float32",
-        block_size=32,
-        num_gpu_blocks=100,
-        weight_bytes=WEIGHT_BYTES,
-        kv_bytes_per_token=100,
-        supported_tasks=("generate",),
-        load_s=1.0,
-    )
 
 
 async def test_a_warm_model_is_scheduled_at_once(bench: Bench) -> None:
@@ -217,7 +202,7 @@ async def test_a_model_that_is_removed_takes_them_along(bench: Bench) -> None:
 
 
 async def test_an_instance_that_has_the_model_no_more(bench: Bench) -> None:
-    bench.dispatcher.host(Targets(), _loaded(NAME), None, bench.instance)  # anew: no second route
+    bench.dispatcher.host(Targets(), loaded(NAME), None, bench.instance)  # anew: no second route
     assert bench.dispatcher.routes[NAME] == [bench.instance]
     bench.dispatcher.unhost(NAME, bench.instance)
     bench.dispatcher.unhost(NAME, bench.instance)

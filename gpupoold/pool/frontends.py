@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable
 
 from gpupoold.config import Settings
 from gpupoold.errors import Failed, GpupoolError, error_from_code
-from gpupoold.pool.backoff import Backoff
 from gpupoold.pool.blame import Death, death_of
 from gpupoold.pool.child import Child
 from gpupoold.pool.forks import ForkServer
+from gpupoold.pool.restarts import keep_running
 from gpupoold.pool.watchdog import Watch
 from gpupoold.process import as_words
 from gpupoold.wire import messages as m
@@ -69,7 +69,7 @@ class FrontendSupervisor:
 
     def start(self) -> None:
         """Start the process; ``on_up`` is called whenever one is ready."""
-        self._keep(self._keep_running(), "frontend")
+        self._keep(keep_running("the frontend", self._run_once), "frontend")
 
     async def stop(self) -> None:
         """Stop the process; open streams get the grace time."""
@@ -103,21 +103,6 @@ class FrontendSupervisor:
             raise Failed(f"{model.name}: the frontend did not mount its API in time") from None
         finally:
             self._serving.pop(call_id, None)
-
-    async def _keep_running(self) -> None:
-        backoff = Backoff()
-        while True:
-            started_s = time.monotonic()
-            is_excused = False
-            try:
-                is_excused = await self._run_once()
-            except OSError as error:
-                _logger.error("the frontend could not be started: %s", error)
-            except Exception:
-                _logger.exception("following the frontend failed")
-            wait_s = backoff.after(time.monotonic() - started_s, is_excused=is_excused)
-            _logger.info("the frontend restarts in %g s", wait_s)
-            await asyncio.sleep(wait_s)
 
     async def _run_once(self) -> bool:
         """One life of the process; whether it had come up, and somebody else ended it."""

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 from gpupoold.config import Settings
 from gpupoold.errors import Failed, TimedOut, Unavailable, error_from_code
-from gpupoold.pool.backoff import Backoff
 from gpupoold.pool.blame import Death, death_of
 from gpupoold.pool.child import Child, execute
 from gpupoold.pool.forks import ForkServer
@@ -20,6 +19,7 @@ from gpupoold.pool.image_cache import CachedImage
 from gpupoold.pool.instance import Instance
 from gpupoold.pool.instance_launch import arguments_of, module_of
 from gpupoold.pool.oom_kills import OomKills
+from gpupoold.pool.restarts import keep_running
 from gpupoold.pool.watchdog import Watch
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import ChannelClosed
@@ -71,7 +71,12 @@ class InstanceSupervisor:
     def start(self) -> None:
         """Start every instance; ``on_up`` is called for each when it is ready."""
         self._tasks = [
-            asyncio.create_task(self._keep_running(instance), name=f"instance-{instance.number}")
+            asyncio.create_task(
+                keep_running(
+                    f"instance {instance.number}", functools.partial(self._run_once, instance)
+                ),
+                name=f"instance-{instance.number}",
+            )
             for instance in self.instances
         ]
 
@@ -255,23 +260,8 @@ class InstanceSupervisor:
                 "see `gpupool logs`",
             ) from None
 
-    async def _keep_running(self, instance: Instance) -> None:
-        backoff = Backoff()
-        while True:
-            started_s = time.monotonic()
-            is_excused = False
-            try:
-                death = await self._run_once(instance)
-                is_excused = instance.has_come_up and not death.is_at_fault
-            except OSError as error:
-                _logger.error("instance %d could not be started: %s", instance.number, error)
-            except Exception:
-                _logger.exception("following instance %d failed", instance.number)
-            wait_s = backoff.after(time.monotonic() - started_s, is_excused=is_excused)
-            _logger.info("instance %d restarts in %g s", instance.number, wait_s)
-            await asyncio.sleep(wait_s)
-
-    async def _run_once(self, instance: Instance) -> Death:
+    async def _run_once(self, instance: Instance) -> bool:
+        """One life of a process; whether it had come up, and somebody else ended it."""
         instance.state, instance.has_come_up = "starting", False
         log_path = self._settings.paths.log_dir / f"instance-{instance.number}.log"
         child: Child[m.FromInstance] = await Child.start(
@@ -298,7 +288,7 @@ class InstanceSupervisor:
         self._forget(instance, f"instance {instance.number} ended ({death.reason})")
         _logger.error("instance %d ended (%s); see %s", instance.number, death.reason, log_path)
         await self._on_down(instance, death, loading)
-        return death
+        return instance.has_come_up and not death.is_at_fault
 
     def end(self, instance: Instance, reason: str) -> None:
         """Kill the process that runs; it is replaced, and ``reason`` is what people are told."""

@@ -29,8 +29,9 @@ from gpupoold.config import Settings, load_settings
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.listeners import admin_listener, http_listener
 from gpupoold.logging_setup import start_logging
+from gpupoold.pool.parked_images import PREFIX as IMAGE_PREFIX
 from gpupoold.pool.pool import Pool, build_pool
-from gpupoold.systemd import Environment, Inherited, Notifier, take_environment
+from gpupoold.systemd import Environment, FdStore, Inherited, Notifier, take_environment
 
 _logger = logging.getLogger("gpupoold")
 
@@ -67,7 +68,8 @@ async def serve(settings: Settings, environment: Environment) -> None:
         database = await Database.open(settings.paths.state_dir / DATABASE_NAME)
         await stack.enter_async_context(database)
         history = await stack.enter_async_context(_running_history(database, settings))
-        pool = build_pool(settings, Registry(database), history, listener)
+        fd_store = FdStore(notifier, inherited.named(IMAGE_PREFIX))
+        pool = build_pool(settings, Registry(database), history, listener, fd_store)
         admin = admin_listener(settings.paths.runtime_dir, inherited.socket)
         await stack.enter_async_context(_running_admin(pool, stack.enter_context(admin)))
         inherited.close()

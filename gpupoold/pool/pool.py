@@ -32,15 +32,18 @@ from gpupoold.pool.engine_environment import engine_environment
 from gpupoold.pool.forks import ForkServer
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.image_cache import ImageCache
+from gpupoold.pool.image_keys import ImageKeys
 from gpupoold.pool.instance import Instance
 from gpupoold.pool.instance_control import InstanceControl
 from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.lifecycle import ModelLifecycle
+from gpupoold.pool.parked_images import ParkedImages
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.stimulus_file import Header, lines
 from gpupoold.pool.ticker import tick
 from gpupoold.pool.watchdog import Watchdog
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
+from gpupoold.systemd import FdStore
 
 _logger = logging.getLogger(__name__)
 _CHECK_INTERVAL_S = 5.0
@@ -262,7 +265,11 @@ class Pool:
 
 
 def build_pool(
-    settings: Settings, registry: Registry, history: History, listener: socket.socket
+    settings: Settings,
+    registry: Registry,
+    history: History,
+    listener: socket.socket,
+    fd_store: FdStore,
 ) -> Pool:
     """Wire the parts together; nothing is started yet."""
     scheduling = settings.scheduling
@@ -270,7 +277,9 @@ def build_pool(
     dispatcher = Dispatcher(settings.limits, history, policy, _roles(settings))
     cache = ImageCache(settings.memory.model_cache_bytes)
     images_dir = settings.paths.state_dir / "images"
-    saved = SavedImages(images_dir, settings.memory.image_files_bytes)
+    keys = ImageKeys()
+    saved = SavedImages(images_dir, settings.memory.image_files_bytes, keys)
+    cache.shelf = parked = ParkedImages(fd_store, keys)
 
     forks = ForkServer(settings, engine_environment(settings), _preloaded(settings))
     supervisor = InstanceSupervisor(
@@ -280,7 +289,9 @@ def build_pool(
         lambda instance: lifecycle.instance_up(instance),
         lambda *ended: lifecycle.instance_down(*ended),
     )
-    lifecycle = ModelLifecycle(settings, registry, history, dispatcher, supervisor, cache, saved)
+    lifecycle = ModelLifecycle(
+        settings, registry, history, dispatcher, supervisor, cache, saved, parked
+    )
     frontend = FrontendSupervisor(
         settings,
         forks,

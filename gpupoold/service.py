@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -31,19 +32,24 @@ from gpupoold.listeners import admin_listener, http_listener
 from gpupoold.logging_setup import start_logging
 from gpupoold.pool.parked_images import PREFIX as IMAGE_PREFIX
 from gpupoold.pool.pool import Pool, build_pool
+from gpupoold.service_manager import Reloads, informed
 from gpupoold.systemd import Environment, FdStore, Inherited, Notifier, take_environment
 
 _logger = logging.getLogger("gpupoold")
 
+_KILLING_S = 30.0
+
 
 def main() -> None:
     """Run the daemon until a signal ends it."""
+    faulthandler.enable()  # the watchdog ends a daemon that hangs by SIGABRT: tell where it was
     arguments = _parse()
     try:
         settings = load_settings(arguments.config)
         _prepare_folders(settings)
         start_logging(settings)
-        asyncio.run(serve(settings, take_environment(os.environ, os.getpid())))
+        environment = take_environment(os.environ, os.getpid())
+        asyncio.run(serve(settings, environment, arguments.config))
     except GpupoolError as error:
         print(f"gpupoold: {error.message}", file=sys.stderr)
         if error.hint:
@@ -51,8 +57,10 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
 
 
-async def serve(settings: Settings, environment: Environment) -> None:
+async def serve(settings: Settings, environment: Environment, config: Path | None) -> None:
     """Everything the daemon does, in order; what was started stops in reverse.
+
+    ``config`` is the file that a reload reads, None for the usual one.
 
     Raises:
         GpupoolError: the state folder, a socket or the database cannot be used.
@@ -76,10 +84,36 @@ async def serve(settings: Settings, environment: Environment) -> None:
         await stack.enter_async_context(_running_pool(pool))
         _logger.info("gpupoold %s serves at %s", __version__, pool.http_url)
         history.record_event("info", "daemon_started", "gpupoold", f"version {__version__}")
-        notifier.ready()
-        await stop.wait()
+        health = pool.health
+        async with (
+            _reloading_on_hangup(Reloads(notifier, lambda: _reload(config))),
+            informed(notifier, environment.watchdog_s, health.summary, health.complaint),
+        ):
+            notifier.ready()
+            await stop.wait()
         _logger.info("stopping")
-        notifier.stopping(2 * settings.limits.stop_grace_s)
+        notifier.stopping(_stop_limit_s(settings))
+
+
+@contextlib.asynccontextmanager
+async def _reloading_on_hangup(reloads: Reloads) -> AsyncIterator[None]:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloads.ask)
+    try:
+        yield
+    finally:
+        await reloads.stop()
+
+
+async def _reload(config: Path | None) -> None:
+    """Check the configuration; what it changes counts from the next start."""
+    load_settings(config)
+    _logger.info("the configuration is right; a restart applies what has changed in it")
+
+
+def _stop_limit_s(settings: Settings) -> float:
+    """How long stopping can take: the frontend has the grace time, then the instances, and
+    who has not left by then is killed."""
+    return 2 * settings.limits.stop_grace_s + _KILLING_S
 
 
 @contextlib.asynccontextmanager

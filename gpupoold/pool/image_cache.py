@@ -87,10 +87,17 @@ class ImageCache:
         self._reserved_bytes.pop(model, None)
 
     def put(self, model: str, fd: int, digest: str, canary: tuple[int, ...] = ()) -> CachedImage:
-        """Keep the image behind ``fd``, which the cache owns from now on, in the room for it."""
-        self.drop(model)
+        """Keep the image behind ``fd``, which the cache owns from now on, in the room for it.
+
+        The one that the model has is kept if it is the same.
+        """
         self.release(model)
+        old = self._images.get(model)
         image = CachedImage(fd, os.fstat(fd).st_size, digest, canary)
+        if old is not None and _is_same(old, image):
+            os.close(fd)
+            return old
+        self.drop(model)
         self._images[model] = image
         if self.shelf is not None:
             self.shelf.park(model, image)
@@ -142,3 +149,8 @@ class ImageCache:
         image = images.pop(model, None)
         if image is not None:
             os.close(image.fd)
+
+
+def _is_same(one: CachedImage, other: CachedImage) -> bool:
+    is_alike = (one.digest, one.canary) == (other.digest, other.canary)
+    return is_alike and os.path.sameopenfile(one.fd, other.fd)

@@ -369,7 +369,6 @@ class ModelLifecycle:
         """A model could not be loaded on an instance; without another one it has failed."""
         if await self._registry.get(name) is None:
             return  # removed meanwhile
-        _logger.error("%s could not be loaded: %s", name, error)
         self._event("error", "model_failed", name, str(error))
         if not self._dispatcher.routes.get(name):
             self._dispatcher.fail_model(name, f"{name} could not be loaded: {error}")

@@ -31,6 +31,7 @@ from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.engine_environment import engine_environment
 from gpupoold.pool.forks import ForkServer
 from gpupoold.pool.frontends import FrontendSupervisor
+from gpupoold.pool.health import Health
 from gpupoold.pool.image_cache import ImageCache
 from gpupoold.pool.image_keys import ImageKeys
 from gpupoold.pool.instance import Instance
@@ -68,6 +69,7 @@ class Pool:
     saved: SavedImages
     cache_control: CacheControl
     instances: InstanceControl
+    health: Health
     http_url: str
     stopping: bool = False
     _started_s: float = field(default_factory=time.monotonic)
@@ -83,6 +85,7 @@ class Pool:
             *(watchdog.look for watchdog in self._watchdogs()),
             self.dispatcher.end_overdue,
             self.dispatcher.tick,
+            self.health.look,
         )
         self._tasks = [
             asyncio.create_task(self._check_when_idle(), name="check-core"),
@@ -318,6 +321,7 @@ def build_pool(
         saved,
         CacheControl(registry, lifecycle, dispatcher.live, cache, saved),
         InstanceControl(settings.limits, dispatcher, supervisor.instances),
+        Health(dispatcher, supervisor, settings.limits.token_timeout_s),
         f"http://{shown}:{port}",
     )
 

@@ -1,0 +1,93 @@
+"""Keeping the service manager informed: the watchdog, the status line, reloads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from gpupoold.systemd import Notifier
+
+_logger = logging.getLogger(__name__)
+
+_STATUS_INTERVAL_S = 5.0
+# As sd_watchdog_enabled(3) advises: at least twice in the time.
+_PINGS_PER_TIMEOUT = 3
+
+
+@contextlib.asynccontextmanager
+async def informed(
+    notifier: Notifier,
+    watchdog_s: float | None,
+    summary: Callable[[], str],
+    complaint: Callable[[float], str],
+) -> AsyncIterator[None]:
+    """Tell the service manager how the daemon is, inside; it ends a daemon that does not say
+    for ``watchdog_s`` that it is well (None: it does not).
+
+    ``complaint`` is given the monotonic time and says why the daemon is not well, or nothing.
+    It is asked from the event loop, so one that does not turn is not well either.
+    """
+    if not notifier.is_heard:
+        yield
+        return
+    task = asyncio.create_task(_inform(notifier, watchdog_s, summary, complaint), name="informing")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def _inform(
+    notifier: Notifier,
+    watchdog_s: float | None,
+    summary: Callable[[], str],
+    complaint: Callable[[float], str],
+) -> None:
+    interval_s = _STATUS_INTERVAL_S
+    if watchdog_s is not None:
+        interval_s = min(interval_s, watchdog_s / _PINGS_PER_TIMEOUT)
+    told = ""
+    while True:
+        problem = complaint(time.monotonic())
+        if problem and problem != told:
+            _logger.error("the watchdog is not fed: %s", problem)
+        told = problem
+        if not problem:
+            notifier.is_well()
+        notifier.status(f"stuck: {problem}" if problem else summary())
+        await asyncio.sleep(interval_s)
+
+
+class Reloads:
+    """Reads the configuration again when asked to, once at a time, and says so."""
+
+    def __init__(self, notifier: Notifier, reload: Callable[[], Awaitable[None]]) -> None:
+        """``reload`` may raise: the daemon goes on with what it had."""
+        self._notifier = notifier
+        self._reload = reload
+        self._is_asked = False
+        self._task: asyncio.Task[None] | None = None
+
+    def ask(self) -> None:
+        """Reload, and once more if that is under way: the file may have changed meanwhile."""
+        self._is_asked = True
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name="reload")
+
+    async def stop(self) -> None:
+        """Wait for a reload that is under way."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        while self._is_asked:
+            self._is_asked = False
+            with self._notifier.reloading():
+                try:
+                    await self._reload()
+                except Exception as error:
+                    _logger.error("the reload failed, nothing was changed: %s", error)

@@ -85,6 +85,13 @@ systemctl reload gpupoold
 sleep 2
 [[ $(show MainPID) == "$pid" && $(show ActiveState) == active ]] || fail "not the same process"
 journalctl -u gpupoold --no-pager -n 3 -o cat
+cp /etc/gpupool/gpupool.toml /tmp/right.toml
+echo 'wrong = 1' >>/etc/gpupool/gpupool.toml
+systemctl reload gpupoold || true
+sleep 2
+[[ $(show MainPID) == "$pid" && $(show ActiveState) == active ]] || fail "a wrong file ended it"
+cp /tmp/right.toml /etc/gpupool/gpupool.toml
+journalctl -u gpupoold --no-pager -n 2 -o cat
 
 step "kill -9"
 echo "kept descriptors: $(show NFileDescriptorStore)"
@@ -130,7 +137,7 @@ pgrep -u gpupool -a && fail "processes are left"
 
 step "socket activation"
 began=$(now_ms)
-gpupool status | head -n 3
+gpupool status
 echo "answered after $(($(now_ms) - began)) ms"
 [[ $(show ActiveState) == active ]] || fail "not started by its socket"
 

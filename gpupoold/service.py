@@ -32,7 +32,7 @@ from gpupoold.listeners import admin_listener, http_listener
 from gpupoold.logging_setup import start_logging
 from gpupoold.pool.parked_images import PREFIX as IMAGE_PREFIX
 from gpupoold.pool.pool import Pool, build_pool
-from gpupoold.service_manager import Reloads, informed
+from gpupoold.service_manager import informed
 from gpupoold.systemd import Environment, FdStore, Inherited, Notifier, take_environment
 
 _logger = logging.getLogger("gpupoold")
@@ -48,8 +48,7 @@ def main() -> None:
         settings = load_settings(arguments.config)
         _prepare_folders(settings)
         start_logging(settings)
-        environment = take_environment(os.environ, os.getpid())
-        asyncio.run(serve(settings, environment, arguments.config))
+        asyncio.run(serve(settings, take_environment(os.environ, os.getpid())))
     except GpupoolError as error:
         print(f"gpupoold: {error.message}", file=sys.stderr)
         if error.hint:
@@ -57,10 +56,8 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
 
 
-async def serve(settings: Settings, environment: Environment, config: Path | None) -> None:
+async def serve(settings: Settings, environment: Environment) -> None:
     """Everything the daemon does, in order; what was started stops in reverse.
-
-    ``config`` is the file that a reload reads, None for the usual one.
 
     Raises:
         GpupoolError: the state folder, a socket or the database cannot be used.
@@ -85,29 +82,11 @@ async def serve(settings: Settings, environment: Environment, config: Path | Non
         _logger.info("gpupoold %s serves at %s", __version__, pool.http_url)
         history.record_event("info", "daemon_started", "gpupoold", f"version {__version__}")
         health = pool.health
-        async with (
-            _reloading_on_hangup(Reloads(notifier, lambda: _reload(config))),
-            informed(notifier, environment.watchdog_s, health.summary, health.complaint),
-        ):
+        async with informed(notifier, environment.watchdog_s, health.summary, health.complaint):
             notifier.ready()
             await stop.wait()
         _logger.info("stopping")
         notifier.stopping(_stop_limit_s(settings))
-
-
-@contextlib.asynccontextmanager
-async def _reloading_on_hangup(reloads: Reloads) -> AsyncIterator[None]:
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloads.ask)
-    try:
-        yield
-    finally:
-        await reloads.stop()
-
-
-async def _reload(config: Path | None) -> None:
-    """Check the configuration; what it changes counts from the next start."""
-    load_settings(config)
-    _logger.info("the configuration is right; a restart applies what has changed in it")
 
 
 def _stop_limit_s(settings: Settings) -> float:

@@ -1,4 +1,4 @@
-"""Keeping the service manager informed: the watchdog, the status line, reloads."""
+"""Keeping the service manager informed: the watchdog and the status line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 from gpupoold.systemd import Notifier
 
@@ -60,34 +60,3 @@ async def _inform(
             notifier.is_well()
         notifier.status(f"stuck: {problem}" if problem else summary())
         await asyncio.sleep(interval_s)
-
-
-class Reloads:
-    """Reads the configuration again when asked to, once at a time, and says so."""
-
-    def __init__(self, notifier: Notifier, reload: Callable[[], Awaitable[None]]) -> None:
-        """``reload`` may raise: the daemon goes on with what it had."""
-        self._notifier = notifier
-        self._reload = reload
-        self._is_asked = False
-        self._task: asyncio.Task[None] | None = None
-
-    def ask(self) -> None:
-        """Reload, and once more if that is under way: the file may have changed meanwhile."""
-        self._is_asked = True
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run(), name="reload")
-
-    async def stop(self) -> None:
-        """Wait for a reload that is under way."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
-
-    async def _run(self) -> None:
-        while self._is_asked:
-            self._is_asked = False
-            with self._notifier.reloading():
-                try:
-                    await self._reload()
-                except Exception as error:
-                    _logger.error("the reload failed, nothing was changed: %s", error)

@@ -140,9 +140,7 @@ class History:
         event = self._events.publish(self._now(), level, kind, subject, message)
         fields = {"event_kind": kind, "event_subject": subject}
         text = "%s %s: %s"
-        _event_log.log(
-            _LOG_LEVELS[level], text, kind, subject, message, extra=fields, stacklevel=2
-        )
+        _event_log.log(_LOG_LEVELS[level], text, kind, subject, message, extra=fields, stacklevel=2)
         self._record(EVENTS, event.id, event)
         return event
 

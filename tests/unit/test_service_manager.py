@@ -1,4 +1,4 @@
-"""When the watchdog is fed, and what a reload says."""
+"""When the watchdog is fed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.service_manager import Reloads, informed
+from gpupoold.service_manager import informed
 from gpupoold.systemd import Notifier
 from tests.service_manager import FakeManager
 
@@ -55,38 +55,3 @@ async def test_without_a_manager_nobody_is_asked() -> None:
 
     async with informed(Notifier(), 0.03, ask, ask):
         await asyncio.sleep(0)
-
-
-async def test_reloads_come_one_after_the_other(manager: FakeManager) -> None:
-    running, runs = 0, 0
-    may_end = asyncio.Event()
-
-    async def reload() -> None:
-        nonlocal running, runs
-        running, runs = running + 1, runs + 1
-        assert running == 1
-        await may_end.wait()
-        running -= 1
-
-    reloads = Reloads(Notifier(manager.address), reload)
-    reloads.ask()
-    await until_sent(manager, "RELOADING")
-    for _ in range(3):
-        reloads.ask()
-    may_end.set()
-    await reloads.stop()
-    assert runs == 2  # the second has seen whatever came meanwhile
-    await until_sent(manager, "READY", 2)
-
-
-async def test_a_reload_that_fails_ends_all_the_same(
-    manager: FakeManager, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def reload() -> None:
-        raise ValueError("on purpose")
-
-    reloads = Reloads(Notifier(manager.address), reload)
-    reloads.ask()
-    await reloads.stop()
-    await until_sent(manager, "READY")
-    assert "the reload failed, nothing was changed: on purpose" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from gpupoold.config import Settings
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.instances import InstanceSupervisor
 
@@ -17,11 +18,11 @@ class Health:
     """Hears of every round in which workers and requests were looked after."""
 
     def __init__(
-        self, dispatcher: Dispatcher, supervisor: InstanceSupervisor, token_timeout_s: float
+        self, dispatcher: Dispatcher, supervisor: InstanceSupervisor, settings: Settings
     ) -> None:
         self._dispatcher = dispatcher
         self._supervisor = supervisor
-        self._token_timeout_s = token_timeout_s
+        self._settings = settings
         self._round_s = time.monotonic()
 
     def look(self, now_s: float) -> None:
@@ -36,7 +37,7 @@ class Health:
         late_s = now_s - self._round_s
         if late_s > _ROUND_TIMEOUT_S:
             return f"workers and requests have not been looked after for {late_s:.0f} s"
-        limit_s = self._token_timeout_s + _OVERDUE_S
+        limit_s = self._settings.limits.token_timeout_s + _OVERDUE_S
         stuck = self._dispatcher.live.silent_since(now_s - limit_s)
         if stuck:
             first = stuck[0]

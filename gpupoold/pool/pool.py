@@ -321,7 +321,7 @@ def build_pool(
         saved,
         CacheControl(registry, lifecycle, dispatcher.live, cache, saved),
         InstanceControl(settings.limits, dispatcher, supervisor.instances),
-        Health(dispatcher, supervisor, settings.limits.token_timeout_s),
+        Health(dispatcher, supervisor, settings),
         f"http://{shown}:{port}",
     )
 

@@ -7,234 +7,58 @@ bytes and seconds whatever the file wrote; every problem in the file is a
 
 from __future__ import annotations
 
-import math
 import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from gpupoold.admin.paths import SYSTEM_RUNTIME_DIR, default_socket_path
 from gpupoold.config_errors import config_error
-from gpupoold.device_names import check_gpu, named_devices
+from gpupoold.config_sections import (
+    CUDA_RESERVE_BYTES,
+    DeviceSettings,
+    HistorySettings,
+    LimitSettings,
+    LogSettings,
+    MemorySettings,
+    PathSettings,
+    SchedulingSettings,
+    SecuritySettings,
+    ServerSettings,
+)
+from gpupoold.config_values import Section, as_tuple
+from gpupoold.device_names import named_devices
 from gpupoold.errors import ConfigError
-from gpupoold.units import format_bytes, parse_duration_s, parse_size_bytes
+from gpupoold.units import format_bytes
+
+__all__ = [
+    "CUDA_RESERVE_BYTES",
+    "DeviceSettings",
+    "LimitSettings",
+    "MemorySettings",
+    "ServerSettings",
+    "Settings",
+    "default_devices",
+    "known_keys",
+    "load_settings",
+    "parse_settings",
+]
 
 CONFIG_VARIABLE = "GPUPOOL_CONFIG"
 SYSTEM_CONFIG = Path("/etc/gpupool/gpupool.toml")
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
-
-GIB = 2**30
-EMULATED_DEVICE_BYTES = 2 * GIB
-CUDA_RESERVE_BYTES = 3 * GIB
-CUDA_GRANULARITY_BYTES = 2 * 2**20
-HOST_PAGE_BYTES = 4096
-
-
-def _size(value: object) -> object:
-    if isinstance(value, str):
-        return parse_size_bytes(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    raise ValueError('write a size such as "24GiB", or a whole number of bytes')
-
-
-def _duration(value: object) -> object:
-    if isinstance(value, str):
-        return parse_duration_s(value)
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    raise ValueError('write a duration such as "500ms" or "4s", or a number of seconds')
-
-
-def _path(value: object) -> object:
-    if isinstance(value, Path):
-        return value
-    if not isinstance(value, str) or not value:
-        raise ValueError("write a path as text")
-    try:
-        path = Path(value).expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"{value!r}: {error}") from error
-    if not path.is_absolute():
-        raise ValueError(f"{value!r} is relative; start it with / or ~")
-    return path
-
-
-def _list(value: object) -> object:
-    if isinstance(value, list | tuple):
-        return tuple(value)
-    raise ValueError("write a list")
-
-
-Size = Annotated[int, BeforeValidator(_size), Field(ge=0)]
-PositiveSize = Annotated[int, BeforeValidator(_size), Field(gt=0)]
-Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0)]
-AbsolutePath = Annotated[Path, BeforeValidator(_path)]
-Count = Annotated[int, Field(gt=0)]
-
-
-class Section(BaseModel):
-    """Base of all sections: immutable, strictly typed, unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class ServerSettings(Section):
-    """``[server]``: the public HTTP address. Port 0 takes a free one."""
-
-    host: str = Field(default="127.0.0.1", min_length=1)
-    port: int = Field(default=8000, ge=0, le=65535)
-    max_body_bytes: PositiveSize = Field(default=10_000_000, alias="max_body")
-
-
-class PathSettings(Section):
-    """``[paths]``: all absolute. Defaults depend on the user, see ``load_settings``.
-
-    ``workloads_dir`` is for ``gpupool simulate``; the daemon does not read it.
-    """
-
-    state_dir: AbsolutePath
-    runtime_dir: AbsolutePath
-    model_dirs: Annotated[tuple[AbsolutePath, ...], BeforeValidator(_list)]
-    log_dir: AbsolutePath
-    download_dir: AbsolutePath
-    workloads_dir: AbsolutePath | None = None
-
-
-class DeviceSettings(Section):
-    """One ``[[device]]``.
-
-    ``memory_bytes`` is the size of an emulated device's memory; on others it is a
-    cap, None for all of it. ``index`` is the CUDA ordinal, None on others. ``gpu``
-    is what a ``sim`` device simulates, None on others. ``page_bytes`` None lets the
-    instance choose.
-    """
-
-    kind: Literal["emulated", "cuda", "sim"]
-    memory_bytes: PositiveSize | None = Field(default=None, alias="memory")
-    index: int | None = Field(default=None, ge=0)
-    gpu: str | None = None
-    page_bytes: PositiveSize | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _emulated_size(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("kind") == "emulated":
-            return {"memory": EMULATED_DEVICE_BYTES} | data
-        return data
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.kind != "cuda" and self.index is not None:
-            raise ValueError('index is for kind = "cuda" only')
-        check_gpu(self.kind, self.gpu)
-        if self.kind == "sim" and self.page_bytes is not None:
-            raise ValueError('page_bytes is not for kind = "sim": it has no pages')
-        step = CUDA_GRANULARITY_BYTES if self.kind == "cuda" else HOST_PAGE_BYTES
-        if self.page_bytes is not None and self.page_bytes % step:
-            raise ValueError(
-                f"page_bytes must be a multiple of {format_bytes(step)} on a {self.kind} device"
-            )
-        return self
-
-
-class MemorySettings(Section):
-    """``[memory]``: host and disk budgets, and what stays free on a device for activations.
-
-    A model whose weights have been brought in ``canary_interval`` times has to give the answer
-    that it gave when it was loaded; 0: never.
-    """
-
-    model_cache_bytes: Size = Field(default=8 * GIB, alias="model_cache")
-    image_files_bytes: Size = Field(default=0, alias="image_files")
-    kv_host_bytes: Size = Field(default=2 * GIB, alias="kv_host")
-    reserve_bytes: Size | None = Field(default=None, alias="reserve")
-    canary_interval: int = Field(default=1000, ge=0)
-
-    def reserve_for(self, kind: str) -> int:
-        """Bytes to leave free on a device of this kind."""
-        if self.reserve_bytes is not None:
-            return self.reserve_bytes
-        return CUDA_RESERVE_BYTES if kind == "cuda" else 0
-
-
-class SchedulingSettings(Section):
-    """``[scheduling]``: ``quota_max_s`` is the longest turn of a model while others wait.
-
-    ``roles``: of the devices in their order; ``auto`` ones are the policy's to choose.
-    """
-
-    policy: Literal[
-        "gpupool",
-        "aegaeon",
-        "request-level",
-        "request-level-4",
-        "static",
-        "prefill-first",
-        "decode-first",
-    ] = "gpupool"
-    roles: (
-        Literal["auto"]
-        | Annotated[
-            tuple[Literal["auto", "prefill", "decode", "mixed"], ...], BeforeValidator(_list)
-        ]
-    ) = "auto"
-    quota_max_s: Duration = Field(default=4.0, alias="quota_max")
-
-
-class SecuritySettings(Section):
-    """``[security]``: both let a checkpoint run its own code in an instance."""
-
-    allow_remote_code: bool = False
-    allow_pickle: bool = False
-
-
-class HistorySettings(Section):
-    """``[history]``: rows kept per table; the oldest go first."""
-
-    max_requests: Count = 100_000
-    max_switches: Count = 100_000
-    max_events: Count = 10_000
-
-
-class LimitSettings(Section):
-    """``[limits]``: bounds of queues and of patience.
-
-    ``drop_late``: requests whose first token cannot come in time are not served.
-    """
-
-    max_live_requests_per_model: Count = 1024
-    max_live_requests: Count = 4096
-    drop_late: bool = False
-    load_timeout_s: Duration = Field(default=600.0, alias="load_timeout")
-    drain_timeout_s: Duration = Field(default=600.0, alias="drain_timeout")
-    stop_grace_s: Duration = Field(default=10.0, alias="stop_grace")
-    hang_timeout_s: Duration = Field(default=60.0, alias="hang_timeout")
-    token_timeout_s: Duration = Field(default=600.0, alias="token_timeout")
-
-
-class LogSettings(Section):
-    """``[log]``."""
-
-    level: Literal["debug", "info", "warning", "error"] = "info"
 
 
 class Settings(Section):
     """Everything the file can say. ``devices`` is never empty."""
 
     paths: PathSettings
-    devices: Annotated[tuple[DeviceSettings, ...], BeforeValidator(_list)] = Field(alias="device")
+    devices: Annotated[tuple[DeviceSettings, ...], BeforeValidator(as_tuple)] = Field(
+        alias="device"
+    )
     server: ServerSettings = ServerSettings()
     memory: MemorySettings = MemorySettings()
     scheduling: SchedulingSettings = SchedulingSettings()

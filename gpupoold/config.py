@@ -14,7 +14,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from gpupoold.admin.paths import SYSTEM_RUNTIME_DIR, default_socket_path
@@ -41,6 +48,7 @@ __all__ = [
     "DeviceSettings",
     "LimitSettings",
     "MemorySettings",
+    "RunningSettings",
     "ServerSettings",
     "Settings",
     "default_devices",
@@ -113,6 +121,29 @@ class Settings(Section):
                     f"{format_bytes(device.memory_bytes)}; lower it or raise device.memory",
                 )
         return self
+
+
+class RunningSettings(Settings):
+    """A daemon's settings: a reload of the configuration replaces sections of them.
+
+    Who holds them asks for a value when it is needed, or is told of changes.
+    """
+
+    model_config = ConfigDict(frozen=False)
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """The same settings, to run with."""
+        return cls.model_construct(**_fields(settings))
+
+    def take(self, settings: Settings) -> None:
+        """Be as ``settings`` are."""
+        for name, section in _fields(settings).items():
+            setattr(self, name, section)
+
+
+def _fields(settings: Settings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in type(settings).model_fields}
 
 
 def _at_key(key: str, message: str) -> PydanticCustomError:

@@ -13,12 +13,12 @@ from gpupoold.config import (
     chosen_path,
     examine,
     parse_settings,
-    parse_toml,
     read_text,
     with_device_tables,
 )
 from gpupoold.config_errors import Problem
 from gpupoold.config_lines import line_of, line_of_error, lines_of
+from gpupoold.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,13 @@ def parsed_file(text: str, path: Path | None) -> ConfigFile:
     """The file with this text.
 
     Raises:
-        ConfigError: it is not TOML, or says something wrong.
+        ConfigError: it is not TOML, or says something wrong; the message has all that is.
     """
-    raw = parse_toml(text, path or Path("defaults"))
+    problems = check_text(text)
+    if problems:
+        told = "; ".join(map(str, problems))
+        raise ConfigError(f"{path or 'defaults'}: {told}", "see `gpupool config check`")
+    raw = tomllib.loads(text)
     settings = parse_settings(raw, str(path or "defaults"))
     return ConfigFile(path, settings, frozenset(_written(with_device_tables(raw))))
 

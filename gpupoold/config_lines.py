@@ -68,9 +68,8 @@ def _header(written: object, found: dict[Place, int]) -> Place:
 
 
 def _note(written: object, place: Place, line: int, found: dict[Place, int]) -> None:
-    items = written.items() if isinstance(written, dict) else ()
     if isinstance(written, list):
-        items = enumerate(written)
-    for name, value in items:
+        written = dict(enumerate(written))
+    for name, value in written.items() if isinstance(written, dict) else ():
         found.setdefault((*place, name), line)
         _note(value, (*place, name), line, found)

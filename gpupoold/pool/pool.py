@@ -23,10 +23,10 @@ from gpupoold.admin.models import (
     Status,
 )
 from gpupoold.config import Settings
-from gpupoold.domain import Role
 from gpupoold.errors import Failed, Refused
 from gpupoold.pool import views
 from gpupoold.pool.cache_control import CacheControl
+from gpupoold.pool.configuration import Configuration
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.engine_environment import engine_environment
 from gpupoold.pool.forks import ForkServer
@@ -36,6 +36,7 @@ from gpupoold.pool.instance import Instance
 from gpupoold.pool.instance_control import InstanceControl
 from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.lifecycle import ModelLifecycle
+from gpupoold.pool.reload import Reloader, configured_roles
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.stimulus_file import Header, lines
 from gpupoold.pool.ticker import tick
@@ -65,6 +66,9 @@ class Pool:
     saved: SavedImages
     cache_control: CacheControl
     instances: InstanceControl
+    configuration: Configuration
+    reloader: Reloader
+    policy: Header
     http_url: str
     stopping: bool = False
     _started_s: float = field(default_factory=time.monotonic)
@@ -219,17 +223,17 @@ class Pool:
                 "the beginning of the core's log has been forgotten",
                 "ask sooner after the daemon's start",
             )
-        settings = self.settings.scheduling
-        header = Header(settings.policy, PolicyOptions(quota_max_s=settings.quota_max_s))
-        return lines(header, core.stimuli())
+        return lines(self.policy, core.stimuli())
 
     def _watchdogs(self) -> tuple[Watchdog[Instance], Watchdog[FrontendSupervisor]]:
-        limits = self.settings.limits
-        limits_s = (limits.hang_timeout_s, limits.load_timeout_s)
+        def limits_s() -> tuple[float, float]:
+            limits = self.settings.limits
+            return limits.hang_timeout_s, limits.load_timeout_s
+
         supervisor, frontend = self.supervisor, self.frontend
         return (
-            Watchdog(supervisor.instances, supervisor.end, *limits_s),
-            Watchdog([frontend], FrontendSupervisor.end, *limits_s),
+            Watchdog(supervisor.instances, supervisor.end, limits_s),
+            Watchdog([frontend], FrontendSupervisor.end, limits_s),
         )
 
     async def _check_when_idle(self) -> None:
@@ -262,12 +266,14 @@ class Pool:
 
 
 def build_pool(
-    settings: Settings, registry: Registry, history: History, listener: socket.socket
+    configuration: Configuration, registry: Registry, history: History, listener: socket.socket
 ) -> Pool:
     """Wire the parts together; nothing is started yet."""
-    scheduling = settings.scheduling
-    policy = make_policy(scheduling.policy, PolicyOptions(quota_max_s=scheduling.quota_max_s))
-    dispatcher = Dispatcher(settings.limits, history, policy, _roles(settings))
+    settings = configuration.settings
+    options = PolicyOptions(quota_max_s=settings.scheduling.quota_max_s)
+    header = Header(settings.scheduling.policy, options)
+    policy = make_policy(header.policy, header.options)
+    dispatcher = Dispatcher(settings.limits, history, policy, configured_roles(settings))
     cache = ImageCache(settings.memory.model_cache_bytes)
     images_dir = settings.paths.state_dir / "images"
     saved = SavedImages(images_dir, settings.memory.image_files_bytes)
@@ -292,6 +298,8 @@ def build_pool(
     dispatcher.frontend = frontend
     dispatcher.warmth = lifecycle.warmer
     lifecycle.loader.frontend = frontend
+    control = InstanceControl(settings.limits, dispatcher, supervisor.instances)
+    cache_control = CacheControl(registry, lifecycle, dispatcher.live, cache, saved)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     return Pool(
@@ -305,17 +313,13 @@ def build_pool(
         lifecycle,
         cache,
         saved,
-        CacheControl(registry, lifecycle, dispatcher.live, cache, saved),
-        InstanceControl(settings.limits, dispatcher, supervisor.instances),
+        cache_control,
+        control,
+        configuration,
+        Reloader(configuration, history, dispatcher, supervisor, frontend, control, cache_control),
+        header,
         f"http://{shown}:{port}",
     )
-
-
-def _roles(settings: Settings) -> list[Role | None]:
-    names = settings.scheduling.roles
-    if names == "auto":
-        return [None] * len(settings.devices)
-    return [None if name == "auto" else Role(name) for name in names]
 
 
 def _preloaded(settings: Settings) -> list[str]:

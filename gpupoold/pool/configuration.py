@@ -5,36 +5,30 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from gpupoold.admin.models_config import ChangeInfo, ConfigInfo, DiffInfo, SettingInfo
+from gpupoold.admin.models_config import ConfigInfo, DiffInfo
 from gpupoold.config import RunningSettings, Settings
 from gpupoold.config_file import ConfigFile, parsed_file, read_config_file
-from gpupoold.config_keys import Change, changes_between, settings_of
+from gpupoold.config_keys import changes_between
+from gpupoold.config_view import change_info, config_info
 
 
 class Configuration:
-    """What the daemon's configuration is, and what a file would make of it; one per daemon."""
+    """What the daemon's configuration is, and what a file would make of it; one per daemon.
+
+    ``path`` is that of the file it was read from last, None where there was none.
+    """
 
     def __init__(self, file: ConfigFile, named: Path | None = None) -> None:
         """``named``: the file that was asked for; None: whichever is found, see
         :func:`gpupoold.config.chosen_path`."""
         self._named = named
-        self._path = file.path
         self._written = file.written
+        self.path = file.path
         self.settings = RunningSettings.of(file.settings)
 
     def info(self) -> ConfigInfo:
         """All keys, with their values now."""
-        settings = [
-            SettingInfo(
-                key=one.key,
-                value=one.spelled,
-                is_hidden=one.is_hidden,
-                origin="file" if one.key in self._written else "default",
-                effect=one.effect.value,
-            )
-            for one in settings_of(self.settings)
-        ]
-        return ConfigInfo(path=_shown(self._path), settings=settings)
+        return config_info(self.settings, self.path, self._written)
 
     async def diff(self, text: str | None = None, name: str = "") -> DiffInfo:
         """What the ``text`` of a file called ``name`` would change; without one, the file.
@@ -44,7 +38,8 @@ class Configuration:
         """
         file = await self.read() if text is None else parsed_file(text, Path(name))
         changes = changes_between(self.settings, file.settings)
-        return DiffInfo(path=_shown(file.path), changes=[change_info(one) for one in changes])
+        path = None if file.path is None else str(file.path)
+        return DiffInfo(path=path, changes=[change_info(one) for one in changes])
 
     async def read(self) -> ConfigFile:
         """The file as it is now.
@@ -58,21 +53,5 @@ class Configuration:
         """Run with these settings: those of ``file``, as far as that is possible now."""
         waiting = {one.key for one in changes_between(settings, file.settings)}
         self._written = (file.written - waiting) | (self._written & waiting)
-        self._path = file.path
+        self.path = file.path
         self.settings.take(settings)
-
-
-def change_info(change: Change) -> ChangeInfo:
-    """A change as the admin API tells it."""
-    before, after = change.before, change.after
-    return ChangeInfo(
-        key=change.key,
-        before=before.spelled if before is not None else None,
-        after=after.spelled if after is not None else None,
-        is_hidden=any(side is not None and side.is_hidden for side in (before, after)),
-        effect=change.effect.value,
-    )
-
-
-def _shown(path: Path | None) -> str | None:
-    return None if path is None else str(path)

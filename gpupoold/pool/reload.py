@@ -19,10 +19,11 @@ from gpupoold.admin.models_config import ReloadInfo
 from gpupoold.config import Settings
 from gpupoold.config_keys import Change, changes_between, with_changes
 from gpupoold.config_values import Effect
+from gpupoold.config_view import change_info
 from gpupoold.domain import Role
 from gpupoold.errors import GpupoolError
 from gpupoold.pool.cache_control import CacheControl
-from gpupoold.pool.configuration import Configuration, change_info
+from gpupoold.pool.configuration import Configuration
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instance_control import InstanceControl
@@ -95,8 +96,9 @@ class Reloader:
         text = _summary(changed, waiting)
         _logger.info("the configuration was read again: %s", text)
         self._history.record_event("info", "config_reloaded", "gpupoold", text)
+        path = self._configuration.path
         return ReloadInfo(
-            path=self._configuration.info().path,
+            path=None if path is None else str(path),
             changed=[change_info(one) for one in changed],
             waiting=[change_info(one) for one in waiting],
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -31,14 +32,19 @@ from gpupoold.errors import Failed, GpupoolError
 from gpupoold.listeners import admin_listener, http_listener
 from gpupoold.logging_setup import start_logging
 from gpupoold.pool.configuration import Configuration
+from gpupoold.pool.parked_images import PREFIX as IMAGE_PREFIX
 from gpupoold.pool.pool import Pool, build_pool
-from gpupoold.systemd import Environment, Inherited, Notifier, take_environment
+from gpupoold.service_manager import informed
+from gpupoold.systemd import Environment, FdStore, Inherited, Notifier, take_environment
 
 _logger = logging.getLogger("gpupoold")
+
+_KILLING_S = 30.0
 
 
 def main() -> None:
     """Run the daemon until a signal ends it."""
+    faulthandler.enable()  # the watchdog ends a daemon that hangs by SIGABRT: tell where it was
     arguments = _parse()
     try:
         file = read_config_file(arguments.config)
@@ -74,7 +80,8 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
         database = await Database.open(settings.paths.state_dir / DATABASE_NAME)
         await stack.enter_async_context(database)
         history = await stack.enter_async_context(_running_history(database, settings))
-        pool = build_pool(configuration, Registry(database), history, listener)
+        fd_store = FdStore(notifier, inherited.named(IMAGE_PREFIX))
+        pool = build_pool(configuration, Registry(database), history, listener, fd_store)
         admin = admin_listener(settings.paths.runtime_dir, inherited.socket)
         await stack.enter_async_context(_running_admin(pool, stack.enter_context(admin)))
         inherited.close()
@@ -82,10 +89,18 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
         await stack.enter_async_context(_running_pool(pool))
         _logger.info("gpupoold %s serves at %s", __version__, pool.http_url)
         history.record_event("info", "daemon_started", "gpupoold", f"version {__version__}")
-        notifier.ready()
-        await stop.wait()
+        health = pool.health
+        async with informed(notifier, environment.watchdog_s, health.summary, health.complaint):
+            notifier.ready()
+            await stop.wait()
         _logger.info("stopping")
-        notifier.stopping(2 * settings.limits.stop_grace_s)
+        notifier.stopping(_stop_limit_s(settings))
+
+
+def _stop_limit_s(settings: Settings) -> float:
+    """How long stopping can take: the frontend has the grace time, then the instances, and
+    who has not left by then is killed."""
+    return 2 * settings.limits.stop_grace_s + _KILLING_S
 
 
 @contextlib.asynccontextmanager

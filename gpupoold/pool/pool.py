@@ -31,17 +31,21 @@ from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.engine_environment import engine_environment
 from gpupoold.pool.forks import ForkServer
 from gpupoold.pool.frontends import FrontendSupervisor
+from gpupoold.pool.health import Health
 from gpupoold.pool.image_cache import ImageCache
+from gpupoold.pool.image_keys import ImageKeys
 from gpupoold.pool.instance import Instance
 from gpupoold.pool.instance_control import InstanceControl
 from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.lifecycle import ModelLifecycle
+from gpupoold.pool.parked_images import ParkedImages
 from gpupoold.pool.reload import Reloader, configured_roles
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.stimulus_file import Header, lines
 from gpupoold.pool.ticker import tick
 from gpupoold.pool.watchdog import Watchdog
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
+from gpupoold.systemd import FdStore
 
 _logger = logging.getLogger(__name__)
 _CHECK_INTERVAL_S = 5.0
@@ -69,6 +73,7 @@ class Pool:
     configuration: Configuration
     reloader: Reloader
     policy: Header
+    health: Health
     http_url: str
     stopping: bool = False
     _started_s: float = field(default_factory=time.monotonic)
@@ -84,6 +89,7 @@ class Pool:
             *(watchdog.look for watchdog in self._watchdogs()),
             self.dispatcher.end_overdue,
             self.dispatcher.tick,
+            self.health.look,
         )
         self._tasks = [
             asyncio.create_task(self._check_when_idle(), name="check-core"),
@@ -266,7 +272,11 @@ class Pool:
 
 
 def build_pool(
-    configuration: Configuration, registry: Registry, history: History, listener: socket.socket
+    configuration: Configuration,
+    registry: Registry,
+    history: History,
+    listener: socket.socket,
+    fd_store: FdStore,
 ) -> Pool:
     """Wire the parts together; nothing is started yet."""
     settings = configuration.settings
@@ -276,7 +286,9 @@ def build_pool(
     dispatcher = Dispatcher(settings.limits, history, policy, configured_roles(settings))
     cache = ImageCache(settings.memory.model_cache_bytes)
     images_dir = settings.paths.state_dir / "images"
-    saved = SavedImages(images_dir, settings.memory.image_files_bytes)
+    keys = ImageKeys()
+    saved = SavedImages(images_dir, settings.memory.image_files_bytes, keys)
+    cache.shelf = parked = ParkedImages(fd_store, keys)
 
     forks = ForkServer(settings, engine_environment(settings), _preloaded(settings))
     supervisor = InstanceSupervisor(
@@ -286,7 +298,9 @@ def build_pool(
         lambda instance: lifecycle.instance_up(instance),
         lambda *ended: lifecycle.instance_down(*ended),
     )
-    lifecycle = ModelLifecycle(settings, registry, history, dispatcher, supervisor, cache, saved)
+    lifecycle = ModelLifecycle(
+        settings, registry, history, dispatcher, supervisor, cache, saved, parked
+    )
     frontend = FrontendSupervisor(
         settings,
         forks,
@@ -318,6 +332,7 @@ def build_pool(
         configuration,
         Reloader(configuration, history, dispatcher, supervisor, frontend, control, cache_control),
         header,
+        Health(dispatcher, supervisor),
         f"http://{shown}:{port}",
     )
 

@@ -29,6 +29,7 @@ from gpupoold.admin.app import build_app
 from gpupoold.config import Settings
 from gpupoold.config_file import read_config_file
 from gpupoold.errors import Failed, GpupoolError
+from gpupoold.hangup import hangup_handler
 from gpupoold.listeners import admin_listener, http_listener
 from gpupoold.logging_setup import start_logging
 from gpupoold.pool.configuration import Configuration
@@ -82,10 +83,13 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
         history = await stack.enter_async_context(_running_history(database, settings))
         fd_store = FdStore(notifier, inherited.named(IMAGE_PREFIX))
         pool = build_pool(configuration, Registry(database), history, listener, fd_store)
+        on_hangup = hangup_handler(
+            sys.stderr.fileno(), stop.set, lambda: pool.reloader.begin(notifier.reloading)
+        )
         admin = admin_listener(settings.paths.runtime_dir, inherited.socket)
         await stack.enter_async_context(_running_admin(pool, stack.enter_context(admin)))
         inherited.close()
-        loop.add_signal_handler(signal.SIGHUP, pool.reloader.begin, notifier.reloading)
+        loop.add_signal_handler(signal.SIGHUP, on_hangup)
         await stack.enter_async_context(_running_pool(pool))
         _logger.info("gpupoold %s serves at %s", __version__, pool.http_url)
         history.record_event("info", "daemon_started", "gpupoold", f"version {__version__}")

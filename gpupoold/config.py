@@ -7,15 +7,14 @@ bytes and seconds whatever the file wrote; every problem in the file is a
 
 from __future__ import annotations
 
-import math
+import copy
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -23,218 +22,53 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from gpupoold.admin.paths import SYSTEM_RUNTIME_DIR, default_socket_path
-from gpupoold.config_errors import config_error
-from gpupoold.device_names import check_gpu, named_devices
+from gpupoold.config_errors import Problem, config_error, problems_of
+from gpupoold.config_sections import (
+    CUDA_RESERVE_BYTES,
+    DeviceSettings,
+    HistorySettings,
+    LimitSettings,
+    LogSettings,
+    MemorySettings,
+    PathSettings,
+    SchedulingSettings,
+    SecuritySettings,
+    ServerSettings,
+)
+from gpupoold.config_values import Section, as_tuple, is_hidden
+from gpupoold.device_names import named_devices
 from gpupoold.errors import ConfigError
-from gpupoold.units import format_bytes, parse_duration_s, parse_size_bytes
+from gpupoold.units import format_bytes
+
+__all__ = [
+    "CUDA_RESERVE_BYTES",
+    "DeviceSettings",
+    "LimitSettings",
+    "MemorySettings",
+    "RunningSettings",
+    "ServerSettings",
+    "Settings",
+    "default_devices",
+    "known_keys",
+    "load_settings",
+    "parse_settings",
+]
 
 CONFIG_VARIABLE = "GPUPOOL_CONFIG"
 SYSTEM_CONFIG = Path("/etc/gpupool/gpupool.toml")
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
-
-GIB = 2**30
-EMULATED_DEVICE_BYTES = 2 * GIB
-CUDA_RESERVE_BYTES = 3 * GIB
-CUDA_GRANULARITY_BYTES = 2 * 2**20
-HOST_PAGE_BYTES = 4096
-
-
-def _size(value: object) -> object:
-    if isinstance(value, str):
-        return parse_size_bytes(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    raise ValueError('write a size such as "24GiB", or a whole number of bytes')
-
-
-def _duration(value: object) -> object:
-    if isinstance(value, str):
-        return parse_duration_s(value)
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    raise ValueError('write a duration such as "500ms" or "4s", or a number of seconds')
-
-
-def _path(value: object) -> object:
-    if isinstance(value, Path):
-        return value
-    if not isinstance(value, str) or not value:
-        raise ValueError("write a path as text")
-    try:
-        path = Path(value).expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"{value!r}: {error}") from error
-    if not path.is_absolute():
-        raise ValueError(f"{value!r} is relative; start it with / or ~")
-    return path
-
-
-def _list(value: object) -> object:
-    if isinstance(value, list | tuple):
-        return tuple(value)
-    raise ValueError("write a list")
-
-
-Size = Annotated[int, BeforeValidator(_size), Field(ge=0)]
-PositiveSize = Annotated[int, BeforeValidator(_size), Field(gt=0)]
-Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0)]
-AbsolutePath = Annotated[Path, BeforeValidator(_path)]
-Count = Annotated[int, Field(gt=0)]
-
-
-class Section(BaseModel):
-    """Base of all sections: immutable, strictly typed, unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class ServerSettings(Section):
-    """``[server]``: the public HTTP address. Port 0 takes a free one."""
-
-    host: str = Field(default="127.0.0.1", min_length=1)
-    port: int = Field(default=8000, ge=0, le=65535)
-    max_body_bytes: PositiveSize = Field(default=10_000_000, alias="max_body")
-
-
-class PathSettings(Section):
-    """``[paths]``: all absolute. Defaults depend on the user, see ``load_settings``.
-
-    ``workloads_dir`` is for ``gpupool simulate``; the daemon does not read it.
-    """
-
-    state_dir: AbsolutePath
-    runtime_dir: AbsolutePath
-    model_dirs: Annotated[tuple[AbsolutePath, ...], BeforeValidator(_list)]
-    log_dir: AbsolutePath
-    download_dir: AbsolutePath
-    workloads_dir: AbsolutePath | None = None
-
-
-class DeviceSettings(Section):
-    """One ``[[device]]``.
-
-    ``memory_bytes`` is the size of an emulated device's memory; on others it is a
-    cap, None for all of it. ``index`` is the CUDA ordinal, None on others. ``gpu``
-    is what a ``sim`` device simulates, None on others. ``page_bytes`` None lets the
-    instance choose.
-    """
-
-    kind: Literal["emulated", "cuda", "sim"]
-    memory_bytes: PositiveSize | None = Field(default=None, alias="memory")
-    index: int | None = Field(default=None, ge=0)
-    gpu: str | None = None
-    page_bytes: PositiveSize | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _emulated_size(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("kind") == "emulated":
-            return {"memory": EMULATED_DEVICE_BYTES} | data
-        return data
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.kind != "cuda" and self.index is not None:
-            raise ValueError('index is for kind = "cuda" only')
-        check_gpu(self.kind, self.gpu)
-        if self.kind == "sim" and self.page_bytes is not None:
-            raise ValueError('page_bytes is not for kind = "sim": it has no pages')
-        step = CUDA_GRANULARITY_BYTES if self.kind == "cuda" else HOST_PAGE_BYTES
-        if self.page_bytes is not None and self.page_bytes % step:
-            raise ValueError(
-                f"page_bytes must be a multiple of {format_bytes(step)} on a {self.kind} device"
-            )
-        return self
-
-
-class MemorySettings(Section):
-    """``[memory]``: host and disk budgets, and what stays free on a device for activations.
-
-    A model whose weights have been brought in ``canary_interval`` times has to give the answer
-    that it gave when it was loaded; 0: never.
-    """
-
-    model_cache_bytes: Size = Field(default=8 * GIB, alias="model_cache")
-    image_files_bytes: Size = Field(default=0, alias="image_files")
-    kv_host_bytes: Size = Field(default=2 * GIB, alias="kv_host")
-    reserve_bytes: Size | None = Field(default=None, alias="reserve")
-    canary_interval: int = Field(default=1000, ge=0)
-
-    def reserve_for(self, kind: str) -> int:
-        """Bytes to leave free on a device of this kind."""
-        if self.reserve_bytes is not None:
-            return self.reserve_bytes
-        return CUDA_RESERVE_BYTES if kind == "cuda" else 0
-
-
-class SchedulingSettings(Section):
-    """``[scheduling]``: ``quota_max_s`` is the longest turn of a model while others wait.
-
-    ``roles``: of the devices in their order; ``auto`` ones are the policy's to choose.
-    """
-
-    policy: Literal[
-        "gpupool",
-        "aegaeon",
-        "request-level",
-        "request-level-4",
-        "static",
-        "prefill-first",
-        "decode-first",
-    ] = "gpupool"
-    roles: (
-        Literal["auto"]
-        | Annotated[
-            tuple[Literal["auto", "prefill", "decode", "mixed"], ...], BeforeValidator(_list)
-        ]
-    ) = "auto"
-    quota_max_s: Duration = Field(default=4.0, alias="quota_max")
-
-
-class SecuritySettings(Section):
-    """``[security]``: both let a checkpoint run its own code in an instance."""
-
-    allow_remote_code: bool = False
-    allow_pickle: bool = False
-
-
-class HistorySettings(Section):
-    """``[history]``: rows kept per table; the oldest go first."""
-
-    max_requests: Count = 100_000
-    max_switches: Count = 100_000
-    max_events: Count = 10_000
-
-
-class LimitSettings(Section):
-    """``[limits]``: bounds of queues and of patience.
-
-    ``drop_late``: requests whose first token cannot come in time are not served.
-    """
-
-    max_live_requests_per_model: Count = 1024
-    max_live_requests: Count = 4096
-    drop_late: bool = False
-    load_timeout_s: Duration = Field(default=600.0, alias="load_timeout")
-    drain_timeout_s: Duration = Field(default=600.0, alias="drain_timeout")
-    stop_grace_s: Duration = Field(default=10.0, alias="stop_grace")
-    hang_timeout_s: Duration = Field(default=60.0, alias="hang_timeout")
-    token_timeout_s: Duration = Field(default=600.0, alias="token_timeout")
-
-
-class LogSettings(Section):
-    """``[log]``."""
-
-    level: Literal["debug", "info", "warning", "error"] = "info"
 
 
 class Settings(Section):
     """Everything the file can say. ``devices`` is never empty."""
 
     paths: PathSettings
-    devices: Annotated[tuple[DeviceSettings, ...], BeforeValidator(_list)] = Field(alias="device")
+    devices: Annotated[tuple[DeviceSettings, ...], BeforeValidator(as_tuple)] = Field(
+        alias="device"
+    )
     server: ServerSettings = ServerSettings()
     memory: MemorySettings = MemorySettings()
     scheduling: SchedulingSettings = SchedulingSettings()
@@ -264,14 +98,15 @@ class Settings(Section):
     def _a_role_for_each_device(self) -> Self:
         roles = self.scheduling.roles
         if roles != "auto" and len(roles) != len(self.devices):
-            raise ValueError(
-                f"scheduling.roles has {len(roles)} entries for {len(self.devices)} devices; "
-                'write one for each, or "auto" for all'
+            raise _at_key(
+                "scheduling.roles",
+                f"has {len(roles)} entries for {len(self.devices)} devices; "
+                'write one for each, or "auto" for all',
             )
         if set(roles) in ({"prefill"}, {"decode"}):
-            raise ValueError(
-                "scheduling.roles needs devices for prompts and for answers: "
-                "prefill and decode, or mixed"
+            raise _at_key(
+                "scheduling.roles",
+                "needs devices for prompts and for answers: prefill and decode, or mixed",
             )
         return self
 
@@ -280,27 +115,56 @@ class Settings(Section):
         for device in self.devices:
             reserve = self.memory.reserve_for(device.kind)
             if device.memory_bytes is not None and reserve >= device.memory_bytes:
-                raise ValueError(
-                    f"memory.reserve ({format_bytes(reserve)}) leaves nothing of a device of "
-                    f"{format_bytes(device.memory_bytes)}; lower it or raise device.memory"
+                raise _at_key(
+                    "memory.reserve",
+                    f"{format_bytes(reserve)} leaves nothing of a device of "
+                    f"{format_bytes(device.memory_bytes)}; lower it or raise device.memory",
                 )
         return self
 
 
+class RunningSettings(Settings):
+    """A daemon's settings: a reload of the configuration replaces sections of them.
+
+    Who holds them asks for a value when it is needed, or is told of changes.
+    """
+
+    model_config = ConfigDict(frozen=False)
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """The same settings, to run with."""
+        return cls.model_construct(**_fields(settings))
+
+    def take(self, settings: Settings) -> None:
+        """Be as ``settings`` are."""
+        for name, section in _fields(settings).items():
+            setattr(self, name, section)
+
+
+def _fields(settings: Settings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in type(settings).model_fields}
+
+
+def _at_key(key: str, message: str) -> PydanticCustomError:
+    """A problem between sections, to be told of this key."""
+    return PydanticCustomError("at_key", "{message}", {"key": key, "message": message})
+
+
 def load_settings(path: Path | None = None) -> Settings:
-    """Settings from ``path``, else ``$GPUPOOL_CONFIG``, else the system's file, else defaults.
+    """Settings from ``path``, else from the file that :func:`chosen_path` finds, else defaults.
 
     Raises:
         ConfigError: the file is missing, is not TOML, or says something wrong.
     """
-    if path is None:
-        path = _default_config_path()
+    path = path or chosen_path()
     if path is None:
         return parse_settings({}, "defaults")
-    return parse_settings(_read_toml(path), str(path))
+    return parse_settings(parse_toml(read_text(path), path), str(path))
 
 
-def _default_config_path() -> Path | None:
+def chosen_path() -> Path | None:
+    """The file that is read when none is named: ``$GPUPOOL_CONFIG``, else the system's if there."""
     if chosen := os.environ.get(CONFIG_VARIABLE):
         return Path(chosen)
     # os.path.exists, because Path.exists raises where the folder may not be searched.
@@ -313,20 +177,70 @@ def parse_settings(raw: Mapping[str, Any], origin: str) -> Settings:
     Raises:
         ConfigError: naming the first wrong key, and how many more there are.
     """
-    data = dict(raw)
+    settings, problems = examine(raw)
+    if settings is None:
+        raise config_error(origin, problems)
+    return settings
+
+
+def examine(raw: Mapping[str, Any]) -> tuple[Settings | None, list[Problem]]:
+    """Settings, with what parsed TOML leaves out filled in; or all that is wrong in it."""
+    problems: list[Problem] = []
+    try:
+        data = with_device_tables(raw)
+    except ValueError as error:
+        problems = [Problem(("devices",), str(error))]
+        data = {key: value for key, value in raw.items() if key not in ("devices", "device")}
     paths = data.get("paths", {})
     if isinstance(paths, dict):
         data["paths"] = _with_default_paths(paths)
-    try:
-        if "devices" in data:
-            data["device"] = named_devices(data.pop("devices"), "device" in data)
-    except ValueError as error:
-        raise ConfigError(f"{origin}: devices: {error}") from None
     data.setdefault("device", default_devices())
     try:
-        return Settings.model_validate(data)
+        settings = Settings.model_validate(data)
     except ValidationError as error:
-        raise config_error(origin, error.errors(include_url=False), known_keys()) from None
+        found = error.errors(include_url=False)
+        problems += problems_of([*found, *_covered(data, found)], known_keys(), hidden_keys())
+    return (None, problems) if problems else (settings, [])
+
+
+def with_device_tables(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of parsed TOML in which ``devices`` has become ``[[device]]`` tables.
+
+    Raises:
+        ValueError: that is not what it should be, or both are there.
+    """
+    data = dict(raw)
+    if "devices" in data:
+        data["device"] = named_devices(data.pop("devices"), "device" in data)
+    return data
+
+
+def _covered(data: Mapping[str, Any], found: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """What is wrong between sections, which is not looked at while one of them is wrong.
+
+    Not where devices or their memory are wrong: what is left of them says nothing.
+    """
+    places = [problem["loc"] for problem in found if problem["loc"]]
+    if any(place[0] in ("device", "memory") for place in places) or len(places) < len(found):
+        return []
+    rest = copy.deepcopy(dict(data))
+    for place in places:
+        _without(rest, place)
+    try:
+        Settings.model_validate(rest)
+    except ValidationError as error:
+        return [one for one in error.errors(include_url=False) if one["type"] == "at_key"]
+    return []
+
+
+def _without(table: dict[str, Any], place: Sequence[int | str]) -> None:
+    """Remove the key at ``place``, as a whole where what is wrong is inside of its value."""
+    section, *names = place
+    inner = table.get(str(section))
+    if names and isinstance(inner, dict):
+        inner.pop(names[0], None)
+    else:
+        table.pop(str(section), None)
 
 
 def default_devices() -> list[dict[str, object]]:
@@ -377,25 +291,57 @@ def _default_runtime_dir(is_root: bool) -> Path:
     return default_socket_path().parent
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_text(path: Path) -> str:
+    """What a configuration file has.
+
+    Raises:
+        ConfigError: it is missing or cannot be read.
+    """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read: {error.strerror}",
             f"give another file with --config or ${CONFIG_VARIABLE}",
         ) from error
-    except ValueError as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not valid TOML: {error}") from error
 
 
-def known_keys() -> dict[str, tuple[str, ...]]:
-    """Section → its keys, as the file spells them."""
+def parse_toml(text: str, path: Path) -> dict[str, Any]:
+    """The tables of a file.
+
+    Raises:
+        ConfigError: it is not TOML; the message names the line.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: is not valid TOML: {error}") from error
+
+
+def sections() -> dict[str, type[Section]]:
+    """The sections as the file spells them; of ``[[device]]`` one for all devices."""
     kinds: dict[str, type[Section]] = {"device": DeviceSettings}
     for name, field in Settings.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             kinds[name] = field.annotation
+    return kinds
+
+
+def known_keys() -> dict[str, tuple[str, ...]]:
+    """Section → its keys, as the file spells them."""
     return {
         section: tuple(field.alias or name for name, field in kind.model_fields.items())
-        for section, kind in kinds.items()
+        for section, kind in sections().items()
+    }
+
+
+def hidden_keys() -> set[str]:
+    """Dotted keys whose values are shown to nobody."""
+    return {
+        f"{section}.{field.alias or name}"
+        for section, kind in sections().items()
+        for name, field in kind.model_fields.items()
+        if is_hidden(field)
     }

@@ -18,20 +18,28 @@ _PR_SET_PDEATHSIG = 1
 
 
 def begin_child(name: str, log_level: str, parent_pid: int | None = None) -> None:
-    """Die with the daemon, leave Ctrl-C to it, and log to standard error as ``name``.
+    """Die with the daemon, leave the terminal's signals to it, and log to standard error as
+    ``name``.
 
     Raises:
         OSError, SystemExit: see :func:`die_with_parent`.
     """
     die_with_parent(parent_pid)
-    # A terminal's Ctrl-C reaches the whole process group; the daemon decides what it means.
+    # A terminal's Ctrl-C, and its end, reach the whole process group; the daemon decides what
+    # they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     logging.basicConfig(
         level=log_level.upper(),
         format=f"%(asctime)s %(levelname)s {name} %(name)s: %(message)s",
         stream=sys.stderr,
         force=True,  # a process that was forked has the handler of the one it comes from
     )
+
+
+def set_log_level(log_level: str) -> None:
+    """Log from this level on."""
+    logging.getLogger().setLevel(log_level.upper())
 
 
 def die_with_parent(expected_parent_pid: int | None = None) -> None:

@@ -21,7 +21,7 @@ from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.mounts import Mounts
 from gpupoold.frontend.preload import preload
 from gpupoold.frontend.router import Router
-from gpupoold.process import importing
+from gpupoold.process import importing, set_log_level
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
 from gpupoold.wire.messages import (
     AbortRequests,
@@ -32,6 +32,7 @@ from gpupoold.wire.messages import (
     ModelList,
     Ping,
     Pong,
+    Reconfigure,
     RequestsFailed,
     ServeModel,
     Shutdown,
@@ -84,6 +85,7 @@ class Frontend:
         self._catalog = Catalog()
         self._mounts = Mounts()
         self._gates = Gates()
+        self._router = Router(self._catalog, self._mounts, self._gates, settings.max_body_bytes)
         # Mounting takes a while: its messages wait in order, outputs pass them by.
         self._to_mount: asyncio.Queue[ServeModel | StopServing] = asyncio.Queue()
 
@@ -116,9 +118,8 @@ class Frontend:
         following.cancel()
 
     def _uvicorn_config(self) -> uvicorn.Config:
-        router = Router(self._catalog, self._mounts, self._gates, self._settings.max_body_bytes)
         return uvicorn.Config(
-            router,
+            self._router,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -154,6 +155,9 @@ class Frontend:
                 self._catalog.replace(message.models, message.ready)
             case RequestsFailed():
                 self._mounts.fail(message)
+            case Reconfigure():
+                set_log_level(message.log_level)
+                self._router.max_body_bytes = message.max_body_bytes
             case Ping():
                 self._channel.send(Pong())
             case _:

@@ -51,6 +51,8 @@ class Warmth(Protocol):
 class Dispatcher:
     """Knows every live request and passes messages on; one per daemon.
 
+    A request without a token for ``token_timeout_s`` ends.
+
     ``routes`` are the models that accept requests, with the instances that
     have them. Requests of a model that is not warm wait here.
     """
@@ -63,7 +65,7 @@ class Dispatcher:
         roles: Sequence[Role | None] = (),
     ) -> None:
         """``roles`` are those of the instances by number; None: the policy's to choose."""
-        self._token_timeout_s = limits.token_timeout_s
+        self.token_timeout_s = limits.token_timeout_s
         self._history = history
         self.live = LiveRequests()
         self.stats: dict[str, ModelStats] = {}
@@ -127,13 +129,13 @@ class Dispatcher:
         if self.roles.is_draining(number):
             self.scheduler.set_draining(number, is_draining=True)
 
-    def set_role(self, number: int, role: Role | None) -> None:
+    def set_role(self, number: int, role: Role | None, whose: str = "by hand") -> None:
         """Give an instance a role; None: the policy's to choose. Its answers go elsewhere if it
-        only prefills."""
+        only prefills. ``whose`` wish it was is told in the event."""
         self.roles.fix(number, role)
         role, is_fixed = self.roles.of(number)
         self.scheduler.set_role(number, role, is_fixed=is_fixed)
-        self._history.record_event("info", "role_set", str(number), f"{role.value}, by hand")
+        self._history.record_event("info", "role_set", str(number), f"{role.value}, {whose}")
 
     def set_draining(self, number: int, *, is_draining: bool) -> None:
         """Empty an instance, which gets nothing new; or let it have work again."""
@@ -142,6 +144,11 @@ class Dispatcher:
         text = "it gets nothing new, its requests go elsewhere" if is_draining else "it has work"
         kind = "drain_began" if is_draining else "drain_ended"
         self._history.record_event("info", kind, str(number), text)
+
+    def set_limits(self, limits: LimitSettings) -> None:
+        """Other bounds, for what comes and waits from now on."""
+        self.token_timeout_s = limits.token_timeout_s
+        self._overload.limits = limits
 
     def host(
         self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None, instance: Instance
@@ -237,7 +244,7 @@ class Dispatcher:
 
     def end_overdue(self, now_s: float) -> None:
         """End the requests that have had no token for too long, whatever they wait for."""
-        limit_s = self._token_timeout_s
+        limit_s = self.token_timeout_s
         silent = self.live.silent_since(now_s - limit_s)
         # All are asked before one ends: those who wait for room get that of those who leave.
         for request, reason in [(one, self._waits_for(one)) for one in silent]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from gpupoold.config import Settings
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.instances import InstanceSupervisor
 
@@ -17,12 +16,9 @@ _OVERDUE_S = 30.0
 class Health:
     """Hears of every round in which workers and requests were looked after."""
 
-    def __init__(
-        self, dispatcher: Dispatcher, supervisor: InstanceSupervisor, settings: Settings
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, supervisor: InstanceSupervisor) -> None:
         self._dispatcher = dispatcher
         self._supervisor = supervisor
-        self._settings = settings
         self._round_s = time.monotonic()
 
     def look(self, now_s: float) -> None:
@@ -37,7 +33,7 @@ class Health:
         late_s = now_s - self._round_s
         if late_s > _ROUND_TIMEOUT_S:
             return f"workers and requests have not been looked after for {late_s:.0f} s"
-        limit_s = self._settings.limits.token_timeout_s + _OVERDUE_S
+        limit_s = self._dispatcher.token_timeout_s + _OVERDUE_S
         stuck = self._dispatcher.live.silent_since(now_s - limit_s)
         if stuck:
             first = stuck[0]

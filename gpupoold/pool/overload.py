@@ -32,7 +32,8 @@ _ALL = ""
 class Overload:
     """Bounds of the queues, and what becomes of requests beyond them.
 
-    Not for several threads. ``max_tokens`` gives the most tokens that a live request may get.
+    ``limits`` may be replaced at any time. ``max_tokens`` gives the most tokens that a live
+    request may get. Not for several threads.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Overload:
         state: State,
         max_tokens: Callable[[str], int | None],
     ) -> None:
-        self._limits = limits
+        self.limits = limits
         self._live = live
         self._stats = stats
         self._state = state
@@ -74,7 +75,7 @@ class Overload:
     def too_late(self, now_s: float) -> list[LiveRequest]:
         """Requests to drop, as no instance was told of them before their first token was due;
         none unless ``[limits] drop_late`` says so. They are counted."""
-        if not self._limits.drop_late:
+        if not self.limits.drop_late:
             return []
         late = [
             one
@@ -96,7 +97,7 @@ class Overload:
 
     def _full(self, model: str, now_s: float) -> tuple[str, float] | None:
         """Why there is no room, and when there will be."""
-        limits = self._limits
+        limits = self.limits
         num_live, bound = self._live.num_of(model), limits.max_live_requests_per_model
         if num_live >= bound:
             text = f"The model `{model}` already has {bound} requests waiting or running."
@@ -138,7 +139,7 @@ class Overload:
 
         How long it takes to warm a model is not known: such a request may still be dropped.
         """
-        if not self._limits.drop_late or not is_warm:
+        if not self.limits.drop_late or not is_warm:
             return None
         model = self._state.models[message.model]
         wait_s = first_token_in_s(self._state, model, len(message.prompt_token_ids), now_s)

@@ -314,6 +314,17 @@ class InstanceStatus(Message):
     num_recomputed: int = 0
 
 
+# daemon → instance, daemon → frontend
+
+
+class Reconfigure(Message):
+    """The configuration has changed; each heeds what it has a use for."""
+
+    log_level: str
+    canary_interval: int
+    max_body_bytes: int
+
+
 # daemon ↔ frontend
 
 
@@ -416,6 +427,7 @@ ToInstance = (
     | PeerDown
     | FreeParcel
     | Call
+    | Reconfigure
     | Shutdown
 )
 FromInstance = (
@@ -445,6 +457,7 @@ ToFrontend = (
     | RequestsFailed
     | CallResult
     | Ping
+    | Reconfigure
     | Shutdown
 )
 FromFrontend = FrontendReady | AddRequest | AbortRequests | CallResult | Pong

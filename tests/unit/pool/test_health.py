@@ -5,19 +5,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from gpupoold.config import LimitSettings, parse_settings
 from gpupoold.domain import Targets
 from gpupoold.pool.health import Health
 from gpupoold.pool.requests import LiveRequest, LiveRequests
 
-TOKEN_TIMEOUT_S = LimitSettings().token_timeout_s
+TOKEN_TIMEOUT_S = 600.0
 
 
 def health(live: LiveRequests, routes: dict[str, list[object]] | None = None) -> Health:
-    dispatcher = SimpleNamespace(live=live, routes=routes or {})
+    dispatcher = SimpleNamespace(live=live, routes=routes or {}, token_timeout_s=TOKEN_TIMEOUT_S)
     instances = [SimpleNamespace(is_ready=True), SimpleNamespace(is_ready=False)]
     supervisor = SimpleNamespace(instances=instances)
-    return Health(cast(Any, dispatcher), cast(Any, supervisor), parse_settings({}, "test"))
+    return Health(cast(Any, dispatcher), cast(Any, supervisor))
 
 
 def request(arrival_s: float) -> LiveRequest:

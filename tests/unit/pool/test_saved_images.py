@@ -130,3 +130,21 @@ async def test_settled_is_after_saving(
     await images.settled("a")
     assert await images.sizes() == {"a": SIZE}
     assert len(os.listdir("/proc/self/fd")) == num_before  # no descriptor keeps the memory
+
+
+async def test_a_smaller_budget_deletes_what_was_used_least_recently(
+    tmp_path: Path, image: CachedImage
+) -> None:
+    images = SavedImages(tmp_path / "images", 1 << 20, ImageKeys())
+    for name in ("a", "b", "c"):
+        folder = tmp_path / name
+        folder.mkdir()
+        await keep(images, name, folder, image)
+    images.budget_bytes = 2 * SIZE
+    images.shrink({"a": 2.0, "b": 1.0, "c": 3.0}.get)
+    await images.stop()
+    assert await images.sizes() == {"a": SIZE, "c": SIZE}
+    images.budget_bytes = 0
+    images.shrink({"a": 2.0}.get)
+    await images.stop()
+    assert not list((tmp_path / "images").iterdir())

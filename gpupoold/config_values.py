@@ -1,0 +1,105 @@
+"""How values are written in the configuration: sizes, durations, paths, lists; and sections."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic.fields import FieldInfo
+
+from gpupoold.units import exact_duration, exact_size, parse_duration_s, parse_size_bytes
+
+
+class Effect(StrEnum):
+    """When a running daemon that reads the file again heeds a key that has changed."""
+
+    LIVE = "live"
+    """At once."""
+    LOADS = "loads"
+    """When a model is loaded from then on; those that are loaded stay as they are."""
+    RESTART = "restart"
+    """Not before ``gpupoold`` is started again."""
+
+
+class Hidden:
+    """Marks a key whose value is shown to nobody, as in ``key: Annotated[str, HIDDEN]``."""
+
+
+HIDDEN = Hidden()
+
+
+def _size(value: object) -> object:
+    if isinstance(value, str):
+        return parse_size_bytes(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise ValueError('write a size such as "24GiB", or a whole number of bytes')
+
+
+def _duration(value: object) -> object:
+    if isinstance(value, str):
+        return parse_duration_s(value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    raise ValueError('write a duration such as "500ms" or "4s", or a number of seconds')
+
+
+def _path(value: object) -> object:
+    if isinstance(value, Path):
+        return value
+    if not isinstance(value, str) or not value:
+        raise ValueError("write a path as text")
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{value!r}: {error}") from error
+    if not path.is_absolute():
+        raise ValueError(f"{value!r} is relative; start it with / or ~")
+    return path
+
+
+def as_tuple(value: object) -> object:
+    """TOML's lists are this program's tuples.
+
+    Raises:
+        ValueError: it is no list.
+    """
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    raise ValueError("write a list")
+
+
+# As JSON, settings are spelled as the file spells them: so they are shown to people.
+_as_size = PlainSerializer(exact_size, when_used="json")
+_as_duration = PlainSerializer(exact_duration, when_used="json")
+
+Size = Annotated[int, BeforeValidator(_size), Field(ge=0), _as_size]
+PositiveSize = Annotated[int, BeforeValidator(_size), Field(gt=0), _as_size]
+Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0), _as_duration]
+AbsolutePath = Annotated[Path, BeforeValidator(_path)]
+Count = Annotated[int, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, strictly typed, unknown keys are errors.
+
+    ``effect`` is that of the keys which are not annotated with another :class:`Effect`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    effect: ClassVar[Effect] = Effect.RESTART
+
+
+def effect_of(field: FieldInfo, section: Section | type[Section]) -> Effect:
+    """When a change of this field of ``section`` is heeded."""
+    own = (one for one in field.metadata if isinstance(one, Effect))
+    return next(own, section.effect)
+
+
+def is_hidden(field: FieldInfo) -> bool:
+    """Whether the field's value is shown to nobody."""
+    return any(isinstance(one, Hidden) for one in field.metadata)

@@ -18,9 +18,11 @@ import uvicorn
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.frontend.catalog import Catalog
 from gpupoold.frontend.gates import Gates
+from gpupoold.frontend.metrics import MetricsCalls
 from gpupoold.frontend.mounts import Mounts
 from gpupoold.frontend.preload import preload
 from gpupoold.frontend.router import Router
+from gpupoold.loop_lag import measure_lag
 from gpupoold.process import importing
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
 from gpupoold.wire.messages import (
@@ -29,6 +31,7 @@ from gpupoold.wire.messages import (
     Admission,
     CallResult,
     FrontendReady,
+    MetricsText,
     ModelList,
     Ping,
     Pong,
@@ -84,6 +87,8 @@ class Frontend:
         self._catalog = Catalog()
         self._mounts = Mounts()
         self._gates = Gates()
+        self._metrics = MetricsCalls(self._channel.send)
+        self._lags_s: list[float] = []
         # Mounting takes a while: its messages wait in order, outputs pass them by.
         self._to_mount: asyncio.Queue[ServeModel | StopServing] = asyncio.Queue()
 
@@ -104,8 +109,10 @@ class Frontend:
             raise OSError(f"cannot serve on descriptor {self._settings.listen_fd}")
         self._channel.send(FrontendReady(pid=os.getpid()))
         mounting = asyncio.create_task(self._mount_in_order())
+        measuring = asyncio.create_task(measure_lag(self._lags_s.append))
         daemon_is_there = await self._follow_daemon()
         mounting.cancel()
+        measuring.cancel()
         server.should_exit = True
         # Without the daemon no stream can go on.
         server.force_exit = not daemon_is_there
@@ -116,7 +123,9 @@ class Frontend:
         following.cancel()
 
     def _uvicorn_config(self) -> uvicorn.Config:
-        router = Router(self._catalog, self._mounts, self._gates, self._settings.max_body_bytes)
+        router = Router(
+            self._catalog, self._mounts, self._gates, self._metrics, self._settings.max_body_bytes
+        )
         return uvicorn.Config(
             router,
             log_config=None,
@@ -155,7 +164,10 @@ class Frontend:
             case RequestsFailed():
                 self._mounts.fail(message)
             case Ping():
-                self._channel.send(Pong())
+                self._channel.send(Pong(self._lags_s.copy()))
+                self._lags_s.clear()
+            case MetricsText():
+                self._metrics.answered(message)
             case _:
                 logger.warning("unexpected message %s", type(message).__name__)
 

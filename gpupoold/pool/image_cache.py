@@ -25,12 +25,13 @@ class ImageCache:
     """One image per model within a byte budget; all instances share its memory.
 
     ``pinned`` are the models whose images are to stay. Bytes of images that are on their way
-    in or out count as used.
+    in or out count as used. ``num_evicted`` images have gone before their models did.
     """
 
     def __init__(self, budget_bytes: int, now: Callable[[], float] = time.time) -> None:
         self.budget_bytes = budget_bytes
         self.pinned: set[str] = set()
+        self.num_evicted = 0
         self._now = now
         self._images: dict[str, CachedImage] = {}
         self._leaving: dict[str, CachedImage] = {}
@@ -83,6 +84,7 @@ class ImageCache:
     def retire(self, model: str) -> None:
         """The image is on its way out: it is nobody's from now on, but its memory is used."""
         self._leaving[model] = self._images.pop(model)
+        self.num_evicted += 1
 
     def drop_retired(self, model: str) -> None:
         """No instance has the retired image any more."""

@@ -26,6 +26,8 @@ class Instance:
     state: str = "starting"
     has_come_up: bool = False
     """Whether the process that runs, or ran last, has been ready."""
+    num_restarts: int = 0
+    """Processes that have ended and were, or are going to be, replaced."""
     child: Child[m.FromInstance] | None = None
     ready: m.InstanceReady | None = None
     status: m.InstanceStatus | None = None

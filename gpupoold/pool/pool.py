@@ -22,9 +22,11 @@ from gpupoold.admin.models import (
     Ps,
     Status,
 )
+from gpupoold.buckets import WORK_BOUNDS_S, Buckets
 from gpupoold.config import Settings
 from gpupoold.domain import Role
 from gpupoold.errors import Failed, Refused
+from gpupoold.loop_lag import measure_lag
 from gpupoold.pool import views
 from gpupoold.pool.cache_control import CacheControl
 from gpupoold.pool.dispatch import Dispatcher
@@ -69,6 +71,7 @@ class Pool:
     http_url: str
     gpu_readings: GpuReadings
     stopping: bool = False
+    loop_lag: Buckets = field(default_factory=lambda: Buckets(WORK_BOUNDS_S))
     _started_s: float = field(default_factory=time.monotonic)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -84,10 +87,12 @@ class Pool:
             *(watchdog.look for watchdog in self._watchdogs()),
             self.dispatcher.end_overdue,
             self.dispatcher.tick,
+            self.dispatcher.meters.look,
         )
         self._tasks = [
             asyncio.create_task(self._check_when_idle(), name="check-core"),
             asyncio.create_task(tick(looks), name="tick"),
+            asyncio.create_task(measure_lag(self.loop_lag.add), name="loop-lag"),
         ]
 
     async def stop(self) -> None:

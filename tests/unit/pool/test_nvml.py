@@ -104,7 +104,9 @@ def test_entry_that_names_a_cuda_device(visible: str | None, index: int, entry: 
 def test_values_come_in_base_units() -> None:
     readings = readings_of(FakeNvml(), 1)
     readings.refresh()
-    assert readings.of(0) == Reading(0.17, 41.0, pytest.approx(123.001))
+    reading = readings.of(0)
+    assert (reading.utilisation, reading.temperature_c) == (0.17, 41.0)
+    assert reading.power_w == pytest.approx(123.001)
     assert readings.of(1) is NO_READING
 
 

@@ -24,14 +24,12 @@ class MetricsCalls:
         self._send = send
         self._timeout_s = timeout_s
         self._next_call = 0
-        self._asked: asyncio.Future[MetricsText] | None = None
+        self._asked: asyncio.Future[bytes | None] | None = None
 
     def answered(self, message: MetricsText) -> None:
         """The daemon's answer; one that came too late is not wanted any more."""
         if message.call_id == self._next_call and self._asked is not None:
-            if not self._asked.done():
-                self._asked.set_result(message)
-            self._asked = None
+            _settle(self._asked, message.text)
 
     async def text(self) -> bytes:
         """What the daemon tells.
@@ -39,19 +37,22 @@ class MetricsCalls:
         Raises:
             ApiError: 503; it does not answer in time.
         """
-        if self._asked is None:
-            self._next_call += 1
-            self._asked = asyncio.get_running_loop().create_future()
-            self._send(AskMetrics(self._next_call))
-        asked = self._asked
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                answer = await asyncio.shield(asked)
-        except TimeoutError:
-            if self._asked is asked:
-                self._asked = None
-            raise metrics_unavailable() from None
-        return answer.text
+        if self._asked is None or self._asked.done():
+            self._asked = self._ask()
+        text = await asyncio.shield(self._asked)
+        if text is None:
+            raise metrics_unavailable()
+        return text
+
+    def _ask(self) -> asyncio.Future[bytes | None]:
+        """The answer, None if there is none in time."""
+        self._next_call += 1
+        loop = asyncio.get_running_loop()
+        asked: asyncio.Future[bytes | None] = loop.create_future()
+        too_late = loop.call_later(self._timeout_s, _settle, asked, None)
+        asked.add_done_callback(lambda _: too_late.cancel())
+        self._send(AskMetrics(self._next_call))
+        return asked
 
     async def serve(self, send: Send, *, with_body: bool) -> None:
         """Answer a ``GET``, or without the body a ``HEAD``, of ``METRICS_PATH``.
@@ -64,3 +65,8 @@ class MetricsCalls:
         headers = [(b"content-type", _CONTENT_TYPE), length]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": text if with_body else b""})
+
+
+def _settle(asked: asyncio.Future[bytes | None], text: bytes | None) -> None:
+    if not asked.done():
+        asked.set_result(text)

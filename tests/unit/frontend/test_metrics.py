@@ -47,6 +47,18 @@ async def test_daemon_that_does_not_answer_is_503_and_asked_again_later() -> Non
     assert await daemon.calls.text() == b"up 2\n"
 
 
+async def test_those_who_wait_for_an_answer_give_up_together() -> None:
+    daemon = FakeDaemon(timeout_s=0.05)
+    daemon.silent = True
+    first = asyncio.create_task(daemon.calls.text())
+    await asyncio.sleep(0.03)
+    second = asyncio.create_task(daemon.calls.text())
+    for task in (first, second):
+        with pytest.raises(ApiError):
+            await task
+    assert daemon.asked == [1]
+
+
 async def test_one_who_gives_up_takes_no_answer_from_the_others() -> None:
     daemon = FakeDaemon()
     first, second = (asyncio.create_task(daemon.calls.text()) for _ in range(2))

@@ -222,6 +222,16 @@ def test_metrics_come_from_the_daemon(served: Served, method: str, body: bytes) 
     assert answer.headers["content-length"] == "5"
 
 
+def test_metrics_are_503_when_the_daemon_does_not_answer(served: Served) -> None:
+    daemon = FakeDaemon(timeout_s=0.01)
+    daemon.silent = True
+    served.router = Router(served.catalog, served.mounts, served.gates, daemon.calls, LIMIT)
+    answer = served.send("GET", "/metrics")
+    assert answer.status == 503
+    assert answer.headers["retry-after"]
+    assert "does not tell its metrics" in answer.json()["error"]["message"]
+
+
 def test_metrics_are_only_read(served: Served) -> None:
     assert served.send("POST", "/metrics").status == 404
     assert served.daemon.asked == []

@@ -91,7 +91,8 @@ class DeviceInfo(Body):
     Bandwidth is that of a switch, with mapping; the link's own are of copies each way.
     ``num_waiting_for_kv`` requests are not sent to it, since there is no room for their KV;
     ``num_recomputed`` times a model's KV was dropped for want of room in host memory.
-    ``quota_s`` None: the turn has no end of its own.
+    ``quota_s`` None: the turn has no end of its own. ``utilisation`` (0 to 1), temperature and
+    power are NVML's, None where it does not tell.
     """
 
     instance: int
@@ -115,6 +116,9 @@ class DeviceInfo(Body):
     is_role_fixed: bool = False
     is_draining: bool = False
     num_requests: int = 0
+    utilisation: float | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
 
 
 class SetInstanceRequest(Body):

@@ -144,6 +144,16 @@ def not_admitted(admission: Admission) -> ApiError:
     )
 
 
+def metrics_unavailable() -> ApiError:
+    """503: the daemon has not told its metrics in time."""
+    return ApiError(
+        503,
+        "ServiceUnavailableError",
+        "The daemon does not tell its metrics now.",
+        retry_after_s=_RETRY_STARTING_S,
+    )
+
+
 def starting() -> ApiError:
     """503: this frontend has just been started and knows no models yet."""
     return ApiError(

@@ -28,6 +28,7 @@ from gpupoold.frontend.errors import (
     too_slow,
 )
 from gpupoold.frontend.gates import Gates
+from gpupoold.frontend.metrics import METRICS_PATH, MetricsCalls
 from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
 from gpupoold.wire.messages import ServedModel
 
@@ -87,11 +88,19 @@ class Router:
     ``max_body_bytes`` may change at any time.
     """
 
-    def __init__(self, catalog: Catalog, mounts: Mounts, gates: Gates, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        mounts: Mounts,
+        gates: Gates,
+        metrics: MetricsCalls,
+        max_body_bytes: int,
+    ) -> None:
         self._catalog = catalog
         self._mounts = mounts
         self._gates = gates
         self.max_body_bytes = max_body_bytes
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI entry point; never raises because of a request."""
@@ -117,6 +126,8 @@ class Router:
             await self._route_by_model(scope, receive, send)
         elif path.startswith(_RESPONSES_PREFIX):
             await self._route_by_response(scope, receive, send)
+        elif path == METRICS_PATH and method in ("GET", "HEAD"):
+            await self._metrics.serve(send, with_body=method == "GET")
         elif method in ("GET", "HEAD"):
             status, body = self._own_answer(method, path)
             await send_json(send, status, body, with_body=method == "GET")

@@ -18,10 +18,13 @@ import uvicorn
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.frontend.catalog import Catalog
 from gpupoold.frontend.gates import Gates
+from gpupoold.frontend.metrics import MetricsCalls
 from gpupoold.frontend.mounts import Mounts
 from gpupoold.frontend.preload import preload
 from gpupoold.frontend.router import Router
 from gpupoold.process import importing, set_log_level
+from gpupoold.loop_lag import measure_lag
+from gpupoold.process import importing
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
 from gpupoold.wire.messages import (
     AbortRequests,
@@ -29,6 +32,7 @@ from gpupoold.wire.messages import (
     Admission,
     CallResult,
     FrontendReady,
+    MetricsText,
     ModelList,
     Ping,
     Pong,
@@ -85,7 +89,11 @@ class Frontend:
         self._catalog = Catalog()
         self._mounts = Mounts()
         self._gates = Gates()
-        self._router = Router(self._catalog, self._mounts, self._gates, settings.max_body_bytes)
+        self._metrics = MetricsCalls(self._channel.send)
+        self._router = Router(
+            self._catalog, self._mounts, self._gates, self._metrics, settings.max_body_bytes
+        )
+        self._lags_s: list[float] = []
         # Mounting takes a while: its messages wait in order, outputs pass them by.
         self._to_mount: asyncio.Queue[ServeModel | StopServing] = asyncio.Queue()
 
@@ -106,8 +114,10 @@ class Frontend:
             raise OSError(f"cannot serve on descriptor {self._settings.listen_fd}")
         self._channel.send(FrontendReady(pid=os.getpid()))
         mounting = asyncio.create_task(self._mount_in_order())
+        measuring = asyncio.create_task(measure_lag(self._lags_s.append))
         daemon_is_there = await self._follow_daemon()
         mounting.cancel()
+        measuring.cancel()
         server.should_exit = True
         # Without the daemon no stream can go on.
         server.force_exit = not daemon_is_there
@@ -159,7 +169,10 @@ class Frontend:
                 set_log_level(message.log_level)
                 self._router.max_body_bytes = message.max_body_bytes
             case Ping():
-                self._channel.send(Pong())
+                self._channel.send(Pong(self._lags_s.copy()))
+                self._lags_s.clear()
+            case MetricsText():
+                self._metrics.answered(message)
             case _:
                 logger.warning("unexpected message %s", type(message).__name__)
 

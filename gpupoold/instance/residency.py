@@ -22,7 +22,10 @@ _GROWTH_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class SwitchStages:
-    """Where a switch's time went; bytes are what moved."""
+    """Where a switch's time went; bytes are what moved.
+
+    ``prefetched_bytes`` of weights were there, or on their way, thanks to a prefetch.
+    """
 
     evict_s: float = 0.0
     map_s: float = 0.0
@@ -31,6 +34,7 @@ class SwitchStages:
     weight_bytes: int = 0
     kv_in_bytes: int = 0
     kv_out_bytes: int = 0
+    prefetched_bytes: int = 0
 
     @property
     def total_s(self) -> float:
@@ -39,7 +43,7 @@ class SwitchStages:
 
     @property
     def num_bytes(self) -> int:
-        """All that moved, in and out."""
+        """All that moved in the switch itself, in and out."""
         return self.weight_bytes + self.kv_in_bytes + self.kv_out_bytes
 
 
@@ -66,12 +70,20 @@ class Residency:
         self._room = Room(device, pool, host, self._out, use_of)
         self._models = self._room.models
         self._next: str | None = None  # being prefetched
+        self._had_before_bytes = 0  # of its weights
         self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
 
     @property
     def num_recomputed(self) -> int:
         """How often a model's KV was dropped because the host had no room for it."""
         return self._room.num_recomputed
+
+    @property
+    def prefetched_bytes(self) -> int:
+        """Bytes of weights that have come, or are on their way, for a turn still to come."""
+        if self._next is None:
+            return 0
+        return max(0, self._models[self._next].weights.mapped_bytes - self._had_before_bytes)
 
     def add(self, model: PooledModel) -> None:
         """A model to look after."""
@@ -106,17 +118,21 @@ class Residency:
         model = self._models[name]
         if self._next != name:
             self.stop_prefetch()
-        self._next = None
+        prefetched_bytes, self._next = self.prefetched_bytes, None
         model.kv.settle()
         model.kv.stop_leaving()
         model.weights.settle()
         first = self._first_chunk(model)
         if model.weights.is_resident and model.kv.is_whole and not first:
-            return None
+            return SwitchStages(prefetched_bytes=prefetched_bytes) if prefetched_bytes else None
         kv_bytes = model.kv.missing_bytes
         started_s = time.monotonic()
         moved = self._room.make(self._num_wanted_pages(model), {name})
-        stages = SwitchStages(evict_s=time.monotonic() - started_s, kv_out_bytes=moved)
+        stages = SwitchStages(
+            evict_s=time.monotonic() - started_s,
+            kv_out_bytes=moved,
+            prefetched_bytes=prefetched_bytes,
+        )
         stages = self._load_weights(model, stages)
         started_s = time.monotonic()
         self._back(model, first)
@@ -162,7 +178,7 @@ class Residency:
         self.stop_prefetch()
         model = self._models[name]
         model.kv.stop_leaving()
-        self._next = name
+        self._next, self._had_before_bytes = name, model.weights.mapped_bytes
         wanted = self._num_wanted_pages(model)
         if wanted:
             growth = self._growth_pages(self._models[current].kv)

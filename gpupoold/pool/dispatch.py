@@ -14,6 +14,7 @@ from gpupoold.domain import FinishReason, Role, Targets
 from gpupoold.errors import Refused
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instance import Instance
+from gpupoold.pool.meters import Meters
 from gpupoold.pool.moves import Moves
 from gpupoold.pool.overload import Overload
 from gpupoold.pool.requests import LiveRequest, LiveRequests
@@ -70,6 +71,7 @@ class Dispatcher:
         self.live = LiveRequests()
         self.stats: dict[str, ModelStats] = {}
         self.switches = SwitchStats()
+        self.meters = Meters()
         self.routes: dict[str, list[Instance]] = {}
         self.targets: dict[str, Targets] = {}
         self._instances: dict[int, Instance] = {}
@@ -83,7 +85,9 @@ class Dispatcher:
         self._waiting: dict[str, dict[str, m.AddRequest]] = {}
         self._orders: dict[str, m.AddRequest] = {}  # of live requests, as they came
         state = self.scheduler.core.core.state
-        self._overload = Overload(limits, history, self.live, self.stats, state, self._max_tokens)
+        self._overload = Overload(
+            limits, history, self.live, self.stats, state, self._max_tokens, self.meters.refused
+        )
 
     def from_frontend(self, message: m.FromFrontend) -> None:
         """A request or a cancellation."""
@@ -106,6 +110,7 @@ class Dispatcher:
             case m.ParcelUsed():
                 self.moves.parcel_used(message.parcel_id)
             case m.TurnEnded():
+                self.meters.turn_ended(instance.number, message)
                 self.scheduler.turn_ended(instance.number, message)
             case m.RequestsFailed():
                 self._to_frontend(message)
@@ -115,6 +120,7 @@ class Dispatcher:
                 if self.warmth is not None:
                     self.warmth.damaged(message)
             case m.Switched():
+                self.meters.switched(message.switch)
                 self.switches.add(message.switch)
                 self._history.record_switch(switch_row(message.switch))
 
@@ -217,6 +223,7 @@ class Dispatcher:
         for instances in self.routes.values():
             if instance in instances:
                 instances.remove(instance)
+        self.meters.device(instance.number).worker_ended()
         lost = self.live.on_instance(instance.number)
         gone = [*lost, *self.moves.lost(instance.number)]
         self.scheduler.device_down(instance.number, [one.request_id for one in gone])
@@ -238,6 +245,7 @@ class Dispatcher:
     def tick(self, now_s: float) -> None:
         """A second has passed: end what it is too late for, if so configured."""
         late = self._overload.too_late(now_s)
+        self.meters.dropped(late)
         self._fail(late, "dropped: it had not begun when its first token was due")
         self._overload.tell(now_s)
         self.scheduler.tick()
@@ -277,6 +285,7 @@ class Dispatcher:
         if admission.status != HTTPStatus.OK:
             return
         targets = self.targets[message.model]
+        self.meters.arrived(message, is_warm=is_warm)
         self.stats.setdefault(message.model, ModelStats()).requests += 1
         self.live.add(
             LiveRequest(
@@ -308,6 +317,7 @@ class Dispatcher:
         """A request that no instance has goes on after its tokens, wherever there is room."""
         request.instance = None
         request.num_resumed = len(request.output_token_ids)
+        self.meters.model(request.model).resumed += 1
         self._schedule(self._resumed_order(request), is_warm=self._is_warm(request.model))
 
     def _resumed_order(self, request: LiveRequest) -> m.AddRequest:
@@ -356,9 +366,11 @@ class Dispatcher:
         self._instances[request.instance].send(abort)
 
     def _note_outputs(self, instance: Instance, message: m.StepOutputs) -> None:
+        meter = self.meters.model(message.model)
         for item in message.progress:
             request = self.live.get(item.request_id)
             if request is not None:
+                meter.add_tokens(request, len(item.new_token_ids), message.at_s)
                 request.add_tokens(item.new_token_ids, message.at_s)
         self.scheduler.stepped(instance.number, message)
         for item in message.progress:
@@ -387,6 +399,7 @@ class Dispatcher:
             return
         del self._orders[request_id]
         self.moves.ended(request_id)
+        self.meters.model(request.model).finished[reason] += 1
         completed = reason in (FinishReason.STOP, FinishReason.LENGTH)
         stats = self.stats.setdefault(request.model, ModelStats())
         stats.end(request, completed=completed)

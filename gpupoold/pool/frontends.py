@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 
+from gpupoold.buckets import WORK_BOUNDS_S, Buckets
 from gpupoold.config import Settings
 from gpupoold.errors import Failed, GpupoolError, error_from_code
 from gpupoold.pool.blame import Death, death_of
@@ -26,7 +27,11 @@ _SERVE_TIMEOUT_S = 120.0
 
 
 class FrontendSupervisor:
-    """Starts, watches and restarts the frontend; connections wait in the socket meanwhile."""
+    """Starts, watches and restarts the frontend; connections wait in the socket meanwhile.
+
+    ``loop_lag`` is that of its event loop, in seconds. ``metrics`` makes the text for
+    ``/metrics`` when it asks for it.
+    """
 
     def __init__(
         self,
@@ -48,6 +53,9 @@ class FrontendSupervisor:
         self._next_call = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_ready = False
+        self.num_restarts = 0
+        self.loop_lag = Buckets(WORK_BOUNDS_S)
+        self.metrics: Callable[[], Awaitable[bytes]] | None = None
         self.watch: Watch | None = None
         self._ended_for = ""
 
@@ -140,6 +148,7 @@ class FrontendSupervisor:
         death = death_of(await child.ended(), self._ended_for)
         was_ready, self.is_ready = self.is_ready, False
         self._child, self.watch, self._ended_for = None, None, ""
+        self.num_restarts += 1
         for future in self._serving.values():
             if not future.done():
                 future.set_result(None)  # the next frontend mounts everything anew
@@ -153,13 +162,20 @@ class FrontendSupervisor:
             _logger.exception("setting the frontend up failed")
             self.end(f"it could not be set up: {error}")
 
+    async def _tell_metrics(self, call_id: int) -> None:
+        if self.metrics is not None:
+            self.send(m.MetricsText(call_id, await self.metrics()))
+
     def _note(self, message: m.FromFrontend) -> None:
         now_s = time.monotonic()
         assert self.watch is not None
         self.watch.stepped(now_s, 0, has_work=False)
         match message:
             case m.Pong():
-                pass
+                for lag_s in message.lags_s:
+                    self.loop_lag.add(lag_s)
+            case m.AskMetrics():
+                self._keep(self._tell_metrics(message.call_id), "metrics")
             case m.FrontendReady():
                 self.watch.came_up(now_s)
                 self.is_ready = True

@@ -38,13 +38,14 @@ class ImageCache:
     What ``shelf`` keeps of it are the images that nobody has let go.
 
     ``pinned`` are the models whose images are to stay. Bytes of images that are on their way
-    in or out count as used.
+    in or out count as used. ``num_evicted`` images have gone before their models did.
     """
 
     def __init__(self, budget_bytes: int, now: Callable[[], float] = time.time) -> None:
         self.budget_bytes = budget_bytes
         self.shelf: Shelf | None = None
         self.pinned: set[str] = set()
+        self.num_evicted = 0
         self._now = now
         self._images: dict[str, CachedImage] = {}
         self._leaving: dict[str, CachedImage] = {}
@@ -108,6 +109,7 @@ class ImageCache:
         image = self._images.pop(model)
         self._take_off_shelf(image)
         self._leaving[model] = image
+        self.num_evicted += 1
 
     def drop_retired(self, model: str) -> None:
         """No instance has the retired image any more."""

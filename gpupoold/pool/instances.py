@@ -289,6 +289,7 @@ class InstanceSupervisor:
         death = death_of(status, instance.ended_for, saw_oom_kill=self.oom_kills.is_new())
         loading = instance.being_loaded
         instance.state, instance.child, instance.watch = "down", None, None
+        instance.num_restarts += 1
         self._forget(instance, f"instance {instance.number} ended ({death.reason})")
         _logger.error("instance %d ended (%s); see %s", instance.number, death.reason, log_path)
         await self._on_down(instance, death, loading)

@@ -47,6 +47,7 @@ class Moves:
         self._moves: dict[str, _Move] = {}
         self._parcels: dict[str, tuple[int, int]] = {}  # source and target of each
         self.num_moved = 0
+        self.num_unknown = 0  # not with their source when it was told to let them go
 
     def instance_up(self, instance: Instance) -> None:
         """The others can read its host cache from now on, and it theirs."""
@@ -62,6 +63,7 @@ class Moves:
 
     def left(self, instance: Instance, message: m.Moved) -> None:
         """A request has left its source; its tokens so far are known."""
+        self.num_unknown += not message.is_known
         fds = (instance.take_fd(),) if message.parcel is not None else ()
         try:
             self._pass_on(instance, message, fds)

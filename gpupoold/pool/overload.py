@@ -6,6 +6,7 @@ import heapq
 import time
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
+from typing import Literal, get_args
 
 from gpupool_state import History
 from gpupoold.config import LimitSettings
@@ -25,6 +26,9 @@ _UNKNOWN_S = 5.0
 _UNROUTED_S = 1.0
 _EVENT_EVERY_S = 60.0
 
+RefusalReason = Literal["not_served", "model_queue_full", "queue_full", "too_late"]
+REFUSAL_REASONS: tuple[RefusalReason, ...] = get_args(RefusalReason)
+
 # Of one model, or "" for all: an empty string is no model's name.
 _ALL = ""
 
@@ -33,7 +37,8 @@ class Overload:
     """Bounds of the queues, and what becomes of requests beyond them.
 
     ``limits`` may be replaced at any time. ``max_tokens`` gives the most tokens that a live
-    request may get. Not for several threads.
+    request may get; ``on_refused`` is told the model of each request that is not taken, and why.
+    Not for several threads.
     """
 
     def __init__(
@@ -44,12 +49,14 @@ class Overload:
         stats: dict[str, ModelStats],
         state: State,
         max_tokens: Callable[[str], int | None],
+        on_refused: Callable[[str, str], None],
     ) -> None:
         self.limits = limits
         self._live = live
         self._stats = stats
         self._state = state
         self._max_tokens = max_tokens
+        self._on_refused = on_refused
         self._events = RefusalEvents(history)
         self._drains: dict[str, tuple[float, Drain]] = {}
         self._promised_s: dict[str, list[float]] = {}
@@ -62,12 +69,14 @@ class Overload:
         now_s = time.monotonic()
         model = message.model
         if not is_routed:
+            self._on_refused(model, "not_served")
             text = f"The model `{model}` cannot be served right now."
             return _refusal(message, HTTPStatus.SERVICE_UNAVAILABLE, text, _UNROUTED_S)
         found = self._full(model, now_s) or self._late(message, now_s, is_warm=is_warm)
         if found is None:
             return m.Admission(model, message.request_id)
-        text, retry_after_s = found
+        reason, text, retry_after_s = found
+        self._on_refused(model, reason)
         self._stats.setdefault(model, ModelStats()).refused += 1
         self._events.note(model, text, now_s)
         return _refusal(message, HTTPStatus.TOO_MANY_REQUESTS, text, retry_after_s)
@@ -95,17 +104,17 @@ class Overload:
         self._drains.pop(model, None)
         self._promised_s.pop(model, None)
 
-    def _full(self, model: str, now_s: float) -> tuple[str, float] | None:
-        """Why there is no room, and when there will be."""
+    def _full(self, model: str, now_s: float) -> tuple[RefusalReason, str, float] | None:
+        """Why there is no room, in a word and in a sentence, and when there will be."""
         limits = self.limits
         num_live, bound = self._live.num_of(model), limits.max_live_requests_per_model
         if num_live >= bound:
             text = f"The model `{model}` already has {bound} requests waiting or running."
-            return text, self._room_in_s(model, num_live, bound, now_s)
+            return "model_queue_full", text, self._room_in_s(model, num_live, bound, now_s)
         num_live, bound = len(self._live), limits.max_live_requests
         if num_live >= bound:
             text = f"{bound} requests are already waiting or running."
-            return text, self._room_in_s(_ALL, num_live, bound, now_s)
+            return "queue_full", text, self._room_in_s(_ALL, num_live, bound, now_s)
         return None
 
     def _room_in_s(self, key: str, num_live: int, bound: int, now_s: float) -> float:
@@ -134,7 +143,7 @@ class Overload:
 
     def _late(
         self, message: m.AddRequest, now_s: float, *, is_warm: bool
-    ) -> tuple[str, float] | None:
+    ) -> tuple[RefusalReason, str, float] | None:
         """Why its first token cannot come in time, and when that of another could.
 
         How long it takes to warm a model is not known: such a request may still be dropped.
@@ -150,7 +159,7 @@ class Overload:
             f"The first token of `{model.name}` would take {format_duration(wait_s)}, "
             f"more than its target of {format_duration(ttft_s)}."
         )
-        return text, max(wait_s - ttft_s, 0.0)
+        return "too_late", text, max(wait_s - ttft_s, 0.0)
 
 
 class RefusalEvents:

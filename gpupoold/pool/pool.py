@@ -22,8 +22,10 @@ from gpupoold.admin.models import (
     Ps,
     Status,
 )
+from gpupoold.buckets import WORK_BOUNDS_S, Buckets
 from gpupoold.config import Settings
 from gpupoold.errors import Failed, Refused
+from gpupoold.loop_lag import measure_lag
 from gpupoold.pool import views
 from gpupoold.pool.cache_control import CacheControl
 from gpupoold.pool.configuration import Configuration
@@ -40,6 +42,7 @@ from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.lifecycle import ModelLifecycle
 from gpupoold.pool.parked_images import ParkedImages
 from gpupoold.pool.reload import Reloader, configured_roles
+from gpupoold.pool.nvml import GpuReadings
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.stimulus_file import Header, lines
 from gpupoold.pool.ticker import tick
@@ -75,7 +78,9 @@ class Pool:
     policy: Header
     health: Health
     http_url: str
+    gpu_readings: GpuReadings
     stopping: bool = False
+    loop_lag: Buckets = field(default_factory=lambda: Buckets(WORK_BOUNDS_S))
     _started_s: float = field(default_factory=time.monotonic)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -83,22 +88,27 @@ class Pool:
         """Start the instances and the frontend; they come up in the background."""
         self.supervisor.start()
         self.frontend.start()
+        self.gpu_readings.start()
         looks = (
+            self._note_readings,
             self.supervisor.oom_kills.look,
             self.frontend.look,
             *(watchdog.look for watchdog in self._watchdogs()),
             self.dispatcher.end_overdue,
             self.dispatcher.tick,
             self.health.look,
+            self.dispatcher.meters.look,
         )
         self._tasks = [
             asyncio.create_task(self._check_when_idle(), name="check-core"),
             asyncio.create_task(tick(looks), name="tick"),
+            asyncio.create_task(measure_lag(self.loop_lag.add), name="loop-lag"),
         ]
 
     async def stop(self) -> None:
         """Stop the frontend, then the instances."""
         self.stopping = True
+        self.gpu_readings.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -242,6 +252,10 @@ class Pool:
             Watchdog([frontend], FrontendSupervisor.end, limits_s),
         )
 
+    def _note_readings(self, _: float) -> None:
+        for instance in self.supervisor.instances:
+            instance.reading = self.gpu_readings.of(instance.number)
+
     async def _check_when_idle(self) -> None:
         """An idle daemon looks at the core's books, and says once when they disagree."""
         told = ""
@@ -334,6 +348,7 @@ def build_pool(
         header,
         Health(dispatcher, supervisor),
         f"http://{shown}:{port}",
+        GpuReadings(settings.devices),
     )
 
 

@@ -46,6 +46,7 @@ class Quarantine:
         if reason is None:
             return
         self._history.record_event("error", "model_quarantined", model, reason)
+        self._dispatcher.meters.model(model).quarantines += 1
         self._dispatcher.fail_model(model, f"{model} is in quarantine: it {reason}")
         self._dispatcher.forget(model)
         task = asyncio.create_task(self._take_off(model, reason), name=f"quarantine-{model}")

@@ -48,4 +48,5 @@ def request_row(request: LiveRequest, reason: FinishReason) -> RequestRow:
 def switch_row(switch: m.SwitchRecord) -> SwitchRow:
     """Of a switch that an instance told of."""
     fields = msgspec.structs.asdict(switch)
+    del fields["prefetched_bytes"]  # in the metrics only
     return SwitchRow(at=_wall_clock(fields.pop("at_s")), **fields)

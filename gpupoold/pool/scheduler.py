@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
+from gpupoold.buckets import WORK_BOUNDS_S, Buckets
 from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, Send
@@ -28,6 +29,7 @@ class Scheduler:
     ``send`` gets an instance's number and a message for it; ``on_sent`` a request's id and
     the number of the instance that has got it; ``on_hand_over`` a request's id and the numbers
     of the instances from which and to which it goes; ``on_role`` an instance's new role.
+    ``decisions`` has how long the core took each time it was told something, in seconds.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Scheduler:
         on_role: OnRole,
     ) -> None:
         self.core = RecordedCore(Core(policy))
+        self.decisions = Buckets(WORK_BOUNDS_S)
         self._send = send
         self._on_sent = on_sent
         self._on_hand_over = on_hand_over
@@ -179,7 +182,10 @@ class Scheduler:
         check_state(self.core.core.state)
 
     def _tell(self, *events: e.Event) -> None:
-        for action in self.core.handle(events, time.monotonic()):
+        started_s = time.monotonic()
+        actions = self.core.handle(events, started_s)
+        self.decisions.add(time.monotonic() - started_s)
+        for action in actions:
             self._carry_out(action)
 
     def _carry_out(self, action: Action) -> None:

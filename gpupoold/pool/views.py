@@ -113,6 +113,9 @@ def _device(instance: Instance, dispatcher: Dispatcher) -> DeviceInfo:
         is_role_fixed=is_role_fixed,
         is_draining=dispatcher.roles.is_draining(number),
         num_requests=dispatcher.num_requests(number),
+        utilisation=instance.reading.utilisation,
+        temperature_c=instance.reading.temperature_c,
+        power_w=instance.reading.power_w,
     )
 
 

@@ -72,6 +72,7 @@ class Warmer:
         model = message.model
         text = f"its canary answered {list(message.answered)}, not {list(message.expected)}"
         self._history.record_event("error", "canary_failed", model, text)
+        self._dispatcher.meters.model(model).canary_failures += 1
         self._dispatcher.fail_model(model, f"the weights of {model} were damaged; it is reloaded")
         self._begin(model, self._renew)
 
@@ -125,6 +126,7 @@ class Warmer:
     async def _warm(self, model: str, bring: Bring) -> None:
         started_s = time.monotonic()
         hosts = self._hosts(model)
+        was_cached = self._cache.get(model) is not None and bring == self._bring
         try:
             row = await self._registry.get(model)
             if row is None:
@@ -148,6 +150,8 @@ class Warmer:
             raise
         del self._tasks[model]
         _logger.info("%s is warm after %.2f s", model, time.monotonic() - started_s)
+        if not was_cached:
+            self._dispatcher.meters.warmed(model, [one.number for one in self._hosts(model)])
         self._dispatcher.go_on(model)
 
     async def _failed(self, model: str, error: GpupoolError) -> None:

@@ -96,6 +96,7 @@ class PacedDevice:
         self._previous: str | None = None
         # Weight and KV bytes that came before the turn they came for.
         self._fetched: dict[str, tuple[int, int]] = {}
+        self._fetched_beside: set[str] = set()  # during the turn of another
         self._steps: _Steps | None = None
 
     @property
@@ -133,6 +134,7 @@ class PacedDevice:
         self.memory.remove(name)
         del self.models[name], self._work[name]
         self._fetched.pop(name, None)
+        self._fetched_beside.discard(name)
         return lost
 
     def set_targets(self, name: str, targets: Targets) -> None:
@@ -268,7 +270,9 @@ class PacedDevice:
         self._last_turn_id = max(self._last_turn_id, turn.turn_id)
         if order is None and turn.then in self.models:
             self._fetch(turn.then, turn.then, at_s)
-        self._send(m.TurnEnded(turn.turn_id, dict(self.memory.take_changes())))
+        changed = dict(self.memory.take_changes())
+        began_s = self._began_s if self._has_begun else None
+        self._send(m.TurnEnded(turn.turn_id, changed, turn.model or "", began_s, at_s))
         if order is not None and order.model is not None:
             self._start(order, at_s)
 
@@ -337,6 +341,8 @@ class PacedDevice:
         missing = self._missing(name)
         if self.memory.prefetch(name, current, at_s):
             self._fetched[name] = missing
+            if name != current:
+                self._fetched_beside.add(name)
 
     def _missing(self, name: str) -> tuple[int, int]:
         """Weight and KV bytes that a switch to the model would move."""
@@ -346,16 +352,27 @@ class PacedDevice:
     def _switch_in(self, name: str, at_s: float) -> float:
         """Seconds until the model can run; tells of the switch if there is one to make."""
         early, late = self._fetched.pop(name, (0, 0)), self._missing(name)
+        prefetched_bytes = early[0] if name in self._fetched_beside else 0
+        self._fetched_beside.discard(name)
         delay_s, moved = self.memory.switch_in(name, at_s)
         weight_bytes, kv_bytes = early[0] + late[0], early[1] + late[1]
         if weight_bytes or kv_bytes:
             out_bytes = max(0, moved - sum(late))
-            self._tell_switch(name, at_s, delay_s, weight_bytes, kv_bytes, out_bytes)
+            self._tell_switch(
+                name, at_s, delay_s, weight_bytes, kv_bytes, out_bytes, prefetched_bytes
+            )
         self._previous = name
         return delay_s
 
     def _tell_switch(
-        self, name: str, at_s: float, total_s: float, weight_bytes: int, in_bytes: int, out: int
+        self,
+        name: str,
+        at_s: float,
+        total_s: float,
+        weight_bytes: int,
+        in_bytes: int,
+        out: int,
+        prefetched_bytes: int,
     ) -> None:
         moved = max(1, weight_bytes + in_bytes + out)
         record = m.SwitchRecord(
@@ -368,9 +385,10 @@ class PacedDevice:
             map_s=0.0,
             weights_s=total_s * weight_bytes / moved,
             kv_s=total_s * in_bytes / moved,
-            weight_bytes=weight_bytes,
+            weight_bytes=weight_bytes - prefetched_bytes,
             kv_in_bytes=in_bytes,
             kv_out_bytes=out,
+            prefetched_bytes=prefetched_bytes,
         )
         self._send(m.Switched(record))
 

@@ -279,10 +279,16 @@ class TurnEnded(Message):
     ``missing_bytes`` has, for every model whose number has changed since it was last told,
     the bytes that would have to move now to run it. It comes also with ``turn_id`` 0, when
     only memory has changed.
+
+    ``model`` is whose turn it was, ``began_s`` when it could run, None if it never did, and
+    ``ended_s`` when it was over.
     """
 
     turn_id: int
     missing_bytes: dict[str, int] = {}
+    model: str = ""
+    began_s: float | None = None
+    ended_s: float = 0.0
 
 
 class Switched(Message):
@@ -360,7 +366,23 @@ class Ping(Message):
 
 
 class Pong(Message):
-    """It is there."""
+    """It is there. Its event loop came so much too late since it said so last, each time that
+    this was measured."""
+
+    lags_s: list[float] = []
+
+
+class AskMetrics(Message):
+    """What is to be told at ``/metrics`` (frontend → daemon)? Answered by ``MetricsText``."""
+
+    call_id: int
+
+
+class MetricsText(Message):
+    """The metrics in Prometheus' text format."""
+
+    call_id: int
+    text: bytes
 
 
 class RequestsFailed(Message):
@@ -456,10 +478,11 @@ ToFrontend = (
     | StepOutputs
     | RequestsFailed
     | CallResult
+    | MetricsText
     | Ping
     | Reconfigure
     | Shutdown
 )
-FromFrontend = FrontendReady | AddRequest | AbortRequests | CallResult | Pong
+FromFrontend = FrontendReady | AddRequest | AbortRequests | CallResult | Pong | AskMetrics
 ToForkServer = Fork
 FromForkServer = Forked | ForkEnded

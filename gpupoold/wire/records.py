@@ -45,7 +45,11 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One switch with its stages in seconds; bytes are what really moved."""
+    """One switch with its stages in seconds; bytes are what really moved.
+
+    ``prefetched_bytes`` of weights had come, or were on their way, when it began; they are none
+    of the ``weight_bytes``.
+    """
 
     instance: int
     model: str
@@ -59,6 +63,7 @@ class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_in_bytes: int
     kv_out_bytes: int
+    prefetched_bytes: int = 0
 
 
 class Parcel(msgspec.Struct, frozen=True, array_like=True):

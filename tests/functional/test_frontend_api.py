@@ -120,7 +120,14 @@ class TestOwnAnswers:
 
     @pytest.mark.parametrize(
         "path",
-        ["/metrics", "/load", "/ping", "/scale_elastic_ep", "/sleep", "/collective_rpc", "/docs"],
+        [
+            "/load",
+            "/ping",
+            "/scale_elastic_ep",
+            "/sleep",
+            "/collective_rpc",
+            "/docs",
+        ],
     )
     def test_operator_endpoints_are_out_of_reach(self, http: httpx.Client, path: str) -> None:
         assert http.get(path).status_code == 404

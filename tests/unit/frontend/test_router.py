@@ -16,6 +16,7 @@ from gpupoold.frontend.mounts import Mounts
 from gpupoold.frontend.router import Router, read_model_name
 from gpupoold.wire.messages import ServedModel
 from tests.unit.frontend.asgi import Answer, EchoApi, request
+from tests.unit.frontend.test_metrics import FakeDaemon
 
 CHAT = "/v1/chat/completions"
 LIMIT = 1000
@@ -44,7 +45,8 @@ class Served:
         for name, api in self.apis.items():
             self.mounts.mount(name, api)
         self.gates = Gates()
-        self.router = Router(self.catalog, self.mounts, self.gates, LIMIT)
+        self.daemon = FakeDaemon()
+        self.router = Router(self.catalog, self.mounts, self.gates, self.daemon.calls, LIMIT)
 
     def send(self, method: str, path: str, *chunks: bytes, **more: Any) -> Answer:
         return asyncio.run(request(self.router, method, path, chunks or (b"",), **more))
@@ -156,7 +158,6 @@ def test_only_model_needs_no_name() -> None:
         ("GET", "/version", 200),
         ("GET", "/v1/models/org/alpha", 200),
         ("GET", "/v1/models/gamma", 404),
-        ("GET", "/metrics", 404),
         ("POST", "/scale_elastic_ep", 404),
         ("DELETE", "/v1/models/alpha", 404),
         ("GET", CHAT, 405),
@@ -213,3 +214,26 @@ def test_reading_the_name_skips_everything_else() -> None:
     assert read_model_name(b'{"messages": [{"model": "x"}], "model": "y"}') == "y"
     with pytest.raises(ApiError):
         read_model_name(b'{"model": "y"} trailing')
+
+
+@pytest.mark.parametrize(("method", "body"), [("GET", b"up 1\n"), ("HEAD", b"")])
+def test_metrics_come_from_the_daemon(served: Served, method: str, body: bytes) -> None:
+    answer = served.send(method, "/metrics")
+    assert (answer.status, answer.body) == (200, body)
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert answer.headers["content-length"] == "5"
+
+
+def test_metrics_are_503_when_the_daemon_does_not_answer(served: Served) -> None:
+    daemon = FakeDaemon(timeout_s=0.01)
+    daemon.silent = True
+    served.router = Router(served.catalog, served.mounts, served.gates, daemon.calls, LIMIT)
+    answer = served.send("GET", "/metrics")
+    assert answer.status == 503
+    assert answer.headers["retry-after"]
+    assert "does not tell its metrics" in answer.json()["error"]["message"]
+
+
+def test_metrics_are_only_read(served: Served) -> None:
+    assert served.send("POST", "/metrics").status == 404
+    assert served.daemon.asked == []

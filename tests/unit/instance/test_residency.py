@@ -266,7 +266,9 @@ def test_paused_kv_is_prefetched_too(box: Box) -> None:
             break
         time.sleep(0.01)
     box.weights("b").wait()
-    assert box.residency.switch_in("b") is None
+    stages = box.residency.switch_in("b")
+    assert stages is not None
+    assert (stages.num_bytes, stages.prefetched_bytes) == (0, box.weights("b").num_bytes)
     assert box.kv_bytes("b", written) == written
 
 

@@ -33,6 +33,7 @@ class Queue:
         self._tell(e.MemoryChanged(0, (("a", 0), ("b", 0))))
         self.live = LiveRequests()
         self.stats: dict[str, ModelStats] = {}
+        self.reasons: list[str] = []
         self.overload = Overload(
             LimitSettings.model_validate(limits),
             history,
@@ -40,6 +41,7 @@ class Queue:
             self.stats,
             self.core.state,
             lambda _: 100,
+            lambda model, reason: self.reasons.append(f"{model} {reason}"),
         )
 
     def take(self, model: str, request_id: str, arrival_s: float | None = None) -> None:
@@ -72,6 +74,7 @@ async def test_bound_of_a_model(history: History) -> None:
     assert refused.retry_after_s == pytest.approx(10.0, rel=0.3)
     assert queue.ask("b").status == 200
     assert (queue.num_refused("a"), queue.num_refused("b")) == (1, 0)
+    assert queue.reasons == ["a model_queue_full"]
 
 
 async def test_bound_of_all(history: History) -> None:
@@ -85,6 +88,7 @@ async def test_bound_of_all(history: History) -> None:
             "2 requests are already waiting or running.",
         )
         assert refused.retry_after_s > 1.0
+    assert queue.reasons == ["a queue_full", "b queue_full"]
 
 
 async def test_not_all_are_told_the_same_time(history: History) -> None:
@@ -110,6 +114,7 @@ async def test_no_instance(history: History) -> None:
     assert (refused.status, refused.retry_after_s) == (503, 1.0)
     assert refused.message == "The model `a` cannot be served right now."
     assert queue.num_refused("a") == 0
+    assert queue.reasons == ["a not_served"]
 
 
 class TestLate:
@@ -134,6 +139,7 @@ class TestLate:
         # When the prompts before another will take a second.
         assert refused.retry_after_s == pytest.approx(2.1, abs=0.2)
         assert queue.num_refused("a") == 1
+        assert queue.reasons == ["a too_late"]
 
     async def test_taken_when_it_can_be_in_time(self, history: History) -> None:
         queue = Queue(history, drop_late=True)

@@ -163,7 +163,8 @@ class TestMemory:
         box.at(3.0)
         assert box.token_times("rb") == [pytest.approx(2.51 + PREFILL_S, abs=STEP_S)]
         second = box.of(m.Switched)[1].switch  # type: ignore[attr-defined]
-        assert (second.model, second.previous, second.weight_bytes) == ("b", "a", 10 * GB)
+        assert (second.model, second.previous) == ("b", "a")
+        assert (second.weight_bytes, second.prefetched_bytes) == (0, 10 * GB)
         assert second.total_s == 0.0
 
     def test_after_a_turn_the_next_model_comes_without_orders(self) -> None:
@@ -188,9 +189,10 @@ class TestMemory:
             missing |= message.missing_bytes  # type: ignore[attr-defined]
         assert missing == {"a": 0}
         box.at(7.0)
-        assert box.said[-1] == m.TurnEnded(
-            1, {"a": 60 * GB + box.device.memory.held_bytes("a")[2], "b": 0}
-        )
+        ended = box.said[-1]
+        assert isinstance(ended, m.TurnEnded)
+        missing_bytes = {"a": 60 * GB + box.device.memory.held_bytes("a")[2], "b": 0}
+        assert (ended.turn_id, ended.missing_bytes) == (1, missing_bytes)
 
     def test_paused_kv_leaves_and_returns(self) -> None:
         box = Box("a", "b", weight_gb=60, capacity_gb=60.1)

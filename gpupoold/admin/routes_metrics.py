@@ -1,0 +1,19 @@
+"""``GET /metrics``, on the admin socket and for the frontend, whose port has it too."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.responses import Response
+
+from gpupoold.metrics.exposition import CONTENT_TYPE, Exporter
+from gpupoold.pool.pool import Pool
+
+
+def add_metrics_routes(app: FastAPI, pool: Pool) -> None:
+    """Serve the pool's metrics here, and to the frontend when it asks for them."""
+    exporter = Exporter(pool)
+    pool.frontend.metrics = exporter.text
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await exporter.text(), media_type=CONTENT_TYPE)

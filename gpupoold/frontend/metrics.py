@@ -1,0 +1,72 @@
+"""The daemon's metrics on the frontend's port: it is asked for them over the wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from gpupoold.frontend.errors import Send, metrics_unavailable
+from gpupoold.wire.messages import AskMetrics, MetricsText
+
+METRICS_PATH = "/metrics"
+_CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+_TIMEOUT_S = 5.0
+
+
+class MetricsCalls:
+    """Asks the daemon; those who ask while an answer is on its way share it."""
+
+    def __init__(
+        self, send: Callable[[msgspec.Struct], None], timeout_s: float = _TIMEOUT_S
+    ) -> None:
+        self._send = send
+        self._timeout_s = timeout_s
+        self._next_call = 0
+        self._asked: asyncio.Future[bytes | None] | None = None
+
+    def answered(self, message: MetricsText) -> None:
+        """The daemon's answer; one that came too late is not wanted any more."""
+        if message.call_id == self._next_call and self._asked is not None:
+            _settle(self._asked, message.text)
+
+    async def text(self) -> bytes:
+        """What the daemon tells.
+
+        Raises:
+            ApiError: 503; it does not answer in time.
+        """
+        if self._asked is None or self._asked.done():
+            self._asked = self._ask()
+        text = await asyncio.shield(self._asked)
+        if text is None:
+            raise metrics_unavailable()
+        return text
+
+    def _ask(self) -> asyncio.Future[bytes | None]:
+        """The answer, None if there is none in time."""
+        self._next_call += 1
+        loop = asyncio.get_running_loop()
+        asked: asyncio.Future[bytes | None] = loop.create_future()
+        too_late = loop.call_later(self._timeout_s, _settle, asked, None)
+        asked.add_done_callback(lambda _: too_late.cancel())
+        self._send(AskMetrics(self._next_call))
+        return asked
+
+    async def serve(self, send: Send, *, with_body: bool) -> None:
+        """Answer a ``GET``, or without the body a ``HEAD``, of ``METRICS_PATH``.
+
+        Raises:
+            ApiError: see :meth:`text`.
+        """
+        text = await self.text()
+        length = (b"content-length", str(len(text)).encode())
+        headers = [(b"content-type", _CONTENT_TYPE), length]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": text if with_body else b""})
+
+
+def _settle(asked: asyncio.Future[bytes | None], text: bytes | None) -> None:
+    if not asked.done():
+        asked.set_result(text)

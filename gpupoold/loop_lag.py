@@ -1,0 +1,17 @@
+"""How late an event loop is: what it does holds up every token that goes through it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+_INTERVAL_S = 0.1
+
+
+async def measure_lag(add: Callable[[float], None], interval_s: float = _INTERVAL_S) -> None:
+    """Ten times a second, tell ``add`` by how many seconds the loop came too late; for ever."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_s = loop.time() + interval_s
+        await asyncio.sleep(interval_s)
+        add(max(0.0, loop.time() - due_s))

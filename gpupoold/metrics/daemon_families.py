@@ -1,0 +1,108 @@
+"""Metrics of the daemon itself: caches, recoveries, how quick it is."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+
+from gpupoold import __version__
+from gpupoold.metrics.families import counter, gauge, histogram
+from gpupoold.metrics.scrape import Scrape
+
+
+def daemon_families(scrape: Scrape) -> Iterator[Metric]:
+    """One after the other; every family is of one moment."""
+    yield from _state(scrape)
+    yield from _caches(scrape)
+    yield from _recoveries(scrape)
+    yield from _speed(scrape)
+
+
+def _state(scrape: Scrape) -> Iterator[Metric]:
+    pool = scrape.pool
+    readies = [one.ready for one in scrape.instances if one.ready is not None]
+    engine = readies[0].engine_version if readies else ""
+    yield gauge(
+        "build_info",
+        "1; the labels say what runs.",
+        ("version", "engine_version", "python_version"),
+        [((__version__, engine, platform.python_version()), 1)],
+    )
+    yield gauge("ready", "1 while requests can be served.", (), [((), pool.state == "ready")])
+    yield gauge("models", "Registered models.", (), [((), len(scrape.rows))])
+    yield counter(
+        "history_dropped_rows",
+        "Rows of the history that were lost, as the disk did not take them.",
+        (),
+        [((), pool.history.dropped_rows)],
+    )
+
+
+def _caches(scrape: Scrape) -> Iterator[Metric]:
+    pool = scrape.pool
+    yield gauge(
+        "model_cache_bytes",
+        "Host memory that images of weights take, with those on their way in or out.",
+        (),
+        [((), pool.cache.used_bytes)],
+    )
+    yield gauge(
+        "model_cache_limit_bytes",
+        "Host memory that they may take.",
+        (),
+        [((), pool.cache.budget_bytes)],
+    )
+    yield counter(
+        "model_cache_evictions",
+        "Images that made room for others in host memory, or were dropped by hand.",
+        (),
+        [((), pool.cache.num_evicted)],
+    )
+    yield gauge(
+        "model_cache_disk_bytes",
+        "Disk space that saved images take.",
+        (),
+        [((), scrape.saved_bytes)],
+    )
+    yield gauge(
+        "model_cache_disk_limit_bytes",
+        "Disk space that they may take.",
+        (),
+        [((), pool.saved.budget_bytes)],
+    )
+
+
+def _recoveries(scrape: Scrape) -> Iterator[Metric]:
+    moves, frontend = scrape.pool.dispatcher.moves, scrape.pool.frontend
+    yield gauge("frontend_up", "1 while the frontend answers.", (), [((), frontend.is_ready)])
+    yield counter(
+        "frontend_restarts",
+        "Times the frontend has ended and was started again.",
+        (),
+        [((), frontend.num_restarts)],
+    )
+    yield counter(
+        "requests_moved",
+        "Requests that went from one device to another: moved, or unknown to the device that "
+        "they were to leave.",
+        ("result",),
+        [(("moved",), moves.num_moved), (("unknown",), moves.num_unknown)],
+    )
+
+
+def _speed(scrape: Scrape) -> Iterator[Metric]:
+    pool = scrape.pool
+    yield histogram(
+        "scheduler_decision_seconds",
+        "How long the scheduling core took each time it was told something.",
+        (),
+        [((), pool.dispatcher.scheduler.decisions)],
+    )
+    yield histogram(
+        "event_loop_lag_seconds",
+        "By how much an event loop came too late, ten times a second.",
+        ("process",),
+        [(("daemon",), pool.loop_lag), (("frontend",), pool.frontend.loop_lag)],
+    )

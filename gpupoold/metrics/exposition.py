@@ -1,0 +1,69 @@
+"""``/metrics``: the text that Prometheus reads, made when it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from gpupool_state import ModelRow
+from gpupoold.metrics.daemon_families import daemon_families
+from gpupoold.metrics.device_families import device_families
+from gpupoold.metrics.model_families import model_families
+from gpupoold.metrics.scrape import Scrape
+from gpupoold.pool.pool import Pool
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+# Who asks more often gets the same text: a scrape of a large box costs tens of milliseconds.
+_HOLDS_S = 0.5
+
+
+class Exporter:
+    """Makes the text of one daemon's metrics; not for several threads."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._making = asyncio.Lock()
+        self._text = b""
+        self._rows: dict[str, ModelRow] = {}
+        self._made_s: float | None = None
+
+    async def text(self) -> bytes:
+        """All metrics now, or half a second ago, in Prometheus' text format."""
+        async with self._making:
+            if self._made_s is None or time.monotonic() - self._made_s > _HOLDS_S:
+                self._text = await self._make()
+                self._made_s = time.monotonic()
+            return self._text
+
+    async def _make(self) -> bytes:
+        found: list[Metric] = []
+        scrape = await Scrape.of(self._pool, self._rows)
+        self._rows = scrape.rows
+        for families in (model_families, device_families, daemon_families):
+            for family in families(scrape):
+                found.append(family)
+                await asyncio.sleep(0)  # tokens go first
+        return await asyncio.to_thread(_text_of, found)
+
+
+class _Found(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _text_of(families: Iterable[Metric]) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Found(families))
+    ProcessCollector(registry=registry)
+    return generate_latest(registry)

@@ -1,0 +1,62 @@
+"""What one scrape looks at."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gpupool_state import ModelRow
+from gpupoold.errors import Failed
+from gpupoold.pool.instance import Instance
+from gpupoold.pool.meters import DeviceMeter, ModelMeter
+from gpupoold.pool.pool import Pool
+from gpupoold.wire.messages import ModelMemory
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """The pool, and what had to be waited for: its models by name, and bytes on the disk."""
+
+    pool: Pool
+    rows: dict[str, ModelRow]
+    saved_bytes: int
+
+    @classmethod
+    async def of(cls, pool: Pool, known: dict[str, ModelRow]) -> Scrape:
+        """Look at the pool; counts of models that are registered no more are let go.
+
+        Who watches has to see most when the disk fails: a registry that cannot be read has the
+        models that are ``known`` from before.
+        """
+        try:
+            rows = {str(row.spec.name): row for row in await pool.registry.list()}
+        except Failed as error:
+            _logger.warning("metrics of the models known before: %s", error)
+            rows = known
+        else:
+            pool.dispatcher.meters.forget_others(rows.keys())
+        return cls(pool, rows, await pool.saved.used_bytes())
+
+    def models(self) -> Iterator[tuple[str, ModelMeter]]:
+        """All registered models by name, with their meters."""
+        for name in self.rows:
+            yield name, self.pool.dispatcher.meters.model(name)
+
+    @property
+    def instances(self) -> list[Instance]:
+        """One for each device."""
+        return self.pool.supervisor.instances
+
+    def devices(self) -> Iterator[tuple[str, Instance, DeviceMeter]]:
+        """All devices by number, with their meters."""
+        for instance in self.instances:
+            meter = self.pool.dispatcher.meters.device(instance.number)
+            yield str(instance.number), instance, meter
+
+
+def memories(instance: Instance) -> list[ModelMemory]:
+    """What an instance's models had when it reported last; nothing while it is down."""
+    return instance.status.models if instance.status else []

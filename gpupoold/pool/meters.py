@@ -1,0 +1,208 @@
+"""What ``/metrics`` counts, where it happens. Pure bookkeeping, since the daemon's start.
+
+Other parts keep counters of their own, which ``gpupoold.metrics`` reads with these.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gpupoold.buckets import Buckets
+from gpupoold.domain import FinishReason
+from gpupoold.pool.requests import LiveRequest
+from gpupoold.wire import messages as m
+
+SwitchKind = Literal["resident", "prefetched", "host_cached", "cold"]
+SWITCH_KINDS: tuple[SwitchKind, ...] = ("resident", "prefetched", "host_cached", "cold")
+STAGES = ("evict", "map", "weights", "kv")
+MOVED_KINDS = ("weights", "weights_prefetched", "kv_in", "kv_out")
+_ATTAINMENT_S = 60
+
+
+@dataclass(slots=True)
+class ModelMeter:
+    """One model's counts. ``dropped`` requests are among the ``finished`` with an error."""
+
+    requests: int = 0
+    finished: Counter[FinishReason] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    dropped: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    tokens_in_time: int = 0
+    ttft: Buckets = field(default_factory=Buckets)
+    tbt: Buckets = field(default_factory=Buckets)
+    resumed: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    quarantines: int = 0
+    canary_failures: int = 0
+    # Tokens and tokens in time so far, at the end of each of the last seconds.
+    _seconds: deque[tuple[int, int]] = field(
+        default_factory=lambda: deque([(0, 0)], maxlen=_ATTAINMENT_S + 1)
+    )
+
+    def add_tokens(self, request: LiveRequest, num_tokens: int, at_s: float) -> None:
+        """Tokens went out that have not been added to ``request`` yet."""
+        if not num_tokens:
+            return
+        times_s = request.token_times_s
+        if times_s:
+            self.tbt.add(at_s - times_s[-1])
+        else:
+            self.ttft.add(at_s - request.arrival_s)
+        if num_tokens > 1:
+            self.tbt.add(0.0, num_tokens - 1)
+        self.tokens += num_tokens
+        self.tokens_in_time += _num_in_time(request, num_tokens, at_s)
+
+    def second_over(self) -> None:
+        """To be called once a second."""
+        self._seconds.append((self.tokens, self.tokens_in_time))
+
+    @property
+    def attainment(self) -> float | None:
+        """Share of the last minute's tokens that were in time; None without any."""
+        tokens, in_time = self._seconds[0]
+        num_tokens = self.tokens - tokens
+        return (self.tokens_in_time - in_time) / num_tokens if num_tokens else None
+
+
+@dataclass(slots=True)
+class DeviceMeter:
+    """One device's counts. ``turns`` and ``turn_seconds`` are by model; a turn lasts from when
+    its model could run. Each change of the model on turn is one switch, with nothing moved if
+    all was there."""
+
+    turns: Counter[str] = field(default_factory=Counter)
+    turn_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    switches: Counter[SwitchKind] = field(default_factory=Counter)
+    stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    moved_bytes: Counter[str] = field(default_factory=Counter)
+    _model: str | None = None  # of the last turn, or of a switch since
+    _cold: set[str] = field(default_factory=set)
+
+    def warmed(self, model: str) -> None:
+        """A model's image is in host memory again, from the disk or from its checkpoint."""
+        self._cold.add(model)
+
+    def switched(self, switch: m.SwitchRecord) -> SwitchKind:
+        """Count a switch; which kind it was."""
+        kind = self._kind(switch)
+        self._model = switch.model
+        self.switches[kind] += 1
+        for stage in STAGES:
+            self.stage_seconds[stage] += getattr(switch, f"{stage}_s")
+        self.moved_bytes["weights"] += switch.weight_bytes
+        self.moved_bytes["weights_prefetched"] += switch.prefetched_bytes
+        self.moved_bytes["kv_in"] += switch.kv_in_bytes
+        self.moved_bytes["kv_out"] += switch.kv_out_bytes
+        return kind
+
+    def turn_ended(self, message: m.TurnEnded) -> bool:
+        """Count a turn; whether its model came without a switch that was told of."""
+        if message.began_s is None:
+            return False
+        self.turns[message.model] += 1
+        self.turn_seconds[message.model] += message.ended_s - message.began_s
+        is_silent = message.model != self._model
+        if is_silent:
+            self._model = message.model
+            self.switches["resident"] += 1
+        return is_silent
+
+    def forget_others(self, models: Collection[str]) -> None:
+        """Models that are none of these are gone."""
+        for counts in (self.turns, self.turn_seconds):
+            for model in counts.keys() - models:
+                del counts[model]
+        self._cold.intersection_update(models)
+
+    def worker_ended(self) -> None:
+        """Nothing is on the device any more."""
+        self._model = None
+
+    def _kind(self, switch: m.SwitchRecord) -> SwitchKind:
+        if switch.model in self._cold:
+            self._cold.discard(switch.model)
+            return "cold"
+        if switch.weight_bytes:
+            return "host_cached"
+        return "prefetched" if switch.prefetched_bytes else "resident"
+
+
+class Meters:
+    """All models' and all devices' meters."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, ModelMeter] = {}
+        self.devices: dict[int, DeviceMeter] = {}
+        self.switch_seconds: dict[SwitchKind, Buckets] = {kind: Buckets() for kind in SWITCH_KINDS}
+
+    def model(self, name: str) -> ModelMeter:
+        """A model's meter, a new one if it has none."""
+        meter = self.models.get(name)
+        if meter is None:
+            meter = self.models[name] = ModelMeter()
+        return meter
+
+    def device(self, number: int) -> DeviceMeter:
+        """A device's meter, a new one if it has none."""
+        return self.devices.setdefault(number, DeviceMeter())
+
+    def arrived(self, message: m.AddRequest, *, is_warm: bool) -> None:
+        """A request was taken; ``is_warm``: its model's image is in host memory."""
+        meter = self.model(message.model)
+        meter.requests += 1
+        meter.prompt_tokens += len(message.prompt_token_ids)
+        meter.cache_hits += is_warm
+        meter.cache_misses += not is_warm
+
+    def refused(self, model: str, reason: str) -> None:
+        """A request was not taken."""
+        self.model(model).refused[reason] += 1
+
+    def dropped(self, requests: Iterable[LiveRequest]) -> None:
+        """It is too late for these, which have not begun."""
+        for request in requests:
+            self.model(request.model).dropped += 1
+
+    def switched(self, switch: m.SwitchRecord) -> None:
+        """A device has told of a switch."""
+        kind = self.device(switch.instance).switched(switch)
+        self.switch_seconds[kind].add(switch.total_s)
+
+    def turn_ended(self, number: int, message: m.TurnEnded) -> None:
+        """A device has told of the end of a turn, or only of its memory."""
+        if message.turn_id and self.device(number).turn_ended(message):
+            self.switch_seconds["resident"].add(0.0)
+
+    def warmed(self, model: str, numbers: Iterable[int]) -> None:
+        """The model's image had to be read or made again, for these devices."""
+        for number in numbers:
+            self.device(number).warmed(model)
+
+    def look(self, _: float) -> None:
+        """A second has passed."""
+        for meter in self.models.values():
+            meter.second_over()
+
+    def forget_others(self, models: Collection[str]) -> None:
+        """Models that are none of these are gone, and are not told of any more."""
+        for model in self.models.keys() - models:
+            del self.models[model]
+        for device in self.devices.values():
+            device.forget_others(models)
+
+
+def _num_in_time(request: LiveRequest, num_tokens: int, at_s: float) -> int:
+    """How many of the next ``num_tokens`` meet their deadlines at ``at_s``: the last ones, as
+    deadlines only grow."""
+    num_before = len(request.token_times_s)
+    for index in range(num_tokens):
+        if at_s <= request.targets.deadline_s(request.arrival_s, num_before + index):
+            return num_tokens - index
+    return 0

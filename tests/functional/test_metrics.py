@@ -1,0 +1,251 @@
+"""``/metrics`` of a real daemon, as a real Prometheus and the example dashboard read it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.checkpoints.hollow import make_hollow_checkpoint
+from tests.conftest import ROOT
+from tests.dashboard import metric_names, queries
+from tests.functional.daemon_tools import admin_http, api_client, ask, child, ps, until
+from tests.functional.prometheus_server import (
+    NOT_INSTALLED,
+    Prometheus,
+    is_installed,
+    promtool,
+    running_prometheus,
+)
+
+MODELS = ("one", "two", "three")
+NUM_ASKED, NUM_TOKENS = 3, 40
+# Room for one of the three, so that they take turns.
+CONFIG = """
+[[device]]
+kind = "sim"
+gpu = "H800"
+memory = "20GiB"
+"""
+# What only NVML tells, or no simulated device: a scrape here has no sample of them.
+NO_SAMPLES = {
+    "gpupool_device_utilisation_ratio",
+    "gpupool_device_temperature_celsius",
+    "gpupool_device_power_watts",
+    "gpupool_device_kv_host_limit_bytes",
+}
+DOCUMENTED = re.compile(r"^\| `(\w+)` \| (\w+) \|([^|]*)\| ", re.MULTILINE)
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateDaemon]:
+    checkpoint = make_hollow_checkpoint(tmp_path_factory.mktemp("hollow"), "Qwen2.5-7B")
+    with private_daemon(CONFIG, tmp_path_factory.mktemp("box")) as daemon:
+        for name in MODELS:
+            daemon.add_model(name, checkpoint, max_model_len=4096)
+        yield daemon
+
+
+@pytest.fixture(scope="module", autouse=True)
+def watcher(
+    box: PrivateDaemon, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Prometheus | None]:
+    """A Prometheus where it is installed. Its first scrape comes seconds after its start, so it
+    is started before all tests."""
+    if not is_installed():
+        yield None
+        return
+    with running_prometheus(box.http_url, tmp_path_factory.mktemp("prometheus")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def used(box: PrivateDaemon) -> None:
+    """Let every model have some requests."""
+    asyncio.run(traffic(box))
+    until(lambda: not ps(box).requests)
+
+
+async def traffic(box: PrivateDaemon) -> None:
+    async with api_client(box.http_url) as api:
+        await asyncio.gather(*(ask(api, name, "hi", NUM_TOKENS) for name in MODELS * NUM_ASKED))
+
+
+def scrape(box: PrivateDaemon) -> dict[str, Metric]:
+    """The families of a scrape by the name that people write."""
+    with admin_http(box) as http:
+        answer = http.get("/metrics")
+    assert answer.status_code == 200, answer.text
+    families = text_string_to_metric_families(answer.text)
+    return {f"{one.name}{'_total' * (one.type == 'counter')}": one for one in families}
+
+
+def value(box: PrivateDaemon, sample: str, **labels: str) -> float | None:
+    """Of one sample, None if it is not there."""
+    for family in scrape(box).values():
+        for one in family.samples:
+            if one.name == sample and one.labels == labels:
+                return one.value
+    return None
+
+
+class TestScrape:
+    @pytest.fixture(autouse=True)
+    def _after_traffic(self, used: None) -> None:
+        """All of them look at a daemon that was used."""
+
+    def test_what_was_asked_is_counted(self, box: PrivateDaemon) -> None:
+        tokens = NUM_ASKED * NUM_TOKENS
+        until(lambda: value(box, "gpupool_output_tokens_total", model="two") == tokens)
+        for name in MODELS:
+            assert value(box, "gpupool_requests_total", model=name) == NUM_ASKED
+            ended = value(box, "gpupool_requests_finished_total", model=name, reason="length")
+            assert ended == NUM_ASKED
+            first = value(box, "gpupool_time_to_first_token_seconds_count", model=name)
+            gaps = value(box, "gpupool_time_between_tokens_seconds_count", model=name)
+            assert (first, gaps) == (NUM_ASKED, tokens - NUM_ASKED)
+            turns = value(box, "gpupool_device_turns_total", device="0", model=name)
+            assert turns is not None
+            assert turns >= 1
+        kinds = ("resident", "prefetched", "host_cached", "cold")
+        switches = [value(box, "gpupool_switches_total", device="0", kind=one) for one in kinds]
+        assert sum(filter(None, switches)) >= len(MODELS)
+        lag = value(box, "gpupool_event_loop_lag_seconds_count", process="frontend")
+        assert lag is not None
+        assert lag > 0
+
+    def test_public_port_tells_the_same(self, box: PrivateDaemon) -> None:
+        answer = httpx.get(f"{box.http_url}/metrics")
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        families = text_string_to_metric_families(answer.text)
+        assert {one.name for one in families} == {one.name for one in scrape(box).values()}
+
+    def test_names_and_texts_follow_the_conventions(self, box: PrivateDaemon) -> None:
+        with admin_http(box) as http:
+            assert promtool("check", "metrics", stdin=http.get("/metrics").content) == ""
+
+    def test_it_and_its_documentation_agree(self, box: PrivateDaemon) -> None:
+        text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+        rows = DOCUMENTED.findall(text)
+        documented = {name: (kind, labels_of(cell)) for name, kind, cell in rows}
+        assert len(documented) == len(rows), "a metric is there twice"
+        scraped = scrape(box)
+        assert documented.keys() == scraped.keys()
+        assert {name for name, one in scraped.items() if not one.samples} == NO_SAMPLES
+        for name, family in scraped.items():
+            assert family.type == documented[name][0], name
+            for sample in family.samples:
+                assert sample.labels.keys() - {"le"} == documented[name][1], name
+
+    def test_dashboard_and_alerts_use_only_what_there_is(self, box: PrivateDaemon) -> None:
+        text = (EXAMPLES / "prometheus-alerts.yml").read_text(encoding="utf-8")
+        expressions = [expression for _, expression in queries()]
+        expressions += re.findall(r"expr: ([^|].*|\|(?:\n {10}.*)+)", text)
+        used = set().union(*map(metric_names, expressions))
+        suffixes = {"histogram": ("_bucket", "_count", "_sum")}
+        known = {
+            name + suffix
+            for name, family in scrape(box).items()
+            for suffix in suffixes.get(family.type, ("",))
+        }
+        assert used
+        assert used <= known
+
+
+def labels_of(cell: str) -> set[str]:
+    return set(re.findall(r"`(\w+)`", cell))
+
+
+@pytest.fixture(scope="module")
+def prometheus(box: PrivateDaemon, watcher: Prometheus | None) -> Prometheus:
+    """It has seen the daemon before, during and after traffic."""
+    if watcher is None:
+        pytest.skip(NOT_INSTALLED)
+    asked = 'gpupool_requests_finished_total{model="one",reason="length"}'
+    until(lambda: watcher.value(asked) is not None)
+    before = watcher.value(asked) or 0
+    asyncio.run(traffic(box))
+    until(lambda: watcher.value(asked) == before + NUM_ASKED)
+    return watcher
+
+
+def test_prometheus_takes_every_scrape(prometheus: Prometheus) -> None:
+    assert prometheus.value('min_over_time(up{job="gpupool"}[5m])') == 1
+
+
+def test_every_query_of_the_dashboard_has_data(prometheus: Prometheus) -> None:
+    """Those without are of what only NVML tells."""
+    empty = set()
+    for title, expression in queries():
+        values = [float(series["value"][1]) for series in prometheus.query(expression)]
+        if not any(one == one for one in values):  # NaN is no data either
+            empty.add(f"{title}: {sorted(metric_names(expression))}")
+    nvml = ("utilisation_ratio", "temperature_celsius", "power_watts")
+    titles = ("Utilisation", "Temperature", "Power")
+    assert empty == {
+        f"{title}: ['gpupool_device_{name}']" for title, name in zip(titles, nvml, strict=True)
+    }
+
+
+def test_examples_are_what_prometheus_reads() -> None:
+    promtool("check", "config", EXAMPLES / "prometheus.yml")
+    promtool("check", "rules", EXAMPLES / "prometheus-alerts.yml")
+
+
+def test_alert_comes_for_the_model_that_is_late_only(tmp_path: Path) -> None:
+    series = [
+        {"series": f'gpupool_output_tokens{kind}_total{{model="{model}"}}', "values": f"0+{n}x30"}
+        for model, kind, n in (("a", "", 100), ("a", "_in_time", 90), ("b", "", 100))
+    ]
+    series.append({"series": 'gpupool_output_tokens_in_time_total{model="b"}', "values": "0+99x30"})
+    annotations = {
+        "summary": "a: 90% of its tokens are in time",
+        "description": "Users wait longer than the model's targets say. `gpupool plan` tells "
+        "what would help.",
+    }
+    alert = {
+        "eval_time": "25m",
+        "alertname": "GpupoolTokensLate",
+        "exp_alerts": [
+            {"exp_labels": {"severity": "warning", "model": "a"}, "exp_annotations": annotations}
+        ],
+    }
+    tests = {
+        "rule_files": [str(EXAMPLES / "prometheus-alerts.yml")],
+        "tests": [{"interval": "1m", "input_series": series, "alert_rule_test": [alert]}],
+    }
+    path = tmp_path / "tests.yml"  # JSON is YAML
+    path.write_text(json.dumps(tests))
+    promtool("test", "rules", path)
+
+
+# These change the box: they come last.
+
+
+def test_worker_that_dies_is_counted(box: PrivateDaemon) -> None:
+    child(box, "simdevice").kill()
+    until(lambda: value(box, "gpupool_worker_restarts_total", device="0") == 1)
+    until(lambda: value(box, "gpupool_device_up", device="0") == 1)
+
+
+def test_model_that_is_removed_disappears(box: PrivateDaemon) -> None:
+    assert any("three" in one.labels.values() for one in samples(box))
+    with box.client() as client:
+        client.remove_model("three")
+    until(lambda: not any("three" in one.labels.values() for one in samples(box)))
+    assert value(box, "gpupool_models") == 2
+
+
+def samples(box: PrivateDaemon) -> list[Sample]:
+    return [one for family in scrape(box).values() for one in family.samples]

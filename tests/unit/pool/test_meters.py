@@ -1,0 +1,145 @@
+"""What is counted for the metrics."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, strategies as st
+
+from gpupoold.domain import Targets
+from gpupoold.pool.meters import DeviceMeter, Meters, ModelMeter
+from gpupoold.pool.requests import LiveRequest
+from gpupoold.wire import messages as m
+from tests.unit.wire.samples import SWITCH
+
+TARGETS = Targets(1.0, 0.5)
+
+
+def live(arrival_s: float = 0.0) -> LiveRequest:
+    return LiveRequest("r", "a", 0, arrival_s, TARGETS, [1, 2, 3])
+
+
+def switch(**changes: object) -> m.SwitchRecord:
+    return msgspec.structs.replace(SWITCH, **changes)
+
+
+def ended(model: str, began_s: float | None = 1.0, turn_id: int = 1) -> m.TurnEnded:
+    return m.TurnEnded(turn_id, {}, model, began_s, 1.25)
+
+
+class TestTokens:
+    def test_first_token_and_gaps(self) -> None:
+        meter, request = ModelMeter(), live(10.0)
+        for num_tokens, at_s in ((1, 10.25), (3, 10.5), (0, 11.0), (1, 10.75)):
+            meter.add_tokens(request, num_tokens, at_s)
+            request.add_tokens([0] * num_tokens, at_s)
+        assert (sum(meter.ttft.counts), meter.ttft.sum) == (1, 0.25)
+        assert (sum(meter.tbt.counts), meter.tbt.sum) == (4, 0.5)
+        assert (meter.tokens, meter.tokens_in_time) == (5, 5)
+
+    @given(
+        st.lists(st.tuples(st.integers(1, 6), st.floats(0.0, 1.5)), max_size=12),
+        st.floats(0.0, 3.0),
+    )
+    def test_they_are_what_the_request_itself_tells_at_its_end(
+        self, parts: list[tuple[int, float]], arrival_s: float
+    ) -> None:
+        meter, request, at_s = ModelMeter(), live(arrival_s), arrival_s
+        for num_tokens, gap_s in parts:
+            at_s += gap_s
+            meter.add_tokens(request, num_tokens, at_s)
+            request.add_tokens([0] * num_tokens, at_s)
+        assert meter.tokens == len(request.output_token_ids)
+        assert meter.tokens_in_time == request.num_in_time
+        assert meter.tbt.sum == pytest.approx(sum(request.gaps_s))
+        assert sum(meter.tbt.counts) == len(request.gaps_s)
+        assert sum(meter.ttft.counts) == (request.ttft_s is not None)
+
+    def test_attainment_is_of_the_last_minute(self) -> None:
+        meter = ModelMeter()
+        assert meter.attainment is None
+        meter.tokens, meter.tokens_in_time = 10, 5
+        assert meter.attainment == 0.5
+        for _ in range(60):
+            meter.second_over()
+        meter.tokens, meter.tokens_in_time = 20, 15
+        assert meter.attainment == 0.75
+        meter.second_over()
+        assert meter.attainment == 1.0
+        for _ in range(60):
+            meter.second_over()
+        assert meter.attainment is None
+
+
+class TestSwitches:
+    @pytest.mark.parametrize(
+        ("weight_bytes", "prefetched_bytes", "kind"),
+        [(0, 0, "resident"), (0, 5, "prefetched"), (5, 0, "host_cached"), (5, 5, "host_cached")],
+    )
+    def test_kind_is_where_the_weights_were(
+        self, weight_bytes: int, prefetched_bytes: int, kind: str
+    ) -> None:
+        meter = DeviceMeter()
+        record = switch(weight_bytes=weight_bytes, prefetched_bytes=prefetched_bytes)
+        assert meter.switched(record) == kind
+        assert meter.switches == {kind: 1}
+
+    def test_first_switch_after_the_image_was_read_is_cold(self) -> None:
+        meters = Meters()
+        meters.warmed("llama", [0, 1])
+        for _ in range(2):
+            meters.switched(switch(instance=1))
+        assert meters.device(1).switches == {"cold": 1, "host_cached": 1}
+        assert sum(meters.switch_seconds["cold"].counts) == 1
+
+    def test_stages_and_bytes_add_up(self) -> None:
+        meter = DeviceMeter()
+        for _ in range(2):
+            meter.switched(SWITCH)
+        assert meter.stage_seconds == {"evict": 0.25, "map": 0.5, "weights": 0.5, "kv": 0.25}
+        moved = {"weights": 1 << 34, "weights_prefetched": 18, "kv_in": 14, "kv_out": 16}
+        assert meter.moved_bytes == moved
+
+
+class TestTurns:
+    def test_they_last_from_when_the_model_could_run(self) -> None:
+        meters = Meters()
+        meters.turn_ended(0, ended("a"))
+        meters.turn_ended(0, ended("a", began_s=1.125))
+        assert meters.device(0).turns == {"a": 2}
+        assert meters.device(0).turn_seconds == {"a": 0.375}
+
+    @pytest.mark.parametrize("message", [ended("a", None), ended("", turn_id=0)])
+    def test_one_that_never_ran_or_none_at_all_does_not_count(self, message: m.TurnEnded) -> None:
+        meters = Meters()
+        meters.turn_ended(0, message)
+        assert meters.device(0).turns == {}
+        assert meters.device(0).switches == {}
+
+    def test_another_model_without_a_switch_was_resident(self) -> None:
+        meters = Meters()
+        meters.switched(switch(instance=0, model="a", weight_bytes=0, prefetched_bytes=0))
+        for model in ("a", "b", "b", "a"):
+            meters.turn_ended(0, ended(model))
+        assert meters.device(0).switches == {"resident": 3}
+        assert sum(meters.switch_seconds["resident"].counts) == 3
+
+    def test_a_new_worker_has_nothing(self) -> None:
+        meters = Meters()
+        meters.switched(switch(instance=0, model="a"))
+        meters.device(0).worker_ended()
+        meters.switched(switch(instance=0, model="a"))
+        meters.turn_ended(0, ended("a"))
+        assert meters.device(0).switches == {"host_cached": 2}
+
+
+def test_models_that_are_gone_leave_nothing() -> None:
+    meters = Meters()
+    for model in ("a", "b"):
+        meters.refused(model, "queue_full")
+        meters.turn_ended(0, ended(model))
+    meters.warmed("a", [0])
+    meters.forget_others(["b"])
+    assert list(meters.models) == list(meters.device(0).turns) == ["b"]
+    assert list(meters.device(0).turn_seconds) == ["b"]
+    assert meters.device(0).switched(switch(model="a")) == "host_cached"

@@ -29,6 +29,7 @@ from gpupoold.pool import views
 from gpupoold.pool.cache_control import CacheControl
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.engine_environment import engine_environment
+from gpupoold.pool.explain import Explainer
 from gpupoold.pool.forks import ForkServer
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.image_cache import ImageCache
@@ -67,6 +68,7 @@ class Pool:
     cache_control: CacheControl
     instances: InstanceControl
     minutes: Minutes
+    explainer: Explainer
     http_url: str
     stopping: bool = False
     _started_s: float = field(default_factory=time.monotonic)
@@ -314,6 +316,7 @@ def build_pool(
         CacheControl(registry, lifecycle, dispatcher.live, cache, saved),
         InstanceControl(settings.limits, dispatcher, supervisor.instances),
         Minutes(history, dispatcher.stats),
+        Explainer(registry, history, dispatcher, lifecycle, supervisor.instances, cache),
         f"http://{shown}:{port}",
     )
 

@@ -16,6 +16,7 @@ from gpupool_cli import (
     completion,
     config,
     events,
+    history,
     instances,
     models,
     plan,
@@ -23,6 +24,7 @@ from gpupool_cli import (
     simulate,
     status,
     tiny,
+    why,
 )
 from gpupool_cli.diagnostics import CliGroup
 from gpupool_cli.session import Session
@@ -69,7 +71,9 @@ app.command("ps")(status.ps)
 app.add_typer(instances.app, name="role")
 app.command("drain")(instances.drain)
 app.command("undrain")(instances.undrain)
-app.command("switches")(status.switches)
+app.command("switches")(history.switches)
+app.command("history")(history.history)
+app.command("why")(why.why)
 app.command("run")(run.run)
 app.command("events")(events.events)
 app.command("logs")(events.logs)

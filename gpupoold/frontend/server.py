@@ -22,9 +22,8 @@ from gpupoold.frontend.metrics import MetricsCalls
 from gpupoold.frontend.mounts import Mounts
 from gpupoold.frontend.preload import preload
 from gpupoold.frontend.router import Router
-from gpupoold.process import importing, set_log_level
 from gpupoold.loop_lag import measure_lag
-from gpupoold.process import importing
+from gpupoold.process import importing, set_log_level
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
 from gpupoold.wire.messages import (
     AbortRequests,

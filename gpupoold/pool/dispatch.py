@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Protocol
@@ -22,6 +23,7 @@ from gpupoold.pool.roles import Roles
 from gpupoold.pool.rows import finish_reason, request_row, switch_row
 from gpupoold.pool.scheduler import Scheduler
 from gpupoold.pool.stats import ModelStats, SwitchStats
+from gpupoold.pool.tokens import TokenCounter
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.wire import messages as m
@@ -88,6 +90,7 @@ class Dispatcher:
         self._overload = Overload(
             limits, history, self.live, self.stats, state, self._max_tokens, self.meters.refused
         )
+        self._tokens = TokenCounter(self.live, self.stats, state)
 
     def from_frontend(self, message: m.FromFrontend) -> None:
         """A request or a cancellation."""
@@ -122,6 +125,7 @@ class Dispatcher:
             case m.Switched():
                 self.meters.switched(message.switch)
                 self.switches.add(message.switch)
+                self._tokens.switched(message.switch)
                 self._history.record_switch(switch_row(message.switch))
 
     def instance_up(self, instance: Instance) -> None:
@@ -182,6 +186,9 @@ class Dispatcher:
     def go_on(self, name: str) -> None:
         """A model is warm: the requests that waited for that are scheduled."""
         for message in self._waiting.pop(name, {}).values():
+            request = self.live.get(message.request_id)
+            if request is not None:
+                request.warmed_s = time.monotonic()
             self.scheduler.arrived(message)
 
     def fail_waiting(self, name: str, reason: str) -> None:
@@ -286,7 +293,7 @@ class Dispatcher:
             return
         targets = self.targets[message.model]
         self.meters.arrived(message, is_warm=is_warm)
-        self.stats.setdefault(message.model, ModelStats()).requests += 1
+        self.stats.setdefault(message.model, ModelStats()).now.requests += 1
         self.live.add(
             LiveRequest(
                 message.request_id,
@@ -371,7 +378,7 @@ class Dispatcher:
             request = self.live.get(item.request_id)
             if request is not None:
                 meter.add_tokens(request, len(item.new_token_ids), message.at_s)
-                request.add_tokens(item.new_token_ids, message.at_s)
+        self._tokens.stepped(instance.number, message)
         self.scheduler.stepped(instance.number, message)
         for item in message.progress:
             if item.finish_reason is not None:
@@ -400,9 +407,7 @@ class Dispatcher:
         del self._orders[request_id]
         self.moves.ended(request_id)
         self.meters.model(request.model).finished[reason] += 1
-        completed = reason in (FinishReason.STOP, FinishReason.LENGTH)
-        stats = self.stats.setdefault(request.model, ModelStats())
-        stats.end(request, completed=completed)
+        self.stats[request.model].end(reason)
         self._history.record_request(request_row(request, reason))
         if self.warmth is not None:
             self.warmth.left(request.model)

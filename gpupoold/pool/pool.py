@@ -31,6 +31,7 @@ from gpupoold.pool.cache_control import CacheControl
 from gpupoold.pool.configuration import Configuration
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.engine_environment import engine_environment
+from gpupoold.pool.explain import Explainer
 from gpupoold.pool.forks import ForkServer
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.health import Health
@@ -40,9 +41,10 @@ from gpupoold.pool.instance import Instance
 from gpupoold.pool.instance_control import InstanceControl
 from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.lifecycle import ModelLifecycle
+from gpupoold.pool.minutes import Minutes
+from gpupoold.pool.nvml import GpuReadings
 from gpupoold.pool.parked_images import ParkedImages
 from gpupoold.pool.reload import Reloader, configured_roles
-from gpupoold.pool.nvml import GpuReadings
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.stimulus_file import Header, lines
 from gpupoold.pool.ticker import tick
@@ -77,6 +79,8 @@ class Pool:
     reloader: Reloader
     policy: Header
     health: Health
+    minutes: Minutes
+    explainer: Explainer
     http_url: str
     gpu_readings: GpuReadings
     stopping: bool = False
@@ -98,6 +102,7 @@ class Pool:
             self.dispatcher.tick,
             self.health.look,
             self.dispatcher.meters.look,
+            self.minutes.tick,
         )
         self._tasks = [
             asyncio.create_task(self._check_when_idle(), name="check-core"),
@@ -114,6 +119,7 @@ class Pool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.frontend.stop()
         await self.supervisor.stop()
+        self.minutes.close()
         await self.forks.stop()
         await self.lifecycle.stop()
         await self.saved.stop()
@@ -166,7 +172,9 @@ class Pool:
             rss_bytes=psutil.Process().memory_info().rss,
             num_models=len(await self.registry.list()),
             num_live_requests=len(self.dispatcher.live),
-            num_refused_requests=sum(one.refused for one in self.dispatcher.stats.values()),
+            num_refused_requests=sum(
+                one.so_far().refused for one in self.dispatcher.stats.values()
+            ),
             dropped_history_rows=self.history.dropped_rows,
         )
 
@@ -347,6 +355,8 @@ def build_pool(
         Reloader(configuration, history, dispatcher, supervisor, frontend, control, cache_control),
         header,
         Health(dispatcher, supervisor),
+        Minutes(history, dispatcher.stats),
+        Explainer(registry, history, dispatcher, lifecycle, supervisor.instances, cache),
         f"http://{shown}:{port}",
         GpuReadings(settings.devices),
     )

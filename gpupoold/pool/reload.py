@@ -130,7 +130,7 @@ class Reloader:
 
     def _tell_history(self, before: Settings) -> None:
         now = self._settings.history
-        self._history.keep(now.max_requests, now.max_switches, now.max_events)
+        self._history.keep(now.max_requests, now.max_switches, now.max_events, now.max_minutes)
 
     def _tell_cache(self, before: Settings) -> None:
         self._cache.set_host_budget(self._settings.memory.model_cache_bytes)

@@ -29,16 +29,32 @@ class LiveRequest:
     """Instances that had it and died by the fault of its model."""
     num_resumed: int = 0
     """Tokens that it had when it was scheduled anew."""
+    num_in_time: int = 0
+    """Tokens that met their deadline, deadlines being fixed at arrival."""
+    warmed_s: float | None = None
+    """When its model was in host memory, if it had to wait for that."""
 
     def add_tokens(self, token_ids: Sequence[int], at_s: float) -> None:
         """Tokens that went out at ``at_s``."""
-        self.output_token_ids.extend(token_ids)
-        self.token_times_s.extend([at_s] * len(token_ids))
+        times_s, deadline_s = self.token_times_s, self.targets.deadline_s
+        for token_id in token_ids:
+            if at_s <= deadline_s(self.arrival_s, len(times_s)):
+                self.num_in_time += 1
+            times_s.append(at_s)
+            self.output_token_ids.append(token_id)
 
     @property
     def last_sign_s(self) -> float:
         """When its client heard of it last: its latest token, or else its arrival."""
         return self.token_times_s[-1] if self.token_times_s else self.arrival_s
+
+    @property
+    def late_s(self) -> float:
+        """By how much its latest token was late; 0 before any."""
+        times_s = self.token_times_s
+        if not times_s:
+            return 0.0
+        return max(times_s[-1] - self.targets.deadline_s(self.arrival_s, len(times_s) - 1), 0.0)
 
     @property
     def next_deadline_s(self) -> float:
@@ -55,14 +71,6 @@ class LiveRequest:
         """Times between tokens."""
         times = self.token_times_s
         return [later - earlier for earlier, later in itertools.pairwise(times)]
-
-    @property
-    def num_in_time(self) -> int:
-        """Tokens that met their deadline, deadlines being fixed at arrival."""
-        return sum(
-            at_s <= self.targets.deadline_s(self.arrival_s, index)
-            for index, at_s in enumerate(self.token_times_s)
-        )
 
 
 class LiveRequests:

@@ -12,22 +12,24 @@ from dataclasses import dataclass, replace
 from gpupool_state.buffer import Buffer
 from gpupool_state.db import Database
 from gpupool_state.event_feed import EventFeed
+from gpupool_state.history_reader import HistoryReader
 from gpupool_state.rows import (
     EVENTS,
+    MINUTES,
     REQUESTS,
     SWITCHES,
     TABLES,
     Entry,
     EventLevel,
     EventRow,
+    MinuteRow,
     RequestRow,
+    Row,
     SwitchRow,
     Table,
     Value,
     entry,
     event_row,
-    request_row,
-    switch_row,
 )
 from gpupoold.errors import Failed
 
@@ -46,16 +48,22 @@ class HistoryLimits:
     num_requests: int = 100_000
     num_switches: int = 20_000
     num_events: int = 20_000
+    num_minutes: int = 200_000
     num_buffered: int = 10_000
     num_events_in_memory: int = 1_000
 
     def rows(self, table: Table) -> int:
         """The row limit of ``table``."""
-        limits = {REQUESTS: self.num_requests, SWITCHES: self.num_switches, EVENTS: self.num_events}
+        limits = {
+            REQUESTS: self.num_requests,
+            SWITCHES: self.num_switches,
+            EVENTS: self.num_events,
+            MINUTES: self.num_minutes,
+        }
         return limits[table]
 
 
-class History:
+class History(HistoryReader):
     """Keeps the history without ever delaying or failing who records it.
 
     ``record_*`` put a row in memory and return; a task writes the rows every
@@ -74,7 +82,7 @@ class History:
         flush_interval_s: float = 0.5,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._db = db
+        super().__init__(db)
         self._limits = limits or HistoryLimits()
         self._flush_interval_s = flush_interval_s
         self._now = now
@@ -127,13 +135,14 @@ class History:
         self._task = None
         self._buffer.drop(len(self._buffer.take()))
 
-    def keep(self, num_requests: int, num_switches: int, num_events: int) -> None:
+    def keep(self, num_requests: int, num_switches: int, num_events: int, num_minutes: int) -> None:
         """Keep so many rows per table on disk from the next write on."""
         self._limits = replace(
             self._limits,
             num_requests=num_requests,
             num_switches=num_switches,
             num_events=num_events,
+            num_minutes=num_minutes,
         )
 
     def record_request(self, row: RequestRow) -> None:
@@ -144,6 +153,10 @@ class History:
         """Keep a switch; never blocks."""
         self._record(SWITCHES, self._next_id(SWITCHES), row)
 
+    def record_minute(self, row: MinuteRow) -> None:
+        """Keep a model's minute that is over; never blocks."""
+        self._record(MINUTES, self._next_id(MINUTES), row)
+
     def record_event(self, level: EventLevel, kind: str, subject: str, message: str) -> EventRow:
         """Keep an event, log it, and show it to followers at once; never blocks."""
         event = self._events.publish(self._now(), level, kind, subject, message)
@@ -152,45 +165,6 @@ class History:
         _event_log.log(_LOG_LEVELS[level], text, kind, subject, message, extra=fields, stacklevel=2)
         self._record(EVENTS, event.id, event)
         return event
-
-    async def recent_requests(
-        self, model: str | None = None, since: float | None = None, limit: int = 100
-    ) -> list[RequestRow]:
-        """Requests, latest arrival first; ``since`` (wall-clock seconds) bounds the arrival.
-
-        Raises:
-            Failed: the database cannot be read.
-        """
-        wanted = {"model = ?": model, "arrived_at >= ?": since}
-        given = {term: value for term, value in wanted.items() if value is not None}
-        where = f"WHERE {' AND '.join(given)}" if given else ""
-        rows = await self._db.fetch_all(
-            f"SELECT * FROM requests {where} ORDER BY arrived_at DESC, id DESC LIMIT ?",
-            (*given.values(), max(0, limit)),
-        )
-        return [request_row(row) for row in rows]
-
-    async def last_requests(self) -> dict[str, float]:
-        """When each model's latest request arrived, in wall-clock seconds, as far as is kept.
-
-        Raises:
-            Failed: the database cannot be read.
-        """
-        rows = await self._db.fetch_all(
-            "SELECT model, max(arrived_at) AS last_at FROM requests GROUP BY model"
-        )
-        return {row["model"]: row["last_at"] for row in rows}
-
-    async def recent_switches(self, limit: int = 100) -> list[SwitchRow]:
-        """Switches, latest first.
-
-        Raises:
-            Failed: the database cannot be read.
-        """
-        rows = await self._db.fetch_all(
-            "SELECT * FROM switches ORDER BY id DESC LIMIT ?", (max(0, limit),)
-        )
-        return [switch_row(row) for row in rows]
 
     async def events_after(self, after_id: int, limit: int = 100) -> list[EventRow]:
         """Events with ids above ``after_id``, oldest first, those not yet on disk included.
@@ -238,7 +212,7 @@ class History:
         self._last_ids[table] += 1
         return self._last_ids[table]
 
-    def _record(self, table: Table, row_id: int, row: RequestRow | SwitchRow | EventRow) -> None:
+    def _record(self, table: Table, row_id: int, row: Row) -> None:
         if self._task is None:
             self._buffer.drop()
             return

@@ -49,7 +49,9 @@ def test_whoever_uses_more_than_was_there_pays_before_the_next(
 
 
 @given(PER_MINUTE, GAPS_S)
-def test_who_waits_as_long_as_he_is_told_is_let_through(per_minute: int, gaps_s: list[float]) -> None:
+def test_who_waits_as_long_as_he_is_told_is_let_through(
+    per_minute: int, gaps_s: list[float]
+) -> None:
     bucket, now_s = Bucket(per_minute, 0.0), 0.0
     for gap_s in gaps_s:
         now_s += gap_s

@@ -48,9 +48,7 @@ async def test_no_models_are_not_all_models(keys: ApiKeys) -> None:
     assert everything.powers.models is None
 
 
-async def test_name_belongs_to_one_key_until_that_is_revoked(
-    keys: ApiKeys, clock: Clock
-) -> None:
+async def test_name_belongs_to_one_key_until_that_is_revoked(keys: ApiKeys, clock: Clock) -> None:
     await keys.add("Id000001", "web", "old", KeyPowers())
     with pytest.raises(Refused, match="'web' exists"):
         await keys.add("Id000002", "web", "new", KeyPowers())

@@ -1,0 +1,91 @@
+"""The certificate and key of the HTTP server: looked at before they are used."""
+
+from __future__ import annotations
+
+import ssl
+import stat
+from datetime import UTC, datetime
+from pathlib import Path
+
+from gpupoold.errors import ConfigError
+
+
+def check_files(certificate: Path, key: Path) -> datetime:
+    """See that a server can be run with these PEM files; the answer is when they expire.
+
+    Raises:
+        ConfigError: one cannot be read, they do not belong together, the certificate is not
+            valid now, or others may read the key.
+    """
+    _check_mode(key)
+    _check_readable(certificate, "server.tls_cert")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, no_password)
+    except ssl.SSLError as error:
+        raise ConfigError(*_explained(error, certificate, key)) from error
+    except _HasPassword:
+        raise ConfigError(
+            f"server.tls_key: {key} is encrypted, and nobody is there to type its password",
+            f"decrypt it: openssl pkey -in {key} -out NEW, and keep NEW secret",
+        ) from None
+    return _check_dates(certificate)
+
+
+def _check_mode(key: Path) -> None:
+    _check_readable(key, "server.tls_key")
+    if key.stat().st_mode & stat.S_IROTH:
+        raise ConfigError(
+            f"server.tls_key: everyone can read {key}", f"make it secret: chmod o= {key}"
+        )
+
+
+def _check_readable(path: Path, name: str) -> None:
+    try:
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{name}: {path} cannot be read: {error.strerror}",
+            "name a PEM file that the user that runs gpupoold may read",
+        ) from error
+
+
+class _HasPassword(Exception):
+    """The key is encrypted."""
+
+
+def no_password() -> str:
+    """In place of OpenSSL's own question on the terminal.
+
+    Raises:
+        _HasPassword: always.
+    """
+    raise _HasPassword
+
+
+def _explained(error: ssl.SSLError, certificate: Path, key: Path) -> tuple[str, str]:
+    if error.reason == "KEY_VALUES_MISMATCH":
+        return (
+            f"server.tls_key: {key} is not the key of the certificate {certificate}",
+            "name the two files of one pair",
+        )
+    return (
+        f"server.tls_cert, server.tls_key: {certificate} and {key} are no certificate and key"
+        f" in PEM form: {error.reason or error}",
+        "the certificate of the server comes first in its file, then those that signed it",
+    )
+
+
+def _check_dates(certificate: Path) -> datetime:
+    # Only here: without TLS the daemon does without its megabytes.
+    from cryptography import x509
+
+    first = x509.load_pem_x509_certificates(certificate.read_bytes())[0]
+    now = datetime.now(UTC)
+    if not first.not_valid_before_utc <= now <= first.not_valid_after_utc:
+        raise ConfigError(
+            f"server.tls_cert: {certificate} is valid from {first.not_valid_before_utc:%Y-%m-%d}"
+            f" to {first.not_valid_after_utc:%Y-%m-%d}, not now",
+            "renew it, or set this machine's clock",
+        )
+    return first.not_valid_after_utc

@@ -25,15 +25,14 @@ from gpupool_state import (
 )
 from gpupoold import __version__
 from gpupoold.admin.app import build_app
-from gpupoold.admin.paths import SOCKET_FILE_NAME
-from gpupoold.config import ServerSettings, Settings, load_settings
-from gpupoold.errors import Failed, GpupoolError, Refused
+from gpupoold.config import Settings, load_settings
+from gpupoold.errors import Failed, GpupoolError
+from gpupoold.listeners import admin_listener, http_listener
+from gpupoold.logging_setup import start_logging
 from gpupoold.pool.pool import Pool, build_pool
+from gpupoold.systemd import Environment, Inherited, Notifier, take_environment
 
 _logger = logging.getLogger("gpupoold")
-
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_LISTEN_BACKLOG = 2048
 
 
 def main() -> None:
@@ -42,8 +41,8 @@ def main() -> None:
     try:
         settings = load_settings(arguments.config)
         _prepare_folders(settings)
-        _start_logging(settings)
-        asyncio.run(serve(settings))
+        start_logging(settings)
+        asyncio.run(serve(settings, take_environment(os.environ, os.getpid())))
     except GpupoolError as error:
         print(f"gpupoold: {error.message}", file=sys.stderr)
         if error.hint:
@@ -51,28 +50,34 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: Settings, environment: Environment) -> None:
     """Everything the daemon does, in order; what was started stops in reverse.
 
     Raises:
         GpupoolError: the state folder, a socket or the database cannot be used.
     """
+    notifier = Notifier(environment.notify_address)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(StateLock.acquire(settings.paths.state_dir))
-        listener = stack.enter_context(_listen(settings.server))
+        inherited = stack.enter_context(Inherited(environment.fds))
+        listener = stack.enter_context(http_listener(settings.server, inherited.socket))
         database = await Database.open(settings.paths.state_dir / DATABASE_NAME)
         await stack.enter_async_context(database)
         history = await stack.enter_async_context(_running_history(database, settings))
         pool = build_pool(settings, Registry(database), history, listener)
-        await stack.enter_async_context(_running_admin(pool, settings.paths.runtime_dir))
+        admin = admin_listener(settings.paths.runtime_dir, inherited.socket)
+        await stack.enter_async_context(_running_admin(pool, stack.enter_context(admin)))
+        inherited.close()
         await stack.enter_async_context(_running_pool(pool))
         _logger.info("gpupoold %s serves at %s", __version__, pool.http_url)
         history.record_event("info", "daemon_started", "gpupoold", f"version {__version__}")
+        notifier.ready()
         await stop.wait()
         _logger.info("stopping")
+        notifier.stopping(2 * settings.limits.stop_grace_s)
 
 
 @contextlib.asynccontextmanager
@@ -100,9 +105,7 @@ async def _running_pool(pool: Pool) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _running_admin(pool: Pool, runtime_dir: Path) -> AsyncIterator[None]:
-    path = runtime_dir / SOCKET_FILE_NAME
-    sock = _admin_socket(path)
+async def _running_admin(pool: Pool, listener: socket.socket) -> AsyncIterator[None]:
     config = uvicorn.Config(
         build_app(pool),
         log_config=None,
@@ -111,44 +114,13 @@ async def _running_admin(pool: Pool, runtime_dir: Path) -> AsyncIterator[None]:
         timeout_graceful_shutdown=1,
     )
     server = _Server(config)
-    task = asyncio.create_task(server.serve([sock]), name="admin")
+    task = asyncio.create_task(server.serve([listener]), name="admin")
     try:
         yield
     finally:
         pool.stopping = True
         server.should_exit = True
         await asyncio.wait([task])
-        path.unlink(missing_ok=True)
-
-
-def _admin_socket(path: Path) -> socket.socket:
-    if _is_answered(path):
-        raise Refused(
-            f"another daemon answers at the admin socket {path}",
-            "stop it first, or give this one another paths.runtime_dir",
-        )
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        path.unlink(missing_ok=True)  # left by a daemon that was killed
-        sock.bind(str(path))
-        os.chmod(path, 0o660)
-        sock.listen(128)
-    except OSError as error:
-        sock.close()
-        raise Failed(
-            f"{path}: the admin socket cannot be made: {error.strerror or error}",
-            "change paths.runtime_dir or its permissions",
-        ) from error
-    return sock
-
-
-def _is_answered(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-    return True
 
 
 class _Server(uvicorn.Server):
@@ -157,22 +129,6 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _listen(server: ServerSettings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((server.host, server.port))
-        listener.listen(_LISTEN_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise Failed(
-            f"cannot listen on {server.host}:{server.port}: {error.strerror or error}",
-            "change server.host or server.port, or stop what uses the port",
-        ) from error
-    return listener
 
 
 def _prepare_folders(settings: Settings) -> None:
@@ -184,22 +140,6 @@ def _prepare_folders(settings: Settings) -> None:
             raise Failed(
                 f"{folder}: cannot be made: {error.strerror}", "change [paths] or its permissions"
             ) from error
-
-
-def _start_logging(settings: Settings) -> None:
-    try:
-        file = logging.FileHandler(settings.paths.log_dir / "gpupoold.log")
-    except OSError as error:
-        raise Failed(
-            f"{settings.paths.log_dir}: cannot be written: {error.strerror}",
-            "change paths.log_dir or its permissions",
-        ) from error
-    logging.basicConfig(
-        level=settings.log.level.upper(),
-        format=_LOG_FORMAT,
-        handlers=[file, logging.StreamHandler(sys.stderr)],
-    )
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 def _parse() -> argparse.Namespace:

@@ -16,6 +16,7 @@ import msgspec
 import uvicorn
 
 from gpupoold.errors import Failed, GpupoolError
+from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.mounts import Mounts
@@ -25,6 +26,7 @@ from gpupoold.process import importing
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
 from gpupoold.wire.messages import (
     AbortRequests,
+    AccessRules,
     AddRequest,
     Admission,
     CallResult,
@@ -84,6 +86,7 @@ class Frontend:
         self._catalog = Catalog()
         self._mounts = Mounts()
         self._gates = Gates()
+        self._callers = Callers()
         # Mounting takes a while: its messages wait in order, outputs pass them by.
         self._to_mount: asyncio.Queue[ServeModel | StopServing] = asyncio.Queue()
 
@@ -116,7 +119,13 @@ class Frontend:
         following.cancel()
 
     def _uvicorn_config(self) -> uvicorn.Config:
-        router = Router(self._catalog, self._mounts, self._gates, self._settings.max_body_bytes)
+        router = Router(
+            self._catalog,
+            self._mounts,
+            self._gates,
+            self._callers,
+            self._settings.max_body_bytes,
+        )
         return uvicorn.Config(
             router,
             log_config=None,
@@ -145,6 +154,7 @@ class Frontend:
     def _handle(self, message: ToFrontend) -> None:
         match message:
             case StepOutputs():
+                self._callers.stepped(message)
                 self._mounts.deliver(message)
             case Admission():
                 self._note_admission(message)
@@ -153,9 +163,15 @@ class Frontend:
             case ModelList():
                 self._catalog.replace(message.models, message.ready)
             case RequestsFailed():
+                self._callers.ended(message.request_ids)
                 self._mounts.fail(message)
+            case AccessRules():
+                self._callers.replace(message)
             case Ping():
                 self._channel.send(Pong())
+                report = self._callers.report()
+                if report is not None:
+                    self._channel.send(report)
             case _:
                 logger.warning("unexpected message %s", type(message).__name__)
 
@@ -164,12 +180,16 @@ class Frontend:
         doomed = self._gates.answered(message)
         if doomed:
             model = message.model
+            self._callers.ended(doomed)
             self._mounts.fail(RequestsFailed(model, doomed, message.message))
             self._channel.send(AbortRequests(model, doomed))
 
     def _send(self, message: msgspec.Struct) -> None:
         if isinstance(message, AddRequest):
             self._gates.asked(message.request_id)
+            self._callers.asked(message)
+        elif isinstance(message, AbortRequests):
+            self._callers.ended(message.request_ids)
         self._channel.send(message)
 
     async def _mount_in_order(self) -> None:

@@ -36,6 +36,7 @@ from gpupoold.pool.instance import Instance
 from gpupoold.pool.instance_control import InstanceControl
 from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.lifecycle import ModelLifecycle
+from gpupoold.pool.minutes import Minutes
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.stimulus_file import Header, lines
 from gpupoold.pool.ticker import tick
@@ -65,6 +66,7 @@ class Pool:
     saved: SavedImages
     cache_control: CacheControl
     instances: InstanceControl
+    minutes: Minutes
     http_url: str
     stopping: bool = False
     _started_s: float = field(default_factory=time.monotonic)
@@ -80,6 +82,7 @@ class Pool:
             *(watchdog.look for watchdog in self._watchdogs()),
             self.dispatcher.end_overdue,
             self.dispatcher.tick,
+            self.minutes.tick,
         )
         self._tasks = [
             asyncio.create_task(self._check_when_idle(), name="check-core"),
@@ -94,6 +97,7 @@ class Pool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.frontend.stop()
         await self.supervisor.stop()
+        self.minutes.close()
         await self.forks.stop()
         await self.lifecycle.stop()
         await self.saved.stop()
@@ -146,7 +150,9 @@ class Pool:
             rss_bytes=psutil.Process().memory_info().rss,
             num_models=len(await self.registry.list()),
             num_live_requests=len(self.dispatcher.live),
-            num_refused_requests=sum(one.refused for one in self.dispatcher.stats.values()),
+            num_refused_requests=sum(
+                one.so_far().refused for one in self.dispatcher.stats.values()
+            ),
             dropped_history_rows=self.history.dropped_rows,
         )
 
@@ -307,6 +313,7 @@ def build_pool(
         saved,
         CacheControl(registry, lifecycle, dispatcher.live, cache, saved),
         InstanceControl(settings.limits, dispatcher, supervisor.instances),
+        Minutes(history, dispatcher.stats),
         f"http://{shown}:{port}",
     )
 

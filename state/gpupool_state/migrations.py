@@ -16,6 +16,7 @@ from gpupool_state.schema import (
     CREATE_HISTORY,
     CREATE_PROFILES,
     CREATE_REGISTRY,
+    CREATE_SLO_MINUTES,
 )
 from gpupool_state.writer import Source, Writer
 from gpupoold.errors import Failed, Refused
@@ -52,6 +53,7 @@ MIGRATIONS: tuple[Migration, ...] = (
     Migration(2, "history", CREATE_HISTORY),
     Migration(3, "profiles", CREATE_PROFILES),
     Migration(4, "pins", ADD_PINS),
+    Migration(5, "slo_minutes", CREATE_SLO_MINUTES),
     Migration(6, "api_keys", CREATE_API_KEYS),
 )
 

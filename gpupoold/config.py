@@ -16,6 +16,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from gpupoold.admin.paths import SYSTEM_RUNTIME_DIR, default_socket_path
+from gpupoold.config_access import AccessSettings
 from gpupoold.config_errors import config_error
 from gpupoold.config_sections import (
     CUDA_RESERVE_BYTES,
@@ -36,6 +37,7 @@ from gpupoold.units import format_bytes
 
 __all__ = [
     "CUDA_RESERVE_BYTES",
+    "AccessSettings",
     "DeviceSettings",
     "LimitSettings",
     "MemorySettings",
@@ -62,6 +64,7 @@ class Settings(Section):
     server: ServerSettings = ServerSettings()
     memory: MemorySettings = MemorySettings()
     scheduling: SchedulingSettings = SchedulingSettings()
+    access: AccessSettings = AccessSettings()
     security: SecuritySettings = SecuritySettings()
     history: HistorySettings = HistorySettings()
     limits: LimitSettings = LimitSettings()

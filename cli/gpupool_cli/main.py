@@ -16,6 +16,7 @@ from gpupool_cli import (
     completion,
     events,
     instances,
+    keys,
     models,
     plan,
     run,
@@ -73,6 +74,7 @@ app.command("run")(run.run)
 app.command("events")(events.events)
 app.command("logs")(events.logs)
 app.add_typer(cache.app, name="cache")
+app.add_typer(keys.app, name="key")
 app.add_typer(bench.app, name="bench")
 app.command("simulate")(simulate.simulate)
 app.command("plan")(plan.plan)

@@ -1,13 +1,66 @@
-"""The certificate and key of the HTTP server: looked at before they are used."""
+"""The certificate and key of the HTTP server: looked at before they are used, and renewed."""
 
 from __future__ import annotations
 
+import logging
 import ssl
 import stat
 from datetime import UTC, datetime
 from pathlib import Path
 
 from gpupoold.errors import ConfigError
+
+_logger = logging.getLogger(__name__)
+
+# When a file was changed, and its size and number: a renewed one differs in one of them.
+_Stamp = tuple[tuple[int, int, int], ...]
+
+
+class Tls:
+    """The files of one server, and what connections are made with."""
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        self._files = certificate, key
+        self._context: ssl.SSLContext | None = None
+        self._stamp: _Stamp | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """For new connections; always the same one.
+
+        Raises:
+            OSError: the files cannot be used; :func:`check_files` says why.
+        """
+        if self._context is None:
+            self._stamp = self._look()
+            self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._context.load_cert_chain(*self._files, no_password)
+        return self._context
+
+    def renew(self) -> None:
+        """Take the files anew if they have changed; to be called now and then.
+
+        Connections under way keep what they have. Files that cannot be used are logged, and
+        what was there before stays: those that renew certificates write one file after the
+        other.
+        """
+        stamp = self._look()
+        if self._context is None or stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            expires_at = check_files(*self._files)
+            self._context.load_cert_chain(*self._files, no_password)
+        except (ConfigError, OSError) as error:
+            _logger.warning("the certificate is not renewed: %s", error)
+            return
+        _logger.info("the certificate was renewed; it is valid until %s", expires_at.date())
+
+    def _look(self) -> _Stamp | None:
+        try:
+            found = [path.stat() for path in self._files]
+        except OSError:
+            return None
+        return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
 
 
 def check_files(certificate: Path, key: Path) -> datetime:

@@ -15,7 +15,7 @@ from gpupoold.admin.answers import (
     as_error,
     not_understood,
 )
-from gpupoold.admin.calls import AdminCalls
+from gpupoold.admin.client_access import KeyCalls
 from gpupoold.admin.models import (
     AddModelRequest,
     BenchMemoryRequest,
@@ -54,7 +54,7 @@ _CACHE = TypeAdapter(CacheInfo)
 _CACHED = TypeAdapter(CachedModel)
 
 
-class AdminClient(AdminCalls):
+class AdminClient(KeyCalls):
     """One connection pool to the daemon behind ``socket_path``; use as a context manager.
 
     ``timeout_s`` bounds connecting and each plain answer. Operations that last

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import uvicorn
 
+from gpupoold.access.tls import Tls
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
@@ -58,6 +59,7 @@ class FrontendSettings:
     log_level: str
     max_body_bytes: int
     parent_pid: int | None = None
+    tls: Tls | None = None
 
 
 class _Server(uvicorn.Server):
@@ -119,6 +121,7 @@ class Frontend:
         following.cancel()
 
     def _uvicorn_config(self) -> uvicorn.Config:
+        tls = self._settings.tls
         router = Router(
             self._catalog,
             self._mounts,
@@ -133,6 +136,8 @@ class Frontend:
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=_GRACE_S,
+            # The same context each time: a renewed certificate is put into it.
+            ssl_context_factory=None if tls is None else lambda *_: tls.context(),
         )
 
     async def _follow_daemon(self) -> bool:
@@ -169,6 +174,8 @@ class Frontend:
                 self._callers.replace(message)
             case Ping():
                 self._channel.send(Pong())
+                if self._settings.tls is not None:
+                    self._settings.tls.renew()
                 report = self._callers.report()
                 if report is not None:
                     self._channel.send(report)

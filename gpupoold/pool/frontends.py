@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 
-from gpupoold.config import Settings
+from gpupoold.config import ServerSettings, Settings
 from gpupoold.errors import Failed, GpupoolError, error_from_code
 from gpupoold.pool.blame import Death, death_of
 from gpupoold.pool.child import Child
@@ -114,6 +114,7 @@ class FrontendSupervisor:
                 {
                     "--log-level": settings.log.level,
                     "--max-body-bytes": settings.server.max_body_bytes,
+                    **_tls_options(settings.server),
                 }
             ),
             m.FromFrontend,
@@ -168,6 +169,12 @@ class FrontendSupervisor:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _tls_options(server: ServerSettings) -> dict[str, object]:
+    if server.tls_cert is None:
+        return {}
+    return {"--tls-cert": server.tls_cert, "--tls-key": server.tls_key}
 
 
 def _settle(future: asyncio.Future[None], result: m.CallResult) -> None:

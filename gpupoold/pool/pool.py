@@ -35,6 +35,7 @@ from gpupoold.pool.image_cache import ImageCache
 from gpupoold.pool.instance import Instance
 from gpupoold.pool.instance_control import InstanceControl
 from gpupoold.pool.instances import InstanceSupervisor
+from gpupoold.pool.keyring import Keyring
 from gpupoold.pool.lifecycle import ModelLifecycle
 from gpupoold.pool.minutes import Minutes
 from gpupoold.pool.saved_images import SavedImages
@@ -67,6 +68,7 @@ class Pool:
     cache_control: CacheControl
     instances: InstanceControl
     minutes: Minutes
+    keyring: Keyring
     http_url: str
     stopping: bool = False
     _started_s: float = field(default_factory=time.monotonic)
@@ -82,11 +84,13 @@ class Pool:
             *(watchdog.look for watchdog in self._watchdogs()),
             self.dispatcher.end_overdue,
             self.dispatcher.tick,
+            self.keyring.tick,
             self.minutes.tick,
         )
         self._tasks = [
             asyncio.create_task(self._check_when_idle(), name="check-core"),
             asyncio.create_task(tick(looks), name="tick"),
+            asyncio.create_task(self.keyring.run(), name="keys"),
         ]
 
     async def stop(self) -> None:
@@ -101,6 +105,7 @@ class Pool:
         await self.forks.stop()
         await self.lifecycle.stop()
         await self.saved.stop()
+        await self.keyring.save()
         self.cache.close()
 
     @property
@@ -268,12 +273,16 @@ class Pool:
 
 
 def build_pool(
-    settings: Settings, registry: Registry, history: History, listener: socket.socket
+    settings: Settings,
+    registry: Registry,
+    history: History,
+    listener: socket.socket,
+    keyring: Keyring,
 ) -> Pool:
     """Wire the parts together; nothing is started yet."""
     scheduling = settings.scheduling
     policy = make_policy(scheduling.policy, PolicyOptions(quota_max_s=scheduling.quota_max_s))
-    dispatcher = Dispatcher(settings.limits, history, policy, _roles(settings))
+    dispatcher = Dispatcher(settings.limits, history, policy, _roles(settings), keyring)
     cache = ImageCache(settings.memory.model_cache_bytes)
     images_dir = settings.paths.state_dir / "images"
     saved = SavedImages(images_dir, settings.memory.image_files_bytes)
@@ -292,14 +301,12 @@ def build_pool(
         forks,
         listener,
         dispatcher.from_frontend,
-        lifecycle.frontend_up,
+        lambda: _set_up_frontend(keyring, lifecycle),
         lambda death: lifecycle.frontend_down(death),
     )
     dispatcher.frontend = frontend
     dispatcher.warmth = lifecycle.warmer
-    lifecycle.loader.frontend = frontend
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
+    lifecycle.loader.frontend = keyring.frontend = frontend
     return Pool(
         settings,
         registry,
@@ -314,8 +321,22 @@ def build_pool(
         CacheControl(registry, lifecycle, dispatcher.live, cache, saved),
         InstanceControl(settings.limits, dispatcher, supervisor.instances),
         Minutes(history, dispatcher.stats),
-        f"http://{shown}:{port}",
+        keyring,
+        _url(listener, settings),
     )
+
+
+async def _set_up_frontend(keyring: Keyring, lifecycle: ModelLifecycle) -> None:
+    """Who may ask is told before what there is to ask: until then the frontend refuses all."""
+    keyring.publish()
+    await lifecycle.frontend_up()
+
+
+def _url(listener: socket.socket, settings: Settings) -> str:
+    scheme = "http" if settings.server.tls_cert is None else "https"
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{shown}:{port}"
 
 
 def _roles(settings: Settings) -> list[Role | None]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpupool_state.db import Database
-from gpupool_state.writer import Source
+from gpupool_state.writer import Source, Transaction
 from gpupoold.domain import Priority
 from gpupoold.errors import NoSuchKey, Refused, UsageError
 
@@ -86,6 +86,14 @@ class ApiKeys:
         )
         return [_key_row(row) for row in rows]
 
+    async def find(self, name: str) -> KeyRow:
+        """The key of this name that is not revoked.
+
+        Raises:
+            NoSuchKey: there is none.
+        """
+        return await _find(self._db, name)
+
     async def add(self, key_id: str, name: str, digest: str, powers: KeyPowers) -> KeyRow:
         """Keep a new key.
 
@@ -129,13 +137,13 @@ class ApiKeys:
         """
         async with self._db.write() as tx:
             known = await _find(tx, name)
-            previous = None if previous_until is None else known.digest
-            await tx.execute(
-                "UPDATE api_keys SET digest = ?, previous_digest = ?, previous_until = ?,"
-                " rotated_at = ? WHERE id = ?",
-                (digest, previous, previous_until, self._now(), known.id),
-            )
-            return await _find(tx, name)
+            values = {
+                "digest": digest,
+                "previous_digest": None if previous_until is None else known.digest,
+                "previous_until": previous_until,
+                "rotated_at": self._now(),
+            }
+            return await _update(tx, known.id, values)
 
     async def revoke(self, name: str) -> KeyRow:
         """End a key: nobody can use it again, and its hashes are forgotten.
@@ -143,14 +151,8 @@ class ApiKeys:
         Raises:
             NoSuchKey: there is no key of this name.
         """
-        async with self._db.write() as tx:
-            known = await _find(tx, name)
-            await tx.execute(
-                "UPDATE api_keys SET revoked_at = ?, digest = '', previous_digest = NULL,"
-                " previous_until = NULL WHERE id = ?",
-                (self._now(), known.id),
-            )
-        return known
+        gone = {"digest": "", "previous_digest": None, "previous_until": None}
+        return await self._update(name, gone | {"revoked_at": self._now()})
 
     async def note_use(self, uses: Iterable[KeyUse]) -> None:
         """Add to what keys have used."""
@@ -164,12 +166,7 @@ class ApiKeys:
 
     async def _update(self, name: str, values: dict[str, Any]) -> KeyRow:
         async with self._db.write() as tx:
-            known = await _find(tx, name)
-            sets = ", ".join(f"{column} = ?" for column in values)
-            await tx.execute(
-                f"UPDATE api_keys SET {sets} WHERE id = ?", (*values.values(), known.id)
-            )
-            return await _find(tx, name)
+            return await _update(tx, (await _find(tx, name)).id, values)
 
 
 _FIND = "SELECT * FROM api_keys WHERE name = ? AND revoked_at IS NULL"
@@ -180,6 +177,13 @@ async def _find(source: Source, name: str) -> KeyRow:
     if not rows:
         raise NoSuchKey(f"no API key is named {_storable(name)!r}", "see `gpupool key ls`")
     return _key_row(rows[0])
+
+
+async def _update(tx: Transaction, key_id: str, values: dict[str, Any]) -> KeyRow:
+    sets = ", ".join(f"{column} = ?" for column in values)
+    await tx.execute(f"UPDATE api_keys SET {sets} WHERE id = ?", (*values.values(), key_id))
+    (row,) = await tx.fetch_all("SELECT * FROM api_keys WHERE id = ?", (key_id,))
+    return _key_row(row)
 
 
 def _storable(text: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from pydantic_core import ErrorDetails
 
@@ -13,34 +14,60 @@ KnownKeys = Mapping[str, Sequence[str]]
 """Section → its keys, as the file spells them."""
 
 
-def config_error(origin: str, problems: Sequence[ErrorDetails], known: KnownKeys) -> ConfigError:
-    """The first problem that pydantic found in ``origin``, and how many more there are."""
-    # An unknown key first: it often explains the others (a misspelt required key).
-    problem = min(problems, key=lambda details: details["type"] != "extra_forbidden")
-    where, what, hint = _describe(problem, known)
-    if len(problems) > 1:
-        hint = "; ".join(filter(None, [hint, f"{len(problems) - 1} more wrong in this file"]))
-    return ConfigError(f"{origin}: {where}: {what}" if where else f"{origin}: {what}", hint)
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong: where, what, and what to do about it, which may be empty.
+
+    ``where`` has the names of section and key, and indexes of lists.
+    """
+
+    where: tuple[int | str, ...]
+    what: str
+    hint: str = ""
+
+    @property
+    def key(self) -> str:
+        """Dotted, as in ``device[0].memory``; empty for the file as a whole."""
+        return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in self.where).lstrip(".")
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.what}" if self.where else self.what
 
 
-def _describe(problem: ErrorDetails, known: KnownKeys) -> tuple[str, str, str]:
-    """Dotted key, what is wrong, and what to do about it."""
+def config_error(origin: str, problems: Sequence[Problem]) -> ConfigError:
+    """The first problem of ``origin``, and how many more there are."""
+    first, *others = problems
+    more = f"{len(others)} more wrong in this file" if others else ""
+    return ConfigError(f"{origin}: {first}", "; ".join(filter(None, [first.hint, more])))
+
+
+def problems_of(
+    errors: Sequence[ErrorDetails], known: KnownKeys, hidden: Collection[str] = ()
+) -> list[Problem]:
+    """What pydantic found, in our words; values of the ``hidden`` keys are not repeated."""
+    # Unknown keys first: they often explain the others (a misspelt required key).
+    ordered = sorted(errors, key=lambda details: details["type"] != "extra_forbidden")
+    return [_problem(details, known, hidden) for details in ordered]
+
+
+def _problem(problem: ErrorDetails, known: KnownKeys, hidden: Collection[str]) -> Problem:
     parts = problem["loc"]
-    where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in parts).lstrip(".")
     match problem["type"]:
         case "extra_forbidden":
-            return where, "unknown key", _nearest(parts, known)
+            return Problem(parts, "unknown key", _nearest(parts, known))
         case "missing":
-            return where, "is missing", ""
+            return Problem(parts, "is missing")
         case "model_type":
             name = str(parts[0])
             header = f"[[{name}]]" if name == "device" else f"[{name}]"
-            return where, "must be a table", f"write it under {header}"
+            return Problem(parts, "must be a table", f"write it under {header}")
         case "value_error" if parts == ("device",) and isinstance(problem["input"], dict):
-            return where, "must be a list of tables", "write [[device]], with two brackets"
+            return Problem(parts, "must be a list of tables", "write [[device]], with two brackets")
+        case "at_key":
+            return Problem(tuple(problem["ctx"]["key"].split(".")), problem["msg"])
     message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    shown = f", got {problem['input']!r}" if problem["type"] != "value_error" else ""
-    return where, f"{message}{shown}", ""
+    is_shown = problem["type"] != "value_error" and ".".join(map(str, parts[:2])) not in hidden
+    return Problem(parts, f"{message}, got {problem['input']!r}" if is_shown else message)
 
 
 def _nearest(parts: tuple[int | str, ...], keys: KnownKeys) -> str:

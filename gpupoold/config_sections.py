@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -10,6 +10,7 @@ from gpupoold.config_values import (
     AbsolutePath,
     Count,
     Duration,
+    Effect,
     PositiveSize,
     Section,
     Size,
@@ -24,6 +25,17 @@ CUDA_RESERVE_BYTES = 3 * GIB
 CUDA_GRANULARITY_BYTES = 2 * 2**20
 HOST_PAGE_BYTES = 4096
 
+RoleName = Literal["auto", "prefill", "decode", "mixed"]
+
+
+def _roles(value: object) -> object:
+    known = get_args(RoleName)
+    names = tuple(value) if isinstance(value, list | tuple) else value
+    if names == "auto" or (isinstance(names, tuple) and all(one in known for one in names)):
+        return names
+    shown = ", ".join(f'"{name}"' for name in known)
+    raise ValueError(f'{value!r}: write "auto", or a list with one of {shown} for each device')
+
 
 class ServerSettings(Section):
     """``[server]``: the public HTTP address. Port 0 takes a free one.
@@ -33,7 +45,9 @@ class ServerSettings(Section):
 
     host: str = Field(default="127.0.0.1", min_length=1)
     port: int = Field(default=8000, ge=0, le=65535)
-    max_body_bytes: PositiveSize = Field(default=10_000_000, alias="max_body")
+    max_body_bytes: Annotated[PositiveSize, Effect.LIVE] = Field(
+        default=10_000_000, alias="max_body"
+    )
     tls_cert: AbsolutePath | None = None
     tls_key: AbsolutePath | None = None
 
@@ -52,10 +66,10 @@ class PathSettings(Section):
 
     state_dir: AbsolutePath
     runtime_dir: AbsolutePath
-    model_dirs: Annotated[tuple[AbsolutePath, ...], BeforeValidator(as_tuple)]
+    model_dirs: Annotated[tuple[AbsolutePath, ...], BeforeValidator(as_tuple), Effect.LIVE]
     log_dir: AbsolutePath
     download_dir: AbsolutePath
-    workloads_dir: AbsolutePath | None = None
+    workloads_dir: Annotated[AbsolutePath | None, Effect.LIVE] = None
 
 
 class DeviceSettings(Section):
@@ -102,11 +116,11 @@ class MemorySettings(Section):
     that it gave when it was loaded; 0: never.
     """
 
-    model_cache_bytes: Size = Field(default=8 * GIB, alias="model_cache")
-    image_files_bytes: Size = Field(default=0, alias="image_files")
+    model_cache_bytes: Annotated[Size, Effect.LIVE] = Field(default=8 * GIB, alias="model_cache")
+    image_files_bytes: Annotated[Size, Effect.LIVE] = Field(default=0, alias="image_files")
     kv_host_bytes: Size = Field(default=2 * GIB, alias="kv_host")
     reserve_bytes: Size | None = Field(default=None, alias="reserve")
-    canary_interval: int = Field(default=1000, ge=0)
+    canary_interval: Annotated[int, Effect.LIVE] = Field(default=1000, ge=0)
 
     def reserve_for(self, kind: str) -> int:
         """Bytes to leave free on a device of this kind."""
@@ -121,26 +135,28 @@ class SchedulingSettings(Section):
     ``roles``: of the devices in their order; ``auto`` ones are the policy's to choose.
     """
 
-    policy: Literal[
-        "gpupool",
-        "aegaeon",
-        "request-level",
-        "request-level-4",
-        "static",
-        "prefill-first",
-        "decode-first",
+    effect: ClassVar[Effect] = Effect.LIVE
+
+    policy: Annotated[
+        Literal[
+            "gpupool",
+            "aegaeon",
+            "request-level",
+            "request-level-4",
+            "static",
+            "prefill-first",
+            "decode-first",
+        ],
+        Effect.RESTART,
     ] = "gpupool"
-    roles: (
-        Literal["auto"]
-        | Annotated[
-            tuple[Literal["auto", "prefill", "decode", "mixed"], ...], BeforeValidator(as_tuple)
-        ]
-    ) = "auto"
+    roles: Annotated[Literal["auto"] | tuple[RoleName, ...], BeforeValidator(_roles)] = "auto"
     quota_max_s: Duration = Field(default=4.0, alias="quota_max")
 
 
 class SecuritySettings(Section):
     """``[security]``: both let a checkpoint run its own code in an instance."""
+
+    effect: ClassVar[Effect] = Effect.LOADS
 
     allow_remote_code: bool = False
     allow_pickle: bool = False
@@ -148,6 +164,8 @@ class SecuritySettings(Section):
 
 class HistorySettings(Section):
     """``[history]``: rows kept per table; the oldest go first."""
+
+    effect: ClassVar[Effect] = Effect.LIVE
 
     max_requests: Count = 100_000
     max_switches: Count = 100_000
@@ -161,6 +179,8 @@ class LimitSettings(Section):
     ``drop_late``: requests whose first token cannot come in time are not served.
     """
 
+    effect: ClassVar[Effect] = Effect.LIVE
+
     max_live_requests_per_model: Count = 1024
     max_live_requests: Count = 4096
     drop_late: bool = False
@@ -173,5 +193,7 @@ class LimitSettings(Section):
 
 class LogSettings(Section):
     """``[log]``."""
+
+    effect: ClassVar[Effect] = Effect.LIVE
 
     level: Literal["debug", "info", "warning", "error"] = "info"

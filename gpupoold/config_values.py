@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import math
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic.fields import FieldInfo
 
-from gpupoold.units import parse_duration_s, parse_size_bytes
+from gpupoold.units import exact_duration, exact_size, parse_duration_s, parse_size_bytes
+
+
+class Effect(StrEnum):
+    """When a running daemon that reads the file again heeds a key that has changed."""
+
+    LIVE = "live"
+    """At once."""
+    LOADS = "loads"
+    """When a model is loaded from then on; those that are loaded stay as they are."""
+    RESTART = "restart"
+    """Not before ``gpupoold`` is started again."""
+
+
+class Hidden:
+    """Marks a key whose value is shown to nobody, as in ``key: Annotated[str, HIDDEN]``."""
+
+
+HIDDEN = Hidden()
 
 
 def _size(value: object) -> object:
@@ -52,14 +72,34 @@ def as_tuple(value: object) -> object:
     raise ValueError("write a list")
 
 
-Size = Annotated[int, BeforeValidator(_size), Field(ge=0)]
-PositiveSize = Annotated[int, BeforeValidator(_size), Field(gt=0)]
-Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0)]
+# As JSON, settings are spelled as the file spells them: so they are shown to people.
+_as_size = PlainSerializer(exact_size, when_used="json")
+_as_duration = PlainSerializer(exact_duration, when_used="json")
+
+Size = Annotated[int, BeforeValidator(_size), Field(ge=0), _as_size]
+PositiveSize = Annotated[int, BeforeValidator(_size), Field(gt=0), _as_size]
+Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0), _as_duration]
 AbsolutePath = Annotated[Path, BeforeValidator(_path)]
 Count = Annotated[int, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, strictly typed, unknown keys are errors."""
+    """Base of all sections: immutable, strictly typed, unknown keys are errors.
+
+    ``effect`` is that of the keys which are not annotated with another :class:`Effect`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    effect: ClassVar[Effect] = Effect.RESTART
+
+
+def effect_of(field: FieldInfo, section: Section | type[Section]) -> Effect:
+    """When a change of this field of ``section`` is heeded."""
+    own = (one for one in field.metadata if isinstance(one, Effect))
+    return next(own, section.effect)
+
+
+def is_hidden(field: FieldInfo) -> bool:
+    """Whether the field's value is shown to nobody."""
+    return any(isinstance(one, Hidden) for one in field.metadata)

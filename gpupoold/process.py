@@ -34,6 +34,11 @@ def begin_child(name: str, log_level: str, parent_pid: int | None = None) -> Non
     )
 
 
+def set_log_level(log_level: str) -> None:
+    """Log from this level on."""
+    logging.getLogger().setLevel(log_level.upper())
+
+
 def die_with_parent(expected_parent_pid: int | None = None) -> None:
     """Ask the kernel to kill this process when the parent's spawning thread ends.
 

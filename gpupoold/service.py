@@ -31,10 +31,12 @@ from gpupoold.access.peers import AdminGroups
 from gpupoold.access.tls import check_files
 from gpupoold.admin.app import build_app
 from gpupoold.admin.guard import Guard, PeerProtocol
-from gpupoold.config import ServerSettings, Settings, load_settings
+from gpupoold.config import ServerSettings, Settings
+from gpupoold.config_file import read_config_file
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.listeners import admin_listener, http_listener
 from gpupoold.logging_setup import start_logging
+from gpupoold.pool.configuration import Configuration
 from gpupoold.pool.keyring import Keyring
 from gpupoold.pool.pool import Pool, build_pool
 from gpupoold.systemd import Environment, Inherited, Notifier, take_environment
@@ -46,10 +48,14 @@ def main() -> None:
     """Run the daemon until a signal ends it."""
     arguments = _parse()
     try:
-        settings = load_settings(arguments.config)
-        _prepare_folders(settings)
-        start_logging(settings)
-        asyncio.run(serve(settings, take_environment(os.environ, os.getpid())))
+        file = read_config_file(arguments.config)
+        if arguments.check_config:
+            print(f"{file.path or 'no file, the defaults'}: nothing wrong")
+            return
+        _prepare_folders(file.settings)
+        start_logging(file.settings)
+        configuration = Configuration(file, arguments.config)
+        asyncio.run(serve(configuration, take_environment(os.environ, os.getpid())))
     except GpupoolError as error:
         print(f"gpupoold: {error.message}", file=sys.stderr)
         if error.hint:
@@ -57,16 +63,17 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
 
 
-async def serve(settings: Settings, environment: Environment) -> None:
+async def serve(configuration: Configuration, environment: Environment) -> None:
     """Everything the daemon does, in order; what was started stops in reverse.
 
     Raises:
         GpupoolError: the state folder, a socket or the database cannot be used.
     """
+    settings = configuration.settings
     notifier = Notifier(environment.notify_address)
-    stop = asyncio.Event()
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop.set)
     async with contextlib.AsyncExitStack() as stack:
         _check_tls(settings.server)
         stack.enter_context(StateLock.acquire(settings.paths.state_dir))
@@ -79,12 +86,13 @@ async def serve(settings: Settings, environment: Environment) -> None:
         reason = why_keys_are_required(settings.access, listener)
         keyring = Keyring(ApiKeys(database), registry, history, reason)
         await keyring.load()
-        pool = build_pool(settings, registry, history, listener, keyring)
+        pool = build_pool(configuration, registry, history, listener, keyring)
         groups = AdminGroups(settings.access.admin_group, settings.access.read_only_group)
         admin = admin_listener(settings.paths.runtime_dir, groups, inherited.socket)
         app = Guard(build_app(pool), groups)
         await stack.enter_async_context(_running_admin(pool, app, stack.enter_context(admin)))
         inherited.close()
+        loop.add_signal_handler(signal.SIGHUP, pool.reloader.begin, notifier.reloading)
         await stack.enter_async_context(_running_pool(pool))
         _logger.info("gpupoold %s serves at %s", __version__, pool.http_url)
         history.record_event("info", "daemon_started", "gpupoold", f"version {__version__}")
@@ -171,6 +179,9 @@ def _prepare_folders(settings: Settings) -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpupoold", description=__doc__)
     parser.add_argument("--config", type=Path, help="TOML file; see docs/configuration.md")
+    parser.add_argument(
+        "--check-config", action="store_true", help="see what is wrong in the file, and end"
+    )
     parser.add_argument("--version", action="version", version=__version__)
     return parser.parse_args()
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 _DURATION_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZE_BYTES: dict[str, int] = {"": 1, "b": 1} | {
     unit: base**power
     for power, letter in enumerate("kmgt", start=1)
     for unit, base in ((f"{letter}b", 1000), (f"{letter}ib", 1024))
+}
+_SIZE_NAMES = {"": 1} | {
+    f"{letter}{'i' if base == 1024 else ''}B": base**power
+    for base in (1024, 1000)
+    for power, letter in enumerate("KMGT" if base == 1024 else "kMGT", start=1)
 }
 _NUMBER_UNIT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
 
@@ -36,6 +42,26 @@ def parse_size_bytes(text: str) -> int:
         units = "B, kB, KiB, MB, MiB, GB, GiB, TB or TiB"
         raise ValueError(f"{text!r}: unknown unit {unit!r}, use {units}")
     return round(number * _SIZE_BYTES[unit.lower()])
+
+
+def exact_size(num_bytes: int) -> str:
+    """The shortest text without a fraction that :func:`parse_size_bytes` reads as this size,
+    which is at most 8 PiB."""
+    found = [
+        f"{num_bytes // unit_bytes}{name}"
+        for name, unit_bytes in _SIZE_NAMES.items()
+        if num_bytes % unit_bytes == 0
+    ]
+    return min(found, key=len) if num_bytes else "0"
+
+
+def exact_duration(seconds: float) -> str:
+    """A text that :func:`parse_duration_s` reads as exactly this duration, above 0 s."""
+    for unit, unit_s in reversed(_DURATION_S.items()):
+        text = f"{round(seconds / unit_s)}{unit}"
+        if seconds >= unit_s and parse_duration_s(text) == seconds:
+            return text
+    return f"{Decimal(repr(seconds)):f}s"
 
 
 def format_duration(seconds: float) -> str:

@@ -14,6 +14,7 @@ from gpupool_cli import (
     bench,
     cache,
     completion,
+    config,
     events,
     instances,
     keys,
@@ -75,6 +76,8 @@ app.command("events")(events.events)
 app.command("logs")(events.logs)
 app.add_typer(cache.app, name="cache")
 app.add_typer(keys.app, name="key")
+app.add_typer(config.app, name="config")
+app.command("reload")(config.reload)
 app.add_typer(bench.app, name="bench")
 app.command("simulate")(simulate.simulate)
 app.command("plan")(plan.plan)

@@ -32,6 +32,7 @@ from gpupoold.admin.models import (
     SwitchInfo,
 )
 from gpupoold.admin.routes_access import add_access_routes
+from gpupoold.admin.routes_config import add_config_routes
 from gpupoold.domain import Role
 from gpupoold.errors import GpupoolError, UsageError
 from gpupoold.pool import views
@@ -55,6 +56,7 @@ def build_app(pool: Pool) -> FastAPI:
     _add_instance_routes(app, pool)
     _add_view_routes(app, pool)
     add_access_routes(app, pool)
+    add_config_routes(app, pool)
     return app
 
 

@@ -35,6 +35,7 @@ from gpupoold.admin.models import (
     Status,
     SwitchInfo,
 )
+from gpupoold.admin.models_config import ConfigInfo, DiffInfo, DiffRequest, ReloadInfo
 from gpupoold.errors import (
     Failed,
 )
@@ -52,6 +53,9 @@ _PS = TypeAdapter(Ps)
 _MODEL = TypeAdapter(ModelInfo)
 _CACHE = TypeAdapter(CacheInfo)
 _CACHED = TypeAdapter(CachedModel)
+_CONFIG = TypeAdapter(ConfigInfo)
+_DIFF = TypeAdapter(DiffInfo)
+_RELOAD = TypeAdapter(ReloadInfo)
 
 
 class AdminClient(KeyCalls):
@@ -182,6 +186,28 @@ class AdminClient(KeyCalls):
             UsageError: there is no such instance.
         """
         return self._call(_DEVICE, "DELETE", f"/instances/{instance}/drain")
+
+    def config(self) -> ConfigInfo:
+        """Every key of the configuration, with the value that the daemon uses."""
+        return self._call(_CONFIG, "GET", "/config")
+
+    def config_diff(self, text: str | None = None, name: str = "") -> DiffInfo:
+        """What the ``text`` of a file called ``name`` would change; without one, the daemon's.
+
+        Raises:
+            ConfigError: something is wrong in it.
+        """
+        body = DiffRequest(text=text, name=name)
+        return self._call(_DIFF, "POST", "/config/diff", body=body)
+
+    def reload(self) -> ReloadInfo:
+        """Have the daemon read its configuration again.
+
+        Raises:
+            ConfigError: something is wrong in it, and nothing has changed.
+            Refused: it cannot be heeded now, and nothing has changed.
+        """
+        return self._call(_RELOAD, "POST", "/reload")
 
     def check(self) -> list[dict[str, int]]:
         """Pages of every instance, whose accounts agree with what its device has mapped.

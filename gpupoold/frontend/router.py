@@ -85,7 +85,10 @@ def read_model_name(body: bytes) -> str | None:
 
 
 class Router:
-    """Routes requests by their ``model``; answers what belongs to no model itself."""
+    """Routes requests by their ``model``; answers what belongs to no model itself.
+
+    ``max_body_bytes`` may change at any time.
+    """
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class Router:
         self._mounts = mounts
         self._gates = gates
         self._callers = callers
-        self._max_body_bytes = max_body_bytes
+        self.max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI entry point; never raises because of a request."""
@@ -181,8 +184,8 @@ class Router:
         return mount
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
-        if _declared_length(scope) > self._max_body_bytes:
-            raise too_large(self._max_body_bytes)
+        if _declared_length(scope) > self.max_body_bytes:
+            raise too_large(self.max_body_bytes)
         chunks: list[bytes] = []
         num_bytes = 0
         while True:
@@ -195,8 +198,8 @@ class Router:
                 raise _Disconnected
             chunk = message.get("body", b"")
             num_bytes += len(chunk)
-            if num_bytes > self._max_body_bytes:
-                raise too_large(self._max_body_bytes)
+            if num_bytes > self.max_body_bytes:
+                raise too_large(self.max_body_bytes)
             chunks.append(chunk)
             if not message.get("more_body"):
                 return b"".join(chunks)

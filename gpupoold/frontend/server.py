@@ -23,7 +23,7 @@ from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.mounts import Mounts
 from gpupoold.frontend.preload import preload
 from gpupoold.frontend.router import Router
-from gpupoold.process import importing
+from gpupoold.process import importing, set_log_level
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
 from gpupoold.wire.messages import (
     AbortRequests,
@@ -35,6 +35,7 @@ from gpupoold.wire.messages import (
     ModelList,
     Ping,
     Pong,
+    Reconfigure,
     RequestsFailed,
     ServeModel,
     Shutdown,
@@ -89,6 +90,9 @@ class Frontend:
         self._mounts = Mounts()
         self._gates = Gates()
         self._callers = Callers()
+        self._router = Router(
+            self._catalog, self._mounts, self._gates, self._callers, settings.max_body_bytes
+        )
         # Mounting takes a while: its messages wait in order, outputs pass them by.
         self._to_mount: asyncio.Queue[ServeModel | StopServing] = asyncio.Queue()
 
@@ -122,15 +126,8 @@ class Frontend:
 
     def _uvicorn_config(self) -> uvicorn.Config:
         tls = self._settings.tls
-        router = Router(
-            self._catalog,
-            self._mounts,
-            self._gates,
-            self._callers,
-            self._settings.max_body_bytes,
-        )
         return uvicorn.Config(
-            router,
+            self._router,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -172,6 +169,9 @@ class Frontend:
                 self._mounts.fail(message)
             case AccessRules():
                 self._callers.replace(message)
+            case Reconfigure():
+                set_log_level(message.log_level)
+                self._router.max_body_bytes = message.max_body_bytes
             case Ping():
                 self._channel.send(Pong())
                 if self._settings.tls is not None:

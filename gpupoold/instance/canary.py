@@ -58,10 +58,13 @@ class WrongAnswer(NamedTuple):
 
 
 class Canaries:
-    """Asks a model again after its weights have been brought in ``interval`` times (0: never)."""
+    """Asks a model again after its weights have been brought in ``interval`` times (0: never).
+
+    The interval may change at any time.
+    """
 
     def __init__(self, interval: int) -> None:
-        self._interval = interval
+        self.interval = interval
         self._expected: dict[str, tuple[int, ...]] = {}
         self._num_moves: dict[str, int] = {}
 
@@ -82,9 +85,9 @@ class Canaries:
 
     def is_due(self, model: str) -> bool:
         """Whether it is to be asked again."""
-        if not self._interval or not self._expected.get(model):
+        if not self.interval or not self._expected.get(model):
             return False
-        return self._num_moves[model] >= self._interval
+        return self._num_moves[model] >= self.interval
 
     def check(self, engine: ModelEngine, residency: Residency) -> WrongAnswer | None:
         """Ask a model that is resident; what it said if that was wrong.

@@ -25,6 +25,7 @@ from gpupoold.instance.room import Use
 from gpupoold.memory.contracts import Device, OutOfPages
 from gpupoold.memory.host import HostBuffer, KvHostCache, Slot
 from gpupoold.memory.parcels import Arrival
+from gpupoold.process import set_log_level
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 
@@ -238,6 +239,9 @@ class TurnLoop:
                     self.ledger.set_targets(message.name, targets)
             case m.RunTurn():
                 self.orders.take(message)
+            case m.Reconfigure():
+                set_log_level(message.log_level)
+                self._canaries.interval = message.canary_interval
             case m.Call():
                 self._channel.send(calls.answer(self, message))
             case m.Shutdown():

@@ -83,6 +83,35 @@ class CacheControl:
         row = await self._lifecycle.warm(name)
         return self._view(row, await self._saved.sizes())
 
+    def set_host_budget(self, num_bytes: int) -> None:
+        """Let the model cache have so many bytes; images that do not fit go as they may."""
+        self._cache.budget_bytes = num_bytes
+        self._room.changed()
+        self._room.shrink()
+
+    def set_disk_budget(self, num_bytes: int) -> None:
+        """Let saved images have so many bytes; those that do not fit are deleted."""
+        self._saved.budget_bytes = num_bytes
+        self._saved.shrink(self._cache.last_used_at)
+
+    async def check_budget(self, num_bytes: int) -> None:
+        """See that all pinned images fit into a model cache of ``num_bytes``.
+
+        Raises:
+            Refused: they do not.
+        """
+        saved_bytes = await self._saved.sizes()
+        views = [self._view(one, saved_bytes) for one in await self._registry.list()]
+        pinned = [view for view in views if view.is_pinned]
+        pinned_bytes = sum(view.num_bytes for view in pinned)
+        if pinned_bytes > num_bytes:
+            raise Refused(
+                f"memory.model_cache: {format_bytes(num_bytes)} are too little for the pinned "
+                f"images of {', '.join(view.name for view in pinned)}, "
+                f"{format_bytes(pinned_bytes)}",
+                "unpin a model (`gpupool cache unpin`) or leave the cache larger",
+            )
+
     async def _check_pin(self, row: ModelRow, saved_bytes: dict[str, int]) -> None:
         views = [self._view(one, saved_bytes) for one in await self._registry.list()]
         pinned = {view.name: view.num_bytes for view in views if view.is_pinned}

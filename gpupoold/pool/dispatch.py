@@ -143,13 +143,13 @@ class Dispatcher:
         if self.roles.is_draining(number):
             self.scheduler.set_draining(number, is_draining=True)
 
-    def set_role(self, number: int, role: Role | None) -> None:
+    def set_role(self, number: int, role: Role | None, whose: str = "by hand") -> None:
         """Give an instance a role; None: the policy's to choose. Its answers go elsewhere if it
-        only prefills."""
+        only prefills. ``whose`` wish it was is told in the event."""
         self.roles.fix(number, role)
         role, is_fixed = self.roles.of(number)
         self.scheduler.set_role(number, role, is_fixed=is_fixed)
-        self._history.record_event("info", "role_set", str(number), f"{role.value}, by hand")
+        self._history.record_event("info", "role_set", str(number), f"{role.value}, {whose}")
 
     def set_draining(self, number: int, *, is_draining: bool) -> None:
         """Empty an instance, which gets nothing new; or let it have work again."""
@@ -158,6 +158,11 @@ class Dispatcher:
         text = "it gets nothing new, its requests go elsewhere" if is_draining else "it has work"
         kind = "drain_began" if is_draining else "drain_ended"
         self._history.record_event("info", kind, str(number), text)
+
+    def set_limits(self, limits: LimitSettings) -> None:
+        """Other bounds, for what comes and waits from now on."""
+        self._token_timeout_s = limits.token_timeout_s
+        self._overload.limits = limits
 
     def host(
         self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None, instance: Instance

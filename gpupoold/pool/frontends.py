@@ -13,6 +13,7 @@ from gpupoold.errors import Failed, GpupoolError, error_from_code
 from gpupoold.pool.blame import Death, death_of
 from gpupoold.pool.child import Child
 from gpupoold.pool.forks import ForkServer
+from gpupoold.pool.reconfigure import reconfigure
 from gpupoold.pool.restarts import keep_running
 from gpupoold.pool.watchdog import Watch
 from gpupoold.process import as_words
@@ -84,6 +85,10 @@ class FrontendSupervisor:
         if self._child is not None and not self._child.channel.closed:
             self._child.channel.send(message)
 
+    def reconfigure(self) -> None:
+        """Tell it what the configuration says now."""
+        self.send(reconfigure(self._settings))
+
     async def serve(self, model: m.ModelToLoad, loaded: m.LoadedModel) -> None:
         """Mount a model's API; a frontend that is not up mounts it when it comes.
 
@@ -106,7 +111,7 @@ class FrontendSupervisor:
 
     async def _run_once(self) -> bool:
         """One life of the process; whether it had come up, and somebody else ended it."""
-        settings = self._settings
+        settings, known = self._settings, reconfigure(self._settings)
         child: Child[m.FromFrontend] = await Child.start(
             "frontend",
             "gpupoold.frontend",
@@ -123,6 +128,8 @@ class FrontendSupervisor:
             starter=self._forks.fork,
         )
         self._child, self.watch = child, Watch(time.monotonic())
+        if reconfigure(settings) != known:
+            self.reconfigure()  # it has changed meanwhile
         try:
             while True:
                 self._note(await child.channel.receive())

@@ -42,6 +42,7 @@ class ImageRoom:
         self._making = asyncio.Lock()
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._change = asyncio.Event()
+        self._shrinking: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def holding(self, model: str) -> Iterator[None]:
@@ -116,8 +117,17 @@ class ImageRoom:
             if self._cache.get(model) is not None:
                 await self._drop_all([model])
 
+    def shrink(self) -> None:
+        """The cache's budget has become smaller: what is over it goes, idle images now, others
+        when they are needed no more."""
+        if self._shrinking is None or self._shrinking.done():
+            self._shrinking = asyncio.create_task(self._shrink(), name="shrink-cache")
+
     async def stop(self) -> None:
         """Wait for images on their way out; the instances have stopped before."""
+        if self._shrinking is not None:
+            self._shrinking.cancel()
+            await asyncio.wait({self._shrinking})
         await asyncio.gather(*self._leaving.values(), return_exceptions=True)
 
     async def _make(self, model: str, num_bytes: int) -> bool:
@@ -129,6 +139,24 @@ class ImageRoom:
             _logger.info("%s: room for its image is made by those of %s", model, victims)
             await self._drop_all(victims)
         return True
+
+    async def _shrink(self) -> None:
+        while True:
+            change = self._change
+            async with self._making:
+                short_bytes = self._cache.short_bytes("", 0)
+                if not short_bytes:
+                    return
+                others = self._candidates("")
+                idle_bytes = sum(
+                    one.num_bytes for one in others if not (one.is_pinned or one.is_busy)
+                )
+                victims = choose_victims(others, min(short_bytes, idle_bytes))
+                if victims:
+                    _logger.info("the model cache has become smaller: %s go", victims)
+                    await self._drop_all(victims)
+                    continue
+            await change.wait()
 
     async def _drop_all(self, models: list[str]) -> None:
         for model in models:

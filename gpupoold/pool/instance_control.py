@@ -21,7 +21,7 @@ class InstanceControl:
     def __init__(
         self, limits: LimitSettings, dispatcher: Dispatcher, instances: Sequence[Instance]
     ) -> None:
-        self._drain_timeout_s = limits.drain_timeout_s
+        self.limits = limits
         self._dispatcher = dispatcher
         self._instances = instances
 
@@ -41,7 +41,7 @@ class InstanceControl:
             TimedOut: some were still there after ``limits.drain_timeout``; it goes on draining.
         """
         self._dispatcher.set_draining(self._instance(number).number, is_draining=True)
-        limit_s = self._drain_timeout_s
+        limit_s = self.limits.drain_timeout_s
         deadline_s = time.monotonic() + limit_s
         while num_left := self._dispatcher.num_requests(number):
             if time.monotonic() > deadline_s:

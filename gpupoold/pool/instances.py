@@ -19,6 +19,7 @@ from gpupoold.pool.image_cache import CachedImage
 from gpupoold.pool.instance import Instance
 from gpupoold.pool.instance_launch import arguments_of, module_of
 from gpupoold.pool.oom_kills import OomKills
+from gpupoold.pool.reconfigure import reconfigure
 from gpupoold.pool.restarts import keep_running
 from gpupoold.pool.watchdog import Watch
 from gpupoold.wire import messages as m
@@ -264,6 +265,7 @@ class InstanceSupervisor:
         """One life of a process; whether it had come up, and somebody else ended it."""
         instance.state, instance.has_come_up = "starting", False
         log_path = self._settings.paths.log_dir / f"instance-{instance.number}.log"
+        known = reconfigure(self._settings)
         child: Child[m.FromInstance] = await Child.start(
             f"instance {instance.number}",
             module_of(instance.device),
@@ -273,6 +275,8 @@ class InstanceSupervisor:
             starter=self._forks.fork if instance.device.kind == "emulated" else execute,
         )
         instance.child, instance.watch = child, Watch(time.monotonic())
+        if reconfigure(self._settings) != known:
+            instance.send(reconfigure(self._settings))  # it has changed meanwhile
         try:
             while True:
                 self._note(instance, await child.channel.receive())
@@ -289,6 +293,11 @@ class InstanceSupervisor:
         _logger.error("instance %d ended (%s); see %s", instance.number, death.reason, log_path)
         await self._on_down(instance, death, loading)
         return instance.has_come_up and not death.is_at_fault
+
+    def reconfigure(self) -> None:
+        """Tell all that run what the configuration says now."""
+        for instance in self.instances:
+            instance.send(reconfigure(self._settings))
 
     def end(self, instance: Instance, reason: str) -> None:
         """Kill the process that runs; it is replaced, and ``reason`` is what people are told."""

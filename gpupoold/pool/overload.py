@@ -61,7 +61,8 @@ def bound_for(priority: Priority, bound: int, keys: KeyBounds | None) -> int:
 class Overload:
     """Bounds of the queues, and what becomes of requests beyond them.
 
-    Not for several threads. ``max_tokens`` gives the most tokens that a live request may get.
+    ``limits`` may be replaced at any time. ``max_tokens`` gives the most tokens that a live
+    request may get. Not for several threads.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Overload:
         max_tokens: Callable[[str], int | None],
         keys: KeyBounds | None = None,
     ) -> None:
-        self._limits = limits
+        self.limits = limits
         self._keys = keys
         self._live = live
         self._stats = stats
@@ -105,7 +106,7 @@ class Overload:
     def too_late(self, now_s: float) -> list[LiveRequest]:
         """Requests to drop, as no instance was told of them before their first token was due;
         none unless ``[limits] drop_late`` says so. They are counted."""
-        if not self._limits.drop_late:
+        if not self.limits.drop_late:
             return []
         late = [
             one
@@ -128,7 +129,7 @@ class Overload:
 
     def _full(self, message: m.AddRequest, now_s: float) -> tuple[str, float] | None:
         """Why there is no room, and when there will be."""
-        limits, model = self._limits, message.model
+        limits, model = self.limits, message.model
         num_live = self._live.num_of(model)
         bound = bound_for(message.priority, limits.max_live_requests_per_model, self._keys)
         if num_live >= bound:
@@ -182,7 +183,7 @@ class Overload:
 
         How long it takes to warm a model is not known: such a request may still be dropped.
         """
-        if not self._limits.drop_late or not is_warm:
+        if not self.limits.drop_late or not is_warm:
             return None
         model = self._state.models[message.model]
         wait_s = first_token_in_s(self._state, model, len(message.prompt_token_ids), now_s)

@@ -23,10 +23,10 @@ from gpupoold.admin.models import (
     Status,
 )
 from gpupoold.config import Settings
-from gpupoold.domain import Role
 from gpupoold.errors import Failed, Refused
 from gpupoold.pool import views
 from gpupoold.pool.cache_control import CacheControl
+from gpupoold.pool.configuration import Configuration
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.engine_environment import engine_environment
 from gpupoold.pool.forks import ForkServer
@@ -38,6 +38,7 @@ from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.keyring import Keyring
 from gpupoold.pool.lifecycle import ModelLifecycle
 from gpupoold.pool.minutes import Minutes
+from gpupoold.pool.reload import Reloader, configured_roles
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.stimulus_file import Header, lines
 from gpupoold.pool.ticker import tick
@@ -69,6 +70,9 @@ class Pool:
     instances: InstanceControl
     minutes: Minutes
     keyring: Keyring
+    configuration: Configuration
+    reloader: Reloader
+    policy: Header
     http_url: str
     stopping: bool = False
     _started_s: float = field(default_factory=time.monotonic)
@@ -230,17 +234,17 @@ class Pool:
                 "the beginning of the core's log has been forgotten",
                 "ask sooner after the daemon's start",
             )
-        settings = self.settings.scheduling
-        header = Header(settings.policy, PolicyOptions(quota_max_s=settings.quota_max_s))
-        return lines(header, core.stimuli())
+        return lines(self.policy, core.stimuli())
 
     def _watchdogs(self) -> tuple[Watchdog[Instance], Watchdog[FrontendSupervisor]]:
-        limits = self.settings.limits
-        limits_s = (limits.hang_timeout_s, limits.load_timeout_s)
+        def limits_s() -> tuple[float, float]:
+            limits = self.settings.limits
+            return limits.hang_timeout_s, limits.load_timeout_s
+
         supervisor, frontend = self.supervisor, self.frontend
         return (
-            Watchdog(supervisor.instances, supervisor.end, *limits_s),
-            Watchdog([frontend], FrontendSupervisor.end, *limits_s),
+            Watchdog(supervisor.instances, supervisor.end, limits_s),
+            Watchdog([frontend], FrontendSupervisor.end, limits_s),
         )
 
     async def _check_when_idle(self) -> None:
@@ -273,16 +277,18 @@ class Pool:
 
 
 def build_pool(
-    settings: Settings,
+    configuration: Configuration,
     registry: Registry,
     history: History,
     listener: socket.socket,
     keyring: Keyring,
 ) -> Pool:
     """Wire the parts together; nothing is started yet."""
-    scheduling = settings.scheduling
-    policy = make_policy(scheduling.policy, PolicyOptions(quota_max_s=scheduling.quota_max_s))
-    dispatcher = Dispatcher(settings.limits, history, policy, _roles(settings), keyring)
+    settings = configuration.settings
+    options = PolicyOptions(quota_max_s=settings.scheduling.quota_max_s)
+    header = Header(settings.scheduling.policy, options)
+    policy = make_policy(header.policy, header.options)
+    dispatcher = Dispatcher(settings.limits, history, policy, configured_roles(settings), keyring)
     cache = ImageCache(settings.memory.model_cache_bytes)
     images_dir = settings.paths.state_dir / "images"
     saved = SavedImages(images_dir, settings.memory.image_files_bytes)
@@ -307,6 +313,8 @@ def build_pool(
     dispatcher.frontend = frontend
     dispatcher.warmth = lifecycle.warmer
     lifecycle.loader.frontend = keyring.frontend = frontend
+    control = InstanceControl(settings.limits, dispatcher, supervisor.instances)
+    cache_control = CacheControl(registry, lifecycle, dispatcher.live, cache, saved)
     return Pool(
         settings,
         registry,
@@ -318,10 +326,13 @@ def build_pool(
         lifecycle,
         cache,
         saved,
-        CacheControl(registry, lifecycle, dispatcher.live, cache, saved),
-        InstanceControl(settings.limits, dispatcher, supervisor.instances),
+        cache_control,
+        control,
         Minutes(history, dispatcher.stats),
         keyring,
+        configuration,
+        Reloader(configuration, history, dispatcher, supervisor, frontend, control, cache_control),
+        header,
         _url(listener, settings),
     )
 
@@ -337,13 +348,6 @@ def _url(listener: socket.socket, settings: Settings) -> str:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     return f"{scheme}://{shown}:{port}"
-
-
-def _roles(settings: Settings) -> list[Role | None]:
-    names = settings.scheduling.roles
-    if names == "auto":
-        return [None] * len(settings.devices)
-    return [None if name == "auto" else Role(name) for name in names]
 
 
 def _preloaded(settings: Settings) -> list[str]:

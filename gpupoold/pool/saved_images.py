@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from gpupoold.errors import GpupoolError
@@ -20,7 +21,8 @@ _logger = logging.getLogger(__name__)
 class SavedImages:
     """The registered models' images in a folder, within a byte budget; 0 bytes: there are none.
 
-    Saving goes on in the background and never fails a load.
+    Saving goes on in the background and never fails a load. When ``budget_bytes`` has
+    become smaller, call ``shrink``.
     """
 
     def __init__(self, folder: Path, budget_bytes: int) -> None:
@@ -28,6 +30,7 @@ class SavedImages:
         self._files = ImageFiles(folder)
         self._keys: dict[str, str] = {}
         self._saving: dict[str, asyncio.Task[None]] = {}
+        self._shrinking: set[asyncio.Task[None]] = set()
 
     async def look_up(self, model: ModelToLoad, ready: InstanceReady) -> int | None:
         """Bytes of the model's image for such an instance; None when there is none.
@@ -93,9 +96,27 @@ class SavedImages:
         if self.budget_bytes and all(name in self._keys for name in names):
             await asyncio.to_thread(self._files.remove_others, set(self._keys.values()))
 
+    def shrink(self, last_used_at: Callable[[str], float | None]) -> None:
+        """The budget has become smaller: what is over it is deleted in the background, first
+        images of no model that is known, then of those used least recently."""
+        used_at = {key: last_used_at(name) or 0.0 for name, key in self._keys.items()}
+        task = asyncio.create_task(asyncio.to_thread(self._fit, used_at), name="shrink-images")
+        self._shrinking.add(task)
+        task.add_done_callback(self._shrinking.discard)
+
+    def _fit(self, used_at: Mapping[str, float]) -> None:
+        files = self._files.list()
+        left_bytes = sum(file.num_bytes for file in files)
+        for file in sorted(files, key=lambda one: (used_at.get(one.key, -1.0), one.saved_at)):
+            if left_bytes <= self.budget_bytes:
+                return
+            self._files.drop(file.key)
+            left_bytes -= file.num_bytes
+
     async def stop(self) -> None:
-        """Wait for what is being saved."""
-        await asyncio.gather(*self._saving.values(), return_exceptions=True)
+        """Wait for what is being saved or deleted."""
+        waits = [*self._saving.values(), *self._shrinking]
+        await asyncio.gather(*waits, return_exceptions=True)
 
     def _saved(self, name: str, task: asyncio.Task[None]) -> None:
         if self._saving.get(name) is task:

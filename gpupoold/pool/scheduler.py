@@ -92,6 +92,10 @@ class Scheduler:
         """An instance is to be emptied, or may have work again."""
         self._tell(e.DrainSet(number, is_draining))
 
+    def set_quota_max(self, quota_max_s: float) -> None:
+        """Turns are to be no longer than this, from the next that is planned on."""
+        self._tell(e.QuotaMaxSet(quota_max_s))
+
     def num_requests(self, number: int) -> int:
         """Live requests that an instance has, or is to get."""
         device = self.core.core.state.devices.get(number)

@@ -43,7 +43,7 @@ class Warmer:
         on_lost: Callable[[str, GpupoolError], Awaitable[None]],
     ) -> None:
         """``on_lost`` is told the name of a model that no instance has any more, and why."""
-        self._patience_s = settings.limits.load_timeout_s
+        self._settings = settings
         self._registry = registry
         self._history = history
         self._dispatcher = dispatcher
@@ -163,7 +163,8 @@ class Warmer:
         if not hosts:
             raise Unavailable(f"no instance has {model}", "see `gpupool ps` and `gpupool logs`")
         size = row.weight_bytes
-        await self._loader.wait_for_room(row.spec, hosts[0], size, self._patience_s)
+        patience_s = self._settings.limits.load_timeout_s
+        await self._loader.wait_for_room(row.spec, hosts[0], size, patience_s)
         async with self._loader.lock(model):
             hosts = self._hosts(model)
             if not hosts:

@@ -68,19 +68,21 @@ W = TypeVar("W", bound=Watched)
 
 
 class Watchdog(Generic[W]):
-    """Ends what has hung. ``end`` is given a worker and the reason."""
+    """Ends what has hung. ``end`` is given a worker and the reason.
+
+    ``limits_s`` are how long a worker may be silent, and how long it may take to come up; they
+    are asked for at every look.
+    """
 
     def __init__(
         self,
         watched: Iterable[W],
         end: Callable[[W, str], None],
-        hang_timeout_s: float,
-        start_timeout_s: float,
+        limits_s: Callable[[], tuple[float, float]],
     ) -> None:
         self._watched = tuple(watched)
         self._end = end
-        self._hang_timeout_s = hang_timeout_s
-        self._start_timeout_s = start_timeout_s
+        self._limits_s = limits_s
         self._looked_s: float | None = None
 
     def look(self, now_s: float) -> None:
@@ -89,14 +91,15 @@ class Watchdog(Generic[W]):
         When this look comes late the daemon has been asleep itself, and knows nothing of
         what the others did meanwhile.
         """
+        hang_timeout_s, start_timeout_s = self._limits_s()
         slept_s = 0.0 if self._looked_s is None else now_s - self._looked_s
-        was_asleep = slept_s > self._hang_timeout_s / 2 and slept_s > _SLEPT_S
+        was_asleep = slept_s > hang_timeout_s / 2 and slept_s > _SLEPT_S
         self._looked_s = now_s
         for one in self._watched:
             if one.watch is None:
                 continue
             if was_asleep or one.is_excused:
                 one.watch.excuse(now_s)
-            reason = one.watch.complaint(now_s, self._hang_timeout_s, self._start_timeout_s)
+            reason = one.watch.complaint(now_s, hang_timeout_s, start_timeout_s)
             if reason:
                 self._end(one, reason)

@@ -146,6 +146,9 @@ class Core:
             self._lose_device(request)
             self._to_plan[device.number] = None
 
+    def _quota_max_set(self, event: e.QuotaMaxSet, now_s: float) -> None:
+        self.policy.set_quota_max(event.quota_max_s)
+
     def _tick(self, event: e.Tick, now_s: float) -> None:
         for device, role in self.policy.roles(self.state, now_s):
             if role is not device.role and not device.is_role_fixed:
@@ -393,6 +396,7 @@ _HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     e.DeviceDown: Core._device_down,
     e.RoleSet: Core._role_set,
     e.DrainSet: Core._drain_set,
+    e.QuotaMaxSet: Core._quota_max_set,
     e.Tick: Core._tick,
     e.Hosted: Core._hosted,
     e.Unhosted: Core._unhosted,

@@ -84,6 +84,13 @@ class DrainSet:
 
 
 @dataclass(frozen=True, slots=True)
+class QuotaMaxSet:
+    """Turns are to be no longer than this, from the next that is planned on."""
+
+    quota_max_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: once a second or so, for what a policy does by the clock."""
 
@@ -172,6 +179,7 @@ Event = (
     | DeviceDown
     | RoleSet
     | DrainSet
+    | QuotaMaxSet
     | Tick
     | Hosted
     | Unhosted

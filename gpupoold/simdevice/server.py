@@ -9,6 +9,7 @@ from typing import Any
 
 from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError, Refused
+from gpupoold.process import set_log_level
 from gpupoold.simdevice.device import Answer, PacedDevice
 from gpupoold.simdevice.models import KnownModel, know
 from gpupoold.simdevice.moves import SimMoves
@@ -86,6 +87,8 @@ class SimServer:
                 if message.name in self._known:
                     targets = Targets(message.ttft_s, message.tbt_s)
                     self._device.set_targets(message.name, targets)
+            case m.Reconfigure():
+                set_log_level(message.log_level)
             case m.Call():
                 self._channel.send(self._answer(message))
             case m.Shutdown():

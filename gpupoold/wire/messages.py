@@ -317,6 +317,17 @@ class InstanceStatus(Message):
     num_recomputed: int = 0
 
 
+# daemon → instance, daemon → frontend
+
+
+class Reconfigure(Message):
+    """The configuration has changed; each heeds what it has a use for."""
+
+    log_level: str
+    canary_interval: int
+    max_body_bytes: int
+
+
 # daemon ↔ frontend
 
 
@@ -419,6 +430,7 @@ ToInstance = (
     | PeerDown
     | FreeParcel
     | Call
+    | Reconfigure
     | Shutdown
 )
 FromInstance = (
@@ -449,6 +461,7 @@ ToFrontend = (
     | CallResult
     | Ping
     | AccessRules
+    | Reconfigure
     | Shutdown
 )
 FromFrontend = FrontendReady | AddRequest | AbortRequests | CallResult | Pong | AccessReport

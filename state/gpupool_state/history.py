@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpupool_state.buffer import Buffer
 from gpupool_state.db import Database
@@ -134,6 +134,15 @@ class History:
             await self._flush_safely()  # the first may have recorded that the disk is back
         self._task = None
         self._buffer.drop(len(self._buffer.take()))
+
+    def keep(self, num_requests: int, num_switches: int, num_events: int) -> None:
+        """Keep so many rows per table on disk from the next write on."""
+        self._limits = replace(
+            self._limits,
+            num_requests=num_requests,
+            num_switches=num_switches,
+            num_events=num_events,
+        )
 
     def record_request(self, row: RequestRow) -> None:
         """Keep a finished request; never blocks."""

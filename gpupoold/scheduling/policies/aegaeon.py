@@ -108,7 +108,7 @@ class WeightedDecode:
     """Algorithm 2: rounds over a device's batches with the quotas of equations 2 and 3."""
 
     def __init__(self, quota_max_s: float = QUOTA_MAX_S) -> None:
-        self._quota_max_s = quota_max_s
+        self.quota_max_s = quota_max_s
         self._lists: dict[int, _WorkList] = {}
 
     def dispatch(self, request: Request, devices: list[Device]) -> Device:
@@ -147,12 +147,12 @@ class WeightedDecode:
         work.round = list(work.order)
         batches = [device.batches[name] for name in work.order]
         if len(batches) == 1:
-            work.quotas_s = {work.order[0]: self._quota_max_s}
+            work.quotas_s = {work.order[0]: self.quota_max_s}
             return
         loads = [Load(batch.model.targets.tbt_s, batch.step_s()) for batch in batches]
         total_bytes = sum(batch.model.weight_bytes for batch in batches)
         switching_s = total_bytes / device.bandwidth_bytes_per_s
-        quotas_s = round_quotas_s(loads, switching_s, self._quota_max_s)
+        quotas_s = round_quotas_s(loads, switching_s, self.quota_max_s)
         work.quotas_s = dict(zip(work.order, quotas_s, strict=True))
 
 
@@ -168,6 +168,10 @@ class AegaeonPolicy(SimplePolicy):
         self._num_prefill = num_prefill
         self._prefill = GroupedPrefill()
         self._decode = WeightedDecode(quota_max_s)
+
+    def set_quota_max(self, quota_max_s: float) -> None:
+        """See :class:`Policy`; quotas of a round under way stay."""
+        self._decode.quota_max_s = quota_max_s
 
     def arrived(self, request: Request, state: State) -> None:
         """A request that lost its device is dispatched anew."""

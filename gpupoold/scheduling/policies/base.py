@@ -38,6 +38,10 @@ class Policy(Protocol):
         """Raise :class:`CannotServe` when these models cannot all be served by these devices."""
         ...
 
+    def set_quota_max(self, quota_max_s: float) -> None:
+        """Another longest turn, for turns that are planned from now on."""
+        ...
+
     def arrived(self, request: Request, state: State) -> None:
         """A request came in, or lost its device; it is held."""
         ...
@@ -87,6 +91,9 @@ class SimplePolicy:
 
     def check(self, state: State) -> None:
         """Any models will do."""
+
+    def set_quota_max(self, quota_max_s: float) -> None:
+        """Turns have no longest here."""
 
     def arrived(self, request: Request, state: State) -> None:
         """Nothing to note."""

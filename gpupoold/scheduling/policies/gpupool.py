@@ -70,6 +70,10 @@ class GpupoolPolicy(SimplePolicy):
         self._roles = RolePlanner()
         self._rebalancer = Rebalancer(self._tuning)
 
+    def set_quota_max(self, quota_max_s: float) -> None:
+        """See :class:`Policy`."""
+        self._tuning = replace(self._tuning, visit_max_s=quota_max_s)
+
     def arrived(self, request: Request, state: State) -> None:
         """It counts for the roles."""
         self._roles.arrived(request)

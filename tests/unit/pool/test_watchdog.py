@@ -28,7 +28,7 @@ class Post:
     def __init__(self, *workers: Worker) -> None:
         self.ended: list[tuple[float, Worker, str]] = []
         self.now_s = 0.0
-        self._dog = Watchdog(workers, self._end, HANG_S, START_S)
+        self._dog = Watchdog(workers, self._end, lambda: (HANG_S, START_S))
 
     def look_until(self, end_s: float) -> None:
         while self.now_s < end_s:

@@ -1,0 +1,152 @@
+"""``config`` and ``reload``: what the configuration says, what is wrong, what it would change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpupool_cli import output
+from gpupool_cli.config_text import as_toml, value_text
+from gpupool_cli.diagnostics import say
+from gpupool_cli.exit_codes import ExitCode
+from gpupool_cli.options import JsonOption
+from gpupool_cli.output import Column
+from gpupool_cli.session import open_client
+from gpupoold.admin.models_config import ChangeInfo
+from gpupoold.config import chosen_path, read_text
+from gpupoold.config_file import PlacedProblem, check_text, parsed_file
+from gpupoold.config_view import config_info
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="What the configuration says, what is wrong in it, and what it would change.",
+)
+
+FileArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="[FILE]", help="A configuration file, if not the one that is used."),
+]
+
+_EFFECTS = {
+    "live": "at once",
+    "loads": "for models loaded from then on",
+    "restart": "after a restart of gpupoold",
+}
+_COLUMNS = (Column("KEY"), Column("NOW"), Column("FILE"), Column("HEEDED"))
+
+
+@app.command("check")
+def check(file: FileArgument = None, as_json: JsonOption = False) -> None:
+    """Say all that is wrong in a configuration file, with lines. Needs no daemon.
+
+    Exit status 0 if nothing is, 1 if something is.
+    """
+    path = file or chosen_path()
+    problems = [] if path is None else check_text(read_text(path))
+    if as_json:
+        shown = [_problem_fields(one) for one in problems]
+        output.print_json({"path": None if path is None else str(path), "problems": shown})
+    elif path is None:
+        say("there is no file: the defaults hold")
+    elif not problems:
+        say(f"{path}: nothing is wrong")
+    else:
+        for one in problems:
+            _print_problem(path, one)
+    if problems:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+@app.command("show")
+def show(
+    ctx: typer.Context,
+    defaults: Annotated[
+        bool,
+        typer.Option("--defaults", help="What holds without a file; needs no daemon."),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print every key with the value that the running daemon uses, as a file has it.
+
+    The comment behind a value says whether it is from the file or a default.
+    """
+    if defaults:
+        info = config_info(parsed_file("", None).settings, None, ())
+    else:
+        with open_client(ctx) as client:
+            info = client.config()
+    if as_json:
+        output.print_json(info)
+    else:
+        output.print_line(as_toml(info, with_origin=not defaults))
+
+
+@app.command("diff")
+def diff(ctx: typer.Context, file: FileArgument = None, as_json: JsonOption = False) -> None:
+    """Show what a file would change in the running daemon, and when each key is heeded."""
+    with open_client(ctx) as client:
+        if file is None:
+            answer = client.config_diff()
+        else:
+            answer = client.config_diff(read_text(file), str(file))
+    if as_json:
+        output.print_json(answer)
+    elif not answer.changes:
+        say(f"{_named(answer.path)}: nothing would change")
+    else:
+        _print_changes(answer.changes)
+
+
+def reload(ctx: typer.Context, as_json: JsonOption = False) -> None:
+    """Have the daemon read its configuration again.
+
+    A file in which anything is wrong changes nothing. No model is loaded again.
+    """
+    with open_client(ctx) as client:
+        answer = client.reload()
+    if as_json:
+        output.print_json(answer)
+        return
+    if answer.changed or answer.waiting:
+        _print_changes([*answer.changed, *answer.waiting], ("BEFORE", "FILE"))
+    waiting = ""
+    if answer.waiting:
+        verb = "waits" if len(answer.waiting) == 1 else "wait"
+        waiting = f", {len(answer.waiting)} {verb} for a restart of gpupoold"
+    changed = f"{len(answer.changed)} changed" if answer.changed else "nothing has changed"
+    say(f"{_named(answer.path)} was read again: {changed}{waiting}")
+
+
+def _print_changes(changes: list[ChangeInfo], titles: tuple[str, str] = ("NOW", "FILE")) -> None:
+    key, _, _, heeded = _COLUMNS
+    columns = (key, *map(Column, titles), heeded)
+    output.print_table(columns, [_row(change) for change in changes])
+
+
+def _row(change: ChangeInfo) -> list[str]:
+    sides = (change.before, change.after)
+    shown = ["hidden" if change.is_hidden else value_text(side) for side in sides]
+    return [change.key, *shown, _EFFECTS[change.effect]]
+
+
+def _print_problem(path: Path, one: PlacedProblem) -> None:
+    place = str(path) if one.line is None else f"{path}:{one.line}"
+    output.print_line(f"{place}: {one.problem}")
+    if one.problem.hint:
+        output.print_line(f"    {one.problem.hint}")
+
+
+def _problem_fields(one: PlacedProblem) -> dict[str, object]:
+    problem = one.problem
+    return {
+        "key": problem.key,
+        "line": one.line,
+        "problem": problem.what,
+        "hint": problem.hint,
+    }
+
+
+def _named(path: str | None) -> str:
+    return path or "no file, the defaults"

@@ -1,0 +1,55 @@
+"""Settings as the text of a configuration file."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from gpupool_cli.output import NOTHING
+from gpupoold.admin.models_config import ConfigInfo, SettingInfo
+
+_LIST_INDEX = re.compile(r"\[\d+\]$")
+
+
+def as_toml(info: ConfigInfo, *, with_origin: bool) -> str:
+    """All keys under their sections; ``with_origin`` says of each where its value comes from.
+
+    It can be read as a configuration: what is not set, or hidden, is a comment.
+    """
+    sections: dict[str, list[SettingInfo]] = {}
+    for one in info.settings:
+        sections.setdefault(one.key.rpartition(".")[0], []).append(one)
+    blocks = [_block(name, settings, with_origin) for name, settings in sections.items()]
+    if with_origin:
+        source = f"from {info.path}" if info.path else "without a file"
+        blocks.insert(0, f"# What gpupoold runs with, {source}.")
+    return "\n\n".join(blocks)
+
+
+def value_text(value: object) -> str:
+    """A value as TOML has it; a dash for none."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, list):
+        return f"[{', '.join(map(value_text, value))}]"
+    # JSON's texts are TOML's, but for one character that TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+
+
+def _block(name: str, settings: list[SettingInfo], with_origin: bool) -> str:
+    is_listed = _LIST_INDEX.search(name)
+    header = f"[[{_LIST_INDEX.sub('', name)}]]" if is_listed else f"[{name}]"
+    lines = [(_line(one), one.origin) for one in settings]
+    width = max(len(line) for line, _ in lines)
+    if with_origin:
+        shown = [f"{line:<{width}}  # {origin}" for line, origin in lines]
+    else:
+        shown = [line for line, _ in lines]
+    return "\n".join([header, *shown])
+
+
+def _line(one: SettingInfo) -> str:
+    key = one.key.rpartition(".")[2]
+    if one.is_hidden:
+        return f"# {key} is hidden"
+    return f"# {key} is not set" if one.value is None else f"{key} = {value_text(one.value)}"

@@ -1,0 +1,75 @@
+"""On which line of a TOML text each key stands: ``tomllib`` does not tell. Pure."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+
+Place = tuple[str | int, ...]
+"""Names of tables and keys, and indexes of lists, from the outermost on."""
+
+# A statement of many lines is parsed once for each of them; no configuration is so long.
+_MAX_LINES = 5_000
+_AT_LINE = re.compile(r"at line (\d+)")
+
+
+def lines_of(text: str) -> dict[Place, int]:
+    """The line, counted from 1, on which each table and key of a valid text begins.
+
+    Of a text that is too long for a configuration nothing is told.
+    """
+    lines = text.split("\n")
+    if len(lines) > _MAX_LINES:
+        return {}
+    found: dict[Place, int] = {}
+    table: Place = ()
+    statement, began = "", 1
+    for number, line in enumerate(lines, start=1):
+        began = began if statement else number
+        statement += line + "\n"
+        try:
+            written = tomllib.loads(statement)
+        except tomllib.TOMLDecodeError:
+            continue  # it goes on in the next line
+        if statement.lstrip().startswith("["):
+            table = _header(written, found)
+            found[table] = began
+        else:
+            _note(written, table, began, found)
+        statement = ""
+    return found
+
+
+def line_of(where: Sequence[str | int], lines: dict[Place, int]) -> int | None:
+    """The line of ``where``, or of what it is in; None when nothing of it is written."""
+    for length in range(len(where), 0, -1):
+        if (line := lines.get(tuple(where[:length]))) is not None:
+            return line
+    return None
+
+
+def line_of_error(error: tomllib.TOMLDecodeError) -> int | None:
+    """The line at which a text that is not TOML goes wrong; None for its end."""
+    match = _AT_LINE.search(str(error))
+    return int(match[1]) if match is not None else None
+
+
+def _header(written: object, found: dict[Place, int]) -> Place:
+    """The place of the table that a header begins; of a list of tables the next."""
+    place: Place = ()
+    while isinstance(written, dict) and written:
+        [(name, written)] = written.items()
+        place += (name,)
+        if isinstance(written, list):
+            place += (sum(one[:-1] == place for one in found if isinstance(one[-1], int)),)
+            [written] = written
+    return place
+
+
+def _note(written: object, place: Place, line: int, found: dict[Place, int]) -> None:
+    if isinstance(written, list):
+        written = dict(enumerate(written))
+    for name, value in written.items() if isinstance(written, dict) else ():
+        found.setdefault((*place, name), line)
+        _note(value, (*place, name), line, found)

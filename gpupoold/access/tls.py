@@ -16,6 +16,15 @@ _logger = logging.getLogger(__name__)
 _Stamp = tuple[tuple[int, int, int], ...]
 
 
+class TlsError(ConfigError):
+    """Something is wrong with the file that the key ``server.<key>`` names."""
+
+    def __init__(self, key: str, what: str, hint: str) -> None:
+        super().__init__(f"server.{key}: {what}", hint)
+        self.key = key
+        self.what = what
+
+
 class Tls:
     """The files of one server, and what connections are made with."""
 
@@ -67,29 +76,28 @@ def check_files(certificate: Path, key: Path) -> datetime:
     """See that a server can be run with these PEM files; the answer is when they expire.
 
     Raises:
-        ConfigError: one cannot be read, they do not belong together, the certificate is not
+        TlsError: one cannot be read, they do not belong together, the certificate is not
             valid now, or others may read the key.
     """
     _check_mode(key)
-    _check_readable(certificate, "server.tls_cert")
+    _check_readable(certificate, "tls_cert")
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, no_password)
     except ssl.SSLError as error:
-        raise ConfigError(*_explained(error, certificate, key)) from error
+        raise TlsError(*_explained(error, certificate, key)) from error
     except _HasPassword:
-        raise ConfigError(
-            f"server.tls_key: {key} is encrypted, and nobody is there to type its password",
+        raise TlsError(
+            "tls_key",
+            f"{key} is encrypted, and nobody is there to type its password",
             f"decrypt it: openssl pkey -in {key} -out NEW, and keep NEW secret",
         ) from None
     return _check_dates(certificate)
 
 
 def _check_mode(key: Path) -> None:
-    _check_readable(key, "server.tls_key")
+    _check_readable(key, "tls_key")
     if key.stat().st_mode & stat.S_IROTH:
-        raise ConfigError(
-            f"server.tls_key: everyone can read {key}", f"make it secret: chmod o= {key}"
-        )
+        raise TlsError("tls_key", f"everyone can read {key}", f"make it secret: chmod o= {key}")
 
 
 def _check_readable(path: Path, name: str) -> None:
@@ -97,8 +105,9 @@ def _check_readable(path: Path, name: str) -> None:
         with path.open("rb"):
             pass
     except OSError as error:
-        raise ConfigError(
-            f"{name}: {path} cannot be read: {error.strerror}",
+        raise TlsError(
+            name,
+            f"{path} cannot be read: {error.strerror}",
             "name a PEM file that the user that runs gpupoold may read",
         ) from error
 
@@ -116,15 +125,16 @@ def no_password() -> str:
     raise _HasPassword
 
 
-def _explained(error: ssl.SSLError, certificate: Path, key: Path) -> tuple[str, str]:
+def _explained(error: ssl.SSLError, certificate: Path, key: Path) -> tuple[str, str, str]:
     if error.reason == "KEY_VALUES_MISMATCH":
         return (
-            f"server.tls_key: {key} is not the key of the certificate {certificate}",
+            "tls_key",
+            f"{key} is not the key of the certificate {certificate}",
             "name the two files of one pair",
         )
     return (
-        f"server.tls_cert, server.tls_key: {certificate} and {key} are no certificate and key"
-        f" in PEM form: {error.reason or error}",
+        "tls_cert",
+        f"{certificate} and {key} are no certificate and key in PEM form: {error.reason or error}",
         "the certificate of the server comes first in its file, then those that signed it",
     )
 
@@ -136,8 +146,9 @@ def _check_dates(certificate: Path) -> datetime:
     first = x509.load_pem_x509_certificates(certificate.read_bytes())[0]
     now = datetime.now(UTC)
     if not first.not_valid_before_utc <= now <= first.not_valid_after_utc:
-        raise ConfigError(
-            f"server.tls_cert: {certificate} is valid from {first.not_valid_before_utc:%Y-%m-%d}"
+        raise TlsError(
+            "tls_cert",
+            f"{certificate} is valid from {first.not_valid_before_utc:%Y-%m-%d}"
             f" to {first.not_valid_after_utc:%Y-%m-%d}, not now",
             "renew it, or set this machine's clock",
         )

@@ -145,6 +145,7 @@ class Pool:
 
     async def status(self) -> Status:
         """One look at the daemon."""
+        tls_cert = self.settings.server.tls_cert
         readies = [i.ready for i in self.supervisor.instances if i.ready is not None]
         return Status(
             version=__version__,
@@ -163,6 +164,9 @@ class Pool:
                 one.so_far().refused for one in self.dispatcher.stats.values()
             ),
             dropped_history_rows=self.history.dropped_rows,
+            are_keys_required=self.keyring.are_required,
+            num_keys=self.keyring.num_valid,
+            tls_cert=None if tls_cert is None else str(tls_cert),
         )
 
     async def bench_switch(self, request: BenchSwitchRequest) -> dict[str, Any]:

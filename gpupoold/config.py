@@ -25,6 +25,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from gpupoold.admin.paths import SYSTEM_RUNTIME_DIR, default_socket_path
+from gpupoold.config_access import AccessSettings
 from gpupoold.config_errors import Problem, config_error, problems_of
 from gpupoold.config_sections import (
     CUDA_RESERVE_BYTES,
@@ -45,6 +46,7 @@ from gpupoold.units import format_bytes
 
 __all__ = [
     "CUDA_RESERVE_BYTES",
+    "AccessSettings",
     "DeviceSettings",
     "LimitSettings",
     "MemorySettings",
@@ -72,6 +74,7 @@ class Settings(Section):
     server: ServerSettings = ServerSettings()
     memory: MemorySettings = MemorySettings()
     scheduling: SchedulingSettings = SchedulingSettings()
+    access: AccessSettings = AccessSettings()
     security: SecuritySettings = SecuritySettings()
     history: HistorySettings = HistorySettings()
     limits: LimitSettings = LimitSettings()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpupoold.access.tls import TlsError, check_files
 from gpupoold.config import (
     Settings,
     chosen_path,
@@ -83,6 +84,19 @@ def check_text(text: str) -> list[PlacedProblem]:
     lines = lines_of(text)
     placed = [PlacedProblem(one, _line(one, lines)) for one in problems]
     return sorted(placed, key=lambda one: one.line or 0)
+
+
+def check_named_files(text: str) -> list[PlacedProblem]:
+    """What is wrong with the files that the text names, if nothing is wrong in itself."""
+    server = parsed_file(text, None).settings.server
+    if server.tls_cert is None or server.tls_key is None:
+        return []
+    try:
+        check_files(server.tls_cert, server.tls_key)
+    except TlsError as error:
+        problem = Problem(("server", error.key), error.what, error.hint)
+        return [PlacedProblem(problem, _line(problem, lines_of(text)))]
+    return []
 
 
 def _line(problem: Problem, lines: dict[tuple[str | int, ...], int]) -> int | None:

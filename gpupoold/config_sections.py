@@ -38,13 +38,24 @@ def _roles(value: object) -> object:
 
 
 class ServerSettings(Section):
-    """``[server]``: the public HTTP address. Port 0 takes a free one."""
+    """``[server]``: the public HTTP address. Port 0 takes a free one.
+
+    With the PEM files of a certificate and its key it speaks HTTPS.
+    """
 
     host: str = Field(default="127.0.0.1", min_length=1)
     port: int = Field(default=8000, ge=0, le=65535)
     max_body_bytes: Annotated[PositiveSize, Effect.LIVE] = Field(
         default=10_000_000, alias="max_body"
     )
+    tls_cert: AbsolutePath | None = None
+    tls_key: AbsolutePath | None = None
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together: give both or neither")
+        return self
 
 
 class PathSettings(Section):

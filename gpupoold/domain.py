@@ -59,6 +59,14 @@ class Role(StrEnum):
     MIXED = "mixed"
 
 
+class Priority(StrEnum):
+    """Who goes first where there is not enough for all: what an API key gives its requests."""
+
+    HIGH = "high"
+    NORMAL = "normal"
+    LOW = "low"
+
+
 class FinishReason(StrEnum):
     """Why a request ended, in the registry's history."""
 

@@ -5,7 +5,9 @@ GpupoolError
 │   ├── UsageError         malformed or contradictory input      (exit 2, HTTP 400)
 │   ├── ConfigError        the configuration file is wrong       (exit 2)
 │   ├── NoSuchModel        name not in the registry              (exit 4, HTTP 404)
-│   └── Refused            understood, but will not be done      (exit 5, HTTP 409)
+│   ├── NoSuchKey          no API key has that name              (exit 4, HTTP 404)
+│   ├── Refused            understood, but will not be done      (exit 5, HTTP 409)
+│   └── Forbidden          the caller may not do that            (exit 5, HTTP 403)
 └── ServerError            the daemon or the machine is at fault
     ├── Failed             it was tried and did not work         (exit 1, HTTP 500)
     ├── Unavailable        not now; ``retry_after_s`` says when   (exit 1, HTTP 503)
@@ -72,6 +74,22 @@ class Refused(ClientError):
     http_status = 409
 
 
+class NoSuchKey(ClientError):
+    """No API key has the name."""
+
+    code = "no_such_key"
+    exit_code = 4
+    http_status = 404
+
+
+class Forbidden(ClientError):
+    """The caller may not do that."""
+
+    code = "forbidden"
+    exit_code = 5
+    http_status = 403
+
+
 class ServerError(GpupoolError):
     """The daemon or the machine is at fault."""
 
@@ -112,7 +130,9 @@ ALL_ERRORS: tuple[type[GpupoolError], ...] = (
     UsageError,
     ConfigError,
     NoSuchModel,
+    NoSuchKey,
     Refused,
+    Forbidden,
     Failed,
     Unavailable,
     DaemonNotRunning,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from gpupoold.access.peers import AdminGroups
+from gpupoold.access.socket_file import share_socket
 from gpupoold.admin.paths import SOCKET_FILE_NAME
 from gpupoold.config import ServerSettings
 from gpupoold.errors import Failed, Refused
@@ -41,7 +42,9 @@ def http_listener(server: ServerSettings, take: TakeSocket) -> Iterator[socket.s
 
 
 @contextlib.contextmanager
-def admin_listener(runtime_dir: Path, take: TakeSocket) -> Iterator[socket.socket]:
+def admin_listener(
+    runtime_dir: Path, groups: AdminGroups, take: TakeSocket
+) -> Iterator[socket.socket]:
     """The socket of the admin API; its file goes at the end, unless it is systemd's.
 
     Raises:
@@ -54,7 +57,7 @@ def admin_listener(runtime_dir: Path, take: TakeSocket) -> Iterator[socket.socke
             yield given
         return
     path = runtime_dir / SOCKET_FILE_NAME
-    with _bound_unix(path) as listener:
+    with _bound_unix(path, groups) as listener:
         try:
             yield listener
         finally:
@@ -77,7 +80,7 @@ def _bound(server: ServerSettings) -> socket.socket:
     return listener
 
 
-def _bound_unix(path: Path) -> socket.socket:
+def _bound_unix(path: Path, groups: AdminGroups) -> socket.socket:
     if _is_answered(path):
         raise Refused(
             f"another daemon answers at the admin socket {path}",
@@ -87,7 +90,7 @@ def _bound_unix(path: Path) -> socket.socket:
     try:
         path.unlink(missing_ok=True)  # left by a daemon that was killed
         sock.bind(str(path))
-        os.chmod(path, 0o660)
+        share_socket(path, groups)
         sock.listen(_ADMIN_BACKLOG)
     except OSError as error:
         sock.close()

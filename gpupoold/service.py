@@ -15,9 +15,11 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from gpupool_state import (
     DATABASE_NAME,
+    ApiKeys,
     Database,
     History,
     HistoryLimits,
@@ -25,14 +27,19 @@ from gpupool_state import (
     StateLock,
 )
 from gpupoold import __version__
+from gpupoold.access.listening import why_keys_are_required
+from gpupoold.access.peers import AdminGroups
+from gpupoold.access.tls import check_files
 from gpupoold.admin.app import build_app
-from gpupoold.config import Settings
+from gpupoold.admin.guard import Guard, PeerProtocol
+from gpupoold.config import ServerSettings, Settings
 from gpupoold.config_file import read_config_file
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.hangup import hangup_handler
 from gpupoold.listeners import admin_listener, http_listener
 from gpupoold.logging_setup import start_logging
 from gpupoold.pool.configuration import Configuration
+from gpupoold.pool.keyring import Keyring
 from gpupoold.pool.parked_images import PREFIX as IMAGE_PREFIX
 from gpupoold.pool.pool import Pool, build_pool
 from gpupoold.service_manager import informed
@@ -75,19 +82,26 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with contextlib.AsyncExitStack() as stack:
+        _check_tls(settings.server)
         stack.enter_context(StateLock.acquire(settings.paths.state_dir))
         inherited = stack.enter_context(Inherited(environment.fds))
         listener = stack.enter_context(http_listener(settings.server, inherited.socket))
         database = await Database.open(settings.paths.state_dir / DATABASE_NAME)
         await stack.enter_async_context(database)
         history = await stack.enter_async_context(_running_history(database, settings))
+        registry = Registry(database)
+        reason = why_keys_are_required(settings.access, listener)
+        keyring = Keyring(ApiKeys(database), registry, history, reason)
+        await keyring.load()
         fd_store = FdStore(notifier, inherited.named(IMAGE_PREFIX))
-        pool = build_pool(configuration, Registry(database), history, listener, fd_store)
+        pool = build_pool(configuration, registry, history, listener, fd_store, keyring)
         on_hangup = hangup_handler(
             sys.stderr.fileno(), stop.set, lambda: pool.reloader.begin(notifier.reloading)
         )
-        admin = admin_listener(settings.paths.runtime_dir, inherited.socket)
-        await stack.enter_async_context(_running_admin(pool, stack.enter_context(admin)))
+        groups = AdminGroups(settings.access.admin_group, settings.access.read_only_group)
+        admin = admin_listener(settings.paths.runtime_dir, groups, inherited.socket)
+        app = Guard(build_app(pool), groups)
+        await stack.enter_async_context(_running_admin(pool, app, stack.enter_context(admin)))
         inherited.close()
         loop.add_signal_handler(signal.SIGHUP, on_hangup)
         await stack.enter_async_context(_running_pool(pool))
@@ -134,9 +148,10 @@ async def _running_pool(pool: Pool) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _running_admin(pool: Pool, listener: socket.socket) -> AsyncIterator[None]:
+async def _running_admin(pool: Pool, app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
     config = uvicorn.Config(
-        build_app(pool),
+        app,
+        http=PeerProtocol,
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -160,11 +175,20 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _check_tls(server: ServerSettings) -> None:
+    if server.tls_cert is not None and server.tls_key is not None:
+        expires_at = check_files(server.tls_cert, server.tls_key)
+        _logger.info("the certificate is valid until %s", expires_at.date())
+
+
 def _prepare_folders(settings: Settings) -> None:
     paths = settings.paths
-    for folder in (paths.state_dir, paths.log_dir, paths.runtime_dir):
+    # Members of the admin group have to find the socket; nothing else is there.
+    runtime_mode = 0o755 if os.geteuid() == 0 else 0o700
+    modes = {paths.state_dir: 0o700, paths.log_dir: 0o700, paths.runtime_dir: runtime_mode}
+    for folder, mode in modes.items():
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=mode, parents=True, exist_ok=True)
         except OSError as error:
             raise Failed(
                 f"{folder}: cannot be made: {error.strerror}", "change [paths] or its permissions"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ from gpupoold.errors import (
 )
 
 DEFAULT_SILENCE_S = 600.0
+KEY_VARIABLE = "GPUPOOL_API_KEY"
 _CONNECT_TIMEOUT_S = 10.0
 _ERRORS: dict[int, type[GpupoolError]] = {
     400: UsageError,
@@ -33,6 +35,51 @@ _ERRORS: dict[int, type[GpupoolError]] = {
     503: Unavailable,
     504: TimedOut,
 }
+
+
+_HINTS = {
+    401: f"put a key into ${KEY_VARIABLE}; `gpupool key add NAME` makes one",
+    404: "see `gpupool list`",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatServer:
+    """Where to ask, and with which API key. ``certificate`` is the server's own, for HTTPS."""
+
+    http_url: str
+    key: str | None = field(default=None, repr=False)
+    certificate: str | None = None
+
+    def client(self, timeout: httpx.Timeout) -> httpx.Client:
+        """An HTTP client for it.
+
+        Raises:
+            Failed: the certificate cannot be read.
+        """
+        headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+        return httpx.Client(
+            timeout=timeout,
+            trust_env=False,
+            headers=headers,
+            verify=True if self.certificate is None else _trusting(self.certificate),
+        )
+
+
+def _trusting(certificate: str) -> ssl.SSLContext:
+    """For the server that has this very certificate, whatever name it is called by.
+
+    The daemon on this machine has told which that is; its name on the network is nothing to
+    a caller that comes by the loopback address.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        context.load_verify_locations(certificate)
+    except OSError as error:
+        raise Failed(f"the server's certificate {certificate} cannot be read: {error}") from error
+    return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +117,18 @@ class ChatPiece:
     num_tokens: int | None = None
 
 
-def stream_chat(http_url: str, request: ChatRequest) -> Iterator[ChatPiece]:
+def stream_chat(server: ChatServer, request: ChatRequest) -> Iterator[ChatPiece]:
     """The answer piece by piece, as it comes.
 
     Raises:
         NoSuchModel, UsageError, Refused, Unavailable, Failed: as the server says.
         TimedOut: nothing came for ``request.silence_s``.
     """
-    url = f"{http_url.rstrip('/')}/v1/chat/completions"
+    url = f"{server.http_url.rstrip('/')}/v1/chat/completions"
     timeout = httpx.Timeout(_CONNECT_TIMEOUT_S, read=request.silence_s)
     try:
         with (
-            httpx.Client(timeout=timeout, trust_env=False) as client,
+            server.client(timeout) as client,
             client.stream("POST", url, json=request.body()) as response,
         ):
             if response.is_error:
@@ -150,5 +197,4 @@ def _error(http_status: int, body: str) -> GpupoolError:
     except (ValueError, KeyError, TypeError, AttributeError):
         message = body.strip()[:200] or f"HTTP {http_status} without a reason"
     kind = _ERRORS.get(http_status, Failed)
-    hint = "see `gpupool list`" if kind is NoSuchModel else ""
-    return kind(message, hint)
+    return kind(message, _HINTS.get(http_status, ""))

@@ -16,7 +16,7 @@ from gpupool_cli.output import Column
 from gpupool_cli.session import open_client
 from gpupoold.admin.models_config import ChangeInfo
 from gpupoold.config import chosen_path, read_text
-from gpupoold.config_file import PlacedProblem, check_text, parsed_file
+from gpupoold.config_file import PlacedProblem, check_named_files, check_text, parsed_file
 from gpupoold.config_view import config_info
 
 app = typer.Typer(
@@ -44,7 +44,8 @@ def check(file: FileArgument = None, as_json: JsonOption = False) -> None:
     Exit status 0 if nothing is, 1 if something is.
     """
     path = file or chosen_path()
-    problems = [] if path is None else check_text(read_text(path))
+    text = "" if path is None else read_text(path)
+    problems = check_text(text) or check_named_files(text)
     if as_json:
         shown = [_problem_fields(one) for one in problems]
         output.print_json({"path": None if path is None else str(path), "problems": shown})

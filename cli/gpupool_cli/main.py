@@ -18,6 +18,7 @@ from gpupool_cli import (
     events,
     history,
     instances,
+    keys,
     models,
     plan,
     run,
@@ -78,6 +79,7 @@ app.command("run")(run.run)
 app.command("events")(events.events)
 app.command("logs")(events.logs)
 app.add_typer(cache.app, name="cache")
+app.add_typer(keys.app, name="key")
 app.add_typer(config.app, name="config")
 app.command("reload")(config.reload)
 app.add_typer(bench.app, name="bench")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Annotated
@@ -9,7 +10,14 @@ from typing import Annotated
 import typer
 
 from gpupool_cli import output
-from gpupool_cli.chat import DEFAULT_SILENCE_S, ChatPiece, ChatRequest, stream_chat
+from gpupool_cli.chat import (
+    DEFAULT_SILENCE_S,
+    KEY_VARIABLE,
+    ChatPiece,
+    ChatRequest,
+    ChatServer,
+    stream_chat,
+)
 from gpupool_cli.diagnostics import say
 from gpupool_cli.options import NameArgument, duration_s
 from gpupool_cli.session import open_client
@@ -76,16 +84,21 @@ def run(
         ),
     ] = None,
 ) -> None:
-    """Stream one chat completion to stdout."""
+    """Stream one chat completion to stdout.
+
+    Where the API needs a key, it is taken from $GPUPOOL_API_KEY.
+    """
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("the prompt is empty", "give it as PROMPT, or on stdin with -")
     request = ChatRequest(name, text, system, max_tokens, timeout or DEFAULT_SILENCE_S)
     with open_client(ctx) as client:
-        http_url = client.status().http_url
+        status = client.status()
+    # From the environment, not an option: everyone can see a command's options.
+    server = ChatServer(status.http_url, os.environ.get(KEY_VARIABLE), status.tls_cert)
     timing = AnswerTiming(time.monotonic())
     last = ""
-    for piece in stream_chat(http_url, request):
+    for piece in stream_chat(server, request):
         timing.note(piece, time.monotonic())
         output.print_piece(piece.text)
         last = piece.text or last

@@ -95,6 +95,7 @@ def _status_fields(answer: Status) -> dict[str, str]:
     fields = {
         "state": answer.state,
         "http": answer.http_url,
+        "api keys": f"{answer.num_keys}, {'needed' if answer.are_keys_required else 'not needed'}",
         "version": answer.version,
         "engine": answer.engine_version,
         "pid": str(answer.pid),

@@ -30,6 +30,7 @@ from gpupoold.admin.models import (
     SetModelRequest,
     Status,
 )
+from gpupoold.admin.routes_access import add_access_routes
 from gpupoold.admin.routes_config import add_config_routes
 from gpupoold.admin.routes_explain import add_explain_routes
 from gpupoold.admin.routes_metrics import add_metrics_routes
@@ -55,6 +56,7 @@ def build_app(pool: Pool) -> FastAPI:
     _add_cache_routes(app, pool.cache_control)
     _add_instance_routes(app, pool)
     _add_view_routes(app, pool)
+    add_access_routes(app, pool)
     add_config_routes(app, pool)
     add_metrics_routes(app, pool)
     add_explain_routes(app, pool)

@@ -15,7 +15,7 @@ from gpupoold.admin.answers import (
     as_error,
     not_understood,
 )
-from gpupoold.admin.calls import AdminCalls
+from gpupoold.admin.client_access import KeyCalls
 from gpupoold.admin.models import (
     AddModelRequest,
     BenchMemoryRequest,
@@ -63,7 +63,7 @@ _DIFF = TypeAdapter(DiffInfo)
 _RELOAD = TypeAdapter(ReloadInfo)
 
 
-class AdminClient(AdminCalls):
+class AdminClient(KeyCalls):
     """One connection pool to the daemon behind ``socket_path``; use as a context manager.
 
     ``timeout_s`` bounds connecting and each plain answer. Operations that last

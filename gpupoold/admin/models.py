@@ -234,7 +234,10 @@ class Ps(Body):
 
 
 class Status(Body):
-    """``GET /status``: one look at the daemon."""
+    """``GET /status``: one look at the daemon.
+
+    ``num_keys`` API keys can be used now; ``tls_cert`` is the path of the certificate.
+    """
 
     version: str
     engine_version: str
@@ -250,6 +253,9 @@ class Status(Body):
     num_live_requests: int
     num_refused_requests: int
     dropped_history_rows: int
+    are_keys_required: bool = False
+    num_keys: int = 0
+    tls_cert: str | None = None
 
 
 class CachedModel(Body):

@@ -6,7 +6,9 @@ import argparse
 import asyncio
 import logging
 import os
+from pathlib import Path
 
+from gpupoold.access.tls import Tls
 from gpupoold.frontend.server import Frontend, FrontendSettings
 from gpupoold.process import begin_child
 
@@ -23,6 +25,8 @@ def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
     parser.add_argument("--parent-pid", type=int)
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--max-body-bytes", type=int, default=10_000_000)
+    parser.add_argument("--tls-cert", type=Path)
+    parser.add_argument("--tls-key", type=Path)
     found = parser.parse_args(arguments)
     return FrontendSettings(
         wire_fd=found.wire_fd,
@@ -30,6 +34,7 @@ def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
         log_level=found.log_level,
         max_body_bytes=found.max_body_bytes,
         parent_pid=found.parent_pid,
+        tls=None if found.tls_cert is None else Tls(found.tls_cert, found.tls_key),
     )
 
 

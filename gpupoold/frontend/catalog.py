@@ -1,4 +1,7 @@
-"""Which models exist and in which state, as the daemon last said. Pure."""
+"""Which models exist and in which state, as the daemon last said. Pure.
+
+Who asks may be restricted to some of them: the others do not exist for it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from collections.abc import Iterable
 from gpupoold.domain import ModelState
 from gpupoold.frontend.errors import ApiError, bad_request, no_such_model, not_ready, starting
 from gpupoold.wire.messages import ServedModel
+
+Scope = frozenset[str] | None
+"""The names of the models that exist for who asks; None: all."""
 
 
 class Catalog:
@@ -28,7 +34,7 @@ class Catalog:
             alias: model for model in self._models.values() for alias in model.aliases
         } | self._models
 
-    def find(self, name: str) -> ServedModel:
+    def find(self, name: str, scope: Scope = None) -> ServedModel:
         """The model of this name or alias.
 
         Raises:
@@ -36,11 +42,12 @@ class Catalog:
         """
         self._require_known()
         model = self._by_any_name.get(name)
-        if model is None:
-            raise no_such_model(name, self._by_any_name)
+        if model is None or not _is_in(model, scope):
+            known = [name for name, one in self._by_any_name.items() if _is_in(one, scope)]
+            raise no_such_model(name, known)
         return model
 
-    def choose(self, name: str | None) -> ServedModel:
+    def choose(self, name: str | None, scope: Scope = None) -> ServedModel:
         """The model that answers a request for ``name``; None means the only one there is.
 
         Raises:
@@ -48,29 +55,37 @@ class Catalog:
                 unknown one, 503 for one that is not ready.
         """
         self._require_known()
-        model = self._only_model() if name is None else self.find(name)
+        model = self._only_model(scope) if name is None else self.find(name, scope)
         if model.state != ModelState.READY:
             raise not_ready(model)
         return model
 
-    def list_rows(self) -> list[dict[str, object]]:
+    def list_rows(self, scope: Scope = None) -> list[dict[str, object]]:
         """The rows of ``GET /v1/models``.
 
         Raises:
             ApiError: 503 before the daemon named any model.
         """
         self._require_known()
-        return [model_row(model) for model in self._models.values()]
+        return [model_row(model) for model in self._in(scope)]
 
     def _require_known(self) -> None:
         # "There is no such model" would be a lie while nobody has said which there are.
         if not self._is_known:
             raise starting()
 
-    def _only_model(self) -> ServedModel:
-        if len(self._models) == 1:
-            return next(iter(self._models.values()))
-        raise _model_missing(len(self._models))
+    def _only_model(self, scope: Scope) -> ServedModel:
+        models = self._in(scope)
+        if len(models) == 1:
+            return models[0]
+        raise _model_missing(len(models))
+
+    def _in(self, scope: Scope) -> list[ServedModel]:
+        return [model for model in self._models.values() if _is_in(model, scope)]
+
+
+def _is_in(model: ServedModel, scope: Scope) -> bool:
+    return scope is None or model.name in scope
 
 
 def model_row(model: ServedModel) -> dict[str, object]:

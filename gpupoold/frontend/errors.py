@@ -21,7 +21,8 @@ class ApiError(Exception):
     """A request that ends here, with the HTTP status and body it gets.
 
     ``kind`` is the body's ``type``, ``code`` its ``code`` if that is not the status, ``param``
-    the field at fault, ``retry_after_s`` becomes the ``Retry-After`` header.
+    the field at fault, ``retry_after_s`` becomes the ``Retry-After`` header. ``anthropic_kind``
+    is the ``type`` for ``/v1/messages`` where that is another.
     """
 
     def __init__(
@@ -33,10 +34,12 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
+        anthropic_kind: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.kind = kind
+        self.anthropic_kind = anthropic_kind or kind
         self.message = message
         self.param = param
         self.code = code
@@ -45,7 +48,10 @@ class ApiError(Exception):
     def body(self, *, anthropic: bool = False) -> dict[str, object]:
         """The JSON body; ``anthropic`` chooses the shape of ``/v1/messages``."""
         if anthropic:
-            return {"type": "error", "error": {"type": self.kind, "message": self.message}}
+            return {
+                "type": "error",
+                "error": {"type": self.anthropic_kind, "message": self.message},
+            }
         return {
             "error": {
                 "message": self.message,
@@ -57,6 +63,8 @@ class ApiError(Exception):
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers beyond the content's."""
+        if self.status == HTTPStatus.UNAUTHORIZED:
+            return [(b"www-authenticate", b"Bearer")]
         if self.retry_after_s is None:
             return []
         seconds = max(1, math.ceil(self.retry_after_s))
@@ -102,7 +110,8 @@ def no_such_response(response_id: str) -> ApiError:
 
 
 def no_such_model(name: str, known: Iterable[str]) -> ApiError:
-    """404: the name is neither a model nor an alias; names the nearest ones."""
+    """404: the name is neither a model nor an alias of those ``known`` to who asks; names the
+    nearest of them."""
     near = [] if len(name) > _MAX_NAME_CHARS else difflib.get_close_matches(name, known, n=3)
     hint = (
         f"Did you mean {', '.join(f'`{other}`' for other in near)}?"
@@ -110,7 +119,7 @@ def no_such_model(name: str, known: Iterable[str]) -> ApiError:
         else "GET /v1/models lists the models served here."
     )
     message = f"The model `{_short(name)}` does not exist. {hint}"
-    return ApiError(404, "NotFoundError", message, param="model")
+    return ApiError(404, "NotFoundError", message, param="model", code="model_not_found")
 
 
 def not_ready(model: ServedModel) -> ApiError:
@@ -151,6 +160,39 @@ def metrics_unavailable() -> ApiError:
         "ServiceUnavailableError",
         "The daemon does not tell its metrics now.",
         retry_after_s=_RETRY_STARTING_S,
+    )
+
+
+def unauthorised(message: str) -> ApiError:
+    """401: no key, or none that is valid. Never repeats what was sent."""
+    return ApiError(
+        401,
+        "invalid_request_error",
+        message,
+        code="invalid_api_key",
+        anthropic_kind="authentication_error",
+    )
+
+
+def not_permitted(message: str) -> ApiError:
+    """403: the key is valid, but not for this."""
+    return ApiError(
+        403,
+        "invalid_request_error",
+        message,
+        code="insufficient_permissions",
+        anthropic_kind="permission_error",
+    )
+
+
+def over_rate(message: str, retry_after_s: float) -> ApiError:
+    """429: the key has used up what it may in this time."""
+    return ApiError(
+        429,
+        "rate_limit_error",
+        message,
+        code="rate_limit_exceeded",
+        retry_after_s=retry_after_s,
     )
 
 

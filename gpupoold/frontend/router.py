@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from gpupoold import __version__
+from gpupoold.frontend.callers import Caller, Callers, serving, without_credentials
 from gpupoold.frontend.catalog import Catalog, model_row
 from gpupoold.frontend.errors import (
     ApiError,
@@ -46,6 +47,8 @@ ROUTED_PATHS = frozenset(
         "/detokenize",
     }
 )
+# For load balancers and service managers, which have no key: they tell nothing of models.
+_OPEN_PATHS = frozenset({"/health", "/ready"})
 _RESPONSES_PREFIX = "/v1/responses/"
 _MODELS_PREFIX = "/v1/models/"
 _RETRY_UNMOUNTED_S = 1.0
@@ -94,11 +97,13 @@ class Router:
         mounts: Mounts,
         gates: Gates,
         metrics: MetricsCalls,
+        callers: Callers,
         max_body_bytes: int,
     ) -> None:
         self._catalog = catalog
         self._mounts = mounts
         self._gates = gates
+        self._callers = callers
         self.max_body_bytes = max_body_bytes
         self._metrics = metrics
 
@@ -120,46 +125,57 @@ class Router:
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
+        is_open = path in _OPEN_PATHS
+        caller = Caller() if is_open else self._callers.identify(scope["headers"])
         if path in ROUTED_PATHS:
             if method != "POST":
                 raise method_not_allowed(method, path)
-            await self._route_by_model(scope, receive, send)
+            self._callers.begin(caller)
+            await self._route_by_model(caller, without_credentials(scope), receive, send)
         elif path.startswith(_RESPONSES_PREFIX):
-            await self._route_by_response(scope, receive, send)
+            self._callers.begin(caller)
+            await self._route_by_response(caller, without_credentials(scope), receive, send)
         elif path == METRICS_PATH and method in ("GET", "HEAD"):
             await self._metrics.serve(send, with_body=method == "GET")
         elif method in ("GET", "HEAD"):
-            status, body = self._own_answer(method, path)
+            status, body = self._own_answer(method, path, caller)
             await send_json(send, status, body, with_body=method == "GET")
         else:
             raise no_such_path(method, path)
 
-    def _own_answer(self, method: str, path: str) -> tuple[int, object]:
+    def _own_answer(self, method: str, path: str, caller: Caller) -> tuple[int, object]:
         if path == "/health":
             return 200, {"status": "ok"}
         if path == "/ready":
             return (200 if self._catalog.ready else 503), {"ready": self._catalog.ready}
         if path == "/version":
             return 200, {"version": __version__}
+        if path == "/metrics":
+            caller.check_metrics()
         if path == "/v1/models":
-            return 200, {"object": "list", "data": self._catalog.list_rows()}
+            return 200, {"object": "list", "data": self._catalog.list_rows(caller.models)}
         if path.startswith(_MODELS_PREFIX):
-            return 200, model_row(self._catalog.find(path[len(_MODELS_PREFIX) :]))
+            return 200, model_row(self._catalog.find(path[len(_MODELS_PREFIX) :], caller.models))
         raise no_such_path(method, path)
 
-    async def _route_by_model(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _route_by_model(
+        self, caller: Caller, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         body = await self._read_body(scope, receive)
-        model = self._catalog.choose(read_model_name(body))
+        model = self._catalog.choose(read_model_name(body), caller.models)
         mount, receive = self._mounted(model), _replay(body, receive)
-        async with self._gates.holding(send) as gate:
-            await self._mounts.serve(mount, scope, receive, gate.send)
+        with serving(caller):
+            async with self._gates.holding(send) as gate:
+                await self._mounts.serve(mount, scope, receive, gate.send)
 
-    async def _route_by_response(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _route_by_response(
+        self, caller: Caller, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         response_id, _, action = scope["path"][len(_RESPONSES_PREFIX) :].partition("/")
         if (scope["method"], action) not in (("GET", ""), ("POST", "cancel")):
             raise no_such_path(scope["method"], scope["path"])
         mount = self._mounts.find_response(response_id)
-        if mount is None:
+        if mount is None or not (caller.models is None or mount.name in caller.models):
             raise no_such_response(response_id)
         await self._mounts.serve(mount, scope, receive, send)
 

@@ -15,7 +15,9 @@ from typing import Any
 import msgspec
 import uvicorn
 
+from gpupoold.access.tls import Tls
 from gpupoold.errors import Failed, GpupoolError
+from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.metrics import MetricsCalls
@@ -27,6 +29,7 @@ from gpupoold.process import importing, set_log_level
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
 from gpupoold.wire.messages import (
     AbortRequests,
+    AccessRules,
     AddRequest,
     Admission,
     CallResult,
@@ -60,6 +63,7 @@ class FrontendSettings:
     log_level: str
     max_body_bytes: int
     parent_pid: int | None = None
+    tls: Tls | None = None
 
 
 class _Server(uvicorn.Server):
@@ -89,8 +93,14 @@ class Frontend:
         self._mounts = Mounts()
         self._gates = Gates()
         self._metrics = MetricsCalls(self._channel.send)
+        self._callers = Callers()
         self._router = Router(
-            self._catalog, self._mounts, self._gates, self._metrics, settings.max_body_bytes
+            self._catalog,
+            self._mounts,
+            self._gates,
+            self._metrics,
+            self._callers,
+            settings.max_body_bytes,
         )
         self._lags_s: list[float] = []
         # Mounting takes a while: its messages wait in order, outputs pass them by.
@@ -127,6 +137,7 @@ class Frontend:
         following.cancel()
 
     def _uvicorn_config(self) -> uvicorn.Config:
+        tls = self._settings.tls
         return uvicorn.Config(
             self._router,
             log_config=None,
@@ -134,6 +145,8 @@ class Frontend:
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=_GRACE_S,
+            # The same context each time: a renewed certificate is put into it.
+            ssl_context_factory=None if tls is None else lambda *_: tls.context(),
         )
 
     async def _follow_daemon(self) -> bool:
@@ -155,6 +168,7 @@ class Frontend:
     def _handle(self, message: ToFrontend) -> None:
         match message:
             case StepOutputs():
+                self._callers.stepped(message)
                 self._mounts.deliver(message)
             case Admission():
                 self._note_admission(message)
@@ -163,29 +177,45 @@ class Frontend:
             case ModelList():
                 self._catalog.replace(message.models, message.ready)
             case RequestsFailed():
+                self._callers.ended(message.request_ids)
                 self._mounts.fail(message)
+            case AccessRules():
+                self._callers.replace(message)
             case Reconfigure():
                 set_log_level(message.log_level)
                 self._router.max_body_bytes = message.max_body_bytes
             case Ping():
-                self._channel.send(Pong(self._lags_s.copy()))
-                self._lags_s.clear()
+                self._answer_ping()
             case MetricsText():
                 self._metrics.answered(message)
             case _:
                 logger.warning("unexpected message %s", type(message).__name__)
+
+    def _answer_ping(self) -> None:
+        """Once a second: what is told and looked at as often."""
+        self._channel.send(Pong(self._lags_s.copy()))
+        self._lags_s.clear()
+        if self._settings.tls is not None:
+            self._settings.tls.renew()
+        report = self._callers.report()
+        if report is not None:
+            self._channel.send(report)
 
     def _note_admission(self, message: Admission) -> None:
         """Where one of the requests behind an HTTP request is refused, all of them end."""
         doomed = self._gates.answered(message)
         if doomed:
             model = message.model
+            self._callers.ended(doomed)
             self._mounts.fail(RequestsFailed(model, doomed, message.message))
             self._channel.send(AbortRequests(model, doomed))
 
     def _send(self, message: msgspec.Struct) -> None:
         if isinstance(message, AddRequest):
             self._gates.asked(message.request_id)
+            self._callers.asked(message)
+        elif isinstance(message, AbortRequests):
+            self._callers.ended(message.request_ids)
         self._channel.send(message)
 
     async def _mount_in_order(self) -> None:

@@ -17,7 +17,7 @@ from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instance import Instance
 from gpupoold.pool.meters import Meters
 from gpupoold.pool.moves import Moves
-from gpupoold.pool.overload import Overload
+from gpupoold.pool.overload import KeyBounds, Overload
 from gpupoold.pool.requests import LiveRequest, LiveRequests
 from gpupoold.pool.roles import Roles
 from gpupoold.pool.rows import finish_reason, request_row, switch_row
@@ -51,6 +51,16 @@ class Warmth(Protocol):
         """The model's bytes are wrong: its requests end, and it is made anew."""
 
 
+class Keys(KeyBounds, Protocol):
+    """What a dispatcher tells of the use of API keys."""
+
+    def used(self, key_id: str, *, num_requests: int = 0, num_tokens: int = 0) -> None:
+        """A key has begun requests, or one of them has ended with so many tokens."""
+
+    def reported(self, message: m.AccessReport) -> None:
+        """The frontend tells what is left of rates, and whom it has refused."""
+
+
 class Dispatcher:
     """Knows every live request and passes messages on; one per daemon.
 
@@ -66,6 +76,7 @@ class Dispatcher:
         history: History,
         policy: Policy,
         roles: Sequence[Role | None] = (),
+        keys: Keys | None = None,
     ) -> None:
         """``roles`` are those of the instances by number; None: the policy's to choose."""
         self.token_timeout_s = limits.token_timeout_s
@@ -88,8 +99,16 @@ class Dispatcher:
         self._orders: dict[str, m.AddRequest] = {}  # of live requests, as they came
         state = self.scheduler.core.core.state
         self._overload = Overload(
-            limits, history, self.live, self.stats, state, self._max_tokens, self.meters.refused
+            limits,
+            history,
+            self.live,
+            self.stats,
+            state,
+            self._max_tokens,
+            self.meters.refused,
+            keys,
         )
+        self._keys = keys
         self._tokens = TokenCounter(self.live, self.stats, state)
 
     def from_frontend(self, message: m.FromFrontend) -> None:
@@ -99,6 +118,8 @@ class Dispatcher:
                 self._add(message)
             case m.AbortRequests():
                 self._abort(message)
+            case m.AccessReport() if self._keys is not None:
+                self._keys.reported(message)
 
     def from_instance(self, instance: Instance, message: m.FromInstance) -> None:
         """Outputs, failures, switches."""
@@ -302,8 +323,11 @@ class Dispatcher:
                 message.arrival_s,
                 targets,
                 message.prompt_token_ids,
+                key_id=message.key_id,
             )
         )
+        if self._keys is not None:
+            self._keys.used(message.key_id, num_requests=1)
         self._orders[message.request_id] = message
         if self.warmth is not None:
             self.warmth.used(message.model)
@@ -409,6 +433,9 @@ class Dispatcher:
         self.meters.model(request.model).finished[reason] += 1
         self.stats[request.model].end(reason)
         self._history.record_request(request_row(request, reason))
+        if self._keys is not None:
+            num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+            self._keys.used(request.key_id, num_tokens=num_tokens)
         if self.warmth is not None:
             self.warmth.left(request.model)
 

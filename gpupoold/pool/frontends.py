@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from gpupoold.buckets import WORK_BOUNDS_S, Buckets
-from gpupoold.config import Settings
+from gpupoold.config import ServerSettings, Settings
 from gpupoold.errors import Failed, GpupoolError, error_from_code
 from gpupoold.pool.blame import Death, death_of
 from gpupoold.pool.child import Child
@@ -127,6 +127,7 @@ class FrontendSupervisor:
                 {
                     "--log-level": settings.log.level,
                     "--max-body-bytes": settings.server.max_body_bytes,
+                    **_tls_options(settings.server),
                 }
             ),
             m.FromFrontend,
@@ -191,6 +192,12 @@ class FrontendSupervisor:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _tls_options(server: ServerSettings) -> dict[str, object]:
+    if server.tls_cert is None:
+        return {}
+    return {"--tls-cert": server.tls_cert, "--tls-key": server.tls_key}
 
 
 def _settle(future: asyncio.Future[None], result: m.CallResult) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from gpupool_state import History
 from gpupoold.config import LimitSettings
+from gpupoold.domain import Priority
 from gpupoold.pool.requests import LiveRequest, LiveRequests
 from gpupoold.pool.stats import ModelStats
 from gpupoold.scheduling.state import State
@@ -26,11 +28,37 @@ _UNKNOWN_S = 5.0
 _UNROUTED_S = 1.0
 _EVENT_EVERY_S = 60.0
 
-RefusalReason = Literal["not_served", "model_queue_full", "queue_full", "too_late"]
+RefusalReason = Literal["not_served", "model_queue_full", "queue_full", "key_full", "too_late"]
 REFUSAL_REASONS: tuple[RefusalReason, ...] = get_args(RefusalReason)
 
 # Of one model, or "" for all: an empty string is no model's name.
 _ALL = ""
+
+# Of each bound, what requests of higher priority find free. Nothing is kept for keys of high
+# priority where there are none; requests without a key have normal priority.
+_KEPT_FROM_LOW = 0.25
+_KEPT_FROM_NORMAL = 0.1
+
+
+class KeyBounds(Protocol):
+    """What is to be known of API keys to take their requests or not."""
+
+    @property
+    def has_high(self) -> bool:
+        """Whether anybody has a key of high priority."""
+
+    def max_live(self, key_id: str) -> int | None:
+        """How many requests of a key may wait or run; None: any number."""
+
+
+def bound_for(priority: Priority, bound: int, keys: KeyBounds | None) -> int:
+    """How many requests there may be before one more of this priority is refused; at least 1."""
+    kept_share = 0.0
+    if priority is Priority.LOW:
+        kept_share = _KEPT_FROM_LOW
+    elif priority is Priority.NORMAL and keys is not None and keys.has_high:
+        kept_share = _KEPT_FROM_NORMAL
+    return max(1, bound - math.ceil(kept_share * bound))
 
 
 class Overload:
@@ -50,8 +78,10 @@ class Overload:
         state: State,
         max_tokens: Callable[[str], int | None],
         on_refused: Callable[[str, str], None],
+        keys: KeyBounds | None = None,
     ) -> None:
         self.limits = limits
+        self._keys = keys
         self._live = live
         self._stats = stats
         self._state = state
@@ -59,7 +89,7 @@ class Overload:
         self._on_refused = on_refused
         self._events = RefusalEvents(history)
         self._drains: dict[str, tuple[float, Drain]] = {}
-        self._promised_s: dict[str, list[float]] = {}
+        self._promised_s: dict[tuple[str, int], list[float]] = {}
 
     def admission(self, message: m.AddRequest, *, is_routed: bool, is_warm: bool) -> m.Admission:
         """Whether a request is taken; one that is not is counted.
@@ -72,7 +102,7 @@ class Overload:
             self._on_refused(model, "not_served")
             text = f"The model `{model}` cannot be served right now."
             return _refusal(message, HTTPStatus.SERVICE_UNAVAILABLE, text, _UNROUTED_S)
-        found = self._full(model, now_s) or self._late(message, now_s, is_warm=is_warm)
+        found = self._full(message, now_s) or self._late(message, now_s, is_warm=is_warm)
         if found is None:
             return m.Admission(model, message.request_id)
         reason, text, retry_after_s = found
@@ -102,20 +132,33 @@ class Overload:
     def forget(self, model: str) -> None:
         """A model is gone."""
         self._drains.pop(model, None)
-        self._promised_s.pop(model, None)
+        for key in [key for key in self._promised_s if key[0] == model]:
+            del self._promised_s[key]
 
-    def _full(self, model: str, now_s: float) -> tuple[RefusalReason, str, float] | None:
+    def _full(self, message: m.AddRequest, now_s: float) -> tuple[RefusalReason, str, float] | None:
         """Why there is no room, in a word and in a sentence, and when there will be."""
-        limits = self.limits
-        num_live, bound = self._live.num_of(model), limits.max_live_requests_per_model
+        limits, model = self.limits, message.model
+        num_live = self._live.num_of(model)
+        bound = bound_for(message.priority, limits.max_live_requests_per_model, self._keys)
         if num_live >= bound:
-            text = f"The model `{model}` already has {bound} requests waiting or running."
+            text = f"The model `{model}` already has {num_live} requests waiting or running."
             return "model_queue_full", text, self._room_in_s(model, num_live, bound, now_s)
-        num_live, bound = len(self._live), limits.max_live_requests
+        num_live = len(self._live)
+        bound = bound_for(message.priority, limits.max_live_requests, self._keys)
         if num_live >= bound:
-            text = f"{bound} requests are already waiting or running."
+            text = f"{num_live} requests are already waiting or running."
             return "queue_full", text, self._room_in_s(_ALL, num_live, bound, now_s)
-        return None
+        return self._full_key(message.key_id)
+
+    def _full_key(self, key_id: str) -> tuple[RefusalReason, str, float] | None:
+        """Why a key may have no more requests at once, and when it may."""
+        bound = self._keys.max_live(key_id) if self._keys is not None and key_id else None
+        num_live = self._live.num_of_key(key_id)
+        if bound is None or num_live < bound:
+            return None
+        text = f"This API key already has {num_live} requests waiting or running."
+        # Those of one key are too few, and of too many models, for an estimate of their own.
+        return "key_full", text, _UNKNOWN_S
 
     def _room_in_s(self, key: str, num_live: int, bound: int, now_s: float) -> float:
         """Until there is room for one more, after all who were told to come before it.
@@ -123,7 +166,7 @@ class Overload:
         Told the same time, all would come together, and all but one in vain. But some never
         come and others come too soon and are told again, so only so many count.
         """
-        promised_s = self._promised_s.setdefault(key, [])
+        promised_s = self._promised_s.setdefault((key, bound), [])
         while promised_s and (promised_s[0] <= now_s or len(promised_s) > _MAX_TURNS * bound):
             heapq.heappop(promised_s)
         drain = self._drain(key, now_s)
@@ -170,10 +213,10 @@ class RefusalEvents:
         self._told_s: dict[str, float] = {}
         self._untold: dict[str, tuple[int, str]] = {}
 
-    def note(self, model: str, reason: str, now_s: float) -> None:
-        """A request was refused."""
+    def note(self, model: str, reason: str, now_s: float, num_requests: int = 1) -> None:
+        """Requests were refused."""
         num, _ = self._untold.get(model, (0, ""))
-        self._untold[model] = num + 1, reason
+        self._untold[model] = num + num_requests, reason
         self._tell((model,), now_s)
 
     def tell(self, now_s: float) -> None:

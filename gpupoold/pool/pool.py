@@ -40,6 +40,7 @@ from gpupoold.pool.image_keys import ImageKeys
 from gpupoold.pool.instance import Instance
 from gpupoold.pool.instance_control import InstanceControl
 from gpupoold.pool.instances import InstanceSupervisor
+from gpupoold.pool.keyring import Keyring
 from gpupoold.pool.lifecycle import ModelLifecycle
 from gpupoold.pool.minutes import Minutes
 from gpupoold.pool.nvml import GpuReadings
@@ -81,6 +82,7 @@ class Pool:
     health: Health
     minutes: Minutes
     explainer: Explainer
+    keyring: Keyring
     http_url: str
     gpu_readings: GpuReadings
     stopping: bool = False
@@ -102,12 +104,14 @@ class Pool:
             self.dispatcher.tick,
             self.health.look,
             self.dispatcher.meters.look,
+            self.keyring.tick,
             self.minutes.tick,
         )
         self._tasks = [
             asyncio.create_task(self._check_when_idle(), name="check-core"),
             asyncio.create_task(tick(looks), name="tick"),
             asyncio.create_task(measure_lag(self.loop_lag.add), name="loop-lag"),
+            asyncio.create_task(self.keyring.run(), name="keys"),
         ]
 
     async def stop(self) -> None:
@@ -123,6 +127,7 @@ class Pool:
         await self.forks.stop()
         await self.lifecycle.stop()
         await self.saved.stop()
+        await self.keyring.save()
         self.cache.close()
 
     @property
@@ -158,6 +163,7 @@ class Pool:
 
     async def status(self) -> Status:
         """One look at the daemon."""
+        tls_cert = self.settings.server.tls_cert
         readies = [i.ready for i in self.supervisor.instances if i.ready is not None]
         return Status(
             version=__version__,
@@ -176,6 +182,9 @@ class Pool:
                 one.so_far().refused for one in self.dispatcher.stats.values()
             ),
             dropped_history_rows=self.history.dropped_rows,
+            are_keys_required=self.keyring.are_required,
+            num_keys=self.keyring.num_valid,
+            tls_cert=None if tls_cert is None else str(tls_cert),
         )
 
     async def bench_switch(self, request: BenchSwitchRequest) -> dict[str, Any]:
@@ -299,13 +308,14 @@ def build_pool(
     history: History,
     listener: socket.socket,
     fd_store: FdStore,
+    keyring: Keyring,
 ) -> Pool:
     """Wire the parts together; nothing is started yet."""
     settings = configuration.settings
     options = PolicyOptions(quota_max_s=settings.scheduling.quota_max_s)
     header = Header(settings.scheduling.policy, options)
     policy = make_policy(header.policy, header.options)
-    dispatcher = Dispatcher(settings.limits, history, policy, configured_roles(settings))
+    dispatcher = Dispatcher(settings.limits, history, policy, configured_roles(settings), keyring)
     cache = ImageCache(settings.memory.model_cache_bytes)
     images_dir = settings.paths.state_dir / "images"
     keys = ImageKeys()
@@ -328,38 +338,52 @@ def build_pool(
         forks,
         listener,
         dispatcher.from_frontend,
-        lifecycle.frontend_up,
+        lambda: _set_up_frontend(keyring, lifecycle),
         lambda death: lifecycle.frontend_down(death),
     )
     dispatcher.frontend = frontend
     dispatcher.warmth = lifecycle.warmer
-    lifecycle.loader.frontend = frontend
+    lifecycle.loader.frontend = keyring.frontend = frontend
     control = InstanceControl(settings.limits, dispatcher, supervisor.instances)
     cache_control = CacheControl(registry, lifecycle, dispatcher.live, cache, saved)
+    return Pool(
+        settings=settings,
+        registry=registry,
+        history=history,
+        dispatcher=dispatcher,
+        forks=forks,
+        supervisor=supervisor,
+        frontend=frontend,
+        lifecycle=lifecycle,
+        cache=cache,
+        saved=saved,
+        cache_control=cache_control,
+        instances=control,
+        configuration=configuration,
+        reloader=Reloader(
+            configuration, history, dispatcher, supervisor, frontend, control, cache_control
+        ),
+        policy=header,
+        health=Health(dispatcher, supervisor),
+        minutes=Minutes(history, dispatcher.stats),
+        explainer=Explainer(registry, history, dispatcher, lifecycle, supervisor.instances, cache),
+        keyring=keyring,
+        http_url=_url(listener, settings),
+        gpu_readings=GpuReadings(settings.devices),
+    )
+
+
+async def _set_up_frontend(keyring: Keyring, lifecycle: ModelLifecycle) -> None:
+    """Who may ask is told before what there is to ask: until then the frontend refuses all."""
+    keyring.publish()
+    await lifecycle.frontend_up()
+
+
+def _url(listener: socket.socket, settings: Settings) -> str:
+    scheme = "http" if settings.server.tls_cert is None else "https"
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    return Pool(
-        settings,
-        registry,
-        history,
-        dispatcher,
-        forks,
-        supervisor,
-        frontend,
-        lifecycle,
-        cache,
-        saved,
-        cache_control,
-        control,
-        configuration,
-        Reloader(configuration, history, dispatcher, supervisor, frontend, control, cache_control),
-        header,
-        Health(dispatcher, supervisor),
-        Minutes(history, dispatcher.stats),
-        Explainer(registry, history, dispatcher, lifecycle, supervisor.instances, cache),
-        f"http://{shown}:{port}",
-        GpuReadings(settings.devices),
-    )
+    return f"{scheme}://{shown}:{port}"
 
 
 def _preloaded(settings: Settings) -> list[str]:

@@ -33,6 +33,8 @@ class LiveRequest:
     """Tokens that met their deadline, deadlines being fixed at arrival."""
     warmed_s: float | None = None
     """When its model was in host memory, if it had to wait for that."""
+    key_id: str = ""
+    """Of the API key that it came with."""
 
     def add_tokens(self, token_ids: Sequence[int], at_s: float) -> None:
         """Tokens that went out at ``at_s``."""
@@ -79,6 +81,7 @@ class LiveRequests:
     def __init__(self) -> None:
         self._requests: dict[str, LiveRequest] = {}
         self._num_by_model: Counter[str] = Counter()
+        self._num_by_key: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -88,6 +91,7 @@ class LiveRequests:
         assert request.request_id not in self._requests
         self._requests[request.request_id] = request
         self._num_by_model[request.model] += 1
+        self._num_by_key[request.key_id] += 1
 
     def get(self, request_id: str) -> LiveRequest | None:
         """The request, None when it has ended."""
@@ -98,11 +102,16 @@ class LiveRequests:
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._num_by_model[request.model] -= 1
+            self._num_by_key[request.key_id] -= 1
         return request
 
     def num_of(self, model: str) -> int:
         """Live requests of a model."""
         return self._num_by_model[model]
+
+    def num_of_key(self, key_id: str) -> int:
+        """Live requests that came with an API key; with "", those without one."""
+        return self._num_by_key[key_id]
 
     def of_model(self, model: str) -> list[LiveRequest]:
         """A model's live requests, oldest first."""

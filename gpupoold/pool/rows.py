@@ -42,6 +42,7 @@ def request_row(request: LiveRequest, reason: FinishReason) -> RequestRow:
         num_tokens_in_time=request.num_in_time,
         finish_reason=reason,
         total_s=time.monotonic() - request.arrival_s,
+        api_key=request.key_id or None,
     )
 
 

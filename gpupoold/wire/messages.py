@@ -9,9 +9,15 @@ of this machine, which all processes share.
 
 from __future__ import annotations
 
-import msgspec
-
+from gpupoold.domain import Priority
 from gpupoold.latency.stored import Profile
+from gpupoold.wire.base import Message as Message
+from gpupoold.wire.messages_access import (
+    AccessReport as AccessReport,
+    AccessRules as AccessRules,
+    KeyLevels as KeyLevels,
+    KeyRecord as KeyRecord,
+)
 from gpupoold.wire.records import (
     LoadedModel as LoadedModel,
     ModelMemory as ModelMemory,
@@ -21,11 +27,6 @@ from gpupoold.wire.records import (
     ServedModel as ServedModel,
     SwitchRecord as SwitchRecord,
 )
-
-
-class Message(msgspec.Struct, tag=True):
-    """Base of all messages; the struct's name is its tag on the wire."""
-
 
 # daemon → instance
 
@@ -78,7 +79,7 @@ class AddRequest(Message):
 
     ``output_token_ids`` are the tokens that its client has from another instance. One that
     ``is_moving`` is answered by ``Adopted`` when it can go on; its KV is in ``parcel``, or has to
-    be computed anew.
+    be computed anew. ``key_id``: of the API key that it came with, empty without one.
     """
 
     model: str
@@ -90,6 +91,8 @@ class AddRequest(Message):
     output_token_ids: list[int] = []
     is_moving: bool = False
     parcel: Parcel | None = None
+    key_id: str = ""
+    priority: Priority = Priority.NORMAL
 
 
 class AbortRequests(Message):
@@ -480,9 +483,12 @@ ToFrontend = (
     | CallResult
     | MetricsText
     | Ping
+    | AccessRules
     | Reconfigure
     | Shutdown
 )
-FromFrontend = FrontendReady | AddRequest | AbortRequests | CallResult | Pong | AskMetrics
+FromFrontend = (
+    FrontendReady | AddRequest | AbortRequests | CallResult | Pong | AskMetrics | AccessReport
+)
 ToForkServer = Fork
 FromForkServer = Forked | ForkEnded

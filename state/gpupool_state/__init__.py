@@ -10,6 +10,7 @@ A leaf: imports only the standard library, aiosqlite and ``gpupoold``'s words.
             await history.stop()
 """
 
+from gpupool_state.api_keys import ApiKeys, KeyPowers, KeyRow, KeyUse
 from gpupool_state.db import Database
 from gpupool_state.history import History, HistoryLimits
 from gpupool_state.lock import StateLock
@@ -21,11 +22,15 @@ DATABASE_NAME = "gpupool.db"
 
 __all__ = [
     "DATABASE_NAME",
+    "ApiKeys",
     "Database",
     "EventLevel",
     "EventRow",
     "History",
     "HistoryLimits",
+    "KeyPowers",
+    "KeyRow",
+    "KeyUse",
     "MinuteRow",
     "ModelRow",
     "Phase",

@@ -12,6 +12,7 @@ from pathlib import Path
 from gpupool_state.faults import explain
 from gpupool_state.schema import (
     ADD_PINS,
+    CREATE_API_KEYS,
     CREATE_HISTORY,
     CREATE_PROFILES,
     CREATE_REGISTRY,
@@ -53,6 +54,7 @@ MIGRATIONS: tuple[Migration, ...] = (
     Migration(3, "profiles", CREATE_PROFILES),
     Migration(4, "pins", ADD_PINS),
     Migration(5, "slo_minutes", CREATE_SLO_MINUTES),
+    Migration(6, "api_keys", CREATE_API_KEYS),
 )
 
 

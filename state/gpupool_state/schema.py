@@ -150,3 +150,30 @@ CREATE_HISTORY = (
     )
     """,
 )
+
+# The rows of revoked keys stay, for the history's sake: their names are free again.
+CREATE_API_KEYS = (
+    """
+    CREATE TABLE api_keys (
+        id TEXT PRIMARY KEY,
+        name TEXT NOT NULL,
+        digest TEXT NOT NULL,
+        models TEXT,
+        priority TEXT NOT NULL CHECK (priority IN ('high', 'normal', 'low')),
+        requests_per_minute INTEGER,
+        tokens_per_minute INTEGER,
+        max_live INTEGER,
+        created_at REAL NOT NULL,
+        expires_at REAL,
+        previous_digest TEXT,
+        previous_until REAL,
+        rotated_at REAL,
+        revoked_at REAL,
+        last_used_at REAL,
+        num_requests INTEGER NOT NULL DEFAULT 0,
+        num_tokens INTEGER NOT NULL DEFAULT 0
+    )
+    """,
+    "CREATE UNIQUE INDEX api_keys_by_name ON api_keys (name) WHERE revoked_at IS NULL",
+    "ALTER TABLE requests ADD COLUMN api_key TEXT",
+)

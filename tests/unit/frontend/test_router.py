@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from gpupoold.frontend import router
+from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.mounts import Mounts
 from gpupoold.frontend.router import Router, read_model_name
-from gpupoold.wire.messages import ServedModel
+from gpupoold.wire.messages import AccessRules, ServedModel
 from tests.unit.frontend.asgi import Answer, EchoApi, request
 from tests.unit.frontend.test_metrics import FakeDaemon
 
@@ -46,7 +47,11 @@ class Served:
             self.mounts.mount(name, api)
         self.gates = Gates()
         self.daemon = FakeDaemon()
-        self.router = Router(self.catalog, self.mounts, self.gates, self.daemon.calls, LIMIT)
+        self.callers = Callers()
+        self.callers.replace(AccessRules([], are_required=False))
+        self.router = Router(
+            self.catalog, self.mounts, self.gates, self.daemon.calls, self.callers, LIMIT
+        )
 
     def send(self, method: str, path: str, *chunks: bytes, **more: Any) -> Answer:
         return asyncio.run(request(self.router, method, path, chunks or (b"",), **more))
@@ -80,7 +85,6 @@ def test_every_generation_path_is_routed(served: Served, path: str) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "kind"),
     [
-        ({"model": "gamma"}, 404, "NotFoundError"),
         ({"model": "late"}, 503, "ServiceUnavailableError"),
         ({"model": "unmounted"}, 503, "ServiceUnavailableError"),
         ({"model": 7}, 400, "BadRequestError"),
@@ -93,6 +97,16 @@ def test_refusals(served: Served, body: object, status: int, kind: str) -> None:
     answer = served.ask(body)
     error = answer.json()["error"]
     assert (answer.status, error["code"], error["type"]) == (status, status, kind)
+
+
+def test_unknown_model_is_refused_as_openai_does(served: Served) -> None:
+    answer = served.ask({"model": "gamma"})
+    error = answer.json()["error"]
+    assert (answer.status, error["code"], error["type"]) == (
+        404,
+        "model_not_found",
+        "NotFoundError",
+    )
 
 
 def test_unready_model_says_when_to_come_back(served: Served) -> None:

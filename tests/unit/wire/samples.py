@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gpupoold.domain import Priority
 from gpupoold.wire import messages as m
 
 MODEL = m.ModelToLoad(
@@ -62,6 +63,8 @@ SERVED = m.ServedModel(
 PROGRESS = [m.RequestProgress("r1", [1, 2]), m.RequestProgress("r2", [], "stop")]
 
 PARCEL = m.Parcel("4242-7", 1, 3, [(0, 1 << 20), (1 << 30, 512)])
+LEVELS = m.KeyLevels(3.5, 4.0, -5.5)
+KEY = m.KeyRecord("Ab12", "web", "d1", "d2", 1.7e9, ("a",), Priority.LOW, 60, 10_000, 1.8e9)
 MESSAGES: list[m.Message] = [
     m.LoadModel(MODEL, True, "digest"),
     m.UnloadModel("llama"),
@@ -71,6 +74,7 @@ MESSAGES: list[m.Message] = [
     m.RunTurn(7, "llama", 1.5, "qwen"),
     m.AddRequest("llama", "r1", 3.5, list(range(300)), 64, [b"", b"\x00\xff" * 40]),
     m.AddRequest("llama", "r1", 3.5, [1, 2], 64, [b"x"], [3, 4], True, PARCEL),
+    m.AddRequest("llama", "r1", 3.5, [1], 64, [b"x"], key_id="Ab12", priority=Priority.HIGH),
     m.AbortRequests("llama", ["r1", "r2"]),
     m.RunTurn(7, "llama", 1.5, None, 256),
     m.MoveOut("llama", "r1"),
@@ -112,4 +116,6 @@ MESSAGES: list[m.Message] = [
     m.Admission("llama", "r1"),
     m.Admission("llama", "r2", 429, "too many", 7.5),
     m.RequestsFailed("llama", ["r1"], "the worker ended"),
+    m.AccessRules([KEY, m.KeyRecord("Ef34", "all", "d")], True, {"Ab12": LEVELS}),
+    m.AccessReport({"Ab12": LEVELS}, 3),
 ]

@@ -1,0 +1,297 @@
+"""``key``: who may use the HTTP API."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from typing import Annotated
+
+import typer
+
+from gpupool_cli import output
+from gpupool_cli.diagnostics import say
+from gpupool_cli.options import JsonOption, complete_model_name, model_name
+from gpupool_cli.output import Column
+from gpupool_cli.session import open_client
+from gpupoold.admin.models_access import AddKeyRequest, KeyInfo, NewKey, PriorityName, SetKeyRequest
+from gpupoold.errors import UsageError
+from gpupoold.units import format_duration, parse_duration_s
+
+app = typer.Typer(
+    no_args_is_help=True, help="API keys: who may use the HTTP API, for which models, how much."
+)
+
+_DEFAULT_GRACE_S = 3600.0
+_NEVER = "never"
+_COLUMNS = (
+    Column("NAME"),
+    Column("ID"),
+    Column("MODELS"),
+    Column("PRIORITY"),
+    Column("LIMITS"),
+    Column("REQUESTS", right=True),
+    Column("TOKENS", right=True),
+    Column("LAST-USED"),
+    Column("EXPIRES"),
+)
+
+
+def _grace_s(text: str) -> float:
+    try:
+        return parse_duration_s(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _expiry(text: str) -> float:
+    """Wall-clock seconds of a date or of a time from now; 0 for never."""
+    if text == _NEVER:
+        return 0.0
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        pass
+    try:
+        return time.time() + parse_duration_s(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is neither a time from now such as 30d, nor a date such as 2030-01-31"
+        ) from None
+
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key.")]
+ModelOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        parser=model_name,
+        help="A model that it is for; may be repeated.",
+        autocompletion=complete_model_name,
+    ),
+]
+PriorityOption = Annotated[
+    str | None,
+    typer.Option(
+        "--priority",
+        metavar="high|normal|low",
+        help="Who is refused last when too many requests come.",
+    ),
+]
+ExpiresOption = Annotated[
+    float | None,
+    typer.Option(
+        "--expires",
+        metavar="TIME|DATE",
+        parser=_expiry,
+        help="When it ends: a time from now such as 30d, a date such as 2030-01-31, or never.",
+    ),
+]
+
+
+RequestsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--requests-per-minute", metavar="N", min=0, help="Requests per minute; 0: any number."
+    ),
+]
+TokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens-per-minute",
+        metavar="N",
+        min=0,
+        help="Tokens of prompts and answers per minute; 0: any number.",
+    ),
+]
+LiveOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-live", metavar="N", min=0, help="Requests that wait or run at once; 0: any number."
+    ),
+]
+
+
+@app.command("add")
+def add(
+    ctx: typer.Context,
+    name: NameArgument,
+    model: ModelOption = None,
+    metrics_only: Annotated[
+        bool, typer.Option("--metrics-only", help="It may read /metrics and nothing else.")
+    ] = False,
+    priority: PriorityOption = None,
+    requests_per_minute: RequestsOption = None,
+    tokens_per_minute: TokensOption = None,
+    max_live: LiveOption = None,
+    expires: ExpiresOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a key and print it, this once; by default for all models.
+
+    Only its hash is kept: a key that is lost has to be replaced.
+    """
+    if model and metrics_only:
+        raise UsageError("--model and --metrics-only exclude each other", "give one of them")
+    request = AddKeyRequest(
+        name=name,
+        models=[] if metrics_only else model or None,
+        priority=_priority(priority) or "normal",
+        requests_per_minute=requests_per_minute or None,
+        tokens_per_minute=tokens_per_minute or None,
+        max_live=max_live or None,
+        expires_at=expires or None,
+    )
+    with open_client(ctx) as client:
+        new = client.add_key(request)
+    _print_new(new, as_json)
+    say("keep it now: it is not shown again, and nobody can find it out")
+
+
+@app.command("ls")
+def ls(
+    ctx: typer.Context,
+    with_revoked: Annotated[
+        bool, typer.Option("--all", help="Also the keys that were removed.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List the keys: what each may do, and what it has used."""
+    with open_client(ctx) as client:
+        keys = client.keys(with_revoked=with_revoked)
+    if as_json:
+        output.print_json(keys)
+        return
+    output.print_table(_COLUMNS, [_row(key) for key in keys])
+    if not keys:
+        say("no keys yet: make one with `gpupool key add NAME`")
+
+
+@app.command("set")
+def set_key(
+    ctx: typer.Context,
+    name: NameArgument,
+    model: ModelOption = None,
+    all_models: Annotated[
+        bool, typer.Option("--all-models", help="It is for all models, also those to come.")
+    ] = False,
+    priority: PriorityOption = None,
+    requests_per_minute: RequestsOption = None,
+    tokens_per_minute: TokensOption = None,
+    max_live: LiveOption = None,
+    expires: ExpiresOption = None,
+) -> None:
+    """Change what a key may do, from its next request on; the key itself stays.
+
+    The models that are given take the place of those it was for.
+    """
+    if model and all_models:
+        raise UsageError("--model and --all-models exclude each other", "give one of them")
+    request = SetKeyRequest(
+        models=model or None,
+        all_models=all_models,
+        priority=_priority(priority),
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        max_live=max_live,
+        expires_at=expires,
+    )
+    if request == SetKeyRequest():
+        raise UsageError(f"nothing to change on the key {name!r}", "see `gpupool key set --help`")
+    with open_client(ctx) as client:
+        key = client.set_key(name, request)
+    say(f"{key.name}: {_models(key)}, priority {key.priority}, {_limits(key) or 'no limits'}")
+
+
+@app.command("rotate")
+def rotate(
+    ctx: typer.Context,
+    name: NameArgument,
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            "--grace",
+            metavar="DURATION",
+            parser=_grace_s,
+            help="How long the old one still works; 1h unless given, 0 to end it now.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Give a key a new secret and print it, this once; all else about it stays."""
+    grace_s = _DEFAULT_GRACE_S if grace is None else grace
+    with open_client(ctx) as client:
+        new = client.rotate_key(name, grace_s)
+    _print_new(new, as_json)
+    until = new.key.previous_until
+    if until is None:
+        say("the old one works no more")
+    else:
+        say(
+            f"the old one works until {output.time_text(until)} ({format_duration(grace_s)});"
+            f" if somebody else has it: `gpupool key rotate {name} --grace 0`"
+        )
+
+
+@app.command("rm")
+def rm(
+    ctx: typer.Context,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of keys.")],
+) -> None:
+    """End keys at once; answers under way go on to their end."""
+    with open_client(ctx) as client:
+        for name in names:
+            key = client.remove_key(name)
+            say(f"{key.name}: removed; {key.num_requests} requests came with it")
+
+
+def _print_new(new: NewKey, as_json: bool) -> None:
+    if as_json:
+        output.print_json(new)
+    else:
+        output.print_line(new.text)
+
+
+def _priority(text: str | None) -> PriorityName | None:
+    match text:
+        case None | "high" | "normal" | "low":
+            return text
+    raise UsageError(f"{text!r} is no priority", "give high, normal or low")
+
+
+def _row(key: KeyInfo) -> list[str]:
+    return [
+        key.name,
+        key.id,
+        _models(key),
+        key.priority,
+        _limits(key) or output.NOTHING,
+        str(key.num_requests),
+        str(key.num_tokens),
+        output.NOTHING if key.last_used_at is None else output.time_text(key.last_used_at),
+        _end(key),
+    ]
+
+
+def _models(key: KeyInfo) -> str:
+    if key.models is None:
+        return "all models"
+    return ",".join(key.models) or "metrics only"
+
+
+def _limits(key: KeyInfo) -> str:
+    limits = {
+        "requests/min": key.requests_per_minute,
+        "tokens/min": key.tokens_per_minute,
+        "live": key.max_live,
+    }
+    return ", ".join(f"{limit} {what}" for what, limit in limits.items() if limit is not None)
+
+
+def _end(key: KeyInfo) -> str:
+    if key.revoked_at is not None:
+        return f"removed {output.time_text(key.revoked_at)}"
+    if key.expires_at is None:
+        return _NEVER
+    has_expired = key.expires_at <= time.time()
+    return f"{'expired ' if has_expired else ''}{output.time_text(key.expires_at)}"

@@ -1,0 +1,155 @@
+"""The certificate and key of the HTTP server: looked at before they are used, and renewed."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import stat
+from datetime import UTC, datetime
+from pathlib import Path
+
+from gpupoold.errors import ConfigError
+
+_logger = logging.getLogger(__name__)
+
+# When a file was changed, and its size and number: a renewed one differs in one of them.
+_Stamp = tuple[tuple[int, int, int], ...]
+
+
+class TlsError(ConfigError):
+    """Something is wrong with the file that the key ``server.<key>`` names."""
+
+    def __init__(self, key: str, what: str, hint: str) -> None:
+        super().__init__(f"server.{key}: {what}", hint)
+        self.key = key
+        self.what = what
+
+
+class Tls:
+    """The files of one server, and what connections are made with."""
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        self._files = certificate, key
+        self._context: ssl.SSLContext | None = None
+        self._stamp: _Stamp | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """For new connections; always the same one.
+
+        Raises:
+            OSError: the files cannot be used; :func:`check_files` says why.
+        """
+        if self._context is None:
+            self._stamp = self._look()
+            self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._context.load_cert_chain(*self._files, no_password)
+        return self._context
+
+    def renew(self) -> None:
+        """Take the files anew if they have changed; to be called now and then.
+
+        Connections under way keep what they have. Files that cannot be used are logged, and
+        what was there before stays: those that renew certificates write one file after the
+        other.
+        """
+        stamp = self._look()
+        if self._context is None or stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            expires_at = check_files(*self._files)
+            self._context.load_cert_chain(*self._files, no_password)
+        except (ConfigError, OSError) as error:
+            _logger.warning("the certificate is not renewed: %s", error)
+            return
+        _logger.info("the certificate was renewed; it is valid until %s", expires_at.date())
+
+    def _look(self) -> _Stamp | None:
+        try:
+            found = [path.stat() for path in self._files]
+        except OSError:
+            return None
+        return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
+
+
+def check_files(certificate: Path, key: Path) -> datetime:
+    """See that a server can be run with these PEM files; the answer is when they expire.
+
+    Raises:
+        TlsError: one cannot be read, they do not belong together, the certificate is not
+            valid now, or others may read the key.
+    """
+    _check_mode(key)
+    _check_readable(certificate, "tls_cert")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, no_password)
+    except ssl.SSLError as error:
+        raise TlsError(*_explained(error, certificate, key)) from error
+    except _HasPassword:
+        raise TlsError(
+            "tls_key",
+            f"{key} is encrypted, and nobody is there to type its password",
+            f"decrypt it: openssl pkey -in {key} -out NEW, and keep NEW secret",
+        ) from None
+    return _check_dates(certificate)
+
+
+def _check_mode(key: Path) -> None:
+    _check_readable(key, "tls_key")
+    if key.stat().st_mode & stat.S_IROTH:
+        raise TlsError("tls_key", f"everyone can read {key}", f"make it secret: chmod o= {key}")
+
+
+def _check_readable(path: Path, name: str) -> None:
+    try:
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise TlsError(
+            name,
+            f"{path} cannot be read: {error.strerror}",
+            "name a PEM file that the user that runs gpupoold may read",
+        ) from error
+
+
+class _HasPassword(Exception):
+    """The key is encrypted."""
+
+
+def no_password() -> str:
+    """In place of OpenSSL's own question on the terminal.
+
+    Raises:
+        _HasPassword: always.
+    """
+    raise _HasPassword
+
+
+def _explained(error: ssl.SSLError, certificate: Path, key: Path) -> tuple[str, str, str]:
+    if error.reason == "KEY_VALUES_MISMATCH":
+        return (
+            "tls_key",
+            f"{key} is not the key of the certificate {certificate}",
+            "name the two files of one pair",
+        )
+    return (
+        "tls_cert",
+        f"{certificate} and {key} are no certificate and key in PEM form: {error.reason or error}",
+        "the certificate of the server comes first in its file, then those that signed it",
+    )
+
+
+def _check_dates(certificate: Path) -> datetime:
+    # Only here: without TLS the daemon does without its megabytes.
+    from cryptography import x509
+
+    first = x509.load_pem_x509_certificates(certificate.read_bytes())[0]
+    now = datetime.now(UTC)
+    if not first.not_valid_before_utc <= now <= first.not_valid_after_utc:
+        raise TlsError(
+            "tls_cert",
+            f"{certificate} is valid from {first.not_valid_before_utc:%Y-%m-%d}"
+            f" to {first.not_valid_after_utc:%Y-%m-%d}, not now",
+            "renew it, or set this machine's clock",
+        )
+    return first.not_valid_after_utc

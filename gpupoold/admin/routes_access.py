@@ -1,0 +1,87 @@
+"""``/keys``: API keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from fastapi import FastAPI
+
+from gpupool_state import KeyPowers, KeyRow
+from gpupoold.admin.models_access import (
+    AddKeyRequest,
+    KeyInfo,
+    NewKey,
+    RotateKeyRequest,
+    SetKeyRequest,
+)
+from gpupoold.domain import Priority
+from gpupoold.errors import UsageError
+from gpupoold.pool.pool import Pool
+
+
+def add_access_routes(app: FastAPI, pool: Pool) -> None:
+    """Add the routes. What the keys are for is in :mod:`gpupoold.pool.keyring`."""
+    keyring = pool.keyring
+
+    @app.get("/keys")
+    async def list_keys(revoked: bool = False) -> list[KeyInfo]:
+        return [_info(row) for row in await keyring.list(with_revoked=revoked)]
+
+    @app.post("/keys")
+    async def add_key(body: AddKeyRequest) -> NewKey:
+        _check_expiry(body.expires_at)
+        row, text = await keyring.add(body.name, _powers(body))
+        return NewKey(key=_info(row), text=text)
+
+    @app.post("/keys/{name:path}/rotate")
+    async def rotate_key(name: str, body: RotateKeyRequest) -> NewKey:
+        row, text = await keyring.rotate(name, body.grace_s)
+        return NewKey(key=_info(row), text=text)
+
+    @app.patch("/keys/{name:path}")
+    async def set_key(name: str, body: SetKeyRequest) -> KeyInfo:
+        _check_expiry(body.expires_at)
+        known = await keyring.find(name)
+        return _info(await keyring.set(name, _changed(known.powers, body)))
+
+    @app.delete("/keys/{name:path}")
+    async def remove_key(name: str) -> KeyInfo:
+        return _info(await keyring.revoke(name))
+
+
+def _powers(body: AddKeyRequest) -> KeyPowers:
+    return KeyPowers(
+        None if body.models is None else tuple(body.models),
+        Priority(body.priority),
+        body.requests_per_minute,
+        body.tokens_per_minute,
+        body.max_live,
+        body.expires_at,
+    )
+
+
+def _changed(powers: KeyPowers, body: SetKeyRequest) -> KeyPowers:
+    """The powers with what the body gives; 0 is no limit."""
+    changes: dict[str, Any] = {"models": None} if body.all_models else {}
+    if body.models is not None:
+        changes["models"] = tuple(body.models)
+    if body.priority is not None:
+        changes["priority"] = Priority(body.priority)
+    for name in ("requests_per_minute", "tokens_per_minute", "max_live", "expires_at"):
+        value = getattr(body, name)
+        if value is not None:
+            changes[name] = value or None
+    return dataclasses.replace(powers, **changes)
+
+
+def _check_expiry(expires_at: float | None) -> None:
+    if expires_at and expires_at <= time.time():
+        raise UsageError("the key would have expired already", "give a time that is to come")
+
+
+def _info(row: KeyRow) -> KeyInfo:
+    powers = dataclasses.asdict(row.powers)
+    names = KeyInfo.model_fields.keys() - powers.keys()
+    return KeyInfo.model_validate(powers | {name: getattr(row, name) for name in names})

@@ -1,0 +1,20 @@
+"""``[access]``: who gets in."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from gpupoold.config_values import Section
+
+
+class AccessSettings(Section):
+    """``[access]``: when the API asks for keys, and which groups may use the admin socket.
+
+    ``auto``: a key is needed wherever other machines can connect.
+    """
+
+    require_keys: Literal["auto", "always"] = "auto"
+    admin_group: str = Field(default="gpupool", min_length=1)
+    read_only_group: str = Field(default="gpupool-ro", min_length=1)

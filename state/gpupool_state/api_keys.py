@@ -1,0 +1,207 @@
+"""The API keys: what is stored of them, never a key itself."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpupool_state.db import Database
+from gpupool_state.writer import Source, Transaction
+from gpupoold.domain import Priority
+from gpupoold.errors import NoSuchKey, Refused, UsageError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:/-]{0,63}")
+_KEPT = ("models", "priority", "requests_per_minute", "tokens_per_minute", "max_live", "expires_at")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPowers:
+    """What a key may do. A limit of None is none.
+
+    ``models`` None: all; none of them: it may read the metrics and nothing else.
+    ``max_live`` bounds its requests that wait or run. ``expires_at`` is wall-clock seconds.
+    """
+
+    models: tuple[str, ...] | None = None
+    priority: Priority = Priority.NORMAL
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_live: int | None = None
+    expires_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRow:
+    """A key as it is kept; times are wall-clock seconds.
+
+    ``digest`` is its hash. After a rotation ``previous_digest`` is that of the secret before,
+    which works until ``previous_until``. A revoked key is kept for its name's sake, without
+    its hashes. ``num_tokens`` are those of prompts and answers.
+    """
+
+    id: str
+    name: str
+    digest: str
+    powers: KeyPowers
+    created_at: float
+    previous_digest: str | None = None
+    previous_until: float | None = None
+    rotated_at: float | None = None
+    revoked_at: float | None = None
+    last_used_at: float | None = None
+    num_requests: int = 0
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KeyUse:
+    """What a key has used since that was last recorded."""
+
+    key_id: str
+    num_requests: int
+    num_tokens: int
+    last_used_at: float
+
+
+class ApiKeys:
+    """API keys in the database; every change is durable once its call returns.
+
+    Names are free again once their key is revoked. All methods raise ``Failed`` when the
+    disk is full or the database locked or damaged; nothing is changed then.
+    """
+
+    def __init__(self, db: Database, now: Callable[[], float] = time.time) -> None:
+        self._db = db
+        self._now = now
+
+    async def list(self, *, with_revoked: bool = False) -> list[KeyRow]:
+        """All keys by name; the revoked ones last."""
+        where = "" if with_revoked else "WHERE revoked_at IS NULL"
+        rows = await self._db.fetch_all(
+            f"SELECT * FROM api_keys {where} ORDER BY revoked_at IS NOT NULL, name, revoked_at"
+        )
+        return [_key_row(row) for row in rows]
+
+    async def find(self, name: str) -> KeyRow:
+        """The key of this name that is not revoked.
+
+        Raises:
+            NoSuchKey: there is none.
+        """
+        return await _find(self._db, name)
+
+    async def add(self, key_id: str, name: str, digest: str, powers: KeyPowers) -> KeyRow:
+        """Keep a new key.
+
+        Raises:
+            UsageError: a name that cannot be kept.
+            Refused: another key has the name.
+        """
+        if _NAME.fullmatch(name) is None:
+            raise UsageError(
+                f"{_storable(name)!r} cannot be the name of a key",
+                "use 1 to 64 letters, digits and . _ @ : / - and begin with a letter or digit",
+            )
+        async with self._db.write() as tx:
+            if await tx.fetch_one(_FIND, (name,)):
+                raise Refused(
+                    f"a key named {name!r} exists",
+                    f"choose another name, or give it a new secret: `gpupool key rotate {name}`",
+                )
+            values = {"id": key_id, "name": name, "digest": digest, "created_at": self._now()}
+            values |= _columns(powers)
+            marks = ", ".join("?" for _ in values)
+            await tx.execute(
+                f"INSERT INTO api_keys ({', '.join(values)}) VALUES ({marks})",
+                tuple(values.values()),
+            )
+            return await _find(tx, name)
+
+    async def set(self, name: str, powers: KeyPowers) -> KeyRow:
+        """Give a key other powers; its secret stays.
+
+        Raises:
+            NoSuchKey: there is no key of this name.
+        """
+        return await self._update(name, _columns(powers))
+
+    async def rotate(self, name: str, digest: str, previous_until: float | None) -> KeyRow:
+        """Give a key another secret; None: the one it had works no more.
+
+        Raises:
+            NoSuchKey: there is no key of this name.
+        """
+        async with self._db.write() as tx:
+            known = await _find(tx, name)
+            values = {
+                "digest": digest,
+                "previous_digest": None if previous_until is None else known.digest,
+                "previous_until": previous_until,
+                "rotated_at": self._now(),
+            }
+            return await _update(tx, known.id, values)
+
+    async def revoke(self, name: str) -> KeyRow:
+        """End a key: nobody can use it again, and its hashes are forgotten.
+
+        Raises:
+            NoSuchKey: there is no key of this name.
+        """
+        gone = {"digest": "", "previous_digest": None, "previous_until": None}
+        return await self._update(name, gone | {"revoked_at": self._now()})
+
+    async def note_use(self, uses: Iterable[KeyUse]) -> None:
+        """Add to what keys have used."""
+        rows = [(u.num_requests, u.num_tokens, u.last_used_at, u.key_id) for u in uses]
+        async with self._db.write() as tx:
+            await tx.execute_many(
+                "UPDATE api_keys SET num_requests = num_requests + ?,"
+                " num_tokens = num_tokens + ?, last_used_at = ? WHERE id = ?",
+                rows,
+            )
+
+    async def _update(self, name: str, values: dict[str, Any]) -> KeyRow:
+        async with self._db.write() as tx:
+            return await _update(tx, (await _find(tx, name)).id, values)
+
+
+_FIND = "SELECT * FROM api_keys WHERE name = ? AND revoked_at IS NULL"
+
+
+async def _find(source: Source, name: str) -> KeyRow:
+    rows: Sequence[sqlite3.Row] = await source.fetch_all(_FIND, (_storable(name),))
+    if not rows:
+        raise NoSuchKey(f"no API key is named {_storable(name)!r}", "see `gpupool key ls`")
+    return _key_row(rows[0])
+
+
+async def _update(tx: Transaction, key_id: str, values: dict[str, Any]) -> KeyRow:
+    sets = ", ".join(f"{column} = ?" for column in values)
+    await tx.execute(f"UPDATE api_keys SET {sets} WHERE id = ?", (*values.values(), key_id))
+    (row,) = await tx.fetch_all("SELECT * FROM api_keys WHERE id = ?", (key_id,))
+    return _key_row(row)
+
+
+def _storable(text: str) -> str:
+    # As of the registry's names: what was not UTF-8 becomes a question mark, which no name has.
+    return text.encode("utf-8", "replace").decode()
+
+
+def _columns(powers: KeyPowers) -> dict[str, Any]:
+    values = {column: getattr(powers, column) for column in _KEPT}
+    # A space cannot be part of a model's name, so it can separate them.
+    models = None if powers.models is None else " ".join(powers.models)
+    return values | {"models": models, "priority": powers.priority.value}
+
+
+def _key_row(row: sqlite3.Row) -> KeyRow:
+    models = None if row["models"] is None else tuple(row["models"].split())
+    kept = {column: row[column] for column in _KEPT}
+    powers = KeyPowers(**kept | {"models": models, "priority": Priority(row["priority"])})
+    others = ("id", "name", "digest", "created_at", "previous_digest", "previous_until")
+    times = ("rotated_at", "revoked_at", "last_used_at", "num_requests", "num_tokens")
+    return KeyRow(powers=powers, **{column: row[column] for column in (*others, *times)})

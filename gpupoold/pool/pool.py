@@ -39,6 +39,7 @@ from gpupoold.pool.lifecycle import ModelLifecycle
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.stimulus_file import Header, lines
 from gpupoold.pool.ticker import tick
+from gpupoold.pool.unloading import ModelUnloader
 from gpupoold.pool.watchdog import Watchdog
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 
@@ -65,6 +66,7 @@ class Pool:
     saved: SavedImages
     cache_control: CacheControl
     instances: InstanceControl
+    unloader: ModelUnloader
     http_url: str
     stopping: bool = False
     _started_s: float = field(default_factory=time.monotonic)
@@ -122,7 +124,8 @@ class Pool:
         """
         row = await self.lifecycle.find(name)
         info = views.model_info(row, self.lifecycle.state_of(row))
-        now = views.usage(info, self.dispatcher, self.supervisor.instances, self.cache)
+        memories = views.memories_of(self.supervisor.instances)
+        now = views.usage(info.name, info.state, self.dispatcher, memories, self.cache)
         return info.model_copy(update={"usage": now})
 
     async def ps(self) -> Ps:
@@ -132,6 +135,10 @@ class Pool:
 
     async def status(self) -> Status:
         """One look at the daemon."""
+        return self.status_of(len(await self.registry.list()))
+
+    def status_of(self, num_models: int) -> Status:
+        """The same, for who knows how many models are registered."""
         readies = [i.ready for i in self.supervisor.instances if i.ready is not None]
         return Status(
             version=__version__,
@@ -144,7 +151,7 @@ class Pool:
             model_cache_bytes=self.cache.used_bytes,
             model_cache_limit_bytes=self.cache.budget_bytes,
             rss_bytes=psutil.Process().memory_info().rss,
-            num_models=len(await self.registry.list()),
+            num_models=num_models,
             num_live_requests=len(self.dispatcher.live),
             num_refused_requests=sum(one.refused for one in self.dispatcher.stats.values()),
             dropped_history_rows=self.history.dropped_rows,
@@ -307,6 +314,7 @@ def build_pool(
         saved,
         CacheControl(registry, lifecycle, dispatcher.live, cache, saved),
         InstanceControl(settings.limits, dispatcher, supervisor.instances),
+        ModelUnloader(lifecycle, dispatcher, supervisor, cache, history),
         f"http://{shown}:{port}",
     )
 

@@ -91,7 +91,8 @@ class DeviceInfo(Body):
     Bandwidth is that of a switch, with mapping; the link's own are of copies each way.
     ``num_waiting_for_kv`` requests are not sent to it, since there is no room for their KV;
     ``num_recomputed`` times a model's KV was dropped for want of room in host memory.
-    ``quota_s`` None: the turn has no end of its own.
+    ``quota_s`` None: the turn has no end of its own. ``utilisation`` (0 to 1), temperature and
+    power are NVML's, None where it does not tell.
 
     All of memory is weights, KV and what is free, but for a model that is being loaded.
     ``prefetched_bytes`` of the weights were brought in for a turn that is still to come.
@@ -126,6 +127,9 @@ class DeviceInfo(Body):
     prefetched_bytes: int = 0
     quota_used_s: float = 0.0
     quota_left_s: float | None = None
+    utilisation: float | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
 
 
 class SetInstanceRequest(Body):

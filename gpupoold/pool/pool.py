@@ -36,6 +36,7 @@ from gpupoold.pool.instance import Instance
 from gpupoold.pool.instance_control import InstanceControl
 from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.lifecycle import ModelLifecycle
+from gpupoold.pool.nvml import GpuReadings
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.stimulus_file import Header, lines
 from gpupoold.pool.ticker import tick
@@ -68,6 +69,7 @@ class Pool:
     instances: InstanceControl
     unloader: ModelUnloader
     http_url: str
+    gpu_readings: GpuReadings
     stopping: bool = False
     _started_s: float = field(default_factory=time.monotonic)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -76,7 +78,9 @@ class Pool:
         """Start the instances and the frontend; they come up in the background."""
         self.supervisor.start()
         self.frontend.start()
+        self.gpu_readings.start()
         looks = (
+            self._note_readings,
             self.supervisor.oom_kills.look,
             self.frontend.look,
             *(watchdog.look for watchdog in self._watchdogs()),
@@ -91,6 +95,7 @@ class Pool:
     async def stop(self) -> None:
         """Stop the frontend, then the instances."""
         self.stopping = True
+        self.gpu_readings.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -239,6 +244,10 @@ class Pool:
             Watchdog([frontend], FrontendSupervisor.end, *limits_s),
         )
 
+    def _note_readings(self, _: float) -> None:
+        for instance in self.supervisor.instances:
+            instance.reading = self.gpu_readings.of(instance.number)
+
     async def _check_when_idle(self) -> None:
         """An idle daemon looks at the core's books, and says once when they disagree."""
         told = ""
@@ -316,6 +325,7 @@ def build_pool(
         InstanceControl(settings.limits, dispatcher, supervisor.instances),
         ModelUnloader(lifecycle, dispatcher, supervisor, cache, history),
         f"http://{shown}:{port}",
+        GpuReadings(settings.devices),
     )
 
 

@@ -124,6 +124,9 @@ def device(instance: Instance, dispatcher: Dispatcher) -> DeviceInfo:
         prefetched_bytes=status.prefetched_bytes if status else 0,
         quota_used_s=used_s,
         quota_left_s=None if quota_s is None else max(0.0, quota_s - used_s),
+        utilisation=instance.reading.utilisation,
+        temperature_c=instance.reading.temperature_c,
+        power_w=instance.reading.power_w,
     )
 
 

@@ -144,7 +144,9 @@ class ModelUsage(Body):
     Bytes are sums over devices: ``kv_resident_bytes`` on them, ``kv_host_bytes`` of paused
     requests in host memory. ``cached_bytes`` is its image in host memory, one for all.
     ``refused`` requests were not taken and are none of ``requests``; ``dropped`` ended before
-    they began, as it was too late for them.
+    they began, as it was too late for them. Counts are since the daemon's start, percentiles of
+    the last hour. ``attainment_minutes`` are 60, the one under way last; None: no token in it.
+    ``tokens_per_s`` is over the last 10 s.
     """
 
     name: str
@@ -167,6 +169,10 @@ class ModelUsage(Body):
     ttft_p99_s: float | None
     tbt_p50_s: float | None
     tbt_p99_s: float | None
+    attainment_1m: float | None = None
+    attainment_1h: float | None = None
+    attainment_minutes: list[float | None] = []
+    tokens_per_s: float = 0.0
 
 
 class RequestInfo(Body):

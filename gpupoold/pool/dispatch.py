@@ -291,7 +291,7 @@ class Dispatcher:
         if admission.status != HTTPStatus.OK:
             return
         targets = self.targets[message.model]
-        self.stats.setdefault(message.model, ModelStats()).requests += 1
+        self.stats.setdefault(message.model, ModelStats()).now.requests += 1
         self.live.add(
             LiveRequest(
                 message.request_id,
@@ -373,7 +373,7 @@ class Dispatcher:
         for item in message.progress:
             request = self.live.get(item.request_id)
             if request is not None:
-                request.add_tokens(item.new_token_ids, message.at_s)
+                self.stats[request.model].add_tokens(request, item.new_token_ids, message.at_s)
         self.scheduler.stepped(instance.number, message)
         for item in message.progress:
             if item.finish_reason is not None:
@@ -401,9 +401,7 @@ class Dispatcher:
             return
         del self._orders[request_id]
         self.moves.ended(request_id)
-        completed = reason in (FinishReason.STOP, FinishReason.LENGTH)
-        stats = self.stats.setdefault(request.model, ModelStats())
-        stats.end(request, completed=completed)
+        self.stats[request.model].end(reason)
         self._history.record_request(request_row(request, reason))
         if self.warmth is not None:
             self.warmth.left(request.model)

@@ -36,6 +36,7 @@ from gpupoold.pool.instance import Instance
 from gpupoold.pool.instance_control import InstanceControl
 from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.lifecycle import ModelLifecycle
+from gpupoold.pool.minutes import Minutes
 from gpupoold.pool.nvml import GpuReadings
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.stimulus_file import Header, lines
@@ -68,6 +69,7 @@ class Pool:
     cache_control: CacheControl
     instances: InstanceControl
     unloader: ModelUnloader
+    minutes: Minutes
     http_url: str
     gpu_readings: GpuReadings
     stopping: bool = False
@@ -86,6 +88,7 @@ class Pool:
             *(watchdog.look for watchdog in self._watchdogs()),
             self.dispatcher.end_overdue,
             self.dispatcher.tick,
+            self.minutes.tick,
         )
         self._tasks = [
             asyncio.create_task(self._check_when_idle(), name="check-core"),
@@ -101,6 +104,7 @@ class Pool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.frontend.stop()
         await self.supervisor.stop()
+        self.minutes.close()
         await self.forks.stop()
         await self.lifecycle.stop()
         await self.saved.stop()
@@ -158,7 +162,9 @@ class Pool:
             rss_bytes=psutil.Process().memory_info().rss,
             num_models=num_models,
             num_live_requests=len(self.dispatcher.live),
-            num_refused_requests=sum(one.refused for one in self.dispatcher.stats.values()),
+            num_refused_requests=sum(
+                one.so_far().refused for one in self.dispatcher.stats.values()
+            ),
             dropped_history_rows=self.history.dropped_rows,
         )
 
@@ -324,6 +330,7 @@ def build_pool(
         CacheControl(registry, lifecycle, dispatcher.live, cache, saved),
         InstanceControl(settings.limits, dispatcher, supervisor.instances),
         ModelUnloader(lifecycle, dispatcher, supervisor, cache, history),
+        Minutes(history, dispatcher.stats),
         f"http://{shown}:{port}",
         GpuReadings(settings.devices),
     )

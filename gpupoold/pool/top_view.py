@@ -83,7 +83,14 @@ def _models(pool: Pool, rows: Iterable[ModelRow], *, has_minutes: bool) -> list[
         held_by = memories.get(name, ())
         found.append(
             TopModel(
-                usage=views.usage(name, state, pool.dispatcher, memories, pool.cache),
+                usage=views.usage(
+                    name,
+                    state,
+                    pool.dispatcher,
+                    memories,
+                    pool.cache,
+                    has_minutes=has_minutes,
+                ),
                 ttft_s=targets.ttft_s,
                 tbt_s=targets.tbt_s,
                 is_pinned=row.is_pinned,

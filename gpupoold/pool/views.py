@@ -140,13 +140,20 @@ def _quota(status: InstanceStatus | None) -> tuple[float | None, float]:
 
 
 def usage(
-    name: str, state: str, dispatcher: Dispatcher, memories_of: Memories, cache: ImageCache
+    name: str,
+    state: str,
+    dispatcher: Dispatcher,
+    memories_of: Memories,
+    cache: ImageCache,
+    *,
+    has_minutes: bool = True,
 ) -> ModelUsage:
-    """What a model has and does now, over all instances."""
+    """What a model has and does now, over all instances; its attainment by the minute only if
+    that is wanted."""
     image = cache.get(name)
     memories = [memory for _, memory in memories_of.get(name, ())]
     stats = dispatcher.stats.get(name) or ModelStats()
-    latencies = stats.latencies()
+    now_s, so_far, hour = time.monotonic(), stats.so_far(), stats.last_hour()
     return ModelUsage(
         name=name,
         state=state,
@@ -157,17 +164,21 @@ def usage(
         kv_resident_bytes=sum(memory.kv_resident_bytes for memory in memories),
         kv_host_bytes=sum(memory.kv_host_bytes for memory in memories),
         cached_bytes=image.num_bytes if image else 0,
-        requests=stats.requests,
-        completed=stats.completed,
-        refused=stats.refused,
-        dropped=stats.dropped,
-        tokens=stats.tokens,
-        tokens_in_time=stats.tokens_in_time,
-        attainment=stats.attainment,
-        ttft_p50_s=latencies["ttft_p50_s"],
-        ttft_p99_s=latencies["ttft_p99_s"],
-        tbt_p50_s=latencies["tbt_p50_s"],
-        tbt_p99_s=latencies["tbt_p99_s"],
+        requests=so_far.requests,
+        completed=so_far.completed,
+        refused=so_far.refused,
+        dropped=so_far.dropped,
+        tokens=so_far.tokens,
+        tokens_in_time=so_far.tokens_in_time,
+        attainment=so_far.attainment,
+        ttft_p50_s=hour.ttft.percentile(0.5),
+        ttft_p99_s=hour.ttft.percentile(0.99),
+        tbt_p50_s=hour.tbt.percentile(0.5),
+        tbt_p99_s=hour.tbt.percentile(0.99),
+        attainment_1m=stats.attainment_1m(now_s),
+        attainment_1h=hour.attainment,
+        attainment_minutes=stats.attainment_minutes() if has_minutes else [],
+        tokens_per_s=stats.tokens_per_s(now_s),
     )
 
 

@@ -154,4 +154,3 @@ def _cells(fitted: Sequence[tuple[Column[Row], int]], row: Row, view: View) -> l
             spans += fit_line(cell, width)
         spans.append(Span(" " * GAP))
     return spans
-

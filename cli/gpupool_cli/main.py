@@ -22,6 +22,7 @@ from gpupool_cli import (
     simulate,
     status,
     tiny,
+    top,
     unload,
 )
 from gpupool_cli.diagnostics import CliGroup
@@ -66,6 +67,7 @@ app.command("set")(models.set_model)
 app.command("rm")(models.rm)
 app.command("status")(status.status)
 app.command("ps")(status.ps)
+app.command("top")(top.top)
 app.add_typer(instances.app, name="role")
 app.command("drain")(instances.drain)
 app.command("undrain")(instances.undrain)

@@ -37,11 +37,12 @@ class Column(Generic[Row]):
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A table's lines, its header first; what did not fit into it; rows that it has in all."""
+    """A table's lines, its header first; the keys of the rows below it; the columns that did
+    not fit; rows that it has in all."""
 
     lines: list[Line]
+    keys: list[str]
     left_out: list[str]
-    num_shown: int
     num_rows: int
 
 
@@ -125,7 +126,7 @@ def draw_table(
         line = fit_line((mark, *_cells(fitted, rows[number], view)), width)
         lines.append(restyled(line, "selected") if is_selected else line)
     lines += [(Span(" " * width),)] * (height - len(lines))
-    return Drawn(lines[:height], left_out, len(shown), len(rows))
+    return Drawn(lines[:height], [keys[number] for number in shown], left_out, len(rows))
 
 
 def _header(
@@ -133,13 +134,16 @@ def _header(
 ) -> list[Span]:
     spans = [Span(" ")]
     for column, width in fitted:
-        title, style = column.title, "header"
+        style, mark = "header", " "
         if sorting is not None and column.key == sorting.column:
             descends = column.descends != sorting.is_reversed
-            mark = view.glyphs.down if descends else view.glyphs.up
-            title = fit(title, min(len(title), width - 1)).rstrip() + mark
-            style = "header sorted"
-        spans += [Span(fit(title, width, right=column.right), style), Span(" " * GAP)]
+            style, mark = "header sorted", view.glyphs.down if descends else view.glyphs.up
+        title = fit(column.title, width, right=column.right)
+        if column.right:
+            spans += [Span(title, style), Span(mark, style)]
+        else:
+            name = title.rstrip()
+            spans += [Span(name, style), Span(mark, style), Span(" " * (width - len(name)))]
     return spans
 
 

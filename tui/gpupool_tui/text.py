@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len as cell_len, set_cell_size
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
@@ -54,7 +54,8 @@ def fit_line(line: Sequence[Span], width: int) -> Line:
         length = cell_len(span.text)
         if length > left:
             if left:
-                kept.append(Span(fit(span.text, left), span.style))
+                is_blank = not span.text.strip()
+                kept.append(Span(" " * left if is_blank else fit(span.text, left), span.style))
             return tuple(kept)
         if length:
             kept.append(span)

@@ -6,6 +6,7 @@ GpupoolError
 │   ├── ConfigError        the configuration file is wrong       (exit 2)
 │   ├── NoSuchModel        name not in the registry              (exit 4, HTTP 404)
 │   ├── NoSuchKey          no API key has that name              (exit 4, HTTP 404)
+│   ├── NoSuchRequest      no such live request                  (exit 4, HTTP 404)
 │   ├── Refused            understood, but will not be done      (exit 5, HTTP 409)
 │   └── Forbidden          the caller may not do that            (exit 5, HTTP 403)
 └── ServerError            the daemon or the machine is at fault
@@ -62,6 +63,14 @@ class NoSuchModel(ClientError):
     """The name is neither a registered model nor an alias."""
 
     code = "no_such_model"
+    exit_code = 4
+    http_status = 404
+
+
+class NoSuchRequest(ClientError):
+    """The id is not that of a live request."""
+
+    code = "no_such_request"
     exit_code = 4
     http_status = 404
 
@@ -131,6 +140,7 @@ ALL_ERRORS: tuple[type[GpupoolError], ...] = (
     ConfigError,
     NoSuchModel,
     NoSuchKey,
+    NoSuchRequest,
     Refused,
     Forbidden,
     Failed,

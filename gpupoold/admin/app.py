@@ -34,6 +34,7 @@ from gpupoold.admin.routes_access import add_access_routes
 from gpupoold.admin.routes_config import add_config_routes
 from gpupoold.admin.routes_explain import add_explain_routes
 from gpupoold.admin.routes_metrics import add_metrics_routes
+from gpupoold.admin.routes_top import add_top_routes
 from gpupoold.domain import Role
 from gpupoold.errors import GpupoolError, UsageError
 from gpupoold.pool import views
@@ -60,6 +61,7 @@ def build_app(pool: Pool) -> FastAPI:
     add_config_routes(app, pool)
     add_metrics_routes(app, pool)
     add_explain_routes(app, pool)
+    add_top_routes(app, pool)
     return app
 
 

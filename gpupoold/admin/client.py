@@ -15,7 +15,9 @@ from gpupoold.admin.answers import (
     as_error,
     not_understood,
 )
+from gpupoold.admin.calls import given
 from gpupoold.admin.client_access import KeyCalls
+from gpupoold.admin.client_top import TopCalls
 from gpupoold.admin.models import (
     AddModelRequest,
     BenchMemoryRequest,
@@ -63,7 +65,7 @@ _DIFF = TypeAdapter(DiffInfo)
 _RELOAD = TypeAdapter(ReloadInfo)
 
 
-class AdminClient(KeyCalls):
+class AdminClient(KeyCalls, TopCalls):
     """One connection pool to the daemon behind ``socket_path``; use as a context manager.
 
     ``timeout_s`` bounds connecting and each plain answer. Operations that last
@@ -236,7 +238,7 @@ class AdminClient(KeyCalls):
         order: SwitchOrder = "latest",
     ) -> list[SwitchInfo]:
         """The latest or slowest ``limit`` switches: to a model, on a device, so recent."""
-        query = _given(limit=limit, model=model, device=device, since_s=since_s, order=order)
+        query = given(limit=limit, model=model, device=device, since_s=since_s, order=order)
         return self._call(_SWITCHES, "GET", "/switches", query=query)
 
     def why(self, name: str) -> Why:
@@ -251,13 +253,13 @@ class AdminClient(KeyCalls):
     def history(self, model: str | None = None, since_s: float = 3600.0) -> list[SpanInfo]:
         """What happened to the requests of one model or of all, oldest first; the longer the
         time, the longer the spans."""
-        return self._call(_SPANS, "GET", "/history", query=_given(model=model, since_s=since_s))
+        return self._call(_SPANS, "GET", "/history", query=given(model=model, since_s=since_s))
 
     def past_requests(
         self, model: str | None = None, since_s: float = 3600.0, limit: int = 100
     ) -> list[RequestRecord]:
         """Requests that have ended, latest arrival first."""
-        query = _given(model=model, since_s=since_s, limit=limit)
+        query = given(model=model, since_s=since_s, limit=limit)
         return self._call(_RECORDS, "GET", "/history/requests", query=query)
 
     def stimuli(self) -> Iterator[bytes]:
@@ -275,11 +277,11 @@ class AdminClient(KeyCalls):
 
     def events(self, after: int | None = None, limit: int = 100) -> list[EventInfo]:
         """Up to ``limit`` events in order of id: those after ``after``, else the latest."""
-        return self._call(_EVENTS, "GET", "/events", query=_given(after=after, limit=limit))
+        return self._call(_EVENTS, "GET", "/events", query=given(after=after, limit=limit))
 
     def follow_events(self, after: int | None = None) -> Iterator[EventInfo]:
         """Events as they happen, those after ``after`` first; ends when the daemon stops."""
-        query = {"follow": "true", **_given(after=after)}
+        query = {"follow": "true", **given(after=after)}
         for line in self._stream("GET", "/events", query=query):
             yield _parsed(EventInfo, line, "GET /events")
 
@@ -290,7 +292,7 @@ class AdminClient(KeyCalls):
 
         With ``follow`` new lines come as they are written, until the daemon stops.
         """
-        query = _given(lines=lines, process=process, follow="true" if follow else None)
+        query = given(lines=lines, process=process, follow="true" if follow else None)
         for line in self._stream("GET", "/logs", query=query):
             yield _parsed(_LogLine, line, "GET /logs").line
 
@@ -331,7 +333,3 @@ def _model_path(name: str) -> str:
 
 def _cache_path(name: str) -> str:
     return f"/cache/{quote(name, safe='/')}"
-
-
-def _given(**values: str | float | None) -> dict[str, str | float]:
-    return {key: value for key, value in values.items() if value is not None}

@@ -93,6 +93,12 @@ class DeviceInfo(Body):
     ``num_recomputed`` times a model's KV was dropped for want of room in host memory.
     ``quota_s`` None: the turn has no end of its own. ``utilisation`` (0 to 1), temperature and
     power are NVML's, None where it does not tell.
+
+    All of memory is weights, KV and what is free, but for a model that is being loaded.
+    ``prefetched_bytes`` of the weights were brought in for a turn that is still to come.
+    ``quota_used_s`` is how long the model on its turn has run, 0 while it is being brought in;
+    ``quota_left_s`` what it may run on, 0 when it goes on because nobody else waits, None
+    where ``quota_s`` is. Both are as of the device's last report, 0.25 s ago at most.
     """
 
     instance: int
@@ -116,6 +122,11 @@ class DeviceInfo(Body):
     is_role_fixed: bool = False
     is_draining: bool = False
     num_requests: int = 0
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    prefetched_bytes: int = 0
+    quota_used_s: float = 0.0
+    quota_left_s: float | None = None
     utilisation: float | None = None
     temperature_c: float | None = None
     power_w: float | None = None

@@ -12,7 +12,7 @@ import msgspec
 from gpupool_state import History
 from gpupoold.config import LimitSettings
 from gpupoold.domain import FinishReason, Role, Targets
-from gpupoold.errors import Refused
+from gpupoold.errors import NoSuchRequest, Refused
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instance import Instance
 from gpupoold.pool.meters import Meters
@@ -24,6 +24,7 @@ from gpupoold.pool.rows import finish_reason, request_row, switch_row
 from gpupoold.pool.scheduler import Scheduler
 from gpupoold.pool.stats import ModelStats, SwitchStats
 from gpupoold.pool.tokens import TokenCounter
+from gpupoold.pool.turns import TurnLog
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.wire import messages as m
@@ -85,6 +86,7 @@ class Dispatcher:
         self.stats: dict[str, ModelStats] = {}
         self.switches = SwitchStats()
         self.meters = Meters()
+        self.turns = TurnLog()
         self.routes: dict[str, list[Instance]] = {}
         self.targets: dict[str, Targets] = {}
         self._instances: dict[int, Instance] = {}
@@ -126,6 +128,7 @@ class Dispatcher:
         match message:
             case m.StepOutputs():
                 self._to_frontend(message)
+                self.turns.stepped(instance.number, message)
                 self._note_outputs(instance, message)
             case m.Moved():
                 self.moves.left(instance, message)
@@ -135,6 +138,7 @@ class Dispatcher:
                 self.moves.parcel_used(message.parcel_id)
             case m.TurnEnded():
                 self.meters.turn_ended(instance.number, message)
+                self.turns.ended(instance.number, message)
                 self.scheduler.turn_ended(instance.number, message)
             case m.RequestsFailed():
                 self._to_frontend(message)
@@ -147,6 +151,7 @@ class Dispatcher:
                 self.meters.switched(message.switch)
                 self.switches.add(message.switch)
                 self._tokens.switched(message.switch)
+                self.turns.switched(message.switch)
                 self._history.record_switch(switch_row(message.switch))
 
     def instance_up(self, instance: Instance) -> None:
@@ -244,6 +249,21 @@ class Dispatcher:
             self._cancel(request)
         self._fail(requests, reason)
 
+    def cancel(self, request_id: str, reason: str) -> LiveRequest:
+        """End a live request with an error that its client gets; the request as it was.
+
+        Raises:
+            NoSuchRequest: no live request has this id.
+        """
+        request = self.live.get(request_id)
+        if request is None:
+            raise NoSuchRequest(
+                f"no live request is called {request_id!r}", "it may have ended: see `gpupool top`"
+            )
+        self._cancel(request)
+        self._fail([request], reason)
+        return request
+
     def instance_down(self, instance: Instance, reason: str, blamed: str | None = None) -> None:
         """It gets no new requests. Those that it had go on elsewhere, or there when it is back;
         but one that was there when its model was ``blamed`` for two deaths may be what caused
@@ -252,6 +272,7 @@ class Dispatcher:
             if instance in instances:
                 instances.remove(instance)
         self.meters.device(instance.number).worker_ended()
+        self.turns.instance_down(instance.number)
         lost = self.live.on_instance(instance.number)
         gone = [*lost, *self.moves.lost(instance.number)]
         self.scheduler.device_down(instance.number, [one.request_id for one in gone])

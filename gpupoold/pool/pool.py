@@ -49,6 +49,7 @@ from gpupoold.pool.reload import Reloader, configured_roles
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.stimulus_file import Header, lines
 from gpupoold.pool.ticker import tick
+from gpupoold.pool.unloading import ModelUnloader
 from gpupoold.pool.watchdog import Watchdog
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.systemd import FdStore
@@ -80,6 +81,7 @@ class Pool:
     reloader: Reloader
     policy: Header
     health: Health
+    unloader: ModelUnloader
     minutes: Minutes
     explainer: Explainer
     keyring: Keyring
@@ -153,7 +155,8 @@ class Pool:
         """
         row = await self.lifecycle.find(name)
         info = views.model_info(row, self.lifecycle.state_of(row))
-        now = views.usage(info, self.dispatcher, self.supervisor.instances, self.cache)
+        memories = views.memories_of(self.supervisor.instances)
+        now = views.usage(info.name, info.state, self.dispatcher, memories, self.cache)
         return info.model_copy(update={"usage": now})
 
     async def ps(self) -> Ps:
@@ -163,6 +166,10 @@ class Pool:
 
     async def status(self) -> Status:
         """One look at the daemon."""
+        return self.status_of(len(await self.registry.list()))
+
+    def status_of(self, num_models: int) -> Status:
+        """The same, for who knows how many models are registered."""
         tls_cert = self.settings.server.tls_cert
         readies = [i.ready for i in self.supervisor.instances if i.ready is not None]
         return Status(
@@ -176,7 +183,7 @@ class Pool:
             model_cache_bytes=self.cache.used_bytes,
             model_cache_limit_bytes=self.cache.budget_bytes,
             rss_bytes=psutil.Process().memory_info().rss,
-            num_models=len(await self.registry.list()),
+            num_models=num_models,
             num_live_requests=len(self.dispatcher.live),
             num_refused_requests=sum(
                 one.so_far().refused for one in self.dispatcher.stats.values()
@@ -359,6 +366,7 @@ def build_pool(
         saved=saved,
         cache_control=cache_control,
         instances=control,
+        unloader=ModelUnloader(lifecycle, dispatcher, supervisor, cache, history),
         configuration=configuration,
         reloader=Reloader(
             configuration, history, dispatcher, supervisor, frontend, control, cache_control

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gpupoold.domain import Targets
@@ -85,6 +85,10 @@ class LiveRequests:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        """Every live request, oldest first; none may come or go meanwhile."""
+        return iter(self._requests.values())
 
     def add(self, request: LiveRequest) -> None:
         """A request came in; ids are unique."""

@@ -109,6 +109,23 @@ class PacedDevice:
         """The turn under way."""
         return self._turn
 
+    @property
+    def turn_began_s(self) -> float | None:
+        """When the model on its turn could run; None while it is being brought in."""
+        return self._began_s if self._turn is not None and self._has_begun else None
+
+    @property
+    def prefetched_bytes(self) -> int:
+        """Bytes of weights that came, or are on their way, for turns still to come."""
+        held = ((self.memory.held_bytes(name)[0], early) for name, early in self._fetched.items())
+        return sum(min(held_bytes, weight_bytes) for held_bytes, (weight_bytes, _) in held)
+
+    def page_out(self, name: str) -> None:
+        """Take a model without requests off the device."""
+        self.memory.evict_weights(name)
+        self._fetched.pop(name, None)
+        self._tell_memory()
+
     def advance(self, now_s: float) -> None:
         """Do all that was due by ``now_s``, and tell of it."""
         self._now_s = now_s

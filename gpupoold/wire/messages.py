@@ -310,7 +310,11 @@ class WrongAnswer(Message):
 
 
 class InstanceStatus(Message):
-    """Sent a few times a second: proof of life and what ``gpupool ps`` shows."""
+    """Sent a few times a second: proof of life and what ``gpupool ps`` shows.
+
+    ``turn_began_s`` is when the model on its turn could run, None while it is being brought in.
+    ``prefetched_bytes`` of weights were brought in for a turn that is still to come.
+    """
 
     instance: int
     at_s: float
@@ -321,6 +325,8 @@ class InstanceStatus(Message):
     kv_host_bytes: int
     models: list[ModelMemory]
     num_recomputed: int = 0
+    turn_began_s: float | None = None
+    prefetched_bytes: int = 0
 
 
 # daemon → instance, daemon → frontend

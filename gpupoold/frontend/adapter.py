@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import copy
 import functools
+import operator
 import types
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -110,6 +111,8 @@ class VllmModelApi:
             for middleware in self._app.user_middleware
             if getattr(middleware.cls, "__name__", "") not in _UNUSED_MIDDLEWARE
         ]
+        # vLLM's SageMaker bootstrap has built the stack with all of them already.
+        self._app.middleware_stack = None
 
     async def start(self) -> None:
         """Finish on the event loop that will serve requests."""
@@ -231,6 +234,7 @@ def _codec() -> EngineCodec:
         encode=MsgpackEncoder().encode,
         decode=MsgpackDecoder(EngineCoreOutputs).decode,
         make_outputs=_make_outputs,
+        join=_join,
         unavailable=RequestLost,
         unsupported=VLLMValidationError,
     )
@@ -250,6 +254,46 @@ def _make_outputs(progress: Sequence[RequestProgress]) -> EngineCoreOutputs:
 
 
 _FINISH_REASONS = {str(reason): reason for reason in FinishReason}
+
+
+def _join(steps: Sequence[EngineCoreOutputs]) -> EngineCoreOutputs:
+    """The outputs of several steps as of one step that gave several tokens at once.
+
+    Speculative decoding gives such steps, so vLLM knows them. What has more to it than tokens
+    stays on its own, next to the others of its request: vLLM's collector adds those up.
+    """
+    by_request: dict[str, list[EngineCoreOutput]] = {}
+    with_tokens_only: dict[str, EngineCoreOutput] = {}  # the latest of a request, if it is
+    for step in steps:
+        for output in step.outputs:
+            request_id = output.request_id
+            earlier = with_tokens_only.get(request_id)
+            if not _has_only_tokens(output):
+                with_tokens_only.pop(request_id, None)
+            elif earlier is None:
+                with_tokens_only[request_id] = output
+            else:
+                # A new list: an API that is being retired has the old one too.
+                earlier.new_token_ids = earlier.new_token_ids + output.new_token_ids
+                earlier.finish_reason = output.finish_reason
+                earlier.stop_reason = output.stop_reason
+                continue
+            by_request.setdefault(request_id, []).append(output)
+    joined = steps[-1]
+    joined.outputs = [output for outputs in by_request.values() for output in outputs]
+    return joined
+
+
+_beside_tokens = operator.attrgetter(
+    *sorted(
+        set(EngineCoreOutput.__struct_fields__)
+        - {"request_id", "new_token_ids", "finish_reason", "stop_reason", "num_nans_in_logits"}
+    )
+)
+
+
+def _has_only_tokens(output: EngineCoreOutput) -> bool:
+    return all(value is None for value in _beside_tokens(output))
 
 
 @contextlib.contextmanager

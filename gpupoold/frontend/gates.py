@@ -32,6 +32,7 @@ class Gate:
         self._request_ids: list[str] = []
         self._num_unanswered = 0
         self._is_open = False
+        self._is_passing = False
         self._held: list[MutableMapping[str, Any]] = []
         self._sending = asyncio.Lock()
         self._opening: asyncio.Task[None] | None = None
@@ -40,6 +41,9 @@ class Gate:
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """Pass on a message of the answer, or keep it; after a refusal it is for nobody."""
         if self.refusal is not None:
+            return
+        if self._is_passing:
+            await self._client_send(message)
             return
         self._held.append(message)
         if not message.get("more_body") and message["type"] == "http.response.body":
@@ -81,6 +85,8 @@ class Gate:
         async with self._sending:
             while self._held:
                 await self._client_send(self._held.pop(0))
+            # Nothing is left that a later message could overtake.
+            self._is_passing = True
 
 
 class Gates:

@@ -18,12 +18,14 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from fastapi import Request, Response
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
+from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -31,6 +33,8 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from gpupoold.frontend.errors import not_understood
+from gpupoold.frontend.gates import has_asked
 from gpupoold.frontend.mounts import AsgiApp
 from gpupoold.frontend.pool_client import EngineCodec, PoolClient
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
@@ -41,6 +45,11 @@ _TOOL_PARSER = "hermes"
 _UNUSED_MIDDLEWARE = frozenset(
     {"PrometheusInstrumentatorMiddleware", "ScalingMiddleware", "CORSMiddleware"}
 )
+
+
+# What code raises that did not expect what it was given; the last two vLLM answers itself.
+_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError)
+_ALL_FAULTS = (*_FAULTS, TypeError, ValueError)
 
 
 class RequestLost(GracefulHTTPError, GenerationError):  # type: ignore[misc, unused-ignore]
@@ -75,6 +84,15 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
     def errored(self) -> bool:
         """Never: a stopped client refuses requests with the reason."""
         return False
+
+    async def add_request(self, *args: Any, **kwargs: Any) -> Any:
+        """Ask the pool; what vLLM trips over before that is wrong with the request."""
+        try:
+            return await super().add_request(*args, **kwargs)
+        except _ALL_FAULTS as error:
+            if isinstance(error, VLLMError):
+                raise
+            raise VLLMValidationError(str(not_understood(error))) from error
 
     def _run_output_handler(self) -> None:
         # An output that vLLM cannot process ends its handler after failing all open requests;
@@ -111,6 +129,8 @@ class VllmModelApi:
             for middleware in self._app.user_middleware
             if getattr(middleware.cls, "__name__", "") not in _UNUSED_MIDDLEWARE
         ]
+        for kind in _FAULTS:
+            self._app.add_exception_handler(kind, _on_fault)
         # vLLM's SageMaker bootstrap has built the stack with all of them already.
         self._app.middleware_stack = None
 
@@ -186,6 +206,12 @@ class VllmModelApi:
         """Release the tokenizer's threads; may block."""
         self._client.stop("the model is no longer served")
         self._llm.shutdown()
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    """A request of an unforeseen form, where vLLM would say 500; a fault of its own stays one."""
+    handled = error if has_asked() else VLLMValidationError(str(not_understood(error)))
+    return await exception_handler(request, handled)
 
 
 _GARBLED = "the engine's output for this request could not be read"

@@ -68,6 +68,11 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, "BadRequestError", message, param=param)
 
 
+def not_understood(error: Exception) -> ApiError:
+    """400: the API fell over a request before any work began."""
+    return bad_request(f"The request cannot be understood: {_short(str(error.__cause__ or error))}")
+
+
 def too_large(max_body_bytes: int) -> ApiError:
     """413: the body is over the daemon's limit."""
     return ApiError(

@@ -66,9 +66,7 @@ class _Server:
             Failed: the server refused.
         """
         started_s = time.perf_counter()
-        self._http.request(
-            "POST", "/v1/completions", body, {"Content-Type": "application/json"}
-        )
+        self._http.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         response = self._http.getresponse()
         answer = response.read()
         seconds = time.perf_counter() - started_s

@@ -96,7 +96,7 @@ def _deep(rng: Random) -> Any:
 
 _VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, -(2**63) - 1, 10**400, 0.5, -0.0, 1e308,
-    float("inf"), float("-inf"), float("nan"), "", " ", "a", "\0", "\ud800", "é" * 300, "𝕏", "null",
+    float("inf"), float("-inf"), float("nan"), "", " ", "a", "\0", "\ud800", "é" * 300, "null",
     "x" * 30_000, [], [[]], [None], [0], [-1], [2**40], [[1, 2], [3]], ["a", 1], [""], {}, {"": 0},
     {"a": None}, {"type": "json_object"}, {"type": "text"}, [{"role": "user"}], [{"role": "x"}],
     [{"role": "user", "content": [{"type": "text"}]}], [{"type": "function"}], ["a"] * 600,
@@ -109,21 +109,25 @@ _VALUES: list[Any] = [
 ]  # fmt: skip
 
 # What the APIs know beside the fields of the bases.
-_FIELDS = """
-    model messages prompt input max_tokens max_completion_tokens max_output_tokens stream n seed
-    stream_options temperature top_p top_k min_p stop stop_token_ids logprobs top_logprobs echo
-    prompt_logprobs logit_bias presence_penalty frequency_penalty repetition_penalty min_tokens
-    best_of suffix user ignore_eos use_beam_search length_penalty response_format tools
-    tool_choice parallel_tool_calls structured_outputs bad_words allowed_token_ids
-    truncate_prompt_tokens add_special_tokens add_generation_prompt continue_final_message
-    chat_template chat_template_kwargs documents mm_processor_kwargs priority request_id
-    return_token_ids return_tokens_as_token_ids cache_salt kv_transfer_params vllm_xargs
-    prompt_embeds skip_special_tokens spaces_between_special_tokens include_stop_str_in_output
-    detokenize reasoning_effort include_reasoning service_tier store background instructions
-    previous_response_id text reasoning truncation metadata include system stop_sequences
-    thinking tokens return_token_strs logits_processors data_parallel_rank session_id
-    thinking_token_budget watermarking stream_interval media_io_kwargs echo role
-""".split()
+_FIELDS = [
+    "model", "messages", "prompt", "input", "max_tokens", "max_completion_tokens",
+    "max_output_tokens", "stream", "n", "seed", "stream_options", "temperature", "top_p",
+    "top_k", "min_p", "stop", "stop_token_ids", "logprobs", "top_logprobs", "echo",
+    "prompt_logprobs", "logit_bias", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "min_tokens", "best_of", "suffix", "user", "ignore_eos",
+    "use_beam_search", "length_penalty", "response_format", "tools", "tool_choice",
+    "parallel_tool_calls", "structured_outputs", "bad_words", "allowed_token_ids",
+    "truncate_prompt_tokens", "add_special_tokens", "add_generation_prompt",
+    "continue_final_message", "chat_template", "chat_template_kwargs", "documents",
+    "mm_processor_kwargs", "priority", "request_id", "return_token_ids",
+    "return_tokens_as_token_ids", "cache_salt", "kv_transfer_params", "vllm_xargs",
+    "prompt_embeds", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output", "detokenize", "reasoning_effort", "include_reasoning",
+    "service_tier", "store", "background", "instructions", "previous_response_id", "text",
+    "reasoning", "truncation", "metadata", "include", "system", "stop_sequences", "thinking",
+    "tokens", "return_token_strs", "logits_processors", "data_parallel_rank", "session_id",
+    "thinking_token_budget", "watermarking", "stream_interval", "media_io_kwargs", "role",
+]  # fmt: skip
 
 
 # Makers
@@ -140,7 +144,7 @@ def _replace_field(rng: Random, base: _Base) -> bytes:
 
 def _remove_field(rng: Random, base: _Base) -> bytes:
     body = dict(base.body or {"model": 1})
-    del body[rng.choice(sorted(body))] 
+    del body[rng.choice(sorted(body))]
     return _json_request(base, body)
 
 
@@ -165,7 +169,7 @@ def _other_body(rng: Random, base: _Base) -> bytes:
     good = json.dumps(base.body or {}).encode()
     depth = rng.choice((10, 2000, 100_000))
     bodies = [
-        b"", b"null", b"[]", b"1", b'"a"', b"{", b"\xff\xfe{}", b'{"model":', good + b"}", b"\0" * 9,
+        b"", b"null", b"[]", b"1", b'"a"', b"{", b"\xff\xfe{}", b'{"model":', good + b"}", b"\0",
         good + good, b"[" * depth, b'{"a":' * depth, b"[" * depth + b"]" * depth, b"{}" * 50,
         good.replace(b'"', b"'"), good[:-1] + b',"model":"a","model":1}', b"\xef\xbb\xbf" + good,
         good.decode().encode("utf-16"), good[:-1] + b',"x":' + b"9" * 5000 + b"}",
@@ -262,7 +266,7 @@ def _paths(rng: Random, base: _Base) -> bytes:
         "", "*", "/", "//", "///v1//models", "/..", "/../../etc/passwd", "/v1/../v1/models", "/%00",
         "/v1/models/..%2f..%2fetc%2fpasswd", "/v1/models/%00", "/v1/models/\u4e2d\u6587", "/%",
         "/v1/models/%e4%b8%ad", "/v1/models/%ff%fe", "/v1/models/%ed%a0%80", "/v1/models/",
-        "/v1/models/" + "x" * 9000, "/v1/models/" + "x" * 70_000, "/v1/models/a?b=c#d", "/v1/models?",
+        "/v1/models/" + "x" * 9000, "/v1/models/" + "x" * 70_000, "/v1/models/a?b=c#d",
         "/v1/responses/", "/v1/responses/%00", "/v1/responses/a/cancel", "/v1/responses/a/b/c",
         "/v1/responses/resp_0?stream=true&starting_after=x", "/v1/responses/" + "%41" * 2000,
         "http://a/v1/models", "/v1/completions/", "/V1/COMPLETIONS", "/v1/completions?x=\0",
@@ -279,7 +283,7 @@ def _protocols(rng: Random, base: _Base) -> bytes:
     good = _whole(base)
     return rng.choice(
         [
-            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", b"\r\n" * 50,
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\0\x01\0\x01\xfc", b"\r\n" * 9,
             good.replace(b"HTTP/1.1", b"HTTP/1.0"), good.replace(b"HTTP/1.1", b"HTTP/9.9"),
             good.replace(b" HTTP/1.1", b""), good.replace(b"\r\n", b"\n"), b"\0" * 2000, b"GET\r\n",
             good.replace(b"Connection: close", b"Connection: keep-alive") + good, good * 3,

@@ -197,6 +197,11 @@ class VllmModelApi:
         self.fail(open_ids, message)
         self._client.abort(open_ids)
 
+    def openapi(self) -> dict[str, Any]:
+        """vLLM's description of its whole API; the first call takes most of a second."""
+        described: dict[str, Any] = self._app.openapi()
+        return described
+
     def owns_response(self, response_id: str) -> bool:
         """Whether the Responses API stored that response (vLLM's store is off by default)."""
         serving = getattr(self._app.state, "openai_serving_responses", None)

@@ -89,6 +89,20 @@ def too_slow(timeout_s: float) -> ApiError:
     )
 
 
+def head_too_large(max_bytes: int) -> ApiError:
+    """431: the headers have no end."""
+    return ApiError(
+        431, "RequestTooLargeError", f"The request's headers are larger than {max_bytes} bytes."
+    )
+
+
+def head_too_slow(timeout_s: float) -> ApiError:
+    """408: the headers do not come to their end."""
+    return ApiError(
+        408, "RequestTimeoutError", f"The request's headers have not come within {timeout_s:g} s."
+    )
+
+
 def no_such_path(method: str, path: str) -> ApiError:
     """404: nothing is served there."""
     return ApiError(404, "NotFoundError", f"There is no {method} {_short(path)} here.")

@@ -29,6 +29,7 @@ from gpupoold.frontend.errors import (
 )
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
+from gpupoold.frontend.openapi import describe
 from gpupoold.wire.messages import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ ROUTED_PATHS = frozenset(
 )
 _RESPONSES_PREFIX = "/v1/responses/"
 _MODELS_PREFIX = "/v1/models/"
+_OPENAPI_PATH = "/openapi.json"
 _RETRY_UNMOUNTED_S = 1.0
 _BODY_TIMEOUT_S = 60.0
 
@@ -114,6 +116,8 @@ class Router:
             await self._route_by_model(scope, receive, send)
         elif path.startswith(_RESPONSES_PREFIX):
             await self._route_by_response(scope, receive, send)
+        elif path == _OPENAPI_PATH and method == "GET":
+            await send_json(send, 200, describe(await self._mounts.openapi(), _is_served))
         elif method in ("GET", "HEAD"):
             status, body = self._own_answer(method, path)
             await send_json(send, status, body, with_body=method == "GET")
@@ -178,6 +182,11 @@ class Router:
             chunks.append(chunk)
             if not message.get("more_body"):
                 return b"".join(chunks)
+
+
+def _is_served(path: str) -> bool:
+    """Whether a path of a model's API is within reach of clients."""
+    return path in ROUTED_PATHS or path.startswith(_RESPONSES_PREFIX)
 
 
 def _declared_length(scope: Scope) -> int:

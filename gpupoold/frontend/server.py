@@ -18,6 +18,7 @@ import uvicorn
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.frontend.catalog import Catalog
 from gpupoold.frontend.gates import Gates
+from gpupoold.frontend.http_protocol import KEEP_ALIVE_S, BoundedHttp
 from gpupoold.frontend.mounts import Mounts
 from gpupoold.frontend.preload import preload
 from gpupoold.frontend.router import Router
@@ -93,6 +94,8 @@ class Frontend:
         Raises:
             OSError: the descriptors are not what they should be.
         """
+        # It warns of every request that is not HTTP, which anybody can send without end.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         server = _Server(self._uvicorn_config())
         listener = socket.socket(fileno=self._settings.listen_fd)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -123,6 +126,8 @@ class Frontend:
             access_log=False,
             lifespan="off",
             server_header=False,
+            http=BoundedHttp,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=_GRACE_S,
         )
 

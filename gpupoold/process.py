@@ -7,6 +7,7 @@ import ctypes
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -61,6 +62,16 @@ def die_with_parent(expected_parent_pid: int | None = None) -> None:
         raise OSError(errno, f"prctl(PR_SET_PDEATHSIG): {os.strerror(errno)}")
     if os.getppid() != parent_pid:
         raise SystemExit(f"the parent process {parent_pid} is gone")
+
+
+def raise_file_limit() -> None:
+    """Let this process have as many files, and so connections, as the system allows it.
+
+    The usual soft limit of 1,024 is for programs that use ``select``.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def as_words(options: Mapping[str, object]) -> list[str]:

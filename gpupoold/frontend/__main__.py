@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gpupoold.access.tls import Tls
 from gpupoold.frontend.server import Frontend, FrontendSettings
-from gpupoold.process import begin_child
+from gpupoold.process import begin_child, raise_file_limit
 
 
 def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
@@ -54,6 +54,7 @@ def main() -> None:
     """Run a frontend until the daemon ends it."""
     settings = parse_arguments()
     begin_child("frontend", settings.log_level, settings.parent_pid)
+    raise_file_limit()
     try:
         import uvloop
     except ImportError:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import copy
 import functools
+import operator
 import types
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,12 +18,14 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from fastapi import Request, Response
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
+from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -30,6 +33,8 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from gpupoold.frontend.errors import not_understood
+from gpupoold.frontend.gates import has_asked
 from gpupoold.frontend.mounts import AsgiApp
 from gpupoold.frontend.pool_client import EngineCodec, PoolClient
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
@@ -40,6 +45,11 @@ _TOOL_PARSER = "hermes"
 _UNUSED_MIDDLEWARE = frozenset(
     {"PrometheusInstrumentatorMiddleware", "ScalingMiddleware", "CORSMiddleware"}
 )
+
+
+# What code raises that did not expect what it was given; the last two vLLM answers itself.
+_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError)
+_ALL_FAULTS = (*_FAULTS, TypeError, ValueError)
 
 
 class RequestLost(GracefulHTTPError, GenerationError):  # type: ignore[misc, unused-ignore]
@@ -74,6 +84,15 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
     def errored(self) -> bool:
         """Never: a stopped client refuses requests with the reason."""
         return False
+
+    async def add_request(self, *args: Any, **kwargs: Any) -> Any:
+        """Ask the pool; what vLLM trips over before that is wrong with the request."""
+        try:
+            return await super().add_request(*args, **kwargs)
+        except _ALL_FAULTS as error:
+            if isinstance(error, VLLMError):
+                raise
+            raise VLLMValidationError(str(not_understood(error))) from error
 
     def _run_output_handler(self) -> None:
         # An output that vLLM cannot process ends its handler after failing all open requests;
@@ -110,6 +129,10 @@ class VllmModelApi:
             for middleware in self._app.user_middleware
             if getattr(middleware.cls, "__name__", "") not in _UNUSED_MIDDLEWARE
         ]
+        for kind in _FAULTS:
+            self._app.add_exception_handler(kind, _on_fault)
+        # vLLM's SageMaker bootstrap has built the stack with all of them already.
+        self._app.middleware_stack = None
 
     async def start(self) -> None:
         """Finish on the event loop that will serve requests."""
@@ -174,6 +197,11 @@ class VllmModelApi:
         self.fail(open_ids, message)
         self._client.abort(open_ids)
 
+    def openapi(self) -> dict[str, Any]:
+        """vLLM's description of its whole API; the first call takes most of a second."""
+        described: dict[str, Any] = self._app.openapi()
+        return described
+
     def owns_response(self, response_id: str) -> bool:
         """Whether the Responses API stored that response (vLLM's store is off by default)."""
         serving = getattr(self._app.state, "openai_serving_responses", None)
@@ -183,6 +211,12 @@ class VllmModelApi:
         """Release the tokenizer's threads; may block."""
         self._client.stop("the model is no longer served")
         self._llm.shutdown()
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    """A request of an unforeseen form, where vLLM would say 500; a fault of its own stays one."""
+    handled = error if has_asked() else VLLMValidationError(str(not_understood(error)))
+    return await exception_handler(request, handled)
 
 
 _GARBLED = "the engine's output for this request could not be read"
@@ -231,6 +265,7 @@ def _codec() -> EngineCodec:
         encode=MsgpackEncoder().encode,
         decode=MsgpackDecoder(EngineCoreOutputs).decode,
         make_outputs=_make_outputs,
+        join=_join,
         unavailable=RequestLost,
         unsupported=VLLMValidationError,
     )
@@ -250,6 +285,46 @@ def _make_outputs(progress: Sequence[RequestProgress]) -> EngineCoreOutputs:
 
 
 _FINISH_REASONS = {str(reason): reason for reason in FinishReason}
+
+
+def _join(steps: Sequence[EngineCoreOutputs]) -> EngineCoreOutputs:
+    """The outputs of several steps as of one step that gave several tokens at once.
+
+    Speculative decoding gives such steps, so vLLM knows them. What has more to it than tokens
+    stays on its own, next to the others of its request: vLLM's collector adds those up.
+    """
+    by_request: dict[str, list[EngineCoreOutput]] = {}
+    with_tokens_only: dict[str, EngineCoreOutput] = {}  # the latest of a request, if it is
+    for step in steps:
+        for output in step.outputs:
+            request_id = output.request_id
+            earlier = with_tokens_only.get(request_id)
+            if not _has_only_tokens(output):
+                with_tokens_only.pop(request_id, None)
+            elif earlier is None:
+                with_tokens_only[request_id] = output
+            else:
+                # A new list: an API that is being retired has the old one too.
+                earlier.new_token_ids = earlier.new_token_ids + output.new_token_ids
+                earlier.finish_reason = output.finish_reason
+                earlier.stop_reason = output.stop_reason
+                continue
+            by_request.setdefault(request_id, []).append(output)
+    joined = steps[-1]
+    joined.outputs = [output for outputs in by_request.values() for output in outputs]
+    return joined
+
+
+_beside_tokens = operator.attrgetter(
+    *sorted(
+        set(EngineCoreOutput.__struct_fields__)
+        - {"request_id", "new_token_ids", "finish_reason", "stop_reason", "num_nans_in_logits"}
+    )
+)
+
+
+def _has_only_tokens(output: EngineCoreOutput) -> bool:
+    return all(value is None for value in _beside_tokens(output))
 
 
 @contextlib.contextmanager

@@ -76,6 +76,11 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, "BadRequestError", message, param=param)
 
 
+def not_understood(error: Exception) -> ApiError:
+    """400: the API fell over a request before any work began."""
+    return bad_request(f"The request cannot be understood: {_short(str(error.__cause__ or error))}")
+
+
 def too_large(max_body_bytes: int) -> ApiError:
     """413: the body is over the daemon's limit."""
     return ApiError(
@@ -89,6 +94,20 @@ def too_slow(timeout_s: float) -> ApiError:
     """408: the rest of the body does not come."""
     return ApiError(
         408, "RequestTimeoutError", f"No more of the request body has come for {timeout_s:g} s."
+    )
+
+
+def head_too_large(max_bytes: int) -> ApiError:
+    """431: the headers have no end."""
+    return ApiError(
+        431, "RequestTooLargeError", f"The request's headers are larger than {max_bytes} bytes."
+    )
+
+
+def head_too_slow(timeout_s: float) -> ApiError:
+    """408: the headers do not come to their end."""
+    return ApiError(
+        408, "RequestTimeoutError", f"The request's headers have not come within {timeout_s:g} s."
     )
 
 

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
-from gpupoold.frontend.errors import ApiError, not_admitted
+from gpupoold.frontend.errors import ApiError, not_admitted, not_understood
 from gpupoold.frontend.mounts import Send
 from gpupoold.wire.messages import Admission
 
@@ -32,14 +32,23 @@ class Gate:
         self._request_ids: list[str] = []
         self._num_unanswered = 0
         self._is_open = False
+        self._is_passing = False
         self._held: list[MutableMapping[str, Any]] = []
         self._sending = asyncio.Lock()
         self._opening: asyncio.Task[None] | None = None
         self.refusal: ApiError | None = None
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether the daemon has been asked nothing, and the client has got nothing."""
+        return not self._request_ids and not self._is_open
+
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """Pass on a message of the answer, or keep it; after a refusal it is for nobody."""
         if self.refusal is not None:
+            return
+        if self._is_passing:
+            await self._client_send(message)
             return
         self._held.append(message)
         if not message.get("more_body") and message["type"] == "http.response.body":
@@ -81,6 +90,14 @@ class Gate:
         async with self._sending:
             while self._held:
                 await self._client_send(self._held.pop(0))
+            # Nothing is left that a later message could overtake.
+            self._is_passing = True
+
+
+def has_asked() -> bool:
+    """Whether the daemon has been asked for anything for the answer being made."""
+    gate = _current.get()
+    return gate is not None and not gate.is_untouched
 
 
 class Gates:
@@ -94,13 +111,16 @@ class Gates:
         """A gate for what happens within, and for the tasks that are begun there.
 
         Raises:
-            ApiError: at the end: a request was refused, and nothing has been sent.
+            ApiError: at the end, and nothing has been sent: a request was refused, or the API
+                failed before it asked for anything, which is the request's doing.
         """
         gate = Gate(send)
         token = _current.set(gate)
         try:
             yield gate
-        except Exception:
+        except Exception as error:
+            if gate.is_untouched:
+                raise not_understood(error) from error
             if gate.refusal is None:
                 raise
         finally:

@@ -39,6 +39,10 @@ class ModelApi(Protocol):
         """End every open request, and every later one, with an error."""
         ...
 
+    def openapi(self) -> dict[str, Any]:
+        """The application's OpenAPI description; the first call may block for a second."""
+        ...
+
     def owns_response(self, response_id: str) -> bool:
         """Whether the Responses API of this model stored that response."""
         ...
@@ -73,6 +77,12 @@ class Mounts:
     def get(self, name: str) -> Mount | None:
         """The API that takes new requests for the model, if one is mounted."""
         return self._current.get(name)
+
+    async def openapi(self) -> dict[str, Any] | None:
+        """What one of the APIs says of itself, None while there is none; they are all alike."""
+        for mount in self._current.values():
+            return await asyncio.to_thread(mount.api.openapi)
+        return None
 
     def find_response(self, response_id: str) -> Mount | None:
         """The API that stored this response, if any."""

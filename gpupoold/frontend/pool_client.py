@@ -25,13 +25,14 @@ class EngineCodec:
     """The engine's serialiser and the errors its API layer understands.
 
     ``encode`` takes a request, ``decode`` returns an engine's outputs, and ``make_outputs``
-    those of a device without an engine. ``unavailable`` makes an error that clients see as
-    503, ``unsupported`` as 400.
+    those of a device without an engine; ``join`` makes one of several, in their order.
+    ``unavailable`` makes an error that clients see as 503, ``unsupported`` as 400.
     """
 
     encode: Callable[[Any], Sequence[bytes | bytearray | memoryview]]
     decode: Callable[[Sequence[bytes]], Any]
     make_outputs: Callable[[Sequence[RequestProgress]], Any]
+    join: Callable[[Sequence[Any]], Any]
     unavailable: Callable[[str], Exception]
     unsupported: Callable[[str], Exception]
 
@@ -109,16 +110,24 @@ class PoolClient:
             self._send(AbortRequests(model=self._model, request_ids=request_ids))
 
     async def get_output_async(self) -> Any:
-        """The outputs of the next step."""
+        """The outputs of the next step; where several wait already, of all of them as one."""
         while True:
-            outputs = await self._steps.get()
-            try:
-                if not outputs.frames:
-                    return self._codec.make_outputs(outputs.progress)
-                return self._codec.decode(outputs.frames)
-            except Exception:
-                logger.exception("unreadable outputs of %s", self._model)
-                self._on_unreadable([progress.request_id for progress in outputs.progress])
+            steps = [await self._steps.get()]
+            while not self._steps.empty():
+                steps.append(self._steps.get_nowait())
+            read = [outputs for outputs in map(self._read, steps) if outputs is not None]
+            if read:
+                return self._codec.join(read) if len(read) > 1 else read[0]
+
+    def _read(self, step: StepOutputs) -> Any | None:
+        try:
+            if not step.frames:
+                return self._codec.make_outputs(step.progress)
+            return self._codec.decode(step.frames)
+        except Exception:
+            logger.exception("unreadable outputs of %s", self._model)
+            self._on_unreadable([progress.request_id for progress in step.progress])
+            return None
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         """The tasks that the model's engine reported."""

@@ -31,6 +31,7 @@ from gpupoold.frontend.errors import (
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.metrics import METRICS_PATH, MetricsCalls
 from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
+from gpupoold.frontend.openapi import describe
 from gpupoold.wire.messages import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ ROUTED_PATHS = frozenset(
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 _RESPONSES_PREFIX = "/v1/responses/"
 _MODELS_PREFIX = "/v1/models/"
+_OPENAPI_PATH = "/openapi.json"
 _RETRY_UNMOUNTED_S = 1.0
 _BODY_TIMEOUT_S = 60.0
 
@@ -137,6 +139,8 @@ class Router:
             await self._route_by_response(caller, without_credentials(scope), receive, send)
         elif path == METRICS_PATH and method in ("GET", "HEAD"):
             await self._metrics.serve(send, with_body=method == "GET")
+        elif path == _OPENAPI_PATH and method == "GET":
+            await send_json(send, 200, describe(await self._mounts.openapi(), _is_served))
         elif method in ("GET", "HEAD"):
             status, body = self._own_answer(method, path, caller)
             await send_json(send, status, body, with_body=method == "GET")
@@ -208,6 +212,11 @@ class Router:
             chunks.append(chunk)
             if not message.get("more_body"):
                 return b"".join(chunks)
+
+
+def _is_served(path: str) -> bool:
+    """Whether a path of a model's API is within reach of clients."""
+    return path in ROUTED_PATHS or path.startswith(_RESPONSES_PREFIX)
 
 
 def _declared_length(scope: Scope) -> int:

@@ -20,6 +20,7 @@ from gpupoold.errors import Failed, GpupoolError
 from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
 from gpupoold.frontend.gates import Gates
+from gpupoold.frontend.http_protocol import KEEP_ALIVE_S, BoundedHttp
 from gpupoold.frontend.metrics import MetricsCalls
 from gpupoold.frontend.mounts import Mounts
 from gpupoold.frontend.preload import preload
@@ -112,6 +113,8 @@ class Frontend:
         Raises:
             OSError: the descriptors are not what they should be.
         """
+        # It warns of every request that is not HTTP, which anybody can send without end.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         server = _Server(self._uvicorn_config())
         listener = socket.socket(fileno=self._settings.listen_fd)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -144,6 +147,8 @@ class Frontend:
             access_log=False,
             lifespan="off",
             server_header=False,
+            http=BoundedHttp,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=_GRACE_S,
             # The same context each time: a renewed certificate is put into it.
             ssl_context_factory=None if tls is None else lambda *_: tls.context(),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gpupool_state.db import Database
@@ -61,11 +62,15 @@ class Registry:
     Names and aliases share one name space. All methods raise ``Failed`` when
     the disk is full or the database locked or damaged; nothing is changed then.
     Methods that change a model take its name, not an alias.
+
+    All changes go through here, so the list of models is read again only after one.
     """
 
     def __init__(self, db: Database, now: Callable[[], float] = time.time) -> None:
         self._db = db
         self._now = now
+        self._listed: tuple[ModelRow, ...] | None = None
+        self._num_changes = 0
 
     async def add(self, spec: ModelSpec) -> ModelRow:
         """Register a model with its aliases, in state ``registered``.
@@ -75,7 +80,7 @@ class Registry:
             Refused: the name or an alias is taken; names the model that has it.
         """
         _check_spec(spec)
-        async with self._db.write() as tx:
+        async with self._changing() as tx:
             for name in (spec.name, *spec.aliases):
                 await _check_free(tx, name)
             await tx.execute(_INSERT, _columns(spec, self._now()))
@@ -91,9 +96,16 @@ class Registry:
 
     async def list(self) -> list[ModelRow]:
         """All models by name."""
+        if self._listed is not None:
+            return [*self._listed]
+        num_changes = self._num_changes
         profiles = await all_profiles(self._db)
         rows = await self._db.fetch_all(f"{_SELECT} ORDER BY name")
-        return [_model_row(row, profiles.get(row["name"], ())) for row in rows]
+        listed = [_model_row(row, profiles.get(row["name"], ())) for row in rows]
+        # What was read before a change, or beside it, is not kept.
+        if num_changes == self._num_changes:
+            self._listed = tuple(listed)
+        return listed
 
     async def update(
         self,
@@ -114,7 +126,7 @@ class Registry:
         """
         added, removed = tuple(add_aliases), tuple(remove_aliases)
         check_names(added)
-        async with self._db.write() as tx:
+        async with self._changing() as tx:
             await _check_model(tx, name)
             if targets is not None:
                 await tx.execute(
@@ -146,7 +158,7 @@ class Registry:
         Raises:
             NoSuchModel: no model has this name.
         """
-        async with self._db.write() as tx:
+        async with self._changing() as tx:
             await _check_model(tx, name)
             await tx.execute(
                 "UPDATE models SET state = ?, error = ? WHERE name = ?",
@@ -170,7 +182,7 @@ class Registry:
         Raises:
             NoSuchModel: no model has this name.
         """
-        async with self._db.write() as tx:
+        async with self._changing() as tx:
             await _check_model(tx, name)
             await tx.execute(
                 "UPDATE models SET architecture = ?, weight_bytes = ?, kv_bytes_per_token = ?, "
@@ -185,7 +197,7 @@ class Registry:
         Raises:
             NoSuchModel: no model has this name.
         """
-        async with self._db.write() as tx:
+        async with self._changing() as tx:
             await _check_model(tx, name)
             await tx.execute("UPDATE models SET is_pinned = ? WHERE name = ?", (is_pinned, name))
             return await _row(tx, name)
@@ -196,7 +208,7 @@ class Registry:
         Raises:
             NoSuchModel: no model has this name.
         """
-        async with self._db.write() as tx:
+        async with self._changing() as tx:
             await _check_model(tx, name)
             await replace_profiles(tx, name, rows)
             return await _row(tx, name)
@@ -207,9 +219,18 @@ class Registry:
         Raises:
             NoSuchModel: no model has this name.
         """
-        async with self._db.write() as tx:
+        async with self._changing() as tx:
             await _check_model(tx, name)
             await tx.execute("DELETE FROM models WHERE name = ?", (name,))
+
+    @contextlib.asynccontextmanager
+    async def _changing(self) -> AsyncIterator[Transaction]:
+        try:
+            async with self._db.write() as tx:
+                yield tx
+        finally:
+            self._num_changes += 1
+            self._listed = None
 
 
 def _check_spec(spec: ModelSpec) -> None:

@@ -113,6 +113,10 @@ class EngineSet:
         """Models with something to do."""
         return [name for name, engine in self._engines.items() if engine.scheduler.has_requests()]
 
+    def open_requests(self, name: str) -> set[str]:
+        """Ids of a model's requests that have not ended."""
+        return set(self._engines[name].scheduler.requests)
+
     def step(self, name: str) -> list[StepOutputs]:
         """One step of a model: what its requests gained."""
         outputs, _ = self._engines[name].step_fn()

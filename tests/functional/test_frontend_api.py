@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import json
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,6 +148,30 @@ class TestGeneration:
     def test_alias_answers_as_the_model(self, api: openai.OpenAI) -> None:
         prompt = "def foo(self):"
         assert complete(api, f"{LLAMA}-latest", prompt) == complete(api, LLAMA, prompt)
+
+    @pytest.mark.parametrize("logprobs", [None, 2])
+    def test_tokens_that_came_while_it_was_busy_share_a_chunk(
+        self, peer: EnginePeer, api: openai.OpenAI, logprobs: int | None
+    ) -> None:
+        arguments: Any = {"model": LLAMA, "prompt": "once", "max_tokens": 60, "temperature": 0}
+        arguments |= {"logprobs": logprobs, "extra_body": {"ignore_eos": True}}
+        whole = api.completions.create(**arguments).choices[0]
+        start = len(peer.received)
+        parts = api.completions.create(**arguments, stream=True)
+        [request_id] = added_since(peer, start, LLAMA)
+        os.kill(peer.process.pid, signal.SIGSTOP)
+        try:
+            until(lambda: request_id not in peer.engines.open_requests(LLAMA))
+        finally:
+            os.kill(peer.process.pid, signal.SIGCONT)
+        chunks = [part.choices[0] for part in parts]
+        assert len(chunks) < 60
+        assert "".join(chunk.text for chunk in chunks) == whole.text
+        assert chunks[-1].finish_reason == whole.finish_reason == "length"
+        if logprobs:
+            assert whole.logprobs is not None
+            tokens = [chunk.logprobs.tokens or [] for chunk in chunks if chunk.logprobs]
+            assert list(itertools.chain.from_iterable(tokens)) == whole.logprobs.tokens
 
     def test_two_samples(self, api: openai.OpenAI) -> None:
         answer = api.completions.create(model=QWEN2, prompt="a b c", n=2, max_tokens=8, seed=3)

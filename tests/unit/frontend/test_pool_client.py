@@ -32,6 +32,7 @@ class Pool:
             encode=lambda request: [request.request_id.encode(), memoryview(b"tensor")],
             decode=lambda frames: frames[0].decode("ascii"),
             make_outputs=lambda progress: [one.new_token_ids for one in progress],
+            join=list,
             unavailable=Unavailable,
             unsupported=Unsupported,
         )
@@ -110,6 +111,18 @@ def test_unreadable_outputs_are_reported_and_skipped() -> None:
     pool.client.push(step(b"fine"))
     assert asyncio.run(pool.client.get_output_async()) == "fine"
     assert pool.unreadable == [["r1"]]
+
+
+def test_steps_that_wait_are_read_as_one_without_those_that_are_unreadable() -> None:
+    async def run() -> list[Any]:
+        pool = Pool()
+        for frame in (b"one", b"\xff", b"two"):
+            pool.client.push(step(frame))
+        together = await pool.client.get_output_async()
+        pool.client.push(step(b"three"))
+        return [together, await pool.client.get_output_async(), pool.unreadable]
+
+    assert asyncio.run(run()) == [["one", "two"], "three", [["r1"]]]
 
 
 def test_other_engine_operations_are_named() -> None:

@@ -232,3 +232,34 @@ async def test_changes_need_a_models_own_name(
             await change
         assert told in caught.value.message
     assert await registry.list() == [before]
+
+
+async def test_the_list_is_what_the_database_has_after_every_change(
+    path: Path, registry: Registry, make_spec: MakeSpec
+) -> None:
+    changes = (
+        lambda: registry.add(make_spec("llama")),
+        lambda: registry.add(make_spec("qwen")),
+        lambda: registry.add_aliases("llama", ["chat"]),
+        lambda: registry.set_state("llama", ModelState.READY),
+        lambda: registry.set_pinned("qwen", True),
+        lambda: registry.set_targets("qwen", Targets(ttft_s=7.0, tbt_s=0.7)),
+        lambda: registry.remove("llama"),
+    )
+    async with await Database.open(path) as database:
+        for change in changes:
+            before = await registry.list()
+            await change()
+            after = await registry.list()
+            assert after == await Registry(database).list() != before
+            assert await registry.list() == after
+
+
+async def test_what_was_read_beside_a_change_is_not_kept(
+    registry: Registry, make_spec: MakeSpec
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for index in range(20):
+            tasks.create_task(registry.add(make_spec(f"m{index}")))
+            tasks.create_task(registry.list())
+    assert len(await registry.list()) == 20

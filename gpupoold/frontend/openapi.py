@@ -1,0 +1,99 @@
+"""The OpenAPI description of the public HTTP surface: what a model's API says of itself, cut down
+to what is served, and our own paths beside it. Pure."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from gpupoold import __version__
+
+_INFO = {
+    "title": "gpupool",
+    "version": __version__,
+    "description": "The model of a request is its `model`, by name or alias.",
+}
+_OWN_PATHS = {
+    "/health": "The server runs.",
+    "/ready": "Requests can be served; 503 until then.",
+    "/version": "gpupool's version.",
+    "/v1/models": "The models, with their states.",
+    "/v1/models/{model}": "One model, by name or alias.",
+}
+# What any request for a model may be answered with, before the model's API sees it or after.
+_REFUSALS = (
+    HTTPStatus.BAD_REQUEST,
+    HTTPStatus.NOT_FOUND,
+    HTTPStatus.REQUEST_TIMEOUT,
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+)
+_REF_PREFIX = "#/components/schemas/"
+
+
+def describe(engine: Mapping[str, Any] | None, is_served: Callable[[str], bool]) -> dict[str, Any]:
+    """The description.
+
+    Args:
+        engine: that of a model's API; None while no model is mounted.
+        is_served: whether a path of a model's API is within reach.
+    """
+    paths: dict[str, Any] = dict(_own_paths())
+    found: Mapping[str, Any] = engine or {"paths": {}}
+    for path, operations in found["paths"].items():
+        if is_served(path):
+            paths[path] = {
+                method: _with_refusals(operation) for method, operation in operations.items()
+            }
+    schemas = found.get("components", {}).get("schemas", {})
+    return {
+        "openapi": found.get("openapi", "3.1.0"),
+        "info": _INFO,
+        "paths": paths,
+        "components": {"schemas": {name: schemas[name] for name in sorted(_used(paths, schemas))}},
+    }
+
+
+def _own_paths() -> Iterator[tuple[str, Any]]:
+    for path, summary in _OWN_PATHS.items():
+        operation: dict[str, Any] = {"summary": summary, "responses": {"200": _json("It is so.")}}
+        if path == "/ready":
+            operation["responses"]["503"] = _json("Not yet.")
+        if path.startswith("/v1/models"):
+            operation["responses"]["503"] = _json("The server is starting.")
+        if path.endswith("{model}"):
+            operation["responses"]["404"] = _json("There is no such model.")
+            parameter = {"name": "model", "in": "path", "required": True}
+            operation["parameters"] = [parameter | {"schema": {"type": "string"}}]
+        yield path, {"get": operation}
+
+
+def _json(description: str) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": {}}}}
+
+
+def _with_refusals(operation: Mapping[str, Any]) -> dict[str, Any]:
+    described = copy.deepcopy(dict(operation))
+    for status in _REFUSALS:
+        described["responses"].setdefault(str(int(status)), _json(status.phrase))
+    return described
+
+
+def _used(place: Any, schemas: Mapping[str, Any]) -> set[str]:
+    """Names of all schemas that ``place`` refers to, and those refer to."""
+    used: set[str] = set()
+    left = [place]
+    while left:
+        one = left.pop()
+        if isinstance(one, Mapping):
+            name = str(one.get("$ref", "")).removeprefix(_REF_PREFIX)
+            if name in schemas and name not in used:
+                used.add(name)
+                left.append(schemas[name])
+            left.extend(one.values())
+        elif isinstance(one, list):
+            left.extend(one)
+    return used

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Mapping
+from typing import TextIO
 
 from gpupoold.config import Settings
 from gpupoold.errors import Failed
@@ -29,12 +31,15 @@ def start_logging(settings: Settings) -> None:
             f"{settings.paths.log_dir}: cannot be written: {error.strerror}",
             "change paths.log_dir or its permissions",
         ) from error
-    handlers: list[logging.Handler] = [file]
-    if is_journal(sys.stderr.fileno(), os.environ):
-        handlers.append(JournalHandler())
-        handlers[-1].setFormatter(logging.Formatter())  # the rest is in its fields
-    else:
-        handlers.append(logging.StreamHandler(sys.stderr))
-    # Sets the formatters of those that have none.
-    logging.basicConfig(level=settings.log.level.upper(), format=_FORMAT, handlers=handlers)
+    shown = shown_handler(sys.stderr, os.environ)
+    logging.basicConfig(level=settings.log.level.upper(), format=_FORMAT, handlers=[file, shown])
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def shown_handler(stream: TextIO, variables: Mapping[str, str]) -> logging.Handler:
+    """A handler for the journal if ``stream`` leads there, else for the stream itself."""
+    if not is_journal(stream.fileno(), variables):
+        return logging.StreamHandler(stream)
+    handler = JournalHandler()
+    handler.setFormatter(logging.Formatter())  # the time and so on are in its fields
+    return handler

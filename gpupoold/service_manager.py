@@ -56,7 +56,7 @@ async def _inform(
         if problem and problem != told:
             _logger.error("the watchdog is not fed: %s", problem)
         told = problem
-        if not problem:
+        if not problem and watchdog_s is not None:
             notifier.is_well()
         notifier.status(f"stuck: {problem}" if problem else summary())
         await asyncio.sleep(interval_s)

@@ -125,6 +125,7 @@ class Notifier:
         # An abstract name begins with a zero byte.
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
         self._status = ""
+        self._is_failing = False
 
     @property
     def is_heard(self) -> bool:
@@ -144,8 +145,12 @@ class Notifier:
                 sock.connect(self._address)
                 socket.send_fds(sock, ["\n".join(fields).encode()], list(fds))
         except OSError as error:
-            _logger.warning("systemd was not told %s: %s", fields[0], error)
+            # Once: much of it is said again and again.
+            if not self._is_failing:
+                _logger.warning("systemd was not told %s: %s", fields[0], error)
+            self._is_failing = True
             return False
+        self._is_failing = False
         return True
 
     def ready(self) -> None:

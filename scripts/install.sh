@@ -41,7 +41,7 @@ check() {
     done
     [[ -x $VENV/bin/python ]] || die "there is no environment in $VENV" \
         "run \`make venv\` first, as the user whom this folder belongs to"
-    "$VENV/bin/python" -c 'import pip, setuptools' 2>/dev/null || die "$VENV has no pip or setuptools" \
+    "$VENV/bin/python" -m pip show --quiet setuptools 2>/dev/null || die "$VENV has no pip or setuptools" \
         "make it anew: rm -r $VENV && make venv"
     check_interpreter
 }

@@ -87,6 +87,7 @@ make_environment() {
     python=$(choose_python)
     "$python" -c 'import venv, ensurepip' 2>/dev/null ||
         die "$python has no venv module" "Debian, Ubuntu: apt install python3-venv (or python3.11-venv)"
+    check_numa "$lock" "$python"
     [[ ! -e $VENV ]] || say "$VENV is not finished or out of date: making it anew"
     rm -rf "$VENV"
     say "making $VENV with $("$python" --version), $(basename "$lock") (log: $LOG)"
@@ -95,6 +96,13 @@ make_environment() {
     say "installing $(grep -c '^[a-z]' "$lock") packages; about two minutes with a warm cache"
     pip_install -r "$lock" || die_with_log "pip could not install $lock" \
         "check the network and the free disk space, then run make venv again"
+}
+
+# vLLM's CPU build loads it at its first step, and says then only that something is missing.
+check_numa() {
+    [[ $1 == */cpu.txt ]] || return 0
+    "$2" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
+        die "libnuma.so.1 is missing, which vLLM's CPU build needs" "Debian, Ubuntu: apt install libnuma1"
 }
 
 pip_install() { logged "$VENV/bin/python" -m pip install --no-input --no-deps "$@"; }

@@ -47,6 +47,7 @@ async def test_one_that_is_not_well_says_why_until_it_is(
 async def test_without_a_watchdog_there_is_the_status(manager: FakeManager) -> None:
     async with informed(Notifier(manager.address), None, lambda: "fine", lambda _: ""):
         await until_sent(manager, "STATUS")
+    assert manager.values("WATCHDOG") == []
 
 
 async def test_without_a_manager_nobody_is_asked() -> None:

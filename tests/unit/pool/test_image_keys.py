@@ -13,8 +13,8 @@ import pytest
 
 from gpupoold.errors import Failed
 from gpupoold.pool import image_keys
-from gpupoold.pool.image_keys import image_key
-from gpupoold.wire.messages import ModelToLoad
+from gpupoold.pool.image_keys import ImageKeys, image_key
+from gpupoold.wire.messages import InstanceReady, ModelToLoad
 
 MIB = 1 << 20
 
@@ -153,3 +153,23 @@ def test_a_checkpoint_that_cannot_be_looked_through(model: ModelToLoad, checkpoi
     shutil.rmtree(checkpoint)
     with pytest.raises(Failed, match=f"m: cannot look through the checkpoint {checkpoint}"):
         key_of(model)
+
+
+async def test_a_key_is_that_of_the_last_look(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ModelToLoad(name="a", path=str(checkpoint), ttft_s=1.0, tbt_s=0.1)
+    ready = InstanceReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
+    keys = ImageKeys()
+    assert keys.get("a") is None
+    first = await keys.note(model, ready)
+    assert first is not None
+    assert keys.all() == {"a": first}
+    (checkpoint / "config.json").write_text('{"changed": true}')
+    second = await keys.note(model, ready)
+    assert second not in (first, None)
+    assert keys.get("a") == second
+    shutil.rmtree(checkpoint)
+    assert await keys.note(model, ready) is None
+    assert "cannot look through the checkpoint" in caplog.text
+    assert keys.all() == {}

@@ -1,0 +1,31 @@
+"""Shared memory: all its pages are there, and stay."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gpupoold.memory import memfd
+
+SIZE = 8192
+
+
+def test_its_size_cannot_be_changed() -> None:
+    fd = memfd.create_memfd("test", SIZE)
+    for num_bytes in (SIZE // 2, 2 * SIZE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, num_bytes)
+    os.pwrite(fd, b"weights", SIZE - 7)
+    status = os.fstat(fd)
+    assert (status.st_size, status.st_blocks * 512) == (SIZE, SIZE)
+    os.close(fd)
+
+
+def test_more_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable: 4 kB\n")
+    monkeypatch.setattr(memfd, "_MEMINFO", meminfo)
+    with pytest.raises(OSError, match="8 KiB wanted for test, 4 KiB available"):
+        memfd.create_memfd("test", SIZE)

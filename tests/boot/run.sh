@@ -16,7 +16,8 @@ readonly INCLUDE=systemd,systemd-sysv,dbus,python3,python3-venv,make,gcc,libc6-d
 if [[ ! -e $ROOT/etc/os-release ]]; then
     "$MMDEBSTRAP" --variant=minbase --include="$INCLUDE" bookworm "$ROOT"
 fi
-rm -rf "$ROOT"/{src,result,log} "$ROOT"/{var/lib,var/cache,etc,usr/local/lib}/gpupool
+rm -rf "$ROOT"/{src,result,log} "$ROOT"/{var/lib,var/cache,etc,usr/local/lib}/gpupool \
+    "$ROOT/var/log/journal"
 find "$ROOT/etc/systemd" -name 'gpupool*' -delete
 git clone --quiet "$SOURCE" "$ROOT/src"
 cat >"$ROOT/etc/systemd/system/boot-test.service" <<'UNIT'

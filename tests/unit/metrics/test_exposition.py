@@ -109,6 +109,20 @@ async def test_what_devices_tell(pool: Pool) -> None:
     }
 
 
+async def test_disk_that_fails_takes_only_its_own_sample(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail() -> int:
+        raise OSError(5, "Input/output error")
+
+    exporter = Exporter(pool)
+    assert values(await samples(exporter), "model_cache_disk_bytes") == {"": 0}
+    monkeypatch.setattr(type(pool.saved), "used_bytes", lambda _: fail())
+    found = await samples(exporter)
+    assert values(found, "model_cache_disk_bytes") == {}
+    assert values(found, "models") == {"": 0}
+
+
 async def test_registry_that_cannot_be_read_has_the_models_of_before(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 
-from prometheus_client.core import Metric
-
 from gpupoold import __version__
-from gpupoold.metrics.families import counter, gauge, histogram
+from gpupoold.metrics.families import Family, counter, gauge, histogram
 from gpupoold.metrics.scrape import Scrape
 
 
-def daemon_families(scrape: Scrape) -> Iterator[Metric]:
+def daemon_families(scrape: Scrape) -> Iterator[Family]:
     """One after the other; every family is of one moment."""
     yield from _state(scrape)
     yield from _caches(scrape)
@@ -20,7 +18,7 @@ def daemon_families(scrape: Scrape) -> Iterator[Metric]:
     yield from _speed(scrape)
 
 
-def _state(scrape: Scrape) -> Iterator[Metric]:
+def _state(scrape: Scrape) -> Iterator[Family]:
     pool = scrape.pool
     readies = [one.ready for one in scrape.instances if one.ready is not None]
     engine = readies[0].engine_version if readies else ""
@@ -40,7 +38,7 @@ def _state(scrape: Scrape) -> Iterator[Metric]:
     )
 
 
-def _caches(scrape: Scrape) -> Iterator[Metric]:
+def _caches(scrape: Scrape) -> Iterator[Family]:
     pool = scrape.pool
     yield gauge(
         "model_cache_bytes",
@@ -74,7 +72,7 @@ def _caches(scrape: Scrape) -> Iterator[Metric]:
     )
 
 
-def _recoveries(scrape: Scrape) -> Iterator[Metric]:
+def _recoveries(scrape: Scrape) -> Iterator[Family]:
     moves, frontend = scrape.pool.dispatcher.moves, scrape.pool.frontend
     yield gauge("frontend_up", "1 while the frontend answers.", (), [((), frontend.is_ready)])
     yield counter(
@@ -92,7 +90,7 @@ def _recoveries(scrape: Scrape) -> Iterator[Metric]:
     )
 
 
-def _speed(scrape: Scrape) -> Iterator[Metric]:
+def _speed(scrape: Scrape) -> Iterator[Family]:
     pool = scrape.pool
     yield histogram(
         "scheduler_decision_seconds",

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from prometheus_client.core import Metric
-
 from gpupoold.domain import Role
-from gpupoold.metrics.families import counter, gauge, histogram
+from gpupoold.metrics.families import Family, counter, gauge, histogram
 from gpupoold.metrics.scrape import Scrape, memories
 from gpupoold.pool.instance import Instance
 from gpupoold.pool.meters import MOVED_KINDS, STAGES, SWITCH_KINDS
@@ -18,7 +16,7 @@ _DEVICE = ("device",)
 T = TypeVar("T")
 
 
-def device_families(scrape: Scrape) -> Iterator[Metric]:
+def device_families(scrape: Scrape) -> Iterator[Family]:
     """One after the other; every family is of one moment."""
     yield from _device(scrape)
     yield from _gpu(scrape)
@@ -27,7 +25,7 @@ def device_families(scrape: Scrape) -> Iterator[Metric]:
     yield from _switches(scrape)
 
 
-def _device(scrape: Scrape) -> Iterator[Metric]:
+def _device(scrape: Scrape) -> Iterator[Family]:
     dispatcher = scrape.pool.dispatcher
     yield gauge(
         "device_info",
@@ -102,7 +100,7 @@ def _device(scrape: Scrape) -> Iterator[Metric]:
     )
 
 
-def _gpu(scrape: Scrape) -> Iterator[Metric]:
+def _gpu(scrape: Scrape) -> Iterator[Family]:
     yield gauge(
         "device_utilisation_ratio",
         "Share of time in which kernels ran, from NVML; absent where it does not tell.",
@@ -123,7 +121,7 @@ def _gpu(scrape: Scrape) -> Iterator[Metric]:
     )
 
 
-def _memory(scrape: Scrape) -> Iterator[Metric]:
+def _memory(scrape: Scrape) -> Iterator[Family]:
     yield gauge(
         "device_memory_limit_bytes",
         "Memory that the device gives to weights and KV.",
@@ -172,7 +170,7 @@ def _memory(scrape: Scrape) -> Iterator[Metric]:
     )
 
 
-def _turns(scrape: Scrape) -> Iterator[Metric]:
+def _turns(scrape: Scrape) -> Iterator[Family]:
     yield counter(
         "device_turns",
         "Turns that have ended, by model.",
@@ -195,7 +193,7 @@ def _turns(scrape: Scrape) -> Iterator[Metric]:
     )
 
 
-def _switches(scrape: Scrape) -> Iterator[Metric]:
+def _switches(scrape: Scrape) -> Iterator[Family]:
     yield counter(
         "switches",
         "Switches to another model, by where its weights were: resident on the device, "

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from gpupool_state import ModelRow
 from gpupoold.metrics.daemon_families import daemon_families
 from gpupoold.metrics.device_families import device_families
+from gpupoold.metrics.families import Family
 from gpupoold.metrics.model_families import model_families
 from gpupoold.metrics.scrape import Scrape
 from gpupoold.pool.pool import Pool
@@ -44,7 +45,7 @@ class Exporter:
             return self._text
 
     async def _make(self) -> bytes:
-        found: list[Metric] = []
+        found: list[Family] = []
         scrape = await Scrape.of(self._pool, self._rows)
         self._rows = scrape.rows
         for families in (model_families, device_families, daemon_families):
@@ -55,14 +56,14 @@ class Exporter:
 
 
 class _Found(Collector):
-    def __init__(self, families: Iterable[Metric]) -> None:
+    def __init__(self, families: Iterable[Family]) -> None:
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        return self._families
+        return (family.metric() for family in self._families)
 
 
-def _text_of(families: Iterable[Metric]) -> bytes:
+def _text_of(families: Iterable[Family]) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Found(families))
     ProcessCollector(registry=registry)

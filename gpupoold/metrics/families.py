@@ -1,11 +1,18 @@
-"""Families of the Prometheus client, each made in one expression. Pure."""
+"""Families of metrics as plain data, quickly gathered; and as the Prometheus client has them,
+which takes ten times as long and can be done in another thread. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from gpupoold.buckets import Buckets
 
@@ -13,40 +20,67 @@ from gpupoold.buckets import Buckets
 Row = tuple[Sequence[str], float | None]
 
 
-def gauge(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> GaugeMetricFamily:
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A gauge, or a counter, whose ``name`` is without ``_total`` then."""
+
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily]
+    name: str
+    text: str
+    labels: Sequence[str]
+    rows: list[Row]
+
+    def metric(self) -> Metric:
+        """The same for the Prometheus client."""
+        family = self.kind(f"gpupool_{self.name}", self.text, labels=self.labels)
+        for values, value in self.rows:
+            if value is not None:
+                family.add_metric(values, value)
+        return family
+
+
+@dataclass(frozen=True, slots=True)
+class Histograms:
+    """How often values of each size came; with bounds, counts and the sum of the values."""
+
+    name: str
+    text: str
+    labels: Sequence[str]
+    rows: list[tuple[Sequence[str], Sequence[float], list[int], float]]
+
+    def metric(self) -> Metric:
+        """The same for the Prometheus client."""
+        family = HistogramMetricFamily(f"gpupool_{self.name}", self.text, labels=self.labels)
+        for values, bounds, counts, total in self.rows:
+            family.add_metric(values, _cumulative(bounds, counts), total)
+        return family
+
+
+Family = Numbers | Histograms
+
+
+def gauge(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Family:
     """What goes up and down."""
-    family = GaugeMetricFamily(f"gpupool_{name}", text, labels=labels)
-    for values, value in rows:
-        if value is not None:
-            family.add_metric(values, value)
-    return family
+    return Numbers(GaugeMetricFamily, name, text, labels, list(rows))
 
 
-def counter(
-    name: str, text: str, labels: Sequence[str], rows: Iterable[Row]
-) -> CounterMetricFamily:
+def counter(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Family:
     """What only grows; ``name`` is without ``_total``."""
-    family = CounterMetricFamily(f"gpupool_{name}", text, labels=labels)
-    for values, value in rows:
-        if value is not None:
-            family.add_metric(values, value)
-    return family
+    return Numbers(CounterMetricFamily, name, text, labels, list(rows))
 
 
 def histogram(
     name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Buckets]]
-) -> HistogramMetricFamily:
+) -> Family:
     """How often values of each size came."""
-    family = HistogramMetricFamily(f"gpupool_{name}", text, labels=labels)
-    for values, buckets in rows:
-        family.add_metric(values, _cumulative(buckets), buckets.sum)
-    return family
+    copies = [(values, one.bounds, one.counts.copy(), one.sum) for values, one in rows]
+    return Histograms(name, text, labels, copies)
 
 
-def _cumulative(buckets: Buckets) -> list[tuple[str, float]]:
+def _cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
     """Counts of all values up to each bound, which Prometheus wants."""
     total, found = 0, []
-    for bound, count in zip((*buckets.bounds, math.inf), buckets.counts, strict=True):
+    for bound, count in zip((*bounds, math.inf), counts, strict=True):
         total += count
         found.append(("+Inf" if math.isinf(bound) else repr(bound), float(total)))
     return found

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from prometheus_client.core import Metric
-
 from gpupoold.domain import FinishReason, ModelState
-from gpupoold.metrics.families import counter, gauge, histogram
+from gpupoold.metrics.families import Family, counter, gauge, histogram
 from gpupoold.metrics.scrape import Scrape, memories
 from gpupoold.pool.overload import REFUSAL_REASONS
 
 _MODEL = ("model",)
 
 
-def model_families(scrape: Scrape) -> Iterator[Metric]:
+def model_families(scrape: Scrape) -> Iterator[Family]:
     """One after the other; every family is of one moment."""
     yield from _requests(scrape)
     yield from _tokens(scrape)
@@ -23,7 +21,7 @@ def model_families(scrape: Scrape) -> Iterator[Metric]:
     yield from _memory(scrape)
 
 
-def _requests(scrape: Scrape) -> Iterator[Metric]:
+def _requests(scrape: Scrape) -> Iterator[Family]:
     yield counter(
         "requests",
         "Requests that were taken.",
@@ -64,7 +62,7 @@ def _requests(scrape: Scrape) -> Iterator[Metric]:
     )
 
 
-def _tokens(scrape: Scrape) -> Iterator[Metric]:
+def _tokens(scrape: Scrape) -> Iterator[Family]:
     yield counter(
         "prompt_tokens",
         "Tokens of the prompts of requests that were taken.",
@@ -103,7 +101,7 @@ def _tokens(scrape: Scrape) -> Iterator[Metric]:
     )
 
 
-def _now(scrape: Scrape) -> Iterator[Metric]:
+def _now(scrape: Scrape) -> Iterator[Family]:
     lifecycle, dispatcher = scrape.pool.lifecycle, scrape.pool.dispatcher
     states = {name: lifecycle.state_of(row) for name, row in scrape.rows.items()}
     waiting = Counter({name: dispatcher.num_waiting(name) for name in scrape.rows})
@@ -142,7 +140,7 @@ def _now(scrape: Scrape) -> Iterator[Metric]:
     )
 
 
-def _memory(scrape: Scrape) -> Iterator[Metric]:
+def _memory(scrape: Scrape) -> Iterator[Family]:
     held: Counter[tuple[str, str]] = Counter()
     for instance in scrape.instances:
         for one in memories(instance):

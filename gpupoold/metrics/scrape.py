@@ -18,11 +18,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """The pool, and what had to be waited for: its models by name, and bytes on the disk."""
+    """The pool, and what had to be waited for: its models by name, and bytes of saved images,
+    None where the disk does not tell."""
 
     pool: Pool
     rows: dict[str, ModelRow]
-    saved_bytes: int
+    saved_bytes: int | None
 
     @classmethod
     async def of(cls, pool: Pool, known: dict[str, ModelRow]) -> Scrape:
@@ -38,7 +39,12 @@ class Scrape:
             rows = known
         else:
             pool.dispatcher.meters.forget_others(rows.keys())
-        return cls(pool, rows, await pool.saved.used_bytes())
+        try:
+            saved_bytes = await pool.saved.used_bytes()
+        except OSError as error:
+            _logger.warning("the folder of saved images cannot be read: %s", error)
+            saved_bytes = None
+        return cls(pool, rows, saved_bytes)
 
     def models(self) -> Iterator[tuple[str, ModelMeter]]:
         """All registered models by name, with their meters."""

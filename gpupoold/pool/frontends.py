@@ -164,8 +164,14 @@ class FrontendSupervisor:
             self.end(f"it could not be set up: {error}")
 
     async def _tell_metrics(self, call_id: int) -> None:
-        if self.metrics is not None:
-            self.send(m.MetricsText(call_id, await self.metrics()))
+        if self.metrics is None:
+            return
+        try:
+            text = await self.metrics()
+        except Exception:  # the frontend says that there is no answer
+            _logger.exception("making the metrics failed")
+        else:
+            self.send(m.MetricsText(call_id, text))
 
     def _note(self, message: m.FromFrontend) -> None:
         now_s = time.monotonic()

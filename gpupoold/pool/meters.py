@@ -54,10 +54,13 @@ class ModelMeter:
             self.tbt.add(at_s - times_s[-1])
         else:
             self.ttft.add(at_s - request.arrival_s)
+        self.tokens += num_tokens
+        if at_s <= request.targets.deadline_s(request.arrival_s, len(times_s)):
+            self.tokens_in_time += num_tokens  # deadlines only grow
+        elif num_tokens > 1:
+            self.tokens_in_time += _num_in_time(request, num_tokens, at_s)
         if num_tokens > 1:
             self.tbt.add(0.0, num_tokens - 1)
-        self.tokens += num_tokens
-        self.tokens_in_time += _num_in_time(request, num_tokens, at_s)
 
     def second_over(self) -> None:
         """To be called once a second."""

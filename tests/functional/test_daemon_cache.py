@@ -32,6 +32,7 @@ from tests.functional.daemon_tools import (
     ps,
     weight_bytes,
 )
+from tests.functional.metrics_tools import value
 
 MODELS = (LLAMA, QWEN2, QWEN3)
 PROMPT = "What was on the disk is back in memory"
@@ -134,6 +135,24 @@ async def test_all_answer_in_turn(
         assert len(in_host(daemon)) == 2
     with daemon.client() as client:
         assert {model.state for model in client.models()} == {"ready"}
+
+
+async def test_metrics_tell_what_that_costs(daemon: PrivateDaemon, api: AsyncOpenAI) -> None:
+    """Asked in a circle, each finds that its image is the one that had to go."""
+    counted: tuple[tuple[str, dict[str, str]], ...] = (
+        ("gpupool_model_cache_misses_total", {}),
+        ("gpupool_model_cache_evictions_total", {}),
+        ("gpupool_switches_total", {"kind": "cold"}),
+        ("gpupool_switch_seconds_count", {"kind": "cold"}),
+    )
+    before = [value(daemon, name, **labels) or 0 for name, labels in counted]
+    for name in (*MODELS, *MODELS):
+        await ask(api, name, PROMPT, 2)
+    for (name, labels), was in zip(counted, before, strict=True):
+        await eventually(lambda n=name, o=labels, w=was: (value(daemon, n, **o) or 0) >= w + 3)
+    for stage in ("map", "weights"):
+        assert value(daemon, "gpupool_switch_stage_seconds_total", stage=stage)
+    assert value(daemon, "gpupool_device_turn_seconds_total", model=LLAMA)
 
 
 async def test_all_answer_at_once(api: AsyncOpenAI, expected: dict[str, Answer]) -> None:

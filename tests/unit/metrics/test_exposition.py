@@ -1,0 +1,147 @@
+"""The text at ``/metrics`` of a pool in which this and that has happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from gpupoold.domain import ModelName, ModelSpec, Targets
+from gpupoold.errors import Failed
+from gpupoold.metrics import exposition
+from gpupoold.metrics.exposition import Exporter
+from gpupoold.pool.nvml import Reading
+from gpupoold.pool.pool import Pool
+from gpupoold.wire import messages as m
+
+MODEL = "org/llama-3:8b"
+
+
+@pytest.fixture(autouse=True)
+def _always_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exposition, "_HOLDS_S", -1.0)
+
+
+async def samples(exporter: Exporter) -> list[Sample]:
+    families = text_string_to_metric_families((await exporter.text()).decode())
+    return [sample for family in families for sample in family.samples]
+
+
+def values(found: Iterable[Sample], name: str) -> dict[str, float]:
+    """By the values of the labels."""
+    return {
+        " ".join(one.labels.values()): one.value for one in found if one.name == f"gpupool_{name}"
+    }
+
+
+async def add(pool: Pool) -> None:
+    await pool.registry.add(ModelSpec(ModelName(MODEL), "hub", "/it", targets=Targets(3, 0.2)))
+
+
+async def test_a_pool_that_has_just_begun(pool: Pool) -> None:
+    found = await samples(Exporter(pool))
+    assert values(found, "ready") == {"": 0}
+    assert values(found, "models") == {"": 0}
+    assert values(found, "device_up") == {"0": 0, "1": 0}
+    assert values(found, "device_memory_bytes") == {}
+    assert all(one.labels.get("model") is None for one in found)
+
+
+async def test_a_model_has_all_its_samples_from_the_first(pool: Pool) -> None:
+    await add(pool)
+    found = await samples(Exporter(pool))
+    reasons = ("stop", "length", "abort", "error")
+    assert values(found, "requests_finished_total") == {f"{MODEL} {one}": 0 for one in reasons}
+    assert values(found, "target_time_to_first_token_seconds") == {MODEL: 3}
+    assert values(found, "attainment_ratio") == {}
+    states = values(found, "model_state")
+    assert {state for state, value in states.items() if value} == {f"{MODEL} registered"}
+    assert len(states) == 5
+
+
+async def test_what_was_counted_is_told_until_the_model_is_removed(pool: Pool) -> None:
+    await add(pool)
+    exporter, meter = Exporter(pool), pool.dispatcher.meters.model(MODEL)
+    meter.refused["queue_full"] = 3
+    meter.tokens, meter.tokens_in_time = 8, 6
+    for seconds in (0.0015, 0.04, 1000.0):
+        meter.tbt.add(seconds)
+    found = await samples(exporter)
+    assert values(found, "requests_refused_total")[f"{MODEL} queue_full"] == 3
+    assert values(found, "attainment_ratio") == {MODEL: 0.75}
+    buckets = values(found, "time_between_tokens_seconds_bucket")
+    expected = {"0.001": 0, "0.002": 1, "0.03": 1, "0.05": 2, "300.0": 2, "+Inf": 3}
+    assert {le: buckets[f"{le} {MODEL}"] for le in expected} == expected
+    await pool.registry.remove(ModelName(MODEL))
+    assert not [one for one in await samples(exporter) if "model" in one.labels]
+    assert pool.dispatcher.meters.models == {}
+
+
+async def test_what_devices_tell(pool: Pool) -> None:
+    await add(pool)
+    instance = pool.supervisor.instances[1]
+    instance.reading = Reading(0.5, 61.0, None)
+    instance.ready = m.InstanceReady(1, 7, 1000, 10, 1e9, "0.32.0", "H100", kv_host_bytes=500)
+    held = m.ModelMemory(
+        model=MODEL,
+        weights_resident_bytes=300,
+        weights_total_bytes=300,
+        kv_resident_bytes=200,
+        kv_host_bytes=100,
+        num_live=3,
+        num_waiting=2,
+    )
+    instance.status = m.InstanceStatus(1, 0.0, MODEL, 0.5, 42, 500, 100, [held])
+    found = await samples(Exporter(pool))
+    assert values(found, "device_utilisation_ratio") == {"1": 0.5}
+    assert values(found, "device_temperature_celsius") == {"1": 61}
+    assert values(found, "device_power_watts") == {}
+    assert values(found, "device_memory_bytes") == {"1 free": 500, "1 weights": 300, "1 kv": 200}
+    assert values(found, "device_kv_host_limit_bytes") == {"1": 500}
+    assert values(found, "device_steps_total") == {"1": 42}
+    assert values(found, "device_info") == {"0 cuda ": 1, "1 cuda H100": 1}
+    assert values(found, "waiting_requests") == {MODEL: 2}
+    kinds = {"weights": 300, "kv": 200, "kv_host": 100, "image_host": 0}
+    assert values(found, "model_memory_bytes") == {
+        f"{kind} {MODEL}": value for kind, value in kinds.items()
+    }
+
+
+async def test_disk_that_fails_takes_only_its_own_sample(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail() -> int:
+        raise OSError(5, "Input/output error")
+
+    exporter = Exporter(pool)
+    assert values(await samples(exporter), "model_cache_disk_bytes") == {"": 0}
+    monkeypatch.setattr(type(pool.saved), "used_bytes", lambda _: fail())
+    found = await samples(exporter)
+    assert values(found, "model_cache_disk_bytes") == {}
+    assert values(found, "models") == {"": 0}
+
+
+async def test_registry_that_cannot_be_read_has_the_models_of_before(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await add(pool)
+    exporter = Exporter(pool)
+    before = {one.name for one in await samples(exporter)}
+
+    async def fail() -> None:
+        raise Failed("the database is locked")
+
+    monkeypatch.setattr(pool.registry, "list", fail)
+    found = await samples(exporter)
+    assert {one.name for one in found} == before
+    assert values(found, "requests_total") == {MODEL: 0}
+
+
+async def test_who_asks_often_gets_the_same(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exposition, "_HOLDS_S", 1000.0)
+    exporter = Exporter(pool)
+    first = await exporter.text()
+    await add(pool)
+    assert await exporter.text() is first

@@ -14,6 +14,7 @@ from gpupool_cli import (
     bench,
     cache,
     completion,
+    doctor,
     events,
     history,
     instances,
@@ -73,6 +74,7 @@ app.command("undrain")(instances.undrain)
 app.command("switches")(history.switches)
 app.command("history")(history.history)
 app.command("why")(why.why)
+app.command("doctor")(doctor.doctor)
 app.command("run")(run.run)
 app.command("events")(events.events)
 app.command("logs")(events.logs)

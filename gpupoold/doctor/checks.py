@@ -37,7 +37,7 @@ def _checks(facts: Facts) -> Iterator[Check]:
         yield _check_database(facts.database)
     if facts.network is not None:
         yield from _check_network(facts.network, facts.daemon)
-    kinds = {device.kind for device in settings.devices} if settings else set()
+    kinds: set[str] = {device.kind for device in settings.devices} if settings else set()
     yield from _check_versions(facts.versions, kinds)
     yield check_kernel(facts.kernel, kinds)
     if settings is None:

@@ -120,7 +120,8 @@ class DatabaseFacts:
 class DaemonFacts:
     """``problem``: why no daemon answers, empty if one does; ``fix`` what to do about it.
 
-    ``unsound`` is what its own check of its books found, ``failed`` are models with their errors.
+    ``unsound`` is what its own check of its books found, ``failed`` are models with their errors,
+    ``weight_bytes`` those of all models.
     """
 
     problem: str = ""
@@ -131,6 +132,7 @@ class DaemonFacts:
     lost_rows: int = 0
     unsound: str = ""
     failed: dict[str, str] = field(default_factory=dict)
+    weight_bytes: int = 0
 
     @property
     def is_running(self) -> bool:

@@ -97,6 +97,8 @@ def _check_gpu(gpu: GpuFacts, index: int, daemon: DaemonFacts) -> Check:
 def check_memory(memory: MemoryFacts, settings: Settings, daemon: DaemonFacts) -> Iterator[Check]:
     """Budgets against what there is, and how the kernel hands it out."""
     yield _check_budgets(memory, settings, daemon)
+    if daemon.weight_bytes and any(one.kind != "sim" for one in settings.devices):
+        yield _check_model_cache(settings.memory.model_cache_bytes, daemon.weight_bytes)
     if memory.overcommit == 2:
         text = "vm.overcommit_memory is 2: large address ranges cannot be reserved"
         yield fault("overcommit", text, "sysctl -w vm.overcommit_memory=0")
@@ -137,6 +139,16 @@ def _check_budgets(memory: MemoryFacts, settings: Settings, daemon: DaemonFacts)
         text = f"{found}, but only {format_bytes(memory.available_bytes)} are available now"
         return warning("memory", text, "stop what takes the rest, or lower memory.model_cache")
     return ok("memory", found)
+
+
+def _check_model_cache(budget_bytes: int, weight_bytes: int) -> Check:
+    found = f"the images of all models take {format_bytes(weight_bytes)}"
+    found += f" of {format_bytes(budget_bytes)}"
+    if weight_bytes > budget_bytes:
+        text = f"{found}: those used least are made again when they are asked for"
+        fix = "raise memory.model_cache, or set memory.image_files so that they are read from disk"
+        return warning("model cache", text, fix)
+    return ok("model cache", found)
 
 
 def check_numa(numa: NumaFacts, kinds: set[str]) -> Iterator[Check]:

@@ -76,7 +76,7 @@ def daemon_facts(client: AdminClient) -> DaemonFacts:
     """What the daemon says of itself."""
     try:
         status = client.status()
-        failed = {one.name: one.error for one in client.models() if one.state == "failed"}
+        models = client.models()
     except GpupoolError as error:
         return DaemonFacts(problem=error.message, fix=error.hint)
     unsound = ""
@@ -90,7 +90,8 @@ def daemon_facts(client: AdminClient) -> DaemonFacts:
         version=status.version,
         lost_rows=status.dropped_history_rows,
         unsound=unsound if status.state == "ready" else "",
-        failed=failed,
+        failed={one.name: one.error for one in models if one.state == "failed"},
+        weight_bytes=sum(one.weight_bytes for one in models),
     )
 
 

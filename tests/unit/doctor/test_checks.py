@@ -155,6 +155,12 @@ WARNINGS: list[tuple[str, Facts, str, str]] = [
         "only 1 GiB",
         "stop what",
     ),
+    (
+        "model cache",
+        healthy(daemon=replace(healthy().daemon, weight_bytes=9 * GIB)),
+        "9 GiB of 8 GiB",
+        "raise memory.model_cache",
+    ),
     ("huge pages", healthy(memory=memory(huge_bytes=GIB)), "1 GiB", "nr_hugepages=0"),
     ("numa", healthy(numa=NumaFacts(2, True)), "moves pages", "numa_balancing=0"),
     ("numa", healthy(numa=NumaFacts(2, False, "not permitted")), "far from", "set_mempolicy"),

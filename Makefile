@@ -3,17 +3,26 @@ BIN := .venv/bin
 PYTHON_SOURCES := gpupoold cli state scripts tests $(if $(wildcard tui/gpupool_tui/*.py),tui) \
 	$(if $(wildcard examples/*/*.py),examples) $(if $(wildcard benchmarks/*.py),benchmarks)
 
+# Where `make install` puts things; DESTDIR is a staging folder in front of it.
+export PREFIX SYSCONFDIR DESTDIR VENV
+
 # Processes that run tests.
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format types imports check bench-switch bench-overhead bench-memory bench-recovery bench-sim clean
+.PHONY: help venv install uninstall demo test lint format types imports check bench-switch bench-overhead bench-memory bench-recovery bench-sim clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: ## make .venv (PYTHON=..., GPUPOOL_DEVICE=cpu|cuda)
 	@scripts/make_venv.sh
+
+install: ## as a system service, from what `make venv` made (PREFIX=/usr/local, DESTDIR=)
+	@scripts/install.sh install
+
+uninstall: ## what install put there; configuration that was changed, models and history stay
+	@scripts/install.sh uninstall
 
 demo: venv ## four models on one emulated GPU; then one of two dies: every answer checked
 	@$(BIN)/python -m examples.demo

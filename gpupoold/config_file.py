@@ -65,7 +65,7 @@ def parsed_file(text: str, path: Path | None) -> ConfigFile:
     problems = check_text(text)
     if problems:
         told = "; ".join(map(str, problems))
-        raise ConfigError(f"{path or 'defaults'}: {told}", "see `gpupool config check`")
+        raise ConfigError(f"{path}: {told}", f"see `gpupool config check {path}`")
     raw = tomllib.loads(text)
     settings = parse_settings(raw, str(path or "defaults"))
     return ConfigFile(path, settings, frozenset(_written(with_device_tables(raw))))

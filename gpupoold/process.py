@@ -18,14 +18,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 def begin_child(name: str, log_level: str, parent_pid: int | None = None) -> None:
-    """Die with the daemon, leave Ctrl-C to it, and log to standard error as ``name``.
+    """Die with the daemon, leave the terminal's signals to it, and log to standard error as
+    ``name``.
 
     Raises:
         OSError, SystemExit: see :func:`die_with_parent`.
     """
     die_with_parent(parent_pid)
-    # A terminal's Ctrl-C reaches the whole process group; the daemon decides what it means.
+    # A terminal's Ctrl-C, and its end, reach the whole process group; the daemon decides what
+    # they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     logging.basicConfig(
         level=log_level.upper(),
         format=f"%(asctime)s %(levelname)s {name} %(name)s: %(message)s",

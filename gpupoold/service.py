@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -14,7 +15,6 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from gpupool_state import (
     DATABASE_NAME,
@@ -29,23 +29,28 @@ from gpupoold import __version__
 from gpupoold.access.listening import why_keys_are_required
 from gpupoold.access.peers import AdminGroups
 from gpupoold.access.tls import check_files
-from gpupoold.admin.app import build_app
-from gpupoold.admin.guard import Guard, PeerProtocol
+from gpupoold.admin.guard import PeerProtocol
 from gpupoold.config import ServerSettings, Settings
 from gpupoold.config_file import read_config_file
 from gpupoold.errors import Failed, GpupoolError
+from gpupoold.hangup import hangup_handler
 from gpupoold.listeners import admin_listener, http_listener
 from gpupoold.logging_setup import start_logging
 from gpupoold.pool.configuration import Configuration
 from gpupoold.pool.keyring import Keyring
+from gpupoold.pool.parked_images import PREFIX as IMAGE_PREFIX
 from gpupoold.pool.pool import Pool, build_pool
-from gpupoold.systemd import Environment, Inherited, Notifier, take_environment
+from gpupoold.service_manager import informed
+from gpupoold.systemd import Environment, FdStore, Inherited, Notifier, take_environment
 
 _logger = logging.getLogger("gpupoold")
+
+_KILLING_S = 30.0
 
 
 def main() -> None:
     """Run the daemon until a signal ends it."""
+    faulthandler.enable()  # the watchdog ends a daemon that hangs by SIGABRT: tell where it was
     arguments = _parse()
     try:
         file = read_config_file(arguments.config)
@@ -84,22 +89,33 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
         history = await stack.enter_async_context(_running_history(database, settings))
         registry = Registry(database)
         reason = why_keys_are_required(settings.access, listener)
-        keyring = Keyring(ApiKeys(database), registry, history, reason)
-        await keyring.load()
-        pool = build_pool(configuration, registry, history, listener, keyring)
+        keyring = await Keyring.load(ApiKeys(database), registry, history, reason)
+        fd_store = FdStore(notifier, inherited.named(IMAGE_PREFIX))
+        pool = build_pool(configuration, registry, history, listener, fd_store, keyring)
+        on_hangup = hangup_handler(
+            sys.stderr.fileno(), stop.set, lambda: pool.reloader.begin(notifier.reloading)
+        )
         groups = AdminGroups(settings.access.admin_group, settings.access.read_only_group)
         admin = admin_listener(settings.paths.runtime_dir, groups, inherited.socket)
-        app = Guard(build_app(pool), groups)
-        await stack.enter_async_context(_running_admin(pool, app, stack.enter_context(admin)))
+        admin_socket = stack.enter_context(admin)
+        await stack.enter_async_context(_running_admin(pool, groups, admin_socket))
         inherited.close()
-        loop.add_signal_handler(signal.SIGHUP, pool.reloader.begin, notifier.reloading)
+        loop.add_signal_handler(signal.SIGHUP, on_hangup)
         await stack.enter_async_context(_running_pool(pool))
         _logger.info("gpupoold %s serves at %s", __version__, pool.http_url)
         history.record_event("info", "daemon_started", "gpupoold", f"version {__version__}")
-        notifier.ready()
-        await stop.wait()
+        health = pool.health
+        async with informed(notifier, environment.watchdog_s, health.summary, health.complaint):
+            notifier.ready()
+            await stop.wait()
         _logger.info("stopping")
-        notifier.stopping(2 * settings.limits.stop_grace_s)
+        notifier.stopping(_stop_limit_s(settings))
+
+
+def _stop_limit_s(settings: Settings) -> float:
+    """How long stopping can take: the frontend has the grace time, then the instances, and
+    who has not left by then is killed."""
+    return 2 * settings.limits.stop_grace_s + _KILLING_S
 
 
 @contextlib.asynccontextmanager

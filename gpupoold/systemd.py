@@ -175,3 +175,29 @@ class Notifier:
             yield
         finally:
             self.send("READY=1")
+
+
+class FdStore:
+    """Descriptors that the service manager keeps while the daemon is not there.
+
+    ``stored`` are those that it has handed back, their names included; the caller of the
+    constructor gives them to whoever takes them.
+    """
+
+    def __init__(self, notifier: Notifier, stored: Sequence[NamedFd] = ()) -> None:
+        self.stored = list(stored)
+        self._notifier = notifier
+
+    @property
+    def is_there(self) -> bool:
+        """Whether somebody keeps what is given."""
+        return self._notifier.is_heard
+
+    def keep(self, name: str, fds: Sequence[int]) -> bool:
+        """Have descriptors kept under a name; False when that could not be asked for."""
+        # They are no files that could break: nobody needs to watch them.
+        return self._notifier.send("FDSTORE=1", f"FDNAME={name}", "FDPOLL=0", fds=fds)
+
+    def drop(self, name: str) -> None:
+        """Have all descriptors of a name closed."""
+        self._notifier.send("FDSTOREREMOVE=1", f"FDNAME={name}")

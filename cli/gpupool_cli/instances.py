@@ -28,7 +28,16 @@ class RoleChoice(StrEnum):
 
 
 @app.command("set")
-def set_role(ctx: typer.Context, device: DeviceArgument, role: RoleChoice) -> None:
+def set_role(
+    ctx: typer.Context,
+    device: DeviceArgument,
+    role: Annotated[
+        RoleChoice,
+        typer.Argument(
+            metavar="ROLE", help="auto, prefill, decode or mixed; auto: as the policy says."
+        ),
+    ],
+) -> None:
     """Give a device a role, until the daemon ends. A device that only prefills gives its answers
     to others, which go on with them."""
     with open_client(ctx) as client:

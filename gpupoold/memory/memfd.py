@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
 from gpupoold.units import format_bytes
 
 _MEMINFO = Path("/proc/meminfo")
+_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 def create_memfd(name: str, num_bytes: int) -> int:
     """Descriptor of a new zeroed memfd that has all its pages; children do not inherit it.
+
+    Its size cannot be changed: nobody who has it mapped loses pages.
 
     Raises:
         OSError: the machine has less memory free than that.
@@ -22,9 +26,10 @@ def create_memfd(name: str, num_bytes: int) -> int:
     if num_bytes > free_bytes:
         text = f"{format_bytes(num_bytes)} wanted for {name}, {format_bytes(free_bytes)} available"
         raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)}: {text}")
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except OSError:
         os.close(fd)
         raise

@@ -61,6 +61,8 @@ class Keys(KeyBounds, Protocol):
 class Dispatcher:
     """Knows every live request and passes messages on; one per daemon.
 
+    A request without a token for ``token_timeout_s`` ends.
+
     ``routes`` are the models that accept requests, with the instances that
     have them. Requests of a model that is not warm wait here.
     """
@@ -74,7 +76,7 @@ class Dispatcher:
         keys: Keys | None = None,
     ) -> None:
         """``roles`` are those of the instances by number; None: the policy's to choose."""
-        self._token_timeout_s = limits.token_timeout_s
+        self.token_timeout_s = limits.token_timeout_s
         self._history = history
         self.live = LiveRequests()
         self.stats: dict[str, ModelStats] = {}
@@ -161,7 +163,7 @@ class Dispatcher:
 
     def set_limits(self, limits: LimitSettings) -> None:
         """Other bounds, for what comes and waits from now on."""
-        self._token_timeout_s = limits.token_timeout_s
+        self.token_timeout_s = limits.token_timeout_s
         self._overload.limits = limits
 
     def host(
@@ -258,7 +260,7 @@ class Dispatcher:
 
     def end_overdue(self, now_s: float) -> None:
         """End the requests that have had no token for too long, whatever they wait for."""
-        limit_s = self._token_timeout_s
+        limit_s = self.token_timeout_s
         silent = self.live.silent_since(now_s - limit_s)
         # All are asked before one ends: those who wait for room get that of those who leave.
         for request, reason in [(one, self._waits_for(one)) for one in silent]:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,20 @@ class CachedImage:
     canary: tuple[int, ...] = ()
 
 
+class Shelf(Protocol):
+    """Who keeps images beyond the daemon's life."""
+
+    def park(self, model: str, image: CachedImage) -> None:
+        """Keep the model's image too."""
+
+    def release(self, image: CachedImage) -> None:
+        """The image is on its way out."""
+
+
 class ImageCache:
     """One image per model within a byte budget; all instances share its memory.
+
+    What ``shelf`` keeps of it are the images that nobody has let go.
 
     ``pinned`` are the models whose images are to stay. Bytes of images that are on their way
     in or out count as used.
@@ -30,6 +43,7 @@ class ImageCache:
 
     def __init__(self, budget_bytes: int, now: Callable[[], float] = time.time) -> None:
         self.budget_bytes = budget_bytes
+        self.shelf: Shelf | None = None
         self.pinned: set[str] = set()
         self._now = now
         self._images: dict[str, CachedImage] = {}
@@ -73,16 +87,27 @@ class ImageCache:
         self._reserved_bytes.pop(model, None)
 
     def put(self, model: str, fd: int, digest: str, canary: tuple[int, ...] = ()) -> CachedImage:
-        """Keep the image behind ``fd``, which the cache owns from now on, in the room for it."""
-        self._close(self._images, model)
+        """Keep the image behind ``fd``, which the cache owns from now on, in the room for it.
+
+        The one that the model has is kept if it is the same.
+        """
         self.release(model)
+        old = self._images.get(model)
         image = CachedImage(fd, os.fstat(fd).st_size, digest, canary)
+        if old is not None and _is_same(old, image):
+            os.close(fd)
+            return old
+        self.drop(model)
         self._images[model] = image
+        if self.shelf is not None:
+            self.shelf.park(model, image)
         return image
 
     def retire(self, model: str) -> None:
         """The image is on its way out: it is nobody's from now on, but its memory is used."""
-        self._leaving[model] = self._images.pop(model)
+        image = self._images.pop(model)
+        self._take_off_shelf(image)
+        self._leaving[model] = image
 
     def drop_retired(self, model: str) -> None:
         """No instance has the retired image any more."""
@@ -90,6 +115,8 @@ class ImageCache:
 
     def drop(self, model: str) -> None:
         """Let the image go; its memory is freed when no instance has it mapped."""
+        if (image := self._images.get(model)) is not None:
+            self._take_off_shelf(image)
         self._close(self._images, model)
 
     def touch(self, model: str, at: float | None = None) -> None:
@@ -108,13 +135,22 @@ class ImageCache:
         self._last_used_at.pop(model, None)
 
     def close(self) -> None:
-        """Let all images go."""
+        """Let all images go; what is kept elsewhere stays there."""
         for images in (self._images, self._leaving):
             for model in list(images):
                 self._close(images, model)
+
+    def _take_off_shelf(self, image: CachedImage) -> None:
+        if self.shelf is not None:
+            self.shelf.release(image)
 
     @staticmethod
     def _close(images: dict[str, CachedImage], model: str) -> None:
         image = images.pop(model, None)
         if image is not None:
             os.close(image.fd)
+
+
+def _is_same(one: CachedImage, other: CachedImage) -> bool:
+    is_alike = (one.digest, one.canary) == (other.digest, other.canary)
+    return is_alike and os.path.sameopenfile(one.fd, other.fd)

@@ -1,16 +1,20 @@
-"""What decides which weight image a model has: the key under which it is saved."""
+"""What decides which weight image a model has: the key under which it is kept."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 from collections.abc import Iterator
 
 import msgspec
 from blake3 import blake3
 
-from gpupoold.errors import Failed
+from gpupoold.errors import Failed, GpupoolError
 from gpupoold.pool.image_files import FORMAT
-from gpupoold.wire.messages import ModelToLoad
+from gpupoold.wire.messages import InstanceReady, ModelToLoad
+
+_logger = logging.getLogger(__name__)
 
 # What a model is called and how fast it shall be is not in its weights.
 _NOT_IN_IMAGE = frozenset({"name", "aliases", "ttft_s", "tbt_s"})
@@ -36,6 +40,39 @@ def image_key(model: ModelToLoad, engine_version: str, device_name: str, page_by
         ) from error
     what = (FORMAT, engine_version, device_name, page_bytes, decisive, files)
     return blake3(msgspec.json.encode(what)).hexdigest()
+
+
+class ImageKeys:
+    """The keys of models' images, each as it was when its model was last looked at."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, str] = {}
+
+    async def note(self, model: ModelToLoad, ready: InstanceReady) -> str | None:
+        """Look at a model's checkpoint: the key of its image for such an instance, None (and a
+        line in the log) when its folder cannot be read."""
+        try:
+            key = await asyncio.to_thread(
+                image_key, model, ready.engine_version, ready.device_name, ready.page_bytes
+            )
+        except GpupoolError as error:
+            _logger.warning("%s", error)
+            self.forget(model.name)
+            return None
+        self._keys[model.name] = key
+        return key
+
+    def get(self, model: str) -> str | None:
+        """The model's key; None when it was not looked at."""
+        return self._keys.get(model)
+
+    def all(self) -> dict[str, str]:
+        """All keys by model."""
+        return dict(self._keys)
+
+    def forget(self, model: str) -> None:
+        """The model is gone, or its image is to be made anew."""
+        self._keys.pop(model, None)
 
 
 def _checkpoint_files(folder: str) -> Iterator[tuple[bytes, int, int]]:

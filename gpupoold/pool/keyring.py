@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from gpupool_state import ApiKeys, History, KeyPowers, KeyRow, KeyUse, Registry
 from gpupoold.access.bucket import Bucket
@@ -85,14 +85,19 @@ class Keyring:
             _left(powers.tokens_per_minute, told.tokens, told.at_s, now_s),
         )
 
-    async def load(self) -> None:
-        """Read the keys; to be called before the frontend is started.
+    @classmethod
+    async def load(
+        cls, store: ApiKeys, registry: Registry, history: History, required_because: str
+    ) -> Self:
+        """A keyring with the keys of the database; warns if nobody can get in.
 
         Raises:
             Failed: the database cannot be read.
         """
-        self._rows = {row.id: row for row in await self._store.list()}
-        self._warn_if_locked_out()
+        keyring = cls(store, registry, history, required_because)
+        keyring._rows = {row.id: row for row in await store.list()}
+        keyring._warn_if_locked_out()
+        return keyring
 
     async def run(self) -> None:
         """Write what keys have used, again and again."""

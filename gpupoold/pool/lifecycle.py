@@ -21,9 +21,11 @@ from gpupoold.pool.instance import Instance
 from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.intake import Intake
 from gpupoold.pool.loader import ModelLoader
+from gpupoold.pool.parked_images import ParkedImages
 from gpupoold.pool.quarantine import Quarantine
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.shared_lock import SharedLock
+from gpupoold.pool.specs import to_load
 from gpupoold.pool.startup import rows_in_start_order
 from gpupoold.pool.views import model_info
 from gpupoold.pool.warming import Warmer
@@ -51,6 +53,7 @@ class ModelLifecycle:
         supervisor: InstanceSupervisor,
         cache: ImageCache,
         saved: SavedImages,
+        parked: ParkedImages,
     ) -> None:
         self._settings = settings
         self._registry = registry
@@ -59,6 +62,7 @@ class ModelLifecycle:
         self._supervisor = supervisor
         self._cache = cache
         self._saved = saved
+        self._parked = parked
         self._changing = SharedLock()
         self._leaving: set[str] = set()
         self._tasks: set[asyncio.Task[ModelRow]] = set()
@@ -206,11 +210,19 @@ class ModelLifecycle:
         self._dispatcher.instance_up(instance)
         async with self._changing.shared():
             rows = await rows_in_start_order(self._registry, self._history, self._cache)
+            await self._take_images_back(rows, instance)
             later = [row for row in rows if not await self._reload(row, instance)]
             await self.publish()
         for row in later:
             await self._reload_later(row, instance)
         await self._saved.tidy([row.spec.name for row in await self._registry.list()])
+
+    async def _take_images_back(self, rows: list[ModelRow], instance: Instance) -> None:
+        """Use what has outlived an earlier daemon, before anything is read from the disk."""
+        if instance.ready is not None:
+            needs_images = instance.device.kind != "sim"
+            models = [to_load(row.spec, self._settings) for row in rows if needs_images]
+            await self._parked.take_back(models, instance.ready, self._cache)
 
     async def instance_down(self, instance: Instance, death: Death, loading: str | None) -> None:
         """Take an instance out of all routes, which was ``loading`` a model when it ended."""
@@ -357,7 +369,6 @@ class ModelLifecycle:
         """A model could not be loaded on an instance; without another one it has failed."""
         if await self._registry.get(name) is None:
             return  # removed meanwhile
-        _logger.error("%s could not be loaded: %s", name, error)
         self._event("error", "model_failed", name, str(error))
         if not self._dispatcher.routes.get(name):
             self._dispatcher.fail_model(name, f"{name} could not be loaded: {error}")

@@ -282,7 +282,6 @@ class ModelLoader:
         except GpupoolError as error:
             problem = f"{problem}; {error}" if problem else str(error)
         if problem:
-            _logger.warning("%s: not all of its latency is known: %s", spec.name, problem)
             self._history.record_event("warning", "profile_incomplete", spec.name, problem)
 
     async def serve(self, spec: ModelSpec) -> None:

@@ -31,19 +31,23 @@ from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.engine_environment import engine_environment
 from gpupoold.pool.forks import ForkServer
 from gpupoold.pool.frontends import FrontendSupervisor
+from gpupoold.pool.health import Health
 from gpupoold.pool.image_cache import ImageCache
+from gpupoold.pool.image_keys import ImageKeys
 from gpupoold.pool.instance import Instance
 from gpupoold.pool.instance_control import InstanceControl
 from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.keyring import Keyring
 from gpupoold.pool.lifecycle import ModelLifecycle
 from gpupoold.pool.minutes import Minutes
+from gpupoold.pool.parked_images import ParkedImages
 from gpupoold.pool.reload import Reloader, configured_roles
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.stimulus_file import Header, lines
 from gpupoold.pool.ticker import tick
 from gpupoold.pool.watchdog import Watchdog
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
+from gpupoold.systemd import FdStore
 
 _logger = logging.getLogger(__name__)
 _CHECK_INTERVAL_S = 5.0
@@ -73,6 +77,7 @@ class Pool:
     configuration: Configuration
     reloader: Reloader
     policy: Header
+    health: Health
     http_url: str
     stopping: bool = False
     _started_s: float = field(default_factory=time.monotonic)
@@ -90,6 +95,7 @@ class Pool:
             self.dispatcher.tick,
             self.keyring.tick,
             self.minutes.tick,
+            self.health.look,
         )
         self._tasks = [
             asyncio.create_task(self._check_when_idle(), name="check-core"),
@@ -285,6 +291,7 @@ def build_pool(
     registry: Registry,
     history: History,
     listener: socket.socket,
+    fd_store: FdStore,
     keyring: Keyring,
 ) -> Pool:
     """Wire the parts together; nothing is started yet."""
@@ -295,7 +302,9 @@ def build_pool(
     dispatcher = Dispatcher(settings.limits, history, policy, configured_roles(settings), keyring)
     cache = ImageCache(settings.memory.model_cache_bytes)
     images_dir = settings.paths.state_dir / "images"
-    saved = SavedImages(images_dir, settings.memory.image_files_bytes)
+    keys = ImageKeys()
+    saved = SavedImages(images_dir, settings.memory.image_files_bytes, keys)
+    cache.shelf = parked = ParkedImages(fd_store, keys)
 
     forks = ForkServer(settings, engine_environment(settings), _preloaded(settings))
     supervisor = InstanceSupervisor(
@@ -305,7 +314,9 @@ def build_pool(
         lambda instance: lifecycle.instance_up(instance),
         lambda *ended: lifecycle.instance_down(*ended),
     )
-    lifecycle = ModelLifecycle(settings, registry, history, dispatcher, supervisor, cache, saved)
+    lifecycle = ModelLifecycle(
+        settings, registry, history, dispatcher, supervisor, cache, saved, parked
+    )
     frontend = FrontendSupervisor(
         settings,
         forks,
@@ -337,6 +348,7 @@ def build_pool(
         configuration,
         Reloader(configuration, history, dispatcher, supervisor, frontend, control, cache_control),
         header,
+        Health(dispatcher, supervisor),
         _url(listener, settings),
     )
 

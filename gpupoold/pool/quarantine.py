@@ -45,7 +45,6 @@ class Quarantine:
         reason = self._blame.charge(model, device, death, time.monotonic())
         if reason is None:
             return
-        _logger.error("%s is in quarantine: it %s", model, reason)
         self._history.record_event("error", "model_quarantined", model, reason)
         self._dispatcher.fail_model(model, f"{model} is in quarantine: it {reason}")
         self._dispatcher.forget(model)

@@ -55,7 +55,8 @@ class Reloader:
         self._instances = instances
         self._cache = cache
         self._reloading = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_asked = False
+        self._task: asyncio.Task[None] | None = None
         # Who has to be told, by the beginnings of the keys.
         self._told: dict[tuple[str, ...], Callable[[Settings], None]] = {
             ("log.", "memory.canary_interval", "server.max_body"): self._tell_processes,
@@ -104,14 +105,19 @@ class Reloader:
         )
 
     def begin(self, around: Callable[[], AbstractContextManager[None]]) -> None:
-        """Reload when a signal says so, inside of ``around()``; what is wrong is in the log."""
-        task = asyncio.create_task(self._reload_quietly(around), name="reload")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        """Reload when a signal says so, inside of ``around()``; what is wrong is in the log.
 
-    async def _reload_quietly(self, around: Callable[[], AbstractContextManager[None]]) -> None:
-        with around(), contextlib.suppress(GpupoolError):
-            await self.reload()
+        While one is under way, another follows: the file may have changed meanwhile.
+        """
+        self._is_asked = True
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._reload_while_asked(around), name="reload")
+
+    async def _reload_while_asked(self, around: Callable[[], AbstractContextManager[None]]) -> None:
+        while self._is_asked:
+            self._is_asked = False
+            with around(), contextlib.suppress(GpupoolError):
+                await self.reload()
 
     def _tell_processes(self, before: Settings) -> None:
         set_log_level(self._settings.log.level)

@@ -11,7 +11,7 @@ from pathlib import Path
 from gpupoold.errors import GpupoolError
 from gpupoold.pool.image_cache import CachedImage
 from gpupoold.pool.image_files import ImageFiles, SavedImage
-from gpupoold.pool.image_keys import image_key
+from gpupoold.pool.image_keys import ImageKeys
 from gpupoold.units import format_bytes
 from gpupoold.wire.messages import InstanceReady, ModelToLoad
 
@@ -25,10 +25,10 @@ class SavedImages:
     become smaller, call ``shrink``.
     """
 
-    def __init__(self, folder: Path, budget_bytes: int) -> None:
+    def __init__(self, folder: Path, budget_bytes: int, keys: ImageKeys) -> None:
         self.budget_bytes = budget_bytes
         self._files = ImageFiles(folder)
-        self._keys: dict[str, str] = {}
+        self._keys = keys
         self._saving: dict[str, asyncio.Task[None]] = {}
         self._shrinking: set[asyncio.Task[None]] = set()
 
@@ -37,29 +37,23 @@ class SavedImages:
 
         From now on it is this image that ``read`` and ``keep`` are about.
         """
-        if not self.budget_bytes:
+        if await self._keys.note(model, ready) is None:
             return None
-        try:
-            key = await asyncio.to_thread(
-                image_key, model, ready.engine_version, ready.device_name, ready.page_bytes
-            )
-        except GpupoolError as error:
-            _logger.warning("%s", error)
-            return None
-        self._keys[model.name] = key
         return (await self.sizes()).get(model.name)
 
     async def read(self, name: str) -> SavedImage | None:
         """The image of a model that was looked up, its descriptor the caller's; None without."""
         key = self._keys.get(name)
-        return None if key is None else await asyncio.to_thread(self._files.load, key)
+        if key is None or not self.budget_bytes:
+            return None
+        return await asyncio.to_thread(self._files.load, key)
 
     async def sizes(self) -> dict[str, int]:
         """Bytes of the saved images of all models that were looked up and have one."""
         if not self.budget_bytes:
             return {}
         found = {file.key: file.num_bytes for file in await asyncio.to_thread(self._files.list)}
-        return {name: found[key] for name, key in self._keys.items() if key in found}
+        return {name: found[key] for name, key in self._keys.all().items() if key in found}
 
     async def used_bytes(self) -> int:
         """Bytes of all images in the folder."""
@@ -70,7 +64,7 @@ class SavedImages:
     def keep(self, name: str, image: CachedImage) -> None:
         """Save the image of a model that was looked up before; in the background."""
         key = self._keys.get(name)
-        if key is None:
+        if key is None or not self.budget_bytes:
             return
         before = self._saving.get(name)
         task = asyncio.create_task(self._save_after(before, name, key, _copy(image)))
@@ -84,8 +78,9 @@ class SavedImages:
 
     def forget(self, name: str) -> None:
         """The model has been removed: its file goes, unless another model has the same."""
-        key = self._keys.pop(name, None)
-        if key is not None and key not in self._keys.values():
+        key = self._keys.get(name)
+        self._keys.forget(name)
+        if self.budget_bytes and key is not None and key not in self._keys.all().values():
             self._files.drop(key)
 
     async def tidy(self, names: list[str]) -> None:
@@ -93,13 +88,14 @@ class SavedImages:
 
         Nothing happens before all of them have been looked for.
         """
-        if self.budget_bytes and all(name in self._keys for name in names):
-            await asyncio.to_thread(self._files.remove_others, set(self._keys.values()))
+        keys = self._keys.all()
+        if self.budget_bytes and all(name in keys for name in names):
+            await asyncio.to_thread(self._files.remove_others, set(keys.values()))
 
     def shrink(self, last_used_at: Callable[[str], float | None]) -> None:
         """The budget has become smaller: what is over it is deleted in the background, first
         images of no model that is known, then of those used least recently."""
-        used_at = {key: last_used_at(name) or 0.0 for name, key in self._keys.items()}
+        used_at = {key: last_used_at(name) or 0.0 for name, key in self._keys.all().items()}
         task = asyncio.create_task(asyncio.to_thread(self._fit, used_at), name="shrink-images")
         self._shrinking.add(task)
         task.add_done_callback(self._shrinking.discard)

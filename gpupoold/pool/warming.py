@@ -151,7 +151,6 @@ class Warmer:
         self._dispatcher.go_on(model)
 
     async def _failed(self, model: str, error: GpupoolError) -> None:
-        _logger.error("%s could not be warmed: %s", model, error)
         self._history.record_event("error", "warm_failed", model, str(error))
         self._dispatcher.fail_waiting(model, f"{model} could not be warmed: {error}")
         if not self._dispatcher.routes.get(model):

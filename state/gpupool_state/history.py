@@ -36,9 +36,11 @@ from gpupool_state.rows import (
 from gpupoold.errors import Failed
 
 _log = logging.getLogger(__name__)
+_event_log = logging.getLogger("gpupoold.events")
 
 _MAX_PRUNED_ROWS = 1000  # per transaction, so that the registry never waits long
 _MAX_RETRY_S = 30.0
+_LOG_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +159,11 @@ class History:
         self._record(MINUTES, self._next_id(MINUTES), row)
 
     def record_event(self, level: EventLevel, kind: str, subject: str, message: str) -> EventRow:
-        """Keep an event and show it to followers at once; never blocks."""
+        """Keep an event, log it, and show it to followers at once; never blocks."""
         event = self._events.publish(self._now(), level, kind, subject, message)
+        fields = {"event_kind": kind, "event_subject": subject}
+        text = "%s %s: %s"
+        _event_log.log(_LOG_LEVELS[level], text, kind, subject, message, extra=fields, stacklevel=2)
         self._record(EVENTS, event.id, event)
         return event
 
@@ -350,13 +355,13 @@ class History:
         if self._failing:
             return
         self._failing = True
-        _log.warning("the history cannot be written, serving goes on: %s", error)
-        self.record_event("error", "history", "state", f"the history cannot be written: {error}")
+        self.record_event(
+            "error", "history", "state", f"it cannot be written, serving goes on: {error}"
+        )
 
     def _note_success(self) -> None:
         if not self._failing:
             return
         self._failing = False
         text = f"the history is written again; {self.dropped_rows} rows were dropped so far"
-        _log.info(text)
         self.record_event("info", "history", "state", text)

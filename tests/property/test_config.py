@@ -32,7 +32,7 @@ def files(draw: st.DrawFn) -> dict[str, Any]:
     """Parsed files, with some keys of most sections."""
     devices = draw(DEVICES)
     roles = ["mixed", *draw(st.lists(ROLES, min_size=len(devices) - 1, max_size=len(devices) - 1))]
-    sections = {
+    sections: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "server": {"port": st.integers(0, 65535), "max_body": st.integers(1, 2**40)},
         "memory": {"model_cache": SIZES, "kv_host": SIZES, "canary_interval": st.integers(0, 99)},
         "scheduling": {
@@ -45,12 +45,9 @@ def files(draw: st.DrawFn) -> dict[str, Any]:
         "paths": {"model_dirs": st.lists(st.sampled_from(["/a", "/b"])), "log_dir": st.just("/l")},
         "log": {"level": st.sampled_from(["debug", "info"])},
     }
-    some = st.fixed_dictionaries(
-        {},
-        optional={
-            name: st.fixed_dictionaries({}, optional=keys) for name, keys in sections.items()
-        },
-    )
+    none: dict[str, st.SearchStrategy[Any]] = {}
+    optional = {name: st.fixed_dictionaries(none, optional=keys) for name, keys in sections.items()}
+    some = st.fixed_dictionaries(none, optional=optional)
     return {"device": devices} | draw(some)
 
 

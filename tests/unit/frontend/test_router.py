@@ -133,6 +133,8 @@ def test_body_over_the_limit(served: Served) -> None:
     assert served.send("POST", CHAT, half, half).status == 413
     declared = [(b"content-length", str(LIMIT + 1).encode())]
     assert served.send("POST", CHAT, headers=declared).status == 413
+    served.router.max_body_bytes = LIMIT + 2
+    assert served.send("POST", CHAT, half, half).status == 400
 
 
 def test_body_that_does_not_come(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

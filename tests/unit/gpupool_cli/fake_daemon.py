@@ -40,6 +40,13 @@ from gpupoold.admin.models import (
     Status,
     SwitchInfo,
 )
+from gpupoold.admin.models_config import (
+    ChangeInfo,
+    ConfigInfo,
+    DiffInfo,
+    DiffRequest,
+    ReloadInfo,
+)
 from gpupoold.errors import (
     Failed,
     GpupoolError,
@@ -119,6 +126,8 @@ class FakeDaemon:
         self.download_pause_s = 0.0
         self.state: Any = "ready"
         self.raw_answer: Response | None = None
+        self.config = samples.config()
+        self.changes: list[ChangeInfo] = []
         self.device: dict[str, Any] = {}
         self.requests: list[BaseModel] = []
         self.chats: list[dict[str, Any]] = []
@@ -198,6 +207,7 @@ def admin_app(daemon: FakeDaemon) -> FastAPI:
     _add_cache_routes(app, daemon)
     _add_instance_routes(app, daemon)
     _add_state_routes(app, daemon)
+    _add_config_routes(app, daemon)
     return app
 
 
@@ -353,6 +363,23 @@ def _add_state_routes(app: FastAPI, daemon: FakeDaemon) -> None:
     @app.post("/bench/switch")
     async def bench_switch(body: BenchSwitchRequest) -> dict[str, Any]:
         return {"models": body.models, "rounds": body.rounds, "p50_s": 0.25}
+
+
+def _add_config_routes(app: FastAPI, daemon: FakeDaemon) -> None:
+    @app.get("/config")
+    async def config() -> ConfigInfo:
+        return daemon.config
+
+    @app.post("/config/diff")
+    async def diff(body: DiffRequest) -> DiffInfo:
+        daemon.requests.append(body)
+        return DiffInfo(path=body.name or daemon.config.path, changes=daemon.changes)
+
+    @app.post("/reload")
+    async def reload() -> ReloadInfo:
+        changed = [one for one in daemon.changes if one.effect != "restart"]
+        waiting = [one for one in daemon.changes if one.effect == "restart"]
+        return ReloadInfo(path=daemon.config.path, changed=changed, waiting=waiting)
 
 
 async def _adding(daemon: FakeDaemon, body: AddModelRequest) -> AsyncIterator[str]:

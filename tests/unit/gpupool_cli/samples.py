@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 from gpupoold.admin.models import (
     CachedModel,
@@ -16,6 +16,7 @@ from gpupoold.admin.models import (
     Status,
     SwitchInfo,
 )
+from gpupoold.admin.models_config import ConfigInfo, EffectName, SettingInfo
 from gpupoold.latency.stored import StoredFit, StoredLatency
 
 GIB = 1024**3
@@ -185,3 +186,24 @@ def chat_chunks(*pieces: str) -> list[str]:
     usage_chunk = {"choices": [], "usage": {"completion_tokens": len(pieces)}}
     chunks = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}, *deltas, usage_chunk]
     return [*(json.dumps(chunk, ensure_ascii=False) for chunk in chunks), "[DONE]"]
+
+
+def config() -> ConfigInfo:
+    """A few keys, one of them hidden."""
+    rows: list[tuple[str, Any, Literal["file", "default"], EffectName]] = [
+        ("server.host", 'a"b\x7f', "file", "restart"),
+        ("server.port", 80, "default", "restart"),
+        ("device[0].kind", "sim", "file", "restart"),
+        ("device[0].memory", None, "default", "restart"),
+        ("device[1].kind", "cuda", "file", "restart"),
+        ("security.allow_pickle", True, "file", "loads"),
+        ("paths.model_dirs", ["/a", "/b"], "default", "live"),
+    ]
+    settings = [
+        SettingInfo(key=key, value=value, is_hidden=False, origin=origin, effect=effect)
+        for key, value, origin, effect in rows
+    ]
+    hidden = SettingInfo(
+        key="server.token", value=None, is_hidden=True, origin="file", effect="live"
+    )
+    return ConfigInfo(path="/etc/gpupool/gpupool.toml", settings=[*settings, hidden])

@@ -7,20 +7,14 @@ import pty
 import select
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 from fastapi.responses import JSONResponse
-from typer.main import get_command
 
 from gpupool_cli.exit_codes import ExitCode
-from gpupool_cli.main import app
 from gpupoold.errors import ALL_ERRORS
 from tests.unit.gpupool_cli.conftest import ROOT, Cli, ProcessCli, command
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
-
-_ROOT_COMMAND: Any = get_command(app)
-_COMMANDS = sorted(_ROOT_COMMAND.commands)
 
 
 def _on_a_terminal(args: list[str], environment: dict[str, str]) -> str:
@@ -85,23 +79,6 @@ def test_the_client_alone_is_light_too() -> None:
         timeout=60,
     )
     assert result.stdout == "[]\n"
-
-
-@pytest.mark.parametrize("name", _COMMANDS)
-def test_every_command_has_help(name: str) -> None:
-    assert _ROOT_COMMAND.commands[name].help
-    for param in _ROOT_COMMAND.commands[name].params:
-        assert param.help, f"{name}: {param.name} has no help text"
-
-
-@pytest.mark.parametrize("name", _COMMANDS)
-def test_every_command_and_option_is_documented(name: str) -> None:
-    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    assert f"`gpupool {name}" in text
-    for param in _ROOT_COMMAND.commands[name].params:
-        for option in param.opts:
-            if option.startswith("--"):
-                assert option in text, f"{name} {option} is not in docs/cli.md"
 
 
 def test_every_exit_code_is_documented() -> None:

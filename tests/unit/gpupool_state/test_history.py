@@ -177,6 +177,20 @@ async def test_a_lowered_limit_takes_effect(path: Path) -> None:
             assert len(await history.recent_requests(limit=10_000)) <= limit
 
 
+async def test_limits_may_change_meanwhile(db: Database, history: History) -> None:
+    for number in range(20):
+        history.record_request(request(number))
+        history.record_event("info", "kind", "subject", str(number))
+    await history.flush()
+    history.keep(num_requests=5, num_switches=5, num_events=7)
+    await history.flush()
+    assert [row.request_id for row in await history.recent_requests()] == [
+        f"r{number}" for number in range(19, 14, -1)
+    ]
+    [(num_events,)] = await db.fetch_all("SELECT count(*) FROM events")
+    assert num_events == 7
+
+
 async def test_recording_costs_microseconds(history: History) -> None:
     clock = asyncio.get_running_loop().time
     row = request(1)

@@ -110,3 +110,16 @@ def test_a_model_that_is_gone_leaves_nothing() -> None:
     cache.forget("a")
     assert not is_open(fd)
     assert (cache.used_bytes, cache.pinned, cache.last_used_at("a")) == (0, set(), None)
+
+
+def test_an_image_that_is_there_already_stays() -> None:
+    cache = ImageCache(10_000)
+    fd = image(3000)
+    first = cache.put("a", fd, "d1", (1,))
+    again = os.dup(fd)
+    assert cache.put("a", again, "d1", (1,)) is first
+    assert not is_open(again)
+    other = os.dup(fd)
+    assert cache.put("a", other, "d1", (2,)) == CachedImage(other, 3000, "d1", (2,))
+    assert not is_open(fd)
+    cache.close()

@@ -242,3 +242,42 @@ class TestDrop:
         with bench.room.holding("a"), pytest.raises(Refused, match="a is being loaded"):
             await bench.room.drop("a")
         assert bench.cache.get("a") is not None
+
+
+async def test_a_smaller_cache_lets_idle_images_go_at_once_and_others_later(bench: Bench) -> None:
+    bench.put("a", 1, at=1.0)
+    bench.put("b", 1, at=2.0)
+    bench.put("c", 2, at=3.0)
+    bench.in_use.add("c")
+    bench.cache.budget_bytes = MIB
+    bench.room.shrink()
+    bench.room.shrink()  # one that is under way is enough
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert bench.gone == ["a", "b"]
+    assert sorted(bench.cache.images) == ["c"]
+    bench.end("c")
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert bench.gone == ["a", "b", "c"]
+    assert bench.cache.used_bytes == 0
+
+
+async def test_a_smaller_cache_that_all_fit_in_changes_nothing(bench: Bench) -> None:
+    bench.put("a", 1)
+    bench.put("b", 1)
+    bench.cache.budget_bytes = 2 * MIB
+    bench.room.shrink()
+    await bench.room.stop()
+    assert bench.gone == []
+
+
+async def test_shrinking_ends_with_the_daemon(bench: Bench) -> None:
+    bench.put("a", 2)
+    bench.cache.pinned.add("a")
+    bench.cache.budget_bytes = MIB
+    bench.room.shrink()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    await bench.room.stop()
+    assert sorted(bench.cache.images) == ["a"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import cast
+from typing import Self, cast
 
 import pytest
+import pytest_asyncio
 
 from gpupool_state import ApiKeys, Database, History, KeyPowers, Registry
 from gpupoold.access.secret import matches
@@ -30,12 +31,18 @@ class Frontend:
 class Ring:
     """A keyring over a database of its own."""
 
-    def __init__(self, database: Database, history: History, because: str = NEEDED) -> None:
+    def __init__(self, keyring: Keyring, store: ApiKeys, history: History) -> None:
         self.frontend = Frontend()
         self.history = history
-        self.store = ApiKeys(database)
-        self.keyring = Keyring(self.store, Registry(database), history, because)
+        self.store = store
+        self.keyring = keyring
         self.keyring.frontend = cast(FrontendSupervisor, self.frontend)
+
+    @classmethod
+    async def make(cls, database: Database, history: History, because: str = NEEDED) -> Self:
+        store = ApiKeys(database)
+        keyring = await Keyring.load(store, Registry(database), history, because)
+        return cls(keyring, store, history)
 
     @property
     def told(self) -> dict[str, m.KeyRecord]:
@@ -46,9 +53,9 @@ class Ring:
         return [row.message for row in await self.history.events_after(0) if row.kind == kind]
 
 
-@pytest.fixture
-def ring(database: Database, history: History) -> Ring:
-    return Ring(database, history)
+@pytest_asyncio.fixture
+async def ring(database: Database, history: History) -> Ring:
+    return await Ring.make(database, history)
 
 
 async def test_frontend_is_told_of_each_change(ring: Ring) -> None:
@@ -76,8 +83,7 @@ async def test_keys_are_there_again_after_a_restart(
     ring: Ring, database: Database, history: History
 ) -> None:
     _, text = await ring.keyring.add("web", KeyPowers())
-    again = Ring(database, history, "")
-    await again.keyring.load()
+    again = await Ring.make(database, history, "")
     again.keyring.publish()
     assert matches(text, again.told["web"].digest)
     assert not again.frontend.rules[-1].are_required
@@ -143,7 +149,6 @@ async def test_levels_go_to_the_next_frontend(ring: Ring) -> None:
 
 
 async def test_warning_when_nobody_can_get_in(ring: Ring) -> None:
-    await ring.keyring.load()
     [warning] = await ring.events("no_api_key")
     assert "10.0.0.1 port 8000" in warning
     assert "gpupool key add" in warning
@@ -155,8 +160,7 @@ async def test_warning_when_nobody_can_get_in(ring: Ring) -> None:
 
 
 async def test_no_warning_where_no_key_is_needed(database: Database, history: History) -> None:
-    ring = Ring(database, history, "")
-    await ring.keyring.load()
+    ring = await Ring.make(database, history, "")
     assert await ring.events("no_api_key") == []
 
 

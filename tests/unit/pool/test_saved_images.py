@@ -10,6 +10,7 @@ import pytest
 
 from gpupoold.memory.memfd import create_memfd
 from gpupoold.pool.image_cache import CachedImage
+from gpupoold.pool.image_keys import ImageKeys
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.wire.messages import InstanceReady, ModelToLoad
 
@@ -45,9 +46,9 @@ async def keep(images: SavedImages, name: str, checkpoint: Path, image: CachedIm
 
 
 async def test_what_is_kept_is_found(tmp_path: Path, checkpoint: Path, image: CachedImage) -> None:
-    images = SavedImages(tmp_path / "images", 1 << 20)
+    images = SavedImages(tmp_path / "images", 1 << 20, ImageKeys())
     await keep(images, "a", checkpoint, image)
-    again = SavedImages(tmp_path / "images", 1 << 20)
+    again = SavedImages(tmp_path / "images", 1 << 20, ImageKeys())
     assert await again.look_up(model("b", checkpoint), READY) == SIZE
     assert (await again.sizes(), await again.used_bytes()) == ({"b": SIZE}, SIZE)
     found = await again.read("b")
@@ -60,7 +61,7 @@ async def test_what_is_kept_is_found(tmp_path: Path, checkpoint: Path, image: Ca
 async def test_nothing_is_kept_without_a_budget(
     tmp_path: Path, checkpoint: Path, image: CachedImage
 ) -> None:
-    images = SavedImages(tmp_path / "images", 0)
+    images = SavedImages(tmp_path / "images", 0, ImageKeys())
     await keep(images, "a", checkpoint, image)
     assert not (tmp_path / "images").exists()
     assert (await images.sizes(), await images.used_bytes()) == ({}, 0)
@@ -69,7 +70,7 @@ async def test_nothing_is_kept_without_a_budget(
 async def test_the_budget_is_for_all_together(
     tmp_path: Path, checkpoint: Path, image: CachedImage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    images = SavedImages(tmp_path / "images", SIZE + 1)
+    images = SavedImages(tmp_path / "images", SIZE + 1, ImageKeys())
     await keep(images, "a", checkpoint, image)
     other = tmp_path / "other"
     other.mkdir()
@@ -81,7 +82,7 @@ async def test_the_budget_is_for_all_together(
 async def test_a_file_goes_with_the_last_model_that_has_it(
     tmp_path: Path, checkpoint: Path, image: CachedImage
 ) -> None:
-    images = SavedImages(tmp_path / "images", 1 << 20)
+    images = SavedImages(tmp_path / "images", 1 << 20, ImageKeys())
     await keep(images, "a", checkpoint, image)
     assert await images.look_up(model("b", checkpoint), READY) == SIZE
     assert await images.sizes() == {"a": SIZE, "b": SIZE}
@@ -95,9 +96,9 @@ async def test_a_file_goes_with_the_last_model_that_has_it(
 async def test_a_file_goes_when_its_checkpoint_has_changed(
     tmp_path: Path, checkpoint: Path, image: CachedImage
 ) -> None:
-    await keep(SavedImages(tmp_path / "images", 1 << 20), "a", checkpoint, image)
+    await keep(SavedImages(tmp_path / "images", 1 << 20, ImageKeys()), "a", checkpoint, image)
     (checkpoint / "config.json").write_text('{"changed": true}')
-    images = SavedImages(tmp_path / "images", 1 << 20)
+    images = SavedImages(tmp_path / "images", 1 << 20, ImageKeys())
     await keep(images, "a", checkpoint, image)
     assert len(list((tmp_path / "images").iterdir())) == 2
     await images.tidy(["a", "not looked for yet"])
@@ -110,7 +111,7 @@ async def test_a_file_goes_when_its_checkpoint_has_changed(
 async def test_a_checkpoint_that_is_not_there_has_no_image(
     tmp_path: Path, image: CachedImage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    images = SavedImages(tmp_path / "images", 1 << 20)
+    images = SavedImages(tmp_path / "images", 1 << 20, ImageKeys())
     await keep(images, "a", tmp_path / "nowhere", image)
     assert "cannot look through the checkpoint" in caplog.text
     assert not (tmp_path / "images").exists()
@@ -119,7 +120,7 @@ async def test_a_checkpoint_that_is_not_there_has_no_image(
 async def test_settled_is_after_saving(
     tmp_path: Path, checkpoint: Path, image: CachedImage
 ) -> None:
-    images = SavedImages(tmp_path / "images", 1 << 20)
+    images = SavedImages(tmp_path / "images", 1 << 20, ImageKeys())
     await images.settled("a")
     await images.look_up(model("a", checkpoint), READY)
     num_before = len(os.listdir("/proc/self/fd"))
@@ -129,3 +130,21 @@ async def test_settled_is_after_saving(
     await images.settled("a")
     assert await images.sizes() == {"a": SIZE}
     assert len(os.listdir("/proc/self/fd")) == num_before  # no descriptor keeps the memory
+
+
+async def test_a_smaller_budget_deletes_what_was_used_least_recently(
+    tmp_path: Path, image: CachedImage
+) -> None:
+    images = SavedImages(tmp_path / "images", 1 << 20, ImageKeys())
+    for name in ("a", "b", "c"):
+        folder = tmp_path / name
+        folder.mkdir()
+        await keep(images, name, folder, image)
+    images.budget_bytes = 2 * SIZE
+    images.shrink({"a": 2.0, "b": 1.0, "c": 3.0}.get)
+    await images.stop()
+    assert await images.sizes() == {"a": SIZE, "c": SIZE}
+    images.budget_bytes = 0
+    images.shrink({"a": 2.0}.get)
+    await images.stop()
+    assert not list((tmp_path / "images").iterdir())

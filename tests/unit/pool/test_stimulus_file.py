@@ -29,6 +29,7 @@ EVENTS: tuple[e.Event, ...] = (
     e.DeviceDown(1),
     e.RoleSet(0, Role.PREFILL, False),
     e.DrainSet(0, True),
+    e.QuotaMaxSet(2.5),
     e.Tick(),
     e.Hosted(0, "a"),
     e.Unhosted(0, "ä\n"),

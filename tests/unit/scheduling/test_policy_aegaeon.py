@@ -225,6 +225,19 @@ class TestDecode:
         assert quotas_s == pytest.approx([3.0] * 6)
         assert 3.0 / driver.state.devices[1].batches["a"].step_s() == pytest.approx(120)
 
+    def test_another_longest_turn_holds_from_the_next_round(self) -> None:
+        driver = decode_driver()
+        for model in "abc":
+            decode(driver, model, model)
+        driver.end_turn(1)
+        driver.tell(e.QuotaMaxSet(1.5))
+        quotas_s = []
+        for _ in range(8):
+            quotas_s.append(driver.quota_s(1))
+            driver.end_turn(1)
+        assert quotas_s[0] == pytest.approx(3.0)
+        assert quotas_s[-3:] == pytest.approx([1.5] * 3)
+
     @pytest.mark.parametrize(
         ("steps_s", "switch_s", "quota_max_s", "expected"),
         [

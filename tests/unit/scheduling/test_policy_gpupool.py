@@ -157,6 +157,19 @@ class TestTurns:
             assert 0 < prefill_s < driver.quota_s() <= prefill_s + tuning.visit_max_s + 1e-9
             driver.end_turn(at_s=driver.now_s + driver.quota_s())
 
+    def test_another_longest_visit_holds_from_the_next(self) -> None:
+        driver = driver_of()
+        for model in "ab":
+            driver.arrive(model)
+        before_s = driver.quota_s()
+        driver.tell(e.QuotaMaxSet(0.25))
+        assert driver.quota_s() == before_s
+        for _ in range(3):
+            driver.end_turn(at_s=driver.now_s + driver.quota_s())
+            device = driver.state.devices[0]
+            prefill_s = device.batches[driver.running() or ""].prefill_s()
+            assert driver.quota_s() <= prefill_s + 0.25 + 1e-9 < before_s
+
     def test_visits_follow_observed_steps(self) -> None:
         """A slower model needs more time to get as far ahead."""
 

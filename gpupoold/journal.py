@@ -1,0 +1,133 @@
+"""Log records as systemd's journal takes them, with fields that ``journalctl`` can select by.
+
+A datagram has a field per line, ``NAME=value``; a value of several lines is given with its
+length (https://systemd.io/JOURNAL_NATIVE_PROTOCOL). What is too large for a datagram goes in
+a sealed memfd.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import struct
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+JOURNAL_SOCKET = Path("/run/systemd/journal/socket")
+STREAM_VARIABLE = "JOURNAL_STREAM"
+
+_IDENTIFIER = "gpupoold"
+_SEND_TIMEOUT_S = 1.0
+_TOO_LARGE = (errno.EMSGSIZE, errno.ENOBUFS)
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+# syslog(3)'s, as far as Python has such levels.
+_PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
+_DEBUG_PRIORITY = 7
+# By the kind's first word: what an event's subject is.
+_SUBJECT_FIELDS = {
+    "canary": "GPUPOOL_MODEL",
+    "drain": "GPUPOOL_DEVICE",
+    "image": "GPUPOOL_MODEL",
+    "instance": "GPUPOOL_DEVICE",
+    "model": "GPUPOOL_MODEL",
+    "profile": "GPUPOOL_MODEL",
+    "refused": "GPUPOOL_MODEL",
+    "role": "GPUPOOL_DEVICE",
+    "warm": "GPUPOOL_MODEL",
+}
+
+
+def is_journal(fd: int, variables: Mapping[str, str]) -> bool:
+    """Whether a descriptor leads to the journal: ``$JOURNAL_STREAM`` has its device and inode."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return False
+    return variables.get(STREAM_VARIABLE) == f"{status.st_dev}:{status.st_ino}"
+
+
+def encode(fields: Mapping[str, str]) -> bytes:
+    """A datagram for the journal."""
+    parts = []
+    for name, value in fields.items():
+        data = value.encode(errors="surrogateescape")
+        if b"\n" in data:
+            parts.append(name.encode() + b"\n" + struct.pack("<Q", len(data)) + data + b"\n")
+        else:
+            parts.append(name.encode() + b"=" + data + b"\n")
+    return b"".join(parts)
+
+
+class JournalHandler(logging.Handler):
+    """Sends records to the journal; when that is not possible, their text to standard error.
+
+    Records of events (``extra`` with ``event_kind`` and ``event_subject``) have them as fields
+    too: ``GPUPOOL_EVENT``, and ``GPUPOOL_MODEL`` or ``GPUPOOL_DEVICE``.
+    """
+
+    def __init__(self, path: Path = JOURNAL_SOCKET) -> None:
+        super().__init__()
+        self._path = str(path)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.settimeout(_SEND_TIMEOUT_S)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send one record."""
+        try:
+            data = encode(self._fields(record))
+            try:
+                self._send(data)
+            except OSError:
+                print(self.format(record), file=sys.stderr)
+        except Exception:
+            self.handleError(record)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+        super().close()
+
+    def _fields(self, record: logging.LogRecord) -> dict[str, str]:
+        fields = {
+            "MESSAGE": self.format(record),
+            "PRIORITY": str(_priority(record.levelno)),
+            "SYSLOG_IDENTIFIER": _IDENTIFIER,
+            "LOGGER": record.name,
+            "CODE_FILE": record.pathname,
+            "CODE_LINE": str(record.lineno),
+            "CODE_FUNC": record.funcName,
+        }
+        return fields | _event_fields(record)
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self._socket.sendto(data, self._path)
+        except OSError as error:
+            if error.errno not in _TOO_LARGE:
+                raise
+            self._send_memfd(data)
+
+    def _send_memfd(self, data: bytes) -> None:
+        fd = os.memfd_create("gpupool-journal", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        with open(fd, "wb", buffering=0) as file:
+            file.write(data)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))]
+            self._socket.sendmsg([], rights, 0, self._path)
+
+
+def _event_fields(record: logging.LogRecord) -> dict[str, str]:
+    kind = getattr(record, "event_kind", None)
+    subject = getattr(record, "event_subject", None)
+    if not isinstance(kind, str) or not isinstance(subject, str):
+        return {}
+    field = _SUBJECT_FIELDS.get(kind.partition("_")[0], "GPUPOOL_SUBJECT")
+    return {"GPUPOOL_EVENT": kind, field: subject}
+
+
+def _priority(level: int) -> int:
+    return next((found for least, found in _PRIORITIES if level >= least), _DEBUG_PRIORITY)

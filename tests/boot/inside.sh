@@ -1,0 +1,152 @@
+#!/usr/bin/env bash
+# What run.sh does in the booted root, as root: prints what it saw, ends with 1 at the first
+# thing that is not as it should be.
+set -euo pipefail
+cd /src
+
+step() { printf '\n== %s\n' "$*"; }
+fail() {
+    printf 'FAILED: %s\n' "$*"
+    systemctl --no-pager -l status gpupoold.service || true
+    journalctl --no-pager -u gpupoold -n 60 || true
+    exit 1
+}
+show() { systemctl show -P "$1" gpupoold.service; }
+now_ms() { date +%s%3N; }
+ask() {
+    curl -sS --max-time 120 http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
+        -d '{"model": "tiny", "prompt": "Hello", "max_tokens": 12, "temperature": 0}' |
+        python3 -c 'import json, sys; a = json.load(sys.stdin); print(a["choices"][0]["text"] if "choices" in a else a)'
+}
+# Waits until the model answers as before; prints what it took since the instant $1.
+await_answer() {
+    local deadline=$(($(now_ms) + 120000))
+    until [[ $(ask 2>&1) == "$answer" ]]; do
+        (($(now_ms) < deadline)) || fail "no answer as before: $(ask 2>&1)"
+        sleep 0.2
+    done
+    echo "the same answer $(($(now_ms) - $1)) ms after"
+}
+
+step "install"
+if [[ ! -x .venv/bin/python ]]; then
+    if [[ -d /opt/packages ]]; then
+        python3 -m venv --without-pip .venv
+        echo /opt/packages >"$(echo .venv/lib/python3*/site-packages)/packages.pth"
+    else
+        make venv
+    fi
+fi
+make install
+id gpupool
+systemd-analyze verify gpupoold.service gpupoold.socket gpupoold-admin.socket
+systemd-analyze security --no-pager gpupoold.service | tail -n 1
+
+step "start"
+printf '[[device]]\nkind = "emulated"\nmemory = "256MiB"\n[memory]\nmodel_cache = "256MiB"\nkv_host = "64MiB"\n' \
+    >/etc/gpupool/gpupool.toml
+began=$(now_ms)
+systemctl enable --now gpupoold
+echo "active after $(($(now_ms) - began)) ms"
+systemctl --no-pager -l status gpupoold.service gpupoold.socket gpupoold-admin.socket || fail "not active"
+ls -ld /run/gpupool /run/gpupool/admin.sock /var/lib/gpupool
+
+step "use"
+gpupool make-tiny-models /var/lib/gpupool/models
+chown -R gpupool: /var/lib/gpupool/models
+deadline=$(($(now_ms) + 180000))
+until gpupool status | grep -q ready; do
+    (($(now_ms) < deadline)) || fail "never ready"
+    sleep 1
+done
+echo "ready after $(($(now_ms) - began)) ms"
+gpupool add-model tiny --source /var/lib/gpupool/models/tiny-llama
+gpupool status
+answer=$(ask)
+echo "answer: $answer"
+[[ $answer && $answer != *error* ]] || fail "no answer"
+systemctl --no-pager status gpupoold | grep -E 'Status|FD Store|Memory|Tasks'
+if setpriv --reuid=nobody --regid=nogroup --clear-groups gpupool status; then fail "nobody may use it"; fi
+setpriv --reuid=nobody --regid=nogroup --groups=gpupool gpupool status >/dev/null || fail "a member may not"
+
+step "journal"
+journalctl -u gpupoold -o json --no-pager GPUPOOL_EVENT=model_added | python3 -c '
+import json, sys
+record = json.loads(sys.stdin.readline())
+wanted = ("MESSAGE", "PRIORITY", "SYSLOG_IDENTIFIER", "CODE_FILE", "CODE_LINE", "CODE_FUNC",
+          "GPUPOOL_EVENT", "GPUPOOL_MODEL", "_SYSTEMD_UNIT")
+for name in wanted:
+    print(f"{name}={record[name]}")'
+journalctl -u gpupoold --no-pager -o cat | grep -c '^' || fail "nothing in the journal"
+
+step "reload"
+pid=$(show MainPID)
+systemctl reload gpupoold
+sleep 2
+[[ $(show MainPID) == "$pid" && $(show ActiveState) == active ]] || fail "not the same process"
+journalctl -u gpupoold --no-pager -n 3 -o cat
+cp /etc/gpupool/gpupool.toml /tmp/right.toml
+echo 'wrong = 1' >>/etc/gpupool/gpupool.toml
+systemctl reload gpupoold || true
+sleep 2
+[[ $(show MainPID) == "$pid" && $(show ActiveState) == active ]] || fail "a wrong file ended it"
+cp /tmp/right.toml /etc/gpupool/gpupool.toml
+journalctl -u gpupoold --no-pager -n 2 -o cat
+
+step "kill -9"
+echo "kept descriptors: $(show NFileDescriptorStore)"
+(($(show NFileDescriptorStore) >= 2)) || fail "the image is not kept"
+began=$(now_ms)
+kill -9 "$pid"
+curl -sS -o /dev/null -w 'a request meanwhile: HTTP %{http_code} after %{time_total} s\n' \
+    --max-time 120 http://127.0.0.1:8000/v1/models || fail "refused"
+await_answer "$began"
+[[ $(show MainPID) != "$pid" ]] || fail "the same process"
+journalctl -u gpupoold --no-pager -o cat | grep 'outlived' || fail "the image was not taken back"
+gpupool list
+
+step "watchdog"
+pid=$(show MainPID)
+began=$(now_ms)
+kill -STOP "$pid"
+while [[ $(show MainPID) == "$pid" ]]; do
+    (($(now_ms) - began < 90000)) || fail "the watchdog did not bite"
+    sleep 0.5
+done
+echo "ended $(($(now_ms) - began)) ms after it was stopped"
+journalctl -u gpupoold --no-pager -o cat | grep -i watchdog | tail -n 2
+await_answer "$began"
+echo "restarts: $(show NRestarts)"
+
+step "restart keeps the cache"
+kept=$(journalctl -u gpupoold --no-pager -o cat | grep -c outlived)
+began=$(now_ms)
+systemctl restart gpupoold
+await_answer "$began"
+[[ $(journalctl -u gpupoold --no-pager -o cat | grep -c outlived) -gt $kept ]] || fail "cold"
+
+step "stop"
+began=$(now_ms)
+systemctl stop gpupoold
+echo "stopped after $(($(now_ms) - began)) ms, $(show Result), status $(show ExecMainStatus)"
+[[ $(show Result) == success ]] || fail "not stopped in order"
+(($(now_ms) - began < 50000)) || fail "too slow"
+echo "kept descriptors: $(show NFileDescriptorStore)"
+pgrep -u gpupool -a && fail "processes are left"
+[[ -S /run/gpupool/admin.sock ]] || fail "the admin socket went with the service"
+
+step "socket activation"
+began=$(now_ms)
+gpupool status || true # its exit status says that no model is served yet
+echo "answered after $(($(now_ms) - began)) ms"
+[[ $(show ActiveState) == active ]] || fail "not started by its socket"
+
+step "upgrade and uninstall"
+make install
+systemctl restart gpupoold
+await_answer "$(now_ms)"
+make uninstall
+[[ ! -e /usr/local/bin/gpupool && -e /var/lib/gpupool && -e /etc/gpupool/gpupool.toml ]] || fail "wrong"
+find /usr/local /etc/gpupool \( -name '*gpupool*' \) -print
+echo
+echo "all as it should be"

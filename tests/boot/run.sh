@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Boots a Debian root with systemd as process 1, installs gpupool there and tries the service
+# for real: sockets, reload, kill -9, watchdog, stop, journal, uninstall (inside.sh). Needs root,
+# mmdebstrap and systemd-nspawn; takes some minutes, so it is not a part of `make test`.
+#
+#   ROOT=build/boot-root         the Debian root; made when it is not there
+#   PACKAGES=folder              a site-packages folder to use there, read-only, instead of
+#                                downloading all packages again
+#   MMDEBSTRAP=..., NSPAWN=...   the two programs
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+readonly ROOT=${ROOT:-$PWD/build/boot-root} SOURCE=$PWD
+readonly MMDEBSTRAP=${MMDEBSTRAP:-mmdebstrap} NSPAWN=${NSPAWN:-systemd-nspawn}
+readonly INCLUDE=systemd,systemd-sysv,dbus,python3,python3-venv,make,gcc,libc6-dev,git,curl,ca-certificates,procps
+
+if [[ ! -e $ROOT/etc/os-release ]]; then
+    "$MMDEBSTRAP" --variant=minbase --include="$INCLUDE" bookworm "$ROOT"
+fi
+rm -rf "$ROOT"/{src,result,log} "$ROOT"/{var/lib,var/cache,etc,usr/local/lib}/gpupool \
+    "$ROOT/var/log/journal"
+find "$ROOT/etc/systemd" -name 'gpupool*' -delete
+git clone --quiet "$SOURCE" "$ROOT/src"
+cat >"$ROOT/etc/systemd/system/boot-test.service" <<'UNIT'
+[Unit]
+After=multi-user.target
+[Service]
+Type=oneshot
+Environment=HOME=/root
+ExecStart=/bin/bash -c '/src/tests/boot/inside.sh >/log 2>&1; echo $? >/result'
+ExecStopPost=/bin/systemctl --no-block poweroff
+[Install]
+WantedBy=default.target
+UNIT
+mkdir -p "$ROOT/etc/systemd/system/default.target.wants"
+ln -sf ../boot-test.service "$ROOT/etc/systemd/system/default.target.wants/boot-test.service"
+binds=()
+if [[ -n ${PACKAGES:-} ]]; then binds=("--bind-ro=$PACKAGES:/opt/packages"); fi
+"$NSPAWN" --quiet --directory="$ROOT" --register=no --keep-unit "${binds[@]}" --boot \
+    >"$ROOT/console" 2>&1 || true
+cat "$ROOT/log"
+exit "$(cat "$ROOT/result")"

@@ -145,9 +145,11 @@ async def _running_pool(pool: Pool) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _running_admin(pool: Pool, app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
+async def _running_admin(
+    pool: Pool, groups: AdminGroups, listener: socket.socket
+) -> AsyncIterator[None]:
     config = uvicorn.Config(
-        app,
+        Guard(build_app(pool), groups),
         http=PeerProtocol,
         log_config=None,
         access_log=False,

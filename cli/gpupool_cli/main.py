@@ -16,6 +16,7 @@ from gpupool_cli import (
     completion,
     config,
     events,
+    history,
     instances,
     keys,
     models,
@@ -24,6 +25,7 @@ from gpupool_cli import (
     simulate,
     status,
     tiny,
+    why,
 )
 from gpupool_cli.diagnostics import CliGroup
 from gpupool_cli.session import Session
@@ -70,7 +72,9 @@ app.command("ps")(status.ps)
 app.add_typer(instances.app, name="role")
 app.command("drain")(instances.drain)
 app.command("undrain")(instances.undrain)
-app.command("switches")(status.switches)
+app.command("switches")(history.switches)
+app.command("history")(history.history)
+app.command("why")(why.why)
 app.command("run")(run.run)
 app.command("events")(events.events)
 app.command("logs")(events.logs)

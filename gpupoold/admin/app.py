@@ -29,10 +29,10 @@ from gpupoold.admin.models import (
     SetInstanceRequest,
     SetModelRequest,
     Status,
-    SwitchInfo,
 )
 from gpupoold.admin.routes_access import add_access_routes
 from gpupoold.admin.routes_config import add_config_routes
+from gpupoold.admin.routes_explain import add_explain_routes
 from gpupoold.domain import Role
 from gpupoold.errors import GpupoolError, UsageError
 from gpupoold.pool import views
@@ -57,6 +57,7 @@ def build_app(pool: Pool) -> FastAPI:
     _add_view_routes(app, pool)
     add_access_routes(app, pool)
     add_config_routes(app, pool)
+    add_explain_routes(app, pool)
     return app
 
 
@@ -144,11 +145,6 @@ def _add_view_routes(app: FastAPI, pool: Pool) -> None:
     @app.get("/ps")
     async def ps() -> Ps:
         return await pool.ps()
-
-    @app.get("/switches")
-    async def switches(limit: Limit = 20) -> list[SwitchInfo]:
-        await pool.history.flush()
-        return [views.switch_info(row) for row in await pool.history.recent_switches(limit)]
 
     @app.get("/requests")
     async def requests(limit: Limit = 10_000) -> StreamingResponse:

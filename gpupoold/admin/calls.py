@@ -27,7 +27,7 @@ from gpupoold.errors import (
 )
 
 DEFAULT_TIMEOUT_S = 10.0
-Query = Mapping[str, str | int]
+Query = Mapping[str, str | float]
 _T = TypeVar("_T")
 
 

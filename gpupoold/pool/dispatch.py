@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Protocol
@@ -21,6 +22,7 @@ from gpupoold.pool.roles import Roles
 from gpupoold.pool.rows import finish_reason, request_row, switch_row
 from gpupoold.pool.scheduler import Scheduler
 from gpupoold.pool.stats import ModelStats, SwitchStats
+from gpupoold.pool.tokens import TokenCounter
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.wire import messages as m
@@ -98,6 +100,7 @@ class Dispatcher:
         self._overload = Overload(
             limits, history, self.live, self.stats, state, self._max_tokens, keys
         )
+        self._tokens = TokenCounter(self.live, self.stats, state)
 
     def from_frontend(self, message: m.FromFrontend) -> None:
         """A request or a cancellation."""
@@ -132,6 +135,7 @@ class Dispatcher:
                     self.warmth.damaged(message)
             case m.Switched():
                 self.switches.add(message.switch)
+                self._tokens.switched(message.switch)
                 self._history.record_switch(switch_row(message.switch))
 
     def instance_up(self, instance: Instance) -> None:
@@ -192,6 +196,9 @@ class Dispatcher:
     def go_on(self, name: str) -> None:
         """A model is warm: the requests that waited for that are scheduled."""
         for message in self._waiting.pop(name, {}).values():
+            request = self.live.get(message.request_id)
+            if request is not None:
+                request.warmed_s = time.monotonic()
             self.scheduler.arrived(message)
 
     def fail_waiting(self, name: str, reason: str) -> None:
@@ -375,10 +382,7 @@ class Dispatcher:
         self._instances[request.instance].send(abort)
 
     def _note_outputs(self, instance: Instance, message: m.StepOutputs) -> None:
-        for item in message.progress:
-            request = self.live.get(item.request_id)
-            if request is not None:
-                self.stats[request.model].add_tokens(request, item.new_token_ids, message.at_s)
+        self._tokens.stepped(instance.number, message)
         self.scheduler.stepped(instance.number, message)
         for item in message.progress:
             if item.finish_reason is not None:

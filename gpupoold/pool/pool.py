@@ -29,6 +29,7 @@ from gpupoold.pool.cache_control import CacheControl
 from gpupoold.pool.configuration import Configuration
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.engine_environment import engine_environment
+from gpupoold.pool.explain import Explainer
 from gpupoold.pool.forks import ForkServer
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.health import Health
@@ -78,6 +79,7 @@ class Pool:
     reloader: Reloader
     policy: Header
     health: Health
+    explainer: Explainer
     http_url: str
     stopping: bool = False
     _started_s: float = field(default_factory=time.monotonic)
@@ -349,6 +351,7 @@ def build_pool(
         Reloader(configuration, history, dispatcher, supervisor, frontend, control, cache_control),
         header,
         Health(dispatcher, supervisor),
+        Explainer(registry, history, dispatcher, lifecycle, supervisor.instances, cache),
         _url(listener, settings),
     )
 

@@ -25,6 +25,8 @@ class Counts:
     Requests count when they come, their outcomes when they end, tokens when they go out.
     ``refused`` requests were not taken and are none of ``requests``; ``dropped`` ones ended
     before they began, as it was too late for them, and are among the ``failed``.
+    ``late_by_*``: seconds by which answers got later than they were, by what they spent the
+    time on: until the model was in host memory, until its turn, its switch, its steps.
     """
 
     requests: int = 0
@@ -35,6 +37,10 @@ class Counts:
     dropped: int = 0
     tokens: int = 0
     tokens_in_time: int = 0
+    late_by_loading_s: float = 0.0
+    late_by_queueing_s: float = 0.0
+    late_by_switching_s: float = 0.0
+    late_by_computing_s: float = 0.0
     ttft: Histogram = field(default_factory=Histogram)
     tbt: Histogram = field(default_factory=Histogram)
 
@@ -73,11 +79,14 @@ class ModelStats:
         # (monotonic seconds, tokens, tokens in time) since the start, one a second.
         self._seconds: deque[tuple[float, int, int]] = deque(maxlen=_NUM_SECONDS + 1)
 
-    def add_tokens(self, request: LiveRequest, token_ids: Sequence[int], at_s: float) -> None:
-        """Tokens of ``request`` went out at ``at_s``: they are counted, and added to it."""
+    def add_tokens(self, request: LiveRequest, token_ids: Sequence[int], at_s: float) -> float:
+        """Tokens of ``request`` went out at ``at_s``: they are counted, and added to it.
+
+        Returns by how many seconds the answer is later than it was.
+        """
         num_tokens = len(token_ids)
         if not num_tokens:
-            return
+            return 0.0
         now, times_s, num_in_time = self.now, request.token_times_s, request.num_in_time
         if times_s:
             now.tbt.add(at_s - times_s[-1])
@@ -85,9 +94,12 @@ class ModelStats:
             now.ttft.add(at_s - request.arrival_s)
         if num_tokens > 1:
             now.tbt.add(0.0, num_tokens - 1)
+        late_s = request.late_s
         request.add_tokens(token_ids, at_s)
         now.tokens += num_tokens
-        now.tokens_in_time += request.num_in_time - num_in_time
+        in_time = request.num_in_time - num_in_time
+        now.tokens_in_time += in_time
+        return 0.0 if in_time == num_tokens else max(request.late_s - late_s, 0.0)
 
     def end(self, reason: FinishReason) -> None:
         """Count a request that ended."""

@@ -72,8 +72,9 @@ class MinuteRow:
     """What happened to a model's requests in the minute that began at ``minute_at``.
 
     That is in wall-clock seconds. ``failed`` has the ``dropped`` in it, which ended before they
-    began; ``refused`` were not taken and are none of ``requests``. ``ttft`` and ``tbt`` are
-    histograms as the table keeps them. A minute in which the daemon was started again has
+    began; ``refused`` were not taken and are none of ``requests``. ``late_by_*``: seconds by
+    which answers got later than they were, by what they spent the time on. ``ttft`` and ``tbt``
+    are histograms as the table keeps them. A minute in which the daemon was started again has
     several rows.
     """
 
@@ -87,6 +88,10 @@ class MinuteRow:
     dropped: int
     tokens: int
     tokens_in_time: int
+    late_by_loading_s: float
+    late_by_queueing_s: float
+    late_by_switching_s: float
+    late_by_computing_s: float
     ttft: str
     tbt: str
 

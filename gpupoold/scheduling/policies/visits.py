@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
+from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, Device, Model, Request
 
 # Memory counts less than time: KV that does not fit can be moved out, a step cannot be saved.
@@ -72,7 +73,8 @@ class Visit(NamedTuple):
 
     ``due_in_s``: until the first deadline that it should meet, infinite if all are hopeless;
     ``duration_s`` has the switch that nothing hides, ``quota_s`` has not. ``waited_s``:
-    since the last visit, or since there is work.
+    since the last visit, or since there is work. ``rule``: of the policy, if it has changed
+    the other values by it.
     """
 
     model: str
@@ -81,6 +83,7 @@ class Visit(NamedTuple):
     quota_s: float
     tokens_in_time: float
     waited_s: float = 0.0
+    rule: Rule | None = None
 
     @property
     def density(self) -> float:
@@ -265,7 +268,15 @@ def _num_first_in_time(slacks_s: Sequence[float], stall_s: float, prefill_s: flo
 def order_visits(
     visits: Iterable[Visit], start_in_s: float = 0.0, is_switching_dear: bool = False
 ) -> list[Visit]:
-    """Visits in the order to make them, if the first can start in ``start_in_s``.
+    """Visits in the order to make them; see :func:`rank_visits`."""
+    return [visit for visit, _ in rank_visits(visits, start_in_s, is_switching_dear)]
+
+
+def rank_visits(
+    visits: Iterable[Visit], start_in_s: float = 0.0, is_switching_dear: bool = False
+) -> list[tuple[Visit, Rule]]:
+    """Visits in the order to make them, if the first can start in ``start_in_s``, each with
+    the rule that put it there.
 
     By deadline. One that would be late takes the place of the least dense before it, if
     they make it in time and are less dense together; else it is itself put off.
@@ -296,8 +307,10 @@ def order_visits(
         at_s += visit.duration_s
     put_off.sort(key=lambda visit: (-visit.density, visit.due_in_s, visit.model))
     hopeless.sort(key=lambda visit: (-visit.waited_s, visit.model))
-    rest = ahead + hopeless if is_switching_dear else hopeless + ahead
-    return kept + put_off + rest
+    late, early = (Rule.HOPELESS, hopeless), (Rule.AHEAD, ahead)
+    rest = (early, late) if is_switching_dear else (late, early)
+    ranked = ((Rule.DEADLINE, kept), (Rule.PUT_OFF, put_off), *rest)
+    return [(visit, visit.rule or rule) for rule, group in ranked for visit in group]
 
 
 def _gone_for(visit: Visit, kept: Sequence[Visit], late_s: float) -> list[Visit]:

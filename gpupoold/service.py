@@ -29,7 +29,8 @@ from gpupoold import __version__
 from gpupoold.access.listening import why_keys_are_required
 from gpupoold.access.peers import AdminGroups
 from gpupoold.access.tls import check_files
-from gpupoold.admin.guard import PeerProtocol
+from gpupoold.admin.app import build_app
+from gpupoold.admin.guard import Guard, PeerProtocol
 from gpupoold.config import ServerSettings, Settings
 from gpupoold.config_file import read_config_file
 from gpupoold.errors import Failed, GpupoolError

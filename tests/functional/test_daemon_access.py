@@ -93,7 +93,7 @@ class Box:
     async def api(self, key: str) -> AsyncIterator[AsyncOpenAI]:
         """The official client with this key."""
         async with (
-            httpx.AsyncClient(verify=self.trust) as http,
+            openai.DefaultAsyncHttpxClient(verify=self.trust) as http,
             AsyncOpenAI(
                 base_url=f"{self.daemon.http_url}/v1", api_key=key, max_retries=0, http_client=http
             ) as client,
@@ -381,9 +381,9 @@ def test_command_line_tells_strangers_too(box: Box, monkeypatch: pytest.MonkeyPa
 
 def places(box: Box) -> Iterator[tuple[str, bytes]]:
     """Everything that others might read: files, command lines, environments, answers."""
-    for path in box.folder.rglob("*"):
-        if path.is_file():
-            yield str(path), path.read_bytes()
+    for file in box.folder.rglob("*"):
+        if file.is_file():
+            yield str(file), file.read_bytes()
     for process in [psutil.Process(box.daemon.process.pid), *children(box.daemon)]:
         for name in ("cmdline", "environ"):
             yield f"{process.pid} {name}", Path(f"/proc/{process.pid}/{name}").read_bytes()

@@ -85,6 +85,7 @@ def history(
 ) -> None:
     """Show what became of requests: how many, how fast, how many tokens in time."""
     since_s = _HOUR_S if since_s is None else since_s
+    columns: tuple[Column, ...]
     with open_client(ctx) as client:
         if requests:
             records = client.past_requests(model, since_s, limit)

@@ -15,6 +15,7 @@ from gpupool_cli import (
     cache,
     completion,
     config,
+    doctor,
     events,
     history,
     instances,
@@ -75,6 +76,7 @@ app.command("undrain")(instances.undrain)
 app.command("switches")(history.switches)
 app.command("history")(history.history)
 app.command("why")(why.why)
+app.command("doctor")(doctor.doctor)
 app.command("run")(run.run)
 app.command("events")(events.events)
 app.command("logs")(events.logs)

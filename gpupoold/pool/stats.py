@@ -46,10 +46,14 @@ class Counts:
 
     def merge(self, other: Self, sign: int = 1) -> None:
         """Count what another has counted; with -1 no more of it."""
-        for name in _NUMBERS:
-            setattr(self, name, getattr(self, name) + sign * getattr(other, name))
+        self.merge_numbers(other, sign)
         self.ttft.merge(other.ttft, sign)
         self.tbt.merge(other.tbt, sign)
+
+    def merge_numbers(self, other: Self, sign: int = 1) -> None:
+        """The same but for the latencies."""
+        for name in _NUMBERS:
+            setattr(self, name, getattr(self, name) + sign * getattr(other, name))
 
     @property
     def attainment(self) -> float | None:
@@ -122,7 +126,7 @@ class ModelStats:
         ``num_minutes`` is more than 1 where the daemon slept through some.
         """
         over, self.now = self.now, Counts()
-        self._closed.merge(over)
+        self._closed.merge_numbers(over)
         self.remember([None if over.is_empty else over])
         self.remember([None] * (min(num_minutes, NUM_MINUTES) - 1))
         return over
@@ -138,12 +142,19 @@ class ModelStats:
                 self._hour.merge(minute)
 
     def so_far(self) -> Counts:
-        """Since the daemon's start."""
-        return _sum(self._closed, self.now)
+        """Since the daemon's start, without latencies."""
+        total = Counts()
+        total.merge_numbers(self._closed)
+        total.merge_numbers(self.now)
+        return total
 
     def last_hour(self) -> Counts:
         """Of the last hour's minutes and the one under way."""
-        return _sum(self._hour, self.now)
+        hour = self._hour
+        total = Counts(ttft=hour.ttft.copy(), tbt=hour.tbt.copy())
+        total.merge_numbers(hour)
+        total.merge(self.now)
+        return total
 
     def attainment_1m(self, now_s: float) -> float | None:
         """Share of the last minute's tokens that met their deadline; None without any."""
@@ -170,13 +181,6 @@ class ModelStats:
             if one[0] <= since_s:
                 return one
         return self._seconds[0][0] - 1.0 if self._seconds else math.inf, 0, 0
-
-
-def _sum(one: Counts, other: Counts) -> Counts:
-    total = Counts()
-    total.merge(one)
-    total.merge(other)
-    return total
 
 
 @dataclass(slots=True)

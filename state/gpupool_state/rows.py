@@ -80,20 +80,20 @@ class MinuteRow:
 
     minute_at: int
     model: str
-    requests: int
-    completed: int
-    aborted: int
-    failed: int
-    refused: int
-    dropped: int
-    tokens: int
-    tokens_in_time: int
-    late_by_loading_s: float
-    late_by_queueing_s: float
-    late_by_switching_s: float
-    late_by_computing_s: float
-    ttft: str
-    tbt: str
+    requests: int = 0
+    completed: int = 0
+    aborted: int = 0
+    failed: int = 0
+    refused: int = 0
+    dropped: int = 0
+    tokens: int = 0
+    tokens_in_time: int = 0
+    late_by_loading_s: float = 0.0
+    late_by_queueing_s: float = 0.0
+    late_by_switching_s: float = 0.0
+    late_by_computing_s: float = 0.0
+    ttft: str = "[0.0]"
+    tbt: str = "[0.0]"
 
 
 Row = RequestRow | SwitchRow | EventRow | MinuteRow

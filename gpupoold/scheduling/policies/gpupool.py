@@ -36,10 +36,12 @@ from gpupoold.scheduling.policies.stages import (
 from gpupoold.scheduling.policies.visits import (
     FIRST_TOKEN_SHARE,
     Loads,
+    Ranked,
     Switching,
     Tuning,
     Visit,
     Work,
+    first_visit,
     load_of,
     own_load,
     plan_visit,
@@ -128,7 +130,10 @@ class GpupoolPolicy(SimplePolicy):
         plan = self._plan(device, work_of(device), now_s)
         if not plan.visits:
             return None
-        visit, rule = rank_visits(plan.visits, is_switching_dear=plan.switching.is_exposed)[0]
+        ranked = rank_visits(plan.visits, is_switching_dear=plan.switching.is_exposed)
+        first = first_visit(ranked)
+        assert first is not None
+        visit, rule = first
         if math.isinf(visit.tokens_in_time):
             pause_s = visit.duration_s / self._tuning.mercy_share
             self._no_mercy_until_s[device.number] = now_s + pause_s
@@ -141,16 +146,18 @@ class GpupoolPolicy(SimplePolicy):
     def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
         """The first visit after the present turn."""
         planned = self._planned.pop(device.number, None)
-        return next((one.model for one, _ in self._after(device, planned, now_s)), None)
+        first = first_visit(self._after(device, planned, now_s))
+        return None if first is None else first[0].model
 
     def line(self, device: Device, state: State, now_s: float) -> list[InLine]:
         """The visits after the present turn."""
-        visits = self._after(device, None, now_s)
-        return [InLine(visit.model, rule, visit.duration_s) for visit, rule in visits]
+        return [
+            InLine(visit.model, visit.rule or rule, visit.duration_s)
+            for rule, group in self._after(device, None, now_s)
+            for visit in group
+        ]
 
-    def _after(
-        self, device: Device, planned: _Plan | None, now_s: float
-    ) -> list[tuple[Visit, Rule]]:
+    def _after(self, device: Device, planned: _Plan | None, now_s: float) -> Ranked:
         """The visits after the present turn, in order; ``planned`` is what was just planned."""
         turn = device.turn
         on_turn = turn.model if turn else None

@@ -269,14 +269,18 @@ def order_visits(
     visits: Iterable[Visit], start_in_s: float = 0.0, is_switching_dear: bool = False
 ) -> list[Visit]:
     """Visits in the order to make them; see :func:`rank_visits`."""
-    return [visit for visit, _ in rank_visits(visits, start_in_s, is_switching_dear)]
+    ranked = rank_visits(visits, start_in_s, is_switching_dear)
+    return [visit for _, group in ranked for visit in group]
+
+
+Ranked = list[tuple[Rule, list[Visit]]]
 
 
 def rank_visits(
     visits: Iterable[Visit], start_in_s: float = 0.0, is_switching_dear: bool = False
-) -> list[tuple[Visit, Rule]]:
-    """Visits in the order to make them, if the first can start in ``start_in_s``, each with
-    the rule that put it there.
+) -> Ranked:
+    """Visits in the order to make them, if the first can start in ``start_in_s``, by the rule
+    that puts them there.
 
     By deadline. One that would be late takes the place of the least dense before it, if
     they make it in time and are less dense together; else it is itself put off.
@@ -309,8 +313,15 @@ def rank_visits(
     hopeless.sort(key=lambda visit: (-visit.waited_s, visit.model))
     late, early = (Rule.HOPELESS, hopeless), (Rule.AHEAD, ahead)
     rest = (early, late) if is_switching_dear else (late, early)
-    ranked = ((Rule.DEADLINE, kept), (Rule.PUT_OFF, put_off), *rest)
-    return [(visit, visit.rule or rule) for rule, group in ranked for visit in group]
+    return [(Rule.DEADLINE, kept), (Rule.PUT_OFF, put_off), *rest]
+
+
+def first_visit(ranked: Ranked) -> tuple[Visit, Rule] | None:
+    """The visit to make first, and its rule; None of none."""
+    for rule, group in ranked:
+        if group:
+            return group[0], group[0].rule or rule
+    return None
 
 
 def _gone_for(visit: Visit, kept: Sequence[Visit], late_s: float) -> list[Visit]:

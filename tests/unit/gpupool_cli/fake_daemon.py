@@ -336,6 +336,10 @@ def _add_state_routes(app: FastAPI, daemon: FakeDaemon) -> None:
     async def ps() -> Ps:
         return daemon.ps()
 
+    @app.post("/check")
+    async def check() -> list[dict[str, int]]:
+        return []
+
     @app.get("/switches")
     async def switches(request: Request, limit: int) -> list[SwitchInfo]:
         daemon.queries.append(dict(request.query_params))

@@ -9,6 +9,7 @@ nothing of the test's own process with them. Prints one line of JSON, or fails w
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import itertools
 import json
@@ -80,6 +81,10 @@ class Victim:
 # Changes to the registry and the history
 
 
+def _run_changes(path: Path, run: int, pipe: int) -> None:
+    asyncio.run(_change_for_ever(path, run, pipe))
+
+
 async def _change_for_ever(path: Path, run: int, pipe: int) -> None:
     """Says ``r`` after each change of the registry, ``h`` when the history up to it is written."""
     db = await Database.open(path)
@@ -96,7 +101,7 @@ async def _change_for_ever(path: Path, run: int, pipe: int) -> None:
 
 
 def _minute(run: int, number: int) -> MinuteRow:
-    return MinuteRow(number, str(run), *[0] * 8, *[0.0] * 4, ttft="[0]", tbt="[0]")
+    return MinuteRow(number, str(run))
 
 
 async def _change(registry: Registry, run: int, number: int) -> None:
@@ -132,7 +137,7 @@ def kill_during_changes(folder: Path, num_kills: int, rng: random.Random) -> dic
         if run % _KILLS_PER_DATABASE == 0:
             path.parent.mkdir()
             before = {}
-        victim = Victim(lambda pipe, p=path, r=run: asyncio.run(_change_for_ever(p, r, pipe)))
+        victim = Victim(functools.partial(_run_changes, path, run))
         # Some are killed before they have opened the database, most while they write.
         num_words = 0 if run % 10 == 0 else rng.randint(1, 8)
         longest_s = _LONGEST_DELAY_S * (5 if num_words == 0 else 1)
@@ -191,7 +196,7 @@ def kill_during_upgrade(folder: Path, num_kills: int, rng: random.Random) -> dic
         path = folder / str(run) / DATABASE_NAME
         path.parent.mkdir()
         path.write_bytes(original.read_bytes())
-        victim = Victim(lambda pipe, p=path: _upgrade(p, pipe))
+        victim = Victim(functools.partial(_upgrade, path))
         # After the word for: it begins to copy, the copy is whole, the schema is changed.
         longest_s = 0.02 if (num_words := 1 + run % 3) == 1 else _LONGEST_DELAY_S
         words = victim.kill_after(num_words, rng.uniform(0, longest_s)).decode()

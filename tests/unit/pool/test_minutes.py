@@ -83,7 +83,7 @@ async def test_a_minute_is_kept_when_it_is_over(bench: Bench) -> None:
 async def test_what_is_kept_of_it(bench: Bench) -> None:
     bench.serve("a", 0.5, num_tokens=3)
     bench.serve("a", 2.0)
-    before = bench.stats["a"].so_far()
+    before = bench.stats["a"].last_hour()
     bench.tick(60.0)
     await bench.history.flush()
     [rows] = [part async for part in bench.history.minutes(0.0)]

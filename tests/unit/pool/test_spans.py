@@ -17,11 +17,18 @@ TARGETS = Targets(2.0, 0.1)
 def minute(minute_at: int, model: str = "m", ttft_s: float = 0.5) -> MinuteRow:
     ttft = Histogram()
     ttft.add(ttft_s)
-    late = {f"late_by_{cause}_s": 0.5 for cause in ("loading", "queueing", "switching")}
     return MinuteRow(
-        minute_at, model, 2, 1, 1, 0, 0, 0, 4, 3, **late, late_by_computing_s=1.0,
-        ttft=ttft.text(), tbt=Histogram().text(),
-    )  # fmt: skip
+        minute_at,
+        model,
+        requests=2,
+        completed=1,
+        aborted=1,
+        tokens=4,
+        tokens_in_time=3,
+        late_by_queueing_s=0.5,
+        late_by_computing_s=1.0,
+        ttft=ttft.text(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,7 +54,7 @@ def test_minutes_of_all_models_add_up() -> None:
 
 def test_a_damaged_row_is_named() -> None:
     with pytest.raises(ValueError, match="not a histogram: 'x'"):
-        Spans(60).add([MinuteRow(0, "m", *[0] * 8, *[0.0] * 4, ttft="x", tbt="x")])
+        Spans(60).add([MinuteRow(0, "m", ttft="x")])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from gpupool_state import (
     DATABASE_NAME,
@@ -91,8 +90,7 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
         history = await stack.enter_async_context(_running_history(database, settings))
         registry = Registry(database)
         reason = why_keys_are_required(settings.access, listener)
-        keyring = Keyring(ApiKeys(database), registry, history, reason)
-        await keyring.load()
+        keyring = await Keyring.load(ApiKeys(database), registry, history, reason)
         fd_store = FdStore(notifier, inherited.named(IMAGE_PREFIX))
         pool = build_pool(configuration, registry, history, listener, fd_store, keyring)
         on_hangup = hangup_handler(
@@ -100,8 +98,8 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
         )
         groups = AdminGroups(settings.access.admin_group, settings.access.read_only_group)
         admin = admin_listener(settings.paths.runtime_dir, groups, inherited.socket)
-        app = Guard(build_app(pool), groups)
-        await stack.enter_async_context(_running_admin(pool, app, stack.enter_context(admin)))
+        admin_socket = stack.enter_context(admin)
+        await stack.enter_async_context(_running_admin(pool, groups, admin_socket))
         inherited.close()
         loop.add_signal_handler(signal.SIGHUP, on_hangup)
         await stack.enter_async_context(_running_pool(pool))
@@ -148,9 +146,11 @@ async def _running_pool(pool: Pool) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _running_admin(pool: Pool, app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
+async def _running_admin(
+    pool: Pool, groups: AdminGroups, listener: socket.socket
+) -> AsyncIterator[None]:
     config = uvicorn.Config(
-        app,
+        Guard(build_app(pool), groups),
         http=PeerProtocol,
         log_config=None,
         access_log=False,

@@ -18,7 +18,15 @@ from pathlib import Path
 
 import gpupool_state as state
 from gpupool_state.migrations import MIGRATIONS
-from gpupoold.domain import FinishReason, InstanceId, ModelName, ModelSpec, ModelState, Targets
+from gpupoold.domain import (
+    FinishReason,
+    InstanceId,
+    ModelName,
+    ModelSpec,
+    ModelState,
+    Priority,
+    Targets,
+)
 
 _AT = 1_750_000_000.0
 
@@ -40,6 +48,7 @@ def main() -> None:
 async def _fill(path: Path) -> None:
     async with await state.Database.open(path) as db:
         await _add_models(state.Registry(db, now=lambda: _AT))
+        await _add_keys(state.ApiKeys(db, now=lambda: _AT))
         history = state.History(db, now=lambda: _AT)
         await history.start()
         _add_history(history)
@@ -57,6 +66,16 @@ async def _add_models(registry: state.Registry) -> None:
         await registry.set_pinned(name, number == 1)
 
 
+async def _add_keys(keys: state.ApiKeys) -> None:
+    powers = state.KeyPowers(("model-0", "model-2"), Priority.LOW, 60, 10_000, 4, 2 * _AT)
+    await keys.add("AbCd0000", "some", "0" * 64, powers)
+    await keys.rotate("some", "1" * 64, _AT + 3600)
+    await keys.add("AbCd0001", "all", "2" * 64, state.KeyPowers())
+    await keys.note_use([state.KeyUse("AbCd0001", 5, 550, _AT)])
+    await keys.add("AbCd0002", "gone", "3" * 64, state.KeyPowers(()))
+    await keys.revoke("gone")
+
+
 def _profile(phase: state.Phase) -> state.ProfileRow:
     law = (phase, "0.32.0", None, "bfloat16", "linear", (0.01, 0.002), 4096, 11008, 0.99)
     return state.ProfileRow("A10", *law, 0.02, 0.05, 12, _AT)
@@ -67,8 +86,11 @@ def _add_history(history: state.History) -> None:
         model, at = ModelName(f"model-{number % 3}"), _AT + number
         where = InstanceId(0)
         name, stop = f"request-{number}", FinishReason.STOP
+        counts = (100, 10, 9)
         history.record_request(
-            state.RequestRow(name, model, where, at, 0.5, 0.01, 0.02, 0.03, 100, 10, 9, stop, 1.5)
+            state.RequestRow(
+                name, model, where, at, 0.5, 0.01, 0.02, 0.03, *counts, stop, 1.5, "AbCd0001"
+            )
         )
         stages_s = (0.6, 0.1, 0.1, 0.3, 0.1)
         history.record_switch(state.SwitchRow(at, where, model, None, *stages_s, 1 << 34, 1, 2))

@@ -43,7 +43,7 @@ def _grace_s(text: str) -> float:
         raise typer.BadParameter(str(error)) from error
 
 
-def _expiry(text: str) -> float:
+def expiry(text: str) -> float:
     """Wall-clock seconds of a date or of a time from now; 0 for never."""
     if text == _NEVER:
         return 0.0
@@ -83,7 +83,7 @@ ExpiresOption = Annotated[
     typer.Option(
         "--expires",
         metavar="TIME|DATE",
-        parser=_expiry,
+        parser=expiry,
         help="When it ends: a time from now such as 30d, a date such as 2030-01-31, or never.",
     ),
 ]
@@ -158,7 +158,7 @@ def ls(
 ) -> None:
     """List the keys: what each may do, and what it has used."""
     with open_client(ctx) as client:
-        keys = client.keys(with_revoked=with_revoked)
+        keys = client.api_keys(with_revoked=with_revoked)
     if as_json:
         output.print_json(keys)
         return

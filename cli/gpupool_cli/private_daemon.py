@@ -52,12 +52,16 @@ class PrivateDaemon:
 
 @contextlib.contextmanager
 def private_daemon(
-    config: str, folder: Path | None = None, timeout_s: float = _START_TIMEOUT_S
+    config: str,
+    folder: Path | None = None,
+    timeout_s: float = _START_TIMEOUT_S,
+    server: str = "",
 ) -> Iterator[PrivateDaemon]:
     """Start ``gpupoold`` with its own folders and a free port, and stop it at the end.
 
     It dies with the thread that starts it. ``config`` is TOML without ``[paths]``
-    and ``[server]``. A given ``folder`` is kept, a temporary one removed.
+    and ``[server]``; ``server`` has further keys of the latter. A given ``folder`` is kept, a
+    temporary one removed.
 
     Raises:
         Failed: it ended before it was ready; the end of its log is in the message.
@@ -69,7 +73,7 @@ def private_daemon(
         folder.mkdir(parents=True, exist_ok=True)
         config_path = folder / "gpupool.toml"
         # Last, so that ``config`` may begin with keys outside any table.
-        config_path.write_text(f"{config}\n{_PATHS.format(folder=folder)}")
+        config_path.write_text(f"{config}\n{_PATHS.format(folder=folder, server=server)}")
         log_path = folder / "daemon.log"
         with log_path.open("wb") as log:
             process = subprocess.Popen(
@@ -89,6 +93,7 @@ def private_daemon(
 _PATHS = """\
 [server]
 port = 0
+{server}
 
 [paths]
 state_dir = "{folder}/state"

@@ -94,8 +94,7 @@ def run(
     request = ChatRequest(name, text, system, max_tokens, timeout or DEFAULT_SILENCE_S)
     with open_client(ctx) as client:
         status = client.status()
-    # From the environment, not an option: everyone can see a command's options.
-    server = ChatServer(status.http_url, os.environ.get(KEY_VARIABLE), status.tls_cert)
+    server = ChatServer(status.http_url, _key(), status.tls_cert)
     timing = AnswerTiming(time.monotonic())
     last = ""
     for piece in stream_chat(server, request):
@@ -108,3 +107,11 @@ def run(
         output.print_line("")
     if verbose:
         say(timing.summary())
+
+
+def _key() -> str | None:
+    """The API key; from the environment, not an option: everyone can see a command's options."""
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UsageError(f"what is in ${KEY_VARIABLE} is no API key")
+    return key or None

@@ -23,7 +23,7 @@ _NEW_KEY = TypeAdapter(NewKey)
 class KeyCalls(AdminCalls):
     """API keys; errors as of :class:`gpupoold.admin.client.AdminClient`."""
 
-    def keys(self, *, with_revoked: bool = False) -> list[KeyInfo]:
+    def api_keys(self, *, with_revoked: bool = False) -> list[KeyInfo]:
         """All API keys by name, and what they have used."""
         query = {"revoked": "true"} if with_revoked else None
         return self._call(_KEYS, "GET", "/keys", query=query)

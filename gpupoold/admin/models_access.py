@@ -52,6 +52,8 @@ class KeyInfo(Body):
 
     ``id`` is the public part of its text. ``previous_until``: until then the secret before
     the last rotation works too. ``num_tokens`` are those of prompts and answers.
+    ``requests_left`` and ``tokens_left`` of this minute's are about a second old; below zero
+    they are a debt.
     """
 
     id: str
@@ -69,6 +71,8 @@ class KeyInfo(Body):
     last_used_at: float | None
     num_requests: int
     num_tokens: int
+    requests_left: float | None = None
+    tokens_left: float | None = None
 
 
 class NewKey(Body):

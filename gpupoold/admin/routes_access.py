@@ -18,6 +18,7 @@ from gpupoold.admin.models_access import (
 )
 from gpupoold.domain import Priority
 from gpupoold.errors import UsageError
+from gpupoold.pool.keyring import Keyring
 from gpupoold.pool.pool import Pool
 
 
@@ -27,28 +28,28 @@ def add_access_routes(app: FastAPI, pool: Pool) -> None:
 
     @app.get("/keys")
     async def list_keys(revoked: bool = False) -> list[KeyInfo]:
-        return [_info(row) for row in await keyring.list(with_revoked=revoked)]
+        return [_info(keyring, row) for row in await keyring.list(with_revoked=revoked)]
 
     @app.post("/keys")
     async def add_key(body: AddKeyRequest) -> NewKey:
         _check_expiry(body.expires_at)
         row, text = await keyring.add(body.name, _powers(body))
-        return NewKey(key=_info(row), text=text)
+        return NewKey(key=_info(keyring, row), text=text)
 
     @app.post("/keys/{name:path}/rotate")
     async def rotate_key(name: str, body: RotateKeyRequest) -> NewKey:
         row, text = await keyring.rotate(name, body.grace_s)
-        return NewKey(key=_info(row), text=text)
+        return NewKey(key=_info(keyring, row), text=text)
 
     @app.patch("/keys/{name:path}")
     async def set_key(name: str, body: SetKeyRequest) -> KeyInfo:
         _check_expiry(body.expires_at)
         known = await keyring.find(name)
-        return _info(await keyring.set(name, _changed(known.powers, body)))
+        return _info(keyring, await keyring.set(name, _changed(known.powers, body)))
 
     @app.delete("/keys/{name:path}")
     async def remove_key(name: str) -> KeyInfo:
-        return _info(await keyring.revoke(name))
+        return _info(keyring, await keyring.revoke(name))
 
 
 def _powers(body: AddKeyRequest) -> KeyPowers:
@@ -81,7 +82,8 @@ def _check_expiry(expires_at: float | None) -> None:
         raise UsageError("the key would have expired already", "give a time that is to come")
 
 
-def _info(row: KeyRow) -> KeyInfo:
-    powers = dataclasses.asdict(row.powers)
-    names = KeyInfo.model_fields.keys() - powers.keys()
-    return KeyInfo.model_validate(powers | {name: getattr(row, name) for name in names})
+def _info(keyring: Keyring, row: KeyRow) -> KeyInfo:
+    powers, left = dataclasses.asdict(row.powers), keyring.left(row)
+    known = powers | {"requests_left": left.requests, "tokens_left": left.tokens}
+    others = {name: getattr(row, name) for name in KeyInfo.model_fields.keys() - known.keys()}
+    return KeyInfo.model_validate(known | others)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Protocol
 
 import msgspec
 
@@ -17,7 +16,8 @@ from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instance import Instance
 from gpupoold.pool.meters import Meters
 from gpupoold.pool.moves import Moves
-from gpupoold.pool.overload import KeyBounds, Overload
+from gpupoold.pool.needs import Keys, Warmth
+from gpupoold.pool.overload import Overload
 from gpupoold.pool.requests import LiveRequest, LiveRequests
 from gpupoold.pool.roles import Roles
 from gpupoold.pool.rows import finish_reason, request_row, switch_row
@@ -31,35 +31,6 @@ from gpupoold.wire import messages as m
 
 # A request whose model ended two instances that had it is not given to a third.
 _MAX_LOSSES = 1
-
-
-class Warmth(Protocol):
-    """What a dispatcher needs to know of images: a model without one has to be warmed first."""
-
-    def is_warm(self, model: str) -> bool:
-        """Whether all instances that have the model have its image."""
-
-    def begin(self, model: str) -> object:
-        """Warm the model, unless that is under way; ``go_on`` or ``fail_waiting`` follows."""
-
-    def used(self, model: str) -> None:
-        """The model has got a request."""
-
-    def left(self, model: str) -> None:
-        """A request of the model has ended."""
-
-    def damaged(self, message: m.WrongAnswer) -> None:
-        """The model's bytes are wrong: its requests end, and it is made anew."""
-
-
-class Keys(KeyBounds, Protocol):
-    """What a dispatcher tells of the use of API keys."""
-
-    def used(self, key_id: str, *, num_requests: int = 0, num_tokens: int = 0) -> None:
-        """A key has begun requests, or one of them has ended with so many tokens."""
-
-    def reported(self, message: m.AccessReport) -> None:
-        """The frontend tells what is left of rates, and whom it has refused."""
 
 
 class Dispatcher:

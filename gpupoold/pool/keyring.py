@@ -7,8 +7,10 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator
+from typing import NamedTuple, Self
 
 from gpupool_state import ApiKeys, History, KeyPowers, KeyRow, KeyUse, Registry
+from gpupoold.access.bucket import Bucket
 from gpupoold.access.secret import make_key
 from gpupoold.domain import Priority
 from gpupoold.errors import Failed, NoSuchModel
@@ -23,6 +25,13 @@ _LOCKED_OUT = (
     "{reason}, and nobody has one: all requests are answered with 401. "
     "Make a key: `gpupool key add NAME`"
 )
+
+
+class KeyLeft(NamedTuple):
+    """What is left of a key's rates, below zero what it owes; None of those without a limit."""
+
+    requests: float | None
+    tokens: float | None
 
 
 class Keyring:
@@ -67,14 +76,28 @@ class Keyring:
         row = self._rows.get(key_id)
         return None if row is None else row.powers.max_live
 
-    async def load(self) -> None:
-        """Read the keys; to be called before the frontend is started.
+    def left(self, row: KeyRow) -> KeyLeft:
+        """What a key may still use now, as far as the frontend has told."""
+        powers, now_s = row.powers, time.monotonic()
+        told = self._levels.get(row.id) or m.KeyLevels(now_s)
+        return KeyLeft(
+            _left(powers.requests_per_minute, told.requests, told.at_s, now_s),
+            _left(powers.tokens_per_minute, told.tokens, told.at_s, now_s),
+        )
+
+    @classmethod
+    async def load(
+        cls, store: ApiKeys, registry: Registry, history: History, required_because: str
+    ) -> Self:
+        """A keyring with the keys of the database; warns if nobody can get in.
 
         Raises:
             Failed: the database cannot be read.
         """
-        self._rows = {row.id: row for row in await self._store.list()}
-        self._warn_if_locked_out()
+        keyring = cls(store, registry, history, required_because)
+        keyring._rows = {row.id: row for row in await store.list()}
+        keyring._warn_if_locked_out()
+        return keyring
 
     async def run(self) -> None:
         """Write what keys have used, again and again."""
@@ -225,6 +248,10 @@ class Keyring:
             expires_at = row.powers.expires_at
             if expires_at is None or now < expires_at:
                 yield row
+
+
+def _left(per_minute: int | None, level: float | None, at_s: float, now_s: float) -> float | None:
+    return None if per_minute is None else Bucket(per_minute, at_s, level).level(now_s)
 
 
 def _record(row: KeyRow) -> m.KeyRecord:

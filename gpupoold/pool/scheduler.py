@@ -137,6 +137,7 @@ class Scheduler:
                 message.model,
                 message.arrival_s,
                 len(message.prompt_token_ids) + len(message.output_token_ids),
+                priority=message.priority,
             )
         )
 

@@ -189,6 +189,7 @@ class Core:
             event.prompt_tokens,
             event.output_tokens,
             expected_tokens=round(self.state.lengths.predict(event.model, event.prompt_tokens)),
+            priority=event.priority,
         )
         self.state.requests[request.id] = self.state.held[request.id] = request
         self.policy.arrived(request, self.state)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpupoold.domain import Role, Targets
+from gpupoold.domain import Priority, Role, Targets
 from gpupoold.scheduling.costs import ModelCosts
 
 
@@ -120,6 +120,7 @@ class Arrived:
     arrival_s: float
     prompt_tokens: int
     output_tokens: int | None = None
+    priority: Priority = Priority.NORMAL
 
 
 @dataclass(frozen=True, slots=True)

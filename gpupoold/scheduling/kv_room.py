@@ -29,10 +29,10 @@ def admit(device: Device) -> None:
     """Queue those that waited for KV room, as far as there is room now.
 
     Whoever was queued before waits again if the KV of others has taken its room. Within a
-    model nobody passes anybody. Of several models the one with the least KV is next; until
-    its first request fits, the others get nothing. So room comes together for a large request
-    too, and no model's backlog keeps another model waiting. Among equals, as when the device
-    has run empty, whoever room was gathered for stays next.
+    model nobody passes anybody but by priority. Of several models the one with the least KV is
+    next; until its first request fits, the others get nothing. So room comes together for a large
+    request too, and no model's backlog keeps another model waiting. Among equals, as when the
+    device has run empty, whoever room was gathered for stays next.
     """
     if device.kv_host_bytes is None:
         return

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
-from gpupoold.domain import Role, Targets
+from gpupoold.domain import Priority, Role, Targets
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengthPredictor
@@ -14,6 +15,10 @@ from gpupoold.scheduling.rules import Rule
 
 # The last block of a request is not full.
 _KV_BLOCK_TOKENS = 16
+
+# So many TTFT targets earlier a request counts as if it had come. Bounded, so that those of
+# low priority wait for those that come soon after them, and not for all that ever come.
+_HEAD_START = {Priority.HIGH: 1.0, Priority.NORMAL: 0.0, Priority.LOW: -1.0}
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +68,16 @@ class Request:
     device: int | None = None
     num_tokens: int = 0
     expected_tokens: int = round(DEFAULT_OUTPUT_TOKENS)
+    priority: Priority = Priority.NORMAL
     rule: Rule | None = None
+
+    def goes_before(self, other: Request) -> bool:
+        """Whether it passes another of its model that is in the same queue; never one of the
+        same priority."""
+        if self.priority is other.priority:
+            return False
+        lead = _HEAD_START[self.priority] - _HEAD_START[other.priority]
+        return self.arrival_s - lead * self.model.targets.ttft_s < other.arrival_s
 
     @property
     def next_deadline_s(self) -> float:
@@ -114,6 +128,13 @@ class Batch:
             self.grow(request.context_tokens)
         else:
             self._count_waiting(1, request.context_tokens)
+
+    def insert(self, request: Request) -> None:
+        """As :meth:`add`, but in front of those at the end that it goes before."""
+        passed = list(itertools.takewhile(request.goes_before, reversed(self.requests.values())))
+        self.add(request)
+        for one in reversed(passed):
+            self.requests[one.id] = self.requests.pop(one.id)
 
     def remove(self, request: Request) -> None:
         """Let go of a request; its phase must be as when it was last looked at."""
@@ -246,7 +267,7 @@ class Device:
     def enqueue(self, request: Request, *, must_wait: bool = False) -> None:
         """Keep a request for the device, which is not told yet; or which must wait for KV room."""
         queues = self.waiting_for_kv if must_wait else self.queued
-        queues.setdefault(request.model.name, Batch(request.model)).add(request)
+        queues.setdefault(request.model.name, Batch(request.model)).insert(request)
 
     def dequeue(self, request: Request) -> None:
         """Take a request back out of its queue."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from gpupoold.domain import Role, Targets
+from gpupoold.domain import Priority, Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, Send, Turn
 from gpupoold.scheduling.core import Core
@@ -118,12 +118,19 @@ class Box:
         self._drop(self.devices[number], model)
         self.tell(e.Unhosted(number, model))
 
-    def arrive(self, model: str, prompt_tokens: int, num_tokens: int, ago_s: float) -> None:
+    def arrive(
+        self,
+        model: str,
+        prompt_tokens: int,
+        num_tokens: int,
+        ago_s: float,
+        priority: Priority = Priority.NORMAL,
+    ) -> None:
         self.num_requests += 1
         request_id = f"r{self.num_requests}"
         self.lives[request_id] = model, num_tokens
         arrival_s = self.now_s - ago_s
-        self.tell(e.Arrived(request_id, model, arrival_s, prompt_tokens, num_tokens))
+        self.tell(e.Arrived(request_id, model, arrival_s, prompt_tokens, num_tokens, priority))
 
     def cancel(self, request_id: str) -> None:
         for device in self.devices:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import Phase, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from gpupoold.domain import Role, Targets
+from gpupoold.domain import Priority, Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.stimuli import replay
 from gpupoold.scheduling.wait_estimate import drain_of, first_token_in_s
@@ -57,12 +57,19 @@ class CoreMachine(RuleBasedStateMachine):
         prompt_tokens=st.integers(1, 5000),
         num_tokens=st.integers(1, 60),
         ago_s=st.floats(0, 100),
+        priority=st.sampled_from(Priority),
     )
     def arrive(
-        self, which: int, count: int, prompt_tokens: int, num_tokens: int, ago_s: float
+        self,
+        which: int,
+        count: int,
+        prompt_tokens: int,
+        num_tokens: int,
+        ago_s: float,
+        priority: Priority,
     ) -> None:
         for _ in range(count if self.box.models else 0):
-            self.box.arrive(self.model(which), prompt_tokens, num_tokens, ago_s)
+            self.box.arrive(self.model(which), prompt_tokens, num_tokens, ago_s, priority)
 
     @rule(which=WHICH)
     def cancel(self, which: int) -> None:

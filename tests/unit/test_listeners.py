@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import stat
 from pathlib import Path
 
 import pytest
 
+from gpupoold.access.peers import AdminGroups
 from gpupoold.config import ServerSettings
 from gpupoold.errors import Failed, Refused
 from gpupoold.listeners import admin_listener, http_listener
+
+GROUPS = AdminGroups("no-such-group", "no-other-group")
 
 
 def nothing(name: str) -> None:
@@ -45,11 +49,12 @@ def test_the_socket_that_was_given_counts(caplog: pytest.LogCaptureFixture) -> N
 def test_the_admin_socket_is_made_and_removed(tmp_path: Path) -> None:
     path = tmp_path / "admin.sock"
     path.touch()  # as a daemon that was killed leaves one
-    with admin_listener(tmp_path, nothing):
-        assert stat.filemode(path.stat().st_mode) == "srw-rw----"
+    with admin_listener(tmp_path, GROUPS, nothing):
+        mode = "srw-rw----" if os.geteuid() == 0 else "srw-------"
+        assert stat.filemode(path.stat().st_mode) == mode
         with (
             pytest.raises(Refused, match="another daemon answers"),
-            admin_listener(tmp_path, nothing),
+            admin_listener(tmp_path, GROUPS, nothing),
         ):
             pass
     assert not path.exists()
@@ -60,7 +65,7 @@ def test_a_given_admin_socket_keeps_its_file(tmp_path: Path) -> None:
     given = socket.socket(socket.AF_UNIX)
     given.bind(str(path))
     given.listen()
-    with admin_listener(tmp_path, lambda _: given) as listener:
+    with admin_listener(tmp_path, GROUPS, lambda _: given) as listener:
         assert listener is given
     assert path.exists()
 
@@ -68,6 +73,6 @@ def test_a_given_admin_socket_keeps_its_file(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with (
         pytest.raises(Failed, match="the admin socket cannot be made"),
-        admin_listener(tmp_path / "nowhere", nothing),
+        admin_listener(tmp_path / "nowhere", GROUPS, nothing),
     ):
         pass

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupool_state import Database, History, Registry
+from gpupool_state import ApiKeys, Database, History, Registry
 from gpupool_state.migrations import MIGRATIONS
 from gpupoold.errors import Refused
 from tests.unit.gpupool_state.old_schemas import (
@@ -65,6 +65,7 @@ async def test_what_was_kept_can_be_read_and_written(path: Path, number: int) ->
         await history.stop()
         assert len(await history.events_after(0, 1000)) == num_events + 1
         assert len(await history.recent_requests()) == (20 if number >= 2 else 0)
+        assert len(await ApiKeys(db).list(with_revoked=True)) == (3 if number >= 6 else 0)
         minutes = [row async for part in history.minutes(0.0) for row in part]
         assert len(minutes) == (20 if number >= 5 else 0)
 

@@ -8,8 +8,8 @@ import pytest
 
 from gpupool_state import History
 from gpupoold.config import LimitSettings
-from gpupoold.domain import Targets
-from gpupoold.pool.overload import Overload, RefusalEvents
+from gpupoold.domain import Priority, Targets
+from gpupoold.pool.overload import Overload, RefusalEvents, bound_for
 from gpupoold.pool.requests import LiveRequest, LiveRequests
 from gpupoold.pool.stats import ModelStats
 from gpupoold.scheduling import events as e
@@ -20,6 +20,15 @@ from gpupoold.wire import messages as m
 
 COSTS = ModelCosts(prefill_base_s=0.1, prefill_token_s=0.0, decode_base_s=0.1)
 TARGETS = Targets(1.0, 0.2)
+
+
+class Keys:
+    """Nobody has a key of high priority unless the test says so; ``k`` may have two requests."""
+
+    has_high = False
+
+    def max_live(self, key_id: str) -> int | None:
+        return 2 if key_id == "k" else None
 
 
 class Queue:
@@ -34,6 +43,7 @@ class Queue:
         self.live = LiveRequests()
         self.stats: dict[str, ModelStats] = {}
         self.reasons: list[str] = []
+        self.keys = Keys()
         self.overload = Overload(
             LimitSettings.model_validate(limits),
             history,
@@ -42,11 +52,15 @@ class Queue:
             self.core.state,
             lambda _: 100,
             lambda model, reason: self.reasons.append(f"{model} {reason}"),
+            self.keys,
         )
 
-    def take(self, model: str, request_id: str, arrival_s: float | None = None) -> None:
+    def take(
+        self, model: str, request_id: str, arrival_s: float | None = None, key_id: str = ""
+    ) -> None:
         at_s = time.monotonic() if arrival_s is None else arrival_s
-        self.live.add(LiveRequest(request_id, model, None, at_s, TARGETS, [1]))
+        request = LiveRequest(request_id, model, None, at_s, TARGETS, [1], key_id=key_id)
+        self.live.add(request)
         self._tell(e.Arrived(request_id, model, at_s, 1))
 
     def ask(
@@ -54,6 +68,12 @@ class Queue:
     ) -> m.Admission:
         order = m.AddRequest(model, "new", time.monotonic() - late_s, [1], 100, [])
         return self.overload.admission(order, is_routed=is_routed, is_warm=is_warm)
+
+    def ask_as(self, priority: Priority, key_id: str = "") -> int:
+        """The status of the answer to a request for ``a``."""
+        order = m.AddRequest("a", "new", time.monotonic(), [1], 100, [])
+        order.priority, order.key_id = priority, key_id
+        return self.overload.admission(order, is_routed=True, is_warm=True).status
 
     def num_refused(self, model: str) -> int:
         return self.stats[model].now.refused if model in self.stats else 0
@@ -180,3 +200,61 @@ async def test_one_event_per_model_and_minute(history: History) -> None:
         ("refused", "a", "2 requests were refused: full"),
         ("refused", "b", "2 requests were refused: full"),
     ]
+
+
+@pytest.mark.parametrize("bound", [1, 2, 3, 4, 10, 1024])
+def test_bounds_by_priority(bound: int) -> None:
+    keys = Keys()
+    order = (Priority.LOW, Priority.NORMAL, Priority.HIGH)
+    for keys.has_high in (False, True):
+        low, normal, high = (bound_for(one, bound, keys) for one in order)
+        assert 1 <= low <= normal <= high == bound
+        assert normal == bound or keys.has_high
+        # Someone can always be served, and a quarter at most is kept from anybody.
+        assert low >= max(1, bound - bound // 4 - 1)
+    assert bound_for(Priority.NORMAL, bound, None) == bound
+    assert bound_for(Priority.LOW, 8, None) == 6
+
+
+async def test_low_priority_is_refused_first(history: History) -> None:
+    queue = Queue(history, max_live_requests_per_model=4)
+    everyone = (Priority.LOW, Priority.NORMAL, Priority.HIGH)
+    for number in range(3):
+        assert [queue.ask_as(one) for one in everyone] == [200] * 3
+        queue.take("a", f"a{number}")
+    assert [queue.ask_as(one) for one in everyone] == [429, 200, 200]
+    queue.keys.has_high = True
+    assert [queue.ask_as(one) for one in everyone] == [429, 429, 200]
+    queue.take("a", "a3")
+    assert [queue.ask_as(one) for one in everyone] == [429] * 3
+
+
+async def test_low_priority_is_refused_first_over_all_models(history: History) -> None:
+    queue = Queue(history, max_live_requests=4)
+    for number in range(3):
+        queue.take("b", f"b{number}")
+    assert [queue.ask_as(one) for one in (Priority.LOW, Priority.NORMAL)] == [429, 200]
+
+
+async def test_low_priority_is_told_to_come_later(history: History) -> None:
+    """As more have to leave before there is room for it."""
+    queue = Queue(history, max_live_requests_per_model=4)
+    for number in range(4):
+        queue.take("a", f"a{number}", time.monotonic() - 10.0 * number)
+    order = m.AddRequest("a", "new", time.monotonic(), [1], 100, [], priority=Priority.LOW)
+    low = queue.overload.admission(order, is_routed=True, is_warm=True)
+    assert low.status == 429
+    assert low.retry_after_s >= queue.ask("a").retry_after_s
+
+
+async def test_bound_of_a_key(history: History) -> None:
+    queue = Queue(history)
+    queue.take("a", "a1", key_id="k")
+    queue.take("a", "a2", key_id="other")
+    assert queue.ask_as(Priority.NORMAL, "k") == 200
+    queue.take("b", "b1", key_id="k")
+    assert queue.ask_as(Priority.HIGH, "k") == 429
+    assert queue.ask_as(Priority.LOW, "other") == 200
+    assert queue.ask_as(Priority.LOW) == 200
+    queue.live.pop("a1")
+    assert queue.ask_as(Priority.HIGH, "k") == 200

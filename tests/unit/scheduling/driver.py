@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gpupoold.domain import Targets
+from gpupoold.domain import Priority, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action, HandOver, RunTurn, Send
 from gpupoold.scheduling.core import Core
@@ -92,12 +92,14 @@ class Driver:
         at_s: float | None = None,
         prompt_tokens: int = 100,
         output_tokens: int | None = None,
+        priority: Priority = Priority.NORMAL,
     ) -> list[Action]:
         if at_s is not None:
             self.now_s = at_s
         self.num_requests += 1
         name = request_id or f"r{self.num_requests}"
-        return self.tell(e.Arrived(name, model, self.now_s, prompt_tokens, output_tokens))
+        arrived = e.Arrived(name, model, self.now_s, prompt_tokens, output_tokens, priority)
+        return self.tell(arrived)
 
     def step(
         self, device: int, *request_ids: str, num_tokens: int = 1, step_s: float | None = None

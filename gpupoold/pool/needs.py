@@ -1,0 +1,37 @@
+"""What a dispatcher needs of other parts, which need the dispatcher."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from gpupoold.pool.overload import KeyBounds
+from gpupoold.wire import messages as m
+
+
+class Warmth(Protocol):
+    """What a dispatcher needs to know of images: a model without one has to be warmed first."""
+
+    def is_warm(self, model: str) -> bool:
+        """Whether all instances that have the model have its image."""
+
+    def begin(self, model: str) -> object:
+        """Warm the model, unless that is under way; ``go_on`` or ``fail_waiting`` follows."""
+
+    def used(self, model: str) -> None:
+        """The model has got a request."""
+
+    def left(self, model: str) -> None:
+        """A request of the model has ended."""
+
+    def damaged(self, message: m.WrongAnswer) -> None:
+        """The model's bytes are wrong: its requests end, and it is made anew."""
+
+
+class Keys(KeyBounds, Protocol):
+    """What a dispatcher tells of the use of API keys."""
+
+    def used(self, key_id: str, *, num_requests: int = 0, num_tokens: int = 0) -> None:
+        """A key has begun requests, or one of them has ended with so many tokens."""
+
+    def reported(self, message: m.AccessReport) -> None:
+        """The frontend tells what is left of rates, and whom it has refused."""

@@ -20,7 +20,6 @@ from gpupool_tui.actions import (
 )
 from gpupool_tui.compose import tables
 from gpupool_tui.dialogs import ChoiceDialog, TargetsDialog, TextDialog
-from gpupool_tui.keys import all_keys
 from gpupool_tui.looking_app import LookingApp
 from gpupool_tui.view import Panel
 from gpupoold.admin.client import AdminClient
@@ -32,9 +31,7 @@ _ACTION_TIMEOUT_S = 10.0
 class TopApp(LookingApp):
     """Details of rows, and what can be done to the daemon."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(key.keys, key.action, key.meaning, show=False) for key in all_keys()
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+c", "quit", priority=True)]
 
     def _selected(self, panel: Panel) -> Any:
         """The row that is selected in a panel; without one, the first of those shown."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from rich.segment import Segment
 from textual import events
+from textual.binding import Binding, BindingType
 from textual.geometry import Region
 from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
+from gpupool_tui.keys import all_keys
 from gpupool_tui.palette import Look, Palette
 from gpupool_tui.text import Line, width_of
 
@@ -18,6 +21,10 @@ from gpupool_tui.text import Line, width_of
 class Board(Widget, can_focus=True):
     """The whole screen. Textual lays nothing out: a new picture costs what has changed in it."""
 
+    # Here and not the application's: where a dialog is open or a filter typed, keys are theirs.
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(key.keys, f"app.{key.action}", key.meaning, show=False) for key in all_keys()
+    ]
     DEFAULT_CSS = "Board { width: 1fr; height: 1fr; }"
 
     class Clicked(Message):

@@ -171,7 +171,7 @@ def _lanes(picture: Picture, view: View, width: int, height: int) -> tuple[list[
     selected = view.selected.get(Panel.DEVICES, "")
     index = numbers.index(selected) if selected in numbers else 0
     shown = window(len(devices), height - 2, index)
-    lines = [_lane(picture, devices[i], view, cells) for i in shown]
+    lines = [_lane(picture, devices[i], view, cells, width) for i in shown]
     below = axis(zoom_s, cells, glyphs)
     lines += [(Span(" " * width),)] * (height - 2 - len(lines))
     lines.append(fit_line((Span(" " * _LANE_LEFT), Span(below, "dim")), width))
@@ -183,9 +183,9 @@ def _lanes(picture: Picture, view: View, width: int, height: int) -> tuple[list[
     return [title, *lines], [numbers[i] for i in shown]
 
 
-def _lane(picture: Picture, device: DeviceInfo, view: View, cells: int) -> Line:
+def _lane(picture: Picture, device: DeviceInfo, view: View, cells: int, width: int) -> Line:
     lane = draw_lane(picture.cells(device, view.zoom_s, cells), view.glyphs)
     share = f"{100 * lane.switch_share:4.0f}%"
     style = "warn" if lane.switch_share > 0.25 else "dim"
     left = Span(fit(str(device.instance), _LANE_LEFT - 1, right=True) + " ", "bold")
-    return (left, *lane.line, Span(f" {share}", style))
+    return fit_line((left, *lane.line, Span(f" {share}", style)), width)

@@ -67,7 +67,7 @@ KEYS: tuple[tuple[str, tuple[Key, ...]], ...] = (
         "Else",
         (
             Key("question_mark,h", "help", "? h", "this help"),
-            Key("q,ctrl+c", "quit", "q ^C", "leave"),
+            Key("q", "quit", "q ^C", "leave"),
         ),
     ),
 )

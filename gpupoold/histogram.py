@@ -6,8 +6,8 @@ half that factor of the exact one: ``10**(1/64)``, 3.7 %.
 
 from __future__ import annotations
 
+import functools
 import json
-import math
 from bisect import bisect_left
 from fractions import Fraction
 from typing import Self
@@ -34,6 +34,12 @@ class Histogram:
     def __len__(self) -> int:
         return sum(self._counts.values())
 
+    def copy(self) -> Histogram:
+        """Another with the same counts."""
+        made = Histogram()
+        made._counts, made.sum_s = self._counts.copy(), self.sum_s
+        return made
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Histogram) and self._counts == other._counts
 
@@ -55,17 +61,16 @@ class Histogram:
                 counts.pop(bucket, None)
         self.sum_s = self.sum_s + sign * other.sum_s if counts else 0.0
 
-    def num_up_to(self, limit_s: float) -> int:
-        """Durations in buckets that are not above ``limit_s``."""
-        return sum(num for bucket, num in self._counts.items() if _upper_s(bucket) <= limit_s)
-
     def percentile(self, fraction: float) -> float | None:
         """Nearest-rank percentile (``fraction`` of 0.99 for p99) in seconds, None of nothing.
 
         What is below the least bound counts as 0.
         """
-        rank = max(1, math.ceil(Fraction(str(fraction)) * len(self)))
-        for bucket, num in sorted(self._counts.items()):
+        counts = self._counts
+        exact = _exact(fraction)
+        rank = max(1, -(-len(self) * exact.numerator // exact.denominator))
+        for bucket in sorted(counts):
+            num = counts[bucket]
             if rank <= num:
                 return _inside_s(bucket, (rank - 0.5) / num)
             rank -= num
@@ -92,8 +97,10 @@ class Histogram:
         return made
 
 
-def _upper_s(bucket: int) -> float:
-    return BOUNDS_S[bucket] if bucket < len(BOUNDS_S) else math.inf
+@functools.cache
+def _exact(fraction: float) -> Fraction:
+    """The decimal number that it is written as: in floats 0.07 * 100 is above 7."""
+    return Fraction(str(fraction))
 
 
 def _inside_s(bucket: int, share: float) -> float:

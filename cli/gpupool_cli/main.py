@@ -14,7 +14,9 @@ from gpupool_cli import (
     bench,
     cache,
     completion,
+    doctor,
     events,
+    history,
     instances,
     models,
     plan,
@@ -24,6 +26,7 @@ from gpupool_cli import (
     tiny,
     top,
     unload,
+    why,
 )
 from gpupool_cli.diagnostics import CliGroup
 from gpupool_cli.session import Session
@@ -73,7 +76,10 @@ app.command("drain")(instances.drain)
 app.command("undrain")(instances.undrain)
 app.command("unload")(unload.unload)
 app.command("cancel")(unload.cancel)
-app.command("switches")(status.switches)
+app.command("switches")(history.switches)
+app.command("history")(history.history)
+app.command("why")(why.why)
+app.command("doctor")(doctor.doctor)
 app.command("run")(run.run)
 app.command("events")(events.events)
 app.command("logs")(events.logs)

@@ -30,6 +30,8 @@ _STYLES = {
     "draining": "yellow",
     "starting": "yellow",
     "stopping": "yellow",
+    "ok": "green",
+    "fault": "red",
     "failed": "red",
     "warning": "yellow",
     "error": "red",

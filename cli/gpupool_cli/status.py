@@ -1,8 +1,6 @@
-"""``status``, ``ps``, ``switches`` and ``version``: what the daemon does now."""
+"""``status``, ``ps`` and ``version``: what the daemon does now."""
 
 from __future__ import annotations
-
-from typing import Annotated
 
 import typer
 
@@ -13,7 +11,7 @@ from gpupool_cli.options import JsonOption
 from gpupool_cli.output import Column, duration_text, size_text
 from gpupool_cli.session import open_client
 from gpupoold import __version__
-from gpupoold.admin.models import DeviceInfo, ModelUsage, Status, SwitchInfo
+from gpupoold.admin.models import DeviceInfo, ModelUsage, Status
 from gpupoold.errors import GpupoolError
 from gpupoold.units import format_bytes, format_duration
 
@@ -45,18 +43,6 @@ _MODEL_COLUMNS = (
     Column("TBT-p99", right=True),
     Column("SLO%", right=True),
 )
-_SWITCH_COLUMNS = (
-    Column("AT"),
-    Column("DEVICE", right=True),
-    Column("MODEL"),
-    Column("PREVIOUS"),
-    Column("TOTAL", right=True),
-    Column("EVICT", right=True),
-    Column("MAP", right=True),
-    Column("WEIGHTS", right=True),
-    Column("KV", right=True),
-    Column("MOVED", right=True),
-)
 
 
 def status(ctx: typer.Context, as_json: JsonOption = False) -> None:
@@ -84,20 +70,6 @@ def ps(ctx: typer.Context, as_json: JsonOption = False) -> None:
     output.print_table(_DEVICE_COLUMNS, [_device_row(device) for device in answer.devices])
     output.print_line("")
     output.print_table(_MODEL_COLUMNS, [_model_row(model) for model in answer.models])
-
-
-def switches(
-    ctx: typer.Context,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="How many at most.")] = 20,
-    as_json: JsonOption = False,
-) -> None:
-    """Show the latest switches and where their time went."""
-    with open_client(ctx) as client:
-        answer = client.switches(limit)
-    if as_json:
-        output.print_json(answer)
-    else:
-        output.print_table(_SWITCH_COLUMNS, [_switch_row(switch) for switch in answer])
 
 
 def version(ctx: typer.Context, as_json: JsonOption = False) -> None:
@@ -172,16 +144,4 @@ def _model_row(model: ModelUsage) -> list[str]:
         duration_text(model.ttft_p99_s),
         duration_text(model.tbt_p99_s),
         output.NOTHING if attainment is None else f"{100 * attainment:.1f}",
-    ]
-
-
-def _switch_row(switch: SwitchInfo) -> list[str]:
-    stages = (switch.total_s, switch.evict_s, switch.map_s, switch.weights_s, switch.kv_s)
-    return [
-        output.time_text(switch.at),
-        str(switch.instance),
-        switch.model,
-        switch.previous or output.NOTHING,
-        *map(format_duration, stages),
-        size_text(switch.weight_bytes + switch.kv_in_bytes + switch.kv_out_bytes),
     ]

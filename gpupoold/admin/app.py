@@ -29,8 +29,8 @@ from gpupoold.admin.models import (
     SetInstanceRequest,
     SetModelRequest,
     Status,
-    SwitchInfo,
 )
+from gpupoold.admin.routes_explain import add_explain_routes
 from gpupoold.admin.routes_top import add_top_routes
 from gpupoold.domain import Role
 from gpupoold.errors import GpupoolError, UsageError
@@ -55,6 +55,7 @@ def build_app(pool: Pool) -> FastAPI:
     _add_instance_routes(app, pool)
     _add_view_routes(app, pool)
     add_top_routes(app, pool)
+    add_explain_routes(app, pool)
     return app
 
 
@@ -142,11 +143,6 @@ def _add_view_routes(app: FastAPI, pool: Pool) -> None:
     @app.get("/ps")
     async def ps() -> Ps:
         return await pool.ps()
-
-    @app.get("/switches")
-    async def switches(limit: Limit = 20) -> list[SwitchInfo]:
-        await pool.history.flush()
-        return [views.switch_info(row) for row in await pool.history.recent_switches(limit)]
 
     @app.get("/requests")
     async def requests(limit: Limit = 10_000) -> StreamingResponse:

@@ -27,7 +27,7 @@ from gpupoold.errors import (
 )
 
 DEFAULT_TIMEOUT_S = 10.0
-Query = Mapping[str, str | int]
+Query = Mapping[str, str | float]
 _T = TypeVar("_T")
 
 
@@ -49,7 +49,7 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
         yield b"".join(pending)
 
 
-def given(**values: str | int | None) -> dict[str, str | int]:
+def given(**values: str | float | None) -> dict[str, str | float]:
     """The parameters of a query that have a value."""
     return {key: value for key, value in values.items() if value is not None}
 

@@ -36,14 +36,19 @@ from gpupoold.admin.models import (
     Status,
     SwitchInfo,
 )
+from gpupoold.admin.models_explain import SpanInfo, Why
 from gpupoold.errors import (
     Failed,
 )
 
 RemoveMode = Literal["refuse", "drain", "force"]
+SwitchOrder = Literal["latest", "slowest"]
 
 _MODELS = TypeAdapter(list[ModelInfo])
 _SWITCHES = TypeAdapter(list[SwitchInfo])
+_SPANS = TypeAdapter(list[SpanInfo])
+_RECORDS = TypeAdapter(list[RequestRecord])
+_WHY = TypeAdapter(Why)
 _EVENTS = TypeAdapter(list[EventInfo])
 _OBJECT = TypeAdapter(dict[str, Any])
 _STATUS = TypeAdapter(Status)
@@ -196,9 +201,39 @@ class AdminClient(TopCalls):
         """Devices, models and live requests now."""
         return self._call(_PS, "GET", "/ps")
 
-    def switches(self, limit: int = 20) -> list[SwitchInfo]:
-        """The latest ``limit`` switches."""
-        return self._call(_SWITCHES, "GET", "/switches", query={"limit": limit})
+    def switches(
+        self,
+        limit: int = 20,
+        *,
+        model: str | None = None,
+        device: int | None = None,
+        since_s: float | None = None,
+        order: SwitchOrder = "latest",
+    ) -> list[SwitchInfo]:
+        """The latest or slowest ``limit`` switches: to a model, on a device, so recent."""
+        query = given(limit=limit, model=model, device=device, since_s=since_s, order=order)
+        return self._call(_SWITCHES, "GET", "/switches", query=query)
+
+    def why(self, name: str) -> Why:
+        """Where a model or a request is, and why; a part of the request's id will do.
+
+        Raises:
+            NoSuchModel: neither a model nor a request has that name or id.
+            UsageError: several live requests have this in their id.
+        """
+        return self._call(_WHY, "GET", f"/why/{quote(name, safe='/')}")
+
+    def history(self, model: str | None = None, since_s: float = 3600.0) -> list[SpanInfo]:
+        """What happened to the requests of one model or of all, oldest first; the longer the
+        time, the longer the spans."""
+        return self._call(_SPANS, "GET", "/history", query=given(model=model, since_s=since_s))
+
+    def past_requests(
+        self, model: str | None = None, since_s: float = 3600.0, limit: int = 100
+    ) -> list[RequestRecord]:
+        """Requests that have ended, latest arrival first."""
+        query = given(model=model, since_s=since_s, limit=limit)
+        return self._call(_RECORDS, "GET", "/history/requests", query=query)
 
     def stimuli(self) -> Iterator[bytes]:
         """What the scheduling core was told and did since the daemon's start, line by line.

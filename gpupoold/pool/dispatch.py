@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Protocol
@@ -21,6 +22,7 @@ from gpupoold.pool.roles import Roles
 from gpupoold.pool.rows import finish_reason, request_row, switch_row
 from gpupoold.pool.scheduler import Scheduler
 from gpupoold.pool.stats import ModelStats, SwitchStats
+from gpupoold.pool.tokens import TokenCounter
 from gpupoold.pool.turns import TurnLog
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.base import CannotServe, Policy
@@ -84,6 +86,7 @@ class Dispatcher:
         self._orders: dict[str, m.AddRequest] = {}  # of live requests, as they came
         state = self.scheduler.core.core.state
         self._overload = Overload(limits, history, self.live, self.stats, state, self._max_tokens)
+        self._tokens = TokenCounter(self.live, self.stats, state)
 
     def from_frontend(self, message: m.FromFrontend) -> None:
         """A request or a cancellation."""
@@ -119,6 +122,7 @@ class Dispatcher:
             case m.Switched():
                 self.switches.add(message.switch)
                 self.turns.switched(message.switch)
+                self._tokens.switched(message.switch)
                 self._history.record_switch(switch_row(message.switch))
 
     def instance_up(self, instance: Instance) -> None:
@@ -174,6 +178,9 @@ class Dispatcher:
     def go_on(self, name: str) -> None:
         """A model is warm: the requests that waited for that are scheduled."""
         for message in self._waiting.pop(name, {}).values():
+            request = self.live.get(message.request_id)
+            if request is not None:
+                request.warmed_s = time.monotonic()
             self.scheduler.arrived(message)
 
     def fail_waiting(self, name: str, reason: str) -> None:
@@ -370,10 +377,7 @@ class Dispatcher:
         self._instances[request.instance].send(abort)
 
     def _note_outputs(self, instance: Instance, message: m.StepOutputs) -> None:
-        for item in message.progress:
-            request = self.live.get(item.request_id)
-            if request is not None:
-                self.stats[request.model].add_tokens(request, item.new_token_ids, message.at_s)
+        self._tokens.stepped(instance.number, message)
         self.scheduler.stepped(instance.number, message)
         for item in message.progress:
             if item.finish_reason is not None:

@@ -33,7 +33,8 @@ class Minutes:
     async def restore(self) -> None:
         """Know the last hour's minutes again, those of the daemon before this one."""
         try:
-            rows = await self._history.minutes((self._minute - NUM_MINUTES + 1) * MINUTE_S)
+            since = (self._minute - NUM_MINUTES + 2) * MINUTE_S - 1
+            rows = [row async for part in self._history.minutes(since) for row in part]
             known = minutes_of(rows)
         except (Failed, ValueError) as error:
             _logger.warning("the last hour's minutes cannot be read: %s", error)
@@ -52,6 +53,15 @@ class Minutes:
             # A clock that was put back begins some minutes again: they get a second row.
             self._end(max(1, minute - self._minute))
             self._minute = minute
+
+    def under_way(self, model: str | None = None) -> list[MinuteRow]:
+        """The minute that is not over, as it will be kept: of one model or of all."""
+        stats = self._stats if model is None else {model: self._stats.get(model, ModelStats())}
+        return [
+            _row(self._minute * MINUTE_S, name, one.now)
+            for name, one in stats.items()
+            if not one.now.is_empty
+        ]
 
     def close(self) -> None:
         """Keep the minute under way, as far as it has come."""
@@ -75,7 +85,7 @@ def minutes_of(rows: list[MinuteRow]) -> dict[str, dict[int, Counts]]:
     """
     found: dict[str, dict[int, Counts]] = {}
     for row in rows:
-        found.setdefault(row.model, {}).setdefault(row.minute_at, Counts()).merge(_counts(row))
+        found.setdefault(row.model, {}).setdefault(row.minute_at, Counts()).merge(counts_of(row))
     return found
 
 
@@ -85,7 +95,12 @@ def _row(minute_at: int, model: str, counts: Counts) -> MinuteRow:
     return MinuteRow(minute_at, model, **values | texts)
 
 
-def _counts(row: MinuteRow) -> Counts:
+def counts_of(row: MinuteRow) -> Counts:
+    """What a row of the history says.
+
+    Raises:
+        ValueError: it does not hold what it should.
+    """
     values = {one.name: getattr(row, one.name) for one in fields(Counts)}
     read = {"ttft": Histogram.parse(row.ttft), "tbt": Histogram.parse(row.tbt)}
     return Counts(**values | read)

@@ -29,6 +29,7 @@ from gpupoold.pool import views
 from gpupoold.pool.cache_control import CacheControl
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.engine_environment import engine_environment
+from gpupoold.pool.explain import Explainer
 from gpupoold.pool.forks import ForkServer
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.image_cache import ImageCache
@@ -70,6 +71,7 @@ class Pool:
     instances: InstanceControl
     unloader: ModelUnloader
     minutes: Minutes
+    explainer: Explainer
     http_url: str
     gpu_readings: GpuReadings
     stopping: bool = False
@@ -331,6 +333,7 @@ def build_pool(
         InstanceControl(settings.limits, dispatcher, supervisor.instances),
         ModelUnloader(lifecycle, dispatcher, supervisor, cache, history),
         Minutes(history, dispatcher.stats),
+        Explainer(registry, history, dispatcher, lifecycle, supervisor.instances, cache),
         f"http://{shown}:{port}",
         GpuReadings(settings.devices),
     )

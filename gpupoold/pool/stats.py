@@ -25,6 +25,8 @@ class Counts:
     Requests count when they come, their outcomes when they end, tokens when they go out.
     ``refused`` requests were not taken and are none of ``requests``; ``dropped`` ones ended
     before they began, as it was too late for them, and are among the ``failed``.
+    ``late_by_*``: seconds by which answers got later than they were, by what they spent the
+    time on: until the model was in host memory, until its turn, its switch, its steps.
     """
 
     requests: int = 0
@@ -35,15 +37,23 @@ class Counts:
     dropped: int = 0
     tokens: int = 0
     tokens_in_time: int = 0
+    late_by_loading_s: float = 0.0
+    late_by_queueing_s: float = 0.0
+    late_by_switching_s: float = 0.0
+    late_by_computing_s: float = 0.0
     ttft: Histogram = field(default_factory=Histogram)
     tbt: Histogram = field(default_factory=Histogram)
 
     def merge(self, other: Self, sign: int = 1) -> None:
         """Count what another has counted; with -1 no more of it."""
-        for name in _NUMBERS:
-            setattr(self, name, getattr(self, name) + sign * getattr(other, name))
+        self.merge_numbers(other, sign)
         self.ttft.merge(other.ttft, sign)
         self.tbt.merge(other.tbt, sign)
+
+    def merge_numbers(self, other: Self, sign: int = 1) -> None:
+        """The same but for the latencies."""
+        for name in _NUMBERS:
+            setattr(self, name, getattr(self, name) + sign * getattr(other, name))
 
     @property
     def attainment(self) -> float | None:
@@ -73,11 +83,14 @@ class ModelStats:
         # (monotonic seconds, tokens, tokens in time) since the start, one a second.
         self._seconds: deque[tuple[float, int, int]] = deque(maxlen=_NUM_SECONDS + 1)
 
-    def add_tokens(self, request: LiveRequest, token_ids: Sequence[int], at_s: float) -> None:
-        """Tokens of ``request`` went out at ``at_s``: they are counted, and added to it."""
+    def add_tokens(self, request: LiveRequest, token_ids: Sequence[int], at_s: float) -> float:
+        """Tokens of ``request`` went out at ``at_s``: they are counted, and added to it.
+
+        Returns by how many seconds the answer is later than it was.
+        """
         num_tokens = len(token_ids)
         if not num_tokens:
-            return
+            return 0.0
         now, times_s, num_in_time = self.now, request.token_times_s, request.num_in_time
         if times_s:
             now.tbt.add(at_s - times_s[-1])
@@ -85,9 +98,12 @@ class ModelStats:
             now.ttft.add(at_s - request.arrival_s)
         if num_tokens > 1:
             now.tbt.add(0.0, num_tokens - 1)
+        late_s = request.late_s
         request.add_tokens(token_ids, at_s)
         now.tokens += num_tokens
-        now.tokens_in_time += request.num_in_time - num_in_time
+        in_time = request.num_in_time - num_in_time
+        now.tokens_in_time += in_time
+        return 0.0 if in_time == num_tokens else max(request.late_s - late_s, 0.0)
 
     def end(self, reason: FinishReason) -> None:
         """Count a request that ended."""
@@ -110,7 +126,7 @@ class ModelStats:
         ``num_minutes`` is more than 1 where the daemon slept through some.
         """
         over, self.now = self.now, Counts()
-        self._closed.merge(over)
+        self._closed.merge_numbers(over)
         self.remember([None if over.is_empty else over])
         self.remember([None] * (min(num_minutes, NUM_MINUTES) - 1))
         return over
@@ -126,12 +142,19 @@ class ModelStats:
                 self._hour.merge(minute)
 
     def so_far(self) -> Counts:
-        """Since the daemon's start."""
-        return _sum(self._closed, self.now)
+        """Since the daemon's start, without latencies."""
+        total = Counts()
+        total.merge_numbers(self._closed)
+        total.merge_numbers(self.now)
+        return total
 
     def last_hour(self) -> Counts:
         """Of the last hour's minutes and the one under way."""
-        return _sum(self._hour, self.now)
+        hour = self._hour
+        total = Counts(ttft=hour.ttft.copy(), tbt=hour.tbt.copy())
+        total.merge_numbers(hour)
+        total.merge(self.now)
+        return total
 
     def attainment_1m(self, now_s: float) -> float | None:
         """Share of the last minute's tokens that met their deadline; None without any."""
@@ -158,13 +181,6 @@ class ModelStats:
             if one[0] <= since_s:
                 return one
         return self._seconds[0][0] - 1.0 if self._seconds else math.inf, 0, 0
-
-
-def _sum(one: Counts, other: Counts) -> Counts:
-    total = Counts()
-    total.merge(one)
-    total.merge(other)
-    return total
 
 
 @dataclass(slots=True)

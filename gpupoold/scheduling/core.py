@@ -14,6 +14,7 @@ from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, S
 from gpupoold.scheduling.kv_room import admit, admits
 from gpupoold.scheduling.phases import Phase, Trigger, phase_after
 from gpupoold.scheduling.policies.base import Policy
+from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, Device, Model, Request, State
 
 _STEP_SMOOTHING = 0.1
@@ -153,7 +154,7 @@ class Core:
                 self._actions.append(ChangeRole(device.number, role))
                 self._must_assign = True
         for request, target in self.policy.rebalance(self.state, now_s):
-            self._try_hand_over(request, target)
+            self._try_hand_over(request, target, Rule.REBALANCED)
         self._give_away(now_s)
 
     def _hosted(self, event: e.Hosted, now_s: float) -> None:
@@ -218,7 +219,7 @@ class Core:
             return
         target = self.policy.first_token(request, self.state, now_s)
         if target is not None:
-            self._try_hand_over(request, target)
+            self._try_hand_over(request, target, Rule.ANSWERS_ELSEWHERE)
 
     def _give_away(self, now_s: float) -> None:
         """Answers on devices that should have none go on elsewhere, as far as there is room."""
@@ -228,19 +229,19 @@ class Core:
                 for request in [one for batch in batches for one in batch.requests.values()]:
                     self._go_on(request, now_s)
 
-    def _try_hand_over(self, request: Request, target: Device) -> None:
+    def _try_hand_over(self, request: Request, target: Device, rule: Rule) -> None:
         """Unless it is there, is under way, or there is no room for it."""
         is_elsewhere = target.number != request.device
         if request.phase is Phase.DECODING and is_elsewhere and admits(target, request):
-            self._hand_over(request, target)
+            self._hand_over(request, target, rule)
 
-    def _hand_over(self, request: Request, target: Device) -> None:
+    def _hand_over(self, request: Request, target: Device, rule: Rule) -> None:
         assert request.device is not None
         self._actions.append(HandOver(request.id, request.device, target.number))
         self._to_plan[request.device] = None
         self.state.devices[request.device].leave(request)
         _move(request, Trigger.HAND_OVER)
-        request.device = target.number
+        request.device, request.rule = target.number, rule
         target.moving[request.id] = request
         self._must_assign = True  # its place is free
 
@@ -290,14 +291,14 @@ class Core:
 
     def _assign(self, now_s: float) -> None:
         """Held requests to devices, then queued requests to those that may have them."""
-        for request, device in self.policy.assign(self.state, now_s):
+        for request, device, rule in self.policy.assign(self.state, now_s):
             if request.phase is Phase.QUEUED and request.device is not None:
                 self.state.devices[request.device].dequeue(request)
                 self._to_plan[request.device] = None
             else:
                 del self.state.held[request.id]
             _move(request, Trigger.PLACE)
-            request.device = device.number
+            request.device, request.rule = device.number, rule
             device.enqueue(request, must_wait=not admits(device, request))
             self._to_plan[device.number] = None
 
@@ -320,7 +321,8 @@ class Core:
             choice = self.policy.next_turn(device, self.state, now_s)
             if choice is not None:
                 self.state.num_turns += 1
-                device.turn = Turn(self.state.num_turns, *choice)
+                device.turn = Turn(self.state.num_turns, *choice[:3])
+                device.turn_rule = choice.rule
                 device.turn_began_s = now_s
                 if device.queued:
                     self._send(device, now_s)

@@ -10,6 +10,7 @@ from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengthPredictor
 from gpupoold.scheduling.phases import Phase
+from gpupoold.scheduling.rules import Rule
 
 # The last block of a request is not full.
 _KV_BLOCK_TOKENS = 16
@@ -50,7 +51,7 @@ class Model:
 @dataclass(slots=True, eq=False)
 class Request:
     """A live request. ``device`` is None while it is held; ``expected_tokens`` is how long its
-    answer was taken to be when it came.
+    answer was taken to be when it came; ``rule`` has given it its device.
     """
 
     id: str
@@ -62,6 +63,7 @@ class Request:
     device: int | None = None
     num_tokens: int = 0
     expected_tokens: int = round(DEFAULT_OUTPUT_TOKENS)
+    rule: Rule | None = None
 
     @property
     def next_deadline_s(self) -> float:
@@ -184,7 +186,7 @@ class Device:
     Of ``batches`` there is one for each model it hosts, in ``working`` and ``queued`` those
     that have requests, in the order in which they got their first. Who is queued may be sent
     at any time; for those in ``waiting_for_kv`` there was no room (:mod:`.kv_room`). One of
-    them may be ``first_for_kv``: room is gathered for it.
+    them may be ``first_for_kv``: room is gathered for it. ``turn_rule`` has chosen the turn.
     """
 
     number: int
@@ -193,6 +195,7 @@ class Device:
     prefetches: bool = True
     turn: Turn | None = None
     turn_began_s: float = 0.0
+    turn_rule: Rule | None = None
     then: str | None = None
     batches: dict[str, Batch] = field(default_factory=dict)
     working: dict[str, Batch] = field(default_factory=dict)

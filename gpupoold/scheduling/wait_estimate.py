@@ -111,8 +111,30 @@ def first_token_in_s(
     if not hosts:
         return None
     # As if it had no home, which only the policy knows.
-    device = choose(newcomer, hosts, Loads(), {}, tuning)
+    device, _ = choose(newcomer, hosts, Loads(), {}, tuning)
     return _first_on(device, newcomer, now_s, tuning)
+
+
+def next_token_in_s(
+    state: State, request: Request, now_s: float, tuning: Tuning | None = None
+) -> float | None:
+    """Seconds until a live request's next token; None while no device could make it."""
+    tuning, model = tuning or Tuning(), request.model
+    if request.device is None:
+        return first_token_in_s(state, model, request.context_tokens, now_s, tuning)
+    device = state.devices[request.device]
+    wait_s = 0.0
+    works = work_of(device)
+    mine = next((one for one in works if one.model is model), None)
+    if request.phase is Phase.MOVING:
+        kv_bytes = request.context_tokens * model.kv_bytes_per_token
+        wait_s = 2 * kv_bytes / device.bandwidth_bytes_per_s  # out, and in
+        mine = _with(request, mine, prefill_s=0.0, num_waiting=0)
+    elif device.is_waiting_for_kv(request):
+        wait_s = _room_after_s(device, _num_before(device, request) + 1, now_s)
+        mine = _with(request, mine)
+    assert mine is not None  # it is queued, or in a batch
+    return wait_s + _next_on(device, request, mine, works, now_s, tuning)
 
 
 def drain_of(
@@ -213,20 +235,35 @@ def _first_on(
     device: Device, newcomer: Request, now_s: float, tuning: Tuning, *, for_kv: bool = True
 ) -> float:
     """Seconds until its first token on this device; ``for_kv``: with the wait for KV room."""
-    model, turn = newcomer.model, device.turn
+    model = newcomer.model
     wait_s = _kv_room_in_s(device, newcomer, now_s) if for_kv else 0.0
     works = work_of(device)
     mine = _with(newcomer, next((one for one in works if one.model is model), None))
+    return wait_s + _next_on(device, newcomer, mine, works, now_s, tuning)
+
+
+def _next_on(
+    device: Device, request: Request, mine: Work, works: list[Work], now_s: float, tuning: Tuning
+) -> float:
+    """Seconds until a request's next token on its device, if ``mine`` is its model's work there
+    with it; ``works`` is all there is."""
+    model, turn = mine.model, device.turn
     left_s = max(device.turn_began_s + turn.quota_s - now_s, 0.0) if turn else 0.0
     if turn is not None and turn.model == model.name:
         step_s = device.working[model.name].step_s() if model.name in device.working else 0.0
         begun_in_s = max(device.turn_began_s - now_s, 0.0)
-        first_s = begun_in_s + step_s / 2 + mine.prefill_s
-        if device.then is None or first_s <= left_s + mine.step_s:
-            return wait_s + first_s
+        next_s = begun_in_s + step_s / 2 + mine.prefill_s
+        if device.then is None or next_s <= left_s + mine.step_s:
+            return next_s
     on_turn = turn.model if turn else None
     others = [one for one in works if one.model.name not in (on_turn, model.name)]
-    return wait_s + _after_others(device, mine, others, left_s, now_s, tuning)
+    if not request.num_tokens and request.arrival_s > device.turn_began_s:
+        # The turn ends early for those who came after it began; see the policy's revise().
+        ready_s = device.switch_s(model) + mine.prefill_s
+        due_in_s = request.arrival_s - now_s + FIRST_TOKEN_SHARE * model.targets.ttft_s
+        left_s = min(left_s, max(due_in_s - ready_s, 0.0))
+    in_s = _after_others(device, mine, others, left_s, now_s, tuning)
+    return in_s + mine.step_s if request.num_tokens else in_s
 
 
 def _after_others(
@@ -235,8 +272,6 @@ def _after_others(
     """After the present turn, and the visits that are due before its own."""
     model = mine.model
     switch_s = device.switch_s(model)
-    latest_s = FIRST_TOKEN_SHARE * model.targets.ttft_s - switch_s - mine.prefill_s
-    left_s = min(left_s, max(latest_s, 0.0))
     switching = switching_of(device, [*others, mine], tuning)
     visits = [
         plan_visit(one, now_s, device.switch_s(one.model), switching, tuning)
@@ -255,15 +290,17 @@ def _stall_s(switch_s: float, start_s: float, switching: Switching) -> float:
     return switch_s if switching.is_exposed else max(switch_s - start_s, 0.0)
 
 
-def _with(newcomer: Request, work: Work | None) -> Work:
+def _with(
+    newcomer: Request, work: Work | None, prefill_s: float | None = None, num_waiting: int = 1
+) -> Work:
     model = newcomer.model
-    own_s = model.costs.prefill_s(newcomer.prompt_tokens)
+    own_s = model.costs.prefill_s(newcomer.prompt_tokens) if prefill_s is None else prefill_s
     if work is None:
-        return Work(model, [newcomer], model.step_s(1, 0), own_s, 1, True)
+        return Work(model, [newcomer], model.step_s(1, 0), own_s, num_waiting, True)
     return work._replace(
         requests=[*work.requests, newcomer],
         prefill_s=work.prefill_s + own_s,
-        num_waiting=work.num_waiting + 1,
+        num_waiting=work.num_waiting + num_waiting,
     )
 
 
@@ -271,10 +308,23 @@ def _kv_room_in_s(device: Device, newcomer: Request, now_s: float) -> float:
     """Until there is room for its KV: the answers that those in line wait for, and it too."""
     if admits(device, newcomer):
         return 0.0
+    return _room_after_s(device, device.num_waiting_for_kv + 1, now_s)
+
+
+def _num_before(device: Device, request: Request) -> int:
+    """Those in line for KV room who came before it."""
+    lines = device.waiting_for_kv.values()
+    return sum(
+        one.arrival_s < request.arrival_s for line in lines for one in line.requests.values()
+    )
+
+
+def _room_after_s(device: Device, num_ended: int, now_s: float) -> float:
+    """Until so many of the device's answers are expected to have ended."""
     batches = device.working.values()
     state = State(devices={device.number: device})
     begun = [
         one for batch in batches for one in batch.requests.values() if one.phase is Phase.DECODING
     ]
     drain = _drain(begun, state, now_s, _unbounded)
-    return drain.seconds_until(device.num_waiting_for_kv + 1) or 0.0
+    return drain.seconds_until(num_ended) or 0.0

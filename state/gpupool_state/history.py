@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from gpupool_state.buffer import Buffer
 from gpupool_state.db import Database
 from gpupool_state.event_feed import EventFeed
+from gpupool_state.history_reader import HistoryReader
 from gpupool_state.rows import (
     EVENTS,
     MINUTES,
@@ -29,9 +30,6 @@ from gpupool_state.rows import (
     Value,
     entry,
     event_row,
-    minute_row,
-    request_row,
-    switch_row,
 )
 from gpupoold.errors import Failed
 
@@ -63,7 +61,7 @@ class HistoryLimits:
         return limits[table]
 
 
-class History:
+class History(HistoryReader):
     """Keeps the history without ever delaying or failing who records it.
 
     ``record_*`` put a row in memory and return; a task writes the rows every
@@ -82,7 +80,7 @@ class History:
         flush_interval_s: float = 0.5,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._db = db
+        super().__init__(db)
         self._limits = limits or HistoryLimits()
         self._flush_interval_s = flush_interval_s
         self._now = now
@@ -152,59 +150,6 @@ class History:
         event = self._events.publish(self._now(), level, kind, subject, message)
         self._record(EVENTS, event.id, event)
         return event
-
-    async def recent_requests(
-        self, model: str | None = None, since: float | None = None, limit: int = 100
-    ) -> list[RequestRow]:
-        """Requests, latest arrival first; ``since`` (wall-clock seconds) bounds the arrival.
-
-        Raises:
-            Failed: the database cannot be read.
-        """
-        wanted = {"model = ?": model, "arrived_at >= ?": since}
-        given = {term: value for term, value in wanted.items() if value is not None}
-        where = f"WHERE {' AND '.join(given)}" if given else ""
-        rows = await self._db.fetch_all(
-            f"SELECT * FROM requests {where} ORDER BY arrived_at DESC, id DESC LIMIT ?",
-            (*given.values(), max(0, limit)),
-        )
-        return [request_row(row) for row in rows]
-
-    async def last_requests(self) -> dict[str, float]:
-        """When each model's latest request arrived, in wall-clock seconds, as far as is kept.
-
-        Raises:
-            Failed: the database cannot be read.
-        """
-        rows = await self._db.fetch_all(
-            "SELECT model, max(arrived_at) AS last_at FROM requests GROUP BY model"
-        )
-        return {row["model"]: row["last_at"] for row in rows}
-
-    async def recent_switches(self, limit: int = 100) -> list[SwitchRow]:
-        """Switches, latest first.
-
-        Raises:
-            Failed: the database cannot be read.
-        """
-        rows = await self._db.fetch_all(
-            "SELECT * FROM switches ORDER BY id DESC LIMIT ?", (max(0, limit),)
-        )
-        return [switch_row(row) for row in rows]
-
-    async def minutes(self, since: float, model: str | None = None) -> list[MinuteRow]:
-        """Minutes that ended after ``since`` (wall-clock seconds), of one model or of all,
-        oldest first.
-
-        Raises:
-            Failed: the database cannot be read.
-        """
-        rows = await self._db.fetch_all(
-            "SELECT * FROM slo_minutes WHERE minute_at > ?1 - 60 AND (?2 IS NULL OR model = ?2) "
-            "ORDER BY minute_at, id",
-            (since, model),
-        )
-        return [minute_row(row) for row in rows]
 
     async def events_after(self, after_id: int, limit: int = 100) -> list[EventRow]:
         """Events with ids above ``after_id``, oldest first, those not yet on disk included.

@@ -139,6 +139,7 @@ async def _back_up(writer: Writer, path: Path, number: int) -> None:
         await writer.copy_to(unfinished)
         _sync(unfinished)
         os.replace(unfinished, target)
+        _sync(target.parent)
     except (OSError, Failed) as error:
         raise Failed(
             f"the backup {target} before changing the schema could not be written: {error}",

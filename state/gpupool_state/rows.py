@@ -70,23 +70,28 @@ class MinuteRow:
     """What happened to a model's requests in the minute that began at ``minute_at``.
 
     That is in wall-clock seconds. ``failed`` has the ``dropped`` in it, which ended before they
-    began; ``refused`` were not taken and are none of ``requests``. ``ttft`` and ``tbt`` are
-    histograms as the table keeps them. A minute in which the daemon was started again has
+    began; ``refused`` were not taken and are none of ``requests``. ``late_by_*``: seconds by
+    which answers got later than they were, by what they spent the time on. ``ttft`` and ``tbt``
+    are histograms as the table keeps them. A minute in which the daemon was started again has
     several rows.
     """
 
     minute_at: int
     model: str
-    requests: int
-    completed: int
-    aborted: int
-    failed: int
-    refused: int
-    dropped: int
-    tokens: int
-    tokens_in_time: int
-    ttft: str
-    tbt: str
+    requests: int = 0
+    completed: int = 0
+    aborted: int = 0
+    failed: int = 0
+    refused: int = 0
+    dropped: int = 0
+    tokens: int = 0
+    tokens_in_time: int = 0
+    late_by_loading_s: float = 0.0
+    late_by_queueing_s: float = 0.0
+    late_by_switching_s: float = 0.0
+    late_by_computing_s: float = 0.0
+    ttft: str = "[0.0]"
+    tbt: str = "[0.0]"
 
 
 Row = RequestRow | SwitchRow | EventRow | MinuteRow

@@ -89,6 +89,10 @@ CREATE_SLO_MINUTES = (
         dropped INTEGER NOT NULL,
         tokens INTEGER NOT NULL,
         tokens_in_time INTEGER NOT NULL,
+        late_by_loading_s REAL NOT NULL,
+        late_by_queueing_s REAL NOT NULL,
+        late_by_switching_s REAL NOT NULL,
+        late_by_computing_s REAL NOT NULL,
         ttft TEXT NOT NULL,
         tbt TEXT NOT NULL
     )

@@ -63,11 +63,6 @@ def test_no_more_can_be_taken_away_than_is_there() -> None:
         histogram(0.1).merge(histogram(0.2), -1)
 
 
-def test_counted_up_to_a_limit() -> None:
-    some = histogram(0.01, 0.02, 0.02, 5.0)
-    assert [some.num_up_to(limit_s) for limit_s in (0.001, 0.015, 0.1, 10.0)] == [0, 1, 3, 4]
-
-
 def test_to_text_and_back() -> None:
     some = histogram(0.01, 0.02, 0.02, 5.0)
     again = Histogram.parse(some.text())

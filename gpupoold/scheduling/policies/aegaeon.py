@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from gpupoold.domain import Role
 from gpupoold.scheduling.phases import Phase
-from gpupoold.scheduling.policies.base import Choice, SimplePolicy, working
+from gpupoold.scheduling.policies.base import Choice, InLine, Placement, SimplePolicy, working
 from gpupoold.scheduling.quota import Load, round_quotas_s
+from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Device, Model, Request, State
 
 MAX_GROUP_SIZE = 8
@@ -40,19 +41,19 @@ class GroupedPrefill:
         self._queues: dict[int, list[_Group]] = {}
         self._group_of: dict[str, _Group] = {}
 
-    def dispatch(self, request: Request, devices: list[Device]) -> Device:
+    def dispatch(self, request: Request, devices: list[Device]) -> tuple[Device, Rule]:
         """The device of a request that came in: the first group that takes it, else a new one
         at the end of the least loaded queue."""
         for device in devices:
             for group in self._queue(device):
                 if group.model is request.model and group.size < MAX_GROUP_SIZE:
                     self._join(request, group)
-                    return device
+                    return device, Rule.GROUPED
         chosen = min(devices, key=lambda device: (self._load_s(device), device.number))
         group = _Group(request.model)
         self._queue(chosen).append(group)
         self._join(request, group)
-        return chosen
+        return chosen, Rule.SHORTEST_QUEUE
 
     def forget(self, request: Request) -> None:
         """The request has been prefilled, or is over."""
@@ -69,9 +70,13 @@ class GroupedPrefill:
 
     def next_model(self, device: Device) -> str | None:
         """The next group's model that is not the one being worked on."""
+        return next(iter(self.next_models(device)), None)
+
+    def next_models(self, device: Device) -> list[str]:
+        """The models of the groups after the one being worked on, in order."""
         current = device.turn.model if device.turn else None
-        waiting = (group.model.name for group in self._queue(device) if group.has_work(device))
-        return next((name for name in waiting if name != current), None)
+        waiting = [group.model.name for group in self._queue(device) if group.has_work(device)]
+        return [name for name in dict.fromkeys(waiting) if name != current]
 
     def _queue(self, device: Device) -> list[_Group]:
         return self._queues.setdefault(device.number, [])
@@ -126,13 +131,18 @@ class WeightedDecode:
         if not work.round:
             self._start_round(device, work)
         name = work.round.pop(0)
-        return Choice(name, work.quotas_s[name])
+        return Choice(name, work.quotas_s[name], rule=Rule.ROUND)
 
     def upcoming(self, device: Device) -> str | None:
         """The next of the round, or the first of the round after."""
+        return next((one.model for one in self.line(device)), None)
+
+    def line(self, device: Device) -> list[InLine]:
+        """The rest of the round, then those of the round after."""
         work = self._list(device)
         current = device.turn.model if device.turn else None
-        return next((name for name in [*work.round, *work.order] if name != current), None)
+        names = [one for one in dict.fromkeys([*work.round, *work.order]) if one != current]
+        return [InLine(name, Rule.ROUND, work.quotas_s.get(name)) for name in names]
 
     def _list(self, device: Device) -> _WorkList:
         """The list as it stands: batches without requests are out, new ones at the end."""
@@ -177,12 +187,12 @@ class AegaeonPolicy(SimplePolicy):
         """It leaves its group."""
         self._prefill.forget(request)
 
-    def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+    def assign(self, state: State, now_s: float) -> Iterable[Placement]:
         """Algorithm 1, for each held request in order of arrival."""
         for request in list(state.held.values()):
             devices = state.prefill_hosts(request.model)
             if devices:
-                yield request, self._prefill.dispatch(request, devices)
+                yield Placement(request, *self._prefill.dispatch(request, devices))
 
     def send(self, device: Device, state: State, now_s: float) -> Iterable[Request]:
         """The group at the front of the queue, once its turn has come."""
@@ -214,11 +224,19 @@ class AegaeonPolicy(SimplePolicy):
         Whatever its role: a device whose role has changed ends what it has.
         """
         group = self._prefill.front(device)
-        return Choice(group.model.name, math.inf) if group else self._decode.next_turn(device)
+        if group is None:
+            return self._decode.next_turn(device)
+        return Choice(group.model.name, math.inf, rule=Rule.PREFILL_FIRST)
 
     def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
         """The next group's model, or the next batch's."""
         return self._prefill.next_model(device) or self._decode.upcoming(device)
+
+    def line(self, device: Device, state: State, now_s: float) -> list[InLine]:
+        """The groups, then the rest of the round."""
+        first = [InLine(n, Rule.PREFILL_FIRST) for n in self._prefill.next_models(device)]
+        names = {one.model for one in first}
+        return first + [one for one in self._decode.line(device) if one.model not in names]
 
 
 def _has_room(request: Request, device: Device) -> bool:

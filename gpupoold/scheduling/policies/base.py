@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from gpupoold.domain import Role
 from gpupoold.scheduling.actions import Turn
+from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, Device, Request, State
 
 
@@ -15,11 +16,31 @@ class CannotServe(Exception):
 
 
 class Choice(NamedTuple):
-    """The next turn of a device; see :class:`Turn`."""
+    """The next turn of a device, see :class:`Turn`, and the rule that chose it."""
 
     model: str
     quota_s: float
     chunk_tokens: int | None = None
+    rule: Rule | None = None
+
+
+class Placement(NamedTuple):
+    """The device of a request, and the rule that chose it."""
+
+    request: Request
+    device: Device
+    rule: Rule | None = None
+
+
+class InLine(NamedTuple):
+    """A model that waits for its turn on a device, and the rule that put it where it is.
+
+    ``duration_s`` is what its turn would take now, None where the policy does not say.
+    """
+
+    model: str
+    rule: Rule
+    duration_s: float | None = None
 
 
 class Policy(Protocol):
@@ -46,7 +67,7 @@ class Policy(Protocol):
         """A request is over; it is in no batch any more."""
         ...
 
-    def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+    def assign(self, state: State, now_s: float) -> Iterable[Placement]:
         """Devices for held requests."""
         ...
 
@@ -79,6 +100,13 @@ class Policy(Protocol):
 
     def revise(self, turn: Turn, device: Device, state: State, now_s: float) -> Turn:
         """The turn under way, perhaps with another quota, from its start, or other chunks."""
+        ...
+
+    def line(self, device: Device, state: State, now_s: float) -> list[InLine]:
+        """Who is to follow the present turn, in order, by the rules of ``upcoming``.
+
+        For explanations: it decides nothing and changes nothing.
+        """
         ...
 
 
@@ -118,6 +146,12 @@ class SimplePolicy:
     def revise(self, turn: Turn, device: Device, state: State, now_s: float) -> Turn:
         """Turns stay as they are."""
         return turn
+
+    def line(self, device: Device, state: State, now_s: float) -> list[InLine]:
+        """Unknown until the present turn is over: whole answers are served."""
+        on_turn = device.turn.model if device.turn else None
+        names = dict.fromkeys([*device.working, *device.queued])
+        return [InLine(name, Rule.UNTIL_DONE) for name in names if name != on_turn]
 
 
 def waiting_for_kv(state: State) -> Iterator[tuple[Request, list[Device]]]:

@@ -18,7 +18,13 @@ from typing import NamedTuple
 from gpupoold.domain import Role
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.kv_room import admits
-from gpupoold.scheduling.policies.base import Choice, SimplePolicy, waiting_for_kv
+from gpupoold.scheduling.policies.base import (
+    Choice,
+    InLine,
+    Placement,
+    SimplePolicy,
+    waiting_for_kv,
+)
 from gpupoold.scheduling.policies.placement import choose, is_worth_a_copy
 from gpupoold.scheduling.policies.rebalancing import Rebalancer
 from gpupoold.scheduling.policies.stages import (
@@ -30,19 +36,22 @@ from gpupoold.scheduling.policies.stages import (
 from gpupoold.scheduling.policies.visits import (
     FIRST_TOKEN_SHARE,
     Loads,
+    Ranked,
     Switching,
     Tuning,
     Visit,
     Work,
+    first_visit,
     load_of,
-    order_visits,
     own_load,
     plan_visit,
     prompts_of,
+    rank_visits,
     switching_of,
     work_of,
 )
 from gpupoold.scheduling.roles import RolePlanner
+from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Device, Request, State
 
 
@@ -86,7 +95,7 @@ class GpupoolPolicy(SimplePolicy):
         """See :mod:`gpupoold.scheduling.roles`."""
         return self._roles.changes(state, now_s)
 
-    def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+    def assign(self, state: State, now_s: float) -> Iterable[Placement]:
         """Held requests; and queued ones that have it better elsewhere."""
         loads = Loads()
         is_split = _is_split(state)
@@ -94,10 +103,10 @@ class GpupoolPolicy(SimplePolicy):
             devices = state.prefill_hosts(request.model)
             if devices:
                 if is_split:
-                    chosen = self._stage(request, devices, state, now_s)
+                    chosen, rule = self._stage(request, devices, state, now_s)
                 else:
-                    chosen = choose(request, devices, loads, self._home, self._tuning)
-                yield request, chosen
+                    chosen, rule = choose(request, devices, loads, self._home, self._tuning)
+                yield Placement(request, chosen, rule)
                 loads.forget(chosen)
         yield from self._moves(state, loads)
         yield from self._moves_for_kv(state, loads)
@@ -117,22 +126,39 @@ class GpupoolPolicy(SimplePolicy):
         plan = self._plan(device, work_of(device), now_s)
         if not plan.visits:
             return None
-        visit = order_visits(plan.visits, is_switching_dear=plan.switching.is_exposed)[0]
+        ranked = rank_visits(plan.visits, is_switching_dear=plan.switching.is_exposed)
+        first = first_visit(ranked)
+        assert first is not None
+        visit, rule = first
         if math.isinf(visit.tokens_in_time):
             pause_s = visit.duration_s / self._tuning.mercy_share
             self._no_mercy_until_s[device.number] = now_s + pause_s
         else:
             self._planned[device.number] = plan  # holds for upcoming(), asked next
         self._visited_s[device.number, visit.model] = now_s
-        return Choice(visit.model, visit.quota_s, self._chunk_tokens(visit.model, device, now_s))
+        chunk_tokens = self._chunk_tokens(visit.model, device, now_s)
+        return Choice(visit.model, visit.quota_s, chunk_tokens, rule)
 
     def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
         """The first visit after the present turn."""
-        turn = device.turn
         planned = self._planned.pop(device.number, None)
+        first = first_visit(self._after(device, planned, now_s))
+        return None if first is None else first[0].model
+
+    def line(self, device: Device, state: State, now_s: float) -> list[InLine]:
+        """The visits after the present turn."""
+        return [
+            InLine(visit.model, visit.rule or rule, visit.duration_s)
+            for rule, group in self._after(device, None, now_s)
+            for visit in group
+        ]
+
+    def _after(self, device: Device, planned: _Plan | None, now_s: float) -> Ranked:
+        """The visits after the present turn, in order; ``planned`` is what was just planned."""
+        turn = device.turn
         on_turn = turn.model if turn else None
         if not (device.working.keys() | device.queued.keys()) - {on_turn}:
-            return None
+            return []
         works = planned.works if planned else work_of(device)
         works = [work for work in works if work.model.name != on_turn]
         if planned and planned.switching == switching_of(device, works, self._tuning):
@@ -141,7 +167,7 @@ class GpupoolPolicy(SimplePolicy):
         else:
             plan = self._plan(device, works, now_s)
         left_s = device.turn_began_s + turn.quota_s - now_s if turn else 0.0
-        return order_visits(plan.visits, max(left_s, 0.0), plan.switching.is_exposed)[0].model
+        return rank_visits(plan.visits, max(left_s, 0.0), plan.switching.is_exposed)
 
     def revise(self, turn: Turn, device: Device, state: State, now_s: float) -> Turn:
         """A turn ends early for whoever came after it began and cannot wait for its end.
@@ -177,19 +203,23 @@ class GpupoolPolicy(SimplePolicy):
         hopeless_s = self._tuning.hopeless_share * batch.model.targets.ttft_s
         return chunk_tokens(batch) if would_delay_answers(batch, now_s, hopeless_s) else None
 
-    def _stage(self, request: Request, devices: list[Device], state: State, now_s: float) -> Device:
+    def _stage(
+        self, request: Request, devices: list[Device], state: State, now_s: float
+    ) -> tuple[Device, Rule]:
         """Where to prefill, in two rounds (TokenScale, algorithm 1): a device that prefills and
         has the first token in time; else a decode device that can, beside its answers. Where
         nobody can, the one that is soonest."""
         in_s, chosen = best_prefiller(request, devices)
         ttft_s = request.model.targets.ttft_s
         if now_s + in_s <= request.arrival_s + FIRST_TOKEN_SHARE * ttft_s:
-            return chosen
+            return chosen, Rule.PREFILLS
         if not self._converts_decoders:
-            return chosen
+            return chosen, Rule.PREFILLS
         decoders = [one for one in state.decode_hosts(request.model) if one not in devices]
         converted_s, converted = best_converted(request, decoders)
-        return converted if converted is not None and converted_s < in_s else chosen
+        if converted is not None and converted_s < in_s:
+            return converted, Rule.CONVERTED
+        return chosen, Rule.PREFILLS
 
     def first_token(self, request: Request, state: State, now_s: float) -> Device | None:
         """To a decode device, chosen by load as for a new request; or it stays.
@@ -204,9 +234,9 @@ class GpupoolPolicy(SimplePolicy):
         roomy = [one for one in others if one is device or admits(one, request)]
         if not roomy:
             return None
-        return choose(request, roomy, Loads(), self._answers_home, self._tuning)
+        return choose(request, roomy, Loads(), self._answers_home, self._tuning)[0]
 
-    def _moves(self, state: State, loads: Loads) -> Iterable[tuple[Request, Device]]:
+    def _moves(self, state: State, loads: Loads) -> Iterable[Placement]:
         """Models that a full device has not begun with go where there is room."""
         full_load = self._tuning.full_load
         for device in state.devices.values():
@@ -224,9 +254,9 @@ class GpupoolPolicy(SimplePolicy):
                 self._home[name] = target.number
                 for request in requests:
                     if admits(target, request):
-                        yield request, target
+                        yield Placement(request, target, Rule.MOVED_OFF_FULL)
 
-    def _moves_for_kv(self, state: State, loads: Loads) -> Iterable[tuple[Request, Device]]:
+    def _moves_for_kv(self, state: State, loads: Loads) -> Iterable[Placement]:
         """Requests that wait for KV room go where there is some, and where the model may be."""
         for request, devices in waiting_for_kv(state):
             name = request.model.name
@@ -237,7 +267,7 @@ class GpupoolPolicy(SimplePolicy):
             else:
                 is_wanted = is_worth_a_copy(request, target, loads, self._tuning)
             if is_wanted:
-                yield request, target
+                yield Placement(request, target, Rule.MOVED_FOR_KV)
                 loads.forget(target)
 
     def _plan(self, device: Device, works: list[Work], now_s: float) -> _Plan:
@@ -257,10 +287,12 @@ class GpupoolPolicy(SimplePolicy):
                 work, now_s, switch_s, switching, tuning, waited_s, prefills_only=gives_away
             )
             if is_full and work.is_new and visit.due_in_s > _latest_start_s(work, tuning):
-                visit = visit._replace(due_in_s=math.inf)
+                visit = visit._replace(due_in_s=math.inf, rule=Rule.NOT_YET_BEGUN)
             if has_mercy and waited_s > tuning.patience_s:
                 # The longest waiting first, and never put off.
-                visit = visit._replace(due_in_s=-waited_s, tokens_in_time=math.inf)
+                visit = visit._replace(
+                    due_in_s=-waited_s, tokens_in_time=math.inf, rule=Rule.STARVING
+                )
             visits.append(visit)
         return _Plan(works, switching, visits)
 

@@ -9,7 +9,11 @@ from collections.abc import Sequence
 
 from gpupoold.scheduling.kv_room import admits
 from gpupoold.scheduling.policies.visits import LOAD_GRAIN, Loads, Tuning, load_of_batch, own_load
+from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Device, Model, Request
+
+# The rule behind each part of a rank.
+_RANK_RULES = (Rule.LEAST_LOADED, Rule.HOME, Rule.RESIDENT, Rule.LEAST_LOADED, Rule.LEAST_LOADED)
 
 
 def choose(
@@ -18,29 +22,45 @@ def choose(
     loads: Loads,
     homes: dict[str, int],
     tuning: Tuning,
-) -> Device:
+) -> tuple[Device, Rule]:
     """Where the model is served; but a full device gets no more of it while another has room.
 
     A second device for a model costs a copy of its weights and a smaller batch on each,
     so requests join the larger batch as long as its device keeps up. ``homes``: the device to
     which each model went when nobody served it; noted here. There is one device at least.
+    The rule is the one that decided.
     """
     model, full_load = request.model, tuning.full_load
     serving = [one for one in devices if _has_work(model, one)]
     roomy = [one for one in serving if admits(one, request)]
     keeping_up = [one for one in roomy if loads.of(one) <= full_load]
     if keeping_up:
-        return max(keeping_up, key=lambda one: (_num_of(model, one), -one.number))
+        joined = max(keeping_up, key=lambda one: (_num_of(model, one), -one.number))
+        return joined, Rule.SERVED_THERE
     if roomy and not any(_is_mostly(model, one, loads) for one in roomy):
-        return min(roomy, key=lambda one: (loads.of(one), one.number))
+        return min(roomy, key=lambda one: (loads.of(one), one.number)), Rule.SERVED_THERE
     home = homes.get(model.name)
     ranked = sorted(devices, key=lambda one: _rank(one, model, home, loads))
     admitting = next((one for one in ranked if admits(one, request)), None)
     chosen = admitting or min(ranked, key=lambda one: one.num_waiting_for_kv)
     if serving and not is_worth_a_copy(request, chosen, loads, tuning):
-        return min(roomy or serving, key=lambda one: (loads.of(one), one.number))
+        return min(roomy or serving, key=lambda one: (loads.of(one), one.number)), Rule.NO_COPY
+    rule = Rule.WAITS_FOR_KV if admitting is None else _rule_of(chosen, ranked, model, home, loads)
     homes[model.name] = chosen.number
-    return chosen
+    return chosen, rule
+
+
+def _rule_of(
+    chosen: Device, ranked: Sequence[Device], model: Model, home: int | None, loads: Loads
+) -> Rule:
+    """What set the first device that has room apart from the next in order."""
+    if chosen is not ranked[0]:
+        return Rule.KV_ROOM
+    if len(ranked) == 1:
+        return Rule.ONLY_DEVICE
+    first, second = (_rank(one, model, home, loads) for one in ranked[:2])
+    pairs = zip(_RANK_RULES, first, second, strict=True)
+    return next(rule for rule, one, other in pairs if one != other)
 
 
 def is_worth_a_copy(request: Request, device: Device, loads: Loads, tuning: Tuning) -> bool:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterable
 
 from gpupoold.scheduling.kv_room import admits
-from gpupoold.scheduling.policies.base import Choice, SimplePolicy, working
+from gpupoold.scheduling.policies.base import Choice, Placement, SimplePolicy, working
+from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Device, Request, State
 
 Rank = Callable[[Request], float]
@@ -35,7 +36,7 @@ class RequestLevelPolicy(SimplePolicy):
         self._rank = rank
         self._max_live = max_live
 
-    def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+    def assign(self, state: State, now_s: float) -> Iterable[Placement]:
         """From the head of the queue: to a device of the model that has room, or a free one."""
         free = [device for device in state.devices.values() if not device.num_requests]
         hosts: dict[str, list[Device]] = {}
@@ -49,10 +50,12 @@ class RequestLevelPolicy(SimplePolicy):
                 ]
             candidates = [device for device in free if device in hosts[name]]
             place = self._choose(request, serving[name], candidates)
+            rule = Rule.SERVED_THERE
             if place in free:
                 free.remove(place)
+                rule = Rule.FREE_DEVICE
             if place is not None:
-                yield request, place
+                yield Placement(request, place, rule)
 
     def _choose(
         self, request: Request, serving: list[Device], candidates: list[Device]
@@ -71,7 +74,9 @@ class RequestLevelPolicy(SimplePolicy):
     def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
         """The one model whose requests it has."""
         batches = working(device)
-        return Choice(batches[0].model.name, math.inf) if batches else None
+        if not batches:
+            return None
+        return Choice(batches[0].model.name, math.inf, rule=Rule.UNTIL_DONE)
 
     def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
         """Unknown until the device is free."""

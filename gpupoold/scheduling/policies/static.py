@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Iterable
 
 from gpupoold.domain import Role
-from gpupoold.scheduling.policies.base import CannotServe
+from gpupoold.scheduling.policies.base import CannotServe, Placement
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
+from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Device, Model, Request, State
 
 # Room for KV without which a model is not placed: this many requests of this many tokens.
@@ -36,7 +37,7 @@ class StaticPolicy(GpupoolPolicy):
         """Answers stay where they are."""
         return ()
 
-    def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+    def assign(self, state: State, now_s: float) -> Iterable[Placement]:
         """Each request where its model is; those of models without a place stay held."""
         held = list(state.held.values())
         if any(self._place.get(one.model.name) not in one.model.hosts for one in held):
@@ -45,7 +46,7 @@ class StaticPolicy(GpupoolPolicy):
         for request in held:
             number = self._place.get(request.model.name)
             if number in request.model.hosts:
-                yield request, state.devices[number]
+                yield Placement(request, state.devices[number], Rule.FIXED_PLACE)
 
 
 def _placed(state: State) -> dict[str, int]:

@@ -9,7 +9,15 @@ from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.kv_room import admits
 from gpupoold.scheduling.phases import Phase
 from gpupoold.scheduling.policies.aegaeon import WeightedDecode
-from gpupoold.scheduling.policies.base import Choice, SimplePolicy, waiting_for_kv, working
+from gpupoold.scheduling.policies.base import (
+    Choice,
+    InLine,
+    Placement,
+    SimplePolicy,
+    waiting_for_kv,
+    working,
+)
+from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Device, Request, State
 
 
@@ -21,16 +29,16 @@ class _UnifiedPolicy(SimplePolicy):
     def __init__(self) -> None:
         self._decode = WeightedDecode()
 
-    def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+    def assign(self, state: State, now_s: float) -> Iterable[Placement]:
         """Every held request that a device can serve; and those who have KV room elsewhere."""
         for request in list(state.held.values()):
             devices = state.prefill_hosts(request.model)
             if devices:
-                yield request, _least_busy(devices)
+                yield Placement(request, _least_busy(devices), Rule.FEWEST_REQUESTS)
         for request, devices in waiting_for_kv(state):
             target = _least_busy(devices)
             if admits(target, request):
-                yield request, target
+                yield Placement(request, target, Rule.MOVED_FOR_KV)
 
     def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
         """The next batch of the round."""
@@ -39,6 +47,10 @@ class _UnifiedPolicy(SimplePolicy):
     def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
         """The batch after."""
         return self._decode.upcoming(device)
+
+    def line(self, device: Device, state: State, now_s: float) -> list[InLine]:
+        """The rest of the round."""
+        return self._decode.line(device)
 
 
 class PrefillFirstPolicy(_UnifiedPolicy):
@@ -50,13 +62,20 @@ class PrefillFirstPolicy(_UnifiedPolicy):
         """The model of the oldest prompt that waits; without any, the decode round."""
         oldest = _oldest_prompt(device)
         if oldest is not None:
-            return Choice(oldest.model.name, 0.0)
+            return Choice(oldest.model.name, 0.0, rule=Rule.PREFILL_FIRST)
         return self._decode.next_turn(device)
 
     def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
         """The next prompt's model, or the next batch's."""
         oldest = _oldest_prompt(device, besides=device.turn.model if device.turn else None)
         return oldest.model.name if oldest is not None else self._decode.upcoming(device)
+
+    def line(self, device: Device, state: State, now_s: float) -> list[InLine]:
+        """The oldest prompt's model, then the rest of the round."""
+        oldest = _oldest_prompt(device, besides=device.turn.model if device.turn else None)
+        first = [] if oldest is None else [InLine(oldest.model.name, Rule.PREFILL_FIRST)]
+        names = {one.model for one in first}
+        return first + [one for one in self._decode.line(device) if one.model not in names]
 
     def revise(self, turn: Turn, device: Device, state: State, now_s: float) -> Turn:
         """Nothing is decoded while a prompt of another model waits."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
+from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, Device, Model, Request
 
 # Memory counts less than time: KV that does not fit can be moved out, a step cannot be saved.
@@ -72,7 +73,8 @@ class Visit(NamedTuple):
 
     ``due_in_s``: until the first deadline that it should meet, infinite if all are hopeless;
     ``duration_s`` has the switch that nothing hides, ``quota_s`` has not. ``waited_s``:
-    since the last visit, or since there is work.
+    since the last visit, or since there is work. ``rule``: of the policy, if it has changed
+    the other values by it.
     """
 
     model: str
@@ -81,6 +83,7 @@ class Visit(NamedTuple):
     quota_s: float
     tokens_in_time: float
     waited_s: float = 0.0
+    rule: Rule | None = None
 
     @property
     def density(self) -> float:
@@ -265,7 +268,19 @@ def _num_first_in_time(slacks_s: Sequence[float], stall_s: float, prefill_s: flo
 def order_visits(
     visits: Iterable[Visit], start_in_s: float = 0.0, is_switching_dear: bool = False
 ) -> list[Visit]:
-    """Visits in the order to make them, if the first can start in ``start_in_s``.
+    """Visits in the order to make them; see :func:`rank_visits`."""
+    ranked = rank_visits(visits, start_in_s, is_switching_dear)
+    return [visit for _, group in ranked for visit in group]
+
+
+Ranked = list[tuple[Rule, list[Visit]]]
+
+
+def rank_visits(
+    visits: Iterable[Visit], start_in_s: float = 0.0, is_switching_dear: bool = False
+) -> Ranked:
+    """Visits in the order to make them, if the first can start in ``start_in_s``, by the rule
+    that puts them there.
 
     By deadline. One that would be late takes the place of the least dense before it, if
     they make it in time and are less dense together; else it is itself put off.
@@ -296,8 +311,17 @@ def order_visits(
         at_s += visit.duration_s
     put_off.sort(key=lambda visit: (-visit.density, visit.due_in_s, visit.model))
     hopeless.sort(key=lambda visit: (-visit.waited_s, visit.model))
-    rest = ahead + hopeless if is_switching_dear else hopeless + ahead
-    return kept + put_off + rest
+    late, early = (Rule.HOPELESS, hopeless), (Rule.AHEAD, ahead)
+    rest = (early, late) if is_switching_dear else (late, early)
+    return [(Rule.DEADLINE, kept), (Rule.PUT_OFF, put_off), *rest]
+
+
+def first_visit(ranked: Ranked) -> tuple[Visit, Rule] | None:
+    """The visit to make first, and its rule; None of none."""
+    for rule, group in ranked:
+        if group:
+            return group[0], group[0].rule or rule
+    return None
 
 
 def _gone_for(visit: Visit, kept: Sequence[Visit], late_s: float) -> list[Visit]:

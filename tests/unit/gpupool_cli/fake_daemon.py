@@ -41,6 +41,7 @@ from gpupoold.admin.models import (
     Status,
     SwitchInfo,
 )
+from gpupoold.admin.models_explain import SpanInfo, Why
 from gpupoold.admin.models_top import CancelledRequest, Top, TurnInfo, Unloaded
 from gpupoold.errors import (
     Failed,
@@ -106,7 +107,8 @@ class FakeDaemon:
     ``live`` counts live requests per model, ``cached`` and ``device`` are changes to the samples
     of images and of the device, ``delay_s`` holds back the answers to ``GET /status`` and
     ``GET /models``, ``raw_answer`` replaces the first of them. ``chat_chunks`` are the
-    server-sent data of the next chat, ``chat_status`` is its HTTP status.
+    server-sent data of the next chat, ``chat_status`` is its HTTP status. ``queries`` are those
+    of what was asked of the past.
     """
 
     def __init__(self, socket_path: Path) -> None:
@@ -121,6 +123,9 @@ class FakeDaemon:
         self.turns: list[TurnInfo] = []
         self.live_requests: list[RequestInfo] = []
         self.unloads: list[tuple[str, str, bool]] = []
+        self.spans: list[SpanInfo] = []
+        self.whys: dict[str, Why] = {}
+        self.queries: list[dict[str, str]] = []
         self.delay_s = 0.0
         self.download_pause_s = 0.0
         self.state: Any = "ready"
@@ -388,9 +393,32 @@ def _add_state_routes(app: FastAPI, daemon: FakeDaemon) -> None:
     async def ps() -> Ps:
         return daemon.ps()
 
+    @app.post("/check")
+    async def check() -> list[dict[str, int]]:
+        return []
+
     @app.get("/switches")
-    async def switches(limit: int) -> list[SwitchInfo]:
+    async def switches(request: Request, limit: int) -> list[SwitchInfo]:
+        daemon.queries.append(dict(request.query_params))
         return daemon.switches[:limit]
+
+    @app.get("/history")
+    async def history(request: Request) -> list[SpanInfo]:
+        daemon.queries.append(dict(request.query_params))
+        return daemon.spans
+
+    @app.get("/history/requests")
+    async def past_requests(request: Request) -> list[RequestRecord]:
+        daemon.queries.append(dict(request.query_params))
+        return daemon.history
+
+    @app.get("/why/{name:path}")
+    async def why(name: str) -> Why:
+        if name not in daemon.whys:
+            raise NoSuchModel(
+                f"neither a model nor a request is named {name!r}", "see `gpupool list`"
+            )
+        return daemon.whys[name]
 
     @app.get("/requests")
     async def requests(limit: int) -> Response:

@@ -1,4 +1,4 @@
-"""``status``, ``ps``, ``switches`` and ``version``."""
+"""``status``, ``ps`` and ``version``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import json
 
 import pytest
 
-from gpupool_cli import output
 from gpupoold import __version__
 from gpupoold.admin.models import Ps, Status
-from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli, ProcessCli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 
@@ -53,14 +51,6 @@ def test_ps_shows_devices_and_models(daemon: FakeDaemon, cli: Cli) -> None:
         "b ready 2 1 0 15 GiB 15 GiB 1 GiB 1 GiB - - -".split(),
     ]
     assert Ps.model_validate_json(cli("ps", "--json").stdout).num_switches == 3
-
-
-def test_switches(daemon: FakeDaemon, cli: Cli) -> None:
-    daemon.switches = [samples.switch("b", "a"), samples.switch("a", None)]
-    lines = cli("switches").stdout.splitlines()
-    assert lines[1].startswith(output.time_text(samples.AT))
-    assert lines[1].split()[2:] == "0 b a 340ms 10ms 20ms 300ms 10ms 15 GiB".split()
-    assert len(json.loads(cli("switches", "--limit", "1", "--json").stdout)) == 1
 
 
 def test_version_with_and_without_a_daemon(daemon: FakeDaemon, cli: Cli) -> None:

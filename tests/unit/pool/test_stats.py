@@ -40,6 +40,7 @@ def test_tokens_count_when_they_go_out() -> None:
     assert live.output_token_ids == [7, 8, 9]
     now = model.so_far()
     assert (now.tokens, now.tokens_in_time, now.completed) == (3, 2, 0)
+    now = model.last_hour()
     assert now.ttft.percentile(0.5) == pytest.approx(0.5, rel=0.037)
     assert len(now.tbt) == 2
     assert now.tbt.percentile(0.5) == 0.0, "two tokens of one step have no time between them"

@@ -10,8 +10,14 @@ from gpupoold.scheduling.actions import Action, HandOver, RunTurn, Send
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.invariants import check_state
-from gpupoold.scheduling.policies.base import Choice, Policy, SimplePolicy, working
-from gpupoold.scheduling.state import Device, Request, State
+from gpupoold.scheduling.policies.base import (
+    Choice,
+    Placement,
+    Policy,
+    SimplePolicy,
+    working,
+)
+from gpupoold.scheduling.state import Device, State
 
 GB = 10**9
 STEP_S = 0.025
@@ -23,11 +29,11 @@ class FirstDevicePolicy(SimplePolicy):
 
     name = "first-device"
 
-    def assign(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+    def assign(self, state: State, now_s: float) -> Iterable[Placement]:
         for request in list(state.held.values()):
             devices = state.prefill_hosts(request.model)
             if devices:
-                yield request, devices[0]
+                yield Placement(request, devices[0])
 
     def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
         batches = working(device)

@@ -11,6 +11,7 @@ from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import ChangeRole, Turn
 from gpupoold.scheduling.core import UnknownName
 from gpupoold.scheduling.phases import IllegalTransition, Phase
+from gpupoold.scheduling.policies.base import Placement
 from gpupoold.scheduling.state import Device, Request, State
 from tests.unit.scheduling.driver import (
     COSTS,
@@ -352,9 +353,9 @@ class TestRoles:
 class TestDrain:
     def test_all_that_a_device_has_goes_elsewhere(self) -> None:
         class Keeps(FirstDevicePolicy):
-            def assign(self, state: State, now_s: float) -> list[tuple[Request, Device]]:
+            def assign(self, state: State, now_s: float) -> list[Placement]:
                 held = list(state.held.values())
-                return [(one, state.prefill_hosts(one.model)[0]) for one in held]
+                return [Placement(one, state.prefill_hosts(one.model)[0]) for one in held]
 
             def send(self, device: Device, state: State, now_s: float) -> list[Request]:
                 return [one for one in device.queued_requests() if "queued" not in one.id]
@@ -394,8 +395,9 @@ class TestDrain:
 
 def test_a_policy_cannot_corrupt_the_books() -> None:
     class Mischief(FirstDevicePolicy):
-        def assign(self, state: State, now_s: float) -> list[tuple[Request, Device]]:
-            return [(one, state.devices[0]) for one in state.requests.values() if one.device == 0]
+        def assign(self, state: State, now_s: float) -> list[Placement]:
+            here = [one for one in state.requests.values() if one.device == 0]
+            return [Placement(one, state.devices[0]) for one in here]
 
         def send(self, device: Device, state: State, now_s: float) -> list[Request]:
             return device.queued_requests()

@@ -9,7 +9,13 @@ from gpupoold.scheduling import events as e
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.state import Model, State
-from gpupoold.scheduling.wait_estimate import Answer, Drain, drain_of, first_token_in_s
+from gpupoold.scheduling.wait_estimate import (
+    Answer,
+    Drain,
+    drain_of,
+    first_token_in_s,
+    next_token_in_s,
+)
 from tests.unit.scheduling.driver import GB, STEP_S, Driver
 
 PREFILL_S = 0.1
@@ -172,3 +178,62 @@ def test_a_model_without_anything_known_of_it() -> None:
     state = State()
     model = Model("a", Targets(1.0, 0.1), GB, 1, ModelCosts())
     assert first_token_in_s(state, model, 10, 0.0) is None
+
+
+def next_s(told: Driver, name: str) -> float | None:
+    return next_token_in_s(told.state, told.state.requests[name], told.now_s)
+
+
+class TestNextToken:
+    def test_of_an_answer_on_turn(self) -> None:
+        told = driver()
+        resident(told, "a")
+        decoding(told, "a", "r")
+        # On average a step is half over.
+        assert next_s(told, "r") == pytest.approx(STEP_S / 2)
+
+    def test_of_a_prompt_on_turn(self) -> None:
+        told = driver()
+        resident(told, "a")
+        told.arrive("a", "r")
+        # The step that may be under way is reckoned with.
+        assert next_s(told, "r") == pytest.approx(PREFILL_S, abs=STEP_S)
+
+    def test_a_request_that_waits_is_not_counted_twice(self) -> None:
+        told = driver()
+        resident(told, "a", "b")
+        decoding(told, "a", "r")
+        before = first_s(told, "b")
+        told.arrive("b", "waits")
+        assert next_s(told, "waits") == pytest.approx(before)
+
+    def test_of_a_paused_answer_whose_turn_is_next(self) -> None:
+        told = driver()
+        resident(told, "a", "b")
+        decoding(told, "a", "r")
+        told.arrive("b", "other")
+        told.end_turn()
+        assert told.running() == "b"
+        left_s = told.quota_s()
+        assert next_s(told, "r") == pytest.approx(left_s + STEP_S)
+        told.now_s += 0.1
+        assert next_s(told, "r") == pytest.approx(left_s - 0.1 + STEP_S)
+
+    def test_without_a_device(self) -> None:
+        told = driver()
+        told.arrive("a", "r")
+        told.tell(e.DeviceDown(0))
+        assert next_s(told, "r") is None
+
+    def test_whoever_waits_for_kv_room_waits_for_answers_to_end(self) -> None:
+        told = driver("a", capacity_bytes=12 * GB, kv_bytes_per_token=1_000_000, kv_host_bytes=0)
+        resident(told, "a")
+        for name in ("a1", "a2", "a3", "a4"):
+            told.arrive("a", name, prompt_tokens=700)
+            told.now_s += 0.01
+        told.step(0, "a1", "a2")
+        third, fourth = next_s(told, "a3"), next_s(told, "a4")
+        assert third is not None
+        assert fourth is not None
+        # Answers are taken to get 256 tokens.
+        assert 200 * STEP_S < third <= fourth

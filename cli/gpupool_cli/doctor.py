@@ -1,0 +1,55 @@
+"""``doctor``: looks at the machine, the configuration and the daemon, and says what to mend."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpupool_cli import output
+from gpupool_cli.exit_codes import ExitCode
+from gpupool_cli.options import JsonOption
+from gpupool_cli.output import Column
+from gpupool_cli.session import open_client
+from gpupoold.doctor.check import Check, Verdict
+
+_COLUMNS = (Column("CHECK"), Column("VERDICT", coloured=True), Column("FOUND"))
+
+
+def doctor(
+    ctx: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The daemon's configuration, if not where it looks by itself."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Look at driver, memory, limits, disks, kernel, versions, configuration and daemon.
+
+    Exit status 0 if nothing is at fault, warnings or not; 1 if something is. Needs no daemon.
+    """
+    # No other command needs NVML or SQLite: imported here, they do not make those slower.
+    from gpupoold.doctor.checks import check_all
+    from gpupoold.doctor.probes import find_facts
+
+    with open_client(ctx) as client:
+        checks = check_all(find_facts(config, client))
+    if as_json:
+        output.print_json({"checks": [asdict(check) for check in checks]})
+    else:
+        _show(checks)
+    if any(check.verdict is Verdict.FAULT for check in checks):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _show(checks: list[Check]) -> None:
+    output.print_table(_COLUMNS, [[one.name, one.verdict.value, one.found] for one in checks])
+    for one in checks:
+        if one.verdict is not Verdict.OK:
+            output.print_line("")
+            output.print_styled([f"{one.verdict.value}: {one.name}: {one.found}"], one.verdict)
+            output.print_line(f"fix: {one.fix}")

@@ -1,0 +1,197 @@
+"""``history`` and ``switches``: what was, from the daemon's database."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gpupool_cli import output
+from gpupool_cli.options import JsonOption, complete_model_name, duration_s
+from gpupool_cli.output import Column, duration_text, size_text
+from gpupool_cli.session import open_client
+from gpupoold.admin.models import RequestRecord, SwitchInfo
+from gpupoold.admin.models_explain import SpanInfo
+from gpupoold.units import format_duration
+
+_HOUR_S = 3600.0
+_SPAN_COLUMNS = (
+    Column("FROM"),
+    Column("SPAN", right=True),
+    Column("REQUESTS", right=True),
+    Column("FAILED", right=True),
+    Column("REFUSED", right=True),
+    Column("TOKENS", right=True),
+    Column("SLO%", right=True),
+    Column("TTFT-p50", right=True),
+    Column("TTFT-p99", right=True),
+    Column("TBT-p50", right=True),
+    Column("TBT-p99", right=True),
+    Column("LATE-BY"),
+)
+_REQUEST_COLUMNS = (
+    Column("ARRIVED"),
+    Column("REQUEST"),
+    Column("MODEL"),
+    Column("PROMPT", right=True),
+    Column("TOKENS", right=True),
+    Column("LATE", right=True),
+    Column("TTFT", right=True),
+    Column("TBT-p99", right=True),
+    Column("TOTAL", right=True),
+    Column("ENDED"),
+)
+_SWITCH_COLUMNS = (
+    Column("AT"),
+    Column("DEVICE", right=True),
+    Column("MODEL"),
+    Column("PREVIOUS"),
+    Column("TOTAL", right=True),
+    Column("EVICT", right=True),
+    Column("MAP", right=True),
+    Column("WEIGHTS", right=True),
+    Column("KV", right=True),
+    Column("MOVED", right=True),
+)
+
+
+def history(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Only this model, by name or alias.",
+            autocompletion=complete_model_name,
+        ),
+    ] = None,
+    since_s: Annotated[
+        float | None,
+        typer.Option(
+            "--since",
+            metavar="DURATION",
+            parser=duration_s,
+            help="How far back, such as 10m or 7d; spans grow with it.  [default: 1h]",
+        ),
+    ] = None,
+    requests: Annotated[
+        bool, typer.Option("--requests", help="Single requests, latest first, not spans of time.")
+    ] = False,
+    limit: Annotated[
+        int,
+        typer.Option("--limit", "-n", min=1, max=10_000, help="With --requests: how many at most."),
+    ] = 100,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what became of requests: how many, how fast, how many tokens in time."""
+    since_s = _HOUR_S if since_s is None else since_s
+    columns: tuple[Column, ...]
+    with open_client(ctx) as client:
+        if requests:
+            records = client.past_requests(model, since_s, limit)
+            rows, columns = [_request_row(one) for one in records], _REQUEST_COLUMNS
+        else:
+            spans = client.history(model, since_s)
+            rows, columns = [_span_row(one) for one in spans], _SPAN_COLUMNS
+    if as_json:
+        output.print_json(records if requests else spans)
+    elif rows:
+        output.print_table(columns, rows)
+    else:
+        what = "no request" if model is None else f"no request of {model}"
+        output.print_line(f"{what} in the last {format_duration(since_s)}")
+
+
+def switches(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Only switches to this model.",
+            autocompletion=complete_model_name,
+        ),
+    ] = None,
+    device: Annotated[
+        int | None, typer.Option(metavar="NUMBER", min=0, help="Only on this device.")
+    ] = None,
+    since_s: Annotated[
+        float | None,
+        typer.Option(
+            "--since", metavar="DURATION", parser=duration_s, help="How far back, such as 10m."
+        ),
+    ] = None,
+    slowest: Annotated[
+        bool, typer.Option("--slowest", help="The slowest first, not the latest.")
+    ] = False,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, max=10_000, help="How many at most.")
+    ] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Show switches and where their time went."""
+    with open_client(ctx) as client:
+        answer = client.switches(
+            limit,
+            model=model,
+            device=device,
+            since_s=since_s,
+            order="slowest" if slowest else "latest",
+        )
+    if as_json:
+        output.print_json(answer)
+    else:
+        output.print_table(_SWITCH_COLUMNS, [_switch_row(switch) for switch in answer])
+
+
+def _span_row(span: SpanInfo) -> list[str]:
+    attainment = span.attainment
+    late = span.lateness
+    causes = {
+        "loading": late.loading_s,
+        "queueing": late.queueing_s,
+        "switching": late.switching_s,
+        "computing": late.computing_s,
+    }
+    shown = [f"{cause} {format_duration(late_s)}" for cause, late_s in causes.items() if late_s]
+    return [
+        output.time_text(span.at),
+        format_duration(span.span_s),
+        str(span.requests),
+        str(span.failed),
+        str(span.refused),
+        str(span.tokens),
+        output.NOTHING if attainment is None else f"{100 * attainment:.1f}",
+        duration_text(span.ttft_p50_s),
+        duration_text(span.ttft_p99_s),
+        duration_text(span.tbt_p50_s),
+        duration_text(span.tbt_p99_s),
+        ", ".join(shown) or output.NOTHING,
+    ]
+
+
+def _request_row(request: RequestRecord) -> list[str]:
+    return [
+        output.time_text(request.arrived_at),
+        request.request_id,
+        request.model,
+        str(request.num_prompt_tokens),
+        str(request.num_output_tokens),
+        str(request.num_output_tokens - request.num_tokens_in_time),
+        duration_text(request.ttft_s),
+        duration_text(request.tbt_p99_s),
+        format_duration(request.total_s),
+        request.finish_reason,
+    ]
+
+
+def _switch_row(switch: SwitchInfo) -> list[str]:
+    stages = (switch.total_s, switch.evict_s, switch.map_s, switch.weights_s, switch.kv_s)
+    return [
+        output.time_text(switch.at),
+        str(switch.instance),
+        switch.model,
+        switch.previous or output.NOTHING,
+        *map(format_duration, stages),
+        size_text(switch.weight_bytes + switch.kv_in_bytes + switch.kv_out_bytes),
+    ]

@@ -1,0 +1,187 @@
+"""``why``: where a model or a request is, what holds it up, and what to change."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gpupool_cli import output
+from gpupool_cli.options import JsonOption, complete_model_name, model_name
+from gpupool_cli.output import Column, duration_text
+from gpupool_cli.session import open_client
+from gpupoold.admin.models_explain import (
+    DeviceTurns,
+    FinishedWhy,
+    LatenessInfo,
+    ModelOnDevice,
+    ModelWhy,
+    RequestWhy,
+    WaitingTurn,
+)
+from gpupoold.units import format_bytes, format_duration
+
+_LINE_COLUMNS = (
+    Column("NEXT", right=True),
+    Column("MODEL"),
+    Column("REQUESTS", right=True),
+    Column("STARTS-IN", right=True),
+    Column("TAKES", right=True),
+    Column("RULE"),
+    Column("WHY"),
+)
+
+
+def why(
+    ctx: typer.Context,
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|REQUEST",
+            parser=model_name,
+            help="A model by name or alias, or a request by its id or a part of it.",
+            autocompletion=complete_model_name,
+        ),
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Say where a model or request is, what holds it up, by which rule, and for how long."""
+    with open_client(ctx) as client:
+        answer = client.why(name)
+    if as_json:
+        output.print_json(answer)
+    elif answer.request is not None:
+        _show_request(answer.request)
+    elif answer.model is not None:
+        _show_model(answer.model)
+    elif answer.finished is not None:
+        _show_finished(answer.finished)
+
+
+def _show_request(request: RequestWhy) -> None:
+    due_s = request.next_deadline_in_s
+    due = f"due in {format_duration(due_s)}" if due_s >= 0 else f"late by {format_duration(-due_s)}"
+    expected = request.next_token_in_s
+    fields = {
+        "request": request.request_id,
+        "model": request.model,
+        "it": request.text + (f"; {request.num_before} before it" if request.num_before else ""),
+        "tokens": f"{request.num_output_tokens} after a prompt of {request.num_prompt_tokens}",
+        "age": format_duration(request.age_s),
+        "next token": f"{due}; expected "
+        + ("when that is over" if expected is None else f"in about {format_duration(expected)}"),
+    }
+    if request.instance is not None:
+        fields["device"] = f"{request.instance}: {request.why or 'it was sent there'}"
+    output.print_fields(fields)
+    if request.device is not None:
+        _show_device(request.device)
+
+
+def _show_device(device: DeviceTurns) -> None:
+    output.print_line("")
+    if device.on_turn is None:
+        output.print_line(f"device {device.instance}: idle")
+    else:
+        left_s = device.left_s
+        left = "until somebody waits" if left_s is None else f"{format_duration(left_s)} left"
+        because = f": {device.why}" if device.why else ""
+        used = format_duration(device.used_s)
+        output.print_line(
+            f"device {device.instance}: on turn is {device.on_turn} for {used}, {left}{because}"
+        )
+    if device.num_waiting_for_kv:
+        output.print_line(f"{device.num_waiting_for_kv} requests wait for room for their KV")
+    if device.line:
+        rows = [_line_row(number, one) for number, one in enumerate(device.line, start=1)]
+        output.print_table(_LINE_COLUMNS, rows)
+
+
+def _line_row(number: int, one: WaitingTurn) -> list[str]:
+    return [
+        str(number),
+        one.model,
+        str(one.num_requests),
+        duration_text(one.starts_in_s),
+        duration_text(one.duration_s),
+        one.rule,
+        one.why,
+    ]
+
+
+def _show_model(model: ModelWhy) -> None:
+    hour = model.hour
+    fields = {
+        "model": model.name,
+        "it": model.text,
+        "targets": f"TTFT {format_duration(model.ttft_s)}, TBT {format_duration(model.tbt_s)}",
+        "last minute": f"{_percent(model.attainment_1m)} of tokens in time",
+        "last hour": f"{_percent(hour.attainment)} of {hour.tokens} tokens in time",
+        "": f"TTFT p50 {duration_text(hour.ttft_p50_s)}, p99 {duration_text(hour.ttft_p99_s)}; "
+        f"TBT p50 {duration_text(hour.tbt_p50_s)}, p99 {duration_text(hour.tbt_p99_s)}",
+        "late by": _lateness(hour.lateness),
+        "weights": _weights(model),
+        "a new request": "its first token is expected "
+        + (
+            "when a device has the model"
+            if model.first_token_in_s is None
+            else f"in about {format_duration(model.first_token_in_s)}"
+            f" (prompt of {model.prompt_tokens})"
+        ),
+    }
+    if model.standings:
+        counts = (f"{num} {standing}" for standing, num in sorted(model.standings.items()))
+        fields["live requests"] = ", ".join(counts)
+    output.print_fields(fields)
+    for one in model.advice:
+        output.print_line(f"hint: {one}")
+    for place in model.devices:
+        _show_device(place.device)
+
+
+def _percent(share: float | None) -> str:
+    return output.NOTHING if share is None else f"{100 * share:.1f} %"
+
+
+def _lateness(late: LatenessInfo) -> str:
+    seconds = {
+        "loading": late.loading_s,
+        "queueing": late.queueing_s,
+        "switching": late.switching_s,
+        "computing": late.computing_s,
+    }
+    shown = [f"{cause} {format_duration(num_s)}" for cause, num_s in seconds.items() if num_s]
+    return ", ".join(shown) or "nothing"
+
+
+def _weights(model: ModelWhy) -> str:
+    places = [_place(one) for one in model.devices]
+    if model.cached_bytes:
+        places.append(f"host memory ({format_bytes(model.cached_bytes)})")
+    return ", ".join(filter(None, places)) or "nowhere: they come with the next request"
+
+
+def _place(one: ModelOnDevice) -> str:
+    if not one.weights_resident_bytes:
+        return ""
+    share = one.weights_resident_bytes / max(one.weights_total_bytes, 1)
+    part = "" if share >= 1 else f" ({100 * share:.0f} % of them)"
+    return f"device {one.instance}{part}"
+
+
+def _show_finished(finished: FinishedWhy) -> None:
+    request = finished.request
+    fields = {
+        "request": request.request_id,
+        "model": request.model,
+        "it": f"has ended: {finished.text}",
+        "arrived": output.time_text(request.arrived_at),
+        "device": output.NOTHING if finished.instance is None else str(finished.instance),
+        "tokens": f"{request.num_output_tokens} after a prompt of {request.num_prompt_tokens}",
+        "first token": f"after {duration_text(request.ttft_s)}",
+        "between tokens": f"p99 {duration_text(request.tbt_p99_s)}",
+    }
+    output.print_fields(fields)
+    for event in finished.events:
+        when = output.time_text(event.at)
+        output.print_line(f"{when} {event.level} {event.kind}: {event.message}")

@@ -1,0 +1,81 @@
+"""Routes that explain what is going on and look back at what was."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Literal
+
+from fastapi import FastAPI, Query
+
+from gpupoold.admin.models import RequestRecord, SwitchInfo
+from gpupoold.admin.models_explain import SpanInfo, Why
+from gpupoold.errors import Failed
+from gpupoold.pool import views
+from gpupoold.pool.pool import Pool
+from gpupoold.pool.spans import Spans, span_s
+
+Since = Annotated[float, Query(gt=0, le=10 * 365 * 86400)]
+Limit = Annotated[int, Query(gt=0, le=10_000)]
+
+
+def add_explain_routes(app: FastAPI, pool: Pool) -> None:
+    """``/why``, ``/history``, ``/history/requests`` and ``/switches``; times as ``since_s`` ago."""
+
+    @app.get("/why/{name:path}")
+    async def why(name: str) -> Why:
+        return await pool.explainer.why(name)
+
+    @app.get("/history")
+    async def history(model: str | None = None, since_s: Since = 3600.0) -> list[SpanInfo]:
+        return await _spans(pool, await _name(pool, model), since_s)
+
+    @app.get("/history/requests")
+    async def requests(
+        model: str | None = None, since_s: Since = 3600.0, limit: Limit = 100
+    ) -> list[RequestRecord]:
+        await pool.history.flush()
+        rows = await pool.history.recent_requests(
+            await _name(pool, model), time.time() - since_s, limit
+        )
+        return [views.request_record(row) for row in rows]
+
+    @app.get("/switches")
+    async def switches(
+        limit: Limit = 20,
+        model: str | None = None,
+        device: Annotated[int | None, Query(ge=0)] = None,
+        since_s: Since | None = None,
+        order: Literal["latest", "slowest"] = "latest",
+    ) -> list[SwitchInfo]:
+        await pool.history.flush()
+        rows = await pool.history.recent_switches(
+            limit,
+            model=await _name(pool, model),
+            instance=device,
+            since=None if since_s is None else time.time() - since_s,
+            order=order,
+        )
+        return [views.switch_info(row) for row in rows]
+
+
+async def _name(pool: Pool, name: str | None) -> str | None:
+    """A model's name for one of its aliases; one that is gone may still have a history."""
+    row = None if name is None else await pool.registry.get(name)
+    return name if row is None else row.spec.name
+
+
+async def _spans(pool: Pool, model: str | None, since_s: float) -> list[SpanInfo]:
+    await pool.history.flush()
+    spans = Spans(span_s(since_s))
+    try:
+        async for rows in pool.history.minutes(time.time() - since_s, model):
+            # Beside the tokens being served, since there may be many rows.
+            await asyncio.to_thread(spans.add, rows)
+        spans.add(pool.minutes.under_way(model))
+    except ValueError as error:
+        raise Failed(
+            f"a row of slo_minutes in the state database is damaged: {error}",
+            "delete the rows of that table",
+        ) from error
+    return spans.infos()

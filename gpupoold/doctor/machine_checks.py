@@ -1,0 +1,238 @@
+"""Judges what was found of the machine: GPUs, memory, limits, disks, kernel. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpupoold.config import Settings
+from gpupoold.doctor.check import Check, fault, ok, warning
+from gpupoold.doctor.facts import (
+    DaemonFacts,
+    Folder,
+    GpuFacts,
+    KernelFacts,
+    LimitFacts,
+    MemoryFacts,
+    NumaFacts,
+    VersionFacts,
+)
+from gpupoold.units import format_bytes
+
+GIB = 2**30
+# What a process with an engine takes beside weights and KV; measured in docs/memory.md.
+_ENGINE_BYTES = 2 * GIB
+_LITTLE_MEMORY_SHARE = 0.9
+_USED_BY_OTHERS_SHARE = 0.05
+_SPARE_FILES = 1024
+_LEAST_FILES = 1024
+_LEAST_PROCESSES = 4096
+_LEAST_FREE_BYTES = {"state_dir": GIB, "log_dir": GIB, "download_dir": 10 * GIB, "images": 0}
+_FULL_BYTES = 100 * 2**20
+# SQLite's write-ahead log needs shared memory, which these do not have between machines.
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "afs", "lustre", "gpfs", "glusterfs"}
+_IN_MEMORY = {"tmpfs", "ramfs"}
+_FIRST_KERNEL = {
+    "memfd": "3.17",
+    "pidfd": "5.3",
+    "moving pages": "5.13",
+}
+
+
+def check_gpus(
+    gpu: GpuFacts, settings: Settings, versions: VersionFacts, daemon: DaemonFacts
+) -> Iterator[Check]:
+    """The driver, and each GPU that the configuration names."""
+    indices = [one.index or 0 for one in settings.devices if one.kind == "cuda"]
+    if not indices:
+        kinds = sorted({one.kind for one in settings.devices})
+        yield ok("gpu", f"none is configured: {len(settings.devices)} {' and '.join(kinds)}")
+        return
+    if gpu.problem:
+        fix = "install NVIDIA's driver, and see that nvidia-smi works for this user"
+        yield fault("gpu driver", f"NVML: {gpu.problem}", fix)
+        return
+    yield _check_driver(gpu, versions)
+    for index in indices:
+        if index >= len(gpu.gpus):
+            text = f"there is no GPU {index}: this machine has {len(gpu.gpus)}"
+            yield fault(f"gpu {index}", text, "correct [[device]] in the configuration")
+        else:
+            yield _check_gpu(gpu, index, daemon)
+
+
+def _check_driver(gpu: GpuFacts, versions: VersionFacts) -> Check:
+    name, found = "gpu driver", f"{gpu.driver}, for CUDA up to {gpu.cuda[0]}.{gpu.cuda[1]}"
+    local = (versions.installed.get("torch") or "").partition("+")[2]
+    if local == "cpu":
+        fix = "make the environment anew for GPUs: make venv GPUPOOL_DEVICE=cuda"
+        return fault(name, f"{found}; but torch is built for CPUs only", fix)
+    built = _cuda_of(local)
+    if built is not None and built[0] > gpu.cuda[0]:
+        text = f"{found}; torch is built for CUDA {built[0]}.{built[1]}"
+        return fault(name, text, "install a newer NVIDIA driver")
+    return ok(name, found)
+
+
+def _cuda_of(local: str) -> tuple[int, int] | None:
+    """The version in a build's name, such as ``cu130``."""
+    digits = local.removeprefix("cu")
+    if not local.startswith("cu") or not digits.isdecimal() or len(digits) < 2:
+        return None
+    return int(digits[:-1]), int(digits[-1])
+
+
+def _check_gpu(gpu: GpuFacts, index: int, daemon: DaemonFacts) -> Check:
+    one, name = gpu.gpus[index], f"gpu {index}"
+    found = f"{one.name}, {format_bytes(one.memory_bytes)}"
+    if one.is_mig:
+        return fault(name, f"{found}; MIG is on", f"nvidia-smi -i {index} -mig 0")
+    if not daemon.is_running and one.used_bytes > _USED_BY_OTHERS_SHARE * one.memory_bytes:
+        text = f"{found}; {format_bytes(one.used_bytes)} are used by other processes"
+        return warning(name, text, "stop them (nvidia-smi names them), or lower device.memory")
+    if not one.is_persistent:
+        return warning(name, f"{found}; persistence mode is off", f"nvidia-smi -i {index} -pm 1")
+    return ok(name, found)
+
+
+def check_memory(memory: MemoryFacts, settings: Settings, daemon: DaemonFacts) -> Iterator[Check]:
+    """Budgets against what there is, and how the kernel hands it out."""
+    yield _check_budgets(memory, settings, daemon)
+    if memory.overcommit == 2:
+        text = "vm.overcommit_memory is 2: large address ranges cannot be reserved"
+        yield fault("overcommit", text, "sysctl -w vm.overcommit_memory=0")
+    else:
+        yield ok("overcommit", f"vm.overcommit_memory is {memory.overcommit}")
+    if memory.huge_bytes:
+        text = f"{format_bytes(memory.huge_bytes)} are set aside as huge pages, which nobody uses"
+        yield warning("huge pages", text, "sysctl -w vm.nr_hugepages=0")
+    else:
+        mode = memory.transparent_huge_pages or "not there"
+        yield ok("huge pages", f"none set aside; transparent ones: {mode}")
+
+
+def _check_budgets(memory: MemoryFacts, settings: Settings, daemon: DaemonFacts) -> Check:
+    kinds = [device.kind for device in settings.devices]
+    num_engines = sum(kind != "sim" for kind in kinds)
+    parts = {
+        "memory.model_cache": settings.memory.model_cache_bytes if num_engines else 0,
+        f"memory.kv_host for {num_engines}": settings.memory.kv_host_bytes * num_engines,
+        "emulated devices": sum(
+            one.memory_bytes or 0 for one in settings.devices if one.kind == "emulated"
+        ),
+        "processes": _ENGINE_BYTES * num_engines,
+    }
+    need = sum(parts.values())
+    have = min(memory.total_bytes, memory.limit_bytes or memory.total_bytes)
+    shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    found = f"{format_bytes(need)} of {format_bytes(have)} may be used"
+    found += f" ({shown})" if shown else ""
+    fix = "lower memory.model_cache or memory.kv_host"
+    if memory.limit_bytes is not None and memory.limit_bytes < memory.total_bytes:
+        fix += ", or raise the control group's limit (MemoryMax= of the service)"
+    if need > have:
+        return fault("memory", found, fix)
+    if need > _LITTLE_MEMORY_SHARE * have:
+        return warning("memory", f"{found}: little is left for the rest", fix)
+    if not daemon.is_running and need > memory.available_bytes:
+        text = f"{found}, but only {format_bytes(memory.available_bytes)} are available now"
+        return warning("memory", text, "stop what takes the rest, or lower memory.model_cache")
+    return ok("memory", found)
+
+
+def check_numa(numa: NumaFacts, kinds: set[str]) -> Iterator[Check]:
+    """Whether host memory can be near its GPU, and stays there."""
+    if numa.num_nodes < 2:
+        yield ok("numa", "one node")
+        return
+    found = f"{numa.num_nodes} nodes"
+    if "cuda" in kinds and numa.problem:
+        fix = "allow set_mempolicy in the container or service (SystemCallFilter=, seccomp)"
+        yield warning("numa", f"{found}; memory may be far from its GPU: {numa.problem}", fix)
+    elif "cuda" in kinds and numa.is_balancing:
+        text = f"{found}; the kernel moves pages between them, which stalls copies"
+        yield warning("numa", text, "sysctl -w kernel.numa_balancing=0")
+    else:
+        yield ok("numa", found)
+
+
+def check_limits(limits: LimitFacts, settings: Settings) -> Iterator[Check]:
+    """Files, processes and locked memory."""
+    need = settings.limits.max_live_requests + _SPARE_FILES
+    of = f" ({limits.of})"
+    files = limits.open_files
+    fix = "LimitNOFILE=65536 in the service, or: ulimit -n 65536"
+    if files is not None and files < _LEAST_FILES:
+        yield fault("open files", f"at most {files}{of}", fix)
+    elif files is not None and files < need:
+        text = f"at most {files}{of}; limits.max_live_requests may need {need}"
+        yield warning("open files", text, fix)
+    else:
+        yield ok("open files", f"{_count(files)}{of}")
+    if limits.processes is not None and limits.processes < _LEAST_PROCESSES:
+        text = f"at most {limits.processes}{of}; engines have many threads"
+        yield warning("processes", text, "LimitNPROC=infinity, or: ulimit -u unlimited")
+    else:
+        yield ok("processes", f"{_count(limits.processes)}{of}")
+    pinned = settings.memory.model_cache_bytes + settings.memory.kv_host_bytes
+    locked = limits.locked_bytes
+    has_cuda = any(device.kind == "cuda" for device in settings.devices)
+    if has_cuda and locked is not None and locked < pinned:
+        text = f"at most {format_bytes(locked)}{of}; {format_bytes(pinned)} are to be pinned"
+        yield warning("locked memory", text, "LimitMEMLOCK=infinity, or: ulimit -l unlimited")
+    else:
+        shown = "unlimited" if locked is None else format_bytes(locked)
+        yield ok("locked memory", f"{shown}{of}")
+
+
+def check_folder(folder: Folder) -> Check:
+    """Whether a folder can be written, is on a disk that will do, and has room."""
+    name = f"folder {folder.key}"
+    found = f"{folder.path} on {folder.filesystem}, {format_bytes(folder.free_bytes)} free"
+    if not folder.is_writable:
+        what = "cannot be written" if folder.exists else "cannot be made"
+        fix = f"run this as the daemon's user, or: chown it (its owner is {folder.owner})"
+        return fault(name, f"{found}; it {what}", fix)
+    is_state = folder.key == "state_dir"
+    if is_state and (folder.filesystem in _NETWORK or folder.filesystem.startswith("fuse")):
+        text = f"{found}; the database needs a local disk"
+        return fault(name, text, "choose a local disk for paths.state_dir")
+    if is_state and folder.filesystem in _IN_MEMORY:
+        text = f"{found}; it is gone when the machine restarts"
+        return warning(name, text, "choose a disk for paths.state_dir")
+    fix = f"free some space, or move paths.{folder.key}"
+    if folder.free_bytes < _FULL_BYTES:
+        return fault(name, found, fix)
+    if folder.free_bytes < _LEAST_FREE_BYTES.get(folder.key, 0):
+        return warning(name, found, fix)
+    return ok(name, found)
+
+
+def check_image_room(images: Folder, budget_bytes: int) -> Iterator[Check]:
+    """Whether all the images fit that may be saved."""
+    if budget_bytes > images.num_bytes + images.free_bytes:
+        left = format_bytes(images.num_bytes + images.free_bytes)
+        text = f"memory.image_files is {format_bytes(budget_bytes)}, the disk has room for {left}"
+        yield warning("image files", text, "lower memory.image_files")
+
+
+def check_kernel(kernel: KernelFacts, kinds: set[str]) -> Check:
+    """What the memory and process code asks of the kernel, as it was tried."""
+    needed = {
+        what: error
+        for what, error in kernel.missing.items()
+        if what != "moving pages" or "emulated" in kinds
+    }
+    if not needed:
+        return ok("kernel", kernel.release)
+    problems = "; ".join(f"{what} does not work: {error}" for what, error in needed.items())
+    newest = max((_FIRST_KERNEL[what] for what in needed), key=_version)
+    fix = f"use kernel {newest} or newer, and allow these calls in the container or service"
+    return fault("kernel", f"{kernel.release}: {problems}", fix)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))
+
+
+def _count(limit: int | None) -> str:
+    return "unlimited" if limit is None else f"at most {limit}"

@@ -1,0 +1,56 @@
+"""NVIDIA's driver and GPUs, by NVML."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pynvml
+
+from gpupoold.doctor.facts import Gpu, GpuFacts
+
+
+def gpu_facts(nvml: Any = pynvml) -> GpuFacts:
+    """What NVML tells; ``problem`` where it cannot be asked."""
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return GpuFacts(problem=str(error))
+    try:
+        number = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        count = nvml.nvmlDeviceGetCount()
+        return GpuFacts(
+            driver=nvml.nvmlSystemGetDriverVersion(),
+            cuda=(number // 1000, number % 1000 // 10),
+            gpus=tuple(_gpu(nvml, index) for index in range(count)),
+        )
+    except nvml.NVMLError as error:
+        return GpuFacts(problem=str(error))
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return Gpu(
+        name=nvml.nvmlDeviceGetName(handle),
+        memory_bytes=memory.total,
+        used_bytes=memory.used,
+        is_mig=_is_mig(nvml, handle),
+        is_persistent=_is_persistent(nvml, handle),
+    )
+
+
+def _is_mig(nvml: Any, handle: object) -> bool:
+    try:
+        current, _ = nvml.nvmlDeviceGetMigMode(handle)
+    except nvml.NVMLError:  # GPUs that have no such mode
+        return False
+    return bool(current == nvml.NVML_DEVICE_MIG_ENABLE)
+
+
+def _is_persistent(nvml: Any, handle: object) -> bool:
+    try:
+        return bool(nvml.nvmlDeviceGetPersistenceMode(handle) == nvml.NVML_FEATURE_ENABLED)
+    except nvml.NVMLError:
+        return True

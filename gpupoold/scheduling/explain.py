@@ -1,0 +1,123 @@
+"""What the scheduling core knows of why a request waits. Reads the state and changes nothing.
+
+The rules are those that decided, written down when they did (:mod:`.rules`), and the line for a
+device is the policy's own. The times are estimates of :mod:`.wait_estimate`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gpupoold.scheduling.phases import Phase
+from gpupoold.scheduling.policies.base import Policy
+from gpupoold.scheduling.rules import Rule
+from gpupoold.scheduling.state import Device, Request, State
+from gpupoold.scheduling.wait_estimate import next_token_in_s
+
+
+class Standing(StrEnum):
+    """Where a live request stands."""
+
+    NO_DEVICE = "no-device"
+    HELD = "held"
+    KV_ROOM = "kv-room"
+    WAITS_FOR_TURN = "waits-for-turn"
+    PREFILLING = "prefilling"
+    PAUSED = "paused"
+    ON_TURN = "on-turn"
+    MOVING = "moving"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A model in line for a device; times are None where the policy does not say."""
+
+    model: str
+    rule: Rule
+    starts_in_s: float | None
+    duration_s: float | None
+    num_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Whose turn it is on a device, and who follows.
+
+    ``left_s`` is None where the turn has no end of its own: nobody waits, or the policy sets
+    none.
+    """
+
+    device: int
+    model: str | None
+    rule: Rule | None
+    used_s: float
+    left_s: float | None
+    line: tuple[Waiting, ...]
+
+    def place_of(self, model: str) -> Waiting | None:
+        """Where a model is in line; None if it is not."""
+        return next((one for one in self.line if one.model == model), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """Where a request is, the rule that gave it its device, and when its next token is
+    expected: None where nothing can be said. ``num_before`` wait for KV room before it."""
+
+    standing: Standing
+    device: int | None
+    rule: Rule | None
+    next_token_in_s: float | None
+    num_before: int = 0
+
+
+def turns_of(policy: Policy, state: State, device: Device, now_s: float) -> Turns:
+    """The turn under way on a device and the line behind it."""
+    turn = device.turn
+    used_s = max(now_s - device.turn_began_s, 0.0) if turn else 0.0
+    has_end = turn is not None and device.then is not None and math.isfinite(turn.quota_s)
+    left_s = max(turn.quota_s - used_s, 0.0) if turn is not None and has_end else None
+    line = []
+    at_s = left_s if turn is not None else 0.0
+    for one in policy.line(device, state, now_s):
+        num = _num_requests(device, one.model)
+        line.append(Waiting(one.model, one.rule, at_s, one.duration_s, num))
+        at_s = None if at_s is None or one.duration_s is None else at_s + one.duration_s
+    rule = device.turn_rule if turn else None
+    return Turns(device.number, turn.model if turn else None, rule, used_s, left_s, tuple(line))
+
+
+def why_request(state: State, request: Request, now_s: float) -> Why:
+    """Where a live request that the core was told of stands."""
+    standing = standing_of(state, request)
+    if standing is Standing.NO_DEVICE:
+        return Why(standing, None, None, None)
+    in_s = next_token_in_s(state, request, now_s)
+    num_before = 0
+    if standing is Standing.KV_ROOM and request.device is not None:
+        device = state.devices[request.device]
+        others = [one for line in device.waiting_for_kv.values() for one in line.requests.values()]
+        num_before = sum(one.arrival_s < request.arrival_s for one in others)
+    return Why(standing, request.device, request.rule, in_s, num_before)
+
+
+def standing_of(state: State, request: Request) -> Standing:
+    """The name for where a request is."""
+    if request.phase is Phase.HELD or request.device is None:
+        return Standing.HELD if request.model.hosts else Standing.NO_DEVICE
+    if request.phase is Phase.MOVING:
+        return Standing.MOVING
+    device = state.devices[request.device]
+    if device.is_waiting_for_kv(request):
+        return Standing.KV_ROOM
+    is_on_turn = device.turn is not None and device.turn.model == request.model.name
+    if request.phase is Phase.DECODING:
+        return Standing.ON_TURN if is_on_turn else Standing.PAUSED
+    return Standing.PREFILLING if is_on_turn else Standing.WAITS_FOR_TURN
+
+
+def _num_requests(device: Device, model: str) -> int:
+    batches = device.working.get(model), device.queued.get(model)
+    return sum(len(batch.requests) for batch in batches if batch is not None)

@@ -1,0 +1,85 @@
+"""Write a state database of the present schema, with some rows, as SQL.
+
+One is kept for every schema that was released (``tests/unit/gpupool_state/schemas``), made by the
+code of that time, so that tests can take each forward. For a schema with a new table or column
+add rows that use it, then run:
+
+    python scripts/make_state_fixture.py tests/unit/gpupool_state/schemas
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sqlite3
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+import gpupool_state as state
+from gpupool_state.migrations import MIGRATIONS
+from gpupoold.domain import FinishReason, InstanceId, ModelName, ModelSpec, ModelState, Targets
+
+_AT = 1_750_000_000.0
+
+
+def main() -> None:
+    """Make the file of the newest schema."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    target = parser.parse_args().folder / f"schema-{MIGRATIONS[-1].number}.sql"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / state.DATABASE_NAME
+        asyncio.run(_fill(path))
+        with closing(sqlite3.connect(path)) as connection:
+            text = "\n".join(connection.iterdump()) + "\n"
+    target.write_text(text, encoding="utf-8")
+    print(target)
+
+
+async def _fill(path: Path) -> None:
+    async with await state.Database.open(path) as db:
+        await _add_models(state.Registry(db, now=lambda: _AT))
+        history = state.History(db, now=lambda: _AT)
+        await history.start()
+        _add_history(history)
+        await history.stop()
+
+
+async def _add_models(registry: state.Registry) -> None:
+    for number in range(3):
+        name = ModelName(f"model-{number}")
+        targets = Targets(ttft_s=2.5, tbt_s=0.05)
+        spec = ModelSpec(name, "s", "/p", targets=targets, aliases=(f"alias-{number}",))
+        await registry.add(spec)
+        await registry.set_state(name, ModelState.READY)
+        await registry.set_profiles(name, [_profile(phase) for phase in state.Phase])
+        await registry.set_pinned(name, number == 1)
+
+
+def _profile(phase: state.Phase) -> state.ProfileRow:
+    law = (phase, "0.32.0", None, "bfloat16", "linear", (0.01, 0.002), 4096, 11008, 0.99)
+    return state.ProfileRow("A10", *law, 0.02, 0.05, 12, _AT)
+
+
+def _add_history(history: state.History) -> None:
+    for number in range(20):
+        model, at = ModelName(f"model-{number % 3}"), _AT + number
+        where = InstanceId(0)
+        name, stop = f"request-{number}", FinishReason.STOP
+        history.record_request(
+            state.RequestRow(name, model, where, at, 0.5, 0.01, 0.02, 0.03, 100, 10, 9, stop, 1.5)
+        )
+        stages_s = (0.6, 0.1, 0.1, 0.3, 0.1)
+        history.record_switch(state.SwitchRow(at, where, model, None, *stages_s, 1 << 34, 1, 2))
+        history.record_event("info", "kind", model, f"message {number}")
+        late_s = (0.0, 1.5, 0.25, 0.0)
+        texts = ("[0.5, [118, 1]]", "[0.09, [64, 9]]")
+        minute_at = int(_AT) // 60 * 60 + 60 * number
+        history.record_minute(
+            state.MinuteRow(minute_at, model, 1, 1, 0, 0, 0, 0, 10, 9, *late_s, *texts)
+        )
+
+
+if __name__ == "__main__":
+    main()

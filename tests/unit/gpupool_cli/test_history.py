@@ -1,0 +1,104 @@
+"""``history`` and ``switches``: what was asked of the daemon, and how its answer looks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gpupool_cli import output
+from gpupoold.admin.models import RequestRecord
+from gpupoold.admin.models_explain import LatenessInfo, SpanInfo
+from tests.unit.gpupool_cli import samples
+from tests.unit.gpupool_cli.conftest import Cli
+from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
+
+RECORD = RequestRecord(
+    request_id="cmpl-1",
+    model="qwen",
+    arrived_at=samples.AT,
+    ttft_s=0.5,
+    tbt_p99_s=None,
+    num_prompt_tokens=12,
+    num_output_tokens=30,
+    num_tokens_in_time=28,
+    finish_reason="stop",
+    total_s=2.0,
+)
+
+
+def span(**more: object) -> SpanInfo:
+    values: dict[str, object] = {
+        "at": samples.AT,
+        "span_s": 60,
+        "requests": 7,
+        "completed": 5,
+        "aborted": 1,
+        "failed": 1,
+        "refused": 2,
+        "dropped": 0,
+        "tokens": 100,
+        "tokens_in_time": 95,
+        "attainment": 0.95,
+        "ttft_p50_s": 0.4,
+        "ttft_p99_s": 1.2,
+        "tbt_p50_s": 0.02,
+        "tbt_p99_s": None,
+        "lateness": LatenessInfo(loading_s=0, queueing_s=3.5, switching_s=0.25, computing_s=0),
+    }
+    return SpanInfo.model_validate(values | more)
+
+
+def test_switches(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.switches = [samples.switch("b", "a"), samples.switch("a", None)]
+    lines = cli("switches").stdout.splitlines()
+    assert lines[1].startswith(output.time_text(samples.AT))
+    assert lines[1].split()[2:] == "0 b a 340ms 10ms 20ms 300ms 10ms 15 GiB".split()
+    assert len(json.loads(cli("switches", "--limit", "1", "--json").stdout)) == 1
+
+
+def test_switches_of_a_model_on_a_device_slowest_first(daemon: FakeDaemon, cli: Cli) -> None:
+    args = ("--model", "b", "--device", "1", "--since", "10m", "--slowest", "-n", "3")
+    assert cli("switches", *args).exit_code == 0
+    asked = {"model": "b", "device": "1", "since_s": "600.0", "order": "slowest", "limit": "3"}
+    assert daemon.queries == [asked]
+
+
+def test_history_by_spans_of_time(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.spans = [
+        span(),
+        span(
+            attainment=None,
+            lateness=dict.fromkeys(("loading_s", "queueing_s", "switching_s", "computing_s"), 0.0),
+        ),
+    ]
+    lines = cli("history").stdout.splitlines()
+    assert lines[1].startswith(output.time_text(samples.AT))
+    numbers = "60s 7 1 2 100 95.0 400ms 1.2s 20ms -".split()
+    assert lines[1].split()[2:] == [*numbers, "queueing", "3.5s,", "switching", "250ms"]
+    assert lines[2].split()[7] == "-"
+    assert lines[2].split()[-1] == "-"
+    assert daemon.queries == [{"since_s": "3600.0"}]
+    [first, _] = json.loads(cli("history", "qwen", "--since", "7d", "--json").stdout)
+    assert first["lateness"]["queueing_s"] == 3.5
+    assert daemon.queries[-1] == {"model": "qwen", "since_s": "604800.0"}
+
+
+def test_history_of_single_requests(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.history = [RECORD]
+    lines = cli("history", "--requests", "-n", "5", "--since", "90s").stdout.splitlines()
+    assert lines[1].split()[2:] == "cmpl-1 qwen 12 30 2 500ms - 2s stop".split()
+    assert daemon.queries == [{"since_s": "90.0", "limit": "5"}]
+    assert json.loads(cli("history", "--requests", "--json").stdout)[0]["request_id"] == "cmpl-1"
+
+
+def test_nothing_happened(daemon: FakeDaemon, cli: Cli) -> None:
+    assert cli("history").stdout == "no request in the last 60m\n"
+    assert cli("history", "q", "--since", "5m").stdout == "no request of q in the last 5m\n"
+    assert cli("history", "--json").stdout == "[]\n"
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1h", "5 weeks"])
+def test_a_duration_that_is_none(daemon: FakeDaemon, cli: Cli, text: str) -> None:
+    assert cli("history", f"--since={text}").exit_code == 2
+    assert daemon.queries == []

@@ -1,0 +1,160 @@
+"""``why``: a live request, a model, a request that has ended."""
+
+from __future__ import annotations
+
+import json
+
+from gpupoold.admin.models import EventInfo
+from gpupoold.admin.models_explain import (
+    DeviceTurns,
+    FinishedWhy,
+    ModelOnDevice,
+    ModelWhy,
+    RequestWhy,
+    WaitingTurn,
+    Why,
+)
+from tests.unit.gpupool_cli import samples
+from tests.unit.gpupool_cli.conftest import Cli
+from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
+from tests.unit.gpupool_cli.test_history import RECORD, span
+
+GIB = 1024**3
+DEVICE = DeviceTurns(
+    instance=1,
+    on_turn="llama",
+    rule="deadline",
+    why="turns go in the order of their deadlines",
+    used_s=1.5,
+    left_s=0.5,
+    line=[
+        WaitingTurn(
+            model="qwen",
+            rule="put-off",
+            why="not all can be in time",
+            starts_in_s=0.5,
+            duration_s=None,
+            num_requests=3,
+        )
+    ],
+    num_waiting_for_kv=2,
+)
+REQUEST = RequestWhy(
+    request_id="cmpl-1",
+    model="qwen",
+    standing="paused",
+    text="is paused on device 1 until the next turn of qwen",
+    instance=1,
+    rule="resident",
+    why="that one has its weights",
+    num_before=0,
+    age_s=4.0,
+    num_prompt_tokens=12,
+    num_output_tokens=30,
+    next_deadline_in_s=-0.25,
+    next_token_in_s=0.75,
+    late_s=0.0,
+    device=DEVICE,
+)
+PLACE = ModelOnDevice(
+    instance=1,
+    weights_resident_bytes=4 * GIB,
+    weights_total_bytes=16 * GIB,
+    kv_resident_bytes=0,
+    kv_host_bytes=0,
+    num_requests=3,
+    device=DEVICE,
+)
+MODEL = ModelWhy(
+    name="qwen",
+    state="ready",
+    text="ready: 3 live requests",
+    ttft_s=10.0,
+    tbt_s=0.1,
+    attainment_1m=0.5,
+    hour=span(),
+    cached_bytes=16 * GIB,
+    weight_bytes=16 * GIB,
+    standings={"paused": 2, "kv-room": 1},
+    devices=[PLACE],
+    prompt_tokens=256,
+    first_token_in_s=1.5,
+    main_cause="queueing",
+    advice=["it waited for other models' turns"],
+)
+
+
+def said(cli: Cli, name: str) -> str:
+    result = cli("why", name)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_a_live_request(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.whys["cmpl-1"] = Why(request=REQUEST)
+    text = said(cli, "cmpl-1")
+    assert "it          is paused on device 1 until the next turn of qwen\n" in text
+    assert "next token  late by 250ms; expected in about 750ms\n" in text
+    assert "device      1: that one has its weights\n" in text
+    assert "device 1: on turn is llama for 1.5s, 500ms left: turns go in the order" in text
+    assert "2 requests wait for room for their KV\n" in text
+    assert text.splitlines()[-1].split()[:6] == ["1", "qwen", "3", "500ms", "-", "put-off"]
+    assert json.loads(cli("why", "cmpl-1", "--json").stdout)["request"]["rule"] == "resident"
+
+
+def test_a_request_of_which_little_is_known(daemon: FakeDaemon, cli: Cli) -> None:
+    bare = {"instance": None, "rule": None, "why": None, "device": None, "next_token_in_s": None}
+    some = {"num_before": 2, "text": "waits until qwen is in host memory"}
+    daemon.whys["r"] = Why(request=REQUEST.model_copy(update=bare | some))
+    text = said(cli, "r")
+    assert "waits until qwen is in host memory; 2 before it\n" in text
+    assert "expected when that is over\n" in text
+    assert "device" not in text
+
+
+def test_a_model(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.whys["qwen"] = Why(model=MODEL)
+    text = said(cli, "qwen")
+    assert "targets        TTFT 10s, TBT 100ms\n" in text
+    assert "last minute    50.0 % of tokens in time\n" in text
+    assert "last hour      95.0 % of 100 tokens in time\n" in text
+    assert "late by        queueing 3.5s, switching 250ms\n" in text
+    assert "weights        device 1 (25 % of them), host memory (16 GiB)\n" in text
+    assert "live requests  1 kv-room, 2 paused\n" in text
+    assert "in about 1.5s (prompt of 256)\n" in text
+    assert "hint: it waited for other models' turns\n" in text
+
+
+def test_a_model_that_is_nowhere(daemon: FakeDaemon, cli: Cli) -> None:
+    nowhere = PLACE.model_copy(
+        update={
+            "weights_resident_bytes": 0,
+            "device": DEVICE.model_copy(
+                update={"on_turn": None, "line": [], "num_waiting_for_kv": 0}
+            ),
+        }
+    )
+    update = {"cached_bytes": 0, "devices": [nowhere], "standings": {}, "first_token_in_s": None}
+    daemon.whys["qwen"] = Why(model=MODEL.model_copy(update=update))
+    text = said(cli, "qwen")
+    assert "weights        nowhere: they come with the next request\n" in text
+    assert "its first token is expected when a device has the model\n" in text
+    assert "live requests  " not in text
+    assert text.endswith("\ndevice 1: idle\n")
+
+
+def test_a_request_that_has_ended(daemon: FakeDaemon, cli: Cli) -> None:
+    event = EventInfo(
+        id=1, at=samples.AT, level="error", kind="worker_died", subject="qwen", message="signal 9"
+    )
+    ended = FinishedWhy(request=RECORD, instance=0, text="it failed", events=[event])
+    daemon.whys["cmpl-1"] = Why(finished=ended)
+    text = said(cli, "cmpl-1")
+    assert "it              has ended: it failed\n" in text
+    assert text.splitlines()[-1].endswith("error worker_died: signal 9")
+
+
+def test_nothing_of_that_name(daemon: FakeDaemon, cli: Cli) -> None:
+    result = cli("why", "nobody")
+    assert result.exit_code == 4
+    assert "neither a model nor a request is named 'nobody'" in result.stderr

@@ -33,7 +33,7 @@ def top(
         ),
     ] = None,
     theme: Annotated[
-        str, typer.Option(metavar="NAME", help="dark, light, or a theme of Textual's.")
+        str, typer.Option(metavar="NAME", help="dark, light, terminal, or one of Textual's.")
     ] = "dark",
     use_ascii: Annotated[
         bool, typer.Option("--ascii", help="Draw with ASCII characters only.")

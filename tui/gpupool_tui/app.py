@@ -20,7 +20,6 @@ from gpupool_tui.actions import (
 )
 from gpupool_tui.compose import tables
 from gpupool_tui.dialogs import ChoiceDialog, TargetsDialog, TextDialog
-from gpupool_tui.keys import all_keys
 from gpupool_tui.looking_app import LookingApp
 from gpupool_tui.view import Panel
 from gpupoold.admin.client import AdminClient
@@ -32,9 +31,7 @@ _ACTION_TIMEOUT_S = 10.0
 class TopApp(LookingApp):
     """Details of rows, and what can be done to the daemon."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(key.keys, key.action, key.meaning, show=False) for key in all_keys()
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+c", "quit", priority=True)]
 
     def _selected(self, panel: Panel) -> Any:
         """The row that is selected in a panel; without one, the first of those shown."""
@@ -62,10 +59,13 @@ class TopApp(LookingApp):
                 name = row.usage.name
                 dialog = self._open(name, details.model_fields(row, None))
                 self._add_later(
-                    dialog, lambda client: details.model_fields(row, client.model(name))
+                    dialog,
+                    name,
+                    lambda client: details.model_fields(row, client.model(name)),
                 )
             case Panel.REQUESTS:
-                self._open("request", details.request_fields(row, self.view))
+                fields = details.request_fields(row, self.view)
+                self._add_later(self._open("request", fields), row.request_id, lambda _: fields)
             case _:
                 self._open("event", details.event_fields(row, self.view))
 
@@ -74,21 +74,20 @@ class TopApp(LookingApp):
         self.push_screen(dialog)
         return dialog
 
-    def _add_later(self, dialog: TextDialog, ask: Callable[[AdminClient], details.Fields]) -> None:
-        """Show more in a dialog when the daemon has told it."""
+    def _add_later(
+        self, dialog: TextDialog, name: str, ask: Callable[[AdminClient], details.Fields]
+    ) -> None:
+        """Show more in a dialog when the daemon has told it, and why things are as they are."""
 
         def work() -> None:
-            text = self._ask_text(ask)
+            try:
+                with AdminClient(self.socket_path, _ACTION_TIMEOUT_S) as client:
+                    text = details.as_text(ask(client) | _why(client, name))
+            except GpupoolError as error:
+                text = Text(details.clean_lines(str(error)))
             self.from_thread(lambda: dialog.show(text) if dialog.is_attached else None)
 
         self.run_worker(work, thread=True, exit_on_error=False)
-
-    def _ask_text(self, ask: Callable[[AdminClient], details.Fields]) -> Text:
-        try:
-            with AdminClient(self.socket_path, _ACTION_TIMEOUT_S) as client:
-                return details.as_text(ask(client))
-        except GpupoolError as error:
-            return Text(details.clean_lines(str(error)))
 
     def action_pin(self) -> None:
         """Pin or unpin the selected model."""
@@ -163,3 +162,10 @@ class TopApp(LookingApp):
 
         self.say(f"{doing} ...")
         self.run_worker(work, thread=True, exit_on_error=False)
+
+
+def _why(client: AdminClient, name: str) -> details.Fields:
+    try:
+        return details.why_fields(client.why(name))
+    except GpupoolError as error:
+        return {"why": error.message}

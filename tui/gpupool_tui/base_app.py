@@ -21,7 +21,7 @@ from gpupool_tui.poller import Poller, Question
 from gpupool_tui.view import View
 from gpupoold.admin.models_top import Top
 
-THEMES = {"dark": "textual-dark", "light": "textual-light"}
+THEMES = {"dark": "textual-dark", "light": "textual-light", "terminal": "ansi-dark"}
 _MESSAGE_S = 8.0
 
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from rich.segment import Segment
 from textual import events
+from textual.binding import Binding, BindingType
 from textual.geometry import Region
 from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from gpupool_tui.palette import Palette
+from gpupool_tui.keys import all_keys
+from gpupool_tui.palette import Look, Palette
 from gpupool_tui.text import Line, width_of
 
 
 class Board(Widget, can_focus=True):
     """The whole screen. Textual lays nothing out: a new picture costs what has changed in it."""
 
+    # Here and not the application's: where a dialog is open or a filter typed, keys are theirs.
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(key.keys, f"app.{key.action}", key.meaning, show=False) for key in all_keys()
+    ]
     DEFAULT_CSS = "Board { width: 1fr; height: 1fr; }"
 
     class Clicked(Message):
@@ -61,10 +68,8 @@ class Board(Widget, can_focus=True):
     def render_line(self, y: int) -> Strip:
         """Textual's: one line of the widget."""
         if y >= len(self._lines):
-            return Strip.blank(self.size.width, self.rich_style)
-        style_of = self.palette.style
-        segments = [Segment(text, style_of(style)) for text, style in self._lines[y]]
-        return Strip(segments, width_of(self._lines[y])).apply_style(self.rich_style)
+            return Strip.blank(self.size.width, self.palette.look("").style)
+        return Strip(segments_of(self._lines[y], self.palette), self.size.width)
 
     def on_click(self, event: events.Click) -> None:
         """Textual's: a line was clicked."""
@@ -79,8 +84,32 @@ class Board(Widget, can_focus=True):
         self.post_message(self.Clicked(event.y, -1))
 
 
+def segments_of(line: Line, palette: Palette) -> list[Segment]:
+    """A line as Textual has it. Blanks are drawn with what is before them where that looks the
+    same: on the way to the terminal a change of style is longer than most of the words."""
+    segments: list[Segment] = []
+    texts: list[str] = []
+    last: Look | None = None
+    for text, words in line:
+        look = palette.look(words)
+        is_same = last is not None and (
+            look.number == last.number or (look.back == last.back and text.isspace())
+        )
+        if not is_same:
+            if last is not None:
+                segments.append(Segment("".join(texts), last.style))
+            texts, last = [], look
+        texts.append(text)
+    if last is not None:
+        segments.append(Segment("".join(texts), last.style))
+    return segments
+
+
 def difference(old: Line, new: Line) -> tuple[int, int]:
-    """The cells from the first to the last difference of two lines; the end is excluded."""
+    """The cells from the first to the last in which two lines of one width differ.
+
+    One stretch a line: Textual sends a line's cells from its beginning for each of them.
+    """
     first = 0
     while first < min(len(old), len(new)) and old[first] == new[first]:
         first += 1

@@ -8,9 +8,9 @@ from typing import Any
 
 from gpupool_tui import devices_panel, events_panel, models_panel, requests_panel
 from gpupool_tui.frame import footer, header, title_line
-from gpupool_tui.lanes import axis, draw_lane, stretches
+from gpupool_tui.lanes import axis, draw_lane
 from gpupool_tui.layout import share_out, wishes
-from gpupool_tui.numbers import duration, percent
+from gpupool_tui.numbers import duration
 from gpupool_tui.picture import Picture
 from gpupool_tui.table import Column, Drawn, draw_table, sort_rows, window
 from gpupool_tui.text import Line, Span, as_ascii, fit, fit_line, restyled
@@ -171,7 +171,7 @@ def _lanes(picture: Picture, view: View, width: int, height: int) -> tuple[list[
     selected = view.selected.get(Panel.DEVICES, "")
     index = numbers.index(selected) if selected in numbers else 0
     shown = window(len(devices), height - 2, index)
-    lines = [_lane(picture, devices[i], view, cells) for i in shown]
+    lines = [_lane(picture, devices[i], view, cells, width) for i in shown]
     below = axis(zoom_s, cells, glyphs)
     lines += [(Span(" " * width),)] * (height - 2 - len(lines))
     lines.append(fit_line((Span(" " * _LANE_LEFT), Span(below, "dim")), width))
@@ -183,12 +183,9 @@ def _lanes(picture: Picture, view: View, width: int, height: int) -> tuple[list[
     return [title, *lines], [numbers[i] for i in shown]
 
 
-def _lane(picture: Picture, device: DeviceInfo, view: View, cells: int) -> Line:
-    since = picture.at - (cells + 1) * view.zoom_s
-    parts = stretches(picture.turns_since(device.instance, since), device, picture.at)
-    lane = draw_lane(parts, picture.at, view.zoom_s, cells, view.glyphs)
-    share = percent(lane.switch_share) if lane.switch_share < 0.9995 else "100"
-    share = f"{fit(share.split('.')[0], 4, right=True)}%"
+def _lane(picture: Picture, device: DeviceInfo, view: View, cells: int, width: int) -> Line:
+    lane = draw_lane(picture.cells(device, view.zoom_s, cells), view.glyphs)
+    share = f"{100 * lane.switch_share:4.0f}%"
     style = "warn" if lane.switch_share > 0.25 else "dim"
     left = Span(fit(str(device.instance), _LANE_LEFT - 1, right=True) + " ", "bold")
-    return (left, *lane.line, Span(f" {share}", style))
+    return fit_line((left, *lane.line, Span(f" {share}", style)), width)

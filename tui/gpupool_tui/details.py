@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from rich.text import Text
 
 from gpupool_tui.models_panel import where
@@ -13,9 +11,10 @@ from gpupool_tui.requests_panel import due
 from gpupool_tui.text import clean, plain
 from gpupool_tui.view import View
 from gpupoold.admin.models import DeviceInfo, EventInfo, ModelInfo, RequestInfo
+from gpupoold.admin.models_explain import DeviceTurns, Why
 from gpupoold.admin.models_top import TopModel
 
-Fields = Mapping[str, str]
+Fields = dict[str, str]
 
 
 def as_text(fields: Fields) -> Text:
@@ -112,6 +111,45 @@ def request_fields(request: RequestInfo, view: View) -> Fields:
         "answer": f"{request.num_output_tokens} tokens so far",
         "next token due": plain(due(request, view)),
     }
+
+
+def why_fields(why: Why) -> Fields:
+    """What holds a model or a request up, and by which rule: as ``gpupool why`` says it."""
+    if why.request is not None:
+        request = why.request
+        fields = {"why": request.text}
+        if request.num_before:
+            fields["before it"] = f"{request.num_before} requests"
+        if request.next_token_in_s is not None:
+            fields["next token expected"] = f"in about {duration(request.next_token_in_s)}"
+        if request.why:
+            fields["device"] = request.why
+        return fields | _line_fields(request.device)
+    if why.model is not None:
+        fields = {"why": why.model.text}
+        if why.model.first_token_in_s is not None:
+            fields["a request now"] = (
+                f"has its first token in {duration(why.model.first_token_in_s)}"
+            )
+        if why.model.advice:
+            fields["advice"] = "\n".join(why.model.advice)
+        return fields
+    return {} if why.finished is None else {"why": why.finished.text}
+
+
+def _line_fields(device: DeviceTurns | None) -> Fields:
+    """Whose turn it is on a request's device, and who comes next there."""
+    if device is None:
+        return {}
+    fields: Fields = {}
+    if device.on_turn is not None:
+        fields["on turn there"] = f"{device.on_turn}: {device.why or device.rule or NOTHING}"
+    waiting = [
+        f"{turn.model}: {turn.why}"
+        + (f", in about {duration(turn.starts_in_s)}" if turn.starts_in_s is not None else "")
+        for turn in device.line[:5]
+    ]
+    return fields | ({"next there": "\n".join(waiting)} if waiting else {})
 
 
 def event_fields(event: EventInfo, view: View) -> Fields:

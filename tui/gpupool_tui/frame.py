@@ -41,14 +41,18 @@ def _facts(picture: Picture) -> Iterable[tuple[str, str]]:
     yield f"{count(rate)} tok/s", ""
     refused = status.num_refused_requests
     yield f"{count(refused)} refused", "warn" if refused else ""
-    yield f"{len(picture.devices)} devices", ""
-    yield f"{status.num_models} models", ""
+    yield _number(len(picture.devices), "device"), ""
+    yield _number(status.num_models, "model"), ""
     yield f"up {uptime(status.uptime_s)}", ""
     yield f"{count(picture.num_switches)} switches, {size(picture.switched_bytes)} moved", ""
     limit = size(status.model_cache_limit_bytes)
     yield f"cache {size(status.model_cache_bytes)}/{limit}", ""
     yield f"daemon {size(status.rss_bytes)}", ""
     yield f"v{status.version}", "dim"
+
+
+def _number(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _right(picture: Picture, view: View) -> list[Span]:
@@ -58,7 +62,8 @@ def _right(picture: Picture, view: View) -> list[Span]:
     if view.is_held:
         spans.append(Span("HELD ", "warn"))
     at = clock(picture.at, view.zone) if picture.at else "--:--:--"
-    spans.append(Span(f"{at} +{duration(view.interval_s)} ", "dim"))
+    every = f" +{duration(view.interval_s)}" if view.interval_s else ""
+    spans.append(Span(f"{at}{every} ", "dim"))
     return spans
 
 

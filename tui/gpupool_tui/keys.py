@@ -50,7 +50,7 @@ KEYS: tuple[tuple[str, tuple[Key, ...]], ...] = (
             Key("right_square_bracket", "zoom(1)", "]", "more time in the turns' lanes"),
             Key("plus,equals_sign", "interval(1)", "+", "ask less often"),
             Key("minus", "interval(-1)", "-", "ask more often"),
-            Key("T", "theme", "T", "dark or light"),
+            Key("T", "theme", "T", "dark, light, the terminal's own colours"),
         ),
     ),
     (
@@ -67,7 +67,7 @@ KEYS: tuple[tuple[str, tuple[Key, ...]], ...] = (
         "Else",
         (
             Key("question_mark,h", "help", "? h", "this help"),
-            Key("q,ctrl+c", "quit", "q ^C", "leave"),
+            Key("q", "quit", "q ^C", "leave"),
         ),
     ),
 )

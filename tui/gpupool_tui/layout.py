@@ -30,7 +30,7 @@ def share_out(wishes: dict[Panel, Wish], height: int, maximised: Panel | None) -
                 lines[panel] = wishes[panel].least
                 left -= wishes[panel].least
         left = _grow(lines, wishes, panels, left, lambda wish: wish.good)
-    left = _grow(lines, wishes, (*_FIRST, *_THEN), left, lambda wish: wish.most)
+    left = _grow_evenly(lines, wishes, left)
     last = max(lines, key=lambda panel: panel.value, default=None)
     if last is not None:
         lines[last] += left
@@ -54,6 +54,17 @@ def _grow(
             more = min(left, max(0, limit(wishes[panel]) - lines[panel]))
             lines[panel] += more
             left -= more
+    return left
+
+
+def _grow_evenly(lines: dict[Panel, int], wishes: dict[Panel, Wish], left: int) -> int:
+    """A line for each panel in turn, as long as there are some and it could use one."""
+    growing = [panel for panel in (*_FIRST, *_THEN) if panel in lines]
+    while left and growing:
+        growing = [panel for panel in growing if lines[panel] < wishes[panel].most]
+        for panel in growing[:left]:
+            lines[panel] += 1
+            left -= 1
     return left
 
 

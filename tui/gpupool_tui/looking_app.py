@@ -149,8 +149,10 @@ class LookingApp(BaseApp):
         self.draw()
 
     def action_theme(self) -> None:
-        """Dark or light."""
-        self.theme = THEMES["light" if self.current_theme.dark else "dark"]
+        """Dark, light, or the terminal's own colours."""
+        names = list(THEMES.values())
+        index = names.index(self.theme) if self.theme in names else -1
+        self.theme = names[(index + 1) % len(names)]
 
     def action_help(self) -> None:
         """What the keys do."""

@@ -19,7 +19,7 @@ _NUM_EVENTS = 10
 
 def screen_text(picture: Picture, width: int, *, is_ascii: bool, zone: tzinfo | None = None) -> str:
     """Everything below each other, as high as it has to be; the hints of keys are left out."""
-    view = View(ASCII if is_ascii else UNICODE, zone)
+    view = View(ASCII if is_ascii else UNICODE, zone, interval_s=0.0)
     rows = len(picture.devices), len(picture.models), len(picture.requests), len(picture.events)
     height = 2 + sum(one.most for one in wishes(*rows).values())
     lines = compose(picture, view, width, height).lines[:-1]

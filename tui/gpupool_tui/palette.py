@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from rich.style import Style
 from textual.color import Color
 from textual.theme import Theme
@@ -39,29 +41,78 @@ _WITHOUT_COLOURS = {
 }
 
 
+_TERMINAL = {
+    "bold": "bold",
+    "dim": "bright_black",
+    "header": "bright_black",
+    "sorted": "bold magenta",
+    "title": "bold",
+    "focus": "reverse bold",
+    "rule": "bright_black",
+    "brand": "bold reverse",
+    "good": "green",
+    "warn": "yellow",
+    "bad": "bold red",
+    "weights": "blue",
+    "prefetched": "cyan",
+    "kv": "green",
+    "other": "yellow",
+    "free": "bright_black",
+    "gauge": "green",
+    "spark": "green",
+    "switch": "yellow",
+    "idle": "bright_black",
+    "key": "bold cyan",
+    "off": "bright_black",
+    "selected": "reverse",
+    "cursor": "bold",
+    "lost": "dim",
+}
+_TERMINAL_MODELS = (
+    "blue", "green", "magenta", "cyan", "bright_blue", "bright_green", "bright_magenta",
+    "bright_cyan",
+)  # fmt: skip
+
+
+class Look(NamedTuple):
+    """A style, and two numbers: equal ones look the same, or do so where there is no text."""
+
+    style: Style
+    number: int
+    back: int
+
+
 class Palette:
-    """Looks words up; unknown ones have no style of their own. Combinations are remembered."""
+    """Looks words up; unknown ones have no style of their own. Combinations are remembered,
+    and all lie upon ``base``."""
 
-    def __init__(self, words: dict[str, Style]) -> None:
+    def __init__(self, words: dict[str, Style], base: Style | None = None) -> None:
         self._words = words
-        self._known: dict[str, Style] = {}
+        self._base = base or Style.null()
+        self._known: dict[str, Look] = {}
+        self._numbers: dict[object, int] = {}
 
-    def style(self, words: str) -> Style:
+    def look(self, words: str) -> Look:
         """The styles of all words, the later ones above the others."""
         found = self._known.get(words)
         if found is None:
-            found = self._known[words] = self._combined(words.split())
+            style = self._combined(words.split())
+            blank = (style.bgcolor, style.reverse, style.underline)
+            found = Look(style, self._number(style), self._number(blank))
+            self._known[words] = found
         return found
 
+    def _number(self, what: object) -> int:
+        return self._numbers.setdefault(what, len(self._numbers))
+
     def _combined(self, words: list[str]) -> Style:
-        style = sum((self._words.get(word, Style.null()) for word in words), Style.null())
-        if "run" in words and style.color is not None and "back" in self._words:
-            front = Color.from_rich_color(style.color)
-            back = Color.from_rich_color(self._words["back"].bgcolor)
-            tinted = back.blend(front, _TINT).rich_color
-            style += Style(bgcolor=tinted)
-        if "selected" in words and (chosen := self._words.get("selected")) is not None:
-            style += chosen
+        style = sum((self._words.get(word, Style.null()) for word in words), self._base)
+        back = self._base.bgcolor
+        if "run" in words and style.color is not None and back is not None:
+            front, behind = Color.from_rich_color(style.color), Color.from_rich_color(back)
+            style += Style(bgcolor=behind.blend(front, _TINT).rich_color)
+        if "selected" in words:
+            style += self._words.get("selected", Style.null())
         return style
 
 
@@ -71,7 +122,11 @@ def plain_palette() -> Palette:
 
 
 def palette_of(theme: Theme) -> Palette:
-    """A theme's colours; what it leaves open is as Textual's own themes have it."""
+    """A theme's colours; what it leaves open is as Textual's own themes have it. Of a theme
+    that keeps to the terminal's own colours, these sixteen."""
+    if theme.ansi:
+        models = {f"m{number}": name for number, name in enumerate(_TERMINAL_MODELS)}
+        return Palette({word: Style.parse(text) for word, text in (_TERMINAL | models).items()})
     colours = theme.to_color_system().generate()
 
     def one(name: str, default: str) -> Color:
@@ -89,7 +144,6 @@ def palette_of(theme: Theme) -> Palette:
     line = back.blend(front, 0.25)
     bar = back.blend(front, 0.10)
     words = {
-        "back": _style(None, back),
         "bold": Style(bold=True),
         "dim": _style(muted),
         "header": _style(muted, bold=True),
@@ -118,9 +172,9 @@ def palette_of(theme: Theme) -> Palette:
         "cursor": _style(_readable(accent, back, theme.dark), bold=True),
         "lost": Style(color=muted.rich_color, bold=False),
     }
-    models = _DARK_MODELS if theme.dark else _LIGHT_MODELS
-    words |= {f"m{number}": _style(Color.parse(text)) for number, text in enumerate(models)}
-    return Palette(words)
+    hues = _DARK_MODELS if theme.dark else _LIGHT_MODELS
+    words |= {f"m{number}": _style(Color.parse(text)) for number, text in enumerate(hues)}
+    return Palette(words, _style(front, back))
 
 
 def _style(front: Color | None, back: Color | None = None, *, bold: bool | None = None) -> Style:

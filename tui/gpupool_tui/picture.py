@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
 
+from gpupool_tui.lanes import Cell, LaneCells, Stretch, first_cell, stretches
 from gpupoold.admin.models import DeviceInfo, EventInfo, RequestInfo, Status
 from gpupoold.admin.models_top import Top, TopModel, TurnInfo
 
@@ -35,6 +36,7 @@ class Picture:
     last_event_id: int | None = None
     num_answers: int = 0
     _minutes: dict[str, list[float | None]] = field(default_factory=dict)
+    _lanes: dict[tuple[int, float], LaneCells] = field(default_factory=dict)
 
     @property
     def wants_minutes(self) -> bool:
@@ -45,6 +47,7 @@ class Picture:
         """Take over an answer."""
         if self.status is not None and top.status.pid != self.status.pid:
             self.turns.clear()
+            self._lanes.clear()
         self.at, self.status = top.at, top.status
         self.devices, self.requests = top.devices, top.requests
         self.models = top.models
@@ -66,6 +69,20 @@ class Picture:
     def minutes_of(self, model: str) -> list[float | None]:
         """A model's attainment by the minute as it was last told."""
         return self._minutes.get(model, [])
+
+    def cells(self, device: DeviceInfo, zoom_s: float, width: int) -> list[Cell]:
+        """A device's line of time up to now, in ``width`` cells of ``zoom_s``."""
+        number, now = device.instance, self.at
+
+        def parts(since: float) -> tuple[list[Stretch], float]:
+            turns = self.turns_since(number, since)
+            kept = self.turns.get(number)
+            latest = kept[-1] if kept else None
+            is_open_from = now if latest is None else latest.began_at + latest.seconds
+            return stretches(turns, latest, device, now), is_open_from
+
+        lane = self._lanes.setdefault((number, zoom_s), LaneCells(zoom_s))
+        return lane.drawn(first_cell(now, zoom_s, width), width, parts)
 
     def turns_since(self, device: int, since: float) -> list[TurnInfo]:
         """A device's turns that ended after ``since`` (wall-clock seconds), oldest first."""

@@ -24,21 +24,23 @@ class Question:
     turns_after: int
     events_after: int | None
     minutes: bool
+    pid: int | None = None
+    """The daemon's that was asked before."""
 
     @classmethod
     def after(cls, picture: Picture) -> Question:
         """What ``picture`` lacks."""
-        return cls(picture.last_turn_id, picture.last_event_id, picture.wants_minutes)
+        pid = None if picture.status is None else picture.status.pid
+        return cls(picture.last_turn_id, picture.last_event_id, picture.wants_minutes, pid)
 
 
 def ask(client: AdminClient, question: Question) -> Top:
-    """The daemon's answer.
-
-    One that was started again since then has other turns and events: it is asked for all.
-    """
+    """The daemon's answer. One that was started again counts its turns anew: it is asked for
+    all of them."""
     top = client.top(question.turns_after, question.events_after, minutes=question.minutes)
-    is_new = top.last_turn_id < question.turns_after
-    return client.top() if is_new else top
+    if question.pid is None or top.status.pid == question.pid:
+        return top
+    return client.top(0, question.events_after)
 
 
 class Poller(threading.Thread):

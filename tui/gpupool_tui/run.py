@@ -13,7 +13,8 @@ from gpupoold.admin.client import AdminClient
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line says. ``theme`` is ``dark``, ``light`` or one of Textual's names."""
+    """What the command line says. ``theme`` is ``dark``, ``light``, ``terminal`` (its own colours:
+    little is sent) or one of Textual's names."""
 
     interval_s: float = 1.0
     theme: str = "dark"

@@ -39,7 +39,7 @@ class Sorting:
 @dataclass(slots=True)
 class View:
     """Everything that keys change. ``selected`` has the keys of rows; ``zone`` None is this
-    machine's time zone."""
+    machine's time zone, ``interval_s`` 0: the daemon is asked once."""
 
     glyphs: Glyphs = UNICODE
     zone: tzinfo | None = None

@@ -140,6 +140,7 @@ class FakeDaemon:
         self.config = samples.config()
         self.changes: list[ChangeInfo] = []
         self.device: dict[str, Any] = {}
+        self.pid = 4321
         self.requests: list[BaseModel] = []
         self.chats: list[dict[str, Any]] = []
         self.chat_chunks: list[str] = samples.chat_chunks("Hello", ", wörld", "!")
@@ -345,9 +346,16 @@ def _add_top_routes(app: FastAPI, daemon: FakeDaemon) -> None:
         now = daemon.ps()
         return Top(
             at=samples.AT,
-            status=samples.status(daemon.http_url, len(daemon.models), daemon.state),
+            status=samples.status(daemon.http_url, len(daemon.models), daemon.state).model_copy(
+                update={"pid": daemon.pid}
+            ),
             devices=now.devices,
-            models=[samples.top_model(row, daemon.find(row.name)) for row in now.models],
+            models=[
+                samples.top_model(
+                    row, daemon.find(row.name), is_pinned=daemon.image(row.name).is_pinned
+                )
+                for row in now.models
+            ],
             requests=daemon.live_requests[:requests],
             turns=[turn for turn in daemon.turns if turn.id > turns_after][-turns:],
             last_turn_id=len(daemon.turns),

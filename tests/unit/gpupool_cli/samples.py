@@ -140,9 +140,11 @@ def usage(info: ModelInfo, measured: bool) -> ModelUsage:
     )
 
 
-def top_model(usage: ModelUsage, info: ModelInfo) -> TopModel:
+def top_model(usage: ModelUsage, info: ModelInfo, *, is_pinned: bool = False) -> TopModel:
     """A model's row of ``top``, resident on the only device."""
-    return TopModel(usage=usage, ttft_s=info.ttft_s, tbt_s=info.tbt_s, is_pinned=False, devices=[0])
+    return TopModel(
+        usage=usage, ttft_s=info.ttft_s, tbt_s=info.tbt_s, is_pinned=is_pinned, devices=[0]
+    )
 
 
 def turn(turn_id: int, model: str) -> TurnInfo:

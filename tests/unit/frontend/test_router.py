@@ -134,8 +134,10 @@ def test_client_that_leaves_while_sending_gets_nothing(served: Served) -> None:
     assert served.send("POST", CHAT, b'{"model":', leave_early=True).status == 0
 
 
-def test_application_error_stays_inside(served: Served) -> None:
-    assert served.ask({"model": "beta", "x": "explode"}).status == 0
+def test_application_error_before_any_work_is_the_requests_fault(served: Served) -> None:
+    answer = served.ask({"model": "beta", "x": "explode"})
+    assert answer.status == 400
+    assert answer.json()["error"]["message"] == "The request cannot be understood: explode"
     assert served.ask({"model": "beta"}).status == 200
 
 
@@ -211,3 +213,17 @@ def test_reading_the_name_skips_everything_else() -> None:
     assert read_model_name(b'{"messages": [{"model": "x"}], "model": "y"}') == "y"
     with pytest.raises(ApiError):
         read_model_name(b'{"model": "y"} trailing')
+
+
+def test_description_has_what_is_served(served: Served) -> None:
+    paths = served.send("GET", "/openapi.json").json()["paths"]
+    assert {"/v1/completions", "/v1/models"} <= paths.keys()
+    assert "/sleep" not in paths
+
+
+def test_description_without_a_model_has_our_own_paths(served: Served) -> None:
+    served.mounts = Mounts()
+    served.router = Router(served.catalog, served.mounts, served.gates, LIMIT)
+    paths = served.send("GET", "/openapi.json").json()["paths"]
+    assert "/v1/models" in paths
+    assert "/v1/completions" not in paths

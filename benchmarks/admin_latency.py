@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from benchmarks.sim_devices import CappedLengths, add_models, send_all, sim_config
+from benchmarks.top_cost import run_top
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.domain import Targets
 from gpupoold.sim.boxes import box_models, parse_box
@@ -28,9 +29,19 @@ from gpupoold.stats import percentile
 
 BOX, NUM_MODELS, REQUESTS_PER_S = "16xH800", 100, 50.0
 TARGETS = Targets(10.0, 0.1)
-# What a terminal that shows everything asks for each second.
-POLLED = ("/ps", "/status", "/models", "/switches?limit=50", "/events?limit=50", "/cache")
+# What `gpupool top` asks for each second, and what else somebody may.
+POLLED = (
+    "/top?turns=2000&events=100&requests=500",
+    "/ps",
+    "/status",
+    "/models",
+    "/switches?limit=50",
+    "/events?limit=50",
+    "/cache",
+)
 _LEAD_S = 3.0
+# The lead, the burst, and the start of `gpupool top`.
+_MORE_S = 60.0
 _BURST = 100
 
 
@@ -39,7 +50,7 @@ def run_admin_latency(folder: Path, duration_s: float) -> dict[str, Any]:
     box = parse_box(BOX)
     names = list(box_models(box, NUM_MODELS, TARGETS))
     rates = equal_rates(names, REQUESTS_PER_S / NUM_MODELS)
-    arrivals = poisson_workload(rates, 2 * duration_s + _LEAD_S, CappedLengths(4096, 256), 0)
+    arrivals = poisson_workload(rates, 3 * duration_s + _MORE_S, CappedLengths(4096, 256), 0)
     with private_daemon(sim_config(box), folder / "pool") as daemon:
         add_models(daemon, names, folder, TARGETS)
         with _load(daemon, arrivals):
@@ -47,6 +58,7 @@ def run_admin_latency(folder: Path, duration_s: float) -> dict[str, Any]:
             idle = _polled(daemon, (), duration_s)
             polled = _polled(daemon, POLLED, duration_s)
             burst = _burst(daemon)
+            top = run_top(daemon.socket_path, f"{NUM_MODELS} models", duration_s)
     everything = [s for times in (*polled["times_s"].values(), *burst.values()) for s in times]
     return {
         "devices": BOX,
@@ -58,6 +70,7 @@ def run_admin_latency(folder: Path, duration_s: float) -> dict[str, Any]:
         "max_s": max(everything),
         "polled": _by_path(polled["times_s"]),
         "burst": _by_path(burst),
+        "top": top,
         "daemon_cpu_share": {
             "not_polled": idle["cpu_share"],
             "polled": polled["cpu_share"],

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks.mutants import Mutant
@@ -42,8 +43,8 @@ class Outcome:
         }
 
 
-async def send_mutants(port: int, mutants: Iterable[Mutant]) -> Outcome:
-    """Send each on a connection of its own, some at a time.
+async def send_mutants(address: int | Path, mutants: Iterable[Mutant]) -> Outcome:
+    """Send each on a connection of its own, some at a time, to a local port or a unix socket.
 
     A mutant whose answer takes long, as it may ask for a long one or be only the beginning of a
     request, is left after some time.
@@ -52,7 +53,7 @@ async def send_mutants(port: int, mutants: Iterable[Mutant]) -> Outcome:
 
     async def work() -> None:
         for mutant in pending:
-            note(outcome, mutant, await exchange(port, mutant.data))
+            note(outcome, mutant, await exchange(address, mutant.data))
 
     await asyncio.gather(*(work() for _ in range(_AT_ONCE)))
     outcome.wall_s = time.monotonic() - started_s
@@ -73,12 +74,12 @@ def note(outcome: Outcome, mutant: Mutant, answer: bytes) -> None:
             break
 
 
-async def exchange(port: int, data: bytes, patience_s: float = _PATIENCE_S) -> bytes:
+async def exchange(address: int | Path, data: bytes, patience_s: float = _PATIENCE_S) -> bytes:
     """What the server says until it closes the connection or ``patience_s`` are over."""
     answer = bytearray()
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(patience_s):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            reader, writer = await _connect(address)
             try:
                 writer.write(data)
                 while chunk := await reader.read(1 << 16):
@@ -88,3 +89,9 @@ async def exchange(port: int, data: bytes, patience_s: float = _PATIENCE_S) -> b
             finally:
                 writer.close()
     return bytes(answer)
+
+
+async def _connect(address: int | Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if isinstance(address, Path):
+        return await asyncio.open_unix_connection(address)
+    return await asyncio.open_connection("127.0.0.1", address)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, MutableMapping
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -21,6 +22,7 @@ from gpupoold.frontend.errors import ApiError, not_admitted, not_understood
 from gpupoold.frontend.mounts import Send
 from gpupoold.wire.messages import Admission
 
+_logger = logging.getLogger(__name__)
 _current: ContextVar[Gate | None] = ContextVar("gate", default=None)
 
 
@@ -120,6 +122,7 @@ class Gates:
             yield gate
         except Exception as error:
             if gate.is_untouched:
+                _logger.info("an API failed before it asked for anything", exc_info=error)
                 raise not_understood(error) from error
             if gate.refusal is None:
                 raise

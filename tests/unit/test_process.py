@@ -68,3 +68,15 @@ def test_the_collector_rests_while_importing_and_leaves_alone_what_came() -> Non
 
 def test_options_as_words() -> None:
     assert as_words({"--number": 3, "--kind": "sim"}) == ["--number", "3", "--kind", "sim"]
+
+
+def test_file_limit_is_raised_as_far_as_it_may_be() -> None:
+    script = """
+import resource
+from gpupoold.process import raise_file_limit
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+raise_file_limit()
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

@@ -102,6 +102,11 @@ class EchoApi:
         """Record the reason."""
         self.stopped_because = message
 
+    def openapi(self) -> dict[str, Any]:
+        """One path that is served and one that is not."""
+        operation = {"post": {"responses": {}}}
+        return {"paths": {"/v1/completions": operation, "/sleep": operation}}
+
     def owns_response(self, response_id: str) -> bool:
         """Whether the test put it there."""
         return response_id in self.responses

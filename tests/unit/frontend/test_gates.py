@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.gates import Gate, Gates
+from gpupoold.frontend.gates import Gate, Gates, has_asked
 from gpupoold.wire.messages import Admission
 
 START = {"type": "http.response.start", "status": 200, "headers": []}
@@ -200,3 +200,26 @@ async def test_requests_without_a_client() -> None:
     client.gates.asked("a")
     assert client.take("a") == []
     assert client.refuse("b") == ["b"]
+
+
+async def test_api_that_fails_before_it_asks_was_asked_something_wrong() -> None:
+    async def api(client: Client, gate: Gate) -> None:
+        assert not has_asked()
+        await gate.send(START)
+        raise KeyError("background")
+
+    client = Client()
+    with pytest.raises(ApiError, match="background") as caught:
+        await client.serve(api)
+    assert caught.value.status == 400
+    assert client.got == []
+
+
+async def test_api_that_fails_after_it_asked_is_at_fault() -> None:
+    async def api(client: Client, gate: Gate) -> None:
+        client.gates.asked("a")
+        assert has_asked()
+        raise KeyError("background")
+
+    with pytest.raises(KeyError):
+        await Client().serve(api)

@@ -49,6 +49,10 @@ class Served:
         self.daemon = FakeDaemon()
         self.callers = Callers()
         self.callers.replace(AccessRules([], are_required=False))
+        self.route()
+
+    def route(self) -> None:
+        """A new router over what there is now."""
         self.router = Router(
             self.catalog, self.mounts, self.gates, self.daemon.calls, self.callers, LIMIT
         )
@@ -152,8 +156,10 @@ def test_client_that_leaves_while_sending_gets_nothing(served: Served) -> None:
     assert served.send("POST", CHAT, b'{"model":', leave_early=True).status == 0
 
 
-def test_application_error_stays_inside(served: Served) -> None:
-    assert served.ask({"model": "beta", "x": "explode"}).status == 0
+def test_application_error_before_any_work_is_the_requests_fault(served: Served) -> None:
+    answer = served.ask({"model": "beta", "x": "explode"})
+    assert answer.status == 400
+    assert answer.json()["error"]["message"] == "The request cannot be understood: explode"
     assert served.ask({"model": "beta"}).status == 200
 
 
@@ -241,7 +247,8 @@ def test_metrics_come_from_the_daemon(served: Served, method: str, body: bytes) 
 def test_metrics_are_503_when_the_daemon_does_not_answer(served: Served) -> None:
     daemon = FakeDaemon(timeout_s=0.01)
     daemon.silent = True
-    served.router = Router(served.catalog, served.mounts, served.gates, daemon.calls, LIMIT)
+    served.daemon = daemon
+    served.route()
     answer = served.send("GET", "/metrics")
     assert answer.status == 503
     assert answer.headers["retry-after"]
@@ -251,3 +258,17 @@ def test_metrics_are_503_when_the_daemon_does_not_answer(served: Served) -> None
 def test_metrics_are_only_read(served: Served) -> None:
     assert served.send("POST", "/metrics").status == 404
     assert served.daemon.asked == []
+
+
+def test_description_has_what_is_served(served: Served) -> None:
+    paths = served.send("GET", "/openapi.json").json()["paths"]
+    assert {"/v1/completions", "/v1/models"} <= paths.keys()
+    assert "/sleep" not in paths
+
+
+def test_description_without_a_model_has_our_own_paths(served: Served) -> None:
+    served.mounts = Mounts()
+    served.route()
+    paths = served.send("GET", "/openapi.json").json()["paths"]
+    assert "/v1/models" in paths
+    assert "/v1/completions" not in paths

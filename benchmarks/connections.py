@@ -1,0 +1,81 @@
+"""Many connections at once: idle ones cost nothing and stay, while active ones all complete."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.stream_client import stream_apart
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.checkpoints.hollow import make_hollow_checkpoint
+
+NUM_IDLE, NUM_ACTIVE, ANSWER_TOKENS = 1_000, 500, 64
+# Longer than servers usually keep a connection that says nothing.
+IDLE_S = 15.0
+_PROBE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def run_connections(folder: Path) -> dict[str, Any]:
+    """Open the idle ones, half of which have had an answer; let them be; stream beside them; see
+    that all are still there."""
+    checkpoint = make_hollow_checkpoint(folder, "Qwen2.5-7B")
+    with private_daemon('devices = ["sim:4xH800"]\n', folder / "connections") as daemon:
+        daemon.add_model("model", checkpoint, max_model_len=2048)
+        return asyncio.run(_run(daemon, int(daemon.http_url.rpartition(":")[2])))
+
+
+async def _run(daemon: PrivateDaemon, port: int) -> dict[str, Any]:
+    frontend = _frontend(daemon)
+    rss_bytes = frontend.memory_info().rss
+    idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(NUM_IDLE)]
+    for connection in idle[::2]:
+        assert await _is_answered(*connection)
+    idle_bytes = frontend.memory_info().rss - rss_bytes
+    before_s = _cpu_s(frontend)
+    await asyncio.sleep(IDLE_S)
+    idle_share = (_cpu_s(frontend) - before_s) / IDLE_S
+    started_s = time.monotonic()
+    streamed = await asyncio.to_thread(
+        stream_apart, port, "/v1/completions", "model", NUM_ACTIVE, ANSWER_TOKENS
+    )
+    wall_s = time.monotonic() - started_s
+    kept = [await _is_answered(*connection) for connection in idle]
+    for _, writer in idle:
+        writer.close()
+    return {
+        "idle": NUM_IDLE,
+        "idle_s": IDLE_S,
+        "idle_kept": sum(kept),
+        "idle_bytes_each": idle_bytes / NUM_IDLE,
+        "idle_cpu_share": idle_share,
+        "active": NUM_ACTIVE,
+        "active_completed": NUM_ACTIVE - streamed.failed,
+        "active_tokens": streamed.tokens,
+        "active_wall_s": wall_s,
+    }
+
+
+async def _is_answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    try:
+        async with asyncio.timeout(60):
+            writer.write(_PROBE)
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(len(b'{"status": "ok"}'))
+            return head.startswith(b"HTTP/1.1 200")
+    except (OSError, EOFError, TimeoutError):
+        return False
+
+
+def _frontend(daemon: PrivateDaemon) -> psutil.Process:
+    found = psutil.Process(daemon.process.pid).children(recursive=True)
+    [frontend] = [one for one in found if "gpupoold.frontend " in " ".join(one.cmdline()) + " "]
+    return frontend
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)

@@ -1,0 +1,179 @@
+"""``make fuzz``: the whole HTTP surface against bad requests, longer than the tests have time for.
+
+Two daemons: one with simulated devices, one with real engines on an emulated device. Each gets
+mutated requests and what schemathesis makes of its own OpenAPI descriptions; afterwards it must
+have the same processes, no live request, no more open files, and serve as before. Writes
+``build/fuzz.json``; exit code 1 after anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from benchmarks.fuzz import Outcome, send_mutants
+from benchmarks.generated import generated
+from benchmarks.mutants import MAX_TOKENS, mutants
+from gpupool_cli.bench_rig import emulated_config, make_checkpoints, weight_bytes
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.checkpoints.hollow import make_hollow_checkpoint
+from gpupoold.units import format_bytes
+
+MODELS = ("one", "two")
+_SIM_CONFIG = 'devices = ["sim:2xA100"]\n'
+_SETTLE_S = 20.0
+# Caches fill with the first thousands; what grows after those is a leak.
+_MAX_GROWTH_BYTES = 100 << 20
+_WARM_UP = 3_000
+
+
+def main() -> int:
+    """Run both; see the module."""
+    arguments = _parse()
+    os.environ["HF_HUB_OFFLINE"] = "1"  # names that are made up are not to be looked for
+    with tempfile.TemporaryDirectory(prefix="gpupool-fuzz-") as name:
+        folder = Path(name)
+        hollow = make_hollow_checkpoint(folder, "Qwen2.5-7B")
+        tiny = make_checkpoints(folder, ["llama", "qwen3"], 10_000_000)
+        room = emulated_config(int(2.5 * weight_bytes(tiny[0])) + (64 << 20))
+        report = {
+            "simulated": _fuzz(arguments, _SIM_CONFIG, [hollow, hollow], {}),
+            "emulated": _fuzz(arguments, room, tiny, {"dtype": "float32"}),
+        }
+    is_good = all(not run["wrong"] and not run["harm"] for run in report.values())
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report | {"ok": is_good}, indent=1) + "\n")
+    for kind, run in report.items():
+        print(
+            f"{kind}: {run['mutated']['requests']} mutated, {run['public']['requests']} and "
+            f"{run['admin']['requests']} generated requests; harm: {run['harm'] or 'none'}"
+        )
+        for wrong in run["wrong"][:20]:
+            print(f"  {wrong}")
+    return 0 if is_good else 1
+
+
+def _fuzz(
+    arguments: argparse.Namespace, config: str, checkpoints: list[Path], options: dict[str, Any]
+) -> dict[str, Any]:
+    with private_daemon(config) as daemon:
+        for name, checkpoint in zip(MODELS, checkpoints, strict=True):
+            daemon.add_model(name, checkpoint, max_model_len=1024, **options)
+        seed, port = arguments.seed, int(daemon.http_url.rpartition(":")[2])
+        first = _answer(daemon)
+        warm_up = mutants(seed + 1, min(_WARM_UP, arguments.requests), MODELS)
+        asyncio.run(send_mutants(port, warm_up))
+        before = _processes(daemon)
+        mutated = asyncio.run(send_mutants(port, mutants(seed, arguments.requests, MODELS)))
+        harm = list(_harm(daemon, before))
+        described = httpx.get(f"{daemon.http_url}/openapi.json", timeout=60).json()
+        made = list(generated(described, arguments.examples, seed, _adjust_public))
+        public = asyncio.run(send_mutants(port, made))
+        transport = httpx.HTTPTransport(uds=str(daemon.socket_path))
+        with httpx.Client(transport=transport, base_url="http://gpupoold") as http:
+            described = http.get("/openapi.json").json()
+        # They take the device for as long as they are told to.
+        described["paths"] = {
+            path: one for path, one in described["paths"].items() if not path.startswith("/bench/")
+        }
+        made = list(generated(described, arguments.examples, seed, _adjust_admin))
+        admin = asyncio.run(send_mutants(daemon.socket_path, made))
+        harm += _harm(daemon, before)
+        # Simulated devices draw tokens from a request's id: theirs only have the same number.
+        if options and _answer(daemon) != first:
+            harm.append("it answers otherwise than before")
+    outcomes = {"mutated": mutated, "public": public, "admin": admin}
+    wrong = [text for outcome in outcomes.values() for text in _told(outcome)]
+    return {name: one.row() for name, one in outcomes.items()} | {"wrong": wrong, "harm": harm}
+
+
+def _adjust_public(case: Any) -> None:
+    """Most are to reach a model, and none is to ask for a long answer."""
+    if isinstance(case.body, dict):
+        case.body["model"] = MODELS[0]
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+            if isinstance(case.body.get(name), int):
+                case.body[name] = min(case.body[name], MAX_TOKENS)
+
+
+def _adjust_admin(case: Any) -> None:
+    """No answers without an end, and no device is drained or given a role."""
+    case.query.pop("follow", None)
+    if "number" in case.path_parameters:
+        case.path_parameters["number"] = 99
+
+
+def _answer(daemon: PrivateDaemon) -> str:
+    """A greedy answer's text.
+
+    Raises:
+        httpx.HTTPError: the daemon does not serve.
+    """
+    body = {"model": MODELS[0], "prompt": "hello", "max_tokens": 24, "temperature": 0}
+    answer = httpx.post(f"{daemon.http_url}/v1/completions", json=body, timeout=60)
+    text: str = answer.raise_for_status().json()["choices"][0]["text"]
+    return text
+
+
+def _processes(daemon: PrivateDaemon) -> dict[int, tuple[int, int]]:
+    """Open files and resident bytes of the daemon's processes."""
+    process = psutil.Process(daemon.process.pid)
+    return {
+        one.pid: (one.num_fds(), one.memory_info().rss)
+        for one in [process, *process.children(recursive=True)]
+    }
+
+
+def _harm(daemon: PrivateDaemon, before: dict[int, tuple[int, int]]) -> Iterator[str]:
+    """What is not as it was, when it has had time to settle."""
+    deadline_s = time.monotonic() + _SETTLE_S
+    while (problems := list(_open_things(daemon, before))) and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    yield from problems
+    after = _processes(daemon)
+    if after.keys() != before.keys():
+        yield f"processes were {sorted(before)} and are {sorted(after)}"
+    for pid, (_, rss_bytes) in after.items():
+        grown = rss_bytes - before.get(pid, (0, rss_bytes))[1]
+        if grown > _MAX_GROWTH_BYTES:
+            yield f"process {pid} has grown by {format_bytes(grown)}"
+
+
+def _open_things(daemon: PrivateDaemon, before: dict[int, tuple[int, int]]) -> Iterator[str]:
+    with daemon.client() as client:
+        if live := client.ps().requests:
+            yield f"{len(live)} requests are still live"
+    for pid, (num_files, _) in _processes(daemon).items():
+        if num_files > before.get(pid, (num_files, 0))[0]:
+            yield f"process {pid} had {before[pid][0]} files open and has {num_files}"
+
+
+def _told(outcome: Outcome) -> list[str]:
+    return [
+        f"{status}: {mutant.data[:300]!r}: {text[-300:]!r}"
+        for mutant, status, text in outcome.wrong
+    ]
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=Path("build/fuzz.json"))
+    parser.add_argument("--requests", type=int, default=10_000, help="mutated, to each daemon")
+    parser.add_argument("--examples", type=int, default=6, help="generated, per operation and kind")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

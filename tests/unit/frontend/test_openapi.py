@@ -1,0 +1,56 @@
+"""The description of the public surface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpupoold.frontend.openapi import describe
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+ENGINE: dict[str, Any] = {
+    "openapi": "3.1.0",
+    "info": {"title": "FastAPI"},
+    "paths": {
+        "/v1/completions": {
+            "post": {
+                "requestBody": {"content": {"application/json": {"schema": _ref("Request")}}},
+                "responses": {"200": {"description": "Done."}, "404": {"description": "Gone."}},
+            }
+        },
+        "/metrics": {"get": {"responses": {"200": {"schema": _ref("Secret")}}}},
+        "/v1/models": {"get": {"responses": {"200": {"schema": _ref("Secret")}}}},
+    },
+    "components": {
+        "schemas": {
+            "Request": {"properties": {"options": {"anyOf": [_ref("Options"), {}]}}},
+            "Options": {"properties": {"again": _ref("Request")}},
+            "Secret": {},
+        }
+    },
+}
+
+
+def test_only_what_is_served_is_described_with_what_it_refers_to() -> None:
+    described = describe(ENGINE, lambda path: path == "/v1/completions")
+    assert "/metrics" not in described["paths"]
+    assert described["components"]["schemas"].keys() == {"Request", "Options"}
+    assert described["info"]["title"] == "gpupool"
+
+
+def test_refusals_are_told_beside_the_apis_own_answers() -> None:
+    described = describe(ENGINE, lambda path: path == "/v1/completions")
+    responses = described["paths"]["/v1/completions"]["post"]["responses"]
+    assert {"200", "400", "404", "413", "429", "503"} <= responses.keys()
+    assert responses["404"] == {"description": "Gone."}
+    assert "503" not in ENGINE["paths"]["/v1/completions"]["post"]["responses"]
+
+
+def test_own_paths_are_ours_with_or_without_a_model() -> None:
+    for engine in (None, ENGINE):
+        paths = describe(engine, lambda _: False)["paths"]
+        assert paths.keys() == {"/health", "/ready", "/version", "/v1/models", "/v1/models/{model}"}
+        assert "schema" not in paths["/v1/models"]["get"]["responses"]["200"]

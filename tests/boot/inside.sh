@@ -137,7 +137,7 @@ pgrep -u gpupool -a && fail "processes are left"
 
 step "socket activation"
 began=$(now_ms)
-gpupool status
+gpupool status || true # its exit status says that no model is served yet
 echo "answered after $(($(now_ms) - began)) ms"
 [[ $(show ActiveState) == active ]] || fail "not started by its socket"
 

@@ -25,12 +25,19 @@ PROMPT = "The canary in the coal mine"
 
 
 def test_damaged_weights_are_made_anew(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    """One model at a time fits, so that every question brings weights in."""
+    """One model at a time fits, so that every question brings weights in.
+
+    That canaries are asked at all is told the instance when it has run for a while.
+    """
     paths = {name: tiny_models[name] for name in (LLAMA, QWEN3)}
     config = emulated_config(int(1.4 * max(weight_bytes(path) for path in paths.values())))
-    with private_daemon(f"{config}[memory]\ncanary_interval = 2\n", tmp_path) as daemon:
+    with private_daemon(f"{config}[memory]\ncanary_interval = 0\n", tmp_path) as daemon:
         for name, path in paths.items():
             daemon.add_model(name, path, **LOAD_OPTIONS)
+        file = tmp_path / "gpupool.toml"
+        file.write_text(file.read_text().replace("canary_interval = 0", "canary_interval = 2"))
+        with daemon.client() as client:
+            assert [one.key for one in client.reload().changed] == ["memory.canary_interval"]
 
         async def in_turns(rounds: int) -> list[object]:
             async with api_client(daemon.http_url) as api:

@@ -19,6 +19,7 @@ _OWN_PATHS = {
     "/health": "The server runs.",
     "/ready": "Requests can be served; 503 until then.",
     "/version": "gpupool's version.",
+    "/metrics": "Counters and gauges for Prometheus, as text.",
     "/v1/models": "The models, with their states.",
     "/v1/models/{model}": "One model, by name or alias.",
 }

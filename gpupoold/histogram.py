@@ -1,7 +1,8 @@
 """How often durations of each length came, in bounded memory. Pure, standard library only.
 
 Bounds are a fixed factor apart (as in HdrHistogram and DDSketch), so a percentile is within
-half that factor of the exact one: ``10**(1/64)``, 3.7 %.
+half that factor of the exact one: ``10**(1/64)``, 3.7 %. The bounds that Prometheus is told are
+among them, so that what it gets is exact and nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -9,16 +10,26 @@ from __future__ import annotations
 import functools
 import json
 from bisect import bisect_left
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Self
+
+from gpupoold.buckets import LATENCY_BOUNDS_S
 
 _PER_DECADE = 32
 _LEAST_DECADE, _MOST_DECADE = -4, 4
 
 # Bucket i has what is above bound i-1 and not above bound i: 0.1 ms to 10,000 s.
 BOUNDS_S = tuple(
-    10 ** (number / _PER_DECADE)
-    for number in range(_LEAST_DECADE * _PER_DECADE, _MOST_DECADE * _PER_DECADE + 1)
+    sorted(
+        {
+            *LATENCY_BOUNDS_S,
+            *(
+                10 ** (number / _PER_DECADE)
+                for number in range(_LEAST_DECADE * _PER_DECADE, _MOST_DECADE * _PER_DECADE + 1)
+            ),
+        }
+    )
 )
 
 
@@ -60,6 +71,14 @@ class Histogram:
             else:
                 counts.pop(bucket, None)
         self.sum_s = self.sum_s + sign * other.sum_s if counts else 0.0
+
+    def counts_by(self, bounds_s: Sequence[float]) -> list[int]:
+        """How many are above the bound before and not above each of ``bounds_s``, which are
+        among ``BOUNDS_S``; and last those above all of them."""
+        counts = [0] * (len(bounds_s) + 1)
+        for bucket, num in self._counts.items():
+            counts[bisect_left(bounds_s, _upper_s(bucket))] += num
+        return counts
 
     def percentile(self, fraction: float) -> float | None:
         """Nearest-rank percentile (``fraction`` of 0.99 for p99) in seconds, None of nothing.
@@ -107,5 +126,7 @@ def _inside_s(bucket: int, share: float) -> float:
     """Where ``share`` of a bucket's durations are below, were they spread evenly over it."""
     if bucket == 0:
         return 0.0
-    lower_s = BOUNDS_S[bucket - 1]
-    return min(lower_s * 10 ** (share / _PER_DECADE), BOUNDS_S[-1])
+    if bucket == len(BOUNDS_S):
+        return BOUNDS_S[-1]
+    lower_s, upper_s = BOUNDS_S[bucket - 1 : bucket + 1]
+    return lower_s * (upper_s / lower_s) ** share

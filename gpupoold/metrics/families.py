@@ -14,7 +14,8 @@ from prometheus_client.core import (
     Metric,
 )
 
-from gpupoold.buckets import Buckets
+from gpupoold.buckets import LATENCY_BOUNDS_S, Buckets
+from gpupoold.histogram import Histogram
 
 # The values of a sample's labels, and its value; None: there is no such sample.
 Row = tuple[Sequence[str], float | None]
@@ -74,6 +75,15 @@ def histogram(
 ) -> Family:
     """How often values of each size came."""
     copies = [(values, one.bounds, one.counts.copy(), one.sum) for values, one in rows]
+    return Histograms(name, text, labels, copies)
+
+
+def durations(
+    name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Histogram]]
+) -> Family:
+    """How often durations of each length came."""
+    bounds_s = LATENCY_BOUNDS_S
+    copies = [(values, bounds_s, one.counts_by(bounds_s), one.sum_s) for values, one in rows]
     return Histograms(name, text, labels, copies)
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from gpupoold.domain import FinishReason, ModelState
-from gpupoold.metrics.families import Family, counter, gauge, histogram
+from gpupoold.metrics.families import Family, counter, gauge
 from gpupoold.metrics.scrape import Scrape, memories
 from gpupoold.pool.overload import REFUSAL_REASONS
 
@@ -26,7 +26,7 @@ def _requests(scrape: Scrape) -> Iterator[Family]:
         "requests",
         "Requests that were taken.",
         _MODEL,
-        (((name,), one.requests) for name, one in scrape.models()),
+        (((name,), one.requests) for name, one in scrape.counts.items()),
     )
     yield counter(
         "requests_finished",
@@ -52,7 +52,7 @@ def _requests(scrape: Scrape) -> Iterator[Family]:
         "requests_dropped",
         "Requests that were taken and ended before they began, too late for their first token.",
         _MODEL,
-        (((name,), one.dropped) for name, one in scrape.models()),
+        (((name,), one.dropped) for name, one in scrape.counts.items()),
     )
     yield counter(
         "requests_resumed",
@@ -73,31 +73,31 @@ def _tokens(scrape: Scrape) -> Iterator[Family]:
         "output_tokens_in_time",
         "Tokens that went out by their deadlines, which are fixed when a request arrives.",
         _MODEL,
-        (((name,), one.tokens_in_time) for name, one in scrape.models()),
+        (((name,), one.tokens_in_time) for name, one in scrape.counts.items()),
     )
     yield counter(
         "output_tokens",
         "Tokens that went out.",
         _MODEL,
-        (((name,), one.tokens) for name, one in scrape.models()),
+        (((name,), one.tokens) for name, one in scrape.counts.items()),
     )
     yield gauge(
         "attainment_ratio",
         "Share of the last minute's tokens that were in time; absent without any.",
         _MODEL,
-        (((name,), one.attainment) for name, one in scrape.models()),
+        (((name,), one) for name, one in scrape.attainments.items()),
     )
-    yield histogram(
+    yield durations(
         "time_to_first_token_seconds",
         "From a request's arrival to its first token.",
         _MODEL,
-        (((name,), one.ttft) for name, one in scrape.models()),
+        (((name,), one.ttft) for name, one in scrape.counts.items()),
     )
-    yield histogram(
+    yield durations(
         "time_between_tokens_seconds",
         "From one token of a request to its next.",
         _MODEL,
-        (((name,), one.tbt) for name, one in scrape.models()),
+        (((name,), one.tbt) for name, one in scrape.counts.items()),
     )
 
 

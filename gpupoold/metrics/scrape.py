@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from gpupoold.errors import Failed
 from gpupoold.pool.instance import Instance
 from gpupoold.pool.meters import DeviceMeter, ModelMeter
 from gpupoold.pool.pool import Pool
+from gpupoold.pool.stats import Counts, ModelStats
 from gpupoold.wire.messages import ModelMemory
 
 _logger = logging.getLogger(__name__)
@@ -18,11 +20,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """The pool, and what had to be waited for: its models by name, and bytes of saved images,
-    None where the disk does not tell."""
+    """The pool; its models by name with their counts since the start and the last minute's
+    attainment, None without a token; and bytes of saved images, None where the disk does not
+    tell."""
 
     pool: Pool
     rows: dict[str, ModelRow]
+    counts: dict[str, Counts]
+    attainments: dict[str, float | None]
     saved_bytes: int | None
 
     @classmethod
@@ -44,7 +49,15 @@ class Scrape:
         except OSError as error:
             _logger.warning("the folder of saved images cannot be read: %s", error)
             saved_bytes = None
-        return cls(pool, rows, saved_bytes)
+        now_s = time.monotonic()
+        stats = {name: pool.dispatcher.stats.get(name, ModelStats()) for name in rows}
+        return cls(
+            pool,
+            rows,
+            {name: one.so_far() for name, one in stats.items()},
+            {name: one.attainment_1m(now_s) for name, one in stats.items()},
+            saved_bytes,
+        )
 
     def models(self) -> Iterator[tuple[str, ModelMeter]]:
         """All registered models by name, with their meters."""

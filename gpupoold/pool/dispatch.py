@@ -265,7 +265,6 @@ class Dispatcher:
     def tick(self, now_s: float) -> None:
         """A second has passed: end what it is too late for, if so configured."""
         late = self._overload.too_late(now_s)
-        self.meters.dropped(late)
         self._fail(late, "dropped: it had not begun when its first token was due")
         self._overload.tell(now_s)
         self.scheduler.tick()
@@ -389,11 +388,6 @@ class Dispatcher:
         self._instances[request.instance].send(abort)
 
     def _note_outputs(self, instance: Instance, message: m.StepOutputs) -> None:
-        meter = self.meters.model(message.model)
-        for item in message.progress:
-            request = self.live.get(item.request_id)
-            if request is not None:
-                meter.add_tokens(request, len(item.new_token_ids), message.at_s)
         self._tokens.stepped(instance.number, message)
         self.scheduler.stepped(instance.number, message)
         for item in message.progress:

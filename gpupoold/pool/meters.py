@@ -5,73 +5,33 @@ Other parts keep counters of their own, which ``gpupoold.metrics`` reads with th
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from gpupoold.buckets import Buckets
 from gpupoold.domain import FinishReason
-from gpupoold.pool.requests import LiveRequest
 from gpupoold.wire import messages as m
 
 SwitchKind = Literal["resident", "prefetched", "host_cached", "cold"]
 SWITCH_KINDS: tuple[SwitchKind, ...] = ("resident", "prefetched", "host_cached", "cold")
 STAGES = ("evict", "map", "weights", "kv")
 MOVED_KINDS = ("weights", "weights_prefetched", "kv_in", "kv_out")
-_ATTAINMENT_S = 60
 
 
 @dataclass(slots=True)
 class ModelMeter:
-    """One model's counts. ``dropped`` requests are among the ``finished`` with an error."""
+    """One model's counts beside those of its :class:`ModelStats`."""
 
-    requests: int = 0
     finished: Counter[FinishReason] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
-    dropped: int = 0
     prompt_tokens: int = 0
-    tokens: int = 0
-    tokens_in_time: int = 0
-    ttft: Buckets = field(default_factory=Buckets)
-    tbt: Buckets = field(default_factory=Buckets)
     resumed: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
     quarantines: int = 0
     canary_failures: int = 0
-    # Tokens and tokens in time so far, at the end of each of the last seconds.
-    _seconds: deque[tuple[int, int]] = field(
-        default_factory=lambda: deque([(0, 0)], maxlen=_ATTAINMENT_S + 1)
-    )
-
-    def add_tokens(self, request: LiveRequest, num_tokens: int, at_s: float) -> None:
-        """Tokens went out that have not been added to ``request`` yet."""
-        if not num_tokens:
-            return
-        times_s = request.token_times_s
-        if times_s:
-            self.tbt.add(at_s - times_s[-1])
-        else:
-            self.ttft.add(at_s - request.arrival_s)
-        self.tokens += num_tokens
-        if at_s <= request.targets.deadline_s(request.arrival_s, len(times_s)):
-            self.tokens_in_time += num_tokens  # deadlines only grow
-        elif num_tokens > 1:
-            self.tokens_in_time += _num_in_time(request, num_tokens, at_s)
-        if num_tokens > 1:
-            self.tbt.add(0.0, num_tokens - 1)
-
-    def second_over(self) -> None:
-        """To be called once a second."""
-        self._seconds.append((self.tokens, self.tokens_in_time))
-
-    @property
-    def attainment(self) -> float | None:
-        """Share of the last minute's tokens that were in time; None without any."""
-        tokens, in_time = self._seconds[0]
-        num_tokens = self.tokens - tokens
-        return (self.tokens_in_time - in_time) / num_tokens if num_tokens else None
 
 
 @dataclass(slots=True)
@@ -159,7 +119,6 @@ class Meters:
     def arrived(self, message: m.AddRequest, *, is_warm: bool) -> None:
         """A request was taken; ``is_warm``: its model's image is in host memory."""
         meter = self.model(message.model)
-        meter.requests += 1
         meter.prompt_tokens += len(message.prompt_token_ids)
         meter.cache_hits += is_warm
         meter.cache_misses += not is_warm
@@ -167,11 +126,6 @@ class Meters:
     def refused(self, model: str, reason: str) -> None:
         """A request was not taken."""
         self.model(model).refused[reason] += 1
-
-    def dropped(self, requests: Iterable[LiveRequest]) -> None:
-        """It is too late for these, which have not begun."""
-        for request in requests:
-            self.model(request.model).dropped += 1
 
     def switched(self, switch: m.SwitchRecord) -> None:
         """A device has told of a switch."""
@@ -188,24 +142,9 @@ class Meters:
         for number in numbers:
             self.device(number).warmed(model)
 
-    def look(self, _: float) -> None:
-        """A second has passed."""
-        for meter in self.models.values():
-            meter.second_over()
-
     def forget_others(self, models: Collection[str]) -> None:
         """Models that are none of these are gone, and are not told of any more."""
         for model in self.models.keys() - models:
             del self.models[model]
         for device in self.devices.values():
             device.forget_others(models)
-
-
-def _num_in_time(request: LiveRequest, num_tokens: int, at_s: float) -> int:
-    """How many of the next ``num_tokens`` meet their deadlines at ``at_s``: the last ones, as
-    deadlines only grow."""
-    num_before = len(request.token_times_s)
-    for index in range(num_tokens):
-        if at_s <= request.targets.deadline_s(request.arrival_s, num_before + index):
-            return num_tokens - index
-    return 0

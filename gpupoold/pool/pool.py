@@ -105,7 +105,6 @@ class Pool:
             self.dispatcher.end_overdue,
             self.dispatcher.tick,
             self.health.look,
-            self.dispatcher.meters.look,
             self.keyring.tick,
             self.minutes.tick,
         )

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from gpupoold.buckets import LATENCY_BOUNDS_S, Buckets
 from gpupoold.histogram import BOUNDS_S, Histogram
 from gpupoold.stats import percentile
 
@@ -75,3 +76,12 @@ def test_to_text_and_back() -> None:
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a histogram"):
         Histogram.parse(text)
+
+
+def test_counts_by_coarser_bounds_are_exact() -> None:
+    rng = random.Random(11)
+    durations_s = [rng.lognormvariate(-3.0, 2.5) for _ in range(2000)] + [*LATENCY_BOUNDS_S, 1e9]
+    plain = Buckets(LATENCY_BOUNDS_S)
+    for duration_s in durations_s:
+        plain.add(duration_s)
+    assert histogram(*durations_s).counts_by(LATENCY_BOUNDS_S) == plain.counts

@@ -8,15 +8,23 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from gpupool_state import DATABASE_NAME, Database, History, Registry
+from gpupool_state import DATABASE_NAME, ApiKeys, Database, History, Registry
 from gpupoold.config import parse_settings
+from gpupoold.config_file import ConfigFile
+from gpupoold.pool.configuration import Configuration
+from gpupoold.pool.keyring import Keyring
 from gpupoold.pool.pool import Pool, build_pool
+from gpupoold.systemd import FdStore, Notifier
 
 
 @pytest_asyncio.fixture
 async def pool(tmp_path: Path) -> AsyncIterator[Pool]:
     folders = {name: str(tmp_path) for name in ("state_dir", "runtime_dir", "log_dir")}
     settings = parse_settings({"devices": ["cuda:0", "cuda:1"], "paths": folders}, "test")
+    configuration = Configuration(ConfigFile(None, settings, frozenset()))
     async with await Database.open(tmp_path / DATABASE_NAME) as database:
+        registry, history = Registry(database), History(database)
+        keyring = Keyring(ApiKeys(database), registry, history, "")
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            yield build_pool(settings, Registry(database), History(database), listener)
+            store = FdStore(Notifier())
+            yield build_pool(configuration, registry, history, listener, store, keyring)

@@ -14,6 +14,7 @@ from gpupoold.metrics import exposition
 from gpupoold.metrics.exposition import Exporter
 from gpupoold.pool.nvml import Reading
 from gpupoold.pool.pool import Pool
+from gpupoold.pool.stats import ModelStats
 from gpupoold.wire import messages as m
 
 MODEL = "org/llama-3:8b"
@@ -65,9 +66,10 @@ async def test_what_was_counted_is_told_until_the_model_is_removed(pool: Pool) -
     await add(pool)
     exporter, meter = Exporter(pool), pool.dispatcher.meters.model(MODEL)
     meter.refused["queue_full"] = 3
-    meter.tokens, meter.tokens_in_time = 8, 6
+    counts = pool.dispatcher.stats.setdefault(MODEL, ModelStats()).now
+    counts.tokens, counts.tokens_in_time = 8, 6
     for seconds in (0.0015, 0.04, 1000.0):
-        meter.tbt.add(seconds)
+        counts.tbt.add(seconds)
     found = await samples(exporter)
     assert values(found, "requests_refused_total")[f"{MODEL} queue_full"] == 3
     assert values(found, "attainment_ratio") == {MODEL: 0.75}

@@ -21,8 +21,9 @@ async def test_a_request_from_its_arrival_to_its_end(history: History) -> None:
     bench.dispatcher.from_instance(bench.instance, step(m.RequestProgress("a", [7])))
     bench.dispatcher.from_instance(bench.instance, step(m.RequestProgress("a", [8, 9], "length")))
     meter = bench.dispatcher.meters.model(NAME)
-    assert (meter.requests, meter.prompt_tokens, meter.tokens) == (1, 2, 3)
-    assert (sum(meter.ttft.counts), sum(meter.tbt.counts)) == (1, 2)
+    counts = bench.dispatcher.stats[NAME].so_far()
+    assert (counts.requests, meter.prompt_tokens, counts.tokens) == (1, 2, 3)
+    assert (len(counts.ttft), len(counts.tbt)) == (1, 2)
     assert meter.finished == {"length": 1}
     assert (meter.cache_hits, meter.cache_misses) == (1, 0)
 
@@ -34,7 +35,7 @@ async def test_refused_aborted_and_waiting_for_an_image(history: History) -> Non
     bench.dispatcher.from_frontend(m.AbortRequests(NAME, ["a"]))
     meter = bench.dispatcher.meters.model(NAME)
     assert meter.refused == {"model_queue_full": 1}
-    assert (meter.requests, meter.cache_misses) == (3, 3)
+    assert (bench.dispatcher.stats[NAME].so_far().requests, meter.cache_misses) == (3, 3)
     assert meter.finished == {"abort": 1}
 
 
@@ -43,7 +44,7 @@ async def test_dropped_ones_end_with_an_error(history: History) -> None:
     bench.ask("late", time.monotonic() - 2 * Targets().ttft_s)
     bench.dispatcher.tick(time.monotonic())
     meter = bench.dispatcher.meters.model(NAME)
-    assert (meter.dropped, meter.finished) == (1, {"error": 1})
+    assert (bench.dispatcher.stats[NAME].so_far().dropped, meter.finished) == (1, {"error": 1})
 
 
 async def test_one_that_loses_its_worker_is_resumed(history: History) -> None:

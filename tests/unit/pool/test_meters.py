@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, strategies as st
 
-from gpupoold.domain import Targets
-from gpupoold.pool.meters import DeviceMeter, Meters, ModelMeter
-from gpupoold.pool.requests import LiveRequest
+from gpupoold.pool.meters import DeviceMeter, Meters
 from gpupoold.wire import messages as m
 from tests.unit.wire.samples import SWITCH
-
-TARGETS = Targets(1.0, 0.5)
-
-
-def live(arrival_s: float = 0.0) -> LiveRequest:
-    return LiveRequest("r", "a", 0, arrival_s, TARGETS, [1, 2, 3])
 
 
 def switch(**changes: object) -> m.SwitchRecord:
@@ -25,50 +16,6 @@ def switch(**changes: object) -> m.SwitchRecord:
 
 def ended(model: str, began_s: float | None = 1.0, turn_id: int = 1) -> m.TurnEnded:
     return m.TurnEnded(turn_id, {}, model, began_s, 1.25)
-
-
-class TestTokens:
-    def test_first_token_and_gaps(self) -> None:
-        meter, request = ModelMeter(), live(10.0)
-        for num_tokens, at_s in ((1, 10.25), (3, 10.5), (0, 11.0), (1, 10.75)):
-            meter.add_tokens(request, num_tokens, at_s)
-            request.add_tokens([0] * num_tokens, at_s)
-        assert (sum(meter.ttft.counts), meter.ttft.sum) == (1, 0.25)
-        assert (sum(meter.tbt.counts), meter.tbt.sum) == (4, 0.5)
-        assert (meter.tokens, meter.tokens_in_time) == (5, 5)
-
-    @given(
-        st.lists(st.tuples(st.integers(1, 6), st.floats(0.0, 1.5)), max_size=12),
-        st.floats(0.0, 3.0),
-    )
-    def test_they_are_what_the_request_itself_tells_at_its_end(
-        self, parts: list[tuple[int, float]], arrival_s: float
-    ) -> None:
-        meter, request, at_s = ModelMeter(), live(arrival_s), arrival_s
-        for num_tokens, gap_s in parts:
-            at_s += gap_s
-            meter.add_tokens(request, num_tokens, at_s)
-            request.add_tokens([0] * num_tokens, at_s)
-        assert meter.tokens == len(request.output_token_ids)
-        assert meter.tokens_in_time == request.num_in_time
-        assert meter.tbt.sum == pytest.approx(sum(request.gaps_s))
-        assert sum(meter.tbt.counts) == len(request.gaps_s)
-        assert sum(meter.ttft.counts) == (request.ttft_s is not None)
-
-    def test_attainment_is_of_the_last_minute(self) -> None:
-        meter = ModelMeter()
-        assert meter.attainment is None
-        meter.tokens, meter.tokens_in_time = 10, 5
-        assert meter.attainment == 0.5
-        for _ in range(60):
-            meter.second_over()
-        meter.tokens, meter.tokens_in_time = 20, 15
-        assert meter.attainment == 0.75
-        meter.second_over()
-        assert meter.attainment == 1.0
-        for _ in range(60):
-            meter.second_over()
-        assert meter.attainment is None
 
 
 class TestSwitches:

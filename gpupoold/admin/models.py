@@ -175,7 +175,7 @@ class RequestInfo(Body):
 class RequestRecord(Body):
     """A finished request from the history; ``arrived_at`` is wall-clock seconds.
 
-    Times are None when it never got that far.
+    Times are None when it never got that far. ``error`` is what its client was told if it failed.
     """
 
     request_id: str
@@ -188,6 +188,7 @@ class RequestRecord(Body):
     num_tokens_in_time: int
     finish_reason: str
     total_s: float
+    error: str = ""
 
 
 class SwitchInfo(Body):

@@ -64,7 +64,10 @@ async def test_what_was_kept_can_be_read_and_written(path: Path, number: int) ->
         history.record_event("info", "kind", "subject", "one more")
         await history.stop()
         assert len(await history.events_after(0, 1000)) == num_events + 1
-        assert len(await history.recent_requests()) == (20 if number >= 2 else 0)
+        requests = await history.recent_requests()
+        assert len(requests) == (20 if number >= 2 else 0)
+        errors = [row.error for row in requests if row.error]
+        assert errors == (["it failed"] if number >= 5 else [])
         minutes = [row async for part in history.minutes(0.0) for row in part]
         assert len(minutes) == (20 if number >= 5 else 0)
 

@@ -101,9 +101,8 @@ class ModelStats:
         late_s = request.late_s
         request.add_tokens(token_ids, at_s)
         now.tokens += num_tokens
-        in_time = request.num_in_time - num_in_time
-        now.tokens_in_time += in_time
-        return 0.0 if in_time == num_tokens else max(request.late_s - late_s, 0.0)
+        now.tokens_in_time += request.num_in_time - num_in_time
+        return request.late_s - late_s if request.late_s > late_s else 0.0
 
     def end(self, reason: FinishReason) -> None:
         """Count a request that ended."""

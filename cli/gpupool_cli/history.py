@@ -56,7 +56,7 @@ _SWITCH_COLUMNS = (
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]",
+        metavar="MODEL",
         help="Only this model, by name or alias.",
         autocompletion=complete_model_name,
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
@@ -120,6 +121,10 @@ class Histogram:
 def _exact(fraction: float) -> Fraction:
     """The decimal number that it is written as: in floats 0.07 * 100 is above 7."""
     return Fraction(str(fraction))
+
+
+def _upper_s(bucket: int) -> float:
+    return BOUNDS_S[bucket] if bucket < len(BOUNDS_S) else math.inf
 
 
 def _inside_s(bucket: int, share: float) -> float:

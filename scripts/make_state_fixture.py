@@ -85,11 +85,14 @@ def _add_history(history: state.History) -> None:
     for number in range(20):
         model, at = ModelName(f"model-{number % 3}"), _AT + number
         where = InstanceId(0)
-        name, stop = f"request-{number}", FinishReason.STOP
-        counts = (100, 10, 9)
+        name, counts = f"request-{number}", (100, 10, 9)
+        reason, error = FinishReason.STOP, ""
+        if number == 7:
+            reason, error = FinishReason.ERROR, "it failed"
+        latencies = (0.5, 0.01, 0.02, 0.03)
         history.record_request(
             state.RequestRow(
-                name, model, where, at, 0.5, 0.01, 0.02, 0.03, *counts, stop, 1.5, "AbCd0001"
+                name, model, where, at, *latencies, *counts, reason, 1.5, error, "AbCd0001"
             )
         )
         stages_s = (0.6, 0.1, 0.1, 0.3, 0.1)

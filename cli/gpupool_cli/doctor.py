@@ -12,7 +12,6 @@ from gpupool_cli import output
 from gpupool_cli.exit_codes import ExitCode
 from gpupool_cli.options import JsonOption
 from gpupool_cli.output import Column
-from gpupool_cli.session import open_client
 from gpupoold.doctor.check import Check, Verdict
 
 _COLUMNS = (Column("CHECK"), Column("VERDICT", coloured=True), Column("FOUND"))
@@ -36,8 +35,7 @@ def doctor(
     from gpupoold.doctor.checks import check_all
     from gpupoold.doctor.probes import find_facts
 
-    with open_client(ctx) as client:
-        checks = check_all(find_facts(config, client))
+    checks = check_all(find_facts(config, ctx.find_root().params.get("socket_path")))
     if as_json:
         output.print_json({"checks": [asdict(check) for check in checks]})
     else:

@@ -53,18 +53,19 @@ _SWITCH_COLUMNS = (
     Column("KV", right=True),
     Column("MOVED", right=True),
 )
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Only this model, by name or alias.",
+        autocompletion=complete_model_name,
+    ),
+]
 
 
 def history(
     ctx: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="Only this model, by name or alias.",
-            autocompletion=complete_model_name,
-        ),
-    ] = None,
+    model: ModelArgument = None,
     since_s: Annotated[
         float | None,
         typer.Option(

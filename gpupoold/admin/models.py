@@ -190,7 +190,8 @@ class RequestInfo(Body):
 class RequestRecord(Body):
     """A finished request from the history; ``arrived_at`` is wall-clock seconds.
 
-    Times are None when it never got that far. ``api_key`` is the public id of its key.
+    Times are None when it never got that far. ``error`` is what its client was told if it failed,
+    ``api_key`` the public id of its key.
     """
 
     request_id: str
@@ -203,6 +204,7 @@ class RequestRecord(Body):
     num_tokens_in_time: int
     finish_reason: str
     total_s: float
+    error: str = ""
     api_key: str | None = None
 
 

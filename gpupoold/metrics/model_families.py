@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from gpupoold.domain import FinishReason, ModelState
-from gpupoold.metrics.families import Family, counter, gauge
+from gpupoold.metrics.families import Family, counter, durations, gauge
 from gpupoold.metrics.scrape import Scrape, memories
 from gpupoold.pool.overload import REFUSAL_REASONS
 

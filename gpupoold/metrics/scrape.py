@@ -54,7 +54,7 @@ class Scrape:
         return cls(
             pool,
             rows,
-            {name: one.so_far() for name, one in stats.items()},
+            {name: one.so_far_with_latencies() for name, one in stats.items()},
             {name: one.attainment_1m(now_s) for name, one in stats.items()},
             saved_bytes,
         )

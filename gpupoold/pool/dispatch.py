@@ -114,7 +114,7 @@ class Dispatcher:
             case m.RequestsFailed():
                 self._to_frontend(message)
                 for request_id in message.request_ids:
-                    self._end(request_id, FinishReason.ERROR)
+                    self._end(request_id, FinishReason.ERROR, message.message)
             case m.WrongAnswer():
                 if self.warmth is not None:
                     self.warmth.damaged(message)
@@ -401,16 +401,16 @@ class Dispatcher:
         for model, request_ids in by_model.items():
             self._to_frontend(m.RequestsFailed(model, request_ids, reason))
             for request_id in request_ids:
-                self._end(request_id, FinishReason.ERROR)
+                self._end(request_id, FinishReason.ERROR, reason)
 
-    def _end(self, request_id: str, reason: FinishReason) -> None:
+    def _end(self, request_id: str, reason: FinishReason, error: str = "") -> None:
         request = self.live.get(request_id)
         waiting = self._waiting.get(request.model, {}) if request is not None else {}
         if waiting.pop(request_id, None) is None:
             self.scheduler.ended(request_id)
-        self._record_end(request_id, reason)
+        self._record_end(request_id, reason, error)
 
-    def _record_end(self, request_id: str, reason: FinishReason) -> None:
+    def _record_end(self, request_id: str, reason: FinishReason, error: str = "") -> None:
         request = self.live.pop(request_id)
         if request is None:
             return
@@ -418,7 +418,7 @@ class Dispatcher:
         self.moves.ended(request_id)
         self.meters.model(request.model).finished[reason] += 1
         self.stats[request.model].end(reason)
-        self._history.record_request(request_row(request, reason))
+        self._history.record_request(request_row(request, reason, error))
         if self._keys is not None:
             num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
             self._keys.used(request.key_id, num_tokens=num_tokens)

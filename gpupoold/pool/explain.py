@@ -243,7 +243,7 @@ def _ended_text(row: RequestRow) -> str:
         FinishReason.STOP: "it came to its end",
         FinishReason.LENGTH: "it reached the most tokens it may have",
         FinishReason.ABORT: "its client left, or cancelled it",
-        FinishReason.ERROR: "it failed: the client and the log were told why",
+        FinishReason.ERROR: f"it failed ({row.error})",
     }[row.finish_reason]
     if not row.num_output_tokens:
         return f"{ended}, after {format_duration(row.total_s)} and without a token"

@@ -31,6 +31,8 @@ class LiveRequest:
     """Tokens that it had when it was scheduled anew."""
     num_in_time: int = 0
     """Tokens that met their deadline, deadlines being fixed at arrival."""
+    late_s: float = 0.0
+    """By how much its latest token was late."""
     warmed_s: float | None = None
     """When its model was in host memory, if it had to wait for that."""
     key_id: str = ""
@@ -38,10 +40,13 @@ class LiveRequest:
 
     def add_tokens(self, token_ids: Sequence[int], at_s: float) -> None:
         """Tokens that went out at ``at_s``."""
-        times_s, deadline_s = self.token_times_s, self.targets.deadline_s
+        times_s, targets = self.token_times_s, self.targets
         for token_id in token_ids:
-            if at_s <= deadline_s(self.arrival_s, len(times_s)):
+            late_s = at_s - targets.deadline_s(self.arrival_s, len(times_s))
+            if late_s <= 0:
                 self.num_in_time += 1
+                late_s = 0.0
+            self.late_s = late_s
             times_s.append(at_s)
             self.output_token_ids.append(token_id)
 
@@ -49,14 +54,6 @@ class LiveRequest:
     def last_sign_s(self) -> float:
         """When its client heard of it last: its latest token, or else its arrival."""
         return self.token_times_s[-1] if self.token_times_s else self.arrival_s
-
-    @property
-    def late_s(self) -> float:
-        """By how much its latest token was late; 0 before any."""
-        times_s = self.token_times_s
-        if not times_s:
-            return 0.0
-        return max(times_s[-1] - self.targets.deadline_s(self.arrival_s, len(times_s) - 1), 0.0)
 
     @property
     def next_deadline_s(self) -> float:

@@ -25,8 +25,8 @@ def _wall_clock(monotonic_s: float) -> float:
     return time.time() - (time.monotonic() - monotonic_s)
 
 
-def request_row(request: LiveRequest, reason: FinishReason) -> RequestRow:
-    """Of a request that has just ended."""
+def request_row(request: LiveRequest, reason: FinishReason, error: str = "") -> RequestRow:
+    """Of a request that has just ended; ``error`` is what its client was told."""
     gaps_s = request.gaps_s
     return RequestRow(
         request_id=request.request_id,
@@ -42,6 +42,7 @@ def request_row(request: LiveRequest, reason: FinishReason) -> RequestRow:
         num_tokens_in_time=request.num_in_time,
         finish_reason=reason,
         total_s=time.monotonic() - request.arrival_s,
+        error=error,
         api_key=request.key_id or None,
     )
 

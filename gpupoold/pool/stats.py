@@ -101,9 +101,8 @@ class ModelStats:
         late_s = request.late_s
         request.add_tokens(token_ids, at_s)
         now.tokens += num_tokens
-        in_time = request.num_in_time - num_in_time
-        now.tokens_in_time += in_time
-        return 0.0 if in_time == num_tokens else max(request.late_s - late_s, 0.0)
+        now.tokens_in_time += request.num_in_time - num_in_time
+        return request.late_s - late_s if request.late_s > late_s else 0.0
 
     def end(self, reason: FinishReason) -> None:
         """Count a request that ended."""
@@ -126,7 +125,7 @@ class ModelStats:
         ``num_minutes`` is more than 1 where the daemon slept through some.
         """
         over, self.now = self.now, Counts()
-        self._closed.merge_numbers(over)
+        self._closed.merge(over)
         self.remember([None if over.is_empty else over])
         self.remember([None] * (min(num_minutes, NUM_MINUTES) - 1))
         return over
@@ -146,6 +145,13 @@ class ModelStats:
         total = Counts()
         total.merge_numbers(self._closed)
         total.merge_numbers(self.now)
+        return total
+
+    def so_far_with_latencies(self) -> Counts:
+        """The same with them, which costs more."""
+        total = Counts()
+        total.merge(self._closed)
+        total.merge(self.now)
         return total
 
     def last_hour(self) -> Counts:

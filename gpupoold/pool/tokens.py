@@ -27,9 +27,11 @@ class TokenCounter:
             request = self._live.get(item.request_id)
             if request is None:
                 continue
-            stats, since_s = self._stats[request.model], request.last_sign_s
+            stats, num_before = self._stats[request.model], len(request.token_times_s)
             lost_s = stats.add_tokens(request, item.new_token_ids, message.at_s)
             if lost_s > 0:
+                times_s = request.token_times_s
+                since_s = times_s[num_before - 1] if num_before else request.arrival_s
                 self._blame(stats.now, request, number, since_s, message.at_s, lost_s)
 
     def _blame(

@@ -17,8 +17,8 @@ class RequestRow:
     """A finished request. Times are None when it never got that far.
 
     ``arrived_at`` is wall-clock seconds. ``tbt_*_s`` are over the gaps between
-    its tokens. ``instance`` is where it last ran, None if it never ran. ``api_key`` is the
-    public id of the key it came with.
+    its tokens. ``instance`` is where it last ran, None if it never ran. ``error`` is what its
+    client was told, empty if it did not fail; ``api_key`` the public id of the key it came with.
     """
 
     request_id: str
@@ -34,6 +34,7 @@ class RequestRow:
     num_tokens_in_time: int
     finish_reason: FinishReason
     total_s: float
+    error: str = ""
     api_key: str | None = None
 
 

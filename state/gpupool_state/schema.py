@@ -98,6 +98,7 @@ CREATE_SLO_MINUTES = (
     )
     """,
     "CREATE INDEX slo_minutes_by_minute ON slo_minutes (minute_at)",
+    "ALTER TABLE requests ADD COLUMN error TEXT NOT NULL DEFAULT ''",
 )
 
 # History keeps models by name without a foreign key: it outlives their removal.

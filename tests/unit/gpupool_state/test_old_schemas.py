@@ -64,6 +64,10 @@ async def test_what_was_kept_can_be_read_and_written(path: Path, number: int) ->
         history.record_event("info", "kind", "subject", "one more")
         await history.stop()
         assert len(await history.events_after(0, 1000)) == num_events + 1
+        requests = await history.recent_requests()
+        assert len(requests) == (20 if number >= 2 else 0)
+        errors = [row.error for row in requests if row.error]
+        assert errors == (["it failed"] if number >= 5 else [])
         assert len(await history.recent_requests()) == (20 if number >= 2 else 0)
         assert len(await ApiKeys(db).list(with_revoked=True)) == (3 if number >= 6 else 0)
         minutes = [row async for part in history.minutes(0.0) for row in part]

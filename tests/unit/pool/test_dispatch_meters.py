@@ -21,7 +21,7 @@ async def test_a_request_from_its_arrival_to_its_end(history: History) -> None:
     bench.dispatcher.from_instance(bench.instance, step(m.RequestProgress("a", [7])))
     bench.dispatcher.from_instance(bench.instance, step(m.RequestProgress("a", [8, 9], "length")))
     meter = bench.dispatcher.meters.model(NAME)
-    counts = bench.dispatcher.stats[NAME].so_far()
+    counts = bench.dispatcher.stats[NAME].so_far_with_latencies()
     assert (counts.requests, meter.prompt_tokens, counts.tokens) == (1, 2, 3)
     assert (len(counts.ttft), len(counts.tbt)) == (1, 2)
     assert meter.finished == {"length": 1}

@@ -97,8 +97,9 @@ async def test_a_request_that_failed_is_told_of_with_what_happened(told: Told) -
     told.bench.dispatcher.fail_waiting(NAME, "it could not be warmed")
     finished = (await told.explainer.why("pl-1")).finished
     assert finished is not None
-    assert finished.text.startswith("it failed")
-    assert finished.text.endswith("after 3s and without a token")
+    assert finished.text.startswith("it failed (it could not be warmed), after 3")
+    assert finished.text.endswith("s and without a token")
+    assert finished.request.error == "it could not be warmed"
     assert [one.kind for one in finished.events] == ["warm_failed"]
 
 

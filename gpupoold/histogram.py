@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from bisect import bisect_left
 from fractions import Fraction
 from typing import Self

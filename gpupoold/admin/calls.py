@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import grp
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +29,7 @@ from gpupoold.errors import (
 )
 
 DEFAULT_TIMEOUT_S = 10.0
+_ROOTS_GROUP = 0
 Query = Mapping[str, str | float]
 _T = TypeVar("_T")
 
@@ -152,7 +155,7 @@ class AdminCalls:
         if any(isinstance(cause, PermissionError) for cause in causes):
             return Refused(
                 f"no permission to open the admin socket {self.socket_path}",
-                "run as the daemon's user, or join the group that owns the socket",
+                _how_to_get_in(self.socket_path),
             )
         if any(isinstance(cause, BlockingIOError) for cause in causes):
             return Unavailable(
@@ -163,3 +166,15 @@ class AdminCalls:
             "start it with `gpupoold` or `systemctl start gpupoold`,"
             " or name its socket with --socket or GPUPOOL_SOCKET",
         )
+
+
+def _how_to_get_in(socket_path: Path) -> str:
+    """What to do about a socket that this user may not open."""
+    try:
+        found = socket_path.stat()
+        group = grp.getgrgid(found.st_gid).gr_name
+    except (OSError, KeyError):
+        return "run as the daemon's user"
+    if found.st_gid == _ROOTS_GROUP or not found.st_mode & stat.S_IWGRP:
+        return "run as the daemon's user, or as root"
+    return f"an administrator has to run: usermod -aG {group} NAME; then NAME logs in again"

@@ -117,17 +117,16 @@ class Callers:
         now_s, key = self._now_s(), caller.key
         if key is None:
             return
-        waits_s = [
-            (bucket.wait_s(1, now_s), f"{bucket.per_minute} {what} per minute")
-            for bucket, what in ((caller.requests, "requests"), (caller.tokens, "tokens"))
-            if bucket is not None
-        ]
-        wait_s, limit = max(waits_s, default=(0.0, ""))
-        if wait_s > 0:
+        longest_s, limit = 0.0, ""
+        for bucket, what in ((caller.requests, "requests"), (caller.tokens, "tokens")):
+            wait_s = 0.0 if bucket is None else bucket.wait_s(1, now_s)
+            if bucket is not None and wait_s > longest_s:
+                longest_s, limit = wait_s, f"{bucket.per_minute} {what} per minute"
+        if longest_s:
             raise over_rate(
                 f"Rate limit reached for the API key `{key.name}`: {limit}. "
-                f"Try again in {format_duration(wait_s)}.",
-                wait_s,
+                f"Try again in {format_duration(longest_s)}.",
+                longest_s,
             )
         if caller.requests is not None:
             caller.requests.take(1, now_s)
@@ -147,12 +146,15 @@ class Callers:
         """Charge the tokens of answers."""
         if not self._charged:
             return
+        num_tokens: dict[Caller, int] = {}
         for item in outputs.progress:
             caller = self._charged.get(item.request_id)
             if caller is not None:
-                self._charge(caller, len(item.new_token_ids))
+                num_tokens[caller] = num_tokens.get(caller, 0) + len(item.new_token_ids)
                 if item.finish_reason is not None:
                     del self._charged[item.request_id]
+        for caller, number in num_tokens.items():
+            self._charge(caller, number)
 
     def ended(self, request_ids: Iterable[str]) -> None:
         """No more tokens will come of these."""

@@ -129,6 +129,8 @@ class Router:
         path, method = scope["path"], scope["method"]
         is_open = path in _OPEN_PATHS
         caller = Caller() if is_open else self._callers.identify(scope["headers"])
+        if path == "/metrics":
+            caller.check_metrics()
         if path in ROUTED_PATHS:
             if method != "POST":
                 raise method_not_allowed(method, path)
@@ -154,8 +156,6 @@ class Router:
             return (200 if self._catalog.ready else 503), {"ready": self._catalog.ready}
         if path == "/version":
             return 200, {"version": __version__}
-        if path == "/metrics":
-            caller.check_metrics()
         if path == "/v1/models":
             return 200, {"object": "list", "data": self._catalog.list_rows(caller.models)}
         if path.startswith(_MODELS_PREFIX):

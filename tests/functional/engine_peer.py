@@ -22,6 +22,7 @@ import msgspec
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 from gpupoold.wire.messages import (
     AbortRequests,
+    AccessRules,
     AddRequest,
     Admission,
     CallResult,
@@ -223,6 +224,7 @@ class EnginePeer:
 
     def announce(self, *models: ServedModel, ready: bool = True) -> None:
         """Tell the frontend which models exist."""
+        self.send(AccessRules([], are_required=False))
         self.send(ModelList(models=list(models), ready=ready))
 
     def wait_ready(self, timeout_s: float = 60) -> None:

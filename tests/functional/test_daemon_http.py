@@ -190,7 +190,7 @@ class TestBadInput:
         assert answer.status_code == status
         error = answer.json()["error"]
         assert error.keys() >= {"message", "type", "param", "code"}
-        assert error["code"] == status
+        assert error["code"] == ("model_not_found" if status == 404 else status)
         assert words in error["message"]
 
     @pytest.mark.usefixtures("background")

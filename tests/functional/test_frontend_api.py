@@ -280,7 +280,7 @@ class TestRefusals:
         with pytest.raises(openai.NotFoundError) as caught:
             api.completions.create(model="tiny-lama", prompt="x")
         body: Any = caught.value.body
-        assert body["code"] == 404
+        assert body["code"] == "model_not_found"
         assert (body["type"], body["param"]) == ("NotFoundError", "model")
         assert "`tiny-llama`" in body["message"]
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives import serialization
 
-from gpupoold.access.tls import check_files
+from gpupoold.access.tls import Tls, check_files
 from gpupoold.errors import ConfigError
 from tests.certificates import make_certificate
 
@@ -70,3 +72,53 @@ def test_encrypted_key_is_not_asked_for_on_the_terminal(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="is encrypted"):
         check_files(certificate, key)
+
+
+def served_by(tls: Tls) -> bytes:
+    """The certificate that a client gets of a server with these files."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client_context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client_context.check_hostname, client_context.verify_mode = False, ssl.CERT_NONE
+    client = client_context.wrap_bio(incoming, outgoing)
+    server = tls.context().wrap_bio(outgoing, incoming, server_side=True)
+    for side in (client, server, client, server):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    found = client.getpeercert(binary_form=True)
+    assert found is not None
+    return found
+
+
+def pem(path: Path) -> bytes:
+    return ssl.PEM_cert_to_DER_cert(path.read_text())
+
+
+def test_renewed_files_are_taken_when_they_fit_together(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    certificate, key = make_certificate(tmp_path)
+    tls = Tls(certificate, key)
+    first = pem(certificate)
+    assert served_by(tls) == first
+    context = tls.context()
+    (tmp_path / "new").mkdir()
+    new_certificate, new_key = make_certificate(tmp_path / "new")
+    new_certificate.replace(certificate)
+    tls.renew()
+    assert served_by(tls) == first
+    assert "is not renewed" in caplog.text
+    caplog.clear()
+    tls.renew()
+    assert caplog.text == ""  # said once
+    new_key.replace(key)
+    tls.renew()
+    assert served_by(tls) == pem(certificate) != first
+    assert tls.context() is context
+    key.unlink()
+    tls.renew()
+    assert served_by(tls) == pem(certificate)
+
+
+def test_server_without_files(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        Tls(tmp_path / "none.crt", tmp_path / "none.key").context()

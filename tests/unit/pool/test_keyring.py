@@ -169,6 +169,8 @@ async def test_expired_keys_do_not_count(ring: Ring) -> None:
     assert (ring.keyring.num_valid, ring.keyring.has_high) == (1, True)
     await asyncio.sleep(0.25)
     assert (ring.keyring.num_valid, ring.keyring.has_high) == (0, False)
+    ring.keyring.tick(time.monotonic())
+    assert len(await ring.events("no_api_key")) == 2
 
 
 async def test_refused_strangers_are_one_event_a_minute(ring: Ring) -> None:

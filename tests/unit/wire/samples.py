@@ -107,6 +107,7 @@ MESSAGES: list[m.Message] = [
     m.TurnEnded(7, {"llama": 0, "qwen": 15_000_000_000}, "llama", 5.5, 6.25),
     m.WrongAnswer("qwen-7b", (1, 2), (3, 4)),
     m.InstanceStatus(1, 6.5, "llama", 0.25, 99, 1 << 30, 0, [MEMORY, MEMORY], 2, 6.25, 1 << 20),
+    m.Reconfigure("debug", 1000, 10_000_000),
     m.FrontendReady(4243),
     m.ModelList([SERVED], True),
     m.ServeModel(9, MODEL, LOADED),

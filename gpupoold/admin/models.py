@@ -15,7 +15,8 @@ RoleName = Literal["auto", "prefill", "decode", "mixed"]
 class Body(BaseModel):
     """Base of all bodies: unknown fields are errors, so typos are seen."""
 
-    model_config = ConfigDict(extra="forbid")
+    # Each is worked out when it is first used: a command uses a few of many.
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
 
 class AddModelRequest(Body):

@@ -22,7 +22,8 @@ from gpupool_tui.text import plain
 from gpupool_tui.view import Panel, View
 from gpupoold.admin.client import AdminClient
 from gpupoold.admin.models import SetModelRequest
-from tests.unit.gpupool_cli import samples
+from gpupoold.admin.models_explain import Why
+from tests.unit.gpupool_cli import samples, test_why
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 
 NAMES = ("alpha", "beta", "gamma")
@@ -237,6 +238,20 @@ async def test_details(busy: FakeDaemon, panel: Panel, words: list[str]) -> None
         await run.until(lambda: all(word in shown() for word in words))
         await run.press("escape")
         assert len(run.app.screen_stack) == 1
+
+
+async def test_details_say_why(busy: FakeDaemon) -> None:
+    busy.whys["alpha"] = Why(model=test_why.MODEL)
+    busy.whys["cmpl-0"] = Why(request=test_why.REQUEST)
+    words = {
+        Panel.MODELS: ["ready: 3 live requests", "in 1.5s", "it waited for other models' turns"],
+        Panel.REQUESTS: ["is paused on device 1", "in about 750ms", "not all can be in time"],
+    }
+    for panel, expected in words.items():
+        async with running(busy, focus=panel) as run:
+            await run.press("enter")
+            text = run.dialog(TextDialog).query_one("#text", Static)
+            await run.until(lambda: all(word in str(text.content) for word in expected))  # noqa: B023
 
 
 async def test_details_of_what_is_gone_say_so(busy: FakeDaemon) -> None:

@@ -15,8 +15,7 @@ RoleName = Literal["auto", "prefill", "decode", "mixed"]
 class Body(BaseModel):
     """Base of all bodies: unknown fields are errors, so typos are seen."""
 
-    # Each is worked out when it is first used: a command uses a few of many.
-    model_config = ConfigDict(extra="forbid", defer_build=True)
+    model_config = ConfigDict(extra="forbid")
 
 
 class AddModelRequest(Body):

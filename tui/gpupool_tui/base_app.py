@@ -67,6 +67,7 @@ class BaseApp(App[None]):
 
     def on_mount(self) -> None:
         """Textual's: the first screen, then the daemon is asked for others."""
+        self.board.repaint(self._palette())  # the theme may have been chosen since
         self.board.focus()
         self.theme_changed_signal.subscribe(self, self._on_theme)
         self.poller.start()

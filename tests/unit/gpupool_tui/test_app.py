@@ -71,7 +71,9 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(daemon: FakeDaemon, **changes: Any) -> AsyncIterator[Running]:
+async def running(
+    daemon: FakeDaemon, theme: str = "textual-dark", **changes: Any
+) -> AsyncIterator[Running]:
     picture = Picture()
     with AdminClient(daemon.socket_path) as client:
         picture.add(client.top())
@@ -79,6 +81,7 @@ async def running(daemon: FakeDaemon, **changes: Any) -> AsyncIterator[Running]:
     for name, value in changes.items():
         setattr(view, name, value)
     app = TopApp(daemon.socket_path, picture, view)
+    app.theme = theme
     async with app.run_test(size=(100, 30)) as pilot:
         await pilot.pause()
         yield Running(app, pilot)
@@ -205,6 +208,13 @@ async def test_zoom_interval_and_theme(busy: FakeDaemon) -> None:
         assert len(styles) == 3
 
 
+async def test_a_theme_that_was_chosen_before(busy: FakeDaemon) -> None:
+    async with running(busy, theme="textual-light") as run:
+        back = run.app.board.palette.look("").style.bgcolor
+        assert back is not None
+        assert back.get_truecolor().red > 200
+
+
 async def test_help_has_every_key(busy: FakeDaemon) -> None:
     async with running(busy) as run:
         await run.press("question_mark")
@@ -282,10 +292,10 @@ async def test_unload_asks_what_becomes_of_live_requests(busy: FakeDaemon) -> No
         options = run.dialog(ChoiceDialog).query_one(OptionList)
         labels = [str(option.prompt) for option in options.options]
         assert labels == [
-            "devices and host memory when they have ended",
-            "devices when they have ended",
-            "devices and host memory, ending them",
-            "devices, ending them",
+            "free devices and host memory, once they have ended",
+            "free devices, once they have ended",
+            "free devices and host memory, ending them",
+            "free devices, ending them",
         ]
         await run.press("down", "enter")
         await run.until(lambda: run.shows("alpha: freed 15G on devices"))

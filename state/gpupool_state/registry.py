@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from gpupool_state.db import Database
@@ -66,6 +67,8 @@ class Registry:
     def __init__(self, db: Database, now: Callable[[], float] = time.time) -> None:
         self._db = db
         self._now = now
+        self._revision = 0
+        self._listed: tuple[int, list[ModelRow]] | None = None
 
     async def add(self, spec: ModelSpec) -> ModelRow:
         """Register a model with its aliases, in state ``registered``.
@@ -75,7 +78,7 @@ class Registry:
             Refused: the name or an alias is taken; names the model that has it.
         """
         _check_spec(spec)
-        async with self._db.write() as tx:
+        async with self._write() as tx:
             for name in (spec.name, *spec.aliases):
                 await _check_free(tx, name)
             await tx.execute(_INSERT, _columns(spec, self._now()))
@@ -90,10 +93,25 @@ class Registry:
         return _model_row(row, await profiles_of(self._db, row["name"]))
 
     async def list(self) -> list[ModelRow]:
-        """All models by name."""
+        """All models by name; read again only when something has changed."""
+        if self._listed is not None and self._listed[0] == self._revision:
+            return list(self._listed[1])
+        revision = self._revision
         profiles = await all_profiles(self._db)
         rows = await self._db.fetch_all(f"{_SELECT} ORDER BY name")
-        return [_model_row(row, profiles.get(row["name"], ())) for row in rows]
+        found = [_model_row(row, profiles.get(row["name"], ())) for row in rows]
+        self._listed = revision, found
+        return list(found)
+
+    @asynccontextmanager
+    async def _write(self) -> AsyncIterator[Transaction]:
+        """A change: what was listed before, or meanwhile, is not listed again."""
+        self._revision += 1
+        try:
+            async with self._db.write() as transaction:
+                yield transaction
+        finally:
+            self._revision += 1
 
     async def update(
         self,
@@ -114,7 +132,7 @@ class Registry:
         """
         added, removed = tuple(add_aliases), tuple(remove_aliases)
         check_names(added)
-        async with self._db.write() as tx:
+        async with self._write() as tx:
             await _check_model(tx, name)
             if targets is not None:
                 await tx.execute(
@@ -146,7 +164,7 @@ class Registry:
         Raises:
             NoSuchModel: no model has this name.
         """
-        async with self._db.write() as tx:
+        async with self._write() as tx:
             await _check_model(tx, name)
             await tx.execute(
                 "UPDATE models SET state = ?, error = ? WHERE name = ?",
@@ -170,7 +188,7 @@ class Registry:
         Raises:
             NoSuchModel: no model has this name.
         """
-        async with self._db.write() as tx:
+        async with self._write() as tx:
             await _check_model(tx, name)
             await tx.execute(
                 "UPDATE models SET architecture = ?, weight_bytes = ?, kv_bytes_per_token = ?, "
@@ -185,7 +203,7 @@ class Registry:
         Raises:
             NoSuchModel: no model has this name.
         """
-        async with self._db.write() as tx:
+        async with self._write() as tx:
             await _check_model(tx, name)
             await tx.execute("UPDATE models SET is_pinned = ? WHERE name = ?", (is_pinned, name))
             return await _row(tx, name)
@@ -196,7 +214,7 @@ class Registry:
         Raises:
             NoSuchModel: no model has this name.
         """
-        async with self._db.write() as tx:
+        async with self._write() as tx:
             await _check_model(tx, name)
             await replace_profiles(tx, name, rows)
             return await _row(tx, name)
@@ -207,7 +225,7 @@ class Registry:
         Raises:
             NoSuchModel: no model has this name.
         """
-        async with self._db.write() as tx:
+        async with self._write() as tx:
             await _check_model(tx, name)
             await tx.execute("DELETE FROM models WHERE name = ?", (name,))
 

@@ -232,3 +232,34 @@ async def test_changes_need_a_models_own_name(
             await change
         assert told in caught.value.message
     assert await registry.list() == [before]
+
+
+async def test_a_list_is_read_again_after_every_change(
+    registry: Registry, make_spec: MakeSpec
+) -> None:
+    await registry.add(make_spec("a"))
+    first = await registry.list()
+    first.clear()  # it is the caller's
+    assert [row.spec.name for row in await registry.list()] == ["a"]
+    await registry.add(make_spec("b"))
+    await registry.set_pinned("a", True)
+    await registry.set_state("b", ModelState.READY)
+    rows = await registry.list()
+    assert [(row.spec.name, row.is_pinned) for row in rows] == [("a", True), ("b", False)]
+    assert rows[1].state is ModelState.READY
+    await registry.update("a", targets=Targets(3.0, 0.5), add_aliases=["c"])
+    assert (await registry.list())[0].spec.targets == Targets(3.0, 0.5)
+    await registry.remove("a")
+    assert [row.spec.name for row in await registry.list()] == ["b"]
+
+
+async def test_a_list_that_was_read_during_a_change_is_not_kept(
+    registry: Registry, make_spec: MakeSpec
+) -> None:
+    await registry.add(make_spec("a"))
+    for number in range(20):
+        pinning = asyncio.create_task(registry.set_pinned("a", number % 2 == 0))
+        while not pinning.done():
+            await registry.list()
+            await asyncio.sleep(0)
+        assert (await registry.list())[0].is_pinned == (number % 2 == 0)

@@ -38,16 +38,16 @@ from tests.functional.daemon_tools import (
 
 MODELS = ("one", "two", "three")
 SHAPE = "Qwen2.5-7B"
-# Room for one of the three on each device.
+# Room for one of the three in float32 on each device.
 CONFIG = """
 [[device]]
 kind = "sim"
 gpu = "H800"
-memory = "20GiB"
+memory = "40GiB"
 [[device]]
 kind = "sim"
 gpu = "H800"
-memory = "20GiB"
+memory = "40GiB"
 
 [memory]
 model_cache = 0

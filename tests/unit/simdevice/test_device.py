@@ -151,6 +151,11 @@ class TestTurns:
         assert box.tokens("s") == []
 
 
+def told(box: Box) -> tuple[int, float | None]:
+    """What its status has of prefetched weights and of the turn."""
+    return box.device.prefetched_bytes, box.device.turn_began_s
+
+
 class TestMemory:
     def test_the_next_model_comes_in_meanwhile_if_there_is_room(self) -> None:
         box = Box("a", "b")
@@ -171,12 +176,11 @@ class TestMemory:
         box.ask("a", "ra", max_tokens=300)
         box.ask("b", "rb", max_tokens=1)
         box.turn("a", quota_s=1.5, then="b")
-        assert (box.device.prefetched_bytes, box.device.turn_began_s) == (0, None)
+        assert told(box) == (0, None)
         box.at(1.2)
-        assert box.device.prefetched_bytes == 10 * GB
-        assert box.device.turn_began_s == 1.0
+        assert told(box) == (10 * GB, 1.0)
         box.at(2.51)
-        assert (box.device.prefetched_bytes, box.device.turn_began_s) == (10 * GB, None)
+        assert told(box) == (10 * GB, None)
         box.turn("b")
         assert box.device.prefetched_bytes == 0
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -31,8 +29,7 @@ from gpupool_cli import (
     why,
 )
 from gpupool_cli.diagnostics import CliGroup
-from gpupool_cli.session import Session
-from gpupoold.admin.paths import default_socket_path
+from gpupool_cli.session import global_options
 
 app = typer.Typer(
     cls=CliGroup,
@@ -47,23 +44,7 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def global_options(
-    ctx: typer.Context,
-    socket_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--socket",
-            metavar="PATH",
-            envvar="GPUPOOL_SOCKET",
-            help="The daemon's admin socket, if not where the daemon puts it by itself.",
-        ),
-    ] = None,
-) -> None:
-    """Keep the global options where the commands find them."""
-    ctx.obj = Session(default_socket_path() if socket_path is None else socket_path)
-
-
+app.callback()(global_options)
 app.command("add-model")(add_model.add_model)
 app.command("list")(models.list_models)
 app.command("ls", hidden=True)(models.list_models)

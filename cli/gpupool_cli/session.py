@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -27,3 +28,19 @@ def socket_path_of(ctx: typer.Context) -> Path:
     """The admin socket that the global options name."""
     session = ctx.find_object(Session)
     return default_socket_path() if session is None else session.socket_path
+
+
+def global_options(
+    ctx: typer.Context,
+    socket_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--socket",
+            metavar="PATH",
+            envvar="GPUPOOL_SOCKET",
+            help="The daemon's admin socket, if not where the daemon puts it by itself.",
+        ),
+    ] = None,
+) -> None:
+    """Keep the global options where the commands find them."""
+    ctx.obj = Session(default_socket_path() if socket_path is None else socket_path)

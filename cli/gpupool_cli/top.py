@@ -10,8 +10,10 @@ from typing import Annotated
 import typer
 
 from gpupool_cli import output
+from gpupool_cli.completion import PROGRAM
+from gpupool_cli.diagnostics import CliGroup
 from gpupool_cli.options import duration_s
-from gpupool_cli.session import socket_path_of
+from gpupool_cli.session import global_options, socket_path_of
 
 _LEAST_INTERVAL_S = 0.2
 
@@ -56,6 +58,20 @@ def top(
         output.print_line(text_once(socket_path_of(ctx), columns, options))
         return
     run(socket_path_of(ctx), options)
+
+
+def alone() -> None:
+    """The command line with no other command than this one."""
+    app = typer.Typer(
+        cls=CliGroup,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(global_options)
+    app.command("top")(top)
+    app(prog_name=PROGRAM)
 
 
 def _is_ascii() -> bool:

@@ -71,6 +71,18 @@ def test_command_line_modules_load_no_server(project_env: dict[str, str]) -> Non
     assert heavy_imports(modules, HEAVY | servers, project_env) == {}
 
 
+# What shows a live screen; text alone does without.
+TEXTUAL = ("actions", "app", "base_app", "board", "dialogs", "looking_app", "palette")
+
+
+def test_one_screen_of_text_needs_no_textual(project_env: dict[str, str]) -> None:
+    names = {f"gpupool_tui.{name}" for name in TEXTUAL}
+    modules = [name for name in modules_of("gpupool_tui", ROOT / "tui") if name not in names]
+    assert "gpupool_tui.run" in modules
+    servers = {"fastapi", "uvicorn", "aiosqlite", "typer"}
+    assert heavy_imports(modules, HEAVY | servers, project_env) == {}
+
+
 @pytest.mark.parametrize("module", ["gpupoold.checkpoints.tiny", "gpupoold.checkpoints"])
 def test_heavy_modules_are_loaded_only_when_used(module: str, project_env: dict[str, str]) -> None:
     assert heavy_imports([module], HEAVY | {"tokenizers"}, project_env) == {}

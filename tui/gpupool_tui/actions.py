@@ -62,12 +62,13 @@ def plan_unload(model: TopModel) -> Plan:
         text += f"\nIt has {num_live} live requests."
     modes: list[tuple[UnloadMode, str]] = [("refuse", "")]
     if num_live:
-        modes = [("drain", " when they have ended"), ("force", ", ending them")]
-    ways = [(mode, when, keep) for mode, when in modes for keep in (False, True)]
-    calls = [
-        (Choice(f"devices{'' if keep else ' and host memory'}{when}", str(i)), call(mode, keep))
-        for i, (mode, when, keep) in enumerate(ways)
+        modes = [("drain", ", once they have ended"), ("force", ", ending them")]
+    ways = [
+        (f"free devices{'' if keep else ' and host memory'}{when}", call(mode, keep))
+        for mode, when in modes
+        for keep in (False, True)
     ]
+    calls = [(Choice(label, str(index)), act) for index, (label, act) in enumerate(ways)]
     return Plan(f"unload {name}?", text, f"unloading {name}", calls)
 
 

@@ -37,14 +37,10 @@ class BaseApp(App[None]):
     #filter.open { display: block; }
     """
 
-    def __init__(
-        self, socket_path: Path, picture: Picture, view: View, theme: str = "dark"
-    ) -> None:
-        """``picture`` has the first answer already; ``theme`` is ``dark``, ``light`` or one of
-        Textual's names."""
+    def __init__(self, socket_path: Path, picture: Picture, view: View) -> None:
+        """``picture`` has the first answer already."""
         self._has_colours = "NO_COLOR" not in os.environ
         super().__init__(ansi_color=None if self._has_colours else True)
-        self.theme = THEMES.get(theme, theme)
         self.picture = picture
         self.view = view
         self.socket_path = socket_path
@@ -71,6 +67,7 @@ class BaseApp(App[None]):
 
     def on_mount(self) -> None:
         """Textual's: the first screen, then the daemon is asked for others."""
+        self.board.repaint(self._palette())  # the theme may have been chosen since
         self.board.focus()
         self.theme_changed_signal.subscribe(self, self._on_theme)
         self.poller.start()

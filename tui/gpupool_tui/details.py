@@ -127,10 +127,8 @@ def why_fields(why: Why) -> Fields:
         return fields | _line_fields(request.device)
     if why.model is not None:
         fields = {"why": why.model.text}
-        if why.model.first_token_in_s is not None:
-            fields["a request now"] = (
-                f"has its first token in {duration(why.model.first_token_in_s)}"
-            )
+        if (first_s := why.model.first_token_in_s) is not None:
+            fields["a request now"] = f"would have its first token in {duration(first_s)}"
         if why.model.advice:
             fields["advice"] = "\n".join(why.model.advice)
         return fields

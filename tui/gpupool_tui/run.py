@@ -9,6 +9,7 @@ from gpupool_tui.glyphs import ASCII, UNICODE
 from gpupool_tui.once import ask_once, screen_text
 from gpupool_tui.view import View
 from gpupoold.admin.client import AdminClient
+from gpupoold.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,19 @@ def run(socket_path: Path, options: Options) -> None:
     """
     with AdminClient(socket_path) as client:
         picture = ask_once(client)
-    from gpupool_tui.app import TopApp  # Textual: for who looks at a terminal
+    # Textual is for who looks at a terminal: text needs none of it.
+    from gpupool_tui.app import TopApp
+    from gpupool_tui.base_app import THEMES
 
     view = View(
         glyphs=ASCII if options.is_ascii else UNICODE,
         interval_s=options.interval_s,
         is_read_only=options.is_read_only,
     )
-    TopApp(socket_path, picture, view, options.theme).run()
+    app = TopApp(socket_path, picture, view)
+    name = THEMES.get(options.theme, options.theme)
+    if name not in app.available_themes:
+        names = ", ".join([*THEMES, *sorted(app.available_themes)])
+        raise UsageError(f"no theme is called {options.theme!r}", f"there are: {names}")
+    app.theme = name
+    app.run()

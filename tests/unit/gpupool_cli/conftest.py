@@ -23,7 +23,7 @@ ProcessCli = Callable[..., Process]
 def environment(socket_path: Path) -> dict[str, str]:
     """The environment of a CLI process that finds the daemon by GPUPOOL_SOCKET."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("GPUPOOL_")}
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli")])
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "tui")])
     return kept | {"GPUPOOL_SOCKET": str(socket_path), "PYTHONPATH": paths}
 
 

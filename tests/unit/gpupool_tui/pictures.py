@@ -45,7 +45,7 @@ def device(number: int, **changes: object) -> DeviceInfo:
     return DeviceInfo.model_validate(values | changes)
 
 
-def model(name: str, ttft_s: float = 2.0, tbt_s: float = 0.05, **changes: object) -> TopModel:
+def model(name: str, **changes: object) -> TopModel:
     """One that keeps to its targets, with nothing to do."""
     usage: dict[str, object] = samples.usage(samples.model(name), measured=True).model_dump()
     usage |= {
@@ -61,8 +61,8 @@ def model(name: str, ttft_s: float = 2.0, tbt_s: float = 0.05, **changes: object
     }
     return TopModel(
         usage=ModelUsage.model_validate(usage | changes),
-        ttft_s=ttft_s,
-        tbt_s=tbt_s,
+        ttft_s=2.0,
+        tbt_s=0.05,
         is_pinned=name == "coder",
         devices=[0] if name == "qwen-7b" else [],
     )

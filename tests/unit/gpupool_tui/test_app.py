@@ -22,7 +22,8 @@ from gpupool_tui.text import plain
 from gpupool_tui.view import Panel, View
 from gpupoold.admin.client import AdminClient
 from gpupoold.admin.models import SetModelRequest
-from tests.unit.gpupool_cli import samples
+from gpupoold.admin.models_explain import Why
+from tests.unit.gpupool_cli import samples, test_why
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 
 NAMES = ("alpha", "beta", "gamma")
@@ -64,20 +65,28 @@ class Running:
             while not condition():
                 await self.pilot.pause(0.02)
 
+    async def until_text(self, words: list[str]) -> None:
+        """Wait until the text that is open has all the words."""
+        text = self.dialog(TextDialog).query_one("#text", Static)
+        await self.until(lambda: all(word in str(text.content) for word in words))
+
     def dialog(self, kind: type[Any]) -> Any:
         assert isinstance(self.app.screen, kind)
         return self.app.screen
 
 
 @contextlib.asynccontextmanager
-async def running(daemon: FakeDaemon, **changes: Any) -> AsyncIterator[Running]:
+async def running(
+    daemon: FakeDaemon, theme: str = "textual-dark", **changes: Any
+) -> AsyncIterator[Running]:
     picture = Picture()
     with AdminClient(daemon.socket_path) as client:
         picture.add(client.top())
-    view = View(UNICODE, UTC, interval_s=0.05)
+    view = View(UNICODE, UTC, interval_s=0.15)
     for name, value in changes.items():
         setattr(view, name, value)
     app = TopApp(daemon.socket_path, picture, view)
+    app.theme = theme
     async with app.run_test(size=(100, 30)) as pilot:
         await pilot.pause()
         yield Running(app, pilot)
@@ -119,8 +128,7 @@ async def test_moving_and_edges(busy: FakeDaemon) -> None:
 async def test_panels_are_jumped_to_and_maximised(busy: FakeDaemon) -> None:
     async with running(busy) as run:
         view = run.app.view
-        for panel in Panel:
-            view.focus = Panel.MODELS if panel is not Panel.MODELS else Panel.EVENTS
+        for panel in (Panel.DEVICES, Panel.EVENTS):
             await run.press(str(panel.value))
             assert (view.focus, view.maximised) == (panel, None)
             await run.press(str(panel.value))
@@ -204,6 +212,13 @@ async def test_zoom_interval_and_theme(busy: FakeDaemon) -> None:
         assert len(styles) == 3
 
 
+async def test_a_theme_that_was_chosen_before(busy: FakeDaemon) -> None:
+    async with running(busy, theme="textual-light") as run:
+        back = run.app.board.palette.look("").style.bgcolor
+        assert back is not None
+        assert back.get_truecolor().red > 200
+
+
 async def test_help_has_every_key(busy: FakeDaemon) -> None:
     async with running(busy) as run:
         await run.press("question_mark")
@@ -215,28 +230,38 @@ async def test_help_has_every_key(busy: FakeDaemon) -> None:
         assert len(run.app.screen_stack) == 1
 
 
-@pytest.mark.parametrize(
-    ("panel", "words"),
-    [
-        (Panel.DEVICES, ["kind", "80G", "by hand", "latest turns"]),
-        (Panel.LANES, ["latest turns", "weights came in"]),
-        (Panel.MODELS, ["97.5 %", "aliases", "Qwen2ForCausalLM"]),
-        (Panel.REQUESTS, ["cmpl-0", "100 tokens"]),
-        (Panel.EVENTS, ["the worker died", "error"]),
-    ],
-)
-async def test_details(busy: FakeDaemon, panel: Panel, words: list[str]) -> None:
+DETAILS = {
+    Panel.DEVICES: ["kind", "80G", "by hand", "latest turns"],
+    Panel.LANES: ["latest turns", "weights came in"],
+    Panel.MODELS: ["97.5 %", "aliases", "Qwen2ForCausalLM"],
+    Panel.REQUESTS: ["cmpl-0", "100 tokens"],
+    Panel.EVENTS: ["the worker died", "error"],
+}
+
+
+async def test_details(busy: FakeDaemon) -> None:
     busy.device["is_role_fixed"] = True
-    async with running(busy, focus=panel) as run:
+    async with running(busy) as run:
+        for panel, words in DETAILS.items():
+            run.app.view.focus = panel
+            await run.press("enter")
+            await run.until_text(words)
+            await run.press("escape")
+            assert len(run.app.screen_stack) == 1
+
+
+async def test_details_say_why(busy: FakeDaemon) -> None:
+    busy.whys["alpha"] = Why(model=test_why.MODEL)
+    busy.whys["cmpl-0"] = Why(request=test_why.REQUEST)
+    async with running(busy) as run:
         await run.press("enter")
-        dialog = run.dialog(TextDialog)
-
-        def shown() -> str:
-            return str(dialog.query_one("#text", Static).content)
-
-        await run.until(lambda: all(word in shown() for word in words))
+        await run.until_text(
+            ["ready: 3 live requests", "in 1.5s", "it waited for other models' turns"]
+        )
         await run.press("escape")
-        assert len(run.app.screen_stack) == 1
+        run.app.view.focus = Panel.REQUESTS
+        await run.press("enter")
+        await run.until_text(["is paused on device 1", "in about 750ms", "not all can be in time"])
 
 
 async def test_details_of_what_is_gone_say_so(busy: FakeDaemon) -> None:
@@ -267,10 +292,10 @@ async def test_unload_asks_what_becomes_of_live_requests(busy: FakeDaemon) -> No
         options = run.dialog(ChoiceDialog).query_one(OptionList)
         labels = [str(option.prompt) for option in options.options]
         assert labels == [
-            "devices and host memory when they have ended",
-            "devices when they have ended",
-            "devices and host memory, ending them",
-            "devices, ending them",
+            "free devices and host memory, once they have ended",
+            "free devices, once they have ended",
+            "free devices and host memory, ending them",
+            "free devices, ending them",
         ]
         await run.press("down", "enter")
         await run.until(lambda: run.shows("alpha: freed 15G on devices"))
@@ -327,15 +352,15 @@ async def test_what_fails_is_said_in_a_line(busy: FakeDaemon) -> None:
         assert not run.shows("no live request is called")
 
 
-@pytest.mark.parametrize(
-    ("panel", "key"),
-    [(Panel.MODELS, key) for key in "put"] + [(Panel.REQUESTS, "x"), (Panel.DEVICES, "d")],
-)
-async def test_read_only_changes_nothing(busy: FakeDaemon, panel: Panel, key: str) -> None:
-    async with running(busy, focus=panel, is_read_only=True) as run:
-        await run.press(key)
-        assert len(run.app.screen_stack) == 1
-        assert run.shows("read-only: nothing is changed from here")
+async def test_read_only_changes_nothing(busy: FakeDaemon) -> None:
+    async with running(busy, is_read_only=True) as run:
+        for panel, keys in {Panel.MODELS: "put", Panel.REQUESTS: "x", Panel.DEVICES: "d"}.items():
+            run.app.view.focus = panel
+            for key in keys:
+                await run.press(key)
+                assert len(run.app.screen_stack) == 1
+                assert run.shows("read-only: nothing is changed from here")
+                await run.press("escape")
 
 
 async def test_an_action_of_another_panel_says_where_to_go(busy: FakeDaemon) -> None:

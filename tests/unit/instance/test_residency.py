@@ -118,10 +118,15 @@ def tight_box() -> Iterator[Box]:
 
 def test_the_next_model_is_there_when_its_turn_comes(box: Box) -> None:
     assert box.switch_in("a") == WEIGHT_PAGES
+    assert box.residency.prefetched_bytes == 0
     box.residency.prefetch("b", "a")
     assert box.residency.missing_bytes("b") == 0
+    assert box.residency.prefetched_bytes == WEIGHT_PAGES * box.rig.device.page_bytes
     assert box.switch_in("b") == 0
+    assert box.residency.prefetched_bytes == 0
     assert box.switch_in("a") == 0
+    box.residency.prefetch("b", "a")
+    assert box.residency.prefetched_bytes == 0  # it has been there since its turn
 
 
 def test_as_much_comes_in_as_there_is_room_for(tight_box: Box) -> None:

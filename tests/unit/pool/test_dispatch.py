@@ -10,6 +10,7 @@ import pytest
 from gpupool_state import History
 from gpupoold.config import DeviceSettings, LimitSettings
 from gpupoold.domain import FinishReason, Targets
+from gpupoold.errors import NoSuchRequest
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instance import Instance
@@ -383,3 +384,17 @@ class TestBound:
         bench.dispatcher.from_instance(bench.instance, m.TurnEnded(turn.turn_id))
         bench.dispatcher.end_overdue(1000.0)
         assert self.errors(bench)["second"] == "no token for 600 s: no device has taken the request"
+
+
+async def test_a_request_is_cancelled_by_hand(bench: Bench) -> None:
+    bench.cold.warm.add(NAME)
+    bench.ask("a")
+    bench.ask("b")
+    request = bench.dispatcher.cancel("a", "cancelled by the operator")
+    assert request.request_id == "a"
+    [failed] = [one for one in bench.frontend.sent if isinstance(one, m.RequestsFailed)]
+    assert (failed.request_ids, failed.message) == (["a"], "cancelled by the operator")
+    assert list(bench.scheduled) == ["b"]
+    with pytest.raises(NoSuchRequest, match="'a'"):
+        bench.dispatcher.cancel("a", "again")
+    bench.check()

@@ -151,6 +151,11 @@ class TestTurns:
         assert box.tokens("s") == []
 
 
+def told(box: Box) -> tuple[int, float | None]:
+    """What its status has of prefetched weights and of the turn."""
+    return box.device.prefetched_bytes, box.device.turn_began_s
+
+
 class TestMemory:
     def test_the_next_model_comes_in_meanwhile_if_there_is_room(self) -> None:
         box = Box("a", "b")
@@ -166,6 +171,43 @@ class TestMemory:
         assert (second.model, second.previous) == ("b", "a")
         assert (second.weight_bytes, second.prefetched_bytes) == (0, 10 * GB)
         assert second.total_s == 0.0
+
+    def test_what_came_ahead_of_its_turn_is_told_until_that_begins(self) -> None:
+        box = Box("a", "b")
+        box.ask("a", "ra", max_tokens=300)
+        box.ask("b", "rb", max_tokens=1)
+        box.turn("a", quota_s=1.5, then="b")
+        assert told(box) == (0, None)
+        box.at(1.2)
+        assert told(box) == (10 * GB, 1.0)
+        box.at(2.51)
+        assert told(box) == (10 * GB, None)
+        box.turn("b")
+        assert box.device.prefetched_bytes == 0
+
+    def test_turns_tell_when_they_began_and_ended(self) -> None:
+        box = Box("a", "b")
+        box.ask("a", "ra", max_tokens=10)
+        box.turn("a")
+        box.at(3.0)
+        box.turn("b")
+        first, second = [one for one in box.said if isinstance(one, m.TurnEnded) and one.turn_id]
+        assert (first.model, first.began_s) == ("a", 1.0)
+        assert first.ended_s == pytest.approx(1.0 + PREFILL_S + 9 * STEP_S)
+        assert (second.model, second.began_s) == ("b", None)
+
+    def test_a_model_without_requests_is_taken_off(self) -> None:
+        box = Box("a")
+        box.ask("a", "ra", max_tokens=1)
+        box.turn("a")
+        box.at(3.0)
+        free_bytes = box.device.memory.free_bytes
+        box.device.page_out("a")
+        assert box.device.memory.free_bytes == free_bytes + 10 * GB
+        assert box.device.memory.resident == frozenset()
+        assert box.of(m.TurnEnded)[-1].missing_bytes == {"a": 10 * GB}  # type: ignore[attr-defined]
+        box.device.page_out("a")
+        assert box.device.memory.free_bytes == free_bytes + 10 * GB
 
     def test_after_a_turn_the_next_model_comes_without_orders(self) -> None:
         box = Box("a", "b", weight_gb=60)

@@ -1,0 +1,73 @@
+"""Draws docs/top.svg: ``gpupool top`` on a daemon with simulated GPUs under load.
+
+``python -m scripts.picture_of_top [FILE]`` takes about two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.sim_devices import CappedLengths, send_all, sim_config
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupool_tui.app import TopApp
+from gpupool_tui.once import ask_once
+from gpupool_tui.view import Panel, View
+from gpupoold.checkpoints.hollow import make_hollow_checkpoint
+from gpupoold.sim.boxes import parse_box
+from gpupoold.sim.workloads import poisson_workload
+
+SIZE = (148, 40)
+BOX = "4xA10"
+# Name, dimensions, targets in seconds, requests a second.
+MODELS = (
+    ("qwen-7b", "Qwen2.5-7B", 2.0, 0.05, 0.35),
+    ("coder-7b", "Qwen2.5-7B", 1.0, 0.05, 0.12),
+    ("llama-8b", "Qwen2.5-7B", 4.0, 0.1, 0.2),
+    ("yi-9b", "Yi-1.5-9B", 4.0, 0.1, 0.15),
+    ("translate", "Yi-1.5-9B", 10.0, 0.2, 0.12),
+    ("support-bot", "Qwen2.5-7B", 2.0, 0.1, 0.25),
+    ("summaries", "Yi-1.5-9B", 30.0, 0.5, 0.1),
+)
+LOAD_S = 75.0
+
+
+def main() -> None:
+    """Draw it; see the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, nargs="?", default=Path("docs/top.svg"))
+    path: Path = parser.parse_args().file
+    with (
+        tempfile.TemporaryDirectory(prefix="gpupool-") as folder,
+        private_daemon(sim_config(parse_box(BOX)), Path(folder) / "pool") as daemon,
+    ):
+        for name, shape, ttft_s, tbt_s, _ in MODELS:
+            checkpoint = make_hollow_checkpoint(Path(folder), shape)
+            daemon.add_model(name, checkpoint, max_model_len=8192, ttft_s=ttft_s, tbt_s=tbt_s)
+        asyncio.run(_draw(daemon, path))
+    print(path)
+
+
+async def _draw(daemon: PrivateDaemon, path: Path) -> None:
+    rates = {name: rate for name, *_, rate in MODELS}
+    requests = poisson_workload(rates, LOAD_S, CappedLengths(1024, 256), seed=3)
+    load = asyncio.create_task(send_all(daemon.http_url, requests, 3, 1.0))
+    await asyncio.sleep(LOAD_S - 5.0)
+    with daemon.client() as client:
+        picture = ask_once(client)
+    view = View()
+    view.selected[Panel.MODELS] = "qwen-7b"
+    app = TopApp(daemon.socket_path, picture, view)
+    async with app.run_test(size=SIZE) as pilot:
+        end_s = time.monotonic() + 4.0
+        while time.monotonic() < end_s:
+            await pilot.pause(0.2)
+        app.save_screenshot(path.name, str(path.parent))
+    load.cancel()
+
+
+if __name__ == "__main__":
+    main()

@@ -176,6 +176,7 @@ class Core:
         for request in lost:
             _remove(request, device)
         self._take_off(device, model)
+        self._must_assign = True  # a device that is being emptied may be its only one now
         for request in lost:
             self._lose_device(request)
 

@@ -118,7 +118,8 @@ def first_token_in_s(
 def next_token_in_s(
     state: State, request: Request, now_s: float, tuning: Tuning | None = None
 ) -> float | None:
-    """Seconds until a live request's next token; None while no device could make it."""
+    """Seconds until a live request's next token; None while no device could make it, or while
+    it waits for a turn that has no end of its own."""
     tuning, model = tuning or Tuning(), request.model
     if request.device is None:
         return first_token_in_s(state, model, request.context_tokens, now_s, tuning)
@@ -134,7 +135,8 @@ def next_token_in_s(
         wait_s = _room_after_s(device, _num_before(device, request) + 1, now_s)
         mine = _with(request, mine)
     assert mine is not None  # it is queued, or in a batch
-    return wait_s + _next_on(device, request, mine, works, now_s, tuning)
+    in_s = wait_s + _next_on(device, request, mine, works, now_s, tuning)
+    return in_s if math.isfinite(in_s) else None
 
 
 def drain_of(
@@ -257,7 +259,7 @@ def _next_on(
             return next_s
     on_turn = turn.model if turn else None
     others = [one for one in works if one.model.name not in (on_turn, model.name)]
-    if not request.num_tokens and request.arrival_s > device.turn_began_s:
+    if not request.num_tokens and request.arrival_s >= device.turn_began_s:
         # The turn ends early for those who came after it began; see the policy's revise().
         ready_s = device.switch_s(model) + mine.prefill_s
         due_in_s = request.arrival_s - now_s + FIRST_TOKEN_SHARE * model.targets.ttft_s

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from gpupoold.domain import Priority, Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.stimuli import replay
-from gpupoold.scheduling.wait_estimate import drain_of, first_token_in_s
+from gpupoold.scheduling.wait_estimate import drain_of, first_token_in_s, next_token_in_s
 from gpupoold.sim.policies import POLICY_NAMES
 from tests.property.core_box import GB, Box, BoxDevice, Sizes
 
@@ -101,6 +101,9 @@ class CoreMachine(RuleBasedStateMachine):
         wait_s = first_token_in_s(state, model, prompt_tokens, now_s)
         assert (wait_s is None) == (not model.hosts)
         assert wait_s is None or 0 <= wait_s < math.inf
+        for request in state.requests.values():
+            next_s = next_token_in_s(state, request, now_s)
+            assert next_s is None or 0 <= next_s < math.inf
         for one in (model, None):
             drain = drain_of(state, one, now_s, lambda _: prompt_tokens)
             waits_s = [drain.seconds_until(num) or 0.0 for num in (1, 2, 50)]

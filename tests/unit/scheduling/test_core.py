@@ -12,6 +12,7 @@ from gpupoold.scheduling.actions import ChangeRole, Turn
 from gpupoold.scheduling.core import UnknownName
 from gpupoold.scheduling.phases import IllegalTransition, Phase
 from gpupoold.scheduling.policies.base import Placement
+from gpupoold.scheduling.policies.named import make_policy
 from gpupoold.scheduling.state import Device, Request, State
 from tests.unit.scheduling.driver import (
     COSTS,
@@ -391,6 +392,16 @@ class TestDrain:
         driver.arrive("a", "small", prompt_tokens=10)
         assert hand_overs(driver.step(0, "small")) == []
         assert hand_overs(driver.tell(e.Ended("large"))) == [("small", 0, 1)]
+
+
+def test_a_request_goes_to_an_emptied_device_when_no_other_has_its_model_any_more() -> None:
+    driver = Driver(make_policy("request-level"), "a b", num_devices=2)
+    driver.tell(e.DrainSet(0, True))
+    driver.arrive("a", "running")
+    driver.arrive("b", "held")
+    assert driver.state.requests["held"].device is None
+    driver.tell(e.Unhosted(1, "b"))
+    assert driver.state.requests["held"].device == 0
 
 
 def test_a_policy_cannot_corrupt_the_books() -> None:

@@ -94,9 +94,7 @@ def _parse() -> argparse.Namespace:
         choices=["added_latency", "frontend_rate", "admin", "connections"],
     )
     parser.add_argument("--pairs", type=int, default=300, help="of requests, for added latency")
-    parser.add_argument(
-        "--duration", type=float, default=60.0, help="of each look, seconds"
-    )
+    parser.add_argument("--duration", type=float, default=60.0, help="of each look, seconds")
     return parser.parse_args()
 
 

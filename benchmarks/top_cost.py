@@ -23,10 +23,10 @@ _FIRST_SCREEN_TIMEOUT_S = 30.0
 
 
 def run_top(socket_path: Path, mark: str, duration_s: float) -> dict[str, Any]:
-    """Run it for a while beside a daemon, one of whose models is named ``mark``.
+    """Run it for a while; a drawn screen has ``mark`` in it.
 
     Raises:
-        TimeoutError: it never showed that model.
+        TimeoutError: there was no such screen.
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", _LINES, _COLUMNS, 0, 0))

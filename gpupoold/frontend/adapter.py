@@ -150,7 +150,18 @@ class VllmModelApi:
         """Hand over the outputs of one engine step."""
         if not outputs.frames:
             self._refuse_probabilities(outputs.progress)
+        errors = [one.request_id for one in outputs.progress if one.finish_reason == _ERROR]
+        if errors:
+            self._refuse_grammars(errors)
         self._client.push(outputs)
+
+    def _refuse_grammars(self, request_ids: Iterable[str]) -> None:
+        """The engine gives a request up before its first token where it cannot make a grammar of
+        the format that was asked for."""
+        states = self._llm.output_processor.request_states
+        known = (states.get(request_id) for request_id in request_ids)
+        refused = [one.request_id for one in known if one is not None and one.is_prefilling]
+        self.fail(refused, _NO_GRAMMAR, HTTPStatus.BAD_REQUEST)
 
     def _refuse_probabilities(self, progress: Iterable[RequestProgress]) -> None:
         """Made-up tokens have none: fail the requests that want some, at their first token."""
@@ -220,6 +231,7 @@ async def _on_fault(request: Request, error: Exception) -> Response:
 
 
 _GARBLED = "the engine's output for this request could not be read"
+_NO_GRAMMAR = "no grammar can be made of the format that is asked for"
 _NO_PROBABILITIES = "logprobs are not available: a simulated device makes its tokens up"
 
 
@@ -285,6 +297,7 @@ def _make_outputs(progress: Sequence[RequestProgress]) -> EngineCoreOutputs:
 
 
 _FINISH_REASONS = {str(reason): reason for reason in FinishReason}
+_ERROR = str(FinishReason.ERROR)
 
 
 def _join(steps: Sequence[EngineCoreOutputs]) -> EngineCoreOutputs:

@@ -166,6 +166,13 @@ class TestGeneration:
             tokens = [chunk.logprobs.tokens or [] for chunk in chunks if chunk.logprobs]
             assert list(itertools.chain.from_iterable(tokens)) == whole.logprobs.tokens
 
+    def test_format_without_a_grammar_is_refused(self, api: openai.OpenAI) -> None:
+        schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
+        with pytest.raises(openai.BadRequestError, match="no grammar can be made"):
+            api.chat.completions.create(
+                model=LLAMA, messages=GREETING, max_tokens=4, response_format=schema
+            )
+
     def test_two_samples(self, api: openai.OpenAI) -> None:
         answer = api.completions.create(model=QWEN2, prompt="a b c", n=2, max_tokens=8, seed=3)
         assert [choice.index for choice in answer.choices] == [0, 1]

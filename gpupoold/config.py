@@ -206,6 +206,7 @@ class HistorySettings(Section):
     max_requests: Count = 100_000
     max_switches: Count = 100_000
     max_events: Count = 10_000
+    max_minutes: Count = 200_000
 
 
 class LimitSettings(Section):

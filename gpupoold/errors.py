@@ -5,6 +5,7 @@ GpupoolError
 │   ├── UsageError         malformed or contradictory input      (exit 2, HTTP 400)
 │   ├── ConfigError        the configuration file is wrong       (exit 2)
 │   ├── NoSuchModel        name not in the registry              (exit 4, HTTP 404)
+│   ├── NoSuchRequest      no such live request                  (exit 4, HTTP 404)
 │   └── Refused            understood, but will not be done      (exit 5, HTTP 409)
 └── ServerError            the daemon or the machine is at fault
     ├── Failed             it was tried and did not work         (exit 1, HTTP 500)
@@ -64,6 +65,14 @@ class NoSuchModel(ClientError):
     http_status = 404
 
 
+class NoSuchRequest(ClientError):
+    """The id is not that of a live request."""
+
+    code = "no_such_request"
+    exit_code = 4
+    http_status = 404
+
+
 class Refused(ClientError):
     """Understood, but will not be done."""
 
@@ -112,6 +121,7 @@ ALL_ERRORS: tuple[type[GpupoolError], ...] = (
     UsageError,
     ConfigError,
     NoSuchModel,
+    NoSuchRequest,
     Refused,
     Failed,
     Unavailable,

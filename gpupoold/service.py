@@ -81,6 +81,7 @@ async def _running_history(database: Database, settings: Settings) -> AsyncItera
         num_requests=settings.history.max_requests,
         num_switches=settings.history.max_switches,
         num_events=settings.history.max_events,
+        num_minutes=settings.history.max_minutes,
     )
     history = History(database, limits)
     await history.start()
@@ -92,6 +93,7 @@ async def _running_history(database: Database, settings: Settings) -> AsyncItera
 
 @contextlib.asynccontextmanager
 async def _running_pool(pool: Pool) -> AsyncIterator[None]:
+    await pool.minutes.restore()
     pool.start()
     try:
         yield

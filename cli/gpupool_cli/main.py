@@ -22,6 +22,8 @@ from gpupool_cli import (
     simulate,
     status,
     tiny,
+    top,
+    unload,
 )
 from gpupool_cli.diagnostics import CliGroup
 from gpupool_cli.session import Session
@@ -31,7 +33,7 @@ app = typer.Typer(
     cls=CliGroup,
     name=completion.PROGRAM,
     help="Serve many LLMs on few GPUs: talk to the gpupoold daemon on this machine.",
-    epilog="Exit status: 0 ok, 1 failed, 2 usage, 3 daemon not running, 4 no such model,"
+    epilog="Exit status: 0 ok, 1 failed, 2 usage, 3 daemon not running, 4 no such model or request,"
     " 5 refused, 6 timed out, 130 interrupted.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -65,9 +67,12 @@ app.command("set")(models.set_model)
 app.command("rm")(models.rm)
 app.command("status")(status.status)
 app.command("ps")(status.ps)
+app.command("top")(top.top)
 app.add_typer(instances.app, name="role")
 app.command("drain")(instances.drain)
 app.command("undrain")(instances.undrain)
+app.command("unload")(unload.unload)
+app.command("cancel")(unload.cancel)
 app.command("switches")(status.switches)
 app.command("run")(run.run)
 app.command("events")(events.events)

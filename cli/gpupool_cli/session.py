@@ -20,5 +20,10 @@ class Session:
 
 def open_client(ctx: typer.Context) -> AdminClient:
     """A client for the daemon that the global options name; use as a context manager."""
+    return AdminClient(socket_path_of(ctx))
+
+
+def socket_path_of(ctx: typer.Context) -> Path:
+    """The admin socket that the global options name."""
     session = ctx.find_object(Session)
-    return AdminClient(default_socket_path() if session is None else session.socket_path)
+    return default_socket_path() if session is None else session.socket_path

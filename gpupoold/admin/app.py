@@ -32,6 +32,7 @@ from gpupoold.admin.models import (
     Status,
     SwitchInfo,
 )
+from gpupoold.admin.routes_top import add_top_routes
 from gpupoold.domain import Role
 from gpupoold.errors import GpupoolError, UsageError
 from gpupoold.pool import views
@@ -54,6 +55,7 @@ def build_app(pool: Pool) -> FastAPI:
     _add_cache_routes(app, pool.cache_control)
     _add_instance_routes(app, pool)
     _add_view_routes(app, pool)
+    add_top_routes(app, pool)
     return app
 
 

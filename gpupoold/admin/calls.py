@@ -49,6 +49,11 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
         yield b"".join(pending)
 
 
+def given(**values: str | int | None) -> dict[str, str | int]:
+    """The parameters of a query that have a value."""
+    return {key: value for key, value in values.items() if value is not None}
+
+
 class AdminCalls:
     """One connection pool to the daemon behind ``socket_path``; use as a context manager."""
 

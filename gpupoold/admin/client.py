@@ -15,7 +15,8 @@ from gpupoold.admin.answers import (
     as_error,
     not_understood,
 )
-from gpupoold.admin.calls import AdminCalls
+from gpupoold.admin.calls import given
+from gpupoold.admin.client_top import TopCalls
 from gpupoold.admin.models import (
     AddModelRequest,
     BenchMemoryRequest,
@@ -54,7 +55,7 @@ _CACHE = TypeAdapter(CacheInfo)
 _CACHED = TypeAdapter(CachedModel)
 
 
-class AdminClient(AdminCalls):
+class AdminClient(TopCalls):
     """One connection pool to the daemon behind ``socket_path``; use as a context manager.
 
     ``timeout_s`` bounds connecting and each plain answer. Operations that last
@@ -214,11 +215,11 @@ class AdminClient(AdminCalls):
 
     def events(self, after: int | None = None, limit: int = 100) -> list[EventInfo]:
         """Up to ``limit`` events in order of id: those after ``after``, else the latest."""
-        return self._call(_EVENTS, "GET", "/events", query=_given(after=after, limit=limit))
+        return self._call(_EVENTS, "GET", "/events", query=given(after=after, limit=limit))
 
     def follow_events(self, after: int | None = None) -> Iterator[EventInfo]:
         """Events as they happen, those after ``after`` first; ends when the daemon stops."""
-        query = {"follow": "true", **_given(after=after)}
+        query = {"follow": "true", **given(after=after)}
         for line in self._stream("GET", "/events", query=query):
             yield _parsed(EventInfo, line, "GET /events")
 
@@ -229,7 +230,7 @@ class AdminClient(AdminCalls):
 
         With ``follow`` new lines come as they are written, until the daemon stops.
         """
-        query = _given(lines=lines, process=process, follow="true" if follow else None)
+        query = given(lines=lines, process=process, follow="true" if follow else None)
         for line in self._stream("GET", "/logs", query=query):
             yield _parsed(_LogLine, line, "GET /logs").line
 
@@ -270,7 +271,3 @@ def _model_path(name: str) -> str:
 
 def _cache_path(name: str) -> str:
     return f"/cache/{quote(name, safe='/')}"
-
-
-def _given(**values: str | int | None) -> dict[str, str | int]:
-    return {key: value for key, value in values.items() if value is not None}

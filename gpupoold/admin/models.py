@@ -91,7 +91,14 @@ class DeviceInfo(Body):
     Bandwidth is that of a switch, with mapping; the link's own are of copies each way.
     ``num_waiting_for_kv`` requests are not sent to it, since there is no room for their KV;
     ``num_recomputed`` times a model's KV was dropped for want of room in host memory.
-    ``quota_s`` None: the turn has no end of its own.
+    ``quota_s`` None: the turn has no end of its own. ``utilisation`` (0 to 1), temperature and
+    power are NVML's, None where it does not tell.
+
+    All of memory is weights, KV and what is free, but for a model that is being loaded.
+    ``prefetched_bytes`` of the weights were brought in for a turn that is still to come.
+    ``quota_used_s`` is how long the model on its turn has run, 0 while it is being brought in;
+    ``quota_left_s`` what it may run on, 0 when it goes on because nobody else waits, None
+    where ``quota_s`` is. Both are as of the device's last report, 0.25 s ago at most.
     """
 
     instance: int
@@ -115,6 +122,14 @@ class DeviceInfo(Body):
     is_role_fixed: bool = False
     is_draining: bool = False
     num_requests: int = 0
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    prefetched_bytes: int = 0
+    quota_used_s: float = 0.0
+    quota_left_s: float | None = None
+    utilisation: float | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
 
 
 class SetInstanceRequest(Body):
@@ -129,7 +144,9 @@ class ModelUsage(Body):
     Bytes are sums over devices: ``kv_resident_bytes`` on them, ``kv_host_bytes`` of paused
     requests in host memory. ``cached_bytes`` is its image in host memory, one for all.
     ``refused`` requests were not taken and are none of ``requests``; ``dropped`` ended before
-    they began, as it was too late for them.
+    they began, as it was too late for them. Counts are since the daemon's start, percentiles of
+    the last hour. ``attainment_minutes`` are 60, the one under way last; None: no token in it.
+    ``tokens_per_s`` is over the last 10 s.
     """
 
     name: str
@@ -152,6 +169,10 @@ class ModelUsage(Body):
     ttft_p99_s: float | None
     tbt_p50_s: float | None
     tbt_p99_s: float | None
+    attainment_1m: float | None = None
+    attainment_1h: float | None = None
+    attainment_minutes: list[float | None] = []
+    tokens_per_s: float = 0.0
 
 
 class RequestInfo(Body):

@@ -46,6 +46,11 @@ class Orders:
         """The turn's model is resident; counts the first time only."""
         self._began_s = min(self._began_s, now_s)
 
+    @property
+    def began_s(self) -> float | None:
+        """When the turn's model was resident first; None before that."""
+        return self._began_s if math.isfinite(self._began_s) else None
+
     def is_quota_used(self, now_s: float) -> bool:
         """Whether another model waits and the turn has had its time."""
         if self.turn is None or self.then is None:

@@ -26,6 +26,8 @@ def status(loop: TurnLoop, now_s: float) -> m.InstanceStatus:
         kv_host_bytes=loop.host.used_bytes,
         models=[_memory_of(loop, engine) for engine in loop.engines.values()],
         num_recomputed=loop.residency.num_recomputed,
+        turn_began_s=loop.orders.began_s,
+        prefetched_bytes=loop.residency.prefetched_bytes,
     )
 
 

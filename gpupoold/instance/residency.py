@@ -66,12 +66,20 @@ class Residency:
         self._room = Room(device, pool, host, self._out, use_of)
         self._models = self._room.models
         self._next: str | None = None  # being prefetched
+        self._had_before_bytes = 0  # of its weights
         self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
 
     @property
     def num_recomputed(self) -> int:
         """How often a model's KV was dropped because the host had no room for it."""
         return self._room.num_recomputed
+
+    @property
+    def prefetched_bytes(self) -> int:
+        """Bytes of weights that have come, or are on their way, for a turn still to come."""
+        if self._next is None:
+            return 0
+        return max(0, self._models[self._next].weights.mapped_bytes - self._had_before_bytes)
 
     def add(self, model: PooledModel) -> None:
         """A model to look after."""
@@ -162,7 +170,7 @@ class Residency:
         self.stop_prefetch()
         model = self._models[name]
         model.kv.stop_leaving()
-        self._next = name
+        self._next, self._had_before_bytes = name, model.weights.mapped_bytes
         wanted = self._num_wanted_pages(model)
         if wanted:
             growth = self._growth_pages(self._models[current].kv)

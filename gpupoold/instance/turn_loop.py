@@ -167,8 +167,11 @@ class TurnLoop:
 
     def _end_turn(self) -> None:
         """Tell the daemon, and make ready for who comes next while its answer is on the way."""
+        assert self.orders.turn is not None
+        model, began_s = self.orders.turn.model, self.orders.began_s
         turn_id, then = self.orders.end()
-        self._channel.send(m.TurnEnded(turn_id, self._changed_missing()))
+        ended = m.TurnEnded(turn_id, self._changed_missing(), model, began_s, time.monotonic())
+        self._channel.send(ended)
         if then is None or not self._can_run(then):
             return
         try:

@@ -11,7 +11,7 @@ import msgspec
 from gpupool_state import History
 from gpupoold.config import LimitSettings
 from gpupoold.domain import FinishReason, Role, Targets
-from gpupoold.errors import Refused
+from gpupoold.errors import NoSuchRequest, Refused
 from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instance import Instance
 from gpupoold.pool.moves import Moves
@@ -21,6 +21,7 @@ from gpupoold.pool.roles import Roles
 from gpupoold.pool.rows import finish_reason, request_row, switch_row
 from gpupoold.pool.scheduler import Scheduler
 from gpupoold.pool.stats import ModelStats, SwitchStats
+from gpupoold.pool.turns import TurnLog
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.wire import messages as m
@@ -68,6 +69,7 @@ class Dispatcher:
         self.live = LiveRequests()
         self.stats: dict[str, ModelStats] = {}
         self.switches = SwitchStats()
+        self.turns = TurnLog()
         self.routes: dict[str, list[Instance]] = {}
         self.targets: dict[str, Targets] = {}
         self._instances: dict[int, Instance] = {}
@@ -96,6 +98,7 @@ class Dispatcher:
         match message:
             case m.StepOutputs():
                 self._to_frontend(message)
+                self.turns.stepped(instance.number, message)
                 self._note_outputs(instance, message)
             case m.Moved():
                 self.moves.left(instance, message)
@@ -104,6 +107,7 @@ class Dispatcher:
             case m.ParcelUsed():
                 self.moves.parcel_used(message.parcel_id)
             case m.TurnEnded():
+                self.turns.ended(instance.number, message)
                 self.scheduler.turn_ended(instance.number, message)
             case m.RequestsFailed():
                 self._to_frontend(message)
@@ -114,6 +118,7 @@ class Dispatcher:
                     self.warmth.damaged(message)
             case m.Switched():
                 self.switches.add(message.switch)
+                self.turns.switched(message.switch)
                 self._history.record_switch(switch_row(message.switch))
 
     def instance_up(self, instance: Instance) -> None:
@@ -203,6 +208,21 @@ class Dispatcher:
             self._cancel(request)
         self._fail(requests, reason)
 
+    def cancel(self, request_id: str, reason: str) -> LiveRequest:
+        """End a live request with an error that its client gets; the request as it was.
+
+        Raises:
+            NoSuchRequest: no live request has this id.
+        """
+        request = self.live.get(request_id)
+        if request is None:
+            raise NoSuchRequest(
+                f"no live request is called {request_id!r}", "it may have ended: see `gpupool top`"
+            )
+        self._cancel(request)
+        self._fail([request], reason)
+        return request
+
     def instance_down(self, instance: Instance, reason: str, blamed: str | None = None) -> None:
         """It gets no new requests. Those that it had go on elsewhere, or there when it is back;
         but one that was there when its model was ``blamed`` for two deaths may be what caused
@@ -210,6 +230,7 @@ class Dispatcher:
         for instances in self.routes.values():
             if instance in instances:
                 instances.remove(instance)
+        self.turns.instance_down(instance.number)
         lost = self.live.on_instance(instance.number)
         gone = [*lost, *self.moves.lost(instance.number)]
         self.scheduler.device_down(instance.number, [one.request_id for one in gone])
@@ -270,7 +291,7 @@ class Dispatcher:
         if admission.status != HTTPStatus.OK:
             return
         targets = self.targets[message.model]
-        self.stats.setdefault(message.model, ModelStats()).requests += 1
+        self.stats.setdefault(message.model, ModelStats()).now.requests += 1
         self.live.add(
             LiveRequest(
                 message.request_id,
@@ -352,7 +373,7 @@ class Dispatcher:
         for item in message.progress:
             request = self.live.get(item.request_id)
             if request is not None:
-                request.add_tokens(item.new_token_ids, message.at_s)
+                self.stats[request.model].add_tokens(request, item.new_token_ids, message.at_s)
         self.scheduler.stepped(instance.number, message)
         for item in message.progress:
             if item.finish_reason is not None:
@@ -380,9 +401,7 @@ class Dispatcher:
             return
         del self._orders[request_id]
         self.moves.ended(request_id)
-        completed = reason in (FinishReason.STOP, FinishReason.LENGTH)
-        stats = self.stats.setdefault(request.model, ModelStats())
-        stats.end(request, completed=completed)
+        self.stats[request.model].end(reason)
         self._history.record_request(request_row(request, reason))
         if self.warmth is not None:
             self.warmth.left(request.model)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from gpupoold.config import DeviceSettings
 from gpupoold.pool.child import Child
+from gpupoold.pool.nvml import NO_READING, Reading
 from gpupoold.pool.pending import Pending
 from gpupoold.pool.watchdog import Watch
 from gpupoold.wire import messages as m
@@ -28,6 +29,8 @@ class Instance:
     child: Child[m.FromInstance] | None = None
     ready: m.InstanceReady | None = None
     status: m.InstanceStatus | None = None
+    reading: Reading = NO_READING
+    """What the driver last said of its GPU."""
     models: set[str] = field(default_factory=set)
     layouts: dict[str, str] = field(default_factory=dict)
     images: set[str] = field(default_factory=set)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -167,6 +168,39 @@ class ModelLifecycle:
             names = ", ".join(row.spec.name for row in await self._registry.list())
             raise NoSuchModel(f"no model is named {name!r}", f"registered: {names or 'none'}")
         return row
+
+    @contextlib.asynccontextmanager
+    async def closed(self, model: str) -> AsyncIterator[None]:
+        """Inside, a model takes no new requests; others can be changed meanwhile.
+
+        Raises:
+            Refused: it is being closed already.
+        """
+        if model in self._leaving:
+            raise Refused(f"{model} is being unloaded or removed", "wait until it has been")
+        self._leaving.add(model)
+        try:
+            await self.publish()
+            yield
+        finally:
+            self._leaving.discard(model)
+            await self.publish()
+
+    async def wait_idle(self, model: str) -> None:
+        """Return when a model has no live requests.
+
+        Raises:
+            TimedOut: it has some after ``limits.drain_timeout``.
+        """
+        limit_s = self._settings.limits.drain_timeout_s
+        deadline_s = time.monotonic() + limit_s
+        while num_live := self._dispatcher.live.num_of(model):
+            if time.monotonic() > deadline_s:
+                raise TimedOut(
+                    f"{model}: {num_live} requests still run after {limit_s:g} s",
+                    "raise limits.drain_timeout or use --force",
+                )
+            await asyncio.sleep(_DRAIN_POLL_S)
 
     async def stop(self) -> None:
         """Undo what is still being added; the instances have stopped before."""
@@ -372,18 +406,13 @@ class ModelLifecycle:
             )
 
     async def _drain(self, row: ModelRow) -> None:
-        limit_s = self._settings.limits.drain_timeout_s
-        deadline_s = time.monotonic() + limit_s
-        while num_live := self._dispatcher.live.num_of(row.spec.name):
-            if time.monotonic() > deadline_s:
-                self._leaving.discard(row.spec.name)
-                await self._registry.set_state(row.spec.name, ModelState.READY)
-                await self.publish()
-                raise TimedOut(
-                    f"{row.spec.name}: {num_live} requests still run after {limit_s:g} s",
-                    "raise limits.drain_timeout or use --force",
-                )
-            await asyncio.sleep(_DRAIN_POLL_S)
+        try:
+            await self.wait_idle(row.spec.name)
+        except TimedOut:
+            self._leaving.discard(row.spec.name)
+            await self._registry.set_state(row.spec.name, ModelState.READY)
+            await self.publish()
+            raise
 
     async def _forget(self, row: ModelRow) -> None:
         model = row.spec.name

@@ -67,7 +67,7 @@ class Overload:
         if found is None:
             return m.Admission(model, message.request_id)
         text, retry_after_s = found
-        self._stats.setdefault(model, ModelStats()).refused += 1
+        self._stats.setdefault(model, ModelStats()).now.refused += 1
         self._events.note(model, text, now_s)
         return _refusal(message, HTTPStatus.TOO_MANY_REQUESTS, text, retry_after_s)
 
@@ -82,7 +82,7 @@ class Overload:
             if one.instance is None and not one.token_times_s and now_s > one.next_deadline_s
         ]
         for one in late:
-            self._stats.setdefault(one.model, ModelStats()).dropped += 1
+            self._stats.setdefault(one.model, ModelStats()).now.dropped += 1
         return late
 
     def tell(self, now_s: float) -> None:

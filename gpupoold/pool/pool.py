@@ -36,9 +36,12 @@ from gpupoold.pool.instance import Instance
 from gpupoold.pool.instance_control import InstanceControl
 from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.lifecycle import ModelLifecycle
+from gpupoold.pool.minutes import Minutes
+from gpupoold.pool.nvml import GpuReadings
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.stimulus_file import Header, lines
 from gpupoold.pool.ticker import tick
+from gpupoold.pool.unloading import ModelUnloader
 from gpupoold.pool.watchdog import Watchdog
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 
@@ -65,7 +68,10 @@ class Pool:
     saved: SavedImages
     cache_control: CacheControl
     instances: InstanceControl
+    unloader: ModelUnloader
+    minutes: Minutes
     http_url: str
+    gpu_readings: GpuReadings
     stopping: bool = False
     _started_s: float = field(default_factory=time.monotonic)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -74,12 +80,15 @@ class Pool:
         """Start the instances and the frontend; they come up in the background."""
         self.supervisor.start()
         self.frontend.start()
+        self.gpu_readings.start()
         looks = (
+            self._note_readings,
             self.supervisor.oom_kills.look,
             self.frontend.look,
             *(watchdog.look for watchdog in self._watchdogs()),
             self.dispatcher.end_overdue,
             self.dispatcher.tick,
+            self.minutes.tick,
         )
         self._tasks = [
             asyncio.create_task(self._check_when_idle(), name="check-core"),
@@ -89,11 +98,13 @@ class Pool:
     async def stop(self) -> None:
         """Stop the frontend, then the instances."""
         self.stopping = True
+        self.gpu_readings.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.frontend.stop()
         await self.supervisor.stop()
+        self.minutes.close()
         await self.forks.stop()
         await self.lifecycle.stop()
         await self.saved.stop()
@@ -122,7 +133,8 @@ class Pool:
         """
         row = await self.lifecycle.find(name)
         info = views.model_info(row, self.lifecycle.state_of(row))
-        now = views.usage(info, self.dispatcher, self.supervisor.instances, self.cache)
+        memories = views.memories_of(self.supervisor.instances)
+        now = views.usage(info.name, info.state, self.dispatcher, memories, self.cache)
         return info.model_copy(update={"usage": now})
 
     async def ps(self) -> Ps:
@@ -132,6 +144,10 @@ class Pool:
 
     async def status(self) -> Status:
         """One look at the daemon."""
+        return self.status_of(len(await self.registry.list()))
+
+    def status_of(self, num_models: int) -> Status:
+        """The same, for who knows how many models are registered."""
         readies = [i.ready for i in self.supervisor.instances if i.ready is not None]
         return Status(
             version=__version__,
@@ -144,9 +160,11 @@ class Pool:
             model_cache_bytes=self.cache.used_bytes,
             model_cache_limit_bytes=self.cache.budget_bytes,
             rss_bytes=psutil.Process().memory_info().rss,
-            num_models=len(await self.registry.list()),
+            num_models=num_models,
             num_live_requests=len(self.dispatcher.live),
-            num_refused_requests=sum(one.refused for one in self.dispatcher.stats.values()),
+            num_refused_requests=sum(
+                one.so_far().refused for one in self.dispatcher.stats.values()
+            ),
             dropped_history_rows=self.history.dropped_rows,
         )
 
@@ -232,6 +250,10 @@ class Pool:
             Watchdog([frontend], FrontendSupervisor.end, *limits_s),
         )
 
+    def _note_readings(self, _: float) -> None:
+        for instance in self.supervisor.instances:
+            instance.reading = self.gpu_readings.of(instance.number)
+
     async def _check_when_idle(self) -> None:
         """An idle daemon looks at the core's books, and says once when they disagree."""
         told = ""
@@ -307,7 +329,10 @@ def build_pool(
         saved,
         CacheControl(registry, lifecycle, dispatcher.live, cache, saved),
         InstanceControl(settings.limits, dispatcher, supervisor.instances),
+        ModelUnloader(lifecycle, dispatcher, supervisor, cache, history),
+        Minutes(history, dispatcher.stats),
         f"http://{shown}:{port}",
+        GpuReadings(settings.devices),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gpupoold.domain import Targets
@@ -29,11 +29,17 @@ class LiveRequest:
     """Instances that had it and died by the fault of its model."""
     num_resumed: int = 0
     """Tokens that it had when it was scheduled anew."""
+    num_in_time: int = 0
+    """Tokens that met their deadline, deadlines being fixed at arrival."""
 
     def add_tokens(self, token_ids: Sequence[int], at_s: float) -> None:
         """Tokens that went out at ``at_s``."""
-        self.output_token_ids.extend(token_ids)
-        self.token_times_s.extend([at_s] * len(token_ids))
+        times_s, deadline_s = self.token_times_s, self.targets.deadline_s
+        for token_id in token_ids:
+            if at_s <= deadline_s(self.arrival_s, len(times_s)):
+                self.num_in_time += 1
+            times_s.append(at_s)
+            self.output_token_ids.append(token_id)
 
     @property
     def last_sign_s(self) -> float:
@@ -56,14 +62,6 @@ class LiveRequest:
         times = self.token_times_s
         return [later - earlier for earlier, later in itertools.pairwise(times)]
 
-    @property
-    def num_in_time(self) -> int:
-        """Tokens that met their deadline, deadlines being fixed at arrival."""
-        return sum(
-            at_s <= self.targets.deadline_s(self.arrival_s, index)
-            for index, at_s in enumerate(self.token_times_s)
-        )
-
 
 class LiveRequests:
     """All live requests by id, counted per model."""
@@ -74,6 +72,10 @@ class LiveRequests:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        """Every live request, oldest first; none may come or go meanwhile."""
+        return iter(self._requests.values())
 
     def add(self, request: LiveRequest) -> None:
         """A request came in; ids are unique."""

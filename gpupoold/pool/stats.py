@@ -1,55 +1,170 @@
-"""What ``gpupool ps`` tells of each model: counts since the start, recent latencies."""
+"""What ``gpupool ps`` tells of each model: counts since the start, and of the last hour."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Self
 
+from gpupoold.domain import FinishReason
+from gpupoold.histogram import Histogram
 from gpupoold.pool.requests import LiveRequest
-from gpupoold.stats import percentile
 from gpupoold.wire.messages import SwitchRecord
 
-_NUM_TTFTS = 2_000
-_NUM_GAPS = 4_000
+NUM_MINUTES = 60
+_NUM_SECONDS = 60
+_RATE_SECONDS = 10
 
 
 @dataclass(slots=True)
-class ModelStats:
-    """One model's numbers since the daemon started."""
+class Counts:
+    """What happened to one model's requests in some span of time.
+
+    Requests count when they come, their outcomes when they end, tokens when they go out.
+    ``refused`` requests were not taken and are none of ``requests``; ``dropped`` ones ended
+    before they began, as it was too late for them, and are among the ``failed``.
+    """
 
     requests: int = 0
     completed: int = 0
+    aborted: int = 0
+    failed: int = 0
+    refused: int = 0
+    dropped: int = 0
     tokens: int = 0
     tokens_in_time: int = 0
-    refused: int = 0
-    """Not taken, as there were too many, or it was too late for them."""
-    dropped: int = 0
-    """Taken, and ended before they began, as it was too late for them."""
-    ttfts_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_TTFTS))
-    gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_GAPS))
+    ttft: Histogram = field(default_factory=Histogram)
+    tbt: Histogram = field(default_factory=Histogram)
 
-    def end(self, request: LiveRequest, *, completed: bool) -> None:
-        """Count a request that ended."""
-        self.completed += completed
-        self.tokens += len(request.token_times_s)
-        self.tokens_in_time += request.num_in_time
-        if request.ttft_s is not None:
-            self.ttfts_s.append(request.ttft_s)
-        self.gaps_s.extend(request.gaps_s)
+    def merge(self, other: Self, sign: int = 1) -> None:
+        """Count what another has counted; with -1 no more of it."""
+        for name in _NUMBERS:
+            setattr(self, name, getattr(self, name) + sign * getattr(other, name))
+        self.ttft.merge(other.ttft, sign)
+        self.tbt.merge(other.tbt, sign)
 
     @property
     def attainment(self) -> float | None:
         """Share of tokens that met their deadline; None before any token."""
         return self.tokens_in_time / self.tokens if self.tokens else None
 
-    def latencies(self) -> dict[str, float | None]:
-        """TTFT and TBT percentiles over the recent past, in seconds."""
-        return {
-            "ttft_p50_s": percentile(self.ttfts_s, 0.5),
-            "ttft_p99_s": percentile(self.ttfts_s, 0.99),
-            "tbt_p50_s": percentile(self.gaps_s, 0.5),
-            "tbt_p99_s": percentile(self.gaps_s, 0.99),
-        }
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not any(getattr(self, name) for name in _NUMBERS)
+
+
+_NUMBERS = tuple(one.name for one in fields(Counts) if one.name not in ("ttft", "tbt"))
+
+
+class ModelStats:
+    """One model's numbers since the daemon started, by the minute for the last hour.
+
+    ``now`` counts the minute under way and is where all is counted.
+    """
+
+    def __init__(self) -> None:
+        self.now = Counts()
+        self._closed = Counts()  # minutes that are over, since the start
+        self._hour = Counts()  # the same, those in _minutes
+        self._minutes: deque[Counts | None] = deque([None] * (NUM_MINUTES - 1))
+        # (monotonic seconds, tokens, tokens in time) since the start, one a second.
+        self._seconds: deque[tuple[float, int, int]] = deque(maxlen=_NUM_SECONDS + 1)
+
+    def add_tokens(self, request: LiveRequest, token_ids: Sequence[int], at_s: float) -> None:
+        """Tokens of ``request`` went out at ``at_s``: they are counted, and added to it."""
+        num_tokens = len(token_ids)
+        if not num_tokens:
+            return
+        now, times_s, num_in_time = self.now, request.token_times_s, request.num_in_time
+        if times_s:
+            now.tbt.add(at_s - times_s[-1])
+        else:
+            now.ttft.add(at_s - request.arrival_s)
+        if num_tokens > 1:
+            now.tbt.add(0.0, num_tokens - 1)
+        request.add_tokens(token_ids, at_s)
+        now.tokens += num_tokens
+        now.tokens_in_time += request.num_in_time - num_in_time
+
+    def end(self, reason: FinishReason) -> None:
+        """Count a request that ended."""
+        now = self.now
+        if reason is FinishReason.ERROR:
+            now.failed += 1
+        elif reason is FinishReason.ABORT:
+            now.aborted += 1
+        else:
+            now.completed += 1
+
+    def second_over(self, now_s: float) -> None:
+        """Remember how many tokens there were by ``now_s``; called once a second."""
+        tokens, in_time = self._tokens()
+        self._seconds.append((now_s, tokens, in_time))
+
+    def minute_over(self, num_minutes: int = 1) -> Counts:
+        """The counts of the minute that is over; the next begins.
+
+        ``num_minutes`` is more than 1 where the daemon slept through some.
+        """
+        over, self.now = self.now, Counts()
+        self._closed.merge(over)
+        self.remember([None if over.is_empty else over])
+        self.remember([None] * (min(num_minutes, NUM_MINUTES) - 1))
+        return over
+
+    def remember(self, minutes: Sequence[Counts | None]) -> None:
+        """Minutes of the last hour that follow those known, oldest first; None: nothing in it."""
+        for minute in minutes:
+            gone = self._minutes.popleft()
+            if gone is not None:
+                self._hour.merge(gone, -1)
+            self._minutes.append(minute)
+            if minute is not None:
+                self._hour.merge(minute)
+
+    def so_far(self) -> Counts:
+        """Since the daemon's start."""
+        return _sum(self._closed, self.now)
+
+    def last_hour(self) -> Counts:
+        """Of the last hour's minutes and the one under way."""
+        return _sum(self._hour, self.now)
+
+    def attainment_1m(self, now_s: float) -> float | None:
+        """Share of the last minute's tokens that met their deadline; None without any."""
+        _, tokens, in_time = self._since(now_s - _NUM_SECONDS)
+        all_tokens, all_in_time = self._tokens()
+        return (all_in_time - in_time) / (all_tokens - tokens) if all_tokens > tokens else None
+
+    def attainment_minutes(self) -> list[float | None]:
+        """The same by the minute for the last hour, the one under way last."""
+        return [None if one is None else one.attainment for one in (*self._minutes, self.now)]
+
+    def tokens_per_s(self, now_s: float) -> float:
+        """Over the last seconds, or since the start if that was later."""
+        at_s, tokens, _ = self._since(now_s - _RATE_SECONDS)
+        return (self._tokens()[0] - tokens) / max(now_s - at_s, 1.0)
+
+    def _tokens(self) -> tuple[int, int]:
+        closed, now = self._closed, self.now
+        return closed.tokens + now.tokens, closed.tokens_in_time + now.tokens_in_time
+
+    def _since(self, since_s: float) -> tuple[float, int, int]:
+        """The newest of the remembered seconds up to ``since_s``; before the first, nothing."""
+        for one in reversed(self._seconds):
+            if one[0] <= since_s:
+                return one
+        return self._seconds[0][0] - 1.0 if self._seconds else math.inf, 0, 0
+
+
+def _sum(one: Counts, other: Counts) -> Counts:
+    total = Counts()
+    total.merge(one)
+    total.merge(other)
+    return total
 
 
 @dataclass(slots=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 from gpupool_state import EventRow, ModelRow, RequestRow, SwitchRow
 from gpupoold.admin.models import (
@@ -24,7 +25,9 @@ from gpupoold.pool.instance import Instance
 from gpupoold.pool.profiles import latency_on
 from gpupoold.pool.requests import LiveRequest
 from gpupoold.pool.stats import ModelStats
-from gpupoold.wire.messages import ModelMemory
+from gpupoold.wire.messages import InstanceStatus, ModelMemory
+
+Memories = Mapping[str, Sequence[tuple[int, ModelMemory]]]
 
 
 def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
@@ -74,10 +77,11 @@ def ps(
     """What runs now, over all instances."""
     now_s = time.monotonic()
     switches = dispatcher.switches
+    memories = memories_of(instances)
     return Ps(
-        devices=[_device(instance, dispatcher) for instance in instances],
-        models=[usage(model, dispatcher, instances, cache) for model in models],
-        requests=[_request(request, now_s) for request in dispatcher.live.all()],
+        devices=[device(instance, dispatcher) for instance in instances],
+        models=[usage(one.name, one.state, dispatcher, memories, cache) for one in models],
+        requests=[live_request(request, now_s) for request in dispatcher.live.all()],
         num_switches=switches.count,
         switched_bytes=switches.moved_bytes,
         switch_seconds=dict(switches.seconds),
@@ -88,9 +92,11 @@ def _finite(seconds: float) -> float | None:
     return seconds if math.isfinite(seconds) else None
 
 
-def _device(instance: Instance, dispatcher: Dispatcher) -> DeviceInfo:
+def device(instance: Instance, dispatcher: Dispatcher) -> DeviceInfo:
+    """A device and its instance as they were when it last reported."""
     ready, status, number = instance.ready, instance.status, instance.number
     role, is_role_fixed = dispatcher.roles.of(number)
+    quota_s, used_s = _quota(status)
     return DeviceInfo(
         instance=instance.number,
         kind=instance.device.kind,
@@ -103,7 +109,7 @@ def _device(instance: Instance, dispatcher: Dispatcher) -> DeviceInfo:
         link_in_bytes_per_s=ready.link_in_bytes_per_s if ready else 0.0,
         link_out_bytes_per_s=ready.link_out_bytes_per_s if ready else 0.0,
         on_turn=status.on_turn if status else None,
-        quota_s=_finite(status.quota_s) if status else 0.0,
+        quota_s=quota_s,
         kv_host_bytes=status.kv_host_bytes if status else 0,
         kv_host_limit_bytes=ready.kv_host_bytes if ready else None,
         num_waiting_for_kv=dispatcher.scheduler.num_waiting_for_kv(instance.number),
@@ -113,47 +119,80 @@ def _device(instance: Instance, dispatcher: Dispatcher) -> DeviceInfo:
         is_role_fixed=is_role_fixed,
         is_draining=dispatcher.roles.is_draining(number),
         num_requests=dispatcher.num_requests(number),
+        weights_bytes=sum(held.weights_resident_bytes for held in status.models) if status else 0,
+        kv_bytes=sum(held.kv_resident_bytes for held in status.models) if status else 0,
+        prefetched_bytes=status.prefetched_bytes if status else 0,
+        quota_used_s=used_s,
+        quota_left_s=None if quota_s is None else max(0.0, quota_s - used_s),
+        utilisation=instance.reading.utilisation,
+        temperature_c=instance.reading.temperature_c,
+        power_w=instance.reading.power_w,
     )
 
 
+def _quota(status: InstanceStatus | None) -> tuple[float | None, float]:
+    """How long the turn may take, None where it has no end, and how long it has taken."""
+    if status is None or status.on_turn is None:
+        return 0.0, 0.0
+    began_s = status.turn_began_s
+    used_s = 0.0 if began_s is None else max(0.0, status.at_s - began_s)
+    return _finite(status.quota_s), used_s
+
+
 def usage(
-    model: ModelInfo, dispatcher: Dispatcher, instances: list[Instance], cache: ImageCache
+    name: str,
+    state: str,
+    dispatcher: Dispatcher,
+    memories_of: Memories,
+    cache: ImageCache,
+    *,
+    has_minutes: bool = True,
 ) -> ModelUsage:
-    """What a model has and does now, over all instances."""
-    image = cache.get(model.name)
-    memories = [memory for instance in instances for memory in _memories(instance, model.name)]
-    stats = dispatcher.stats.get(model.name, ModelStats())
-    latencies = stats.latencies()
+    """What a model has and does now, over all instances; its attainment by the minute only if
+    that is wanted."""
+    image = cache.get(name)
+    memories = [memory for _, memory in memories_of.get(name, ())]
+    stats = dispatcher.stats.get(name) or ModelStats()
+    now_s, so_far, hour = time.monotonic(), stats.so_far(), stats.last_hour()
     return ModelUsage(
-        name=model.name,
-        state=model.state,
-        num_live=dispatcher.live.num_of(model.name),
-        num_waiting=dispatcher.num_waiting(model.name) + sum(m.num_waiting for m in memories),
+        name=name,
+        state=state,
+        num_live=dispatcher.live.num_of(name),
+        num_waiting=dispatcher.num_waiting(name) + sum(m.num_waiting for m in memories),
         weights_resident_bytes=sum(memory.weights_resident_bytes for memory in memories),
         weights_total_bytes=max((memory.weights_total_bytes for memory in memories), default=0),
         kv_resident_bytes=sum(memory.kv_resident_bytes for memory in memories),
         kv_host_bytes=sum(memory.kv_host_bytes for memory in memories),
         cached_bytes=image.num_bytes if image else 0,
-        requests=stats.requests,
-        completed=stats.completed,
-        refused=stats.refused,
-        dropped=stats.dropped,
-        tokens=stats.tokens,
-        tokens_in_time=stats.tokens_in_time,
-        attainment=stats.attainment,
-        ttft_p50_s=latencies["ttft_p50_s"],
-        ttft_p99_s=latencies["ttft_p99_s"],
-        tbt_p50_s=latencies["tbt_p50_s"],
-        tbt_p99_s=latencies["tbt_p99_s"],
+        requests=so_far.requests,
+        completed=so_far.completed,
+        refused=so_far.refused,
+        dropped=so_far.dropped,
+        tokens=so_far.tokens,
+        tokens_in_time=so_far.tokens_in_time,
+        attainment=so_far.attainment,
+        ttft_p50_s=hour.ttft.percentile(0.5),
+        ttft_p99_s=hour.ttft.percentile(0.99),
+        tbt_p50_s=hour.tbt.percentile(0.5),
+        tbt_p99_s=hour.tbt.percentile(0.99),
+        attainment_1m=stats.attainment_1m(now_s),
+        attainment_1h=hour.attainment,
+        attainment_minutes=stats.attainment_minutes() if has_minutes else [],
+        tokens_per_s=stats.tokens_per_s(now_s),
     )
 
 
-def _memories(instance: Instance, model: str) -> list[ModelMemory]:
-    models = instance.status.models if instance.status else []
-    return [memory for memory in models if memory.model == model]
+def memories_of(instances: Iterable[Instance]) -> Memories:
+    """Every model's memory, with the number of the instance that it is on."""
+    found: defaultdict[str, list[tuple[int, ModelMemory]]] = defaultdict(list)
+    for instance in instances:
+        for held in instance.status.models if instance.status else ():
+            found[held.model].append((instance.number, held))
+    return found
 
 
-def _request(request: LiveRequest, now_s: float) -> RequestInfo:
+def live_request(request: LiveRequest, now_s: float) -> RequestInfo:
+    """A live request as it is now."""
     return RequestInfo(
         request_id=request.request_id,
         model=request.model,

@@ -69,6 +69,14 @@ class SimMemory:
         del self._held[name]
         self._changed.discard(name)
 
+    def evict_weights(self, name: str) -> None:
+        """Give back what a model's weights take."""
+        held = self._held[name]
+        if held.weights:
+            self._used_bytes -= self._models[name].weight_bytes
+            held.weights, held.ready_s = False, 0.0
+            self._changed.add(name)
+
     def held_bytes(self, name: str) -> tuple[int, int, int]:
         """A model's weights and KV on the device, and its KV in host memory."""
         held = self._held[name]
@@ -182,8 +190,7 @@ class SimMemory:
         for eviction in plan_evictions(short, holdings, may_move=may_move):
             held = self._held[eviction.model]
             if eviction.victim is Victim.WEIGHTS:
-                self._used_bytes -= self._models[eviction.model].weight_bytes
-                held.weights, held.ready_s = False, 0.0
+                self.evict_weights(eviction.model)
             elif eviction.victim is Victim.LIVE_KV:
                 moved += held.kv_bytes
                 self._used_bytes -= held.kv_bytes

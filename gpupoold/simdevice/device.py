@@ -108,6 +108,23 @@ class PacedDevice:
         """The turn under way."""
         return self._turn
 
+    @property
+    def turn_began_s(self) -> float | None:
+        """When the model on its turn could run; None while it is being brought in."""
+        return self._began_s if self._turn is not None and self._has_begun else None
+
+    @property
+    def prefetched_bytes(self) -> int:
+        """Bytes of weights that came, or are on their way, for turns still to come."""
+        held = ((self.memory.held_bytes(name)[0], early) for name, early in self._fetched.items())
+        return sum(min(held_bytes, weight_bytes) for held_bytes, (weight_bytes, _) in held)
+
+    def page_out(self, name: str) -> None:
+        """Take a model without requests off the device."""
+        self.memory.evict_weights(name)
+        self._fetched.pop(name, None)
+        self._tell_memory()
+
     def advance(self, now_s: float) -> None:
         """Do all that was due by ``now_s``, and tell of it."""
         self._now_s = now_s
@@ -268,7 +285,9 @@ class PacedDevice:
         self._last_turn_id = max(self._last_turn_id, turn.turn_id)
         if order is None and turn.then in self.models:
             self._fetch(turn.then, turn.then, at_s)
-        self._send(m.TurnEnded(turn.turn_id, dict(self.memory.take_changes())))
+        changed = dict(self.memory.take_changes())
+        began_s = self._began_s if self._has_begun else None
+        self._send(m.TurnEnded(turn.turn_id, changed, turn.model or "", began_s, at_s))
         if order is not None and order.model is not None:
             self._start(order, at_s)
 

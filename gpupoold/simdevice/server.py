@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from gpupoold.domain import Targets
-from gpupoold.errors import GpupoolError, Refused
+from gpupoold.errors import GpupoolError, NoSuchModel, Refused
 from gpupoold.simdevice.device import Answer, PacedDevice
 from gpupoold.simdevice.models import KnownModel, know
 from gpupoold.simdevice.moves import SimMoves
@@ -144,6 +144,8 @@ class SimServer:
 
     def _answer(self, call: m.Call) -> m.CallResult:
         try:
+            if call.method == "page_out":
+                return m.CallResult(call.call_id, self._page_out(str(call.args["model"])))
             if call.method != "check_integrity":
                 raise Refused(
                     f"device {self._instance} simulates a {self._gpu} and cannot do {call.method}",
@@ -154,6 +156,15 @@ class SimServer:
             return m.CallResult(call.call_id, None, error.code, error.message, error.hint)
         except AssertionError as error:
             return m.CallResult(call.call_id, None, "failed", f"{call.method}: {error}")
+
+    def _page_out(self, model: str) -> dict[str, Any]:
+        """Take a model off the device; nothing of one that has requests."""
+        if model not in self._known:
+            raise NoSuchModel(f"{model} is not loaded on device {self._instance}")
+        if self._device.live(model):
+            raise Refused(f"{model} has live requests on device {self._instance}")
+        self._device.page_out(model)
+        return {"kv_out_bytes": 0}
 
     def _check_integrity(self) -> dict[str, Any]:
         """What the models hold adds up; raises AssertionError, saying what does not."""
@@ -189,6 +200,8 @@ class SimServer:
                 free_bytes=max(0, device.memory.free_bytes),
                 kv_host_bytes=sum(memory.kv_host_bytes for memory in models),
                 models=models,
+                turn_began_s=device.turn_began_s,
+                prefetched_bytes=device.prefetched_bytes,
             )
         )
 

@@ -279,10 +279,16 @@ class TurnEnded(Message):
     ``missing_bytes`` has, for every model whose number has changed since it was last told,
     the bytes that would have to move now to run it. It comes also with ``turn_id`` 0, when
     only memory has changed.
+
+    ``model`` is whose turn it was, ``began_s`` when it could run, None if it never did, and
+    ``ended_s`` when it was over.
     """
 
     turn_id: int
     missing_bytes: dict[str, int] = {}
+    model: str = ""
+    began_s: float | None = None
+    ended_s: float = 0.0
 
 
 class Switched(Message):
@@ -301,7 +307,11 @@ class WrongAnswer(Message):
 
 
 class InstanceStatus(Message):
-    """Sent a few times a second: proof of life and what ``gpupool ps`` shows."""
+    """Sent a few times a second: proof of life and what ``gpupool ps`` shows.
+
+    ``turn_began_s`` is when the model on its turn could run, None while it is being brought in.
+    ``prefetched_bytes`` of weights were brought in for a turn that is still to come.
+    """
 
     instance: int
     at_s: float
@@ -312,6 +322,8 @@ class InstanceStatus(Message):
     kv_host_bytes: int
     models: list[ModelMemory]
     num_recomputed: int = 0
+    turn_began_s: float | None = None
+    prefetched_bytes: int = 0
 
 
 # daemon ↔ frontend

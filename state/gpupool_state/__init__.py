@@ -15,7 +15,7 @@ from gpupool_state.history import History, HistoryLimits
 from gpupool_state.lock import StateLock
 from gpupool_state.profiles import Phase, ProfileRow
 from gpupool_state.registry import ModelRow, Registry, check_names
-from gpupool_state.rows import EventLevel, EventRow, RequestRow, SwitchRow
+from gpupool_state.rows import EventLevel, EventRow, MinuteRow, RequestRow, SwitchRow
 
 DATABASE_NAME = "gpupool.db"
 
@@ -26,6 +26,7 @@ __all__ = [
     "EventRow",
     "History",
     "HistoryLimits",
+    "MinuteRow",
     "ModelRow",
     "Phase",
     "ProfileRow",

@@ -14,18 +14,22 @@ from gpupool_state.db import Database
 from gpupool_state.event_feed import EventFeed
 from gpupool_state.rows import (
     EVENTS,
+    MINUTES,
     REQUESTS,
     SWITCHES,
     TABLES,
     Entry,
     EventLevel,
     EventRow,
+    MinuteRow,
     RequestRow,
+    Row,
     SwitchRow,
     Table,
     Value,
     entry,
     event_row,
+    minute_row,
     request_row,
     switch_row,
 )
@@ -44,12 +48,18 @@ class HistoryLimits:
     num_requests: int = 100_000
     num_switches: int = 20_000
     num_events: int = 20_000
+    num_minutes: int = 200_000
     num_buffered: int = 10_000
     num_events_in_memory: int = 1_000
 
     def rows(self, table: Table) -> int:
         """The row limit of ``table``."""
-        limits = {REQUESTS: self.num_requests, SWITCHES: self.num_switches, EVENTS: self.num_events}
+        limits = {
+            REQUESTS: self.num_requests,
+            SWITCHES: self.num_switches,
+            EVENTS: self.num_events,
+            MINUTES: self.num_minutes,
+        }
         return limits[table]
 
 
@@ -133,6 +143,10 @@ class History:
         """Keep a switch; never blocks."""
         self._record(SWITCHES, self._next_id(SWITCHES), row)
 
+    def record_minute(self, row: MinuteRow) -> None:
+        """Keep a model's minute that is over; never blocks."""
+        self._record(MINUTES, self._next_id(MINUTES), row)
+
     def record_event(self, level: EventLevel, kind: str, subject: str, message: str) -> EventRow:
         """Keep an event and show it to followers at once; never blocks."""
         event = self._events.publish(self._now(), level, kind, subject, message)
@@ -177,6 +191,20 @@ class History:
             "SELECT * FROM switches ORDER BY id DESC LIMIT ?", (max(0, limit),)
         )
         return [switch_row(row) for row in rows]
+
+    async def minutes(self, since: float, model: str | None = None) -> list[MinuteRow]:
+        """Minutes that ended after ``since`` (wall-clock seconds), of one model or of all,
+        oldest first.
+
+        Raises:
+            Failed: the database cannot be read.
+        """
+        rows = await self._db.fetch_all(
+            "SELECT * FROM slo_minutes WHERE minute_at > ?1 - 60 AND (?2 IS NULL OR model = ?2) "
+            "ORDER BY minute_at, id",
+            (since, model),
+        )
+        return [minute_row(row) for row in rows]
 
     async def events_after(self, after_id: int, limit: int = 100) -> list[EventRow]:
         """Events with ids above ``after_id``, oldest first, those not yet on disk included.
@@ -224,7 +252,7 @@ class History:
         self._last_ids[table] += 1
         return self._last_ids[table]
 
-    def _record(self, table: Table, row_id: int, row: RequestRow | SwitchRow | EventRow) -> None:
+    def _record(self, table: Table, row_id: int, row: Row) -> None:
         if self._task is None:
             self._buffer.drop()
             return

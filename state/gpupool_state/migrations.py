@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpupool_state.faults import explain
-from gpupool_state.schema import ADD_PINS, CREATE_HISTORY, CREATE_PROFILES, CREATE_REGISTRY
+from gpupool_state.schema import (
+    ADD_PINS,
+    CREATE_HISTORY,
+    CREATE_PROFILES,
+    CREATE_REGISTRY,
+    CREATE_SLO_MINUTES,
+)
 from gpupool_state.writer import Source, Writer
 from gpupoold.errors import Failed, Refused
 
@@ -46,6 +52,7 @@ MIGRATIONS: tuple[Migration, ...] = (
     Migration(2, "history", CREATE_HISTORY),
     Migration(3, "profiles", CREATE_PROFILES),
     Migration(4, "pins", ADD_PINS),
+    Migration(5, "slo_minutes", CREATE_SLO_MINUTES),
 )
 
 

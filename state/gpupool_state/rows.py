@@ -66,6 +66,33 @@ class EventRow:
 
 
 @dataclass(frozen=True, slots=True)
+class MinuteRow:
+    """What happened to a model's requests in the minute that began at ``minute_at``.
+
+    That is in wall-clock seconds. ``failed`` has the ``dropped`` in it, which ended before they
+    began; ``refused`` were not taken and are none of ``requests``. ``ttft`` and ``tbt`` are
+    histograms as the table keeps them. A minute in which the daemon was started again has
+    several rows.
+    """
+
+    minute_at: int
+    model: str
+    requests: int
+    completed: int
+    aborted: int
+    failed: int
+    refused: int
+    dropped: int
+    tokens: int
+    tokens_in_time: int
+    ttft: str
+    tbt: str
+
+
+Row = RequestRow | SwitchRow | EventRow | MinuteRow
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """A history table; ``columns`` leave out its ``id``."""
 
@@ -89,14 +116,15 @@ class Table:
         )
 
 
-def _columns(row_type: type[RequestRow | SwitchRow | EventRow]) -> tuple[str, ...]:
+def _columns(row_type: type[Row]) -> tuple[str, ...]:
     return tuple(field.name for field in fields(row_type) if field.name != "id")
 
 
 REQUESTS = Table("requests", _columns(RequestRow))
 SWITCHES = Table("switches", _columns(SwitchRow))
 EVENTS = Table("events", _columns(EventRow))
-TABLES = (REQUESTS, SWITCHES, EVENTS)
+MINUTES = Table("slo_minutes", _columns(MinuteRow))
+TABLES = (REQUESTS, SWITCHES, EVENTS, MINUTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +135,7 @@ class Entry:
     values: tuple[Value, ...]
 
 
-def entry(table: Table, row_id: int, row: RequestRow | SwitchRow | EventRow) -> Entry:
+def entry(table: Table, row_id: int, row: Row) -> Entry:
     """``row`` ready to be written under ``row_id``."""
     return Entry(table, (row_id, *(getattr(row, column) for column in table.columns)))
 
@@ -121,6 +149,11 @@ def request_row(row: sqlite3.Row) -> RequestRow:
 def switch_row(row: sqlite3.Row) -> SwitchRow:
     """A row of ``switches`` as it was recorded."""
     return SwitchRow(**{column: row[column] for column in SWITCHES.columns})
+
+
+def minute_row(row: sqlite3.Row) -> MinuteRow:
+    """A row of ``slo_minutes`` as it was recorded."""
+    return MinuteRow(**{column: row[column] for column in MINUTES.columns})
 
 
 def event_row(row: sqlite3.Row) -> EventRow:

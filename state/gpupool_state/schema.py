@@ -73,6 +73,29 @@ CREATE_PROFILES = (
 
 ADD_PINS = ("ALTER TABLE models ADD COLUMN is_pinned INTEGER NOT NULL DEFAULT 0",)
 
+# A histogram is JSON: the sum of all durations in seconds, then pairs of a bucket's number and
+# how many fell into it. Bucket i has durations up to 10 ** (i / 32 - 4) seconds.
+CREATE_SLO_MINUTES = (
+    """
+    CREATE TABLE slo_minutes (
+        id INTEGER PRIMARY KEY,
+        minute_at INTEGER NOT NULL,
+        model TEXT NOT NULL,
+        requests INTEGER NOT NULL,
+        completed INTEGER NOT NULL,
+        aborted INTEGER NOT NULL,
+        failed INTEGER NOT NULL,
+        refused INTEGER NOT NULL,
+        dropped INTEGER NOT NULL,
+        tokens INTEGER NOT NULL,
+        tokens_in_time INTEGER NOT NULL,
+        ttft TEXT NOT NULL,
+        tbt TEXT NOT NULL
+    )
+    """,
+    "CREATE INDEX slo_minutes_by_minute ON slo_minutes (minute_at)",
+)
+
 # History keeps models by name without a foreign key: it outlives their removal.
 CREATE_HISTORY = (
     """

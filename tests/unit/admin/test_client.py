@@ -24,6 +24,7 @@ from gpupoold.errors import (
     DaemonNotRunning,
     Failed,
     NoSuchModel,
+    NoSuchRequest,
     Refused,
     TimedOut,
     Unavailable,
@@ -111,6 +112,33 @@ def test_roles_and_drains(daemon: FakeDaemon, client: AdminClient) -> None:
         client.drain(0)
     with pytest.raises(UsageError, match="no instance 3"):
         client.set_role(3, "mixed")
+
+
+def test_top_and_turns(daemon: FakeDaemon, client: AdminClient) -> None:
+    daemon.add("q")
+    daemon.turns = [samples.turn(number, "q") for number in range(1, 6)]
+    daemon.tell("event 1")
+    seen = client.top(turns_after=2)
+    assert [turn.id for turn in seen.turns] == [3, 4, 5]
+    assert (seen.last_turn_id, seen.last_event_id) == (5, 1)
+    assert [row.usage.name for row in seen.models] == ["q"]
+    assert [turn.id for turn in client.top(turns=1, minutes=False).turns] == [5]
+    assert client.top(turns_after=5, events_after=1).events == []
+    assert client.turns(after=1, limit=2) == daemon.turns[-2:]
+
+
+def test_unloading_and_cancelling(daemon: FakeDaemon, client: AdminClient) -> None:
+    daemon.add("org/a b?#%")
+    daemon.live["org/a b?#%"] = 1
+    with pytest.raises(Refused, match="live requests"):
+        client.unload("org/a b?#%")
+    assert client.unload("org/a b?#%", "drain").host_bytes
+    assert client.unload("org/a b?#%", "force", keep_host=True).host_bytes == 0
+    assert daemon.unloads == [("org/a b?#%", "drain", False), ("org/a b?#%", "force", True)]
+    daemon.live_requests = [samples.live_request("cmpl-1/a", "q")]
+    assert client.cancel("cmpl-1/a").num_output_tokens == 20
+    with pytest.raises(NoSuchRequest, match="cmpl-1/a"):
+        client.cancel("cmpl-1/a")
 
 
 def test_events_latest_after_and_followed(daemon: FakeDaemon, client: AdminClient) -> None:

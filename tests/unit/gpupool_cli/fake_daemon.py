@@ -33,6 +33,7 @@ from gpupoold.admin.models import (
     ModelInfo,
     Progress,
     Ps,
+    RequestInfo,
     RequestRecord,
     SetCachedRequest,
     SetInstanceRequest,
@@ -40,10 +41,12 @@ from gpupoold.admin.models import (
     Status,
     SwitchInfo,
 )
+from gpupoold.admin.models_top import CancelledRequest, Top, TurnInfo, Unloaded
 from gpupoold.errors import (
     Failed,
     GpupoolError,
     NoSuchModel,
+    NoSuchRequest,
     Refused,
     TimedOut,
     Unavailable,
@@ -115,6 +118,9 @@ class FakeDaemon:
         self.log_lines: list[str] = ["one", "two", "three"]
         self.switches: list[SwitchInfo] = []
         self.history: list[RequestRecord] = []
+        self.turns: list[TurnInfo] = []
+        self.live_requests: list[RequestInfo] = []
+        self.unloads: list[tuple[str, str, bool]] = []
         self.delay_s = 0.0
         self.download_pause_s = 0.0
         self.state: Any = "ready"
@@ -198,6 +204,7 @@ def admin_app(daemon: FakeDaemon) -> FastAPI:
     _add_cache_routes(app, daemon)
     _add_instance_routes(app, daemon)
     _add_state_routes(app, daemon)
+    _add_top_routes(app, daemon)
     return app
 
 
@@ -307,6 +314,58 @@ def _add_instance_routes(app: FastAPI, daemon: FakeDaemon) -> None:
     @app.delete("/instances/{number}/drain")
     async def undrain(number: int) -> DeviceInfo:
         return daemon.change_device(number, is_draining=False)
+
+
+def _add_top_routes(app: FastAPI, daemon: FakeDaemon) -> None:
+    @app.get("/top")
+    async def top(
+        turns_after: int = 0,
+        events_after: int = 0,
+        turns: int = 1000,
+        events: int = 100,
+        requests: int = 500,
+        minutes: bool = True,
+    ) -> Top:
+        await asyncio.sleep(daemon.delay_s)
+        now = daemon.ps()
+        return Top(
+            at=samples.AT,
+            status=samples.status(daemon.http_url, len(daemon.models), daemon.state),
+            devices=now.devices,
+            models=[samples.top_model(row, daemon.find(row.name)) for row in now.models],
+            requests=daemon.live_requests[:requests],
+            turns=[turn for turn in daemon.turns if turn.id > turns_after][-turns:],
+            last_turn_id=len(daemon.turns),
+            events=[event for event in daemon.events if event.id > events_after][-events:],
+            last_event_id=len(daemon.events),
+            num_switches=now.num_switches,
+            switched_bytes=now.switched_bytes,
+        )
+
+    @app.get("/turns")
+    async def turns(after: int, limit: int) -> list[TurnInfo]:
+        return [turn for turn in daemon.turns if turn.id > after][-limit:]
+
+    @app.delete("/requests/{request_id:path}")
+    async def cancel(request_id: str) -> CancelledRequest:
+        for request in daemon.live_requests:
+            if request.request_id == request_id:
+                daemon.live_requests.remove(request)
+                return CancelledRequest(
+                    request_id=request_id,
+                    model=request.model,
+                    num_output_tokens=request.num_output_tokens,
+                )
+        raise NoSuchRequest(f"no live request is called {request_id!r}", "it may have ended")
+
+    @app.delete("/loaded/{name:path}")
+    async def unload(name: str, mode: str = "refuse", keep_host: bool = False) -> Unloaded:
+        model = daemon.find(name)
+        if daemon.live.get(model.name, 0) and mode == "refuse":
+            raise Refused(f"{model.name} has live requests", "use --drain or --force")
+        daemon.unloads.append((model.name, mode, keep_host))
+        host_bytes = 0 if keep_host else model.weight_bytes
+        return Unloaded(name=model.name, device_bytes=model.weight_bytes, host_bytes=host_bytes)
 
 
 def _add_state_routes(app: FastAPI, daemon: FakeDaemon) -> None:

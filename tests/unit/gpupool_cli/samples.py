@@ -13,9 +13,11 @@ from gpupoold.admin.models import (
     ModelInfo,
     ModelUsage,
     Ps,
+    RequestInfo,
     Status,
     SwitchInfo,
 )
+from gpupoold.admin.models_top import TopModel, TurnInfo
 from gpupoold.latency.stored import StoredFit, StoredLatency
 
 GIB = 1024**3
@@ -134,6 +136,38 @@ def usage(info: ModelInfo, measured: bool) -> ModelUsage:
         ttft_p99_s=1.25 if measured else None,
         tbt_p50_s=0.02 if measured else None,
         tbt_p99_s=0.08 if measured else None,
+    )
+
+
+def top_model(usage: ModelUsage, info: ModelInfo) -> TopModel:
+    """A model's row of ``top``, resident on the only device."""
+    return TopModel(usage=usage, ttft_s=info.ttft_s, tbt_s=info.tbt_s, is_pinned=False, devices=[0])
+
+
+def turn(turn_id: int, model: str) -> TurnInfo:
+    """A turn of half a second after a switch that copied weights."""
+    return TurnInfo(
+        id=turn_id,
+        instance=0,
+        model=model,
+        began_at=AT + turn_id,
+        seconds=0.5,
+        num_tokens=20,
+        switch_kind="weights",
+        switch_s=0.34,
+    )
+
+
+def live_request(request_id: str, model: str) -> RequestInfo:
+    """A request in the middle of its answer."""
+    return RequestInfo(
+        request_id=request_id,
+        model=model,
+        instance=0,
+        age_s=2.5,
+        num_prompt_tokens=100,
+        num_output_tokens=20,
+        next_deadline_in_s=0.08,
     )
 
 

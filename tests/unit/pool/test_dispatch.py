@@ -138,7 +138,7 @@ async def test_late_requests_end_before_they_begin(history: History) -> None:
     assert isinstance(failed, m.RequestsFailed)
     assert (failed.request_ids, failed.message[:8]) == (["late"], "dropped:")
     assert bench.dispatcher.num_waiting(NAME) == len(bench.dispatcher.live) == 1
-    assert bench.dispatcher.stats[NAME].dropped == 1
+    assert bench.dispatcher.stats[NAME].now.dropped == 1
 
 
 async def test_late_requests_wait_where_nobody_says_otherwise(bench: Bench) -> None:

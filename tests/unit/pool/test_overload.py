@@ -54,7 +54,7 @@ class Queue:
         return self.overload.admission(order, is_routed=is_routed, is_warm=is_warm)
 
     def num_refused(self, model: str) -> int:
-        return self.stats[model].refused if model in self.stats else 0
+        return self.stats[model].now.refused if model in self.stats else 0
 
     def _tell(self, *events: e.Event) -> None:
         self.core.handle(events, time.monotonic())
@@ -156,7 +156,7 @@ class TestLate:
         sent.instance = 0
         begun.add_tokens([7], at_s)  # and its instance has died since
         assert [one.request_id for one in queue.overload.too_late(at_s)] == ["waits"]
-        assert queue.stats["a"].dropped == 1
+        assert queue.stats["a"].now.dropped == 1
 
 
 async def test_one_event_per_model_and_minute(history: History) -> None:

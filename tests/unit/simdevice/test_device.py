@@ -188,9 +188,10 @@ class TestMemory:
             missing |= message.missing_bytes  # type: ignore[attr-defined]
         assert missing == {"a": 0}
         box.at(7.0)
-        assert box.said[-1] == m.TurnEnded(
-            1, {"a": 60 * GB + box.device.memory.held_bytes("a")[2], "b": 0}
-        )
+        ended = box.said[-1]
+        assert isinstance(ended, m.TurnEnded)
+        missing_bytes = {"a": 60 * GB + box.device.memory.held_bytes("a")[2], "b": 0}
+        assert (ended.turn_id, ended.missing_bytes) == (1, missing_bytes)
 
     def test_paused_kv_leaves_and_returns(self) -> None:
         box = Box("a", "b", weight_gb=60, capacity_gb=60.1)

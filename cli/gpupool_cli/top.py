@@ -1,0 +1,64 @@
+"""``top``: the terminal UI, or one screen of it as text."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from typing import Annotated
+
+import typer
+
+from gpupool_cli import output
+from gpupool_cli.options import duration_s
+from gpupool_cli.session import socket_path_of
+
+_LEAST_INTERVAL_S = 0.2
+
+
+def top(
+    ctx: typer.Context,
+    once: Annotated[
+        bool,
+        typer.Option("-1", "--once", help="Print one screen as plain text and leave."),
+    ] = False,
+    interval: Annotated[
+        float | None,
+        typer.Option(
+            "--interval",
+            "-d",
+            metavar="DURATION",
+            parser=duration_s,
+            help="How often to ask the daemon, 1s unless given; + and - change it.",
+        ),
+    ] = None,
+    theme: Annotated[
+        str, typer.Option(metavar="NAME", help="dark, light, terminal, or one of Textual's.")
+    ] = "dark",
+    use_ascii: Annotated[
+        bool, typer.Option("--ascii", help="Draw with ASCII characters only.")
+    ] = False,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Look only: nothing can be changed.")
+    ] = False,
+) -> None:
+    """Watch devices, models, turns, requests and events live; ? shows the keys.
+
+    Where stdout is no terminal, one screen is printed as with -1.
+    """
+    from gpupool_tui.run import Options, run, text_once  # the other commands do without it
+
+    options = Options(
+        max(_LEAST_INTERVAL_S, interval or 1.0), theme, use_ascii or _is_ascii(), read_only
+    )
+    if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        columns = shutil.get_terminal_size((80, 24)).columns
+        output.print_line(text_once(socket_path_of(ctx), columns, options))
+        return
+    run(socket_path_of(ctx), options)
+
+
+def _is_ascii() -> bool:
+    """Whether the terminal cannot show more: a bare locale, or one that says so."""
+    encoding = (sys.stdout.encoding or "").lower().replace("-", "")
+    return not encoding.startswith("utf") or os.environ.get("TERM") == "linux"

@@ -1,0 +1,54 @@
+"""``unload`` and ``cancel``: taking a model out of memory, ending a request."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gpupool_cli.diagnostics import say
+from gpupool_cli.options import NameArgument
+from gpupool_cli.session import open_client
+from gpupoold.admin.models_top import UnloadMode
+from gpupoold.errors import UsageError
+from gpupoold.units import format_bytes
+
+
+def unload(
+    ctx: typer.Context,
+    name: NameArgument,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="Take no new requests and wait for live ones.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="End live requests with an error.")
+    ] = False,
+    keep_host: Annotated[
+        bool,
+        typer.Option("--keep-host", help="Free devices only: its image stays in host memory."),
+    ] = False,
+) -> None:
+    """Take a model off all devices and out of host memory; it stays registered.
+
+    Its next request loads it again. Refused while it has live requests, unless told what
+    to do with them, and while its image is pinned.
+    """
+    if drain and force:
+        raise UsageError("--drain and --force exclude each other", "give one of them")
+    mode: UnloadMode = "drain" if drain else "force" if force else "refuse"
+    with open_client(ctx) as client:
+        freed = client.unload(name, mode, keep_host=keep_host)
+    device, host = format_bytes(freed.device_bytes), format_bytes(freed.host_bytes)
+    say(f"{freed.name}: freed {device} on devices, {host} of host memory")
+
+
+def cancel(
+    ctx: typer.Context,
+    request_id: Annotated[
+        str, typer.Argument(metavar="REQUEST", help="Its id, as `gpupool top` shows it.")
+    ],
+) -> None:
+    """End a live request; its client gets an error."""
+    with open_client(ctx) as client:
+        ended = client.cancel(request_id)
+    say(f"{ended.request_id}: cancelled after {ended.num_output_tokens} tokens of {ended.model}")

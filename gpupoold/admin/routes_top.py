@@ -1,0 +1,54 @@
+"""What ``gpupool top`` asks for every second, and the actions it has of its own."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import FastAPI, Query
+from fastapi.responses import Response
+
+from gpupoold.admin.models_top import CancelledRequest, TurnInfo, Unloaded, UnloadMode
+from gpupoold.pool import top_view
+from gpupoold.pool.pool import Pool
+
+Id = Annotated[int, Query(ge=0)]
+Limit = Annotated[int, Query(gt=0, le=10_000)]
+Count = Annotated[int, Query(ge=0, le=10_000)]
+
+
+def add_top_routes(app: FastAPI, pool: Pool) -> None:
+    """Add them to the admin API."""
+
+    @app.get("/turns")
+    async def turns(after: Id = 0, limit: Limit = 1000) -> list[TurnInfo]:
+        return top_view.turn_infos(pool.dispatcher.turns.after(after, limit))
+
+    @app.get("/top")
+    async def top(
+        turns_after: Id = 0,
+        events_after: Id | None = None,
+        turns: Count = 2000,
+        events: Count = 100,
+        requests: Count = 500,
+        minutes: bool = True,
+    ) -> Response:
+        limits = top_view.TopLimits(turns_after, events_after, turns, events, requests, minutes)
+        body = await top_view.top(pool, limits)
+        # FastAPI would turn it into Python objects first, which takes longer than all the rest.
+        return Response(body.model_dump_json(), media_type="application/json")
+
+    @app.delete("/requests/{request_id:path}")
+    async def cancel(request_id: str) -> CancelledRequest:
+        request = pool.dispatcher.cancel(request_id, "cancelled by the operator")
+        pool.history.record_event(
+            "info", "request_cancelled", request.model, f"{request_id}, by hand"
+        )
+        return CancelledRequest(
+            request_id=request_id,
+            model=request.model,
+            num_output_tokens=len(request.token_times_s),
+        )
+
+    @app.delete("/loaded/{name:path}")
+    async def unload(name: str, mode: UnloadMode = "refuse", keep_host: bool = False) -> Unloaded:
+        return await pool.unloader.unload(name, mode, keep_host=keep_host)

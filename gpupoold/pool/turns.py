@@ -1,0 +1,145 @@
+"""The latest turns of all devices, as they happened. Pure bookkeeping."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from gpupoold.wire import messages as m
+
+SwitchKind = Literal["none", "pages", "kv", "weights"]
+
+_NUM_KEPT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn that is over, with the switch that made it possible; ids grow by one.
+
+    ``began_s`` (monotonic) is when the model could run. ``switch`` is None where nothing had
+    to be done for it. A switch whose turn never came is a turn of 0 s that ``did_run`` not.
+    """
+
+    id: int
+    instance: int
+    model: str
+    began_s: float
+    seconds: float
+    num_tokens: int
+    switch: m.SwitchRecord | None
+    did_run: bool = True
+
+    @property
+    def switch_kind(self) -> SwitchKind:
+        """The most that was moved for it: weights, else KV, else only pages were mapped."""
+        return switch_kind(self.switch)
+
+
+def switch_kind(switch: m.SwitchRecord | None) -> SwitchKind:
+    """What a switch moved: weights, or only KV, or nothing but the mapping of pages."""
+    if switch is None:
+        return "none"
+    if switch.weight_bytes:
+        return "weights"
+    return "kv" if switch.kv_in_bytes or switch.kv_out_bytes else "pages"
+
+
+@dataclass(slots=True)
+class _Going:
+    """What a device has told since its last turn ended."""
+
+    switch: m.SwitchRecord | None = None
+    model: str = ""
+    num_tokens: int = 0
+
+
+class TurnLog:
+    """A bounded ring of turns; older ones are forgotten."""
+
+    def __init__(self, num_kept: int = _NUM_KEPT) -> None:
+        self.last_id = 0
+        self._kept: deque[Turn] = deque(maxlen=num_kept)
+        self._going: dict[int, _Going] = {}
+
+    def switched(self, switch: m.SwitchRecord) -> None:
+        """A device has switched, for a turn that follows."""
+        going = self._of(switch.instance)
+        before = going.switch
+        if before is not None and before.model == switch.model:
+            going.switch = _together(before, switch)
+            return
+        self._close_unused(switch.instance, going)
+        going.switch = switch
+
+    def stepped(self, instance: int, outputs: m.StepOutputs) -> None:
+        """Tokens came out of the turn under way."""
+        going = self._of(instance)
+        if going.model != outputs.model:  # the turn before was called off, and did not end
+            going.model, going.num_tokens = outputs.model, 0
+        going.num_tokens += sum(len(item.new_token_ids) for item in outputs.progress)
+
+    def ended(self, instance: int, message: m.TurnEnded) -> None:
+        """A turn is over; one that never could run left nothing but its switch."""
+        if not message.turn_id or message.began_s is None:
+            return
+        going = self._of(instance)
+        if going.switch is not None and going.switch.model != message.model:
+            self._close_unused(instance, going)
+        num_tokens = going.num_tokens if going.model == message.model else 0
+        seconds = max(0.0, message.ended_s - message.began_s)
+        self._add(instance, message.model, message.began_s, seconds, num_tokens, going.switch)
+        self._going[instance] = _Going()
+
+    def instance_down(self, instance: int) -> None:
+        """What was under way there is lost."""
+        self._going.pop(instance, None)
+
+    def after(self, after_id: int, limit: int) -> list[Turn]:
+        """Up to ``limit`` turns with larger ids, oldest first: the latest where there are more."""
+        num_new = self.last_id - max(0, after_id)
+        count = min(num_new, limit, len(self._kept))
+        if count <= 0:
+            return []
+        return list(_last(self._kept, count))
+
+    def _of(self, instance: int) -> _Going:
+        return self._going.setdefault(instance, _Going())
+
+    def _close_unused(self, instance: int, going: _Going) -> None:
+        switch, going.switch = going.switch, None
+        if switch is not None:
+            end_s = switch.at_s + switch.total_s
+            self._add(instance, switch.model, end_s, 0.0, 0, switch, did_run=False)
+
+    def _add(
+        self,
+        instance: int,
+        model: str,
+        began_s: float,
+        seconds: float,
+        num_tokens: int,
+        switch: m.SwitchRecord | None,
+        *,
+        did_run: bool = True,
+    ) -> None:
+        self.last_id += 1
+        turn = Turn(self.last_id, instance, model, began_s, seconds, num_tokens, switch, did_run)
+        self._kept.append(turn)
+
+
+def _together(first: m.SwitchRecord, second: m.SwitchRecord) -> m.SwitchRecord:
+    """Two switches to the same model, before the same turn, as one."""
+    sums = ("total_s", "evict_s", "map_s", "weights_s", "kv_s")
+    sizes = ("weight_bytes", "kv_in_bytes", "kv_out_bytes")
+    added = {name: getattr(first, name) + getattr(second, name) for name in (*sums, *sizes)}
+    return msgspec.structs.replace(first, **added)
+
+
+def _last(turns: deque[Turn], count: int) -> Iterable[Turn]:
+    """The last ``count``, in order; a deque is quick at its ends only."""
+    found = [turn for turn, _ in zip(reversed(turns), range(count), strict=False)]
+    return reversed(found)

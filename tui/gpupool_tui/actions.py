@@ -1,0 +1,119 @@
+"""What can be done to the daemon from the screen: questions before, calls, what to say after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from gpupool_tui.dialogs import Choice
+from gpupool_tui.numbers import size
+from gpupoold.admin.client import AdminClient
+from gpupoold.admin.models import DeviceInfo, RequestInfo, SetModelRequest
+from gpupoold.admin.models_top import TopModel, UnloadMode
+from gpupoold.units import format_duration
+
+Call = Callable[[AdminClient], str]
+
+
+class Plan(NamedTuple):
+    """A question with its answers, and the call that each of them stands for.
+
+    A call returns what has been done, in words; ``doing`` is said while it lasts.
+    """
+
+    title: str
+    text: str
+    doing: str
+    calls: list[tuple[Choice, Call]]
+
+
+def plan_pin(model: TopModel) -> Plan:
+    """Keep a model's image in host memory, or let it go."""
+    name, is_pinned = model.usage.name, not model.is_pinned
+
+    def call(client: AdminClient) -> str:
+        answer = client.pin(name, is_pinned)
+        return f"{answer.name}: {'pinned' if answer.is_pinned else 'not pinned any more'}"
+
+    if is_pinned:
+        text = "Its image stays in host memory once it is there, also after a restart."
+        return Plan(f"pin {name}?", text, f"pinning {name}", [(Choice("pin it", "pin"), call)])
+    text = "Its image may go from host memory when others need the room."
+    choice = Choice("unpin it", "unpin")
+    return Plan(f"unpin {name}?", text, f"unpinning {name}", [(choice, call)])
+
+
+def plan_unload(model: TopModel) -> Plan:
+    """Take a model out of memory, in one of the ways that its live requests allow."""
+    name, num_live = model.usage.name, model.usage.num_live
+
+    def call(mode: UnloadMode, keep_host: bool) -> Call:
+        def unload(client: AdminClient) -> str:
+            freed = client.unload(name, mode, keep_host=keep_host)
+            host = f", {size(freed.host_bytes)} of host memory" if freed.host_bytes else ""
+            return f"{freed.name}: freed {size(freed.device_bytes)} on devices{host}"
+
+        return unload
+
+    on_devices = size(model.usage.weights_resident_bytes + model.usage.kv_resident_bytes)
+    text = f"{on_devices} on devices, {size(model.usage.cached_bytes)} in host memory.\n"
+    text += "It stays registered; its next request loads it again."
+    if num_live:
+        text += f"\nIt has {num_live} live requests."
+    modes: list[tuple[UnloadMode, str]] = [("refuse", "")]
+    if num_live:
+        modes = [("drain", " when they have ended"), ("force", ", ending them")]
+    ways = [(mode, when, keep) for mode, when in modes for keep in (False, True)]
+    calls = [
+        (Choice(f"devices{'' if keep else ' and host memory'}{when}", str(i)), call(mode, keep))
+        for i, (mode, when, keep) in enumerate(ways)
+    ]
+    return Plan(f"unload {name}?", text, f"unloading {name}", calls)
+
+
+def plan_cancel(request: RequestInfo) -> Plan:
+    """End a request."""
+    request_id = request.request_id
+
+    def call(client: AdminClient) -> str:
+        ended = client.cancel(request_id)
+        return f"{ended.request_id}: cancelled after {ended.num_output_tokens} tokens"
+
+    text = f"{request_id}\nof {request.model} ends with an error; it has "
+    text += f"{request.num_output_tokens} tokens."
+    choice = Choice("cancel it", "cancel")
+    return Plan("cancel this request?", text, f"cancelling {request_id}", [(choice, call)])
+
+
+def plan_drain(device: DeviceInfo) -> Plan:
+    """Take a device out of service, or have it back."""
+    number = device.instance
+
+    def drain(client: AdminClient) -> str:
+        client.drain(number)
+        return f"device {number}: has no requests and gets none until it is undrained"
+
+    def undrain(client: AdminClient) -> str:
+        client.undrain(number)
+        return f"device {number}: has work again"
+
+    if device.is_draining:
+        choice = Choice("let it have work again", "undrain")
+        text = "It gets requests like the others."
+        return Plan(f"undrain device {number}?", text, f"undraining {number}", [(choice, undrain)])
+    text = f"It gets nothing new, and its {device.num_requests} requests go on on others, or end."
+    choice = Choice("drain it", "drain")
+    return Plan(f"drain device {number}?", text, f"draining device {number}", [(choice, drain)])
+
+
+def set_targets(name: str, ttft_s: float, tbt_s: float) -> Call:
+    """Give a model other targets."""
+
+    def call(client: AdminClient) -> str:
+        model = client.set_model(name, SetModelRequest(ttft_s=ttft_s, tbt_s=tbt_s))
+        return (
+            f"{model.name}: {format_duration(model.ttft_s)} to the first token,"
+            f" {format_duration(model.tbt_s)} between tokens"
+        )
+
+    return call

@@ -1,0 +1,165 @@
+"""``gpupool top``: the screen with all its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from rich.text import Text
+from textual.binding import Binding, BindingType
+
+from gpupool_tui import details
+from gpupool_tui.actions import (
+    Call,
+    Plan,
+    plan_cancel,
+    plan_drain,
+    plan_pin,
+    plan_unload,
+    set_targets,
+)
+from gpupool_tui.compose import tables
+from gpupool_tui.dialogs import ChoiceDialog, TargetsDialog, TextDialog
+from gpupool_tui.keys import all_keys
+from gpupool_tui.looking_app import LookingApp
+from gpupool_tui.view import Panel
+from gpupoold.admin.client import AdminClient
+from gpupoold.errors import GpupoolError
+
+_ACTION_TIMEOUT_S = 10.0
+
+
+class TopApp(LookingApp):
+    """Details of rows, and what can be done to the daemon."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(key.keys, key.action, key.meaning, show=False) for key in all_keys()
+    ]
+
+    def _selected(self, panel: Panel) -> Any:
+        """The row that is selected in a panel; without one, the first of those shown."""
+        table = tables(self.picture, self.view)[panel]
+        keys = table.keys
+        if not keys:
+            return None
+        selected = self.view.selected.get(panel)
+        if selected not in keys:
+            selected = keys[-1] if panel is Panel.EVENTS else keys[0]
+            self.view.selected[panel] = selected
+            self.draw()
+        return table.rows[keys.index(selected)]
+
+    def action_details(self) -> None:
+        """All about the selected row."""
+        row = self._selected(self.list_panel)
+        if row is None:
+            return
+        match self.list_panel:
+            case Panel.DEVICES:
+                fields = details.device_fields(row, self.picture, self.view)
+                self._open(f"device {row.instance}", fields)
+            case Panel.MODELS:
+                name = row.usage.name
+                dialog = self._open(name, details.model_fields(row, None))
+                self._add_later(
+                    dialog, lambda client: details.model_fields(row, client.model(name))
+                )
+            case Panel.REQUESTS:
+                self._open("request", details.request_fields(row, self.view))
+            case _:
+                self._open("event", details.event_fields(row, self.view))
+
+    def _open(self, title: str, fields: details.Fields) -> TextDialog:
+        dialog = TextDialog(title, details.as_text(fields), is_ascii=self.is_ascii)
+        self.push_screen(dialog)
+        return dialog
+
+    def _add_later(self, dialog: TextDialog, ask: Callable[[AdminClient], details.Fields]) -> None:
+        """Show more in a dialog when the daemon has told it."""
+
+        def work() -> None:
+            text = self._ask_text(ask)
+            self.from_thread(lambda: dialog.show(text) if dialog.is_attached else None)
+
+        self.run_worker(work, thread=True, exit_on_error=False)
+
+    def _ask_text(self, ask: Callable[[AdminClient], details.Fields]) -> Text:
+        try:
+            with AdminClient(self.socket_path, _ACTION_TIMEOUT_S) as client:
+                return details.as_text(ask(client))
+        except GpupoolError as error:
+            return Text(details.clean_lines(str(error)))
+
+    def action_pin(self) -> None:
+        """Pin or unpin the selected model."""
+        self._propose(Panel.MODELS, plan_pin)
+
+    def action_unload(self) -> None:
+        """Unload the selected model."""
+        self._propose(Panel.MODELS, plan_unload)
+
+    def action_cancel(self) -> None:
+        """Cancel the selected request."""
+        self._propose(Panel.REQUESTS, plan_cancel)
+
+    def action_drain(self) -> None:
+        """Drain or undrain the selected device."""
+        self._propose(Panel.DEVICES, plan_drain)
+
+    def action_targets(self) -> None:
+        """Give the selected model other targets."""
+        if not self._may_change(Panel.MODELS):
+            return
+        model = self._selected(Panel.MODELS)
+        if model is None:
+            return
+        name = model.usage.name
+
+        def chosen(targets: tuple[float, float] | None) -> None:
+            if targets is not None:
+                self._do(f"changing {name}", set_targets(name, *targets))
+
+        dialog = TargetsDialog(name, model.ttft_s, model.tbt_s, is_ascii=self.is_ascii)
+        self.push_screen(dialog, chosen)
+
+    def _may_change(self, panel: Panel) -> bool:
+        if self.view.is_read_only:
+            self.say("read-only: nothing is changed from here", "warn")
+            return False
+        if self.list_panel is panel:
+            return True
+        self.say(f"that is for {panel.title.lower()}: press {panel.value} first", "warn")
+        return False
+
+    def _propose(self, panel: Panel, plan_of: Callable[[Any], Plan]) -> None:
+        if not self._may_change(panel):
+            return
+        row = self._selected(panel)
+        if row is None:
+            return
+        plan = plan_of(row)
+
+        def chosen(value: str | None) -> None:
+            for choice, call in plan.calls:
+                if choice.value == value:
+                    self._do(plan.doing, call)
+
+        choices = [choice for choice, _ in plan.calls]
+        self.push_screen(
+            ChoiceDialog(plan.title, plan.text, choices, is_ascii=self.is_ascii), chosen
+        )
+
+    def _do(self, doing: str, call: Call) -> None:
+        """Carry a change out in a thread of its own; it may take its time."""
+
+        def work() -> None:
+            try:
+                with AdminClient(self.socket_path, _ACTION_TIMEOUT_S) as client:
+                    text, style = call(client), "good"
+            except GpupoolError as error:
+                text, style = str(error), "bad"
+            self.from_thread(self.say, text, style)
+            self.poller.ask_now()
+
+        self.say(f"{doing} ...")
+        self.run_worker(work, thread=True, exit_on_error=False)

@@ -1,0 +1,136 @@
+"""The screen: answers change the picture, which is composed anew with the view."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from textual import events
+from textual.app import App, ComposeResult
+from textual.timer import Timer
+from textual.widgets import Input
+
+from gpupool_tui.board import Board
+from gpupool_tui.compose import Screen, compose
+from gpupool_tui.palette import Palette, palette_of, plain_palette
+from gpupool_tui.picture import Picture
+from gpupool_tui.poller import Poller, Question
+from gpupool_tui.view import View
+from gpupoold.admin.models_top import Top
+
+THEMES = {"dark": "textual-dark", "light": "textual-light", "terminal": "ansi-dark"}
+_MESSAGE_S = 8.0
+
+
+class BaseApp(App[None]):
+    """The screen, and what comes from the daemon; it knows no keys."""
+
+    TITLE = "gpupool"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    Screen { layers: below above; }
+    Board { layer: below; }
+    #filter { layer: above; dock: bottom; display: none; height: 1; border: none; padding: 0 1; }
+    #filter.open { display: block; }
+    """
+
+    def __init__(
+        self, socket_path: Path, picture: Picture, view: View, theme: str = "dark"
+    ) -> None:
+        """``picture`` has the first answer already; ``theme`` is ``dark``, ``light`` or one of
+        Textual's names."""
+        self._has_colours = "NO_COLOR" not in os.environ
+        super().__init__(ansi_color=None if self._has_colours else True)
+        self.theme = THEMES.get(theme, theme)
+        self.picture = picture
+        self.view = view
+        self.socket_path = socket_path
+        self.board = Board(self._palette())
+        self.drawn: Screen | None = None
+        self._message_timer: Timer | None = None
+        self.poller = Poller(
+            socket_path,
+            self._question,
+            lambda: self.view.interval_s,
+            lambda top: self.from_thread(self._on_answer, top),
+            lambda reason: self.from_thread(self._on_lost, reason),
+        )
+
+    @property
+    def is_ascii(self) -> bool:
+        """Whether the terminal has ASCII only."""
+        return self.view.glyphs.is_ascii
+
+    def compose(self) -> ComposeResult:
+        """Textual's: the widgets."""
+        yield self.board
+        yield Input(placeholder="text to filter by", id="filter", compact=True)
+
+    def on_mount(self) -> None:
+        """Textual's: the first screen, then the daemon is asked for others."""
+        self.board.focus()
+        self.theme_changed_signal.subscribe(self, self._on_theme)
+        self.poller.start()
+
+    def on_unmount(self) -> None:
+        """Textual's: the end."""
+        self.poller.stop()
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Textual's: the terminal has another size."""
+        self.draw()
+
+    def draw(self) -> None:
+        """Put the picture on the screen as it is now."""
+        width, height = self.size
+        if width and height:
+            self.drawn = compose(self.picture, self.view, width, height)
+            self.board.show(self.drawn.lines)
+
+    def say(self, text: str, style: str = "") -> None:
+        """Show a line at the bottom for a while."""
+        self.view.message, self.view.message_style = text, style
+        if self._message_timer is not None:
+            self._message_timer.stop()
+        self._message_timer = self.set_timer(_MESSAGE_S, self._forget_message)
+        self.draw()
+
+    # Answers
+
+    def _question(self) -> Question | None:
+        return None if self.view.is_held else Question.after(self.picture)
+
+    def from_thread(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function in the application's thread and wait for its end."""
+        with contextlib.suppress(RuntimeError):  # the application has ended meanwhile
+            self.call_from_thread(function, *arguments)
+
+    def _on_answer(self, top: Top) -> None:
+        if self.view.is_held:
+            return
+        is_new = self.picture.restarted(top)
+        self.picture.add(top)
+        if self.view.lost:
+            self.view.lost = ""
+            again = "the daemon has started again" if is_new else "connected again"
+            self.say(again, "good")
+        elif is_new:
+            self.say("the daemon has started again", "warn")
+        self.draw()
+
+    def _on_lost(self, reason: str) -> None:
+        self.view.lost = f"connection lost, trying again: {reason}"
+        self.draw()
+
+    def _forget_message(self) -> None:
+        self.view.message = ""
+        self.draw()
+
+    def _on_theme(self, _: object) -> None:
+        self.board.repaint(self._palette())
+
+    def _palette(self) -> Palette:
+        return palette_of(self.current_theme) if self._has_colours else plain_palette()

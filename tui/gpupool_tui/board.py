@@ -1,0 +1,114 @@
+"""The widget that shows composed lines, and redraws only the cells that have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.segment import Segment
+from textual import events
+from textual.geometry import Region
+from textual.message import Message
+from textual.strip import Strip
+from textual.widget import Widget
+
+from gpupool_tui.palette import Look, Palette
+from gpupool_tui.text import Line, width_of
+
+
+class Board(Widget, can_focus=True):
+    """The whole screen. Textual lays nothing out: a new picture costs what has changed in it."""
+
+    DEFAULT_CSS = "Board { width: 1fr; height: 1fr; }"
+
+    class Clicked(Message):
+        """A line was clicked, or the wheel turned above it (``step`` is not 0)."""
+
+        def __init__(self, y: int, step: int) -> None:
+            super().__init__()
+            self.y = y
+            self.step = step
+
+    def __init__(self, palette: Palette) -> None:
+        super().__init__()
+        self.palette = palette
+        self._lines: Sequence[Line] = ()
+
+    @property
+    def lines(self) -> Sequence[Line]:
+        """What is shown."""
+        return self._lines
+
+    def show(self, lines: Sequence[Line]) -> None:
+        """Show these lines."""
+        before, self._lines = self._lines, lines
+        if len(before) != len(lines):
+            self.refresh()
+            return
+        changed = [
+            Region(start, y, end - start, 1)
+            for y, (old, new) in enumerate(zip(before, lines, strict=True))
+            if old != new
+            for start, end in (difference(old, new),)
+        ]
+        if changed:
+            self.refresh(*changed)
+
+    def repaint(self, palette: Palette) -> None:
+        """Show the same in other colours."""
+        self.palette = palette
+        self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        """Textual's: one line of the widget."""
+        if y >= len(self._lines):
+            return Strip.blank(self.size.width, self.palette.look("").style)
+        return Strip(segments_of(self._lines[y], self.palette), self.size.width)
+
+    def on_click(self, event: events.Click) -> None:
+        """Textual's: a line was clicked."""
+        self.post_message(self.Clicked(event.y, 0))
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """Textual's: the wheel."""
+        self.post_message(self.Clicked(event.y, 1))
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """Textual's: the wheel."""
+        self.post_message(self.Clicked(event.y, -1))
+
+
+def segments_of(line: Line, palette: Palette) -> list[Segment]:
+    """A line as Textual has it. Blanks are drawn with what is before them where that looks the
+    same: on the way to the terminal a change of style is longer than most of the words."""
+    segments: list[Segment] = []
+    texts: list[str] = []
+    last: Look | None = None
+    for text, words in line:
+        look = palette.look(words)
+        is_same = last is not None and (
+            look.number == last.number or (look.back == last.back and text.isspace())
+        )
+        if not is_same:
+            if last is not None:
+                segments.append(Segment("".join(texts), last.style))
+            texts, last = [], look
+        texts.append(text)
+    if last is not None:
+        segments.append(Segment("".join(texts), last.style))
+    return segments
+
+
+def difference(old: Line, new: Line) -> tuple[int, int]:
+    """The cells from the first to the last in which two lines of one width differ.
+
+    One stretch a line: Textual sends a line's cells from its beginning for each of them.
+    """
+    first = 0
+    while first < min(len(old), len(new)) and old[first] == new[first]:
+        first += 1
+    last = 0
+    while last < min(len(old), len(new)) - first and old[-1 - last] == new[-1 - last]:
+        last += 1
+    start = width_of(new[:first])
+    end = max(width_of(old), width_of(new)) - width_of(new[len(new) - last :])
+    return start, max(end, start + 1)

@@ -1,0 +1,191 @@
+"""The whole screen as lines of text with styles. Pure: the same for a terminal and for a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpupool_tui import devices_panel, events_panel, models_panel, requests_panel
+from gpupool_tui.frame import footer, header, title_line
+from gpupool_tui.lanes import axis, draw_lane
+from gpupool_tui.layout import share_out, wishes
+from gpupool_tui.numbers import duration
+from gpupool_tui.picture import Picture
+from gpupool_tui.table import Column, Drawn, draw_table, sort_rows, window
+from gpupool_tui.text import Line, Span, as_ascii, fit, fit_line, restyled
+from gpupool_tui.view import Panel, View
+from gpupoold.admin.models import DeviceInfo
+
+_LANE_LEFT = 5
+_LANE_RIGHT = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """What is on the screen, and where: each panel's lines, and the keys of rows by line."""
+
+    lines: list[Line]
+    places: dict[Panel, range]
+    rows: dict[int, tuple[Panel, str]]
+
+    @property
+    def visible(self) -> frozenset[Panel]:
+        """The panels that have a place."""
+        return frozenset(self.places)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A panel that is a table: its columns, its rows in order and as they are remembered."""
+
+    columns: Sequence[Column[Any]]
+    rows: Sequence[Any]
+    key_of: Callable[[Any], str]
+    num_all: int
+
+    @property
+    def keys(self) -> list[str]:
+        """The rows' keys."""
+        return [self.key_of(row) for row in self.rows]
+
+
+def tables(picture: Picture, view: View) -> dict[Panel, Table]:
+    """The rows of every table that are not filtered out, in their order."""
+    wanted = view.filter.lower()
+
+    def rows(panel: Panel, every: Sequence[Any], columns: Any, key_of: Any, text: Any) -> Table:
+        kept = [row for row in every if not wanted or wanted in text(row).lower()]
+        ordered = sort_rows(kept, columns, view.sorting.get(panel))
+        num_all = len(every)
+        if panel is Panel.REQUESTS and picture.status is not None:
+            num_all = max(num_all, picture.status.num_live_requests)
+        return Table(columns, ordered, key_of, num_all)
+
+    return {
+        Panel.DEVICES: rows(
+            Panel.DEVICES,
+            picture.devices,
+            devices_panel.COLUMNS,
+            devices_panel.key_of,
+            lambda one: wanted,  # a name says nothing of a device
+        ),
+        Panel.MODELS: rows(
+            Panel.MODELS,
+            picture.models,
+            models_panel.columns(picture),
+            models_panel.key_of,
+            lambda one: one.usage.name,
+        ),
+        Panel.REQUESTS: rows(
+            Panel.REQUESTS,
+            picture.requests,
+            requests_panel.COLUMNS,
+            requests_panel.key_of,
+            lambda one: f"{one.request_id} {one.model}",
+        ),
+        Panel.EVENTS: rows(
+            Panel.EVENTS,
+            list(picture.events),
+            events_panel.COLUMNS,
+            events_panel.key_of,
+            lambda one: f"{one.kind} {one.subject} {one.message}",
+        ),
+    }
+
+
+def compose(picture: Picture, view: View, width: int, height: int) -> Screen:
+    """``height`` lines of ``width`` cells."""
+    all_tables = tables(picture, view)
+    wanted = wishes(*(all_tables[panel].num_all for panel in _COUNTED))
+    heights = share_out(wanted, height - 2, view.maximised)
+    lines: list[Line] = [header(picture, view, width)]
+    places: dict[Panel, range] = {}
+    rows: dict[int, tuple[Panel, str]] = {}
+    for panel, count in heights.items():
+        first = len(lines)
+        places[panel] = range(first, first + count)
+        drawn, keys = _panel(panel, picture, view, all_tables, width, count)
+        above = 1 if panel is Panel.LANES else 2
+        owner = Panel.DEVICES if panel is Panel.LANES else panel
+        rows |= {first + above + index: (owner, key) for index, key in enumerate(keys)}
+        lines += drawn
+    body = [restyled(line, "lost") for line in lines[1:]] if view.lost else lines[1:]
+    lines = [lines[0], *body]
+    lines += [(Span(" " * width),)] * (height - 1 - len(lines))
+    hidden = [] if view.maximised else [panel for panel in Panel if panel not in heights]
+    lines.append(footer(view, hidden, width))
+    if view.glyphs.is_ascii:
+        lines = [as_ascii(line) for line in lines]
+    return Screen(lines[:height], places, rows)
+
+
+_COUNTED = (Panel.DEVICES, Panel.MODELS, Panel.REQUESTS, Panel.EVENTS)
+
+
+def _panel(
+    panel: Panel,
+    picture: Picture,
+    view: View,
+    all_tables: dict[Panel, Table],
+    width: int,
+    height: int,
+) -> tuple[list[Line], list[str]]:
+    if panel is Panel.LANES:
+        return _lanes(picture, view, width, height)
+    table = all_tables[panel]
+    drawn = draw_table(
+        table.columns,
+        table.rows,
+        table.key_of,
+        view,
+        view.sorting.get(panel),
+        view.selected.get(panel),
+        width,
+        height - 1,
+        at_end=panel is Panel.EVENTS,
+    )
+    legend = devices_panel.legend(view) if panel is Panel.DEVICES else ()
+    title = title_line(panel, view, _notes(panel, table, drawn, view), legend, width)
+    return [title, *drawn.lines], drawn.keys
+
+
+def _notes(panel: Panel, table: Table, drawn: Drawn, view: View) -> list[str]:
+    notes = []
+    if view.filter and panel is not Panel.DEVICES:
+        notes.append(f"{len(table.rows)} with {view.filter!r}")
+    if len(drawn.keys) < table.num_all:
+        notes.append(f"{len(drawn.keys)} shown of {table.num_all}")
+    else:
+        notes.append(str(table.num_all))
+    if drawn.left_out:
+        notes.append("no room for " + ", ".join(drawn.left_out))
+    return notes
+
+
+def _lanes(picture: Picture, view: View, width: int, height: int) -> tuple[list[Line], list[str]]:
+    glyphs, zoom_s = view.glyphs, view.zoom_s
+    cells = max(1, width - _LANE_LEFT - _LANE_RIGHT)
+    devices = sorted(picture.devices, key=lambda one: one.instance)
+    numbers = [str(one.instance) for one in devices]
+    selected = view.selected.get(Panel.DEVICES, "")
+    index = numbers.index(selected) if selected in numbers else 0
+    shown = window(len(devices), height - 2, index)
+    lines = [_lane(picture, devices[i], view, cells) for i in shown]
+    below = axis(zoom_s, cells, glyphs)
+    lines += [(Span(" " * width),)] * (height - 2 - len(lines))
+    lines.append(fit_line((Span(" " * _LANE_LEFT), Span(below, "dim")), width))
+    notes = [f"{duration(zoom_s)} a cell", f"{duration(cells * zoom_s)} in all"]
+    if len(shown) < len(devices):
+        notes.append(f"{len(shown)} shown of {len(devices)}")
+    legend = (Span(glyphs.switch, "switch"), Span(" switch, and its share of the time", "dim"))
+    title = title_line(Panel.LANES, view, notes, legend, width)
+    return [title, *lines], [numbers[i] for i in shown]
+
+
+def _lane(picture: Picture, device: DeviceInfo, view: View, cells: int) -> Line:
+    lane = draw_lane(picture.cells(device, view.zoom_s, cells), view.glyphs)
+    share = f"{100 * lane.switch_share:4.0f}%"
+    style = "warn" if lane.switch_share > 0.25 else "dim"
+    left = Span(fit(str(device.instance), _LANE_LEFT - 1, right=True) + " ", "bold")
+    return (left, *lane.line, Span(f" {share}", style))

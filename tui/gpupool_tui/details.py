@@ -1,0 +1,156 @@
+"""All that is known of a row, as lines of a name and a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.text import Text
+
+from gpupool_tui.models_panel import where
+from gpupool_tui.numbers import NOTHING, clock, count, duration, percent, size
+from gpupool_tui.picture import Picture
+from gpupool_tui.requests_panel import due
+from gpupool_tui.text import clean, plain
+from gpupool_tui.view import View
+from gpupoold.admin.models import DeviceInfo, EventInfo, ModelInfo, RequestInfo
+from gpupoold.admin.models_top import TopModel
+
+Fields = Mapping[str, str]
+
+
+def as_text(fields: Fields) -> Text:
+    """The fields below each other, the values in a column."""
+    width = max(map(len, fields), default=0) + 2
+    text = Text()
+    for name, value in fields.items():
+        text.append(f"{name:<{width}}", "dim")
+        text.append(clean_lines(value).replace("\n", "\n" + " " * width) + "\n")
+    text.rstrip()
+    return text
+
+
+def clean_lines(text: str) -> str:
+    """Text of several lines without what would speak to the terminal."""
+    return "\n".join(clean(line) for line in text.split("\n"))
+
+
+def device_fields(device: DeviceInfo, picture: Picture, view: View) -> Fields:
+    """Of a device, with its latest turns."""
+    turns = list(picture.turns.get(device.instance, ()))[-8:]
+    lines = [
+        f"{clock(turn.began_at, view.zone)}  {turn.model}: {duration(turn.seconds)},"
+        f" {turn.num_tokens} tokens, {_after(turn.switch_kind, turn.switch_s)}"
+        for turn in reversed(turns)
+    ]
+    role = device.role + (" (by hand)" if device.is_role_fixed else " (the policy's choice)")
+    return {
+        "kind": device.kind,
+        "state": device.state + (", draining" if device.is_draining else ""),
+        "process": NOTHING if device.pid is None else str(device.pid),
+        "role": role,
+        "on turn": device.on_turn or NOTHING,
+        "quota": _quota(device),
+        "requests": f"{device.num_requests}, {device.num_waiting_for_kv} wait for room for KV",
+        "memory": f"{size(device.device_bytes)}: {size(device.weights_bytes)} weights"
+        f" ({size(device.prefetched_bytes)} of them ahead of their turn),"
+        f" {size(device.kv_bytes)} KV, {size(device.free_bytes)} free",
+        "KV in host memory": f"{size(device.kv_host_bytes)} of"
+        f" {size(device.kv_host_limit_bytes) if device.kv_host_limit_bytes else 'no limit'}",
+        "KV recomputed": f"{device.num_recomputed} times for want of room",
+        "link": f"{size(device.link_in_bytes_per_s)}/s in,"
+        f" {size(device.link_out_bytes_per_s)}/s out",
+        "GPU": _gpu(device),
+        "steps": count(device.num_steps),
+        "latest turns": "\n".join(lines) or NOTHING,
+    }
+
+
+def model_fields(model: TopModel, info: ModelInfo | None) -> Fields:
+    """Of a model; ``info`` is what its registration says, None while it is being asked for."""
+    usage = model.usage
+    fields = {
+        "state": usage.state + (f": {info.error}" if info is not None and info.error else ""),
+        "on devices": where(model),
+        "targets": f"{duration(model.ttft_s)} to the first token,"
+        f" {duration(model.tbt_s)} between tokens",
+        "first token": _percentiles(usage.ttft_p50_s, usage.ttft_p99_s),
+        "between tokens": _percentiles(usage.tbt_p50_s, usage.tbt_p99_s),
+        "in time": f"{percent(usage.attainment_1m)} % of the last minute's tokens,"
+        f" {percent(usage.attainment_1h)} % of the last hour's,"
+        f" {percent(usage.attainment)} % since the start",
+        "tokens": f"{count(usage.tokens)} since the start, {count(usage.tokens_per_s)}/s now",
+        "requests": f"{usage.num_live} live, {usage.num_waiting} of them wait;"
+        f" {usage.completed} completed of {usage.requests}, {usage.refused} refused,"
+        f" {usage.dropped} dropped",
+        "weights": f"{size(usage.weights_total_bytes)},"
+        f" {size(usage.weights_resident_bytes)} on devices",
+        "image": (f"{size(usage.cached_bytes)} in host memory" if usage.cached_bytes else NOTHING)
+        + (", pinned" if model.is_pinned else ""),
+        "KV": f"{size(usage.kv_resident_bytes)} on devices,"
+        f" {size(usage.kv_host_bytes)} in host memory",
+    }
+    if info is not None:
+        fields |= {
+            "aliases": ", ".join(info.aliases) or NOTHING,
+            "architecture": info.architecture or NOTHING,
+            "longest request": f"{info.max_model_len} tokens" if info.max_model_len else NOTHING,
+            "source": info.source,
+            "path": info.path,
+        }
+    return fields
+
+
+def request_fields(request: RequestInfo, view: View) -> Fields:
+    """Of a request."""
+    where_text = "no device yet" if request.instance is None else f"device {request.instance}"
+    return {
+        "id": request.request_id,
+        "model": request.model,
+        "on": where_text,
+        "age": duration(request.age_s),
+        "prompt": f"{request.num_prompt_tokens} tokens",
+        "answer": f"{request.num_output_tokens} tokens so far",
+        "next token due": plain(due(request, view)),
+    }
+
+
+def event_fields(event: EventInfo, view: View) -> Fields:
+    """Of an event."""
+    return {
+        "at": clock(event.at, view.zone),
+        "level": event.level,
+        "what": event.kind,
+        "of": event.subject,
+        "message": event.message,
+    }
+
+
+def _after(kind: str, seconds: float) -> str:
+    words = {"weights": "weights came in", "kv": "KV came in", "pages": "pages were mapped"}
+    if kind == "none":
+        return "no switch"
+    return f"{words.get(kind, kind)} in {duration(seconds)}"
+
+
+def _quota(device: DeviceInfo) -> str:
+    if device.on_turn is None:
+        return NOTHING
+    if device.quota_s is None:
+        return f"{duration(device.quota_used_s)} used, no end of its own"
+    used, left = duration(device.quota_used_s), duration(device.quota_left_s)
+    return f"{used} of {duration(device.quota_s)} used, {left} left"
+
+
+def _gpu(device: DeviceInfo) -> str:
+    if device.utilisation is None and device.temperature_c is None and device.power_w is None:
+        return "no readings"
+    busy = NOTHING if device.utilisation is None else f"{100 * device.utilisation:.0f} %"
+    warm = NOTHING if device.temperature_c is None else f"{device.temperature_c:.0f} C"
+    power = NOTHING if device.power_w is None else f"{device.power_w:.0f} W"
+    return f"{busy} busy, {warm}, {power}"
+
+
+def _percentiles(p50_s: float | None, p99_s: float | None) -> str:
+    if p50_s is None or p99_s is None:
+        return NOTHING
+    return f"{duration(p50_s)} (half), {duration(p99_s)} (99 of 100), during the last hour"

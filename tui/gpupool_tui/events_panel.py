@@ -1,0 +1,48 @@
+"""The events: what the daemon thought worth telling, the newest at the bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpupool_tui.numbers import clock
+from gpupool_tui.table import Column
+from gpupool_tui.text import Line, Span, clean
+from gpupool_tui.view import View
+from gpupoold.admin.models import EventInfo
+
+_LEVELS = {"info": ("info", "dim"), "warning": ("warn", "warn"), "error": ("ERROR", "bad")}
+
+
+def key_of(event: EventInfo) -> str:
+    """What an event is remembered by."""
+    return str(event.id)
+
+
+def _time(event: EventInfo, view: View, width: int) -> Line:
+    return (Span(clock(event.at, view.zone), "dim"),)
+
+
+def _level(event: EventInfo, view: View, width: int) -> Line:
+    text, style = _LEVELS[event.level]
+    return (Span(text, style),)
+
+
+def _kind(event: EventInfo, view: View, width: int) -> Line:
+    return (Span(clean(event.kind), "bold"),)
+
+
+def _subject(event: EventInfo, view: View, width: int) -> Line:
+    return (Span(clean(event.subject)),)
+
+
+def _message(event: EventInfo, view: View, width: int) -> Line:
+    return (Span(clean(event.message), "bad" if event.level == "error" else ""),)
+
+
+COLUMNS: Sequence[Column[EventInfo]] = (
+    Column("time", "TIME", 8, _time),
+    Column("level", "LEVEL", 5, _level),
+    Column("kind", "WHAT", 14, _kind, grows=6),
+    Column("subject", "OF", 8, _subject, rank=1, grows=12),
+    Column("message", "MESSAGE", 24, _message, grows=200),
+)

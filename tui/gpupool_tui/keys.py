@@ -1,0 +1,78 @@
+"""Every key with what it does: the one table behind bindings, the help screen and the docs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Key(NamedTuple):
+    """Keys (Textual's names, separated by commas) for one action; ``shown`` is for people."""
+
+    keys: str
+    action: str
+    shown: str
+    meaning: str
+    is_change: bool = False
+    """Whether it changes something of the daemon's, and is refused where one only reads."""
+
+
+KEYS: tuple[tuple[str, tuple[Key, ...]], ...] = (
+    (
+        "Moving",
+        (
+            Key("up,k", "move(-1)", "up k", "the row above"),
+            Key("down,j", "move(1)", "down j", "the row below"),
+            Key("pageup", "move(-10)", "PgUp", "ten rows up"),
+            Key("pagedown", "move(10)", "PgDn", "ten rows down"),
+            Key("home,g", "edge(-1)", "home g", "the first row"),
+            Key("end,G", "edge(1)", "end G", "the last row"),
+            Key("tab", "next_panel(1)", "tab", "the next panel"),
+            Key("shift+tab", "next_panel(-1)", "shift-tab", "the panel before"),
+            Key("1", "panel(1)", "1", "devices; once more: with the whole screen"),
+            Key("2", "panel(2)", "2", "turns, likewise"),
+            Key("3", "panel(3)", "3", "models, likewise"),
+            Key("4", "panel(4)", "4", "requests, likewise"),
+            Key("5", "panel(5)", "5", "events, likewise"),
+            Key("m", "maximise", "m", "the panel with the whole screen, and back"),
+            Key("enter", "details", "enter", "all about the row"),
+            Key("escape", "step_back", "esc", "back: from what is open, large, filtered or chosen"),
+        ),
+    ),
+    (
+        "Looking",
+        (
+            Key("slash", "filter", "/", "only rows of models, requests and events with a text"),
+            Key("comma,less_than_sign", "sort(-1)", ", <", "sort by the column before"),
+            Key("full_stop,greater_than_sign", "sort(1)", ". >", "sort by the next column"),
+            Key("r", "reverse", "r", "turn the order round"),
+            Key("f,space", "hold", "f space", "hold the picture, and follow again"),
+            Key("left_square_bracket", "zoom(-1)", "[", "less time in the turns' lanes"),
+            Key("right_square_bracket", "zoom(1)", "]", "more time in the turns' lanes"),
+            Key("plus,equals_sign", "interval(1)", "+", "ask less often"),
+            Key("minus", "interval(-1)", "-", "ask more often"),
+            Key("T", "theme", "T", "dark, light, the terminal's own colours"),
+        ),
+    ),
+    (
+        "Doing, after a question",
+        (
+            Key("p", "pin", "p", "model: keep its image in host memory, or no more", True),
+            Key("u", "unload", "u", "model: off the devices, out of host memory", True),
+            Key("t", "targets", "t", "model: other targets", True),
+            Key("x", "cancel", "x", "request: end it with an error", True),
+            Key("d", "drain", "d", "device: empty it, or let it have work again", True),
+        ),
+    ),
+    (
+        "Else",
+        (
+            Key("question_mark,h", "help", "? h", "this help"),
+            Key("q,ctrl+c", "quit", "q ^C", "leave"),
+        ),
+    ),
+)
+
+
+def all_keys() -> list[Key]:
+    """Without their groups."""
+    return [key for _, keys in KEYS for key in keys]

@@ -1,0 +1,168 @@
+"""The models: what each has and does, and how it keeps to its targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gpupool_tui.bars import sparkline
+from gpupool_tui.lanes import colour_of
+from gpupool_tui.numbers import NOTHING, count, duration, percent, ranges, size
+from gpupool_tui.picture import Picture
+from gpupool_tui.table import Column, or_last, or_least
+from gpupool_tui.text import Line, Span, clean
+from gpupool_tui.view import View
+from gpupoold.admin.models_top import TopModel
+
+Cell = Callable[[TopModel, View, int], Line]
+
+GOOD_ATTAINMENT = 0.9
+_STATE_STYLES = {"ready": "good", "loading": "warn", "draining": "warn", "failed": "bad"}
+
+
+def key_of(model: TopModel) -> str:
+    """What a model is remembered by."""
+    return model.usage.name
+
+
+def where(model: TopModel) -> str:
+    """The devices that have its weights; else how near they are."""
+    if model.devices:
+        return ranges(model.devices)
+    if model.usage.weights_resident_bytes:
+        return "part"
+    return "host" if model.usage.cached_bytes else NOTHING
+
+
+def misses(model: TopModel) -> bool:
+    """Whether it was in time too seldom during the last minute."""
+    attainment = model.usage.attainment_1m
+    return attainment is not None and attainment < GOOD_ATTAINMENT
+
+
+def _name(model: TopModel, view: View, width: int) -> Line:
+    return (Span(clean(model.usage.name), f"bold {colour_of(model.usage.name)}"),)
+
+
+def _state(model: TopModel, view: View, width: int) -> Line:
+    return (Span(model.usage.state, _STATE_STYLES.get(model.usage.state, "")),)
+
+
+def _where(model: TopModel, view: View, width: int) -> Line:
+    text = where(model)
+    return (Span(text, "" if model.devices else "dim"),)
+
+
+def _live(model: TopModel, view: View, width: int) -> Line:
+    return (Span(str(model.usage.num_live), "" if model.usage.num_live else "dim"),)
+
+
+def _waiting(model: TopModel, view: View, width: int) -> Line:
+    number = model.usage.num_waiting
+    return (Span(str(number), "warn" if number else "dim"),)
+
+
+def _pair(p50_s: float | None, p99_s: float | None, target_s: float, view: View) -> Line:
+    if p50_s is None or p99_s is None:
+        return (Span(NOTHING, "dim"),)
+    return (*_against(p50_s, target_s, view), Span("/", "dim"), *_against(p99_s, target_s, view))
+
+
+def _against(seconds: float, target_s: float, view: View) -> Line:
+    if seconds > target_s:
+        return (Span(duration(seconds) + view.glyphs.late, "bad"),)
+    return (Span(duration(seconds)),)
+
+
+def _ttft(model: TopModel, view: View, width: int) -> Line:
+    usage = model.usage
+    return _pair(usage.ttft_p50_s, usage.ttft_p99_s, model.ttft_s, view)
+
+
+def _tbt(model: TopModel, view: View, width: int) -> Line:
+    usage = model.usage
+    return _pair(usage.tbt_p50_s, usage.tbt_p99_s, model.tbt_s, view)
+
+
+def _targets(model: TopModel, view: View, width: int) -> Line:
+    return (Span(f"{duration(model.ttft_s)}/{duration(model.tbt_s)}", "dim"),)
+
+
+def _rate(model: TopModel, view: View, width: int) -> Line:
+    rate = model.usage.tokens_per_s
+    return (Span(count(rate), "" if rate else "dim"),)
+
+
+def _pinned(model: TopModel, view: View, width: int) -> Line:
+    return (Span("yes") if model.is_pinned else Span(NOTHING, "dim"),)
+
+
+def _bytes(key: str, title: str, value: Callable[[TopModel], int], rank: int) -> Column[TopModel]:
+    """A column of sizes."""
+
+    def cell(model: TopModel, view: View, width: int) -> Line:
+        num_bytes = value(model)
+        return (Span(size(num_bytes), "" if num_bytes else "dim"),)
+
+    return Column(key, title, 7, cell, value, descends=True, right=True, rank=rank)
+
+
+def _share(
+    key: str, title: str, value: Callable[[TopModel], float | None], rank: int
+) -> Column[TopModel]:
+    """A column of shares of tokens that were in time; the worst are first when sorted."""
+
+    def cell(model: TopModel, view: View, width: int) -> Line:
+        share = value(model)
+        if share is None:
+            return (Span(NOTHING, "dim"),)
+        if share < GOOD_ATTAINMENT:
+            return (Span(percent(share) + view.glyphs.late, "bad"),)
+        return (Span(percent(share), "good"),)
+
+    return Column(key, title, 5, cell, lambda one: or_last(value(one)), right=True, rank=rank)
+
+
+def _figure(
+    key: str,
+    title: str,
+    width: int,
+    cell: Cell,
+    value: Callable[[TopModel], Any],
+    rank: int = 0,
+    *,
+    descends: bool = True,
+) -> Column[TopModel]:
+    """A column of numbers."""
+    return Column(key, title, width, cell, value, descends=descends, right=True, rank=rank)
+
+
+_BEFORE: tuple[Column[TopModel], ...] = (
+    Column("name", "MODEL", 10, _name, lambda one: one.usage.name, grows=30),
+    Column("state", "STATE", 8, _state, lambda one: one.usage.state, rank=7),
+    Column("on", "ON", 4, _where, lambda one: (not one.devices, one.devices), rank=2, grows=4),
+    _figure("live", "LIVE", 4, _live, lambda one: one.usage.num_live),
+    _figure("wait", "WAIT", 4, _waiting, lambda one: one.usage.num_waiting),
+    _figure("ttft", "TTFT p50/99", 13, _ttft, lambda one: or_least(one.usage.ttft_p99_s), 1),
+    _figure("tbt", "TBT p50/99", 13, _tbt, lambda one: or_least(one.usage.tbt_p99_s), 1),
+    _figure("target", "TARGETS", 11, _targets, lambda one: one.tbt_s, 8, descends=False),
+    _share("1m", "1MIN%", lambda one: one.usage.attainment_1m, 0),
+    _share("1h", "1H%", lambda one: one.usage.attainment_1h, 6),
+)
+_AFTER: tuple[Column[TopModel], ...] = (
+    _figure("rate", "TOK/S", 5, _rate, lambda one: one.usage.tokens_per_s, 3),
+    _bytes("weights", "WEIGHTS", lambda one: one.usage.weights_total_bytes, 10),
+    _bytes("kv", "KV", lambda one: one.usage.kv_resident_bytes, 11),
+    _bytes("paused", "PAUSED", lambda one: one.usage.kv_host_bytes, 12),
+    Column("pin", "PIN", 4, _pinned, lambda one: not one.is_pinned, rank=13),
+)
+
+
+def columns(picture: Picture) -> Sequence[Column[TopModel]]:
+    """The columns; the sparkline's needs what was told in earlier answers."""
+
+    def spark(model: TopModel, view: View, width: int) -> Line:
+        shares = picture.minutes_of(model.usage.name)
+        return (Span(sparkline(shares, width, view.glyphs), "spark"),)
+
+    return (*_BEFORE, Column("spark", "LAST HOUR", 10, spark, rank=9, grows=20), *_AFTER)

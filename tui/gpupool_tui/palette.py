@@ -1,0 +1,208 @@
+"""The words of styles as colours of a theme, or without colours."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rich.style import Style
+from textual.color import Color
+from textual.theme import Theme
+
+from gpupool_tui.lanes import NUM_COLOURS
+
+# Neither red nor amber, which mean something: models in lanes and tables.
+_DARK_MODELS = (
+    "#7aa2f7", "#9ece6a", "#bb9af7", "#7dcfff", "#73daca", "#f0a6ca", "#c3e88d", "#a9b1ff",
+)  # fmt: skip
+_LIGHT_MODELS = (
+    "#2e5cb8", "#3b7a2a", "#7847bd", "#00708f", "#0f766e", "#b0407a", "#5a6b00", "#4a55c4",
+)  # fmt: skip
+assert len(_DARK_MODELS) == len(_LIGHT_MODELS) == NUM_COLOURS
+_TINT = 0.22
+
+_WITHOUT_COLOURS = {
+    "bold": "bold",
+    "dim": "dim",
+    "header": "underline",
+    "sorted": "bold",
+    "title": "bold",
+    "focus": "reverse",
+    "brand": "reverse bold",
+    "warn": "bold",
+    "bad": "bold",
+    "key": "bold",
+    "off": "dim",
+    "selected": "reverse",
+    "cursor": "bold",
+    "lost": "dim",
+    "other": "dim",
+    "idle": "dim",
+    "free": "dim",
+}
+
+
+_TERMINAL = {
+    "bold": "bold",
+    "dim": "bright_black",
+    "header": "bright_black",
+    "sorted": "bold magenta",
+    "title": "bold",
+    "focus": "reverse bold",
+    "rule": "bright_black",
+    "brand": "bold reverse",
+    "good": "green",
+    "warn": "yellow",
+    "bad": "bold red",
+    "weights": "blue",
+    "prefetched": "cyan",
+    "kv": "green",
+    "other": "yellow",
+    "free": "bright_black",
+    "gauge": "green",
+    "spark": "green",
+    "switch": "yellow",
+    "idle": "bright_black",
+    "key": "bold cyan",
+    "off": "bright_black",
+    "selected": "reverse",
+    "cursor": "bold",
+    "lost": "dim",
+}
+_TERMINAL_MODELS = (
+    "blue", "green", "magenta", "cyan", "bright_blue", "bright_green", "bright_magenta",
+    "bright_cyan",
+)  # fmt: skip
+
+
+class Look(NamedTuple):
+    """A style, and two numbers: equal ones look the same, or do so where there is no text."""
+
+    style: Style
+    number: int
+    back: int
+
+
+class Palette:
+    """Looks words up; unknown ones have no style of their own. Combinations are remembered,
+    and all lie upon ``base``."""
+
+    def __init__(self, words: dict[str, Style], base: Style | None = None) -> None:
+        self._words = words
+        self._base = base or Style.null()
+        self._known: dict[str, Look] = {}
+        self._numbers: dict[object, int] = {}
+
+    def look(self, words: str) -> Look:
+        """The styles of all words, the later ones above the others."""
+        found = self._known.get(words)
+        if found is None:
+            style = self._combined(words.split())
+            blank = (style.bgcolor, style.reverse, style.underline)
+            found = Look(style, self._number(style), self._number(blank))
+            self._known[words] = found
+        return found
+
+    def _number(self, what: object) -> int:
+        return self._numbers.setdefault(what, len(self._numbers))
+
+    def _combined(self, words: list[str]) -> Style:
+        style = sum((self._words.get(word, Style.null()) for word in words), self._base)
+        back = self._base.bgcolor
+        if "run" in words and style.color is not None and back is not None:
+            front, behind = Color.from_rich_color(style.color), Color.from_rich_color(back)
+            style += Style(bgcolor=behind.blend(front, _TINT).rich_color)
+        if "selected" in words:
+            style += self._words.get("selected", Style.null())
+        return style
+
+
+def plain_palette() -> Palette:
+    """For ``NO_COLOR``: bold, dim, underlined and reversed text only."""
+    return Palette({word: Style.parse(text) for word, text in _WITHOUT_COLOURS.items()})
+
+
+def palette_of(theme: Theme) -> Palette:
+    """A theme's colours; what it leaves open is as Textual's own themes have it. Of a theme
+    that keeps to the terminal's own colours, these sixteen."""
+    if theme.ansi:
+        models = {f"m{number}": name for number, name in enumerate(_TERMINAL_MODELS)}
+        return Palette({word: Style.parse(text) for word, text in (_TERMINAL | models).items()})
+    colours = theme.to_color_system().generate()
+
+    def one(name: str, default: str) -> Color:
+        text = colours.get(name, default)
+        return Color.parse(text if not text.startswith("auto") else default)
+
+    back = one("background", "#121212" if theme.dark else "#e0e0e0")
+    front = one("foreground", "#e0e0e0" if theme.dark else "#202020")
+    accent = one("accent", "#ffa62b")
+    primary = one("primary", "#0178d4")
+    good = _readable(one("success", "#4ebf71"), back, theme.dark)
+    warn = _readable(one("warning", "#ffa62b"), back, theme.dark)
+    bad = _readable(one("error", "#ba3c5b"), back, theme.dark)
+    muted = back.blend(front, 0.55)
+    line = back.blend(front, 0.25)
+    bar = back.blend(front, 0.10)
+    words = {
+        "bold": Style(bold=True),
+        "dim": _style(muted),
+        "header": _style(muted, bold=True),
+        "sorted": _style(_readable(accent, back, theme.dark), bold=True),
+        "title": _style(front, bold=True),
+        "focus": _style(back, _readable(primary, back, theme.dark), bold=True),
+        "rule": _style(line),
+        "brand": _style(Color.parse("#ffffff"), primary, bold=True),
+        "bar": _style(None, bar),
+        "good": _style(good),
+        "warn": _style(warn),
+        "bad": _style(bad, bold=True),
+        "weights": _style(_readable(primary, back, theme.dark)),
+        "prefetched": _style(back.blend(_readable(primary, back, theme.dark), 0.6)),
+        "kv": _style(good),
+        "other": _style(warn),
+        "free": _style(line),
+        "gauge": _style(good),
+        "spark": _style(good),
+        "switch": _style(warn),
+        "idle": _style(line),
+        "info": _style(muted),
+        "key": _style(_readable(accent, back, theme.dark), bold=True),
+        "off": _style(line),
+        "selected": _style(None, back.blend(primary, 0.35)),
+        "cursor": _style(_readable(accent, back, theme.dark), bold=True),
+        "lost": Style(color=muted.rich_color, bold=False),
+    }
+    hues = _DARK_MODELS if theme.dark else _LIGHT_MODELS
+    words |= {f"m{number}": _style(Color.parse(text)) for number, text in enumerate(hues)}
+    return Palette(words, _style(front, back))
+
+
+def _style(front: Color | None, back: Color | None = None, *, bold: bool | None = None) -> Style:
+    return Style(
+        color=None if front is None else front.rich_color,
+        bgcolor=None if back is None else back.rich_color,
+        bold=bold,
+    )
+
+
+def _readable(colour: Color, back: Color, is_dark: bool) -> Color:
+    """The colour, nearer to white or black where it is hard to read on the background."""
+    for _ in range(8):
+        if _contrast(colour, back) >= 4.0:
+            break
+        colour = colour.lighten(0.06) if is_dark else colour.darken(0.06)
+    return colour
+
+
+def _contrast(one: Color, other: Color) -> float:
+    """Contrast of luminances as WCAG 2 defines it, 1 to 21."""
+    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: Color) -> float:
+    def linear(value: float) -> float:
+        return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+
+    red, green, blue = (linear(value) for value in colour.normalized)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -1,0 +1,95 @@
+"""What is known of the daemon: its latest answer, and the turns and events that add up."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+
+from gpupool_tui.lanes import Cell, LaneCells, Stretch, first_cell, stretches
+from gpupoold.admin.models import DeviceInfo, EventInfo, RequestInfo, Status
+from gpupoold.admin.models_top import Top, TopModel, TurnInfo
+
+NUM_EVENTS = 1000
+NUM_TURNS = 4000
+_MINUTES_EVERY = 15
+
+
+@dataclass(slots=True)
+class Picture:
+    """Fed with one answer after the other; ``at`` (wall-clock seconds) is that of the latest.
+
+    ``turns`` are by device, oldest first. A daemon that has started again begins its turns
+    anew, which is noticed by its process id.
+    """
+
+    at: float = 0.0
+    status: Status | None = None
+    devices: list[DeviceInfo] = field(default_factory=list)
+    models: list[TopModel] = field(default_factory=list)
+    requests: list[RequestInfo] = field(default_factory=list)
+    turns: dict[int, deque[TurnInfo]] = field(default_factory=dict)
+    events: deque[EventInfo] = field(default_factory=lambda: deque(maxlen=NUM_EVENTS))
+    num_switches: int = 0
+    switched_bytes: int = 0
+    last_turn_id: int = 0
+    last_event_id: int | None = None
+    num_answers: int = 0
+    _minutes: dict[str, list[float | None]] = field(default_factory=dict)
+    _lanes: dict[tuple[int, float], LaneCells] = field(default_factory=dict)
+
+    @property
+    def wants_minutes(self) -> bool:
+        """Whether to ask for what changes by the minute: not every time."""
+        return self.num_answers % _MINUTES_EVERY == 0
+
+    def add(self, top: Top) -> None:
+        """Take over an answer."""
+        if self.status is not None and top.status.pid != self.status.pid:
+            self.turns.clear()
+            self._lanes.clear()
+        self.at, self.status = top.at, top.status
+        self.devices, self.requests = top.devices, top.requests
+        self.models = top.models
+        self.num_switches, self.switched_bytes = top.num_switches, top.switched_bytes
+        self.last_turn_id, self.last_event_id = top.last_turn_id, top.last_event_id
+        self.num_answers += 1
+        for turn in top.turns:
+            kept = self.turns.setdefault(turn.instance, deque(maxlen=NUM_TURNS))
+            kept.append(turn)
+        self.events.extend(top.events)
+        for model in top.models:
+            if model.usage.attainment_minutes:
+                self._minutes[model.usage.name] = model.usage.attainment_minutes
+
+    def restarted(self, top: Top) -> bool:
+        """Whether an answer is that of another daemon than the one before."""
+        return self.status is not None and top.status.pid != self.status.pid
+
+    def minutes_of(self, model: str) -> list[float | None]:
+        """A model's attainment by the minute as it was last told."""
+        return self._minutes.get(model, [])
+
+    def cells(self, device: DeviceInfo, zoom_s: float, width: int) -> list[Cell]:
+        """A device's line of time up to now, in ``width`` cells of ``zoom_s``."""
+        number, now = device.instance, self.at
+
+        def parts(since: float) -> tuple[list[Stretch], float]:
+            turns = self.turns_since(number, since)
+            kept = self.turns.get(number)
+            latest = kept[-1] if kept else None
+            is_open_from = now if latest is None else latest.began_at + latest.seconds
+            return stretches(turns, latest, device, now), is_open_from
+
+        lane = self._lanes.setdefault((number, zoom_s), LaneCells(zoom_s))
+        return lane.drawn(first_cell(now, zoom_s, width), width, parts)
+
+    def turns_since(self, device: int, since: float) -> list[TurnInfo]:
+        """A device's turns that ended after ``since`` (wall-clock seconds), oldest first."""
+        kept = self.turns.get(device, ())
+        count = 0
+        for turn in reversed(kept):
+            if turn.began_at + turn.seconds < since:
+                break
+            count += 1
+        return list(islice(kept, len(kept) - count, None))

@@ -1,0 +1,97 @@
+"""The thread that asks the daemon for its picture, again and again, over one connection."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpupool_tui.picture import Picture
+from gpupoold.admin.client import AdminClient
+from gpupoold.admin.models_top import Top
+from gpupoold.errors import GpupoolError
+
+_TIMEOUT_S = 5.0
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the next answer has to tell anew."""
+
+    turns_after: int
+    events_after: int | None
+    minutes: bool
+
+    @classmethod
+    def after(cls, picture: Picture) -> Question:
+        """What ``picture`` lacks."""
+        return cls(picture.last_turn_id, picture.last_event_id, picture.wants_minutes)
+
+
+def ask(client: AdminClient, question: Question) -> Top:
+    """The daemon's answer.
+
+    One that was started again since then has other turns and events: it is asked for all.
+    """
+    top = client.top(question.turns_after, question.events_after, minutes=question.minutes)
+    is_new = top.last_turn_id < question.turns_after
+    return client.top() if is_new else top
+
+
+class Poller(threading.Thread):
+    """Calls ``on_answer`` with each answer, or ``on_lost`` with the reason why there is none.
+
+    ``next_question`` None: nothing is wanted now. All of them are called in this thread.
+    """
+
+    def __init__(
+        self,
+        socket_path: Path,
+        next_question: Callable[[], Question | None],
+        interval_s: Callable[[], float],
+        on_answer: Callable[[Top], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        super().__init__(name="poller", daemon=True)
+        self._socket_path = socket_path
+        self._next_question = next_question
+        self._interval_s = interval_s
+        self._on_answer = on_answer
+        self._on_lost = on_lost
+        self._wake = threading.Event()
+        self._is_stopping = False
+
+    def ask_now(self) -> None:
+        """Do not wait for the rest of the interval."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread; it may be in the middle of a question."""
+        self._is_stopping = True
+        self._wake.set()
+
+    def run(self) -> None:
+        """The thread's."""
+        with AdminClient(self._socket_path, _TIMEOUT_S) as client:
+            while not self._is_stopping:
+                began_s = time.monotonic()
+                wait_s = self._interval_s() if self._once(client) else _RETRY_S
+                self._wake.wait(max(0.0, wait_s - (time.monotonic() - began_s)))
+                self._wake.clear()
+
+    def _once(self, client: AdminClient) -> bool:
+        question = self._next_question()
+        if question is None:
+            return True
+        try:
+            top = ask(client, question)
+        except GpupoolError as error:
+            if not self._is_stopping:
+                self._on_lost(error.message)
+            return False
+        if not self._is_stopping:
+            self._on_answer(top)
+        return True

@@ -1,0 +1,91 @@
+"""The live requests: where each is, how far, and when its next token is due."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpupool_tui.lanes import colour_of
+from gpupool_tui.numbers import NOTHING, count, duration
+from gpupool_tui.table import Column
+from gpupool_tui.text import Line, Span, clean
+from gpupool_tui.view import View
+from gpupoold.admin.models import RequestInfo
+
+
+def key_of(request: RequestInfo) -> str:
+    """What a request is remembered by."""
+    return request.request_id
+
+
+def _id(request: RequestInfo, view: View, width: int) -> Line:
+    return (Span(clean(request.request_id)),)
+
+
+def _model(request: RequestInfo, view: View, width: int) -> Line:
+    return (Span(clean(request.model), colour_of(request.model)),)
+
+
+def _device(request: RequestInfo, view: View, width: int) -> Line:
+    if request.instance is None:
+        return (Span(NOTHING, "dim"),)
+    return (Span(str(request.instance)),)
+
+
+def _age(request: RequestInfo, view: View, width: int) -> Line:
+    return (Span(duration(request.age_s)),)
+
+
+def _prompt(request: RequestInfo, view: View, width: int) -> Line:
+    return (Span(count(request.num_prompt_tokens)),)
+
+
+def _tokens(request: RequestInfo, view: View, width: int) -> Line:
+    number = request.num_output_tokens
+    return (Span(count(number), "" if number else "dim"),)
+
+
+def due(request: RequestInfo, view: View) -> Line:
+    """When its next token is due, or by how much that is late."""
+    if request.next_deadline_in_s < 0:
+        return (Span(f"{duration(-request.next_deadline_in_s)} late{view.glyphs.late}", "bad"),)
+    return (Span(f"in {duration(request.next_deadline_in_s)}"),)
+
+
+def _due(request: RequestInfo, view: View, width: int) -> Line:
+    return due(request, view)
+
+
+COLUMNS: Sequence[Column[RequestInfo]] = (
+    Column("id", "REQUEST", 12, _id, lambda one: one.request_id, grows=36),
+    Column("model", "MODEL", 10, _model, lambda one: one.model, grows=20),
+    Column(
+        "device",
+        "DEV",
+        3,
+        _device,
+        lambda one: -1 if one.instance is None else one.instance,
+        right=True,
+    ),
+    Column("age", "AGE", 6, _age, lambda one: one.age_s, descends=True, right=True),
+    Column(
+        "prompt",
+        "PROMPT",
+        6,
+        _prompt,
+        lambda one: one.num_prompt_tokens,
+        descends=True,
+        right=True,
+        rank=2,
+    ),
+    Column(
+        "tokens",
+        "TOKENS",
+        6,
+        _tokens,
+        lambda one: one.num_output_tokens,
+        descends=True,
+        right=True,
+        rank=1,
+    ),
+    Column("due", "NEXT DUE", 12, _due, lambda one: one.next_deadline_in_s, right=True),
+)

@@ -1,0 +1,51 @@
+"""Entry of ``gpupool top``: one screen as text, or the application."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpupool_tui.glyphs import ASCII, UNICODE
+from gpupool_tui.once import ask_once, screen_text
+from gpupool_tui.view import View
+from gpupoold.admin.client import AdminClient
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says. ``theme`` is ``dark``, ``light``, ``terminal`` (its own colours:
+    little is sent) or one of Textual's names."""
+
+    interval_s: float = 1.0
+    theme: str = "dark"
+    is_ascii: bool = False
+    is_read_only: bool = False
+
+
+def text_once(socket_path: Path, width: int, options: Options) -> str:
+    """The screen as plain text; loads nothing of Textual's.
+
+    Raises:
+        GpupoolError: the daemon does not answer.
+    """
+    with AdminClient(socket_path) as client:
+        return screen_text(ask_once(client), width, is_ascii=options.is_ascii)
+
+
+def run(socket_path: Path, options: Options) -> None:
+    """The application, until it is left.
+
+    Raises:
+        GpupoolError: the daemon does not answer to begin with.
+        UsageError: there is no such theme.
+    """
+    with AdminClient(socket_path) as client:
+        picture = ask_once(client)
+    from gpupool_tui.app import TopApp  # Textual: for who looks at a terminal
+
+    view = View(
+        glyphs=ASCII if options.is_ascii else UNICODE,
+        interval_s=options.interval_s,
+        is_read_only=options.is_read_only,
+    )
+    TopApp(socket_path, picture, view, options.theme).run()

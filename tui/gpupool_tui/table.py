@@ -1,0 +1,160 @@
+"""Tables of text: which columns fit, which rows are shown, in what order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from gpupool_tui.text import Line, Span, fit, fit_line, restyled, width_of
+from gpupool_tui.view import Sorting, View
+
+Row = TypeVar("Row")
+GAP = 1
+_LAST = (1, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Column(Generic[Row]):
+    """A column of ``width`` cells, or more where it ``grows`` and there is room.
+
+    ``cell`` gets a row, what was chosen and the width, and may be shorter. Columns with a
+    higher ``rank`` are the first to be left out. ``order`` is what rows are sorted by, largest
+    first if ``descends``; without it the column cannot be sorted by.
+    """
+
+    key: str
+    title: str
+    width: int
+    cell: Callable[[Row, View, int], Line]
+    order: Callable[[Row], Any] | None = None
+    descends: bool = False
+    right: bool = False
+    rank: int = 0
+    grows: int = 0
+    """How many cells more it may take at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A table's lines, its header first; the keys of the rows below it; the columns that did
+    not fit; rows that it has in all."""
+
+    lines: list[Line]
+    keys: list[str]
+    left_out: list[str]
+    num_rows: int
+
+
+def or_last(value: float | None) -> tuple[int, float]:
+    """For ``order``: what is not known comes last in ascending order."""
+    return _LAST if value is None else (0, value)
+
+
+def or_least(value: float | None) -> tuple[int, float]:
+    """For ``order`` of a column that descends: what is not known comes last there."""
+    return (-1, 0.0) if value is None else (0, value)
+
+
+def fit_columns(
+    columns: Sequence[Column[Row]], width: int
+) -> tuple[list[tuple[Column[Row], int]], list[str]]:
+    """The columns that fit and their widths, and the titles of the others."""
+    chosen = list(columns)
+    while len(chosen) > 1 and sum(one.width + GAP for one in chosen) - GAP > width:
+        chosen.remove(max(reversed(chosen), key=lambda one: one.rank))
+    spare = width - (sum(one.width + GAP for one in chosen) - GAP)
+    widths = {one.key: one.width for one in chosen}
+    growing = [one for one in chosen if one.grows]
+    while spare > 0 and growing:
+        for one in list(growing):
+            if spare > 0:
+                widths[one.key] += 1
+                spare -= 1
+            if widths[one.key] >= one.width + one.grows:
+                growing.remove(one)
+    left_out = [one.title for one in columns if one not in chosen]
+    return [(one, widths[one.key]) for one in chosen], left_out
+
+
+def sort_rows(
+    rows: Sequence[Row], columns: Sequence[Column[Row]], sorting: Sorting | None
+) -> list[Row]:
+    """The rows in the order chosen; equal ones as they came."""
+    column = next((one for one in columns if sorting and one.key == sorting.column), None)
+    if column is None or column.order is None or sorting is None:
+        return list(rows)
+    return sorted(rows, key=column.order, reverse=column.descends != sorting.is_reversed)
+
+
+def next_sorting(columns: Sequence[Column[Row]], sorting: Sorting, step: int) -> Sorting:
+    """Sorted by the column before or after, of those that rows can be sorted by."""
+    keys = [one.key for one in columns if one.order is not None]
+    index = keys.index(sorting.column) if sorting.column in keys else 0
+    return Sorting(keys[(index + step) % len(keys)])
+
+
+def window(num_rows: int, height: int, selected: int, *, at_end: bool = False) -> range:
+    """The rows to show so that the selected one is among them, in the middle if it can be."""
+    if num_rows <= height:
+        return range(num_rows)
+    start = num_rows - height if at_end else min(max(0, selected - height // 2), num_rows - height)
+    return range(start, start + height)
+
+
+def draw_table(
+    columns: Sequence[Column[Row]],
+    rows: Sequence[Row],
+    key_of: Callable[[Row], str],
+    view: View,
+    sorting: Sorting | None,
+    selected: str | None,
+    width: int,
+    height: int,
+    *,
+    at_end: bool = False,
+) -> Drawn:
+    """``height`` lines of ``width`` cells: a header and rows that are sorted already."""
+    fitted, left_out = fit_columns(columns, width - 1)
+    keys = [key_of(row) for row in rows]
+    index = keys.index(selected) if selected in keys else (len(keys) - 1 if at_end else 0)
+    shown = window(len(rows), height - 1, index, at_end=at_end and selected not in keys)
+    lines = [fit_line(_header(fitted, view, sorting), width)]
+    for number in shown:
+        is_selected = keys[number] == selected
+        mark = Span(view.glyphs.cursor if is_selected else " ", "cursor" if is_selected else "")
+        line = fit_line((mark, *_cells(fitted, rows[number], view)), width)
+        lines.append(restyled(line, "selected") if is_selected else line)
+    lines += [(Span(" " * width),)] * (height - len(lines))
+    return Drawn(lines[:height], [keys[number] for number in shown], left_out, len(rows))
+
+
+def _header(
+    fitted: Sequence[tuple[Column[Row], int]], view: View, sorting: Sorting | None
+) -> list[Span]:
+    spans = [Span(" ")]
+    for column, width in fitted:
+        style, mark = "header", " "
+        if sorting is not None and column.key == sorting.column:
+            descends = column.descends != sorting.is_reversed
+            style, mark = "header sorted", view.glyphs.down if descends else view.glyphs.up
+        title = fit(column.title, width, right=column.right)
+        if column.right:
+            spans += [Span(title, style), Span(mark, style)]
+        else:
+            name = title.rstrip()
+            spans += [Span(name, style), Span(mark, style), Span(" " * (width - len(name)))]
+    return spans
+
+
+def _cells(fitted: Sequence[tuple[Column[Row], int]], row: Row, view: View) -> list[Span]:
+    spans: list[Span] = []
+    for column, width in fitted:
+        cell = column.cell(row, view, width)
+        if column.right and (pad := width - width_of(cell)) > 0:
+            spans.append(Span(" " * pad))
+            spans += cell
+        else:
+            spans += fit_line(cell, width)
+        spans.append(Span(" " * GAP))
+    return spans

@@ -13,7 +13,7 @@ import multiprocessing
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ def _connection(path: Path) -> contextlib.closing[http.client.HTTPConnection]:
 
 
 @contextlib.contextmanager
-def _load(daemon: PrivateDaemon, arrivals: list[SimRequest]) -> Iterator[None]:
+def _load(daemon: PrivateDaemon, arrivals: Sequence[SimRequest]) -> Iterator[None]:
     """Requests from a process of their own; what is still to come at the end is left out."""
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=_send, args=(daemon.http_url, arrivals), daemon=True)
@@ -143,5 +143,5 @@ def _load(daemon: PrivateDaemon, arrivals: list[SimRequest]) -> Iterator[None]:
         process.join()
 
 
-def _send(url: str, arrivals: list[SimRequest]) -> None:
+def _send(url: str, arrivals: Sequence[SimRequest]) -> None:
     asyncio.run(send_all(url, arrivals, 0, 0.2))

@@ -26,8 +26,8 @@ def generated(
     ``adjust`` gets each case before it is made into bytes.
     """
     for found in schemathesis.openapi.from_dict(dict(description)).get_all_operations():
-        operation = found.ok()
-        assert operation is not None, found.err()
+        operation: Any = found.ok()  # type: ignore[union-attr]
+        assert operation is not None, f"{found}"
         for mode in _MODES:
             cases: list[Any] = []
             _collect(operation.as_strategy(generation_mode=mode), examples, seed, cases)
@@ -56,7 +56,7 @@ def _collect(strategy: Any, examples: int, seed: int, cases: list[Any]) -> None:
 
 def _as_bytes(case: Any) -> bytes:
     prepared = requests.Request(**case.as_transport_kwargs(base_url="http://localhost")).prepare()
-    body = prepared.body or b""
+    body: Any = prepared.body or b""
     headers = {
         name: value if isinstance(value, str) else value.decode("latin-1")
         for name, value in prepared.headers.items()

@@ -104,7 +104,7 @@ class EchoApi:
 
     def openapi(self) -> dict[str, Any]:
         """One path that is served and one that is not."""
-        operation = {"post": {"responses": {}}}
+        operation: dict[str, Any] = {"post": {"responses": {}}}
         return {"paths": {"/v1/completions": operation, "/sleep": operation}}
 
     def owns_response(self, response_id: str) -> bool:

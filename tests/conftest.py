@@ -25,8 +25,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     modules start processes, and so do all tests of the daemon that a whole session shares.
     """
     for item in items:
-        is_shared = "shared_pool" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("pool" if is_shared else str(item.path)))
+        fixtures = getattr(item, "fixturenames", ())
+        shared = next((name for name in ("shared_pool", "sim_box") if name in fixtures), None)
+        item.add_marker(pytest.mark.xdist_group(shared or str(item.path)))
         if item.get_closest_marker("gpu") and not has_nvidia_gpu():
             item.add_marker(
                 pytest.mark.skip(reason="needs an NVIDIA GPU, and this machine has none")

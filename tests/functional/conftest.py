@@ -10,6 +10,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.checkpoints.hollow import make_hollow_checkpoint
 from tests.functional.daemon_tools import (
     LOAD_OPTIONS,
     MODELS,
@@ -92,3 +93,35 @@ def copy_checkpoint(tmp_path: Path) -> Callable[[Path], Path]:
         return target
 
     return copy
+
+
+# Room for one of the three models and the KV of some requests.
+_SIM_CONFIG = """
+[[device]]
+kind = "sim"
+gpu = "H800"
+memory = "20GiB"
+[[device]]
+kind = "sim"
+gpu = "A10"
+
+[memory]
+model_cache = 0
+"""
+
+
+@pytest.fixture(scope="session")
+def sim_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint without weights."""
+    return make_hollow_checkpoint(tmp_path_factory.mktemp("hollow"), "Qwen2.5-7B")
+
+
+@pytest.fixture(scope="session")
+def sim_box(
+    sim_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PrivateDaemon]:
+    """A daemon with two simulated GPUs and three models, for all tests of such."""
+    with private_daemon(_SIM_CONFIG, tmp_path_factory.mktemp("box")) as daemon:
+        for name in ("one", "two", "three"):
+            daemon.add_model(name, sim_checkpoint, max_model_len=4096)
+        yield daemon

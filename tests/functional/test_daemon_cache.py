@@ -14,6 +14,7 @@ from openai import AsyncOpenAI
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.admin.models import CachedModel, CacheInfo
+from gpupoold.errors import Refused
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,
@@ -30,6 +31,7 @@ from tests.functional.daemon_tools import (
     emulated_config,
     eventually,
     ps,
+    usage,
     weight_bytes,
 )
 from tests.functional.metrics_tools import value
@@ -307,3 +309,27 @@ async def test_adding_and_removing(
     assert cli(daemon, "rm", "fourth").returncode == 0
     assert "fourth" not in cached(daemon)
     assert cli(daemon, "cache", "unpin", LLAMA).returncode == 0
+
+
+async def test_an_unloaded_model_leaves_devices_and_host_memory(
+    daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
+) -> None:
+    assert await ask(api, QWEN3, PROMPT) == expected[QWEN3]
+    with daemon.client() as client:
+        client.pin(QWEN3)
+        with pytest.raises(Refused, match="is pinned"):
+            client.unload(QWEN3)
+        kept = client.unload(QWEN3, keep_host=True)
+        assert (kept.device_bytes > 0, kept.host_bytes) == (True, 0)
+        client.pin(QWEN3, is_pinned=False)
+    await eventually(lambda: usage(daemon, QWEN3).weights_resident_bytes == 0)
+    assert usage(daemon, QWEN3).cached_bytes > 0
+    assert await ask(api, QWEN3, PROMPT) == expected[QWEN3]
+    with daemon.client() as client:
+        freed = client.unload(QWEN3)
+    assert min(freed.device_bytes, freed.host_bytes) > 0
+    await eventually(lambda: usage(daemon, QWEN3).weights_resident_bytes == 0)
+    now = usage(daemon, QWEN3)
+    assert (now.cached_bytes, now.kv_resident_bytes, now.state) == (0, 0, "ready")
+    check(daemon)
+    assert await ask(api, QWEN3, PROMPT) == expected[QWEN3]

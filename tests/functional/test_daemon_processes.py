@@ -39,6 +39,7 @@ from tests.functional.daemon_tools import (
     ps,
     until,
 )
+from tests.functional.terminal import Terminal
 
 GRACE_S = 15.0
 
@@ -152,16 +153,23 @@ class TestDaemon:
         latencies = measured(daemon)
         processes = children(daemon)
         assert {row.pid for row in ps(daemon).devices} < {process.pid for process in processes}
-        async with api_client(daemon.http_url) as api:
-            stream = Background(api, LLAMA, "interrupted", LONG)
-            await stream.started()
-            daemon.process.kill()
-            assert all_gone(processes, 2)
-            with pytest.raises((openai.APIError, httpx.HTTPError)):
-                await stream.finished()
-        daemon.process.wait()
-        # Not in a thread: the daemon would die with it.
-        await same_answers(restartable.running(), expected)
+        with Terminal(daemon) as terminal:
+            terminal.until("5 Events")
+            async with api_client(daemon.http_url) as api:
+                stream = Background(api, LLAMA, "interrupted", LONG)
+                await stream.started()
+                daemon.process.kill()
+                assert all_gone(processes, 2)
+                with pytest.raises((openai.APIError, httpx.HTTPError)):
+                    await stream.finished()
+            daemon.process.wait()
+            terminal.until("connection lost, trying again")
+            # Not in a thread: the daemon would die with it.
+            await same_answers(restartable.running(), expected)
+            terminal.until("the daemon has started again")
+            terminal.press("q")
+            assert terminal.process.wait(20) == 0
+            assert "Traceback" not in terminal.since(0)
         # Kept, and not measured again, but for what a busy machine had spoilt.
         for before, after in zip(latencies, measured(restartable.running()), strict=True):
             assert after == before or before is None or before.model() is None

@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -14,7 +13,7 @@ import openai
 import psutil
 import pytest
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.admin.models import DeviceInfo
 from gpupoold.checkpoints.hollow import make_hollow_checkpoint
 from gpupoold.errors import Refused
@@ -35,32 +34,16 @@ from tests.functional.daemon_tools import (
 MODELS = ("one", "two", "three")
 SHAPE = "Qwen2.5-7B"
 WEIGHT_BYTES = builtin_shape(SHAPE).weight_bytes
-# Room for one of the three and the KV of some requests.
-CONFIG = """
-[[device]]
-kind = "sim"
-gpu = "H800"
-memory = "20GiB"
-[[device]]
-kind = "sim"
-gpu = "A10"
-
-[memory]
-model_cache = 0
-"""
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_hollow_checkpoint(tmp_path_factory.mktemp("hollow"), SHAPE)
+@pytest.fixture
+def box(sim_box: PrivateDaemon) -> PrivateDaemon:
+    return sim_box
 
 
-@pytest.fixture(scope="module")
-def box(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateDaemon]:
-    with private_daemon(CONFIG, tmp_path_factory.mktemp("box")) as daemon:
-        for name in MODELS:
-            daemon.add_model(name, checkpoint, max_model_len=4096)
-        yield daemon
+@pytest.fixture
+def checkpoint(sim_checkpoint: Path) -> Path:
+    return sim_checkpoint
 
 
 def test_all_models_answer_in_time_and_only_one_is_resident(box: PrivateDaemon) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction

@@ -61,6 +61,9 @@ def describe(engine: Mapping[str, Any] | None, is_served: Callable[[str], bool])
 def _own_paths() -> Iterator[tuple[str, Any]]:
     for path, summary in _OWN_PATHS.items():
         operation: dict[str, Any] = {"summary": summary, "responses": {"200": _json("It is so.")}}
+        if path == "/metrics":
+            text = {"description": "Counted so far.", "content": {"text/plain": {}}}
+            operation["responses"] = {"200": text, "503": _json("The daemon does not answer.")}
         if path == "/ready":
             operation["responses"]["503"] = _json("Not yet.")
         if path.startswith("/v1/models"):

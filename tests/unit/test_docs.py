@@ -75,7 +75,7 @@ def test_no_option_is_documented_that_is_not_there(path: tuple[str, ...]) -> Non
     text = section_of(path)
     rows = [line for line in text.splitlines() if f"| `gpupool {' '.join(path)}" in line]
     own = "\n".join(rows) or text
-    known = options_of(COMMANDS[path]) | _COMMON_OPTIONS
+    known = options_of(COMMANDS[path]) | options_of(ROOT_COMMAND) | _COMMON_OPTIONS
     if not rows:
         inner = [one for other, one in COMMANDS.items() if other[: len(path)] == path]
         known |= {option for one in inner for option in options_of(one)}

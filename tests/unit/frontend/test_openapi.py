@@ -21,7 +21,7 @@ ENGINE: dict[str, Any] = {
                 "responses": {"200": {"description": "Done."}, "404": {"description": "Gone."}},
             }
         },
-        "/metrics": {"get": {"responses": {"200": {"schema": _ref("Secret")}}}},
+        "/sleep": {"get": {"responses": {"200": {"schema": _ref("Secret")}}}},
         "/v1/models": {"get": {"responses": {"200": {"schema": _ref("Secret")}}}},
     },
     "components": {
@@ -36,7 +36,7 @@ ENGINE: dict[str, Any] = {
 
 def test_only_what_is_served_is_described_with_what_it_refers_to() -> None:
     described = describe(ENGINE, lambda path: path == "/v1/completions")
-    assert "/metrics" not in described["paths"]
+    assert "/sleep" not in described["paths"]
     assert described["components"]["schemas"].keys() == {"Request", "Options"}
     assert described["info"]["title"] == "gpupool"
 
@@ -52,5 +52,6 @@ def test_refusals_are_told_beside_the_apis_own_answers() -> None:
 def test_own_paths_are_ours_with_or_without_a_model() -> None:
     for engine in (None, ENGINE):
         paths = describe(engine, lambda _: False)["paths"]
-        assert paths.keys() == {"/health", "/ready", "/version", "/v1/models", "/v1/models/{model}"}
+        models = {"/v1/models", "/v1/models/{model}"}
+        assert paths.keys() == {"/health", "/ready", "/version", "/metrics", *models}
         assert "schema" not in paths["/v1/models"]["get"]["responses"]["200"]

@@ -134,4 +134,4 @@ def _inside_s(bucket: int, share: float) -> float:
     if bucket == len(BOUNDS_S):
         return BOUNDS_S[-1]
     lower_s, upper_s = BOUNDS_S[bucket - 1 : bucket + 1]
-    return lower_s * (upper_s / lower_s) ** share
+    return lower_s * math.pow(upper_s / lower_s, share)

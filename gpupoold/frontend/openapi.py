@@ -26,6 +26,8 @@ _OWN_PATHS = {
 # What any request for a model may be answered with, before the model's API sees it or after.
 _REFUSALS = (
     HTTPStatus.BAD_REQUEST,
+    HTTPStatus.UNAUTHORIZED,
+    HTTPStatus.FORBIDDEN,
     HTTPStatus.NOT_FOUND,
     HTTPStatus.REQUEST_TIMEOUT,
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,

@@ -82,7 +82,7 @@ def durations(
     name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Histogram]]
 ) -> Family:
     """How often durations of each length came."""
-    bounds_s = LATENCY_BOUNDS_S
+    bounds_s: Sequence[float] = LATENCY_BOUNDS_S
     copies = [(values, bounds_s, one.counts_by(bounds_s), one.sum_s) for values, one in rows]
     return Histograms(name, text, labels, copies)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -29,8 +28,6 @@ from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instance_control import InstanceControl
 from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.process import set_log_level
-
-_logger = logging.getLogger(__name__)
 
 
 class Reloader:
@@ -84,7 +81,6 @@ class Reloader:
                     await self._cache.check_budget(settings.memory.model_cache_bytes)
             except GpupoolError as error:
                 text = f"the configuration stays as it was: {error}"
-                _logger.error("%s", text)
                 self._history.record_event("error", "config_refused", "gpupoold", text)
                 raise
             before = self._settings.model_copy()
@@ -95,7 +91,6 @@ class Reloader:
                 if any(one.key.startswith(beginnings) for one in changed):
                     tell(before)
         text = _summary(changed, waiting)
-        _logger.info("the configuration was read again: %s", text)
         self._history.record_event("info", "config_reloaded", "gpupoold", text)
         path = self._configuration.path
         return ReloadInfo(

@@ -86,10 +86,17 @@ class Histogram:
 
         What is below the least bound counts as 0.
         """
-        counts = self._counts
-        exact = _exact(fraction)
-        rank = max(1, -(-len(self) * exact.numerator // exact.denominator))
-        for bucket in sorted(counts):
+        return self._value_at(sorted(self._counts), len(self), fraction)
+
+    def p50_and_p99(self) -> tuple[float | None, float | None]:
+        """Both percentiles, for less than two by themselves."""
+        buckets, num = sorted(self._counts), len(self)
+        return self._value_at(buckets, num, 0.5), self._value_at(buckets, num, 0.99)
+
+    def _value_at(self, buckets: list[int], num_all: int, fraction: float) -> float | None:
+        counts, exact = self._counts, _exact(fraction)
+        rank = max(1, -(-num_all * exact.numerator // exact.denominator))
+        for bucket in buckets:
             num = counts[bucket]
             if rank <= num:
                 return _inside_s(bucket, (rank - 0.5) / num)

@@ -21,6 +21,8 @@ def span_s(window_s: float) -> int:
 
 def span_info(at: float, length_s: float, counts: Counts) -> SpanInfo:
     """Counts of a span that began ``at``."""
+    ttft_p50_s, ttft_p99_s = counts.ttft.p50_and_p99()
+    tbt_p50_s, tbt_p99_s = counts.tbt.p50_and_p99()
     return SpanInfo(
         at=at,
         span_s=length_s,
@@ -33,10 +35,10 @@ def span_info(at: float, length_s: float, counts: Counts) -> SpanInfo:
         tokens=counts.tokens,
         tokens_in_time=counts.tokens_in_time,
         attainment=counts.attainment,
-        ttft_p50_s=counts.ttft.percentile(0.5),
-        ttft_p99_s=counts.ttft.percentile(0.99),
-        tbt_p50_s=counts.tbt.percentile(0.5),
-        tbt_p99_s=counts.tbt.percentile(0.99),
+        ttft_p50_s=ttft_p50_s,
+        ttft_p99_s=ttft_p99_s,
+        tbt_p50_s=tbt_p50_s,
+        tbt_p99_s=tbt_p99_s,
         lateness=lateness(counts),
     )
 

@@ -154,6 +154,8 @@ def usage(
     memories = [memory for _, memory in memories_of.get(name, ())]
     stats = dispatcher.stats.get(name) or ModelStats()
     now_s, so_far, hour = time.monotonic(), stats.so_far(), stats.last_hour()
+    ttft_p50_s, ttft_p99_s = hour.ttft.p50_and_p99()
+    tbt_p50_s, tbt_p99_s = hour.tbt.p50_and_p99()
     return ModelUsage(
         name=name,
         state=state,
@@ -171,10 +173,10 @@ def usage(
         tokens=so_far.tokens,
         tokens_in_time=so_far.tokens_in_time,
         attainment=so_far.attainment,
-        ttft_p50_s=hour.ttft.percentile(0.5),
-        ttft_p99_s=hour.ttft.percentile(0.99),
-        tbt_p50_s=hour.tbt.percentile(0.5),
-        tbt_p99_s=hour.tbt.percentile(0.99),
+        ttft_p50_s=ttft_p50_s,
+        ttft_p99_s=ttft_p99_s,
+        tbt_p50_s=tbt_p50_s,
+        tbt_p99_s=tbt_p99_s,
         attainment_1m=stats.attainment_1m(now_s),
         attainment_1h=hour.attainment,
         attainment_minutes=stats.attainment_minutes() if has_minutes else [],

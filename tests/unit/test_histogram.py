@@ -35,6 +35,13 @@ def test_percentiles_are_near_the_exact_ones(fraction: float) -> None:
     assert near_s == pytest.approx(exact_s, rel=0.075), "no further than a bucket is wide"
 
 
+@pytest.mark.parametrize("num", [0, 1, 2, 3000])
+def test_two_percentiles_at_once_are_those_by_themselves(num: int) -> None:
+    rng = random.Random(5)
+    made = histogram(*(rng.lognormvariate(-3.0, 1.5) for _ in range(num)))
+    assert made.p50_and_p99() == (made.percentile(0.5), made.percentile(0.99))
+
+
 def test_a_single_duration_is_within_half_a_bucket() -> None:
     for duration_s in (0.0002, 0.04, 1.0, 77.0, 9999.0):
         assert histogram(duration_s).percentile(0.5) == pytest.approx(duration_s, rel=0.037)

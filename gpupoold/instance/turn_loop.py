@@ -87,7 +87,7 @@ class TurnLoop:
         # A model that goes on while its last KV comes in has not been switched to.
         if stages is not None and (name != self.previous or stages.num_bytes):
             self._channel.send(m.Switched(switch_record(self, name, stages, started_s)))
-            if stages.weight_bytes:
+            if stages.weight_bytes or stages.prefetched_bytes:
                 self._canaries.moved(name)
         self.previous = name
         self._last_used_s[name] = time.monotonic()

@@ -314,7 +314,12 @@ async def test_adding_and_removing(
 async def test_an_unloaded_model_leaves_devices_and_host_memory(
     daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
 ) -> None:
+    # What is freed is told from the device's latest report.
+    async def is_resident() -> bool:
+        return usage(daemon, QWEN3).weights_resident_bytes > 0
+
     assert await ask(api, QWEN3, PROMPT) == expected[QWEN3]
+    await eventually(is_resident)
     with daemon.client() as client:
         client.pin(QWEN3)
         with pytest.raises(Refused, match="is pinned"):
@@ -325,6 +330,7 @@ async def test_an_unloaded_model_leaves_devices_and_host_memory(
     await eventually(lambda: usage(daemon, QWEN3).weights_resident_bytes == 0)
     assert usage(daemon, QWEN3).cached_bytes > 0
     assert await ask(api, QWEN3, PROMPT) == expected[QWEN3]
+    await eventually(is_resident)
     with daemon.client() as client:
         freed = client.unload(QWEN3)
     assert min(freed.device_bytes, freed.host_bytes) > 0

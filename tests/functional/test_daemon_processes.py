@@ -262,7 +262,8 @@ class TestStarting:
         config = write_config(tmp_path, "[memory]\nmodel_cash = 1\n")
         done = run_gpupoold(config)
         assert done.returncode == 2
-        assert f"{config}: memory.model_cash: unknown key" in done.stderr
+        line = len(config.read_text().splitlines())
+        assert f"{config}: line {line}: memory.model_cash: unknown key" in done.stderr
         assert "'model_cache'" in done.stderr
 
     def test_no_such_config(self, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from gpupoold.checkpoints.hollow import make_hollow_checkpoint
 from gpupoold.errors import NoSuchModel, UsageError
 from gpupoold.scheduling.explain import Standing
 from gpupoold.scheduling.rules import Rule
-from tests.functional.daemon_tools import Background, api_client, ask, cli, eventually, ps
+from tests.functional.daemon_tools import Background, api_client, ask, cli, eventually, ps, until
 
 MODELS = ("one", "two")
 # Room for one of the two, and time for both.
@@ -106,6 +106,11 @@ def test_a_model_is_told_of_with_its_targets_and_its_place(box: PrivateDaemon) -
 
 
 def test_a_request_that_has_ended_is_told_of_from_the_history(box: PrivateDaemon) -> None:
+    async def finish_one() -> None:
+        async with api_client(box.http_url) as api:
+            await ask(api, "one", "a short story", 5)
+
+    asyncio.run(finish_one())
     with box.client() as client:
         [latest] = client.past_requests("one", limit=1)
         finished = client.why(latest.request_id).finished
@@ -151,6 +156,7 @@ def test_the_doctor_finds_no_fault(box: PrivateDaemon, folder: Path) -> None:
 
 def test_history_outlives_the_daemon(box: PrivateDaemon, folder: Path) -> None:
     with box.client() as client:
+        until(lambda: not client.ps().requests)
         before = {name: totals(client.history(name)) for name in MODELS}
         assert totals(client.history()) == tuple(map(sum, zip(*before.values(), strict=True)))
         counted = {one.name: (one.requests, one.tokens) for one in client.ps().models}

@@ -96,7 +96,7 @@ def test_mutated_requests_do_no_harm(unharmed: PrivateDaemon) -> None:
 def test_public_api_as_it_describes_itself(unharmed: PrivateDaemon) -> None:
     description = httpx.get(f"{unharmed.http_url}/openapi.json", timeout=60).json()
     assert {"/v1/chat/completions", "/v1/models", "/health"} <= description["paths"].keys()
-    assert not description["paths"].keys() & {"/metrics", "/load", "/scale_elastic_ep"}
+    assert not description["paths"].keys() & {"/load", "/sleep", "/scale_elastic_ep"}
 
     def adjust(case: Any) -> None:
         if isinstance(case.body, dict):

@@ -146,9 +146,8 @@ def test_a_terminal(daemon: PrivateDaemon) -> None:
     with Terminal(daemon) as terminal:
         terminal.until("5 Events")
         terminal.press("1")
-        mark = len(terminal.raw)
         terminal.press("1")
-        terminal.until("KV-HOST", mark)
+        terminal.until("KV-HOST")  # which only the panel on its own has room for
         mark = len(terminal.raw)
         terminal.press("\x1b")
         terminal.until("3 Models", mark)  # escape and a key at once would be another key

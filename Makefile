@@ -28,7 +28,7 @@ demo: venv ## four models on one emulated GPU; then one of two dies: every answe
 	@$(BIN)/python -m examples.demo
 
 test: venv ## the whole test suite (ARGS='-k name' for some of it, JOBS=1 in one process)
-	@$(BIN)/pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: venv ## ruff: rules and formatting
 	@$(BIN)/ruff check .

@@ -19,15 +19,8 @@ _MAKER_FILES = [ROOT / "gpupoold/checkpoints" / name for name in ("tiny.py", "ti
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is no NVIDIA GPU; say what runs in one process.
-
-    With several (``-n 2 --dist loadgroup``) a module's tests share theirs, because fixtures of
-    modules start processes, and so do all tests of the daemon that a whole session shares.
-    """
+    """Skip tests marked ``gpu`` where there is no NVIDIA GPU."""
     for item in items:
-        fixtures = getattr(item, "fixturenames", ())
-        shared = next((name for name in ("shared_pool", "sim_box") if name in fixtures), None)
-        item.add_marker(pytest.mark.xdist_group(shared or str(item.path)))
         if item.get_closest_marker("gpu") and not has_nvidia_gpu():
             item.add_marker(
                 pytest.mark.skip(reason="needs an NVIDIA GPU, and this machine has none")

@@ -130,7 +130,8 @@ async def test_a_hung_worker_is_replaced_and_its_streams_go_on(watched: PrivateD
         hung.suspend()
         assert await stream.finished() == alone
     await eventually(lambda: is_whole(watched, but=hung), BACK_S)
-    assert any("hung: no sign of life for 8 s" in text for text in told(watched, "instance_down"))
+    # Whichever is noticed first: no sign of life, or a turn without a step.
+    assert any("(hung: " in text for text in told(watched, "instance_down"))
     assert check(watched)
 
 
@@ -193,8 +194,13 @@ async def test_out_of_memory_is_told(usual: PrivateDaemon, api: AsyncOpenAI) -> 
     starved = worker(usual)
     for kind in (psutil.RLIMIT_AS, psutil.RLIMIT_DATA):
         starved.rlimit(kind, (1 << 20, 1 << 20))
-    jobs = [(QWEN2, f"{n} long stories " * 40, 50) for n in range(3)]
-    answers = await asyncio.gather(*(ask(api, *job) for job in jobs))
+    jobs: list[tuple[str, str, int]] = []
+    answers: list[Answer] = []
+    # More at once each time: what the worker has already may do for the first.
+    while device(usual).pid == starved.pid and len(jobs) < 60:
+        more = [(QWEN2, f"{n + len(jobs)} long stories " * 40, 50) for n in range(3 + len(jobs))]
+        answers += await asyncio.gather(*(ask(api, *job) for job in more))
+        jobs += more
     await eventually(lambda: is_whole(usual, but=starved), BACK_S)
     assert "out of memory" in told(usual, "instance_down")[-1]
     assert answers == [await ask(api, *job) for job in jobs]

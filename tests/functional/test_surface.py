@@ -30,8 +30,6 @@ ANSWER_TOKENS = 24
 # Modules are imported and caches filled by the first requests of each kind.
 MAX_GROWTH_BYTES = 250 << 20
 
-pytestmark = pytest.mark.xdist_group("surface")
-
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateDaemon]:

@@ -15,7 +15,7 @@ import math
 from gpupoold.scheduling.state import Device, Model, Request
 
 # Blocks do not fill the slabs of the host cache: an eighth of a slab may stay unused.
-_HOST_SHARE = 7 / 8
+HOST_SHARE = 7 / 8
 
 
 def admits(device: Device, request: Request) -> bool:
@@ -104,5 +104,5 @@ def _has_room(device: Device, newcomer: Request | None = None) -> bool:
         kept_bytes += request.kv_need_bytes
         num_requests += 1
         weight_bytes = max(weight_bytes, request.model.weight_bytes)
-    room_bytes = device.capacity_bytes - weight_bytes + _HOST_SHARE * device.kv_host_bytes
+    room_bytes = device.capacity_bytes - weight_bytes + HOST_SHARE * device.kv_host_bytes
     return kept_bytes <= room_bytes or num_requests <= 1

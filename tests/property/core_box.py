@@ -14,6 +14,8 @@ from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, S
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.invariants import check_state
+from gpupoold.scheduling.kv_room import HOST_SHARE
+from gpupoold.scheduling.state import Device
 from gpupoold.scheduling.stimuli import RecordedCore
 from gpupoold.sim.policies import PolicyOptions, make_policy
 
@@ -281,7 +283,7 @@ class Box:
         assert set(self.state.requests) == set(self.lives)
         for number, device in self.state.devices.items():
             requests = [one for batch in device.batches.values() for one in batch.requests]
-            has_work = bool(requests or device.queued or device.waiting_for_kv)
+            has_work = bool(requests or device.queued) or self._could_begin(device)
             assert device.turn is not None or not has_work, f"device {number} idles with work"
             twin = self.devices[number]
             if not twin.said:
@@ -289,6 +291,23 @@ class Box:
                 assert twin.turn == device.turn or not has_work
                 assert twin.then == device.then or not has_work
         self._nobody_waits_for_an_idle_device()
+
+    def _could_begin(self, device: Device) -> bool:
+        """Whether those that wait for KV room have it, whoever of them is first.
+
+        They have none while requests that are on their way to the device, and are served when
+        they have come, keep it.
+        """
+        waiting = [
+            one for queue in device.waiting_for_kv.values() for one in queue.requests.values()
+        ]
+        if not waiting or not device.moving:
+            return bool(waiting)
+        sizes = self.sizes
+        assert sizes.kv_host_bytes is not None
+        room_bytes = sizes.capacity_bytes - sizes.weight_bytes + HOST_SHARE * sizes.kv_host_bytes
+        kept_bytes = sum(one.kv_need_bytes for one in device.moving.values())
+        return all(kept_bytes + one.kv_need_bytes <= room_bytes for one in waiting)
 
     def _nobody_waits_for_an_idle_device(self) -> None:
         for request in self.state.held.values():

@@ -37,11 +37,11 @@ from gpupoold.wire.messages import (
 )
 
 MODEL = "model"
+MAX_BODY_BYTES = 10_000_000
 _GPU, _DEVICE_BYTES = "H800", 80 << 30
 _MAX_MODEL_LEN = 8192
 _START_TIMEOUT_S = 120.0
 _IDLE_WAIT_S = 0.002
-_MAX_BODY_BYTES = 10_000_000
 
 
 class FrontendPeer:
@@ -64,7 +64,7 @@ class FrontendPeer:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.port: int = self._listener.getsockname()[1]
         ours, theirs = socket.socketpair()
-        self.process = psutil.Process(_start(theirs, self._listener).pid)
+        self.process = psutil.Process(start_frontend(theirs, self._listener).pid)
         theirs.close()
         if core is not None:
             self.process.cpu_affinity([core])
@@ -167,10 +167,11 @@ class _Answer:
         self.num_tokens = 0
 
 
-def _start(wire: socket.socket, listener: socket.socket) -> subprocess.Popen[bytes]:
+def start_frontend(wire: socket.socket, listener: socket.socket) -> subprocess.Popen[bytes]:
+    """The process as the daemon starts it: its end of the channel, and where clients connect."""
     descriptors = (wire.fileno(), listener.fileno())
     command = [sys.executable, "-m", "gpupoold.frontend", "--log-level", "warning"]
     command += ["--wire-fd", str(descriptors[0]), "--listen-fd", str(descriptors[1])]
-    command += ["--max-body-bytes", str(_MAX_BODY_BYTES)]
+    command += ["--max-body-bytes", str(MAX_BODY_BYTES)]
     path = os.pathsep.join(filter(None, sys.path))
     return subprocess.Popen(command, pass_fds=descriptors, env=os.environ | {"PYTHONPATH": path})

@@ -37,10 +37,11 @@ from gpupoold.errors import Failed, GpupoolError
 from gpupoold.hangup import hangup_handler
 from gpupoold.listeners import admin_listener, http_listener
 from gpupoold.logging_setup import start_logging
+from gpupoold.pool.build import build_pool
 from gpupoold.pool.configuration import Configuration
 from gpupoold.pool.keyring import Keyring
 from gpupoold.pool.parked_images import PREFIX as IMAGE_PREFIX
-from gpupoold.pool.pool import Pool, build_pool
+from gpupoold.pool.pool import Pool
 from gpupoold.service_manager import informed
 from gpupoold.systemd import Environment, FdStore, Inherited, Notifier, take_environment
 

@@ -57,12 +57,6 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     os.replace(draft, folder / MANIFEST_FILE)
 
 
-def downloaded_commit(folder: Path) -> str | None:
-    """The commit of a finished download, None if the folder is something else."""
-    manifest = read_manifest(folder)
-    return manifest.commit if manifest is not None and manifest.complete else None
-
-
 def require_complete(folder: Path) -> None:
     """Refuse the folder of a download that did not finish.
 

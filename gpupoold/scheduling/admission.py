@@ -63,26 +63,3 @@ def most_on_time(jobs: Iterable[Job], now_s: float = 0.0) -> Admission:
         on_time=tuple(job for job, late in zip(by_deadline, is_late, strict=True) if not late),
         late=tuple(job for job, late in zip(by_deadline, is_late, strict=True) if late),
     )
-
-
-def prefill_job(
-    job_id: str,
-    arrival_s: float,
-    ttft_s: float,
-    num_prompt_tokens: int,
-    prefill_tokens_per_s: float,
-    switch_s: float = 0.0,
-) -> Job:
-    """The job of a waiting request: prompt length by prefill speed, due at arrival + target.
-
-    Raises ValueError for a speed that is not above 0.
-    """
-    if not prefill_tokens_per_s > 0:
-        raise ValueError(f"prefill speed must be above 0 tokens/s, got {prefill_tokens_per_s}")
-    duration_s = switch_s + num_prompt_tokens / prefill_tokens_per_s
-    return Job(job_id, duration_s, arrival_s + ttft_s)
-
-
-def on_time_ids(waiting: Iterable[Job], now_s: float) -> frozenset[str]:
-    """Ids of the waiting prefills that can meet their deadlines, as many as possible."""
-    return frozenset(job.job_id for job in most_on_time(waiting, now_s).on_time)

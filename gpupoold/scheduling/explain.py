@@ -56,10 +56,6 @@ class Turns:
     left_s: float | None
     line: tuple[Waiting, ...]
 
-    def place_of(self, model: str) -> Waiting | None:
-        """Where a model is in line; None if it is not."""
-        return next((one for one in self.line if one.model == model), None)
-
 
 @dataclass(frozen=True, slots=True)
 class Why:

@@ -43,22 +43,3 @@ def round_quotas_s(loads: Sequence[Load], switch_s: float, quota_max_s: float) -
     # alpha - need, written so that a small c is not lost beside a large need.
     spare = max(switch_s / (min(counts) * quota_max_s), MIN_ALPHA - need)
     return [switch_s / (count * spare) for count in counts]
-
-
-def limit_round(
-    quotas_s: Sequence[float], switch_s: float, round_limit_s: float, floors_s: Sequence[float]
-) -> list[float]:
-    """Shrink all quotas alike so that the round takes at most ``round_limit_s``.
-
-    No quota is shrunk below its floor (at least its own switch time, so that
-    the limit alone never makes switching the larger part of a round), and none grows.
-    """
-    total_s = sum(quotas_s)
-    available_s = round_limit_s - switch_s
-    if total_s <= available_s:
-        return list(quotas_s)
-    scale = max(available_s, 0.0) / total_s
-    return [
-        min(quota, max(quota * scale, floor))
-        for quota, floor in zip(quotas_s, floors_s, strict=True)
-    ]

@@ -10,64 +10,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from gpupoold.domain import Targets
 from gpupoold.sim.memory import SimMemory
 from gpupoold.sim.model import SimModel
-from gpupoold.simdevice.made_up import Vocabulary, seed_of
+from gpupoold.simdevice.answers import Answer, Work
+from gpupoold.simdevice.made_up import Vocabulary
+from gpupoold.simdevice.step_reports import StepReports
 from gpupoold.wire import messages as m
-
-LENGTH = "length"
-
-
-@dataclass(slots=True, eq=False)
-class Answer:
-    """A request on the device."""
-
-    request_id: str
-    model: str
-    arrival_s: float
-    prompt_tokens: int
-    max_tokens: int
-    num_tokens: int = 0
-    """Those that it has; not 0 at first if it comes from a device that has died."""
-    is_gone: bool = False
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens in its KV."""
-        return self.prompt_tokens + self.num_tokens
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has all its tokens."""
-        return self.num_tokens >= self.max_tokens
-
-
-@dataclass(slots=True)
-class _Work:
-    """A model's requests here. ``batch`` is ``running`` as the last step had it."""
-
-    vocabulary: Vocabulary
-    waiting: list[Answer] = field(default_factory=list)
-    running: list[Answer] = field(default_factory=list)
-    prefilling: Answer | None = None
-    batch: tuple[Answer, ...] | None = None
-
-    def all(self) -> list[Answer]:
-        """Every request, the one being prefilled too."""
-        return [*([self.prefilling] if self.prefilling else ()), *self.waiting, *self.running]
-
-
-@dataclass(slots=True)
-class _Steps:
-    """Steps of one batch that nobody has been told of."""
-
-    model: str
-    batch: tuple[Answer, ...]
-    num_steps: int
-    step_s: float | None
 
 
 class PacedDevice:
@@ -85,7 +36,8 @@ class PacedDevice:
         self.models: dict[str, SimModel] = {}
         self.memory = SimMemory(capacity_bytes, self.models, self._use_of)
         self._send_now = send
-        self._work: dict[str, _Work] = {}
+        self._work: dict[str, Work] = {}
+        self._reports = StepReports(send, lambda model: self._work[model].vocabulary)
         self._due: tuple[float, Callable[[float], None]] | None = None
         self._now_s = 0.0
         self._turn: m.RunTurn | None = None
@@ -97,7 +49,6 @@ class PacedDevice:
         # Weight and KV bytes that came before the turn they came for.
         self._fetched: dict[str, tuple[int, int]] = {}
         self._fetched_beside: set[str] = set()  # during the turn of another
-        self._steps: _Steps | None = None
 
     @property
     def next_due_s(self) -> float | None:
@@ -132,12 +83,12 @@ class PacedDevice:
         while self._due is not None and self._due[0] <= now_s:
             (at_s, work), self._due = self._due, None
             work(at_s)
-        self._close_steps()
+        self._reports.close(self._now_s)
 
     def add_model(self, model: SimModel, vocabulary: Vocabulary) -> None:
         """It can have requests from now on."""
         self.models[model.name] = model
-        self._work[model.name] = _Work(vocabulary)
+        self._work[model.name] = Work(vocabulary)
         self.memory.add(model.name)
         self._tell_memory()
 
@@ -272,7 +223,7 @@ class PacedDevice:
         else:
             self._decode(self._turn.model, work, at_s)
 
-    def _is_over(self, work: _Work, at_s: float, is_new: bool) -> bool:
+    def _is_over(self, work: Work, at_s: float, is_new: bool) -> bool:
         if self._order is not None or not (work.waiting or work.running):
             return True
         turn = self._turn
@@ -304,11 +255,11 @@ class PacedDevice:
             self.memory.add_kv(answer.model, answer.context_tokens)
             work.running.append(answer)
             work.batch = None
-            self._note_steps(answer.model, (answer,), None)
+            self._reports.note(answer.model, (answer,), None, self._now_s)
             self._end_finished(work, (answer,))
         self._go_on(at_s)
 
-    def _decode(self, model: str, work: _Work, at_s: float) -> None:
+    def _decode(self, model: str, work: Work, at_s: float) -> None:
         batch = work.batch = work.batch or tuple(work.running)
         context = sum(answer.context_tokens for answer in batch)
         step_s = self.models[model].latency.decode_step_s(len(batch), context)
@@ -325,19 +276,19 @@ class PacedDevice:
             is_any_done = is_any_done or answer.is_done
         if batch:
             self.memory.add_kv(model, len(batch))
-            self._note_steps(model, batch, step_s)
+            self._reports.note(model, batch, step_s, self._now_s)
         if is_any_done:
             self._end_finished(work, batch)
         self._go_on(at_s)
 
-    def _end_finished(self, work: _Work, batch: Iterable[Answer]) -> None:
+    def _end_finished(self, work: Work, batch: Iterable[Answer]) -> None:
         if any(answer.is_done for answer in batch):
-            self._close_steps()
+            self._reports.close(self._now_s)
         for answer in batch:
             if answer.is_done:
                 self._drop(work, answer)
 
-    def _drop(self, work: _Work, answer: Answer) -> None:
+    def _drop(self, work: Work, answer: Answer) -> None:
         answer.is_gone = True
         if answer in work.running:
             work.running.remove(answer)
@@ -423,32 +374,5 @@ class PacedDevice:
             self._send(m.TurnEnded(0, dict(changes)))
 
     def _send(self, message: m.Message) -> None:
-        self._close_steps()
+        self._reports.close(self._now_s)
         self._send_now(message)
-
-    def _note_steps(self, model: str, batch: tuple[Answer, ...], step_s: float | None) -> None:
-        """One more step; steps of an unchanged batch that are late are told together."""
-        steps = self._steps
-        if steps is not None and steps.batch is batch and step_s is not None:
-            steps.num_steps += 1
-            steps.step_s = step_s
-            return
-        self._close_steps()
-        self._steps = _Steps(model, batch, 1, step_s)
-
-    def _close_steps(self) -> None:
-        steps, self._steps = self._steps, None
-        if steps is None:
-            return
-        vocabulary = self._work[steps.model].vocabulary
-        progress = [
-            m.RequestProgress(
-                one.request_id,
-                vocabulary.token_ids(
-                    seed_of(one.request_id), one.num_tokens - steps.num_steps, steps.num_steps
-                ),
-                LENGTH if one.is_done else None,
-            )
-            for one in steps.batch
-        ]
-        self._send_now(m.StepOutputs(steps.model, self._now_s, [], progress, steps.step_s))

@@ -6,7 +6,8 @@ import itertools
 import os
 from collections.abc import Iterable
 
-from gpupoold.simdevice.device import Answer, PacedDevice
+from gpupoold.simdevice.answers import Answer
+from gpupoold.simdevice.device import PacedDevice
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 

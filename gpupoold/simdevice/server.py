@@ -10,7 +10,8 @@ from typing import Any
 from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError, NoSuchModel, Refused
 from gpupoold.process import set_log_level
-from gpupoold.simdevice.device import Answer, PacedDevice
+from gpupoold.simdevice.answers import Answer
+from gpupoold.simdevice.device import PacedDevice
 from gpupoold.simdevice.models import KnownModel, know
 from gpupoold.simdevice.moves import SimMoves
 from gpupoold.wire import messages as m

@@ -10,7 +10,6 @@ import pytest
 from openai import AsyncOpenAI
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.checkpoints.hollow import make_hollow_checkpoint
 from tests.functional.daemon_tools import (
     LOAD_OPTIONS,
     MODELS,
@@ -18,6 +17,7 @@ from tests.functional.daemon_tools import (
     check,
     emulated_config,
     ps,
+    sim_daemon,
     until,
     weight_bytes,
 )
@@ -111,17 +111,8 @@ model_cache = 0
 
 
 @pytest.fixture(scope="session")
-def sim_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint without weights."""
-    return make_hollow_checkpoint(tmp_path_factory.mktemp("hollow"), "Qwen2.5-7B")
-
-
-@pytest.fixture(scope="session")
-def sim_box(
-    sim_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[PrivateDaemon]:
+def sim_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateDaemon]:
     """A daemon with two simulated GPUs and three models, for all tests of such."""
-    with private_daemon(_SIM_CONFIG, tmp_path_factory.mktemp("box")) as daemon:
-        for name in ("one", "two", "three"):
-            daemon.add_model(name, sim_checkpoint, max_model_len=4096)
+    folder = tmp_path_factory.mktemp("box")
+    with sim_daemon(_SIM_CONFIG, folder, ("one", "two", "three")) as daemon:
         yield daemon

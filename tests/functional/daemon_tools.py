@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from openai.types import Completion
 from gpupool_cli.bench_rig import emulated_config as emulated_config, weight_bytes as weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.admin.models import DeviceInfo, ModelUsage, Ps
+from gpupoold.checkpoints.hollow import make_hollow_checkpoint
 from tests.conftest import SOURCE_ROOTS
 
 MODELS = ("tiny-llama", "tiny-mixtral", "tiny-qwen2", "tiny-qwen3")
@@ -29,7 +30,26 @@ LLAMA, MIXTRAL, QWEN2, QWEN3 = MODELS
 MAX_LEN = 1024
 # About 2 s of streaming: long enough to do things meanwhile.
 LONG = 900
+SIM_SHAPE = "Qwen2.5-7B"
 LOAD_OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": MAX_LEN}
+
+
+@contextlib.contextmanager
+def sim_daemon(
+    config: str,
+    folder: Path,
+    names: Sequence[str],
+    *,
+    max_model_len: int = 4096,
+    server: str = "",
+    **options: object,
+) -> Iterator[PrivateDaemon]:
+    """A daemon with simulated devices and models of a checkpoint without weights."""
+    checkpoint = make_hollow_checkpoint(folder, SIM_SHAPE)
+    with private_daemon(config, folder / "daemon", server=server) as daemon:
+        for name in names:
+            daemon.add_model(name, checkpoint, max_model_len=max_model_len, **options)
+        yield daemon
 
 
 # Asking

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import queue
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from typing import Any, Self
 
 import msgspec
 
+from benchmarks.frontend_peer import start_frontend
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 from gpupoold.wire.messages import (
     AbortRequests,
@@ -40,7 +39,6 @@ from gpupoold.wire.messages import (
 
 RETRY_AFTER_S = 6.3
 MAX_MODEL_LEN = 512
-MAX_BODY_BYTES = 10_000_000
 _KV_BYTES = 16 << 20
 _IDLE_WAIT_S = 0.01
 
@@ -158,18 +156,8 @@ class EnginePeer:
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         ours, theirs = socket.socketpair()
         self._wire = ours
-        self.process = self._start_frontend(theirs)
+        self.process = start_frontend(theirs, self._listener)
         theirs.close()
-
-    def _start_frontend(self, wire: socket.socket) -> subprocess.Popen[bytes]:
-        descriptors = (wire.fileno(), self._listener.fileno())
-        command = [sys.executable, "-m", "gpupoold.frontend", "--log-level", "warning"]
-        command += ["--wire-fd", str(descriptors[0]), "--listen-fd", str(descriptors[1])]
-        command += ["--max-body-bytes", str(MAX_BODY_BYTES)]
-        root = Path(__file__).parents[2]
-        path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-        environment = os.environ | {"PYTHONPATH": path}
-        return subprocess.Popen(command, pass_fds=descriptors, env=environment)
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -19,9 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gpupool_cli.main import app
-from gpupool_cli.private_daemon import private_daemon
 from gpupoold.admin.models_access import SetKeyRequest
-from gpupoold.checkpoints.hollow import make_hollow_checkpoint
 from tests.certificates import make_certificate
 from tests.functional.access_box import (
     ADMINS,
@@ -43,6 +41,7 @@ from tests.functional.daemon_tools import (
     child,
     child_env,
     ps,
+    sim_daemon,
     until,
 )
 
@@ -50,12 +49,9 @@ from tests.functional.daemon_tools import (
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
     folder = tmp_path_factory.mktemp("access")
-    checkpoint = make_hollow_checkpoint(folder, "Qwen2.5-7B")
     certificate, key = make_certificate(folder)
     server = f'tls_cert = "{certificate}"\ntls_key = "{key}"'
-    with private_daemon(CONFIG, folder / "daemon", server=server) as daemon:
-        for name in MODELS:
-            daemon.add_model(name, checkpoint, max_model_len=2048)
+    with sim_daemon(CONFIG, folder, MODELS, max_model_len=2048, server=server) as daemon:
         yield Box(daemon, folder / "daemon", certificate, [])
 
 

@@ -15,7 +15,6 @@ from openai import AsyncOpenAI
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.admin.models import BenchMemoryRequest, DeviceInfo
-from gpupoold.checkpoints.hollow import make_hollow_checkpoint
 from gpupoold.errors import Refused
 from tests.functional.daemon_tools import (
     LLAMA,
@@ -33,6 +32,7 @@ from tests.functional.daemon_tools import (
     emulated_config,
     eventually,
     ps,
+    sim_daemon,
     until,
 )
 
@@ -296,10 +296,8 @@ def test_a_frontend_that_hangs_is_replaced(watched: PrivateDaemon) -> None:
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateDaemon]:
     """Two simulated devices and two models on both."""
-    checkpoint = make_hollow_checkpoint(tmp_path_factory.mktemp("hollow"), "Qwen2.5-7B")
-    with private_daemon('devices = ["sim:2xH800"]', tmp_path_factory.mktemp("box")) as daemon:
-        for name in ("one", "two"):
-            daemon.add_model(name, checkpoint, max_model_len=4096)
+    folder = tmp_path_factory.mktemp("box")
+    with sim_daemon('devices = ["sim:2xH800"]', folder, ("one", "two")) as daemon:
         yield daemon
 
 

@@ -14,10 +14,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.admin.models import EventInfo
-from gpupoold.checkpoints.hollow import make_hollow_checkpoint
-from tests.functional.daemon_tools import api_client, cli, ps, until, usage
+from tests.functional.daemon_tools import api_client, cli, ps, sim_daemon, until, usage
 
 ONE, TWO = "one", "two"
 PER_MODEL, IN_ALL = 6, 9
@@ -32,15 +31,8 @@ NUM_TOKENS = 100
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_hollow_checkpoint(tmp_path_factory.mktemp("hollow"), "Qwen2.5-7B")
-
-
-@pytest.fixture(scope="module")
-def running(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateDaemon]:
-    with private_daemon(DEVICE + LIMITS, tmp_path_factory.mktemp("overload")) as daemon:
-        for name in (ONE, TWO):
-            daemon.add_model(name, checkpoint, max_model_len=4096)
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateDaemon]:
+    with sim_daemon(DEVICE + LIMITS, tmp_path_factory.mktemp("overload"), (ONE, TWO)) as daemon:
         yield daemon
 
 
@@ -159,11 +151,10 @@ def drops(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def hurried(drops: bool, checkpoint: Path, tmp_path: Path) -> Iterator[PrivateDaemon]:
+def hurried(drops: bool, tmp_path: Path) -> Iterator[PrivateDaemon]:
     """A daemon whose model promises its first token within two seconds."""
     config = f"{DEVICE}\n[limits]\ndrop_late = {str(drops).lower()}\n"
-    with private_daemon(config, tmp_path) as daemon:
-        daemon.add_model(ONE, checkpoint, max_model_len=4096, ttft_s=2.0)
+    with sim_daemon(config, tmp_path, (ONE,), ttft_s=2.0) as daemon:
         yield daemon
 
 

@@ -11,14 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupool_cli.private_daemon import PrivateDaemon
 from gpupool_state import DATABASE_NAME
 from gpupoold.admin.models_explain import RequestWhy, SpanInfo
-from gpupoold.checkpoints.hollow import make_hollow_checkpoint
 from gpupoold.errors import NoSuchModel, UsageError
 from gpupoold.scheduling.explain import Standing
 from gpupoold.scheduling.rules import Rule
-from tests.functional.daemon_tools import Background, api_client, ask, cli, eventually, ps, until
+from tests.functional.daemon_tools import (
+    Background,
+    api_client,
+    ask,
+    cli,
+    eventually,
+    ps,
+    sim_daemon,
+    until,
+)
 
 MODELS = ("one", "two")
 # Room for one of the two, and time for both.
@@ -38,11 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def box(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateDaemon]:
-    checkpoint = make_hollow_checkpoint(tmp_path_factory.mktemp("hollow"), "Qwen2.5-7B")
-    with private_daemon(CONFIG, folder) as daemon:
-        for name in MODELS:
-            daemon.add_model(name, checkpoint, max_model_len=4096, ttft_s=8.0, tbt_s=0.2)
+def box(folder: Path) -> Iterator[PrivateDaemon]:
+    with sim_daemon(CONFIG, folder, MODELS, ttft_s=8.0, tbt_s=0.2) as daemon:
         yield daemon
 
 
@@ -146,7 +151,7 @@ def totals(spans: list[SpanInfo]) -> tuple[int, int, int]:
 
 
 def test_the_doctor_finds_no_fault(box: PrivateDaemon, folder: Path) -> None:
-    config = folder / "gpupool.toml"
+    config = folder / "daemon" / "gpupool.toml"
     done = cli(box, "doctor", "--config", str(config), "--json")
     checks = {one["name"]: one for one in json.loads(done.stdout)["checks"]}
     assert done.returncode == 0, done.stdout

@@ -13,11 +13,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.checkpoints.hollow import make_hollow_checkpoint
+from gpupool_cli.private_daemon import PrivateDaemon
 from tests.conftest import ROOT
 from tests.dashboard import metric_names, queries
-from tests.functional.daemon_tools import admin_http, api_client, ask, child, ps, until
+from tests.functional.daemon_tools import admin_http, api_client, ask, child, ps, sim_daemon, until
 from tests.functional.metrics_tools import scrape, value
 from tests.functional.prometheus_server import (
     NOT_INSTALLED,
@@ -49,10 +48,7 @@ EXAMPLES = ROOT / "examples"
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateDaemon]:
-    checkpoint = make_hollow_checkpoint(tmp_path_factory.mktemp("hollow"), "Qwen2.5-7B")
-    with private_daemon(CONFIG, tmp_path_factory.mktemp("box")) as daemon:
-        for name in MODELS:
-            daemon.add_model(name, checkpoint, max_model_len=4096)
+    with sim_daemon(CONFIG, tmp_path_factory.mktemp("box"), MODELS) as daemon:
         yield daemon
 
 

@@ -20,6 +20,7 @@ from gpupoold.errors import Refused
 from gpupoold.latency.shape import builtin_shape
 from tests.conftest import ROOT
 from tests.functional.daemon_tools import (
+    SIM_SHAPE,
     admin_http,
     api_client,
     ask,
@@ -32,18 +33,12 @@ from tests.functional.daemon_tools import (
 )
 
 MODELS = ("one", "two", "three")
-SHAPE = "Qwen2.5-7B"
-WEIGHT_BYTES = builtin_shape(SHAPE).weight_bytes
+WEIGHT_BYTES = builtin_shape(SIM_SHAPE).weight_bytes
 
 
 @pytest.fixture
 def box(sim_box: PrivateDaemon) -> PrivateDaemon:
     return sim_box
-
-
-@pytest.fixture
-def checkpoint(sim_checkpoint: Path) -> Path:
-    return sim_checkpoint
 
 
 def test_all_models_answer_in_time_and_only_one_is_resident(box: PrivateDaemon) -> None:
@@ -170,8 +165,8 @@ def test_killed_device_comes_back_with_its_models(box: PrivateDaemon) -> None:
     asyncio.run(run())
 
 
-def test_removed_model_is_gone(box: PrivateDaemon, checkpoint: Path) -> None:
-    box.add_model("short-lived", checkpoint, max_model_len=4096)
+def test_removed_model_is_gone(box: PrivateDaemon) -> None:
+    box.add_model("short-lived", Path(usage_path(box)), max_model_len=4096)
     with box.client() as client:
         client.remove_model("short-lived", "refuse")
 

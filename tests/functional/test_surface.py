@@ -16,9 +16,8 @@ from benchmarks.fuzz import Outcome, send_mutants
 from benchmarks.generated import generated
 from benchmarks.mutants import MAX_TOKENS, mutants
 from benchmarks.stream_client import stream
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.checkpoints.hollow import make_hollow_checkpoint
-from tests.functional.daemon_tools import admin_http, children, ps, until
+from gpupool_cli.private_daemon import PrivateDaemon
+from tests.functional.daemon_tools import admin_http, children, ps, sim_daemon, until
 
 MODELS = ("one", "two")
 CONFIG = 'devices = ["sim:2xA100"]\n'
@@ -33,10 +32,8 @@ MAX_GROWTH_BYTES = 250 << 20
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateDaemon]:
-    checkpoint = make_hollow_checkpoint(tmp_path_factory.mktemp("hollow"), "Qwen2.5-7B")
-    with private_daemon(CONFIG, tmp_path_factory.mktemp("surface")) as running:
-        for name in MODELS:
-            running.add_model(name, checkpoint, max_model_len=2048)
+    folder = tmp_path_factory.mktemp("surface")
+    with sim_daemon(CONFIG, folder, MODELS, max_model_len=2048) as running:
         yield running
 
 

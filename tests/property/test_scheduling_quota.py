@@ -7,11 +7,10 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from gpupoold.scheduling.quota import Load, limit_round, round_quotas_s
+from gpupoold.scheduling.quota import Load, round_quotas_s
 
 SECONDS = st.floats(1e-5, 1e3)
 LOADS = st.lists(st.builds(Load, SECONDS, SECONDS), min_size=1, max_size=8)
-ROUNDS = st.lists(st.tuples(st.floats(1e-6, 1e3), st.floats(0, 1e3)), min_size=1, max_size=8)
 
 
 @given(LOADS, st.floats(0, 1e4), st.floats(1e-3, 100))
@@ -47,18 +46,3 @@ def test_free_switching_keeps_rounds_short(loads: list[Load]) -> None:
     # A round takes the shortest target, or one step each where that is longer.
     shortest_s = min(load.tbt_s for load in loads)
     assert sum(quotas_s) <= (shortest_s + sum(steps_s)) * (1 + 1e-9)
-
-
-@given(ROUNDS, st.floats(0, 100), st.floats(0.01, 100))
-def test_limited_rounds(
-    round_: list[tuple[float, float]], switch_s: float, round_limit_s: float
-) -> None:
-    quotas_s, floors_s = [quota for quota, _ in round_], [floor for _, floor in round_]
-    limited_s = limit_round(quotas_s, switch_s, round_limit_s, floors_s)
-    for quota_s, floor_s, new_s in zip(quotas_s, floors_s, limited_s, strict=True):
-        assert min(quota_s, floor_s) <= new_s <= quota_s
-    within = sum(limited_s) + switch_s <= round_limit_s * (1 + 1e-9)
-    at_floor = [new_s <= floor_s for floor_s, new_s in zip(floors_s, limited_s, strict=True)]
-    assert within or any(at_floor) or switch_s >= round_limit_s
-    if sum(quotas_s) + switch_s < round_limit_s * (1 - 1e-9):
-        assert limited_s == quotas_s

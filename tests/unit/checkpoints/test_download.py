@@ -17,7 +17,7 @@ import pytest
 from gpupoold.checkpoints import download as download_module, hub as hub_module
 from gpupoold.checkpoints.check import check_checkpoint
 from gpupoold.checkpoints.download import PART_FOLDER, checkpoint_dir, download
-from gpupoold.checkpoints.manifest import downloaded_commit, read_manifest
+from gpupoold.checkpoints.manifest import read_manifest
 from gpupoold.errors import Failed, GpupoolError, Refused, UsageError
 from tests.unit.checkpoints import samples
 from tests.unit.checkpoints.fake_hub import FakeHub
@@ -68,6 +68,13 @@ def big_checkpoint() -> dict[str, bytes]:
     return samples.checkpoint() | {WEIGHTS: os.urandom(BIG)}
 
 
+def assert_complete(target: Path, commit: str) -> None:
+    manifest = read_manifest(target)
+    assert manifest is not None
+    assert manifest.complete
+    assert manifest.commit == commit
+
+
 def visible(folder: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()
@@ -92,7 +99,7 @@ class TestWhole:
         commit = hub.add(REPO, files).revisions["main"]
         target = fetch(tmp_path / "m")
         assert visible(target) == files
-        assert downloaded_commit(target) == commit
+        assert_complete(target, commit)
         info = check_checkpoint(target, allow_pickle=False, allow_remote_code=False)
         assert info.num_parameters == samples.NUM_ELEMENTS
 
@@ -137,7 +144,7 @@ class TestWhole:
         target = checkpoint_dir(tmp_path, REPO, "v/2")
         assert target == tmp_path / "org--model@v--2"
         assert visible(fetch(target, revision="v/2")) == other
-        assert downloaded_commit(target) == commit
+        assert_complete(target, commit)
 
     def test_progress_in_bytes_in_the_loop(self, hub: FakeHub, tmp_path: Path) -> None:
         files = big_checkpoint()
@@ -419,4 +426,6 @@ class TestRefused:
             assert read_manifest(tmp_path) is None
         note: dict[str, object] = {"repo_id": "a/b", "revision": None, "commit": "c", "files": []}
         samples.write(tmp_path, {".gpupool-download.json": json.dumps(note).encode()})
-        assert downloaded_commit(tmp_path) is None
+        unfinished = read_manifest(tmp_path)
+        assert unfinished is not None
+        assert not unfinished.complete

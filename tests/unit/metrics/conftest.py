@@ -11,9 +11,10 @@ import pytest_asyncio
 from gpupool_state import DATABASE_NAME, ApiKeys, Database, History, Registry
 from gpupoold.config import parse_settings
 from gpupoold.config_file import ConfigFile
+from gpupoold.pool.build import build_pool
 from gpupoold.pool.configuration import Configuration
 from gpupoold.pool.keyring import Keyring
-from gpupoold.pool.pool import Pool, build_pool
+from gpupoold.pool.pool import Pool
 from gpupoold.systemd import FdStore, Notifier
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gpupoold.scheduling.admission import Job, most_on_time, on_time_ids, prefill_job
+from gpupoold.scheduling.admission import Job, most_on_time
 
 
 def ids(jobs: tuple[Job, ...]) -> str:
@@ -31,8 +31,8 @@ def test_the_longest_goes_not_the_last() -> None:
 
 
 def test_a_deadline_met_just_in_time_is_met() -> None:
-    assert on_time_ids([Job("a", 2, 5)], now_s=3.0) == {"a"}
-    assert on_time_ids([Job("a", 2, 5)], now_s=3.001) == frozenset()
+    assert ids(most_on_time([Job("a", 2, 5)], now_s=3.0).on_time) == "a"
+    assert ids(most_on_time([Job("a", 2, 5)], now_s=3.001).late) == "a"
 
 
 def test_hopeless_jobs_keep_nobody_waiting() -> None:
@@ -46,14 +46,6 @@ def test_nothing_waits() -> None:
     assert most_on_time([]).order == ()
 
 
-def test_prefill_job() -> None:
-    job = prefill_job("r", 100.0, 10.0, 7_000, 14_000.0, switch_s=0.8)
-    assert job.duration_s == pytest.approx(1.3)
-    assert (job.job_id, job.deadline_s) == ("r", 110.0)
-    assert on_time_ids([job], now_s=108.0) == {"r"}
-    assert on_time_ids([job], now_s=109.0) == frozenset()
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -61,7 +53,6 @@ def test_prefill_job() -> None:
         lambda: Job("a", math.nan, 1),
         lambda: Job("a", math.inf, math.inf),
         lambda: Job("a", 1, math.nan),
-        lambda: prefill_job("a", 0, 1, 1, 0),
     ],
 )
 def test_nonsense_is_named(call: object) -> None:

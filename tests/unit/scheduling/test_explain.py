@@ -156,8 +156,6 @@ class TestLine:
         told.now_s = 12.0
         first, last = turns(told).line
         assert (first.model, last.model, last.rule) == ("b", "a", Rule.HOPELESS)
-        assert turns(told).place_of("a") == last
-        assert turns(told).place_of("c") is None
 
     def test_looking_changes_nothing(self) -> None:
         told, untouched = driver("a b c"), driver("a b c")

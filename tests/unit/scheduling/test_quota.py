@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gpupoold.scheduling.quota import Load, limit_round, round_quotas_s
+from gpupoold.scheduling.quota import Load, round_quotas_s
 
 
 def alpha_of(loads: list[Load], quotas_s: list[float], switch_s: float) -> float:
@@ -85,20 +85,3 @@ def test_tiny_switching_time_is_no_division_by_zero(switch_s: float, step_s: flo
     quotas_s = round_quotas_s([Load(0.1, step_s)] * 2, switch_s, 4.0)
     assert all(0 <= quota_s <= 4.0 * (1 + 1e-9) for quota_s in quotas_s)
     assert all(math.isfinite(quota_s) for quota_s in quotas_s)
-
-
-def test_limit_leaves_short_rounds_alone() -> None:
-    assert limit_round([1.0, 2.0], 1.0, 4.0, [0.5, 0.5]) == [1.0, 2.0]
-
-
-def test_limit_shrinks_all_alike() -> None:
-    assert limit_round([1.0, 3.0], 1.0, 3.0, [0.0, 0.0]) == pytest.approx([0.5, 1.5])
-
-
-def test_limit_stops_at_the_floors() -> None:
-    assert limit_round([1.0, 3.0], 1.0, 3.0, [0.8, 0.1]) == pytest.approx([0.8, 1.5])
-    assert limit_round([1.0, 3.0], 5.0, 3.0, [0.8, 0.1]) == pytest.approx([0.8, 0.1])
-
-
-def test_limit_lengthens_no_turn() -> None:
-    assert limit_round([0.2, 3.0], 4.0, 5.0, [2.0, 2.0]) == pytest.approx([0.2, 2.0])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gpupoold.simdevice.device import Answer, PacedDevice
+from gpupoold.simdevice.answers import Answer
+from gpupoold.simdevice.device import PacedDevice
 from gpupoold.simdevice.made_up import Vocabulary
 from gpupoold.wire import messages as m
 from tests.sim.box import GB, latency, models

@@ -17,7 +17,8 @@ from gpupoold.sim.metrics import RequestResult, summarise
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.policies import make_policy
 from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload
-from gpupoold.simdevice.device import Answer, PacedDevice
+from gpupoold.simdevice.answers import Answer
+from gpupoold.simdevice.device import PacedDevice
 from gpupoold.simdevice.made_up import Vocabulary
 from gpupoold.wire import messages as m
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpupoold.simdevice.device import Answer
+from gpupoold.simdevice.answers import Answer
 from gpupoold.simdevice.moves import SimMoves
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel

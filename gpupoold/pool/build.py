@@ -1,0 +1,124 @@
+"""Wires the parts of the control plane together."""
+
+from __future__ import annotations
+
+import socket
+
+from gpupool_state import History, Registry
+from gpupoold.config import Settings
+from gpupoold.pool.cache_control import CacheControl
+from gpupoold.pool.configuration import Configuration
+from gpupoold.pool.dispatch import Dispatcher
+from gpupoold.pool.engine_environment import engine_environment
+from gpupoold.pool.explain import Explainer
+from gpupoold.pool.forks import ForkServer
+from gpupoold.pool.frontends import FrontendSupervisor
+from gpupoold.pool.health import Health
+from gpupoold.pool.image_cache import ImageCache
+from gpupoold.pool.image_keys import ImageKeys
+from gpupoold.pool.instance_control import InstanceControl
+from gpupoold.pool.instances import InstanceSupervisor
+from gpupoold.pool.keyring import Keyring
+from gpupoold.pool.lifecycle import ModelLifecycle
+from gpupoold.pool.minutes import Minutes
+from gpupoold.pool.nvml import GpuReadings
+from gpupoold.pool.parked_images import ParkedImages
+from gpupoold.pool.pool import Pool
+from gpupoold.pool.reload import Reloader, configured_roles
+from gpupoold.pool.saved_images import SavedImages
+from gpupoold.pool.stimulus_file import Header
+from gpupoold.pool.unloading import ModelUnloader
+from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
+from gpupoold.systemd import FdStore
+
+
+def build_pool(
+    configuration: Configuration,
+    registry: Registry,
+    history: History,
+    listener: socket.socket,
+    fd_store: FdStore,
+    keyring: Keyring,
+) -> Pool:
+    """Wire the parts together; nothing is started yet."""
+    settings = configuration.settings
+    options = PolicyOptions(quota_max_s=settings.scheduling.quota_max_s)
+    header = Header(settings.scheduling.policy, options)
+    policy = make_policy(header.policy, header.options)
+    dispatcher = Dispatcher(settings.limits, history, policy, configured_roles(settings), keyring)
+    cache = ImageCache(settings.memory.model_cache_bytes)
+    images_dir = settings.paths.state_dir / "images"
+    keys = ImageKeys()
+    saved = SavedImages(images_dir, settings.memory.image_files_bytes, keys)
+    cache.shelf = parked = ParkedImages(fd_store, keys)
+
+    forks = ForkServer(settings, engine_environment(settings), _preloaded(settings))
+    supervisor = InstanceSupervisor(
+        settings,
+        forks,
+        dispatcher.from_instance,
+        lambda instance: lifecycle.instance_up(instance),
+        lambda *ended: lifecycle.instance_down(*ended),
+    )
+    lifecycle = ModelLifecycle(
+        settings, registry, history, dispatcher, supervisor, cache, saved, parked
+    )
+    frontend = FrontendSupervisor(
+        settings,
+        forks,
+        listener,
+        dispatcher.from_frontend,
+        lambda: _set_up_frontend(keyring, lifecycle),
+        lambda death: lifecycle.frontend_down(death),
+    )
+    dispatcher.frontend = frontend
+    dispatcher.warmth = lifecycle.warmer
+    lifecycle.loader.frontend = keyring.frontend = frontend
+    control = InstanceControl(settings.limits, dispatcher, supervisor.instances)
+    cache_control = CacheControl(registry, lifecycle, dispatcher.live, cache, saved)
+    return Pool(
+        settings=settings,
+        registry=registry,
+        history=history,
+        dispatcher=dispatcher,
+        forks=forks,
+        supervisor=supervisor,
+        frontend=frontend,
+        lifecycle=lifecycle,
+        cache=cache,
+        saved=saved,
+        cache_control=cache_control,
+        instances=control,
+        unloader=ModelUnloader(lifecycle, dispatcher, supervisor, cache, history),
+        configuration=configuration,
+        reloader=Reloader(
+            configuration, history, dispatcher, supervisor, frontend, control, cache_control
+        ),
+        policy=header,
+        health=Health(dispatcher, supervisor),
+        minutes=Minutes(history, dispatcher.stats),
+        explainer=Explainer(registry, history, dispatcher, lifecycle, supervisor.instances, cache),
+        keyring=keyring,
+        http_url=_url(listener, settings),
+        gpu_readings=GpuReadings(settings.devices),
+    )
+
+
+async def _set_up_frontend(keyring: Keyring, lifecycle: ModelLifecycle) -> None:
+    """Who may ask is told before what there is to ask: until then the frontend refuses all."""
+    keyring.publish()
+    await lifecycle.frontend_up()
+
+
+def _url(listener: socket.socket, settings: Settings) -> str:
+    scheme = "http" if settings.server.tls_cert is None else "https"
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{shown}:{port}"
+
+
+def _preloaded(settings: Settings) -> list[str]:
+    """What processes that are forked have in common."""
+    has_emulated = any(device.kind == "emulated" for device in settings.devices)
+    instance = ["gpupoold.instance.preload"] if has_emulated else []
+    return ["gpupoold.frontend.preload", *instance]

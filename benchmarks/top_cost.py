@@ -30,7 +30,7 @@ def run_top(socket_path: Path, mark: str, duration_s: float) -> dict[str, Any]:
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", _LINES, _COLUMNS, 0, 0))
-    command = [sys.executable, "-m", "gpupool_cli.main", "top"]
+    command = [sys.executable, "-m", "gpupool_cli.start", "top"]
     environment = os.environ | {"GPUPOOL_SOCKET": str(socket_path), "TERM": "xterm-256color"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     started_s = time.monotonic()

@@ -42,6 +42,7 @@ from gpupoold.pool.configuration import Configuration
 from gpupoold.pool.keyring import Keyring
 from gpupoold.pool.parked_images import PREFIX as IMAGE_PREFIX
 from gpupoold.pool.pool import Pool
+from gpupoold.process import settle_collector
 from gpupoold.service_manager import informed
 from gpupoold.systemd import Environment, FdStore, Inherited, Notifier, take_environment
 
@@ -108,6 +109,7 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
         history.record_event("info", "daemon_started", "gpupoold", f"version {__version__}")
         health = pool.health
         async with informed(notifier, environment.watchdog_s, health.summary, health.complaint):
+            settle_collector()
             notifier.ready()
             await stop.wait()
         _logger.info("stopping")

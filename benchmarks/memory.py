@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory_streams import run_streams
+from benchmarks.values import value_text
 from gpupool_cli.bench_memory import run_memory_bench
 from gpupool_cli.bench_switch import run_switch_bench
-from gpupoold.units import format_bytes, format_duration, parse_size_bytes
+from gpupoold.units import parse_size_bytes
 
 KV_MODEL_BYTES = 30_000_000
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,15 +123,6 @@ def table(figures: Mapping[str, Figure], counts: Mapping[str, int]) -> Iterator[
         yield (
             f"{name:<{width}}" + "".join(f"{value:>12}" for value in values) + f"  {mark}".rstrip()
         )
-
-
-def value_text(name: str, value: float) -> str:
-    """A value in the unit that the figure's name ends in."""
-    if name.endswith("bytes_per_s"):
-        return f"{format_bytes(value)}/s"
-    if name.endswith("_s"):
-        return format_duration(value)
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _in_folder(run: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:

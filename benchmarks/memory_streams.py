@@ -7,6 +7,7 @@ device is emptied and looked at for pages and host memory that did not come back
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -78,8 +79,8 @@ def stream_over(
     with private_daemon(config) as daemon:
         for path in checkpoints:
             daemon.add_model(path.name, path, dtype="float32", max_model_len=MAX_MODEL_LEN)
-        names = [path.name for path in checkpoints]
-        return asyncio.run(_stream(daemon, names, num_switches, num_warm_up))
+        keys = [(path.name, index) for path in checkpoints for index in range(NUM_PROMPTS)]
+        return asyncio.run(stream_keys(daemon, keys, num_switches, num_warm_up))
 
 
 def num_differing(alone: list[int], together: list[int]) -> int:
@@ -116,9 +117,18 @@ def summary(
         "pages_leaked": last["pages"] - last["free_pages"],
         "host_bytes_gained": sum(gained.values()),
         "host_bytes_gained_by_kind": gained,
+        "device_bytes_gained": _device_bytes_gained(leftovers),
         "host_bytes": [{name: one[name] for name in HOST_MEMORY} for one in leftovers],
         "seconds": seconds,
     }
+
+
+def _device_bytes_gained(leftovers: Sequence[Mapping[str, Any]]) -> int | None:
+    """Memory beside the pages that was free after the first rounds and is not after the last;
+    None on a device that has no such memory."""
+    free = [one.get("device_free_bytes") for one in leftovers]
+    known = [-num_bytes for num_bytes in free if num_bytes is not None]
+    return _gained(known) if known else None
 
 
 def _gained(values: Sequence[int]) -> int:
@@ -126,16 +136,25 @@ def _gained(values: Sequence[int]) -> int:
     return int(median(values[-third:]) - median(values[:third]))
 
 
-async def _stream(
-    daemon: PrivateDaemon, models: list[str], num_switches: int, num_warm_up: int
+async def stream_keys(
+    daemon: PrivateDaemon,
+    keys: Sequence[Key],
+    num_switches: int,
+    num_warm_up: int = WARM_UP_ROUNDS,
+    ends_s: float = math.inf,
 ) -> dict[str, Any]:
+    """Stream these prompts of these models, over and over, until there are enough switches.
+
+    Before each round the device is emptied, so that no answer begins with a cached prefix. No
+    round begins after ``ends_s`` on ``time.monotonic``, but for the first.
+    """
     answers = Answers()
-    keys = [(model, index) for model in models for index in range(NUM_PROMPTS)]
     async with AsyncOpenAI(
         base_url=f"{daemon.http_url}/v1", api_key="none", max_retries=0
     ) as client:
         for key in keys:
             answers.alone[key] = await _ask(client, *key)
+            _leftovers(daemon)
         for _ in range(num_warm_up):
             await _round(client, keys, answers)
             _leftovers(daemon)
@@ -143,7 +162,7 @@ async def _stream(
         started_s = time.monotonic()
         switches: list[SwitchInfo] = []
         leftovers: list[dict[str, int]] = []
-        while sum(map(bool, map(_num_bytes, switches))) < num_switches:
+        while not leftovers or (_num_moved(switches) < num_switches and time.monotonic() < ends_s):
             await _round(client, keys, answers)
             leftovers.append(_leftovers(daemon))
             switches = _switches(daemon)[: -num_before or None]
@@ -151,7 +170,11 @@ async def _stream(
     return summary(answers, switches, leftovers, seconds)
 
 
-async def _round(client: AsyncOpenAI, keys: list[Key], answers: Answers) -> None:
+def _num_moved(switches: Iterable[SwitchInfo]) -> int:
+    return sum(map(bool, map(_num_bytes, switches)))
+
+
+async def _round(client: AsyncOpenAI, keys: Sequence[Key], answers: Answers) -> None:
     """All prompts of all models at once."""
     tokens = await asyncio.gather(*(_ask(client, *key) for key in keys))
     answers.together.extend(zip(keys, tokens, strict=True))

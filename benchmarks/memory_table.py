@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.memory import COUNT_LIMITS, value_text
+from benchmarks.memory import COUNT_LIMITS
+from benchmarks.values import value_text
 from gpupoold.errors import UsageError
 
 _PAGE = Path(__file__).resolve().parent.parent / "docs" / "memory.md"

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gpupool_cli.bench_memory import run_memory_bench
-from gpupool_cli.bench_rig import make_checkpoints
+from gpupool_cli.bench_rig import emulated_config, make_checkpoints
 from gpupool_cli.bench_switch import MAX_MODEL_LEN, run_switch_bench
 from gpupool_cli.bench_view import show_fields, show_memory, show_switches
 from gpupool_cli.diagnostics import say
@@ -69,7 +69,8 @@ def overhead(
         checkpoint = make_checkpoints(Path(folder), ["llama"], parse_size_bytes(size))[0]
         say("starting gpupoold and vllm serve")
         # Room for the model and its KV.
-        result = measure_overhead(plan, checkpoint, int(1.5 * parse_size_bytes(size)))
+        config = emulated_config(int(1.5 * parse_size_bytes(size)))
+        result = measure_overhead(plan, checkpoint, config)
     if as_json:
         print_json(result)
     else:

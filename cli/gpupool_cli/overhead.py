@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import statistics
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,21 @@ import httpx
 from gpupool_cli.load import LoadResult, run_load
 from gpupool_cli.private_daemon import private_daemon
 from gpupoold.errors import Failed, TimedOut
+from gpupoold.process import die_with_parent
 
 _START_TIMEOUT_S = 300.0
+# Of vLLM on the CPU: what gpupool sets there.
+_KV_BYTES = 1 << 28
+_EMULATED_OPTIONS = (
+    *("--enforce-eager", "--block-size", "32"),
+    *("--kv-cache-memory-bytes", str(_KV_BYTES)),
+)
 _PROMPT = "Write about the number {index} and then about the number after it. "
 
 
 @dataclass(frozen=True, slots=True)
 class OverheadPlan:
-    """How much to ask of each server."""
+    """How much to ask of each server, and how vLLM is started beside gpupool."""
 
     rounds: int = 5
     num_streams: int = 4
@@ -35,21 +43,25 @@ class OverheadPlan:
     max_tokens: int = 96
     num_single: int = 6
     max_model_len: int = 1024
+    dtype: str = "float32"
+    vllm_options: tuple[str, ...] = _EMULATED_OPTIONS
 
 
-def measure_overhead(plan: OverheadPlan, checkpoint: Path, device_bytes: int) -> dict[str, Any]:
+def measure_overhead(plan: OverheadPlan, checkpoint: Path, config: str) -> dict[str, Any]:
     """Throughput under streams and TTFT of lone requests, alternating between the two.
 
-    Both use float32, eager mode, the same block size, the same linear kernels
-    and one compute thread less than there are cores.
+    ``config`` is that of gpupool's daemon. By default both use float32, eager mode, the same
+    block size, the same linear kernels and one compute thread less than there are cores.
 
     Raises:
         GpupoolError: a server did not start or answered with an error.
     """
     name = checkpoint.name
-    config = f'[[device]]\nkind = "emulated"\nmemory = {device_bytes}\n'
-    with private_daemon(config) as daemon, vllm_serve(checkpoint, plan.max_model_len) as vllm_url:
-        daemon.add_model(name, checkpoint, dtype="float32", max_model_len=plan.max_model_len)
+    with contextlib.ExitStack() as stack:
+        daemon = stack.enter_context(private_daemon(config))
+        daemon.add_model(name, checkpoint, dtype=plan.dtype, max_model_len=plan.max_model_len)
+        serving = vllm_serve(checkpoint, plan.max_model_len, plan.dtype, plan.vllm_options)
+        vllm_url = stack.enter_context(serving)
         urls = {"gpupool": daemon.http_url, "vllm": vllm_url}
         for url in urls.values():
             _streams(plan, url, name)  # warm up both
@@ -98,8 +110,15 @@ def _compare(
 
 
 @contextlib.contextmanager
-def vllm_serve(checkpoint: Path, max_model_len: int) -> Iterator[str]:
-    """Plain ``vllm serve`` with the settings gpupool uses; yields its URL.
+def vllm_serve(
+    checkpoint: Path,
+    max_model_len: int,
+    dtype: str = "float32",
+    options: Sequence[str] = _EMULATED_OPTIONS,
+) -> Iterator[str]:
+    """Plain ``vllm serve``, by default with the settings gpupool uses; yields its URL.
+
+    It dies with the thread that starts it.
 
     Raises:
         GpupoolError: it did not come up.
@@ -117,12 +136,16 @@ def vllm_serve(checkpoint: Path, max_model_len: int) -> Iterator[str]:
         "--port",
         str(port),
     ]
-    command += ["--dtype", "float32", "--max-model-len", str(max_model_len)]
-    command += ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(1 << 28)]
+    command += ["--dtype", dtype, "--max-model-len", str(max_model_len), *options]
     command += ["--disable-log-stats", "--disable-uvicorn-access-log"]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=log, env=_vllm_environment(), start_new_session=True
+            command,
+            stdout=log,
+            stderr=log,
+            env=_vllm_environment(),
+            start_new_session=True,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
         try:
             _wait_healthy(process, port, log.fileno())

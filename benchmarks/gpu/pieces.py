@@ -1,0 +1,76 @@
+"""What a run on a GPU is made of, in the order of its worth, and how time is shared out. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpupoold.errors import UsageError
+
+# What the runner keeps for itself: ending a piece, writing the results, packing the logs.
+_KEPT_S = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A process of the run. ``arguments`` are words after ``python3 -m``.
+
+    With less than ``least_s`` left it is not begun; ``limit_s`` is the most it gets.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    limit_s: float
+    least_s: float
+    in_dry_run: bool = True
+
+
+TESTS = Piece(
+    "tests",
+    ("pytest", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider", "-q"),
+    limit_s=180.0,
+    least_s=20.0,
+)
+
+
+def _of(module: str, *options: str) -> tuple[str, ...]:
+    return (f"benchmarks.gpu.{module}", *options)
+
+
+PIECES = (
+    Piece("switch-8B", _of("switch", "--shape", "8B"), 170.0, 60.0),
+    Piece("device", _of("device"), 60.0, 15.0),
+    Piece("sleep-8B", _of("sleep", "--shape", "8B"), 100.0, 45.0),
+    Piece("streams", _of("streams"), 230.0, 60.0),
+    Piece("overhead", _of("overhead"), 200.0, 90.0),
+    Piece("mixed-gpupool", _of("mixed", "--policy", "gpupool"), 290.0, 150.0),
+    Piece("mixed-request-level", _of("mixed", "--policy", "request-level"), 290.0, 150.0),
+    *(
+        piece
+        for shape in ("1B", "14B", "3B")
+        for piece in (
+            Piece(f"switch-{shape}", _of("switch", "--shape", shape), 150.0, 50.0, False),
+            Piece(f"sleep-{shape}", _of("sleep", "--shape", shape), 90.0, 40.0, False),
+        )
+    ),
+)
+
+
+def chosen(only: Sequence[str], *, is_dry: bool) -> list[Piece]:
+    """The pieces of these names in the order that was asked for, or all there are.
+
+    Raises:
+        UsageError: there is no piece of such a name.
+    """
+    known = {piece.name: piece for piece in (TESTS, *PIECES)}
+    if unknown := [name for name in only if name not in known]:
+        raise UsageError(f"no piece {unknown[0]!r}", f"choose of {', '.join(known)}")
+    if only:
+        return [known[name] for name in only]
+    return [piece for piece in known.values() if piece.in_dry_run or not is_dry]
+
+
+def allotted_s(piece: Piece, left_s: float) -> float | None:
+    """Seconds for a piece when the run has so many left; None when they are too few."""
+    usable_s = left_s - _KEPT_S
+    return min(piece.limit_s, usable_s) if usable_s >= piece.least_s else None

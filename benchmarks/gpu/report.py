@@ -1,0 +1,204 @@
+"""Writes ``docs/performance.md`` from the results of runs on GPUs in ``benchmarks/results``.
+
+    python -m benchmarks.gpu.report
+
+Every number stands beside the file it is from; what was not measured is not there. Results of
+dry runs, or of machines without a GPU, are refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import results
+from benchmarks.values import value_text
+from gpupoold.errors import GpupoolError, Refused
+from gpupoold.units import format_bytes
+
+_ROOT = Path(__file__).resolve().parent.parent.parent
+RESULTS = _ROOT / "benchmarks" / "results"
+PAGE = _ROOT / "docs" / "performance.md"
+
+_HEAD = """\
+# Performance on GPUs
+
+This page is written by `python -m benchmarks.gpu.report` from the files in \
+[benchmarks/results](../benchmarks/results/README.md); a test compares the two. Every number \
+stands beside the file it is from, and what was not measured is not here. How to measure: \
+[benchmarks/results](../benchmarks/results/README.md). Figures of emulated devices are in \
+[memory](memory.md) and the [README](../README.md).
+"""
+_NOTHING = "Nothing has been measured on a GPU yet."
+
+_SECTIONS = (
+    (
+        "Switching between models",
+        r"_switch_|_sleep_|_wake_|_weights_copy_",
+        "Two models of one size on one GPU. `host_cached`: one is paged out and the other comes "
+        "from host memory; the limit is its bytes at 0.9 of the copies measured beside it and "
+        "100 ms (KV at 0.8). `prefetched`: it came in during the other's turn; 50 ms. `resident`: "
+        "both are on the device; 5 ms. `sleep` and `wake` are vLLM's own (level 1), in a process "
+        "of its own, with the same checkpoint; together they are to take three times as long as "
+        "a switch, or longer.",
+    ),
+    (
+        "A thousand switches",
+        r"^switches",
+        "Streams of models that do not fit together; every answer is compared, token for token, "
+        "with the same prompt's answer alone.",
+    ),
+    (
+        "Beside vLLM alone",
+        r"_decode_ratio|_(gpupool|vllm)_t|_ttft_p50_difference",
+        "One model through gpupool and through `vllm serve` with its defaults, asked in turn. "
+        "`decode_ratio` is the median of the rounds' ratios of tokens per second.",
+    ),
+    (
+        "Many models",
+        r"^mixed_",
+        "Ten models (4 of 1B, 3 of 3B, 2 of 8B, 1 of 14B) on 48 GB of one GPU, Poisson arrivals "
+        "with ShareGPT lengths. `attainment` is the share of tokens in time with a request in "
+        "ten seconds for each model; `goodput` the rate of all models together at which it "
+        "falls under 0.9.",
+    ),
+    (
+        "KV of paused requests",
+        r"kv_",
+        "`kv_swap`: a model's KV out and in, against plain copies. `hidden`: the share of that "
+        "time which another model's steps do not notice. By layout: a request's blocks out and "
+        "in, one behind the other or scattered, with layers or with blocks outermost.",
+    ),
+    (
+        "Copies",
+        r"^(pinned|queue)_",
+        "Between pinned host memory and the device. `pinned`: plain copies. `queue`: as "
+        "transfers are made, in pieces, beside an engine's work; at least 0.9 of the plain ones.",
+    ),
+    (
+        "Mapping",
+        r"^(map|unmap|create|allow_access)_",
+        "A gigabyte mapped with access, and unmapped, in pages of each size; and the driver's "
+        "single calls.",
+    ),
+    ("Tests", r"^gpu_tests_", "The tests marked `gpu`."),
+    ("Other figures", r"", ""),
+)
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """All results by the names of their files.
+
+    Raises:
+        Refused: a file is of a dry run, of a machine without a GPU, or of another format.
+    """
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        one = json.loads(path.read_text("utf-8"))
+        if one.get("format") != results.FORMAT:
+            raise Refused(f"{path.name} is of format {one.get('format')}", "measure again")
+        if one["is_dry_run"] or not one["hardware"]["gpu"]:
+            raise Refused(f"{path.name} was not measured on a GPU", f"remove it from {folder}")
+        found[path.name] = one
+    return found
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The whole page."""
+    parts = [_HEAD]
+    if not found:
+        return "\n".join([*parts, f"{_NOTHING}\n"])
+    parts.append("\n".join(_machines(found)))
+    left = {name: _figures(one) for name, one in found.items()}
+    for title, pattern, text in _SECTIONS:
+        rows = list(_rows(left, pattern))
+        if rows:
+            parts.append("\n".join(filter(None, [f"## {title}\n", f"{text}\n" if text else ""])))
+            parts.append(
+                "\n".join(_table(("figure", "measured", "limit", "reached", "file"), rows))
+            )
+    parts.append("\n".join(_unmeasured(found)))
+    return "\n".join(part for part in parts if part)
+
+
+def _figures(one: Mapping[str, Any]) -> dict[str, Any]:
+    return {**results.figures_of(one), **one["derived"]}
+
+
+def _rows(left: Mapping[str, dict[str, Any]], pattern: str) -> Iterator[Sequence[str]]:
+    """The figures of a section; they are taken out of ``left``."""
+    for file, figures in left.items():
+        for name in [name for name in figures if re.search(pattern, name)]:
+            figure = figures.pop(name)
+            limit = "" if figure["limit"] is None else value_text(name, figure["limit"])
+            reached = {None: "", True: "yes", False: "**no**"}[figure["reached"]]
+            yield f"`{name}`", value_text(name, figure["measured"]), limit, reached, _link(file)
+
+
+def _machines(found: Mapping[str, Any]) -> Iterator[str]:
+    yield "## Machines\n"
+    rows = []
+    for file, one in found.items():
+        hardware, versions = one["hardware"], one["versions"]
+        gpu = hardware["gpu"]
+        pcie = f"PCIe {gpu['pcie_generation']} x{gpu['pcie_width']}"
+        rows.append(
+            (
+                _link(file),
+                f"{gpu['name']}, {format_bytes(gpu['memory_bytes'])}, {pcie}",
+                f"{hardware['cpu']}, {hardware['cores']} cores, "
+                f"{format_bytes(hardware['memory_bytes'])}",
+                f"driver {gpu['driver']}, torch {versions['torch']}, vLLM {versions['vllm']}",
+                str(one["commit"]),
+                one["started_at"][:10],
+            )
+        )
+    yield from _table(("file", "GPU", "host", "versions", "commit", "date"), rows)
+
+
+def _unmeasured(found: Mapping[str, Any]) -> Iterator[str]:
+    """Pieces that were begun and did not end, or not begun for want of time."""
+    outcomes = (results.FAILED, results.TIMED_OUT, results.NO_TIME)
+    rows = [
+        (name, piece["outcome"], _link(file))
+        for file, one in found.items()
+        for name, piece in one["pieces"].items()
+        if piece["outcome"] in outcomes
+    ]
+    if rows:
+        yield "## Without an end\n"
+        yield "Pieces that did not come to their ends; what they had found by then is above.\n"
+        yield from _table(("piece", "outcome", "file"), rows)
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    for row in (titles, ["---"] * len(titles), *rows):
+        yield f"| {' | '.join(row)} |"
+    yield ""
+
+
+def _link(file: str) -> str:
+    return f"[{file.removesuffix('.json')}](../benchmarks/results/{file})"
+
+
+def main() -> int:
+    """Rewrite the page; exit code of the error when a file is refused."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
+    parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")
+    args = parser.parse_args()
+    try:
+        args.page.write_text(page(load(args.results)), "utf-8")
+    except GpupoolError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

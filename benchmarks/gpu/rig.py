@@ -1,0 +1,127 @@
+"""What the GPU's benchmarks share: their command line, their report, daemons and checkpoints.
+
+Each is a process of its own that writes its report again whenever there is something new in
+it: what it has measured is kept when it is ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.shapes import SHAPES, TINY_SHAPES, Shape
+from benchmarks.gpu.synthetic import make_synthetic
+from gpupool_cli.bench_rig import emulated_config
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.config import CUDA_RESERVE_BYTES
+
+MAX_MODEL_LEN = 4096
+# An emulated device computes in float32, in which answers do not depend on who shares a batch.
+_DRY_BYTES_FACTOR = 2
+_DEVICE_SLACK_BYTES = 1 << 30
+_DRY_SLACK_BYTES = 32 << 20
+
+Figure = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Report:
+    """What one benchmark has found so far, in a file."""
+
+    path: Path
+    figures: dict[str, Figure] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, figures: Mapping[str, Figure], **details: Any) -> None:
+        """More of it; the file has it when this returns."""
+        self.figures |= figures
+        self.details |= details
+        text = json.dumps({"figures": self.figures, "details": self.details}, indent=1)
+        scratch = self.path.with_suffix(".new")
+        scratch.write_text(text + "\n", "utf-8")
+        os.replace(scratch, self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a benchmark is to run. A dry one is the same in small on an emulated device."""
+
+    name: str
+    is_dry: bool
+    scratch: Path
+    report: Report
+    ends_s: float
+    """When it has to have ended, on ``time.monotonic``."""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds it still has."""
+        return self.ends_s - time.monotonic()
+
+    @property
+    def dtype(self) -> str:
+        """What models are added with."""
+        return "float32" if self.is_dry else "auto"
+
+    def shape(self, name: str) -> Shape:
+        """The shape of that name, in its size for this run."""
+        return (TINY_SHAPES if self.is_dry else SHAPES)[name]
+
+    def weight_bytes(self, name: str) -> int:
+        """Bytes of a model of that shape on the device."""
+        return self.shape(name).weight_bytes * (_DRY_BYTES_FACTOR if self.is_dry else 1)
+
+    def model_cache_bytes(self, names: Sequence[str]) -> int:
+        """Host memory for the images of models of these shapes, with their buffers."""
+        slack_bytes = _DRY_SLACK_BYTES if self.is_dry else _DEVICE_SLACK_BYTES
+        return sum(map(self.weight_bytes, names)) + slack_bytes
+
+    def checkpoint(self, name: str) -> Path:
+        """The folder of a checkpoint of that shape, made if it is not there."""
+        return make_synthetic(self.scratch / "checkpoints", self.shape(name))
+
+    def device(self, num_bytes: int) -> str:
+        """TOML of a device with so much for models, and some more."""
+        if self.is_dry:
+            return emulated_config(num_bytes + _DRY_SLACK_BYTES)
+        memory = num_bytes + _DEVICE_SLACK_BYTES + CUDA_RESERVE_BYTES
+        return f'[[device]]\nkind = "cuda"\nmemory = {memory}\n'
+
+    @contextlib.contextmanager
+    def daemon(self, config: str) -> Iterator[PrivateDaemon]:
+        """A daemon whose folder, with its logs, stays in the scratch folder."""
+        folder = self.scratch / "daemons" / self.name
+        with private_daemon(config, folder, timeout_s=max(1.0, self.left_s)) as daemon:
+            yield daemon
+
+
+def add_timed(setting: Setting, daemon: PrivateDaemon, name: str, path: Path) -> None:
+    """Register a model and report how long that took."""
+    started_s = time.perf_counter()
+    daemon.add_model(name, path, dtype=setting.dtype, max_model_len=MAX_MODEL_LEN)
+    loads_s = setting.report.details.get("loads_s", {})
+    setting.report.add({}, loads_s=loads_s | {name: time.perf_counter() - started_s})
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """The command line that all have; see ``setting_of``."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--name", required=True, help="of this piece of the run")
+    parser.add_argument("--out", type=Path, required=True, help="the report, as JSON")
+    parser.add_argument("--scratch", type=Path, required=True, help="folder for checkpoints")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds it may take")
+    parser.add_argument("--dry-run", action="store_true", help="in small, on an emulated device")
+    return parser
+
+
+def setting_of(args: argparse.Namespace) -> Setting:
+    """What the command line says."""
+    ends_s = time.monotonic() + args.limit
+    return Setting(args.name, args.dry_run, args.scratch, Report(args.out), ends_s)

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Tests and benchmarks on a GPU, within 8 minutes: benchmarks/gpu/run.sh OUT [--dry-run]
+#
+# OUT gets results.json, junit.xml and logs.tar.gz. Further options: --only A,B (pieces by
+# name), --no-tests, --budget SECONDS. $GPUPOOL_SITE is a folder with packages that
+# unpack.sh has installed; without it the environment is used as it is. $GPUPOOL_PYTHON is
+# the interpreter (default: python3). The outcome of each piece is in results.json; the exit
+# code is 1 when one failed.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+python=${GPUPOOL_PYTHON:-python3}
+site=${GPUPOOL_SITE:-}
+paths=$root:$root/cli:$root/state:$root/tui
+export PYTHONPATH=${site:+$site:}$paths${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+
+parent=$("$python" -m benchmarks.gpu.machine)
+# Short: paths of sockets below it may have 107 characters.
+scratch=$(mktemp -d "$parent/gpupool.XXXXXX")
+runner=
+cleanup() {
+    # Whatever runs dies with the runner.
+    if [ -n "$runner" ] && kill -0 "$runner" 2>/dev/null; then kill -KILL "$runner"; fi
+    rm -rf "$scratch"
+}
+trap cleanup EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+mkdir "$scratch/t"
+export TMPDIR=$scratch/t
+# What is compiled for one model is there for the next of its shape, in any process.
+export VLLM_CACHE_ROOT=$scratch/cache/vllm TRITON_CACHE_DIR=$scratch/cache/triton
+export TORCHINDUCTOR_CACHE_DIR=$scratch/cache/inductor XDG_CACHE_HOME=$scratch/cache
+
+"$python" -m benchmarks.gpu.runner "$@" --scratch "$scratch" &
+runner=$!
+wait "$runner"

@@ -1,0 +1,239 @@
+"""Runs the tests and benchmarks that want a GPU, within a time, and keeps what they find.
+
+Each piece is a process of its own: what ends one, or hangs it, costs the others nothing. The
+results are written again after every piece. See ``benchmarks/gpu/run.sh``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import psutil
+
+from benchmarks.gpu import figures, machine, results
+from benchmarks.gpu.pieces import TESTS, Piece, allotted_s, chosen
+from gpupoold.errors import GpupoolError, UsageError
+from gpupoold.process import die_with_parent
+
+_PR_SET_CHILD_SUBREAPER = 36
+_TERMINATE_S = 3.0
+# A piece is told that it has a little less, so that it ends by itself.
+_GRACE_S = 4.0
+_LOG_BYTES = 1 << 20
+_PROBLEM_BYTES = 4096
+
+
+class Runner:
+    """One run. ``out`` gets ``results.json``, ``junit.xml`` and ``logs.tar.gz``."""
+
+    def __init__(self, out: Path, scratch: Path, budget_s: float, *, is_dry: bool) -> None:
+        self._out = out
+        self._scratch = scratch
+        self._is_dry = is_dry
+        self._budget_s = budget_s
+        self._started_s = time.monotonic()
+        self.results: dict[str, Any] = {}
+
+    def run(self, pieces: Sequence[Piece], skipped: Sequence[str]) -> None:
+        """All pieces in turn, as long as there is time."""
+        for folder in (self._out, self._scratch / "logs", self._scratch / "reports"):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.results = results.begin(self._facts(), is_dry=self._is_dry)
+        for name in skipped:
+            self._note(name, results.NOT_ASKED_FOR)
+        for piece in pieces:
+            left_s = self._budget_s - (time.monotonic() - self._started_s)
+            seconds = allotted_s(piece, left_s)
+            if seconds is None:
+                self._note(piece.name, results.NO_TIME)
+                continue
+            self._run_piece(piece, seconds)
+        self.results["wall_s"] = time.monotonic() - self._started_s
+        self._write()
+        pack_logs(self._scratch, self._out / "logs.tar.gz")
+
+    def _run_piece(self, piece: Piece, seconds: float) -> None:
+        print(f"{piece.name}: at most {seconds:.0f} s", flush=True)
+        log_path = self._scratch / "logs" / f"{piece.name}.log"
+        report_path = self._scratch / "reports" / f"{piece.name}.json"
+        started_s = time.monotonic()
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                self._command(piece, report_path, seconds),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=machine.ROOT,
+                start_new_session=True,
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
+            )
+            outcome = _wait(process, seconds)
+        end_descendants()
+        took_s = time.monotonic() - started_s
+        if piece is TESTS:
+            report = _test_report(self._out / "junit.xml")
+        else:
+            report = _read_report(report_path)
+        problem = "" if outcome == results.DONE else last_line(log_path)
+        self._note(
+            piece.name, outcome, seconds=took_s, limit_s=seconds, problem=problem, report=report
+        )
+        print(f"{piece.name}: {outcome} after {took_s:.0f} s {problem}".rstrip(), flush=True)
+
+    def _command(self, piece: Piece, report_path: Path, seconds: float) -> list[str]:
+        command = [sys.executable, "-m", *piece.arguments]
+        if piece is TESTS:
+            return [*command, f"--junitxml={self._out.resolve() / 'junit.xml'}"]
+        command += ["--name", piece.name, "--out", str(report_path)]
+        command += ["--scratch", str(self._scratch), "--limit", str(seconds - _GRACE_S)]
+        return [*command, "--dry-run"] if self._is_dry else command
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "budget_s": self._budget_s,
+            "commit": machine.commit(os.environ),
+            "hardware": machine.hardware(),
+            "versions": machine.versions(),
+            "scratch": str(self._scratch.parent),
+        }
+
+    def _note(self, name: str, outcome: str, **facts: Any) -> None:
+        self.results = results.with_piece(self.results, name, outcome, **facts)
+        self._write()
+
+    def _write(self) -> None:
+        results.write(self._out / "results.json", self.results)
+
+
+def end_descendants() -> None:
+    """End whatever a piece has left behind: orphans are this process's children."""
+    left = psutil.Process().children(recursive=True)
+    for process in left:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(left, timeout=_TERMINATE_S)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all descendants whose own parents end."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def last_line(log_path: Path) -> str:
+    """The last words of a process that failed; what it raised comes last."""
+    with log_path.open("rb") as log:
+        log.seek(max(0, log_path.stat().st_size - _PROBLEM_BYTES))
+        lines = log.read().decode("utf-8", "replace").strip().splitlines()
+    return lines[-1][:300] if lines else "it said nothing"
+
+
+def pack_logs(scratch: Path, target: Path) -> None:
+    """The ends of all logs in one archive, under names without folders."""
+    with tarfile.open(target, "w:gz") as archive:
+        for path in sorted(scratch.rglob("*.log")):
+            with path.open("rb") as log:
+                log.seek(max(0, path.stat().st_size - _LOG_BYTES))
+                data = log.read(_LOG_BYTES)
+            entry = tarfile.TarInfo("-".join(path.relative_to(scratch).parts))
+            entry.size = len(data)
+            archive.addfile(entry, BytesIO(data))
+
+
+def junit_figures(junit: str) -> dict[str, figures.Figure]:
+    """How many tests passed, failed and were skipped, of the text of a junit file."""
+    suites = list(ElementTree.fromstring(junit).iter("testsuite"))
+    counts = {
+        name: sum(int(suite.get(name, 0)) for suite in suites)
+        for name in ("tests", "failures", "errors", "skipped")
+    }
+    failed = counts["failures"] + counts["errors"]
+    passed = counts["tests"] - failed - counts["skipped"]
+    return {
+        "gpu_tests_passed": figures.measured(passed),
+        "gpu_tests_failed": figures.at_most(failed, 0),
+        "gpu_tests_skipped": figures.measured(counts["skipped"]),
+    }
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
+    try:
+        return results.DONE if process.wait(seconds) == 0 else results.FAILED
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(_TERMINATE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return results.TIMED_OUT
+
+
+def _test_report(path: Path) -> Mapping[str, Any]:
+    try:
+        return {"figures": junit_figures(path.read_text("utf-8"))}
+    except (OSError, ElementTree.ParseError):
+        return {}
+
+
+def _read_report(path: Path) -> Mapping[str, Any]:
+    try:
+        report: Mapping[str, Any] = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; exit code 1 when a piece failed, 2 when there is no such piece."""
+    args = _parse(argv)
+    try:
+        pieces = chosen(args.only.split(",") if args.only else [], is_dry=args.dry_run)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    wanted = [piece for piece in pieces if piece is not TESTS or not args.no_tests]
+    names = {piece.name for piece in wanted}
+    skipped = [piece.name for piece in chosen([], is_dry=False) if piece.name not in names]
+    adopt_orphans()
+    runner = Runner(args.out, args.scratch, args.budget, is_dry=args.dry_run)
+    runner.run(wanted, skipped)
+    for line in results.table(runner.results):
+        print(line)
+    return 1 if results.has_failed(runner.results) else 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="run.sh", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder for the results")
+    parser.add_argument("--scratch", type=Path, required=True, help=argparse.SUPPRESS)
+    parser.add_argument("--dry-run", action="store_true", help="in small, on an emulated device")
+    parser.add_argument("--only", default="", metavar="A,B", help="these pieces, in this order")
+    parser.add_argument("--no-tests", action="store_true", help="benchmarks only")
+    parser.add_argument("--budget", type=float, default=480.0, help="seconds (default: 480)")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except GpupoolError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,100 @@
+"""The rival: how long vLLM's own sleep of level 1 and its wake-up take for a model.
+
+Two models that share a GPU so are switched by the sleep of one and the wake-up of the other;
+of two models of one size that is one sleep and one wake-up. On a CPU vLLM's calls do nothing:
+a dry run only shows that they can be made.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from benchmarks.gpu import figures
+from benchmarks.gpu.rig import MAX_MODEL_LEN, Setting, arguments, setting_of
+from gpupoold.errors import Failed
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+_WARM_UP = 1
+_ROUNDS = 5
+_KV_BYTES = 1 << 30
+_DRY_KV_BYTES = 1 << 26
+_PROMPT = [300 + index for index in range(100)]
+_NUM_TOKENS = 16
+# For what comes after the last round.
+_END_S = 5.0
+
+
+def run(setting: Setting, shape: str) -> None:
+    """Measure and report after each round."""
+    # In this process: nothing of what is measured is the way to another.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+    from vllm import LLM
+
+    llm = LLM(
+        model=str(setting.checkpoint(shape)),
+        dtype=setting.dtype,
+        max_model_len=MAX_MODEL_LEN,
+        enable_sleep_mode=not setting.is_dry,
+        enforce_eager=True,  # graphs are no part of what sleeps
+        gpu_memory_utilization=0.5 if setting.is_dry else 0.05,
+        kv_cache_memory_bytes=_DRY_KV_BYTES if setting.is_dry else _KV_BYTES,
+    )
+    before = _tokens(llm)
+    sleeps_s: list[float] = []
+    wakes_s: list[float] = []
+    for index in range(_WARM_UP + _ROUNDS):
+        began_s = time.perf_counter()
+        llm.sleep(level=1)
+        asleep_s = time.perf_counter()
+        llm.wake_up()
+        awake_s = time.perf_counter()
+        if index >= _WARM_UP:
+            sleeps_s.append(asleep_s - began_s)
+            wakes_s.append(awake_s - asleep_s)
+            found = sleep_figures(shape, sleeps_s, wakes_s)
+            setting.report.add(found, sleeps_s=sleeps_s, wakes_s=wakes_s)
+        if sleeps_s and setting.left_s < _END_S + 2 * (awake_s - began_s):
+            break
+    if _tokens(llm) != before:
+        raise Failed("vLLM answers otherwise after it has slept")
+
+
+def sleep_figures(
+    shape: str, sleeps_s: Sequence[float], wakes_s: Sequence[float]
+) -> dict[str, figures.Figure]:
+    """Medians of each, and of both together."""
+    both_s = [sleep_s + wake_s for sleep_s, wake_s in zip(sleeps_s, wakes_s, strict=True)]
+    return {
+        f"{shape}_sleep_p50_s": figures.measured(median(sleeps_s)),
+        f"{shape}_wake_p50_s": figures.measured(median(wakes_s)),
+        f"{shape}_sleep_and_wake_p50_s": figures.measured(median(both_s)),
+    }
+
+
+def _tokens(llm: LLM) -> list[int]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=_NUM_TOKENS, ignore_eos=True)
+    [answer] = llm.generate({"prompt_token_ids": _PROMPT}, sampling, use_tqdm=False)
+    return list(answer.outputs[0].token_ids)
+
+
+def main() -> int:
+    """Run it; see the module."""
+    parser = arguments(__doc__)
+    parser.add_argument("--shape", default="8B")
+    args = parser.parse_args()
+    run(setting_of(args), args.shape)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""How long a switch between two models of one size takes, and KV out and in, by a daemon.
+
+Both are loaded from one checkpoint. Limits come from plain copies made in between.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.gpu import figures
+from benchmarks.gpu.rig import Setting, add_timed, arguments, setting_of
+from gpupoold.admin.client import AdminClient
+from gpupoold.admin.models import BenchMemoryRequest, BenchSwitchRequest, SwitchMode
+
+_ROUNDS = 5
+_KV_ROUNDS = 10
+_KV_BYTES = 256 << 20
+_DRY_KV_BYTES = 1 << 20
+_MODES: tuple[SwitchMode, ...] = ("host_cached", "prefetched", "resident")
+# Of both models' KV: it grows by some tokens a round, and plain copies are made beside it.
+_KV_FACTOR = 8
+
+
+def run(setting: Setting, shape: str) -> None:
+    """Measure and report; mode by mode, so that what is done is kept."""
+    kv_bytes = _DRY_KV_BYTES if setting.is_dry else _KV_BYTES
+    path, weight_bytes = setting.checkpoint(shape), setting.weight_bytes(shape)
+    config = setting.device(int(2.2 * weight_bytes) + _KV_FACTOR * kv_bytes)
+    config += f"[memory]\nmodel_cache = {setting.model_cache_bytes([shape, shape])}\n"
+    config += f"kv_host = {_KV_FACTOR * kv_bytes}\n"
+    names = (f"{shape}-a".lower(), f"{shape}-b".lower())
+    with setting.daemon(config) as daemon, daemon.client() as client:
+        for name in names:
+            add_timed(setting, daemon, name, path)
+        for mode in _MODES:
+            request = BenchSwitchRequest(models=names, rounds=_ROUNDS, modes=(mode,), kv_bytes=0)
+            _report(setting, shape, client.bench_switch(request), "without_kv")
+        _report_kv(setting, shape, client, names, kv_bytes)
+        request = BenchSwitchRequest(
+            models=names, rounds=_ROUNDS, modes=("host_cached",), kv_bytes=kv_bytes
+        )
+        _report(setting, shape, client.bench_switch(request), "with_kv")
+
+
+def switch_figures(shape: str, modes: Mapping[str, Any]) -> dict[str, figures.Figure]:
+    """The figures of some modes, as the instance measured them."""
+    found: dict[str, figures.Figure] = {}
+    for mode, kinds in modes.items():
+        for kind, row in kinds.items():
+            name = f"{shape}_{mode}_switch{'_with_kv' if kind == 'with_kv' else ''}"
+            if mode == "resident":
+                found[f"{name}_p99_s"] = figures.at_most(row["p99_s"], figures.RESIDENT_S)
+            elif mode == "prefetched":
+                found[f"{name}_p50_s"] = figures.at_most(row["p50_s"], figures.PREFETCHED_S)
+            else:
+                copying = row["bytes"] / row["memcpy_p50_s"]
+                kv_bytes = row["kv_bytes"]
+                limit_s = figures.host_cached_limit_s(row["bytes"] - kv_bytes, kv_bytes, copying)
+                found[f"{name}_p50_s"] = figures.at_most(row["p50_s"], limit_s)
+                found[f"{shape}_weights_copy_bytes_per_s"] = figures.measured(copying)
+    return found
+
+
+def kv_figures(shape: str, measured: Mapping[str, Any]) -> dict[str, figures.Figure]:
+    """The figures of KV out and in."""
+    swap, overlap = measured["kv_swap"], measured["kv_overlap"]
+    limit = figures.KV_SHARE * swap["memcpy_bytes_per_s"]["device_copy"]
+    return {
+        f"{shape}_kv_swap_bytes_per_s": figures.at_least(swap["bytes_per_s"], limit),
+        f"{shape}_kv_swap_differing_digests": figures.at_most(int(not swap["is_intact"]), 0),
+        f"{shape}_kv_hidden_share": figures.at_least(overlap["hidden_share"], figures.HIDDEN_SHARE),
+    }
+
+
+def _report(setting: Setting, shape: str, measured: Mapping[str, Any], kind: str) -> None:
+    [(mode, kinds)] = measured["modes"].items()
+    row = kinds[kind]
+    details = {f"{mode}_{kind}": row, "weight_bytes": measured["weight_bytes"]}
+    setting.report.add(switch_figures(shape, {mode: {kind: row}}), **details)
+
+
+def _report_kv(
+    setting: Setting, shape: str, client: AdminClient, names: tuple[str, str], kv_bytes: int
+) -> None:
+    request = BenchMemoryRequest(part="kv", models=names, rounds=_KV_ROUNDS, kv_bytes=kv_bytes)
+    measured = client.bench_memory(request)
+    setting.report.add(kv_figures(shape, measured), **measured)
+
+
+def main() -> int:
+    """Run it; see the module."""
+    parser = arguments(__doc__)
+    parser.add_argument("--shape", default="8B")
+    args = parser.parse_args()
+    run(setting_of(args), args.shape)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

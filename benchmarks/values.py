@@ -1,0 +1,18 @@
+"""How the value of a figure is written: its name ends in its unit."""
+
+from __future__ import annotations
+
+from gpupoold.units import format_bytes, format_duration
+
+
+def value_text(name: str, value: float) -> str:
+    """A value in the unit that the figure's name ends in."""
+    if name.endswith("bytes_per_s"):
+        return f"{format_bytes(value)}/s"
+    if name.endswith(("tokens_per_s", "_rps")):
+        return f"{value:.4g}/s"
+    if name.endswith("_s"):
+        return f"{'-' if value < 0 else ''}{format_duration(abs(value))}"
+    if name.endswith("_bytes"):
+        return f"{'-' if value < 0 else ''}{format_bytes(abs(value))}"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

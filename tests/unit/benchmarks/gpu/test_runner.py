@@ -1,0 +1,111 @@
+"""The runner: pieces that end, fail, hang or are not begun; what is kept of each."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import machine, results
+from benchmarks.gpu.pieces import Piece
+from benchmarks.gpu.runner import Runner, junit_figures, last_line, main, pack_logs
+
+_PIECE = """
+import json, sys, time
+out = sys.argv[sys.argv.index("--out") + 1]
+open(out, "w").write(json.dumps({"figures": {"a_s": {"measured": 1, "limit": 2, "reached": True}}}))
+"""
+
+
+@pytest.fixture
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    monkeypatch.setattr(machine, "hardware", lambda: {"gpu": None})
+    monkeypatch.setattr(machine, "versions", dict)
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv(machine.COMMIT_VARIABLE, "abc")
+    for name, end in (("good", ""), ("bad", "sys.exit('no luck')"), ("hung", "time.sleep(60)")):
+        (tmp_path / f"{name}.py").write_text(_PIECE + end + "\n")
+    return Runner(tmp_path / "out", tmp_path / "scratch", 100.0, is_dry=True)
+
+
+def piece(name: str, limit_s: float = 20.0, least_s: float = 0.1) -> Piece:
+    return Piece(name, (name,), limit_s, least_s)
+
+
+def test_what_a_piece_found_is_kept_however_it_ends(runner: Runner, tmp_path: Path) -> None:
+    late = piece("late", limit_s=500.0, least_s=200.0)
+    runner.run([piece("bad"), piece("hung", limit_s=1.5), late, piece("good")], ["unasked"])
+    kept: dict[str, Any] = json.loads((tmp_path / "out" / "results.json").read_text())
+    outcomes = {name: one["outcome"] for name, one in kept["pieces"].items()}
+    assert outcomes == {
+        "unasked": results.NOT_ASKED_FOR,
+        "bad": results.FAILED,
+        "hung": results.TIMED_OUT,
+        "late": results.NO_TIME,
+        "good": results.DONE,
+    }
+    assert kept["pieces"]["bad"]["problem"] == "no luck"
+    for name in ("bad", "hung", "good"):
+        assert kept["pieces"][name]["figures"]["a_s"]["measured"] == 1
+    assert (kept["is_dry_run"], kept["commit"]) == (True, "abc")
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"results.json", "logs.tar.gz"}
+
+
+def test_logs_are_packed_without_folders(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch" / "daemons" / "a"
+    folder.mkdir(parents=True)
+    (folder / "daemon.log").write_bytes(b"x" * (2 << 20) + b"the end")
+    pack_logs(tmp_path / "scratch", tmp_path / "logs.tar.gz")
+    with tarfile.open(tmp_path / "logs.tar.gz") as archive:
+        [entry] = archive.getmembers()
+        kept = archive.extractfile(entry)
+        assert kept is not None
+        assert kept.read().endswith(b"xthe end")
+    assert (entry.name, entry.size) == ("daemons-a-daemon.log", 1 << 20)
+
+
+def test_the_last_words_of_a_silent_process(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("first\nValueError: last\n\n")
+    assert last_line(log) == "ValueError: last"
+    log.write_text("")
+    assert last_line(log) == "it said nothing"
+
+
+def test_tests_are_counted() -> None:
+    suite = '<testsuite tests="9" failures="1" errors="2" skipped="3"/>'
+    found = junit_figures(f"<testsuites>{suite}</testsuites>")
+    assert found["gpu_tests_passed"]["measured"] == 3
+    assert found["gpu_tests_failed"]["measured"] == 3
+    assert found["gpu_tests_failed"]["reached"] is False
+    assert found["gpu_tests_skipped"]["measured"] == 3
+
+
+def test_an_unknown_piece_ends_the_run_before_it_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main([str(tmp_path / "out"), "--scratch", str(tmp_path), "--only", "nothing"])
+    assert code == 2
+    assert "nothing" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+class TestMachine:
+    def test_checkpoints_go_to_memory_where_there_is_enough_of_it(self, tmp_path: Path) -> None:
+        gb = 10**9
+        assert machine.scratch_parent(64 * gb, 130 * gb, tmp_path) == Path("/dev/shm")
+        assert machine.scratch_parent(64 * gb, 100 * gb, tmp_path) == tmp_path
+        assert machine.scratch_parent(64 << 20, 130 * gb, tmp_path) == tmp_path
+
+    def test_a_copied_tree_can_be_told_its_commit(self, tmp_path: Path) -> None:
+        assert machine.commit({}, tmp_path) is None
+        (tmp_path / "COMMIT").write_text("fedcba\n")
+        assert machine.commit({}, tmp_path) == "fedcba"
+        assert machine.commit({machine.COMMIT_VARIABLE: "abc"}, tmp_path) == "abc"
+
+    def test_the_processors_name_is_read(self) -> None:
+        assert machine.cpu_model("processor\t: 0\nmodel name\t: A Good One\n") == "A Good One"

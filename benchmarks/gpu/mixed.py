@@ -1,4 +1,4 @@
-"""Ten models of four sizes on one GPU under one policy, at a rising rate of requests.
+"""Ten models of three sizes on one GPU under one policy, at a rising rate of requests.
 
 A request in ten seconds for each model, with ShareGPT lengths, then twice as many, and so on
 until fewer than nine tokens in ten are in time. The device's memory is capped so that half of
@@ -23,9 +23,9 @@ from gpupoold.stats import percentile
 
 POLICIES = ("gpupool", "request-level")
 # The largest first: host memory has the checkpoint of one size at a time beside the images.
-_MIX = {"14B": 1, "8B": 2, "3B": 3, "1B": 4}
-_DRY_MIX = {"14B": 1, "8B": 1, "3B": 1, "1B": 1}
-_DEVICE_BYTES = 48_000_000_000
+_MIX = {"8B": 2, "3B": 3, "1B": 5}
+_DRY_MIX = {"14B": 1, "3B": 2}
+_DEVICE_BYTES = 32_000_000_000
 _DRY_DEVICE_BYTES = 12 << 20
 _KV_HOST_BYTES = 8 << 30
 _DRY_KV_HOST_BYTES = 64 << 20
@@ -35,10 +35,10 @@ _FIRST_RPS = 0.1
 _NUM_RATES = 7
 _SEED = 7
 # Arrivals of one rate; answers to the last ones come after it.
-_PHASE_S = 30.0
+_PHASE_S = 15.0
 _DRY_PHASE_S = 3.0
 _DRY_FACTOR = 10
-_DRAIN_FACTOR = 2.0
+_DRAIN_FACTOR = 1.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ vLLM is started as anybody would, with its own defaults.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.gpu import figures
@@ -14,6 +16,8 @@ from benchmarks.gpu.rig import MAX_MODEL_LEN, Setting, arguments, setting_of
 from gpupool_cli.overhead import OverheadPlan, measure_overhead
 
 _KV_BYTES = 8 << 30
+# For the round that has begun when the time is over, and for ending both servers.
+_END_S = 20.0
 # So little that vLLM does not mind who else is on the GPU: its KV has a size of its own.
 _VLLM_OPTIONS = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(_KV_BYTES))
 _PLAN = OverheadPlan(
@@ -36,7 +40,9 @@ def run(setting: Setting, shape: str) -> None:
     config = setting.device(weight_bytes + kv_bytes)
     config += f"[memory]\nmodel_cache = {setting.model_cache_bytes([shape])}\n"
     plan = _DRY_PLAN if setting.is_dry else _PLAN
-    measured = measure_overhead(plan, setting.checkpoint(shape), config)
+    checkpoint = setting.checkpoint(shape)
+    plan = replace(plan, ends_s=time.monotonic() + setting.left_s - _END_S)
+    measured = measure_overhead(plan, checkpoint, config)
     setting.report.add(overhead_figures(shape, measured), overhead=measured)
 
 

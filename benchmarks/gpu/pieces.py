@@ -42,9 +42,9 @@ PIECES = (
     Piece("device", _of("device"), 60.0, 15.0),
     Piece("sleep-8B", _of("sleep", "--shape", "8B"), 100.0, 45.0),
     Piece("streams", _of("streams"), 230.0, 60.0),
-    Piece("overhead", _of("overhead"), 200.0, 90.0),
-    Piece("mixed-gpupool", _of("mixed", "--policy", "gpupool"), 290.0, 150.0),
-    Piece("mixed-request-level", _of("mixed", "--policy", "request-level"), 290.0, 150.0),
+    Piece("overhead", _of("overhead"), 230.0, 90.0),
+    Piece("mixed-gpupool", _of("mixed", "--policy", "gpupool"), 300.0, 150.0),
+    Piece("mixed-request-level", _of("mixed", "--policy", "request-level"), 300.0, 150.0, False),
     *(
         piece
         for shape in ("1B", "14B", "3B")

@@ -62,8 +62,8 @@ _SECTIONS = (
     (
         "Many models",
         r"^mixed_",
-        "Ten models (4 of 1B, 3 of 3B, 2 of 8B, 1 of 14B) on 48 GB of one GPU, Poisson arrivals "
-        "with ShareGPT lengths. `attainment` is the share of tokens in time with a request in "
+        "Ten models (five of 1B, three of 3B, two of 8B: 64 GB) on 32 GB of one GPU, Poisson "
+        "arrivals with ShareGPT lengths. `attainment` is the share of tokens in time with a request in "
         "ten seconds for each model; `goodput` the rate of all models together at which it "
         "falls under 0.9.",
     ),

@@ -68,7 +68,7 @@ def table(results: Mapping[str, Any]) -> Iterator[str]:
     for name, piece in results["pieces"].items():
         problem = f"  {piece['problem']}" if piece["problem"] else ""
         yield f"{name:<24}{piece['outcome']:<14}{piece['seconds']:7.1f} s{problem}".rstrip()
-    yield ""
+    yield "\nA dry run: its figures mean nothing.\n" if results["is_dry_run"] else ""
     found = figures_of(results) | results["derived"]
     width = max(map(len, found), default=0)
     for name, figure in found.items():

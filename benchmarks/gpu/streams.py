@@ -17,7 +17,7 @@ from benchmarks.gpu.rig import Setting, add_timed, arguments, setting_of
 from benchmarks.memory_streams import stream_keys
 
 _SWITCHES = 1000
-_DRY_SWITCHES = 50
+_DRY_SWITCHES = 15
 _NUM_MODELS = 3
 _KV_HOST_BYTES = 2 << 30
 _DRY_KV_HOST_BYTES = 64 << 20
@@ -44,8 +44,9 @@ def run(setting: Setting, shape: str, num_switches: int) -> None:
         for name in names:
             add_timed(setting, daemon, name, path)
         keys = [(name, _PROMPT) for name in names]
+        num_warm_up = 1 if setting.is_dry else _WARM_UP_ROUNDS
         ends_s = time.monotonic() + setting.left_s - _END_S
-        streamed = asyncio.run(stream_keys(daemon, keys, num_switches, _WARM_UP_ROUNDS, ends_s))
+        streamed = asyncio.run(stream_keys(daemon, keys, num_switches, num_warm_up, ends_s))
     setting.report.add(stream_figures(streamed, num_switches), streams=streamed)
 
 
@@ -69,7 +70,7 @@ def main() -> int:
     """Run it; see the module."""
     parser = arguments(__doc__)
     parser.add_argument("--shape", default="1B")
-    parser.add_argument("--switches", type=int, help="default: 1000, or 50 in a dry run")
+    parser.add_argument("--switches", type=int, help="default: 1000, or 15 in a dry run")
     args = parser.parse_args()
     num_switches = args.switches or (_DRY_SWITCHES if args.dry_run else _SWITCHES)
     run(setting_of(args), args.shape, num_switches)

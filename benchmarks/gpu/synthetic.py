@@ -107,7 +107,8 @@ def write_weights(path: Path, shape: Shape, silent_ids: Sequence[int]) -> None:
         file.write(begin)
         file.truncate(len(begin) + sum(tensor.num_bytes for tensor in found))
         data = np.memmap(file, np.uint8, "r+")
-        tasks, at = [], len(begin)
+        tasks: list[partial[None]] = []
+        at = len(begin)
         for tensor in found:
             end = at + tensor.num_bytes
             tasks += _tasks(data[at:end], blocks.of(tensor), tensor, silent_ids)

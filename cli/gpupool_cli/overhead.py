@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import socket
 import statistics
@@ -35,7 +36,10 @@ _PROMPT = "Write about the number {index} and then about the number after it. "
 
 @dataclass(frozen=True, slots=True)
 class OverheadPlan:
-    """How much to ask of each server, and how vLLM is started beside gpupool."""
+    """How much to ask of each server, and how vLLM is started beside gpupool.
+
+    No round but the first begins after ``ends_s`` on ``time.monotonic``.
+    """
 
     rounds: int = 5
     num_streams: int = 4
@@ -45,6 +49,7 @@ class OverheadPlan:
     max_model_len: int = 1024
     dtype: str = "float32"
     vllm_options: tuple[str, ...] = _EMULATED_OPTIONS
+    ends_s: float = math.inf
 
 
 def measure_overhead(plan: OverheadPlan, checkpoint: Path, config: str) -> dict[str, Any]:
@@ -68,6 +73,8 @@ def measure_overhead(plan: OverheadPlan, checkpoint: Path, config: str) -> dict[
         throughput: dict[str, list[LoadResult]] = {server: [] for server in urls}
         single: dict[str, list[LoadResult]] = {server: [] for server in urls}
         for index in range(plan.rounds):
+            if index and time.monotonic() > plan.ends_s:
+                break
             order = list(urls) if index % 2 == 0 else list(reversed(urls))
             for server in order:
                 throughput[server].append(_streams(plan, urls[server], name))

@@ -47,7 +47,8 @@ def test_the_table_names_what_failed_and_what_was_missed() -> None:
     grown = results.with_piece(
         begun(), "a", results.FAILED, seconds=2.0, problem="no memory", report=report
     )
-    first, _, missed, plain = results.table(grown)
+    first, warning, missed, plain = results.table(grown)
     assert first.split() == ["a", "failed", "2.0", "s", "no", "memory"]
+    assert "dry run" in warning
     assert missed.split() == ["x_p50_s", "300ms", "200ms", "MISSED"]
     assert plain.split() == ["y_rps", "4/s"]

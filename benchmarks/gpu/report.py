@@ -63,9 +63,9 @@ _SECTIONS = (
         "Many models",
         r"^mixed_",
         "Ten models (five of 1B, three of 3B, two of 8B: 64 GB) on 32 GB of one GPU, Poisson "
-        "arrivals with ShareGPT lengths. `attainment` is the share of tokens in time with a request in "
-        "ten seconds for each model; `goodput` the rate of all models together at which it "
-        "falls under 0.9.",
+        "arrivals with ShareGPT lengths. `attainment` is the share of tokens in time with a "
+        "request in ten seconds for each model; `goodput` the rate of all models together at "
+        "which it falls under 0.9.",
     ),
     (
         "KV of paused requests",

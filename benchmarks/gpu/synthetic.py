@@ -144,11 +144,13 @@ def _tasks(
     place: Bytes, block: torch.Tensor, tensor: Tensor, silent_ids: Sequence[int]
 ) -> Iterator[partial[None]]:
     """What threads do to fill ``place``, a tensor's part of the file."""
+    start, num_elements = zlib.crc32(tensor.name.encode()), len(place) // BYTES_PER_ELEMENT
     if tensor.name in _TABLES:
-        yield partial(_write_table, place, block, tensor.shape[1], silent_ids)
+        # From a place of its own too: an output table like the input's repeats the last token.
+        own = block.roll(-(start % len(block)))
+        yield partial(_write_table, place, own, tensor.shape[1], silent_ids)
         return
     source = _bytes_of(block)
-    start, num_elements = zlib.crc32(tensor.name.encode()), len(place) // BYTES_PER_ELEMENT
     for cut in cuts(num_elements, start, len(block)):
         first, taken, length = (BYTES_PER_ELEMENT * elements for elements in cut)
         yield partial(np.copyto, place[first : first + length], source[taken : taken + length])

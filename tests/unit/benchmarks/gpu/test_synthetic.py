@@ -86,3 +86,17 @@ def test_one_without_its_weights_is_made_again(made: Path) -> None:
     weights_of(made).unlink()
     assert make_synthetic(made.parent, shape) == made
     assert weights_of(made).read_bytes() == before
+
+
+def test_what_comes_out_is_not_what_went_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(synthetic, "write_tokenizer", lambda _: [0, 1])
+    path = weights_of(make_synthetic(tmp_path, TINY_SHAPES["8B"]))
+    with safe_open(path, "pt") as file:
+        tables = [
+            file.get_tensor(f"{name}.weight").float() for name in ("model.embed_tokens", "lm_head")
+        ]
+    likeness = (tables[0] * tables[1]).mean() / (tables[0].std() * tables[1].std())
+    assert abs(likeness.item()) < 0.1
+    assert not any(table[:2].any() for table in tables)

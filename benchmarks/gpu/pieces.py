@@ -15,7 +15,8 @@ _KEPT_S = 8.0
 class Piece:
     """A process of the run. ``arguments`` are words after ``python3 -m``.
 
-    With less than ``least_s`` left it is not begun; ``limit_s`` is the most it gets.
+    With less than ``least_s`` left it is not begun; ``limit_s`` is the most it gets, and it is
+    interrupted ``interrupt_s`` before its time is over, to write what it has.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Piece:
     limit_s: float
     least_s: float
     in_dry_run: bool = True
+    interrupt_s: float = 0.0
 
 
 TESTS = Piece(
@@ -30,6 +32,7 @@ TESTS = Piece(
     ("pytest", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider", "-q"),
     limit_s=180.0,
     least_s=20.0,
+    interrupt_s=10.0,
 )
 
 

@@ -82,7 +82,7 @@ class Runner:
                 start_new_session=True,
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
-            outcome = _wait(process, seconds)
+            outcome = _wait(process, seconds, piece.interrupt_s)
         end_descendants()
         took_s = time.monotonic() - started_s
         if piece is TESTS:
@@ -173,17 +173,21 @@ def junit_figures(junit: str) -> dict[str, figures.Figure]:
     }
 
 
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
+def _wait(process: subprocess.Popen[bytes], seconds: float, interrupt_s: float) -> str:
+    """How it ended; when its time is over, it is asked to end, and then made to."""
     try:
-        return results.DONE if process.wait(seconds) == 0 else results.FAILED
+        return results.DONE if process.wait(seconds - interrupt_s) == 0 else results.FAILED
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
+        pass
+    if interrupt_s:
+        process.send_signal(signal.SIGINT)  # itself only: what it has begun is its own to end
+    for wait_s, next_signal in ((interrupt_s, signal.SIGTERM), (_TERMINATE_S, signal.SIGKILL)):
         try:
-            process.wait(_TERMINATE_S)
+            process.wait(wait_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        return results.TIMED_OUT
+            os.killpg(process.pid, next_signal)
+    process.wait()
+    return results.TIMED_OUT
 
 
 def _test_report(path: Path) -> Mapping[str, Any]:

@@ -19,6 +19,13 @@ out = sys.argv[sys.argv.index("--out") + 1]
 open(out, "w").write(json.dumps({"figures": {"a_s": {"measured": 1, "limit": 2, "reached": True}}}))
 """
 
+TIDY = """
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    sys.exit('tidied up')
+"""
+
 
 @pytest.fixture
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
@@ -27,7 +34,12 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv(machine.COMMIT_VARIABLE, "abc")
-    for name, end in (("good", ""), ("bad", "sys.exit('no luck')"), ("hung", "time.sleep(60)")):
+    for name, end in (
+        ("good", ""),
+        ("bad", "sys.exit('no luck')"),
+        ("hung", "time.sleep(60)"),
+        ("tidy", TIDY),
+    ):
         (tmp_path / f"{name}.py").write_text(_PIECE + end + "\n")
     return Runner(tmp_path / "out", tmp_path / "scratch", 100.0, is_dry=True)
 
@@ -53,6 +65,12 @@ def test_what_a_piece_found_is_kept_however_it_ends(runner: Runner, tmp_path: Pa
         assert kept["pieces"][name]["figures"]["a_s"]["measured"] == 1
     assert (kept["is_dry_run"], kept["commit"]) == (True, "abc")
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"results.json", "logs.tar.gz"}
+
+
+def test_a_piece_that_can_is_asked_to_write_what_it_has(runner: Runner) -> None:
+    runner.run([Piece("tidy", ("tidy",), 6.0, 0.1, interrupt_s=5.0)], [])
+    tidy = runner.results["pieces"]["tidy"]
+    assert (tidy["outcome"], tidy["problem"]) == (results.TIMED_OUT, "tidied up")
 
 
 def test_logs_are_packed_without_folders(tmp_path: Path) -> None:

@@ -87,10 +87,10 @@ class Setting:
         """The folder of a checkpoint of that shape, made if it is not there."""
         return make_synthetic(self.scratch / "checkpoints", self.shape(name))
 
-    def device(self, num_bytes: int) -> str:
+    def device(self, num_bytes: int, dry_slack_bytes: int = _DRY_SLACK_BYTES) -> str:
         """TOML of a device with so much for models, and some more."""
         if self.is_dry:
-            return emulated_config(num_bytes + _DRY_SLACK_BYTES)
+            return emulated_config(num_bytes + dry_slack_bytes)
         memory = num_bytes + _DEVICE_SLACK_BYTES + CUDA_RESERVE_BYTES
         return f'[[device]]\nkind = "cuda"\nmemory = {memory}\n'
 
@@ -102,10 +102,16 @@ class Setting:
             yield daemon
 
 
-def add_timed(setting: Setting, daemon: PrivateDaemon, name: str, path: Path) -> None:
+def add_timed(
+    setting: Setting,
+    daemon: PrivateDaemon,
+    name: str,
+    path: Path,
+    max_model_len: int = MAX_MODEL_LEN,
+) -> None:
     """Register a model and report how long that took."""
     started_s = time.perf_counter()
-    daemon.add_model(name, path, dtype=setting.dtype, max_model_len=MAX_MODEL_LEN)
+    daemon.add_model(name, path, dtype=setting.dtype, max_model_len=max_model_len)
     loads_s = setting.report.details.get("loads_s", {})
     setting.report.add({}, loads_s=loads_s | {name: time.perf_counter() - started_s})
 

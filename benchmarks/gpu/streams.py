@@ -17,12 +17,15 @@ from benchmarks.gpu.rig import Setting, add_timed, arguments, setting_of
 from benchmarks.memory_streams import stream_keys
 
 _SWITCHES = 1000
-_DRY_SWITCHES = 15
+_DRY_SWITCHES = 100
 _NUM_MODELS = 3
 _KV_HOST_BYTES = 2 << 30
 _DRY_KV_HOST_BYTES = 64 << 20
 # Of one model; the device then has room for one and a half, and some KV.
 _DEVICE_MODELS = 1.5
+# So little that no two of the small models fit.
+_DRY_SLACK_BYTES = 5 << 19
+_MAX_MODEL_LEN = 512
 # Prompts of 125 tokens: several KV blocks, of which the last is not full.
 _PROMPT = 3
 _WARM_UP_ROUNDS = 2
@@ -37,12 +40,12 @@ def run(setting: Setting, shape: str, num_switches: int) -> None:
     path, weight_bytes = setting.checkpoint(shape), setting.weight_bytes(shape)
     kv_host_bytes = _DRY_KV_HOST_BYTES if setting.is_dry else _KV_HOST_BYTES
     names = [f"{shape}-{index}".lower() for index in range(_NUM_MODELS)]
-    config = setting.device(int(_DEVICE_MODELS * weight_bytes))
+    config = setting.device(int(_DEVICE_MODELS * weight_bytes), _DRY_SLACK_BYTES)
     config += f"[memory]\nmodel_cache = {setting.model_cache_bytes([shape] * _NUM_MODELS)}\n"
     config += f'kv_host = {kv_host_bytes}\n[scheduling]\nquota_max = "30ms"\n'
     with setting.daemon(config) as daemon:
         for name in names:
-            add_timed(setting, daemon, name, path)
+            add_timed(setting, daemon, name, path, _MAX_MODEL_LEN)
         keys = [(name, _PROMPT) for name in names]
         num_warm_up = 1 if setting.is_dry else _WARM_UP_ROUNDS
         ends_s = time.monotonic() + setting.left_s - _END_S
@@ -70,7 +73,7 @@ def main() -> int:
     """Run it; see the module."""
     parser = arguments(__doc__)
     parser.add_argument("--shape", default="1B")
-    parser.add_argument("--switches", type=int, help="default: 1000, or 15 in a dry run")
+    parser.add_argument("--switches", type=int, help="default: 1000, or 100 in a dry run")
     args = parser.parse_args()
     num_switches = args.switches or (_DRY_SWITCHES if args.dry_run else _SWITCHES)
     run(setting_of(args), args.shape, num_switches)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 def run(out: Path, temporary: Path, *options: str) -> subprocess.CompletedProcess[str]:
     temporary.mkdir()
-    command = [ROOT / "benchmarks/gpu/run.sh", out, *options]
+    command = [str(ROOT / "benchmarks/gpu/run.sh"), str(out), *options]
     environment = {"GPUPOOL_PYTHON": sys.executable, "TMPDIR": str(temporary)}
     return subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, check=False

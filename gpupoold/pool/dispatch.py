@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 
 import msgspec
@@ -253,10 +254,10 @@ class Dispatcher:
         for request in [one for one in lost if one.num_losses <= _MAX_LOSSES]:
             self._start_anew(request)
 
-    def num_requests(self, number: int) -> int:
-        """Live requests that an instance has, is to get, or has not let go of yet."""
-        had = len(self.live.on_instance(number))
-        return max(had, self.scheduler.num_requests(number))
+    def nums_of_requests(self, numbers: Iterable[int]) -> list[int]:
+        """Live requests that each instance has, is to get, or has not let go of yet."""
+        had = Counter(request.instance for request in self.live)
+        return [max(had[number], self.scheduler.num_requests(number)) for number in numbers]
 
     def fail_unhosted(self, reason: str) -> None:
         """End the requests of models that no instance has, and that wait for one."""

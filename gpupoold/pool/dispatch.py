@@ -314,7 +314,7 @@ class Dispatcher:
                 None,
                 message.arrival_s,
                 targets,
-                message.prompt_token_ids,
+                message.num_prompt_tokens,
                 key_id=message.key_id,
             )
         )
@@ -421,7 +421,7 @@ class Dispatcher:
         self.stats[request.model].end(reason)
         self._history.record_request(request_row(request, reason, error))
         if self._keys is not None:
-            num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+            num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
             self._keys.used(request.key_id, num_tokens=num_tokens)
         if self.warmth is not None:
             self.warmth.left(request.model)

@@ -228,7 +228,7 @@ def live_request(request: LiveRequest, now_s: float) -> Values:
         "model": request.model,
         "instance": request.instance,
         "age_s": now_s - request.arrival_s,
-        "num_prompt_tokens": len(request.prompt_token_ids),
+        "num_prompt_tokens": request.num_prompt_tokens,
         "num_output_tokens": len(request.token_times_s),
         "next_deadline_in_s": request.next_deadline_s - now_s,
     }

@@ -18,7 +18,7 @@ OUT_OF_MEMORY_STATUS = 71
 _PR_SET_PDEATHSIG = 1
 # Of the daemon's collector: how many objects may come and stay before the young are walked, how
 # many such walks before the middle-aged are, and how many of those before all are.
-_THRESHOLDS = (10_000, 20, 100)
+_THRESHOLDS = (4_000, 25, 200)
 
 
 def begin_child(name: str, log_level: str, parent_pid: int | None = None) -> None:

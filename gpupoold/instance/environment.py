@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 
@@ -15,5 +16,9 @@ def set_engine_environment(log_level: str) -> None:
         DO_NOT_TRACK="1",
         HF_HUB_OFFLINE="1",
     )
+    # On a GPU vLLM samples with FlashInfer unless told not to, and fails at the first model
+    # where it is not installed. Its Triton kernel does the same.
+    if importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     # Read when vLLM is imported; it may have been, by a process that meant another level.
     logging.getLogger("vllm").setLevel(log_level.upper())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import importlib.metadata
 import json
@@ -14,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ENGINE_MODULES = (
     "vllm.v1.engine.core",
@@ -56,6 +59,8 @@ OPERATORS = (
     "_vllm_fa3_C::fwd",
     "_vllm_fa3_C::get_scheduler_metadata",
 )
+# Top-k and top-p where there is no FlashInfer.
+SAMPLING_KERNELS = ("_topk_topp", "_topp_split_stats", "_topp_split_step", "_topp_split_mask")
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -174,6 +179,57 @@ def check_choices() -> str:
     return choice
 
 
+def check_kernels() -> str:
+    """The machine's Triton compiles vLLM's sampling kernels for Hopper, with a GPU or without."""
+    import torch
+    from triton.runtime import driver
+    from vllm.config import set_current_vllm_config
+    from vllm.platforms import current_platform
+
+    with contextlib.ExitStack() as stack:
+        if not _has_gpu():
+            driver.set_active(_Hopper())
+            platform = type(current_platform)
+            shown = [
+                (torch.accelerator, "current_device_index", 0),
+                (platform, "num_compute_units", 132),
+            ]
+            for owner, name, value in shown:
+                stack.enter_context(mock.patch.object(owner, name, return_value=value))
+        config = next(_configs())
+        stack.enter_context(set_current_vllm_config(config))
+        from vllm.v1.sample.ops import topk_topp_triton
+
+        for name in SAMPLING_KERNELS:
+            kernel = getattr(topk_topp_triton, name)
+            kernel.compile_many(kernel.get_warmup_keys(vllm_config=config)[:1])
+    return f"{len(SAMPLING_KERNELS)} compiled"
+
+
+def _has_gpu() -> bool:
+    """Whether a driver answers: torch asks the management library, which may be a stand-in."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    return hasattr(driver, "cuInit") and driver.cuInit(0) == 0
+
+
+class _Hopper:
+    """What Triton asks its driver for while it compiles."""
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        """Nothing is launched on it."""
+        return 0
+
+    def get_current_target(self) -> Any:
+        """Compute capability 9.0, warps of 32 threads."""
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
 def _configs() -> Iterator[Any]:
     """What the instance asks vLLM for, of a model of each architecture."""
     from vllm.engine.arg_utils import EngineArgs
@@ -200,6 +256,7 @@ CHECKS: tuple[tuple[str, Callable[[], str]], ...] = (
     ("operators", check_operators),
     ("plugins", check_plugins),
     ("choices", check_choices),
+    ("kernels", check_kernels),
 )
 
 
@@ -207,16 +264,18 @@ def main() -> int:
     """Run all checks; exit code 1 when one fails."""
     from gpupoold.instance.environment import set_engine_environment
 
-    set_engine_environment("warning")
+    set_engine_environment("error")
     num_failed = 0
-    for name, check in CHECKS:
-        started_s = time.monotonic()
-        try:
-            line = check()
-        except Exception as error:  # the other checks say what else is missing
-            num_failed += 1
-            line = f"FAILED: {type(error).__name__}: {error}"
-        print(f"{name:10} {line} ({time.monotonic() - started_s:.1f} s)", flush=True)
+    with tempfile.TemporaryDirectory(prefix="gpupool-triton-") as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder  # nothing compiled before counts
+        for name, check in CHECKS:
+            started_s = time.monotonic()
+            try:
+                line = check()
+            except Exception as error:  # the other checks say what else is missing
+                num_failed += 1
+                line = f"FAILED: {type(error).__name__}: {error}"
+            print(f"{name:10} {line} ({time.monotonic() - started_s:.1f} s)", flush=True)
     return 1 if num_failed else 0
 
 

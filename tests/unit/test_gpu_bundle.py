@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.bundle import PACKAGES, PART_BYTES, PartWriter, write_bundle
+from benchmarks.gpu.check_bundle import make_stubs
 from benchmarks.gpu.unpack import MANIFEST
 from benchmarks.gpu.wheels import installed_path, is_kept, members
 from gpupoold.errors import Failed
@@ -219,6 +221,18 @@ def test_two_wheels_with_the_same_file_are_refused(tmp_path: Path) -> None:
     ]
     with pytest.raises(Failed, match=r"a-1\.0.* and b-1\.0.* have a file same\.py"):
         write_bundle(wheels, tmp_path, SMALL_PART)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_the_stand_in_for_nvml_shows_a_hopper_gpu(tmp_path: Path) -> None:
+    make_stubs(tmp_path, tmp_path)
+    assert (tmp_path / "libcuda.so.1").is_file()
+    library = ctypes.CDLL(str(tmp_path / "libnvidia-ml.so.1"))
+    count, major, minor = ctypes.c_uint(), ctypes.c_int(), ctypes.c_int()
+    assert library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
+    capability = ctypes.byref(major), ctypes.byref(minor)
+    assert library.nvmlDeviceGetCudaComputeCapability(None, *capability) == 0
+    assert (count.value, major.value, minor.value) == (1, 9, 0)
 
 
 def pins(path: Path) -> dict[str, str]:

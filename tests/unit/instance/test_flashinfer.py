@@ -1,4 +1,4 @@
-"""What vLLM reads from the environment of an instance."""
+"""An instance needs no FlashInfer."""
 
 from __future__ import annotations
 

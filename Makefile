@@ -10,7 +10,7 @@ export PREFIX SYSCONFDIR DESTDIR VENV
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install uninstall demo test lint format types imports check bench-switch bench-overhead bench-memory bench-recovery bench-sim bench-api fuzz clean
+.PHONY: help venv install uninstall demo test lint format types imports check bench-switch bench-overhead bench-memory bench-recovery bench-sim bench-api fuzz gpu-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ bench-api: venv ## the API layer, the admin API and gpupool top: build/bench-api
 
 fuzz: venv ## 10,000 mutated requests and more to two daemons: build/fuzz.json
 	@$(BIN)/python -m benchmarks.fuzz_surface
+
+gpu-bundle: venv ## what a GPU machine without network lacks, in parts: build/gpu-bundle
+	@$(BIN)/python -m benchmarks.gpu.bundle
 
 clean: ## remove .venv, build/ and all caches
 	rm -rf .venv build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import json
 import multiprocessing
 import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,11 @@ from gpupoold.stats import percentile
 
 BOX, NUM_MODELS, REQUESTS_PER_S = "16xH800", 100, 50.0
 TARGETS = Targets(10.0, 0.1)
-# What `gpupool top` asks for each second, and what else somebody may.
+# What `gpupool top` asks for at first and then each second, and what else somebody may.
+_NEWS = "/top?turns=2000&events=100&requests=500&turns_after={turn}&events_after={event}"
 POLLED = (
     "/top?turns=2000&events=100&requests=500",
+    _NEWS,
     "/ps",
     "/status",
     "/models",
@@ -85,14 +89,37 @@ def _by_path(times_s: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
     }
 
 
+@dataclass(slots=True)
+class _Asker:
+    """One client: it knows the last turn and event that it was told of."""
+
+    connection: http.client.HTTPConnection
+    turn: int = 0
+    event: int = 0
+
+    def ask(self, path: str) -> float:
+        """Seconds until the whole answer is there."""
+        started_s = time.perf_counter()
+        self.connection.request("GET", path.format(turn=self.turn, event=self.event))
+        response = self.connection.getresponse()
+        body = response.read()
+        asked_s = time.perf_counter() - started_s
+        assert response.status == 200, path
+        if path == _NEWS:
+            told = json.loads(body)
+            self.turn, self.event = told["last_turn_id"], told["last_event_id"]
+        return asked_s
+
+
 def _polled(daemon: PrivateDaemon, paths: tuple[str, ...], duration_s: float) -> dict[str, Any]:
     """Ask for all paths once a second."""
     process, times_s = psutil.Process(daemon.process.pid), defaultdict(list)
     before, started_s = process.cpu_times(), time.monotonic()
     with _connection(daemon.socket_path) as connection:
+        asker = _Asker(connection)
         for second in range(round(duration_s)):
             for path in paths:
-                times_s[path].append(_ask(connection, path))
+                times_s[path].append(asker.ask(path))
             time.sleep(max(0.0, started_s + second + 1 - time.monotonic()))
     after, wall_s = process.cpu_times(), time.monotonic() - started_s
     cpu_s = after.user + after.system - before.user - before.system
@@ -102,16 +129,8 @@ def _polled(daemon: PrivateDaemon, paths: tuple[str, ...], duration_s: float) ->
 def _burst(daemon: PrivateDaemon) -> dict[str, list[float]]:
     """Each path, again and again without a pause."""
     with _connection(daemon.socket_path) as connection:
-        return {path: [_ask(connection, path) for _ in range(_BURST)] for path in POLLED}
-
-
-def _ask(connection: http.client.HTTPConnection, path: str) -> float:
-    started_s = time.perf_counter()
-    connection.request("GET", path)
-    response = connection.getresponse()
-    response.read()
-    assert response.status == 200, path
-    return time.perf_counter() - started_s
+        asker = _Asker(connection)
+        return {path: [asker.ask(path) for _ in range(_BURST)] for path in POLLED}
 
 
 class _UnixConnection(http.client.HTTPConnection):

@@ -46,10 +46,13 @@ class Histogram:
     def __len__(self) -> int:
         return sum(self._counts.values())
 
-    def copy(self) -> Histogram:
-        """Another with the same counts."""
+    def plus(self, other: Histogram) -> Histogram:
+        """Another with the counts of both."""
         made = Histogram()
-        made._counts, made.sum_s = self._counts.copy(), self.sum_s
+        made._counts, made.sum_s = self._counts.copy(), self.sum_s + other.sum_s
+        counts = made._counts
+        for bucket, num in other._counts.items():
+            counts[bucket] = counts.get(bucket, 0) + num
         return made
 
     def __eq__(self, other: object) -> bool:
@@ -94,8 +97,16 @@ class Histogram:
         return self._value_at(buckets, num, 0.5), self._value_at(buckets, num, 0.99)
 
     def _value_at(self, buckets: list[int], num_all: int, fraction: float) -> float | None:
-        counts, exact = self._counts, _exact(fraction)
-        rank = max(1, -(-num_all * exact.numerator // exact.denominator))
+        counts, (numerator, denominator) = self._counts, _exact(fraction)
+        rank = max(1, -(-num_all * numerator // denominator))
+        if 2 * rank > num_all:  # it is nearer to the longest
+            left = num_all - rank
+            for bucket in reversed(buckets):
+                num = counts[bucket]
+                if left < num:
+                    return _inside_s(bucket, (num - left - 0.5) / num)
+                left -= num
+            return None
         for bucket in buckets:
             num = counts[bucket]
             if rank <= num:
@@ -125,9 +136,10 @@ class Histogram:
 
 
 @functools.cache
-def _exact(fraction: float) -> Fraction:
-    """The decimal number that it is written as: in floats 0.07 * 100 is above 7."""
-    return Fraction(str(fraction))
+def _exact(fraction: float) -> tuple[int, int]:
+    """Numerator and denominator of the decimal number that it is written as: in floats
+    0.07 * 100 is above 7."""
+    return Fraction(str(fraction)).as_integer_ratio()
 
 
 def _upper_s(bucket: int) -> float:

@@ -16,6 +16,9 @@ OUT_OF_MEMORY_STATUS = 71
 """Exit status of a worker that had no memory to go on (``EX_OSERR`` of ``sysexits.h``)."""
 
 _PR_SET_PDEATHSIG = 1
+# Of the daemon's collector: how many objects may come and stay before the young are walked, how
+# many such walks before the middle-aged are, and how many of those before all are.
+_THRESHOLDS = (4_000, 25, 200)
 
 
 def begin_child(name: str, log_level: str, parent_pid: int | None = None) -> None:
@@ -95,9 +98,11 @@ def importing() -> Iterator[None]:
 
 
 def settle_collector() -> None:
-    """What is there now lives as long as the process: the collector need not walk it again.
+    """What is there now lives as long as the process, and what comes seldom makes cycles.
 
-    A walk over all of the daemon's modules and routes held its event loop up for 50 ms.
+    A walk over all of the daemon's modules and routes held its event loop up for 50 ms, one over
+    the requests, turns and stimuli of a busy box for 30 ms, several times a minute.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*_THRESHOLDS)

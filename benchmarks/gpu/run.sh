@@ -14,6 +14,10 @@ site=${GPUPOOL_SITE:-}
 paths=$root:$root/cli:$root/state:$root/tui
 export PYTHONPATH=${site:+$site:}$paths${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+# vLLM alone, the rival, takes FlashInfer for granted; the bundle has none.
+if "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("flashinfer") is not None)'
+then export VLLM_USE_FLASHINFER_SAMPLER=0
+fi
 
 parent=$("$python" -m benchmarks.gpu.machine)
 # Short: paths of sockets below it may have 107 characters.

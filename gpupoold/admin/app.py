@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from gpupool_state import RequestRow
 from gpupoold import __version__
@@ -129,17 +129,17 @@ def _add_instance_routes(app: FastAPI, pool: Pool) -> None:
     @app.patch("/instances/{number}")
     async def set_instance(number: int, body: SetInstanceRequest) -> DeviceInfo:
         pool.instances.set_role(number, None if body.role == "auto" else Role(body.role))
-        return (await pool.ps()).devices[number]
+        return pool.devices()[number]
 
     @app.post("/instances/{number}/drain")
     async def drain(number: int) -> DeviceInfo:
         await pool.instances.drain(number)
-        return (await pool.ps()).devices[number]
+        return pool.devices()[number]
 
     @app.delete("/instances/{number}/drain")
     async def undrain(number: int) -> DeviceInfo:
         pool.instances.undrain(number)
-        return (await pool.ps()).devices[number]
+        return pool.devices()[number]
 
 
 def _add_view_routes(app: FastAPI, pool: Pool) -> None:
@@ -147,9 +147,9 @@ def _add_view_routes(app: FastAPI, pool: Pool) -> None:
     async def status() -> Status:
         return await pool.status()
 
-    @app.get("/ps")
-    async def ps() -> Ps:
-        return await pool.ps()
+    @app.get("/ps", response_model=Ps)
+    async def ps() -> Response:
+        return Response(await pool.ps(), media_type="application/json")
 
     @app.get("/requests")
     async def requests(limit: Limit = 10_000) -> StreamingResponse:

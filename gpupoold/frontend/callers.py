@@ -140,7 +140,7 @@ class Callers:
         message.key_id, message.priority = caller.key.id, caller.key.priority
         if caller.tokens is not None:
             self._charged[message.request_id] = caller
-            self._charge(caller, len(message.prompt_token_ids))
+            self._charge(caller, message.num_prompt_tokens)
 
     def stepped(self, outputs: StepOutputs) -> None:
         """Charge the tokens of answers."""

@@ -94,7 +94,7 @@ class PoolClient:
             model=self._model,
             request_id=request.request_id,
             arrival_s=time.monotonic(),
-            prompt_token_ids=prompt,
+            num_prompt_tokens=len(prompt),
             max_tokens=params.max_tokens or 0,
             frames=[bytes(frame) for frame in self._codec.encode(request)],
         )

@@ -61,11 +61,13 @@ def _device(scrape: Scrape) -> Iterator[Family]:
             for number, one, _ in scrape.devices()
         ),
     )
+    numbers = [one.number for one in scrape.instances]
+    nums = dispatcher.nums_of_requests(numbers)
     yield gauge(
         "device_requests",
         "Live requests that the device has or is to get.",
         _DEVICE,
-        (((number,), dispatcher.num_requests(one.number)) for number, one, _ in scrape.devices()),
+        (((str(number),), num) for number, num in zip(numbers, nums, strict=True)),
     )
     yield gauge(
         "device_waiting_for_kv_requests",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 
 import msgspec
@@ -253,10 +254,10 @@ class Dispatcher:
         for request in [one for one in lost if one.num_losses <= _MAX_LOSSES]:
             self._start_anew(request)
 
-    def num_requests(self, number: int) -> int:
-        """Live requests that an instance has, is to get, or has not let go of yet."""
-        had = len(self.live.on_instance(number))
-        return max(had, self.scheduler.num_requests(number))
+    def nums_of_requests(self, numbers: Iterable[int]) -> list[int]:
+        """Live requests that each instance has, is to get, or has not let go of yet."""
+        had = Counter(request.instance for request in self.live)
+        return [max(had[number], self.scheduler.num_requests(number)) for number in numbers]
 
     def fail_unhosted(self, reason: str) -> None:
         """End the requests of models that no instance has, and that wait for one."""
@@ -313,7 +314,7 @@ class Dispatcher:
                 None,
                 message.arrival_s,
                 targets,
-                message.prompt_token_ids,
+                message.num_prompt_tokens,
                 key_id=message.key_id,
             )
         )
@@ -420,7 +421,7 @@ class Dispatcher:
         self.stats[request.model].end(reason)
         self._history.record_request(request_row(request, reason, error))
         if self._keys is not None:
-            num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+            num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
             self._keys.used(request.key_id, num_tokens=num_tokens)
         if self.warmth is not None:
             self.warmth.left(request.model)

@@ -110,7 +110,7 @@ class Explainer:
             why=None if rule is None else rule.why,
             num_before=0 if why is None else why.num_before,
             age_s=now_s - request.arrival_s,
-            num_prompt_tokens=len(request.prompt_token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
             num_output_tokens=len(request.token_times_s),
             next_deadline_in_s=request.next_deadline_s - now_s,
             next_token_in_s=None if why is None else why.next_token_in_s,

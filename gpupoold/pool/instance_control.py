@@ -43,7 +43,7 @@ class InstanceControl:
         self._dispatcher.set_draining(self._instance(number).number, is_draining=True)
         limit_s = self.limits.drain_timeout_s
         deadline_s = time.monotonic() + limit_s
-        while num_left := self._dispatcher.num_requests(number):
+        while num_left := self._dispatcher.nums_of_requests([number])[0]:
             if time.monotonic() > deadline_s:
                 raise TimedOut(
                     f"instance {number} still has {num_left} requests after {limit_s:g} s",

@@ -119,7 +119,7 @@ class Meters:
     def arrived(self, message: m.AddRequest, *, is_warm: bool) -> None:
         """A request was taken; ``is_warm``: its model's image is in host memory."""
         meter = self.model(message.model)
-        meter.prompt_tokens += len(message.prompt_token_ids)
+        meter.prompt_tokens += message.num_prompt_tokens
         meter.cache_hits += is_warm
         meter.cache_misses += not is_warm
 

@@ -194,7 +194,7 @@ class Overload:
         if not self.limits.drop_late or not is_warm:
             return None
         model = self._state.models[message.model]
-        wait_s = first_token_in_s(self._state, model, len(message.prompt_token_ids), now_s)
+        wait_s = first_token_in_s(self._state, model, message.num_prompt_tokens, now_s)
         ttft_s = model.targets.ttft_s
         if wait_s is None or now_s + wait_s <= message.arrival_s + ttft_s:
             return None

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import psutil
 
 from gpupool_state import History, Registry
@@ -17,8 +18,9 @@ from gpupoold import __version__
 from gpupoold.admin.models import (
     BenchMemoryRequest,
     BenchSwitchRequest,
+    DeviceInfo,
     ModelInfo,
-    Ps,
+    ModelUsage,
     Status,
 )
 from gpupoold.buckets import WORK_BOUNDS_S, Buckets
@@ -150,12 +152,18 @@ class Pool:
         info = views.model_info(row, self.lifecycle.state_of(row))
         memories = views.memories_of(self.supervisor.instances)
         now = views.usage(info.name, info.state, self.dispatcher, memories, self.cache)
-        return info.model_copy(update={"usage": now})
+        return info.model_copy(update={"usage": ModelUsage(**now)})
 
-    async def ps(self) -> Ps:
-        """What runs now."""
+    async def ps(self) -> bytes:
+        """What runs now: ``Ps`` as JSON."""
+        rows = await self.registry.list()
+        states = {str(row.spec.name): self.lifecycle.state_of(row).value for row in rows}
         instances = self.supervisor.instances
-        return views.ps(await self.models(), self.dispatcher, instances, self.cache)
+        return msgspec.json.encode(views.ps(states, self.dispatcher, instances, self.cache))
+
+    def devices(self) -> list[DeviceInfo]:
+        """All devices."""
+        return views.devices(self.supervisor.instances, self.dispatcher)
 
     async def status(self) -> Status:
         """One look at the daemon."""

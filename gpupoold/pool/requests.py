@@ -22,7 +22,7 @@ class LiveRequest:
     instance: int | None
     arrival_s: float
     targets: Targets
-    prompt_token_ids: list[int]
+    num_prompt_tokens: int
     output_token_ids: list[int] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
     num_losses: int = 0

@@ -37,7 +37,7 @@ def request_row(request: LiveRequest, reason: FinishReason, error: str = "") -> 
         tbt_p50_s=percentile(gaps_s, 0.5),
         tbt_p99_s=percentile(gaps_s, 0.99),
         tbt_max_s=max(gaps_s, default=None),
-        num_prompt_tokens=len(request.prompt_token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
         num_output_tokens=len(request.token_times_s),
         num_tokens_in_time=request.num_in_time,
         finish_reason=reason,

@@ -136,7 +136,7 @@ class Scheduler:
                 message.request_id,
                 message.model,
                 message.arrival_s,
-                len(message.prompt_token_ids) + len(message.output_token_ids),
+                message.num_prompt_tokens + len(message.output_token_ids),
                 priority=message.priority,
             )
         )

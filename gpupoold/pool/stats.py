@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from operator import add, attrgetter, itemgetter
 from typing import Self
 
 from gpupoold.domain import FinishReason
@@ -46,14 +48,14 @@ class Counts:
 
     def merge(self, other: Self, sign: int = 1) -> None:
         """Count what another has counted; with -1 no more of it."""
-        self.merge_numbers(other, sign)
+        for name in _NUMBERS:
+            setattr(self, name, getattr(self, name) + sign * getattr(other, name))
         self.ttft.merge(other.ttft, sign)
         self.tbt.merge(other.tbt, sign)
 
-    def merge_numbers(self, other: Self, sign: int = 1) -> None:
-        """The same but for the latencies."""
-        for name in _NUMBERS:
-            setattr(self, name, getattr(self, name) + sign * getattr(other, name))
+    def numbers_with(self, other: Self) -> Self:
+        """The sums of both, without latencies."""
+        return type(self)(*map(add, _numbers_of(self), _numbers_of(other)))
 
     @property
     def attainment(self) -> float | None:
@@ -63,10 +65,11 @@ class Counts:
     @property
     def is_empty(self) -> bool:
         """Whether nothing happened."""
-        return not any(getattr(self, name) for name in _NUMBERS)
+        return not any(_numbers_of(self))
 
 
 _NUMBERS = tuple(one.name for one in fields(Counts) if one.name not in ("ttft", "tbt"))
+_numbers_of = attrgetter(*_NUMBERS)
 
 
 class ModelStats:
@@ -80,6 +83,7 @@ class ModelStats:
         self._closed = Counts()  # minutes that are over, since the start
         self._hour = Counts()  # the same, those in _minutes
         self._minutes: deque[Counts | None] = deque([None] * (NUM_MINUTES - 1))
+        self._attainments: list[float | None] | None = None  # of _minutes, once asked for
         # (monotonic seconds, tokens, tokens in time) since the start, one a second.
         self._seconds: deque[tuple[float, int, int]] = deque(maxlen=_NUM_SECONDS + 1)
 
@@ -132,6 +136,7 @@ class ModelStats:
 
     def remember(self, minutes: Sequence[Counts | None]) -> None:
         """Minutes of the last hour that follow those known, oldest first; None: nothing in it."""
+        self._attainments = None
         for minute in minutes:
             gone = self._minutes.popleft()
             if gone is not None:
@@ -142,10 +147,7 @@ class ModelStats:
 
     def so_far(self) -> Counts:
         """Since the daemon's start, without latencies."""
-        total = Counts()
-        total.merge_numbers(self._closed)
-        total.merge_numbers(self.now)
-        return total
+        return self._closed.numbers_with(self.now)
 
     def so_far_with_latencies(self) -> Counts:
         """The same with them, which costs more."""
@@ -156,10 +158,9 @@ class ModelStats:
 
     def last_hour(self) -> Counts:
         """Of the last hour's minutes and the one under way."""
-        hour = self._hour
-        total = Counts(ttft=hour.ttft.copy(), tbt=hour.tbt.copy())
-        total.merge_numbers(hour)
-        total.merge(self.now)
+        hour, now = self._hour, self.now
+        total = hour.numbers_with(now)
+        total.ttft, total.tbt = hour.ttft.plus(now.ttft), hour.tbt.plus(now.tbt)
         return total
 
     def attainment_1m(self, now_s: float) -> float | None:
@@ -170,7 +171,9 @@ class ModelStats:
 
     def attainment_minutes(self) -> list[float | None]:
         """The same by the minute for the last hour, the one under way last."""
-        return [None if one is None else one.attainment for one in (*self._minutes, self.now)]
+        if self._attainments is None:
+            self._attainments = [None if one is None else one.attainment for one in self._minutes]
+        return [*self._attainments, self.now.attainment]
 
     def tokens_per_s(self, now_s: float) -> float:
         """Over the last seconds, or since the start if that was later."""
@@ -183,9 +186,9 @@ class ModelStats:
 
     def _since(self, since_s: float) -> tuple[float, int, int]:
         """The newest of the remembered seconds up to ``since_s``; before the first, nothing."""
-        for one in reversed(self._seconds):
-            if one[0] <= since_s:
-                return one
+        num_before = bisect_right(self._seconds, since_s, key=itemgetter(0))
+        if num_before:
+            return self._seconds[num_before - 1]
         return self._seconds[0][0] - 1.0 if self._seconds else math.inf, 0, 0
 
 

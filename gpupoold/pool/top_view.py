@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from gpupool_state import ModelRow
-from gpupoold.admin.models_top import Top, TopModel, TurnInfo
 from gpupoold.pool import views
 from gpupoold.pool.turns import Turn
 
@@ -29,52 +30,55 @@ class TopLimits:
     has_minutes: bool
 
 
-async def top(pool: Pool, limits: TopLimits) -> Top:
-    """Everything at this moment."""
+async def top(pool: Pool, limits: TopLimits) -> bytes:
+    """Everything at this moment: ``Top`` as JSON."""
     rows = await pool.registry.list()
     dispatcher, history = pool.dispatcher, pool.history
     after = limits.events_after
     if after is None or history.last_event_id - after > limits.num_events:
         after = max(0, history.last_event_id - limits.num_events)
-    events = await history.events_after(after, limits.num_events) if limits.num_events else []
+    has_news = limits.num_events and history.last_event_id > after
+    events = await history.events_after(after, limits.num_events) if has_news else []
     now_s = time.monotonic()
     live = islice(dispatcher.live, limits.num_requests)
-    return Top(
-        at=time.time(),
-        status=pool.status_of(len(rows)),
-        devices=[views.device(one, dispatcher) for one in pool.supervisor.instances],
-        models=_models(pool, rows, has_minutes=limits.has_minutes),
-        requests=[views.live_request(request, now_s) for request in live],
-        turns=turn_infos(dispatcher.turns.after(limits.turns_after, limits.num_turns)),
-        last_turn_id=dispatcher.turns.last_id,
-        events=[views.event_info(row) for row in events],
-        last_event_id=history.last_event_id,
-        num_switches=dispatcher.switches.count,
-        switched_bytes=dispatcher.switches.moved_bytes,
+    return msgspec.json.encode(
+        {
+            "at": time.time(),
+            "status": views.raw(pool.status_of(len(rows))),
+            "devices": [views.raw(one) for one in pool.devices()],
+            "models": _models(pool, rows, has_minutes=limits.has_minutes),
+            "requests": [views.live_request(request, now_s) for request in live],
+            "turns": turns(dispatcher.turns.after(limits.turns_after, limits.num_turns)),
+            "last_turn_id": dispatcher.turns.last_id,
+            "events": events,
+            "last_event_id": history.last_event_id,
+            "num_switches": dispatcher.switches.count,
+            "switched_bytes": dispatcher.switches.moved_bytes,
+        }
     )
 
 
-def turn_infos(turns: Iterable[Turn]) -> list[TurnInfo]:
-    """Turns with their times on the wall clock."""
+def turns(ended: Iterable[Turn]) -> list[views.Values]:
+    """Turns with their times on the wall clock, as ``TurnInfo`` has them."""
     offset_s = time.time() - time.monotonic()
-    return [_turn_info(turn, offset_s) for turn in turns]
+    return [_turn(turn, offset_s) for turn in ended]
 
 
-def _turn_info(turn: Turn, offset_s: float) -> TurnInfo:
-    return TurnInfo(
-        id=turn.id,
-        instance=turn.instance,
-        model=turn.model,
-        began_at=turn.began_s + offset_s,
-        seconds=turn.seconds,
-        num_tokens=turn.num_tokens,
-        switch_kind=turn.switch_kind,
-        switch_s=turn.switch.total_s if turn.switch is not None else 0.0,
-        did_run=turn.did_run,
-    )
+def _turn(turn: Turn, offset_s: float) -> views.Values:
+    return {
+        "id": turn.id,
+        "instance": turn.instance,
+        "model": turn.model,
+        "began_at": turn.began_s + offset_s,
+        "seconds": turn.seconds,
+        "num_tokens": turn.num_tokens,
+        "switch_kind": turn.switch_kind,
+        "switch_s": turn.switch.total_s if turn.switch is not None else 0.0,
+        "did_run": turn.did_run,
+    }
 
 
-def _models(pool: Pool, rows: Iterable[ModelRow], *, has_minutes: bool) -> list[TopModel]:
+def _models(pool: Pool, rows: Iterable[ModelRow], *, has_minutes: bool) -> list[views.Values]:
     memories = views.memories_of(pool.supervisor.instances)
     found = []
     for row in rows:
@@ -82,8 +86,8 @@ def _models(pool: Pool, rows: Iterable[ModelRow], *, has_minutes: bool) -> list[
         state = pool.lifecycle.state_of(row).value
         held_by = memories.get(name, ())
         found.append(
-            TopModel(
-                usage=views.usage(
+            {
+                "usage": views.usage(
                     name,
                     state,
                     pool.dispatcher,
@@ -91,14 +95,14 @@ def _models(pool: Pool, rows: Iterable[ModelRow], *, has_minutes: bool) -> list[
                     pool.cache,
                     has_minutes=has_minutes,
                 ),
-                ttft_s=targets.ttft_s,
-                tbt_s=targets.tbt_s,
-                is_pinned=row.is_pinned,
-                devices=[
+                "ttft_s": targets.ttft_s,
+                "tbt_s": targets.tbt_s,
+                "is_pinned": row.is_pinned,
+                "devices": [
                     number
                     for number, held in held_by
                     if 0 < held.weights_total_bytes <= held.weights_resident_bytes
                 ],
-            )
+            }
         )
     return found

@@ -6,15 +6,16 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel
 
 from gpupool_state import EventRow, ModelRow, RequestRow, SwitchRow
 from gpupoold.admin.models import (
     DeviceInfo,
     EventInfo,
     ModelInfo,
-    ModelUsage,
-    Ps,
-    RequestInfo,
     RequestRecord,
     SwitchInfo,
 )
@@ -28,6 +29,9 @@ from gpupoold.pool.stats import ModelStats
 from gpupoold.wire.messages import InstanceStatus, ModelMemory
 
 Memories = Mapping[str, Sequence[tuple[int, ModelMemory]]]
+Values = dict[str, Any]
+"""What a body of the admin API has. To make the body itself takes five times as long: with
+hundreds of models and requests that is more than all the rest."""
 
 
 def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
@@ -69,34 +73,52 @@ def event_info(row: EventRow) -> EventInfo:
 
 
 def ps(
-    models: Iterable[ModelInfo],
+    states: Mapping[str, str],
     dispatcher: Dispatcher,
-    instances: list[Instance],
+    instances: Sequence[Instance],
     cache: ImageCache,
-) -> Ps:
-    """What runs now, over all instances."""
+) -> Values:
+    """What runs now over all instances, as ``Ps`` has it; ``states`` are the models'."""
     now_s = time.monotonic()
     switches = dispatcher.switches
     memories = memories_of(instances)
-    return Ps(
-        devices=[device(instance, dispatcher) for instance in instances],
-        models=[usage(one.name, one.state, dispatcher, memories, cache) for one in models],
-        requests=[live_request(request, now_s) for request in dispatcher.live.all()],
-        num_switches=switches.count,
-        switched_bytes=switches.moved_bytes,
-        switch_seconds=dict(switches.seconds),
-    )
+    return {
+        "devices": [raw(one) for one in devices(instances, dispatcher)],
+        "models": [
+            usage(name, state, dispatcher, memories, cache) for name, state in states.items()
+        ],
+        "requests": [live_request(request, now_s) for request in dispatcher.live],
+        "num_switches": switches.count,
+        "switched_bytes": switches.moved_bytes,
+        "switch_seconds": switches.seconds,
+    }
+
+
+def raw(body: BaseModel) -> msgspec.Raw:
+    """A body as part of a larger one that is made of values."""
+    return msgspec.Raw(body.model_dump_json().encode())
+
+
+def devices(instances: Sequence[Instance], dispatcher: Dispatcher) -> list[DeviceInfo]:
+    """All devices and their instances as they were when they last reported."""
+    nums = dispatcher.nums_of_requests(instance.number for instance in instances)
+    return [
+        _device(instance, dispatcher, num) for instance, num in zip(instances, nums, strict=True)
+    ]
 
 
 def _finite(seconds: float) -> float | None:
     return seconds if math.isfinite(seconds) else None
 
 
-def device(instance: Instance, dispatcher: Dispatcher) -> DeviceInfo:
-    """A device and its instance as they were when it last reported."""
+def _device(instance: Instance, dispatcher: Dispatcher, num_requests: int) -> DeviceInfo:
     ready, status, number = instance.ready, instance.status, instance.number
     role, is_role_fixed = dispatcher.roles.of(number)
     quota_s, used_s = _quota(status)
+    weights_bytes = kv_bytes = 0
+    for held in status.models if status else ():
+        weights_bytes += held.weights_resident_bytes
+        kv_bytes += held.kv_resident_bytes
     return DeviceInfo(
         instance=instance.number,
         kind=instance.device.kind,
@@ -118,9 +140,9 @@ def device(instance: Instance, dispatcher: Dispatcher) -> DeviceInfo:
         role=role.value,
         is_role_fixed=is_role_fixed,
         is_draining=dispatcher.roles.is_draining(number),
-        num_requests=dispatcher.num_requests(number),
-        weights_bytes=sum(held.weights_resident_bytes for held in status.models) if status else 0,
-        kv_bytes=sum(held.kv_resident_bytes for held in status.models) if status else 0,
+        num_requests=num_requests,
+        weights_bytes=weights_bytes,
+        kv_bytes=kv_bytes,
         prefetched_bytes=status.prefetched_bytes if status else 0,
         quota_used_s=used_s,
         quota_left_s=None if quota_s is None else max(0.0, quota_s - used_s),
@@ -147,41 +169,47 @@ def usage(
     cache: ImageCache,
     *,
     has_minutes: bool = True,
-) -> ModelUsage:
-    """What a model has and does now, over all instances; its attainment by the minute only if
-    that is wanted."""
+) -> Values:
+    """What a model has and does now over all instances, as ``ModelUsage`` has it; its attainment
+    by the minute only if that is wanted."""
     image = cache.get(name)
-    memories = [memory for _, memory in memories_of.get(name, ())]
+    num_waiting = weights_bytes = total_bytes = kv_bytes = kv_host_bytes = 0
+    for _, held in memories_of.get(name, ()):
+        num_waiting += held.num_waiting
+        weights_bytes += held.weights_resident_bytes
+        total_bytes = max(total_bytes, held.weights_total_bytes)
+        kv_bytes += held.kv_resident_bytes
+        kv_host_bytes += held.kv_host_bytes
     stats = dispatcher.stats.get(name) or ModelStats()
     now_s, so_far, hour = time.monotonic(), stats.so_far(), stats.last_hour()
     ttft_p50_s, ttft_p99_s = hour.ttft.p50_and_p99()
     tbt_p50_s, tbt_p99_s = hour.tbt.p50_and_p99()
-    return ModelUsage(
-        name=name,
-        state=state,
-        num_live=dispatcher.live.num_of(name),
-        num_waiting=dispatcher.num_waiting(name) + sum(m.num_waiting for m in memories),
-        weights_resident_bytes=sum(memory.weights_resident_bytes for memory in memories),
-        weights_total_bytes=max((memory.weights_total_bytes for memory in memories), default=0),
-        kv_resident_bytes=sum(memory.kv_resident_bytes for memory in memories),
-        kv_host_bytes=sum(memory.kv_host_bytes for memory in memories),
-        cached_bytes=image.num_bytes if image else 0,
-        requests=so_far.requests,
-        completed=so_far.completed,
-        refused=so_far.refused,
-        dropped=so_far.dropped,
-        tokens=so_far.tokens,
-        tokens_in_time=so_far.tokens_in_time,
-        attainment=so_far.attainment,
-        ttft_p50_s=ttft_p50_s,
-        ttft_p99_s=ttft_p99_s,
-        tbt_p50_s=tbt_p50_s,
-        tbt_p99_s=tbt_p99_s,
-        attainment_1m=stats.attainment_1m(now_s),
-        attainment_1h=hour.attainment,
-        attainment_minutes=stats.attainment_minutes() if has_minutes else [],
-        tokens_per_s=stats.tokens_per_s(now_s),
-    )
+    return {
+        "name": name,
+        "state": state,
+        "num_live": dispatcher.live.num_of(name),
+        "num_waiting": dispatcher.num_waiting(name) + num_waiting,
+        "weights_resident_bytes": weights_bytes,
+        "weights_total_bytes": total_bytes,
+        "kv_resident_bytes": kv_bytes,
+        "kv_host_bytes": kv_host_bytes,
+        "cached_bytes": image.num_bytes if image else 0,
+        "requests": so_far.requests,
+        "completed": so_far.completed,
+        "refused": so_far.refused,
+        "dropped": so_far.dropped,
+        "tokens": so_far.tokens,
+        "tokens_in_time": so_far.tokens_in_time,
+        "attainment": so_far.attainment,
+        "ttft_p50_s": ttft_p50_s,
+        "ttft_p99_s": ttft_p99_s,
+        "tbt_p50_s": tbt_p50_s,
+        "tbt_p99_s": tbt_p99_s,
+        "attainment_1m": stats.attainment_1m(now_s),
+        "attainment_1h": hour.attainment,
+        "attainment_minutes": stats.attainment_minutes() if has_minutes else [],
+        "tokens_per_s": stats.tokens_per_s(now_s),
+    }
 
 
 def memories_of(instances: Iterable[Instance]) -> Memories:
@@ -193,14 +221,14 @@ def memories_of(instances: Iterable[Instance]) -> Memories:
     return found
 
 
-def live_request(request: LiveRequest, now_s: float) -> RequestInfo:
-    """A live request as it is now."""
-    return RequestInfo(
-        request_id=request.request_id,
-        model=request.model,
-        instance=request.instance,
-        age_s=now_s - request.arrival_s,
-        num_prompt_tokens=len(request.prompt_token_ids),
-        num_output_tokens=len(request.token_times_s),
-        next_deadline_in_s=request.next_deadline_s - now_s,
-    )
+def live_request(request: LiveRequest, now_s: float) -> Values:
+    """A live request as it is now, as ``RequestInfo`` has it."""
+    return {
+        "request_id": request.request_id,
+        "model": request.model,
+        "instance": request.instance,
+        "age_s": now_s - request.arrival_s,
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "num_output_tokens": len(request.token_times_s),
+        "next_deadline_in_s": request.next_deadline_s - now_s,
+    }

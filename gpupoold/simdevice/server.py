@@ -99,7 +99,7 @@ class SimServer:
         if message.parcel is not None:
             os.close(self._channel.take_fd())  # the copy has been made when the message comes
         known = self._known.get(message.model)
-        num_prompt = len(message.prompt_token_ids)
+        num_prompt = message.num_prompt_tokens
         room = known.loaded.max_model_len - num_prompt if known else 0
         if known is None or room < 1:
             reason = (

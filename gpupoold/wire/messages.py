@@ -75,7 +75,7 @@ class SetTargets(Message):
 
 
 class AddRequest(Message):
-    """A request for a model (frontend → daemon → instance).
+    """A request for a model (frontend → daemon → instance); ``frames`` have it as vLLM encodes it.
 
     ``output_token_ids`` are the tokens that its client has from another instance. One that
     ``is_moving`` is answered by ``Adopted`` when it can go on; its KV is in ``parcel``, or has to
@@ -85,7 +85,7 @@ class AddRequest(Message):
     model: str
     request_id: str
     arrival_s: float
-    prompt_token_ids: list[int]
+    num_prompt_tokens: int
     max_tokens: int
     frames: list[bytes]
     output_token_ids: list[int] = []

@@ -69,6 +69,30 @@ systemctl --no-pager status gpupoold | grep -E 'Status|FD Store|Memory|Tasks'
 if setpriv --reuid=nobody --regid=nogroup --clear-groups gpupool status; then fail "nobody may use it"; fi
 setpriv --reuid=nobody --regid=nogroup --groups=gpupool gpupool status >/dev/null || fail "a member may not"
 
+step "the README's tour: watch, ask why, change"
+gpupool add-model coder --source /var/lib/gpupool/models/tiny-qwen2 --ttft 10s --tbt 100ms
+gpupool run coder "Why is the sky blue?" --max-tokens 8
+gpupool ps
+gpupool top -1
+for _ in 1 2 3; do ask >/dev/null & done
+gpupool why tiny
+wait
+gpupool history tiny --since 1h
+gpupool switches
+gpupool events
+gpupool doctor || [[ $? == 1 ]] || fail "the doctor has no opinion"
+gpupool set coder --tbt 50ms
+gpupool config check
+(echo '[limits]'; echo 'drain_timeout = "42s"'; cat /etc/gpupool/gpupool.toml) >/tmp/other.toml
+gpupool config diff /tmp/other.toml
+gpupool key add ada --model coder >/tmp/key
+gpupool key ls
+curl -sS --max-time 20 -H "Authorization: Bearer $(cat /tmp/key)" http://127.0.0.1:8000/v1/models |
+    python3 -c 'import json, sys; print([one["id"] for one in json.load(sys.stdin)["data"]])'
+gpupool key rm ada
+curl -sS --max-time 20 http://127.0.0.1:8000/metrics | grep -E '^gpupool_(tokens|requests)' | head -n 4
+gpupool rm coder --drain
+
 step "journal"
 journalctl -u gpupoold -o json --no-pager GPUPOOL_EVENT=model_added | python3 -c '
 import json, sys

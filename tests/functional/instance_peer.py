@@ -131,7 +131,9 @@ class InstancePeer:
         self.tokens[request_id] = []
         arrival_s = time.monotonic()
         self.scheduler.arrived(
-            m.AddRequest(model, request_id, arrival_s, prompt, 0, frames, list(output_token_ids))
+            m.AddRequest(
+                model, request_id, arrival_s, len(prompt), 0, frames, list(output_token_ids)
+            )
         )
 
     def abort(self, model: str, *request_ids: str) -> None:

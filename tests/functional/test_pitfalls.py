@@ -118,4 +118,4 @@ def answer(peer: InstancePeer, model: str, request_id: str, index: int = 0) -> l
 def send_directly(peer: InstancePeer, model: str, request_id: str, frames: list[bytes]) -> None:
     """As a daemon would that does not know what has just happened."""
     now_s = time.monotonic()
-    peer.channel.send(m.AddRequest(model, request_id, now_s, prompt(0), 0, frames))
+    peer.channel.send(m.AddRequest(model, request_id, now_s, len(prompt(0)), 0, frames))

@@ -139,9 +139,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             is_full = self.num_of(which) >= PER_MODEL or len(self.clients.open) >= IN_ALL
             self.clients.asked.append(request_id)
             arrival_s = time.monotonic() - ago_s
-            self.dispatcher.from_frontend(
-                m.AddRequest(which, request_id, arrival_s, [1] * 10, 20, [])
-            )
+            self.dispatcher.from_frontend(m.AddRequest(which, request_id, arrival_s, 10, 20, []))
             assert self.clients.asked == []
             refused = self.clients.refusals[num_before:]
             assert bool(refused) == is_full or self.drop_late or not self.dispatcher.routes[which]

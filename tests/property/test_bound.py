@@ -98,7 +98,7 @@ class Pool:
         self._num_asked += 1
         request_id, now_s = str(self._num_asked), self.clients.now_s
         self.clients.heard_s[request_id] = now_s
-        request = m.AddRequest(MODELS[model], request_id, now_s, [1] * num_prompt, 8, [b""])
+        request = m.AddRequest(MODELS[model], request_id, now_s, num_prompt, 8, [b""])
         self.dispatcher.from_frontend(request)
 
     def come_up(self, number: int) -> None:

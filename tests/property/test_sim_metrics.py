@@ -81,7 +81,7 @@ def test_more_of_an_unfinished_run_only_adds_misses(
 
 @given(results())
 def test_the_daemon_counts_the_same_tokens_in_time(result: RequestResult) -> None:
-    live = LiveRequest("r0", "m", 0, result.request.arrival_s, result.targets, [1])
+    live = LiveRequest("r0", "m", 0, result.request.arrival_s, result.targets, 1)
     for at_s in result.token_times_s:
         live.add_tokens([1], at_s)
     assert count_tokens(result).num_in_time == live.num_in_time

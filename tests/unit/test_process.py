@@ -66,6 +66,26 @@ def test_the_collector_rests_while_importing_and_leaves_alone_what_came() -> Non
         gc.unfreeze()
 
 
+def test_the_collector_leaves_alone_what_was_there_and_still_finds_cycles() -> None:
+    script = """
+import gc, weakref
+from gpupoold.process import settle_collector
+class Node:
+    pass
+old = [Node() for _ in range(1000)]
+settle_collector()
+assert not [one for one in gc.get_objects() if isinstance(one, Node)]
+node = Node()
+node.itself, known = node, weakref.ref(node)
+del node
+kept = []
+while known() is not None:
+    assert len(kept) < 10**6
+    kept.append([])
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
+
+
 def test_options_as_words() -> None:
     assert as_words({"--number": 3, "--kind": "sim"}) == ["--number", "3", "--kind", "sim"]
 

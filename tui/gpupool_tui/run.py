@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,12 +41,13 @@ def run(socket_path: Path, options: Options) -> None:
         GpupoolError: the daemon does not answer to begin with.
         UsageError: there is no such theme.
     """
-    with AdminClient(socket_path) as client:
-        picture = ask_once(client)
-    # Textual is for who looks at a terminal: text needs none of it.
-    from gpupool_tui.app import TopApp
-    from gpupool_tui.base_app import THEMES
+    with AdminClient(socket_path) as client, ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(ask_once, client)
+        # Text needs none of Textual; a terminal has it while the daemon answers.
+        from gpupool_tui.app import TopApp
+        from gpupool_tui.base_app import THEMES
 
+        picture = asked.result()
     view = View(
         glyphs=ASCII if options.is_ascii else UNICODE,
         interval_s=options.interval_s,

@@ -67,7 +67,7 @@ class Rig:
         return None
 
     def ask(self, request_id: str, num_prompt: int) -> AddRequest:
-        message = AddRequest("a", request_id, 0.0, [1] * num_prompt, 8, [b""])
+        message = AddRequest("a", request_id, 0.0, num_prompt, 8, [b""])
         with serving(self.who()):
             self.callers.asked(message)
         return message
@@ -187,7 +187,7 @@ def test_requests_that_ended_are_charged_no_more() -> None:
 def test_request_tells_the_daemon_whose_it_is() -> None:
     message = Rig(record(priority=Priority.HIGH)).ask("r", 3)
     assert (message.key_id, message.priority) == (KEY.id, Priority.HIGH)
-    message = AddRequest("a", "r", 0.0, [1], 8, [b""])
+    message = AddRequest("a", "r", 0.0, 1, 8, [b""])
     rig = Rig(are_required=False)
     with serving(rig.who(None)):
         rig.callers.asked(message)

@@ -66,7 +66,7 @@ def test_request_is_sent_with_its_frames() -> None:
         model="m",
         request_id="r1",
         arrival_s=0.0,
-        prompt_token_ids=[1, 2],
+        num_prompt_tokens=2,
         max_tokens=9,
         frames=[b"r1", b"tensor"],
     )

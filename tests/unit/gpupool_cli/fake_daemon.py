@@ -7,7 +7,6 @@ clients under test meet real connections, streams and disconnects.
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -23,8 +22,6 @@ from pydantic import BaseModel
 
 from gpupoold.admin.models import (
     AddModelRequest,
-    BenchMemoryRequest,
-    BenchSwitchRequest,
     CachedModel,
     CacheInfo,
     DeviceInfo,
@@ -38,32 +35,24 @@ from gpupoold.admin.models import (
     SetCachedRequest,
     SetInstanceRequest,
     SetModelRequest,
-    Status,
     SwitchInfo,
 )
 from gpupoold.admin.models_config import (
     ChangeInfo,
-    ConfigInfo,
-    DiffInfo,
-    DiffRequest,
-    ReloadInfo,
 )
 from gpupoold.admin.models_explain import SpanInfo, Why
-from gpupoold.admin.models_top import CancelledRequest, Top, TurnInfo, Unloaded
+from gpupoold.admin.models_top import TurnInfo
 from gpupoold.errors import (
-    Failed,
     GpupoolError,
     NoSuchModel,
-    NoSuchRequest,
     Refused,
     TimedOut,
     Unavailable,
     UsageError,
 )
 from tests.unit.gpupool_cli import samples
+from tests.unit.gpupool_cli.fake_views import NDJSON, POLL_S, add_view_routes, line_of
 
-_POLL_S = 0.01
-_NDJSON = "application/x-ndjson"
 _WEIGHT_BYTES = 15 * 1024**3
 
 
@@ -95,7 +84,7 @@ class ServerThread:
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > give_up_at:
                 raise RuntimeError("the server did not start")
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         return self
 
     def __exit__(
@@ -218,9 +207,7 @@ def admin_app(daemon: FakeDaemon) -> FastAPI:
     _add_model_routes(app, daemon)
     _add_cache_routes(app, daemon)
     _add_instance_routes(app, daemon)
-    _add_state_routes(app, daemon)
-    _add_config_routes(app, daemon)
-    _add_top_routes(app, daemon)
+    add_view_routes(app, daemon)
     return app
 
 
@@ -270,7 +257,7 @@ def _add_model_routes(app: FastAPI, daemon: FakeDaemon) -> None:
         daemon.requests.append(body)
         if body.name in daemon.models:
             raise Refused(f"model {body.name!r} exists", "remove it first, or `gpupool set`")
-        return StreamingResponse(_adding(daemon, body), media_type=_NDJSON)
+        return StreamingResponse(_adding(daemon, body), media_type=NDJSON)
 
     @app.patch("/models/{name:path}")
     async def set_model(name: str, body: SetModelRequest) -> ModelInfo:
@@ -288,7 +275,7 @@ def _add_model_routes(app: FastAPI, daemon: FakeDaemon) -> None:
         while daemon.live.get(model.name, 0) and mode != "force":
             if mode == "refuse":
                 raise Refused(f"model {model.name!r} has live requests", "use --drain or --force")
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(POLL_S)
         return daemon.models.pop(model.name)
 
 
@@ -332,191 +319,22 @@ def _add_instance_routes(app: FastAPI, daemon: FakeDaemon) -> None:
         return daemon.change_device(number, is_draining=False)
 
 
-def _add_top_routes(app: FastAPI, daemon: FakeDaemon) -> None:
-    @app.get("/top")
-    async def top(
-        turns_after: int = 0,
-        events_after: int = 0,
-        turns: int = 1000,
-        events: int = 100,
-        requests: int = 500,
-        minutes: bool = True,
-    ) -> Top:
-        await asyncio.sleep(daemon.delay_s)
-        now = daemon.ps()
-        return Top(
-            at=samples.AT,
-            status=samples.status(daemon.http_url, len(daemon.models), daemon.state).model_copy(
-                update={"pid": daemon.pid}
-            ),
-            devices=now.devices,
-            models=[
-                samples.top_model(
-                    row, daemon.find(row.name), is_pinned=daemon.image(row.name).is_pinned
-                )
-                for row in now.models
-            ],
-            requests=daemon.live_requests[:requests],
-            turns=[turn for turn in daemon.turns if turn.id > turns_after][-turns:],
-            last_turn_id=len(daemon.turns),
-            events=[event for event in daemon.events if event.id > events_after][-events:],
-            last_event_id=len(daemon.events),
-            num_switches=now.num_switches,
-            switched_bytes=now.switched_bytes,
-        )
-
-    @app.get("/turns")
-    async def turns(after: int, limit: int) -> list[TurnInfo]:
-        return [turn for turn in daemon.turns if turn.id > after][-limit:]
-
-    @app.delete("/requests/{request_id:path}")
-    async def cancel(request_id: str) -> CancelledRequest:
-        for request in daemon.live_requests:
-            if request.request_id == request_id:
-                daemon.live_requests.remove(request)
-                return CancelledRequest(
-                    request_id=request_id,
-                    model=request.model,
-                    num_output_tokens=request.num_output_tokens,
-                )
-        raise NoSuchRequest(f"no live request is called {request_id!r}", "it may have ended")
-
-    @app.delete("/loaded/{name:path}")
-    async def unload(name: str, mode: str = "refuse", keep_host: bool = False) -> Unloaded:
-        model = daemon.find(name)
-        if daemon.live.get(model.name, 0) and mode == "refuse":
-            raise Refused(f"{model.name} has live requests", "use --drain or --force")
-        daemon.unloads.append((model.name, mode, keep_host))
-        host_bytes = 0 if keep_host else model.weight_bytes
-        return Unloaded(name=model.name, device_bytes=model.weight_bytes, host_bytes=host_bytes)
-
-
-def _add_state_routes(app: FastAPI, daemon: FakeDaemon) -> None:
-    @app.get("/status", response_model=None)
-    async def status() -> Response | Status:
-        await asyncio.sleep(daemon.delay_s)
-        if daemon.raw_answer is not None:
-            return daemon.raw_answer
-        return samples.status(daemon.http_url, len(daemon.models), daemon.state)
-
-    @app.get("/ps")
-    async def ps() -> Ps:
-        return daemon.ps()
-
-    @app.post("/check")
-    async def check() -> list[dict[str, int]]:
-        return []
-
-    @app.get("/switches")
-    async def switches(request: Request, limit: int) -> list[SwitchInfo]:
-        daemon.queries.append(dict(request.query_params))
-        return daemon.switches[:limit]
-
-    @app.get("/history")
-    async def history(request: Request) -> list[SpanInfo]:
-        daemon.queries.append(dict(request.query_params))
-        return daemon.spans
-
-    @app.get("/history/requests")
-    async def past_requests(request: Request) -> list[RequestRecord]:
-        daemon.queries.append(dict(request.query_params))
-        return daemon.history
-
-    @app.get("/why/{name:path}")
-    async def why(name: str) -> Why:
-        if name not in daemon.whys:
-            raise NoSuchModel(
-                f"neither a model nor a request is named {name!r}", "see `gpupool list`"
-            )
-        return daemon.whys[name]
-
-    @app.get("/requests")
-    async def requests(limit: int) -> Response:
-        lines = [_line(record) for record in daemon.history[:limit]]
-        return StreamingResponse(iter(lines), media_type=_NDJSON)
-
-    @app.get("/events", response_model=None)
-    async def events(
-        after: int | None = None, limit: int = 100, follow: bool = False
-    ) -> Response | list[EventInfo]:
-        if follow:
-            return StreamingResponse(_following(daemon, after or 0), media_type=_NDJSON)
-        if after is None:
-            return daemon.events[-limit:]
-        return [event for event in daemon.events if event.id > after][:limit]
-
-    @app.get("/logs")
-    async def logs(lines: int, process: str | None = None, follow: bool = False) -> Response:
-        if process == "nobody":
-            raise Failed("no process 'nobody'", "see `gpupool ps`")
-        return StreamingResponse(_logging(daemon, lines, follow), media_type=_NDJSON)
-
-    @app.post("/bench/memory")
-    async def bench_memory(body: BenchMemoryRequest) -> dict[str, Any]:
-        return {"part": body.part, "kv_bytes": body.kv_bytes}
-
-    @app.post("/bench/switch")
-    async def bench_switch(body: BenchSwitchRequest) -> dict[str, Any]:
-        return {"models": body.models, "rounds": body.rounds, "p50_s": 0.25}
-
-
-def _add_config_routes(app: FastAPI, daemon: FakeDaemon) -> None:
-    @app.get("/config")
-    async def config() -> ConfigInfo:
-        return daemon.config
-
-    @app.post("/config/diff")
-    async def diff(body: DiffRequest) -> DiffInfo:
-        daemon.requests.append(body)
-        return DiffInfo(path=body.name or daemon.config.path, changes=daemon.changes)
-
-    @app.post("/reload")
-    async def reload() -> ReloadInfo:
-        changed = [one for one in daemon.changes if one.effect != "restart"]
-        waiting = [one for one in daemon.changes if one.effect == "restart"]
-        return ReloadInfo(path=daemon.config.path, changed=changed, waiting=waiting)
-
-
 async def _adding(daemon: FakeDaemon, body: AddModelRequest) -> AsyncIterator[str]:
-    yield _line(Progress(stage="resolve"))
+    yield line_of(Progress(stage="resolve"))
     if body.source == "breaks-off":
         return
     if body.source == "missing/repo":
         error = ErrorBody(code="failed", message="no such repository", hint="check --source")
-        yield _line(Progress(stage="resolve", error=error))
+        yield line_of(Progress(stage="resolve", error=error))
         return
     for done in range(0, _WEIGHT_BYTES + 1, _WEIGHT_BYTES // 3):
-        yield _line(Progress(stage="download", done_bytes=done, total_bytes=_WEIGHT_BYTES))
+        yield line_of(Progress(stage="download", done_bytes=done, total_bytes=_WEIGHT_BYTES))
         await asyncio.sleep(daemon.download_pause_s)
     changes = body.model_dump(exclude={"name", "check_only", "source"})
     if body.check_only:
-        yield _line(Progress(stage="check", model=samples.model(body.name)))
+        yield line_of(Progress(stage="check", model=samples.model(body.name)))
         return
     for stage in ("check", "load"):
-        yield _line(Progress(stage=stage))
+        yield line_of(Progress(stage=stage))
     model = daemon.add(body.name, source=body.source or body.name, **changes)
-    yield _line(Progress(stage="ready", model=model))
-
-
-async def _following(daemon: FakeDaemon, after: int) -> AsyncIterator[str]:
-    while True:
-        for event in list(daemon.events):
-            if event.id > after:
-                after = event.id
-                yield _line(event)
-        await asyncio.sleep(_POLL_S)
-
-
-async def _logging(daemon: FakeDaemon, lines: int, follow: bool) -> AsyncIterator[str]:
-    sent = max(len(daemon.log_lines) - lines, 0)
-    while True:
-        for text in daemon.log_lines[sent:]:
-            yield json.dumps({"line": text}, ensure_ascii=False) + "\n"
-        sent = len(daemon.log_lines)
-        if not follow:
-            return
-        await asyncio.sleep(_POLL_S)
-
-
-def _line(body: BaseModel) -> str:
-    return body.model_dump_json() + "\n"
+    yield line_of(Progress(stage="ready", model=model))

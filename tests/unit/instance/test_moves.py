@@ -205,7 +205,7 @@ class TestIn:
         there.fds.clear()
 
     def order(self, parcel: m.Parcel) -> m.AddRequest:
-        return m.AddRequest("llama", "r", 0.0, [1], 8, [b""], [0], is_moving=True, parcel=parcel)
+        return m.AddRequest("llama", "r", 0.0, 1, 8, [b""], [0], is_moving=True, parcel=parcel)
 
     def test_it_has_the_bytes(self, here: Instance, there: Instance, parcel: m.Parcel) -> None:
         order = self.order(parcel)
@@ -317,7 +317,7 @@ def test_requests_go_on_in_the_order_in_which_they_came(here: Instance) -> None:
     here.know(here, THERE)
     for number, arrival in enumerate(arrivals):
         parcel = m.Parcel(f"p{number}", THERE, 1, [(0, 1)])
-        order = m.AddRequest("llama", f"r{number}", 0.0, [1], 8, [b""], [0], parcel=parcel)
+        order = m.AddRequest("llama", f"r{number}", 0.0, 1, 8, [b""], [0], parcel=parcel)
         here.moves.expect(order, arrival)
     for number in (2, 0):
         tellers[number].tell(number == 0)

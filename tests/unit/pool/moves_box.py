@@ -261,7 +261,7 @@ class Box:
         """A request comes; its id."""
         self._num_asked += 1
         request_id = f"r{self._num_asked}"
-        order = m.AddRequest(model, request_id, self.now_s, [1, 2], max_tokens, [b""])
+        order = m.AddRequest(model, request_id, self.now_s, 2, max_tokens, [b""])
         self.dispatcher.from_frontend(order)
         return request_id
 

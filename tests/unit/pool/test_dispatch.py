@@ -81,7 +81,7 @@ class Bench:
 
     def ask(self, request_id: str, arrival_s: float | None = None) -> None:
         arrival_s = time.monotonic() if arrival_s is None else arrival_s
-        self.dispatcher.from_frontend(m.AddRequest(NAME, request_id, arrival_s, [1, 2], 8, [b""]))
+        self.dispatcher.from_frontend(m.AddRequest(NAME, request_id, arrival_s, 2, 8, [b""]))
 
     @property
     def scheduled(self) -> dict[str, Request]:
@@ -269,7 +269,7 @@ class TestDeadInstance:
         bench.come_back()
         again = sent[-1]
         assert (len(sent), again.output_token_ids) == (2, [7, 8, 9])
-        assert (again.frames, again.prompt_token_ids) == (first.frames, first.prompt_token_ids)
+        assert (again.frames, again.num_prompt_tokens) == (first.frames, first.num_prompt_tokens)
         bench.check()
 
     async def test_whose_model_ended_two_is_not_given_to_a_third(

@@ -20,7 +20,7 @@ def health(live: LiveRequests, routes: dict[str, list[object]] | None = None) ->
 
 
 def request(arrival_s: float) -> LiveRequest:
-    return LiveRequest("r1", "qwen", None, arrival_s, Targets(1.0, 0.1), [1])
+    return LiveRequest("r1", "qwen", None, arrival_s, Targets(1.0, 0.1), 1)
 
 
 def test_rounds_have_to_be_made() -> None:

@@ -41,7 +41,7 @@ class Bench:
     def serve(self, model: str, ttft_s: float, num_tokens: int = 1) -> None:
         stats = self.stats.setdefault(model, ModelStats())
         stats.now.requests += 1
-        live = LiveRequest("r", model, 0, 0.0, Targets(1.0, 0.5), [])
+        live = LiveRequest("r", model, 0, 0.0, Targets(1.0, 0.5), 0)
         stats.add_tokens(live, [1] * num_tokens, ttft_s)
         stats.end(FinishReason.STOP)
 

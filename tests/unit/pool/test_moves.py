@@ -124,7 +124,7 @@ def test_the_target_dies(box: Box, stage: str, has_kv: bool) -> None:
     box.check()
     if stage in (TOLD, LET_GO):  # the source has it: nobody else may
         assert box.dispatcher.scheduler.core.core.state.requests == {}
-        assert box.dispatcher.num_requests(SOURCE) == 1
+        assert box.dispatcher.nums_of_requests([SOURCE])[0] == 1
     box.exchange()
     assert box.instances[SOURCE].parcels == set()
     assert sum(one.num_places("r1") for one in box.instances) == 1

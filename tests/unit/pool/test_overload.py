@@ -59,19 +59,19 @@ class Queue:
         self, model: str, request_id: str, arrival_s: float | None = None, key_id: str = ""
     ) -> None:
         at_s = time.monotonic() if arrival_s is None else arrival_s
-        request = LiveRequest(request_id, model, None, at_s, TARGETS, [1], key_id=key_id)
+        request = LiveRequest(request_id, model, None, at_s, TARGETS, 1, key_id=key_id)
         self.live.add(request)
         self._tell(e.Arrived(request_id, model, at_s, 1))
 
     def ask(
         self, model: str, *, is_routed: bool = True, is_warm: bool = True, late_s: float = 0.0
     ) -> m.Admission:
-        order = m.AddRequest(model, "new", time.monotonic() - late_s, [1], 100, [])
+        order = m.AddRequest(model, "new", time.monotonic() - late_s, 1, 100, [])
         return self.overload.admission(order, is_routed=is_routed, is_warm=is_warm)
 
     def ask_as(self, priority: Priority, key_id: str = "") -> int:
         """The status of the answer to a request for ``a``."""
-        order = m.AddRequest("a", "new", time.monotonic(), [1], 100, [])
+        order = m.AddRequest("a", "new", time.monotonic(), 1, 100, [])
         order.priority, order.key_id = priority, key_id
         return self.overload.admission(order, is_routed=True, is_warm=True).status
 
@@ -124,7 +124,7 @@ async def test_not_all_are_told_the_same_time(history: History) -> None:
 
 async def test_nothing_is_known_of_who_waits_for_an_image(history: History) -> None:
     queue = Queue(history, max_live_requests_per_model=1)
-    queue.live.add(LiveRequest("a1", "a", None, time.monotonic(), TARGETS, [1]))
+    queue.live.add(LiveRequest("a1", "a", None, time.monotonic(), TARGETS, 1))
     assert queue.ask("a", is_warm=False).retry_after_s == 5.0
 
 
@@ -241,7 +241,7 @@ async def test_low_priority_is_told_to_come_later(history: History) -> None:
     queue = Queue(history, max_live_requests_per_model=4)
     for number in range(4):
         queue.take("a", f"a{number}", time.monotonic() - 10.0 * number)
-    order = m.AddRequest("a", "new", time.monotonic(), [1], 100, [], priority=Priority.LOW)
+    order = m.AddRequest("a", "new", time.monotonic(), 1, 100, [], priority=Priority.LOW)
     low = queue.overload.admission(order, is_routed=True, is_warm=True)
     assert low.status == 429
     assert low.retry_after_s >= queue.ask("a").retry_after_s

@@ -9,7 +9,7 @@ from gpupoold.pool.requests import LiveRequest, LiveRequests
 
 
 def request(request_id: str = "r", model: str = "m", instance: int = 0) -> LiveRequest:
-    return LiveRequest(request_id, model, instance, 100.0, Targets(2.0, 0.5), [1, 2, 3])
+    return LiveRequest(request_id, model, instance, 100.0, Targets(2.0, 0.5), 3)
 
 
 def test_before_its_first_token() -> None:

@@ -12,7 +12,7 @@ from tests.unit.wire.samples import SWITCH
 
 
 def request() -> LiveRequest:
-    return LiveRequest("r", "m", 0, 0.0, Targets(1.0, 0.5), [])
+    return LiveRequest("r", "m", 0, 0.0, Targets(1.0, 0.5), 0)
 
 
 def serve(model: ModelStats, *times_s: float) -> None:

@@ -21,7 +21,7 @@ class Bench:
     def __init__(self, turn_began_s: float = 4.0) -> None:
         device = Device(0, 1, 1.0, turn=Turn(1, "m", 1.0), turn_began_s=turn_began_s)
         self.live = LiveRequests()
-        self.request = LiveRequest("r", "m", 0, 0.0, Targets(1.0, 0.5), [])
+        self.request = LiveRequest("r", "m", 0, 0.0, Targets(1.0, 0.5), 0)
         self.live.add(self.request)
         self.stats = {"m": ModelStats()}
         self.tokens = TokenCounter(self.live, self.stats, State(devices={0: device}))

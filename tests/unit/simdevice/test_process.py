@@ -57,7 +57,7 @@ class Peer:
     def ask(self, model: str, request_id: str, max_tokens: int, prompt: list[int] = PROMPT) -> None:
         """Send a request."""
         self.channel.send(
-            m.AddRequest(model, request_id, time.monotonic(), prompt, max_tokens, [b"opaque"])
+            m.AddRequest(model, request_id, time.monotonic(), len(prompt), max_tokens, [b"opaque"])
         )
 
     def answer(self, request_id: str) -> tuple[list[int], list[float], str]:

@@ -139,7 +139,7 @@ async def test_descriptors_of_unsent_messages_are_closed() -> None:
 
 async def test_big_frames_wait_for_a_slow_reader_without_blocking() -> None:
     async with channels() as (daemon, instance):
-        big = [m.AddRequest("m", str(n), 0.0, [], 1, [bytes([n]) * (3 << 20)]) for n in range(4)]
+        big = [m.AddRequest("m", str(n), 0.0, 0, 1, [bytes([n]) * (3 << 20)]) for n in range(4)]
         started_s = time.monotonic()
         for message in big:
             daemon.send(message)
@@ -168,7 +168,7 @@ async def test_big_frames_from_a_blocking_sender() -> None:
 
 async def test_both_send_big_frames_at_once() -> None:
     async with channels() as (daemon, instance):
-        request = m.AddRequest("m", "r", 0.0, [], 1, [b"a" * (4 << 20)])
+        request = m.AddRequest("m", "r", 0.0, 0, 1, [b"a" * (4 << 20)])
         outputs = m.StepOutputs("m", 0.0, [b"b" * (4 << 20)], [])
 
         def work() -> m.ToInstance | None:

@@ -66,7 +66,7 @@ def test_a_stream_byte_by_byte() -> None:
 
 
 def test_a_decoded_message_does_not_change_with_later_data() -> None:
-    first, second = m.AddRequest("m", "r", 0.0, [], 1, [b"first"]), m.Shutdown()
+    first, second = m.AddRequest("m", "r", 0.0, 0, 1, [b"first"]), m.Shutdown()
     decoder: FrameDecoder[m.Message] = FrameDecoder(EVERYTHING)
     (message,) = decoder.feed(encode_frame(first) + encode_frame(second)[:3])
     decoder.feed(encode_frame(second)[3:])

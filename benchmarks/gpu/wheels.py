@@ -1,0 +1,74 @@
+"""What of a wheel goes into the GPU bundle, and where it lies once that is unpacked."""
+
+from __future__ import annotations
+
+import stat
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+# Of vLLM's compiled libraries those that dense bf16 models on Hopper use: elementary kernels,
+# FlashAttention 3, and two small ones that vLLM imports wherever they are. Left out are
+# FlashAttention 2 (before Hopper), mixture-of-experts and quantised kernels, MLA attention.
+_VLLM_LIBRARIES = (
+    "vllm/_C_stable_libtorch.*",
+    "vllm/vllm_flash_attn/_vllm_fa3_C.*",
+    "vllm/cumem_allocator.*",
+    "vllm/spinloop.*",
+)
+_LEFT_OUT = (
+    "vllm/vllm-rs",  # vLLM's other HTTP front end, a program of 59 MB
+    "vllm/third_party/deep_gemm/*",  # sources for kernels of fp8 models
+    "vllm/third_party/fmha_sm100/*",  # sources for kernels of Blackwell GPUs
+    "mistral_common/data/*",  # tokenizers of Mistral's own models
+    "pycountry/locales/*",  # translations
+)
+_LIBRARY = "*.so"
+# A wheel's ``NAME.data`` folder: these of it are importable, the rest are scripts and headers.
+_IMPORTABLE = ("purelib", "platlib")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One file of a wheel that goes into the bundle."""
+
+    wheel: Path
+    name: str
+    path: str
+    num_bytes: int
+    is_executable: bool
+
+
+def is_kept(path: str) -> bool:
+    """Whether a file of a package, by its path below site-packages, goes into the bundle."""
+    if any(fnmatchcase(path, pattern) for pattern in _LEFT_OUT):
+        return False
+    if path.startswith("vllm/") and fnmatchcase(path, _LIBRARY):
+        return any(fnmatchcase(path, pattern) for pattern in _VLLM_LIBRARIES)
+    return True
+
+
+def installed_path(name: str) -> str | None:
+    """Where a wheel's file lies below site-packages; None if it is not importable."""
+    top, _, rest = name.partition("/")
+    if not top.endswith(".data"):
+        return name
+    kind, _, path = rest.partition("/")
+    return path if kind in _IMPORTABLE else None
+
+
+def members(wheel: Path) -> Iterator[Member]:
+    """The files of a wheel that go into the bundle.
+
+    Raises:
+        zipfile.BadZipFile: it is no wheel.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        for info in archive.infolist():
+            path = installed_path(info.filename)
+            if info.is_dir() or path is None or not is_kept(path):
+                continue
+            is_executable = bool(info.external_attr >> 16 & stat.S_IXUSR)
+            yield Member(wheel, info.filename, path, info.file_size, is_executable)

@@ -35,17 +35,26 @@ def open_device(kind: str, device_bytes: int, reserve_bytes: int, page_bytes: in
 
 
 class DriverMemory:
-    """What the driver has free beside the pages, against what torch has taken since the start."""
+    """What the driver has free beside the pages, against what torch has taken since the start.
+
+    It knows the GPU as a whole: where other processes use it too, that says nothing.
+    """
 
     def __init__(
-        self, device: Device, torch_bytes: Callable[[], int] = torch.cuda.memory_reserved
+        self,
+        device: Device,
+        torch_bytes: Callable[[], int] = torch.cuda.memory_reserved,
+        *,
+        has_gpu_alone: bool = True,
     ) -> None:
         self._device = device
+        self._has_gpu_alone = has_gpu_alone
         self._torch_bytes = torch_bytes
         self._before = self._free_or_torchs()
 
     def check(self) -> dict[str, int]:
-        """The bytes that neither pages nor torch account for; nothing on emulated devices.
+        """The bytes that neither pages nor torch account for; nothing on emulated devices and
+        on GPUs that are shared.
 
         Raises:
             AssertionError: they are more than kernels and libraries take for themselves.
@@ -61,7 +70,7 @@ class DriverMemory:
         return {"unaccounted_bytes": unaccounted}
 
     def _free_or_torchs(self) -> int | None:
-        free_bytes = self._device.free_bytes()
+        free_bytes = self._device.free_bytes() if self._has_gpu_alone else None
         return None if free_bytes is None else free_bytes + self._torch_bytes()
 
 

@@ -43,3 +43,9 @@ def test_memory_that_nobody_has_is_a_leak(gpu: Gpu) -> None:
 def test_emulated_devices_have_no_driver() -> None:
     device = EmulatedDevice(1 << 20, 1 << 16)
     assert DriverMemory(device).check() == {}
+
+
+def test_what_others_take_of_a_shared_gpu_is_no_leak(gpu: Gpu) -> None:
+    memory = DriverMemory(gpu, lambda: 0, has_gpu_alone=False)
+    gpu.free -= 2 * GIB
+    assert memory.check() == {}

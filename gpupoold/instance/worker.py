@@ -89,4 +89,8 @@ class CudaWorker(_PooledMemory, Worker):
     def compile_or_warm_up_model(self) -> Any:
         """Warm up and capture graphs with every KV block readable and writable."""
         with current_load().kv_scratch():
-            return super().compile_or_warm_up_model()
+            times = super().compile_or_warm_up_model()
+            # Graphs are captured on streams of their own, and what lies between two graphs runs
+            # there: the device does not know of these streams when it takes the pages away.
+            torch.cuda.synchronize()
+        return times

@@ -28,7 +28,7 @@ LLAMA, QWEN2, QWEN3 = ("tiny-llama", "tiny-qwen2", "tiny-qwen3")
 MODELS = (LLAMA, QWEN2, QWEN3)
 TAIL_LINES = 60
 # Few sizes to capture graphs for, and small steps: a model is up in a second or two.
-_ENGINE_ARGUMENTS = {"max_num_seqs": 16, "max_num_batched_tokens": 1024}
+_ENGINE_ARGUMENTS: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 1024}
 _LOAD_TIMEOUT_S = 90.0
 
 
@@ -53,23 +53,45 @@ _SCALES = {
 SCALE = _SCALES[os.environ.get("GPUPOOL_GPU_TESTS_ON", "cuda")]
 IS_GPU = SCALE.kind == "cuda"
 
-# Graphs without torch's compiler, which takes half a minute for each model.
-QUICK = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"} if IS_GPU else {}
-# What a request's tokens are does not depend on who else is in the batch.
-BATCH_INVARIANT = QUICK | {"VLLM_BATCH_INVARIANT": "1"} if IS_GPU else {}
+
+def engine_environment(
+    *, is_compiled: bool = False, is_batch_invariant: bool = False
+) -> dict[str, str]:
+    """For processes with engines; they start quickly unless ``is_compiled``, as by default.
+
+    ``is_batch_invariant``: a request's tokens do not depend on who else is in the batch.
+    """
+    arguments, environment = dict(_ENGINE_ARGUMENTS), {}
+    if IS_GPU and not is_compiled:
+        # Graphs without torch's compiler, which takes half a minute for each model, and only
+        # those kernels that are wanted.
+        environment["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"
+        arguments["kernel_config"] = {"enable_jit_warmup": False}
+    if IS_GPU and is_batch_invariant:
+        environment["VLLM_BATCH_INVARIANT"] = "1"
+    return environment | {"GPUPOOL_ENGINE_ARGUMENTS": json.dumps(arguments)}
 
 
-def engine_environment(more: Mapping[str, str]) -> dict[str, str]:
-    """For processes with engines: what makes them start quickly, and ``more``."""
-    return {"GPUPOOL_ENGINE_ARGUMENTS": json.dumps(_ENGINE_ARGUMENTS), **more}
+# vLLM looks at the class of a model that it has not seen before in a process of its own, which
+# takes as long as its import, and keeps what it has found on disk.
+_LOOK = """
+import sys
+from vllm.model_executor.models.registry import ModelRegistry
+ModelRegistry.models[sys.argv[1]].inspect_model_cls()
+"""
 
 
 class Checkpoints:
-    """The three models' checkpoints, made at the same time; a path waits for its own."""
+    """The three models' checkpoints, made at the same time; a path waits for its own.
+
+    On a GPU, where time is short, vLLM gets to know their classes meanwhile.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._makers = {name: self._make(name) for name in MODELS}
+        classes = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM") if IS_GPU else ()
+        self._looks = [self._run(name, [sys.executable, "-c", _LOOK, name]) for name in classes]
 
     def path(self, name: str) -> Path:
         """A model's folder."""
@@ -83,9 +105,9 @@ class Checkpoints:
 
     def close(self) -> None:
         """End those that are still being made."""
-        for maker in self._makers.values():
-            maker.kill()
-            maker.wait()
+        for process in (*self._makers.values(), *self._looks):
+            process.kill()
+            process.wait()
 
     def _log_path(self, name: str) -> Path:
         return self._folder / f"{name}.log"
@@ -93,7 +115,9 @@ class Checkpoints:
     def _make(self, name: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "gpupoold.checkpoints.tiny", str(self._folder)]
         command += ["--arch", name.removeprefix("tiny-"), "--dtype", SCALE.dtype]
-        command += ["--size", str(SCALE.checkpoint_bytes)]
+        return self._run(name, [*command, "--size", str(SCALE.checkpoint_bytes)])
+
+    def _run(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
         with self._log_path(name).open("wb") as log:
             return subprocess.Popen(command, env=child_env(), stdout=log, stderr=log)
 
@@ -154,7 +178,7 @@ class Box:
                     "--reserve-bytes": SCALE.reserve_bytes,
                     "--log-level": "info" if IS_GPU else "warning",
                 },
-                environment=engine_environment(environment),
+                environment=environment,
                 log_path=log_path,
             )
         except BaseException:

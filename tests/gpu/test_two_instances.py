@@ -25,7 +25,6 @@ from tests.functional.daemon_tools import (
     until,
 )
 from tests.gpu.rig import (
-    BATCH_INVARIANT,
     IS_GPU,
     LOGS,
     MODELS,
@@ -62,7 +61,8 @@ def daemon(
     config = 2 * device + _CONFIG.format(reserve=SCALE.reserve_bytes)
     with contextlib.ExitStack() as stack:
         stack.enter_context(LOGS.watching(folder))
-        stack.enter_context(mock.patch.dict(os.environ, engine_environment(BATCH_INVARIANT)))
+        environment = engine_environment(is_batch_invariant=True)
+        stack.enter_context(mock.patch.dict(os.environ, environment))
         started = stack.enter_context(private_daemon(config, folder))
         for name in MODELS:
             started.add_model(

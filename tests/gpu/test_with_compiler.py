@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.rig import LLAMA, Box, Checkpoints, integrity, same_tokens
+from tests.gpu.rig import LLAMA, Box, Checkpoints, engine_environment, integrity, same_tokens
 
 pytestmark = [pytest.mark.gpu(emulated=True), pytest.mark.timeout(150)]
 
@@ -16,7 +16,7 @@ NUM_TOKENS = 200
 
 @pytest.fixture
 def box(checkpoints: Checkpoints, tmp_path: Path) -> Iterator[Box]:
-    made = Box(checkpoints, tmp_path / "compiled.log", 1.9, {})
+    made = Box(checkpoints, tmp_path / "compiled.log", 1.9, engine_environment(is_compiled=True))
     yield made
     made.close()
 

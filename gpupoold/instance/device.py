@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 
 import torch
@@ -15,6 +16,8 @@ from gpupoold.units import format_bytes
 
 # Kernels are loaded when they are first used, and libraries keep workspaces of their own.
 _LIBRARIES_BYTES = 1 << 30
+# Replaces torch's streams and events by some that do nothing, for vLLM's CPU worker.
+_NO_STREAMS = "vllm.v1.worker.cpu.shm"
 
 
 def open_device(kind: str, device_bytes: int, reserve_bytes: int, page_bytes: int) -> Device:
@@ -29,6 +32,8 @@ def open_device(kind: str, device_bytes: int, reserve_bytes: int, page_bytes: in
         return EmulatedDevice(device_bytes, page_bytes or None)
     if not current_platform.is_cuda():
         raise Failed("the installed vLLM is not its CUDA build", "pip install gpupool[cuda]")
+    if _NO_STREAMS in sys.modules:
+        raise Failed(f"{_NO_STREAMS} is imported: torch has no CUDA streams", "this is a bug")
     return CudaDevice(
         0, device_bytes, reserve_bytes, page_bytes or None, compute_streams=compute_streams
     )

@@ -42,7 +42,7 @@ from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress
 SUPPORTED_VERSION = "0.32.0"
 # 32 tokens: what the CPU attention kernel wants at least, and small pages waste less.
 _CPU_BLOCK_TOKENS = 32
-_WORKERS = {True: "EmulatedWorker", False: "CudaWorker"}
+_WORKERS = {True: "emulated_worker.EmulatedWorker", False: "worker.CudaWorker"}
 
 
 def check_engine_version() -> str:
@@ -331,7 +331,7 @@ def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -
         # reserve, the rest being pages) must not stand in the way.
         "gpu_memory_utilization": 0.01 if emulated else 0.001,
         "async_scheduling": False,
-        "worker_cls": f"gpupoold.instance.worker.{_WORKERS[emulated]}",
+        "worker_cls": f"gpupoold.instance.{_WORKERS[emulated]}",
         "scheduler_cls": "gpupoold.instance.scheduler.PooledScheduler",
     }
     if skips_checkpoint:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import sys
+from types import ModuleType
 
-from gpupoold.instance.device import DriverMemory
+import pytest
+from vllm.platforms import current_platform
+
+from gpupoold.errors import Failed
+from gpupoold.instance.device import DriverMemory, open_device
 from gpupoold.memory.emulated import EmulatedDevice
 
 GIB = 1 << 30
@@ -49,3 +54,10 @@ def test_what_others_take_of_a_shared_gpu_is_no_leak(gpu: Gpu) -> None:
     memory = DriverMemory(gpu, lambda: 0, has_gpu_alone=False)
     gpu.free -= 2 * GIB
     assert memory.check() == {}
+
+
+def test_a_gpu_is_not_opened_where_streams_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.cpu.shm", ModuleType("shm"))
+    with pytest.raises(Failed, match="torch has no CUDA streams"):
+        open_device("cuda", 1 << 30, 0, 0)

@@ -91,7 +91,8 @@ class Settings(Section):
             raise ValueError("an empty list; leave [[device]] out to have the GPUs found")
         named = [device.index for device in devices if device.index is not None]
         for device in devices:
-            if named.count(device.index) > 1 and device.memory_bytes is None:
+            is_shared = device.index is not None and named.count(device.index) > 1
+            if is_shared and device.memory_bytes is None:
                 raise ValueError("two devices have the same index; to share it each needs memory")
         free = (index for index in range(len(devices) + len(named)) if index not in named)
         return tuple(

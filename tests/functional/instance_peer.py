@@ -69,7 +69,7 @@ class InstancePeer:
                 pass_fds=(theirs.fileno(),),
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"PYTHONPATH": _python_path()} | (environment or {}),
+                env=os.environ | {"PYTHONPATH": _python_path()} | dict(environment or {}),
             )
         theirs.close()
         self.channel: BlockingChannel[m.FromInstance] = BlockingChannel(ours, m.FromInstance)

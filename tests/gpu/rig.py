@@ -34,11 +34,15 @@ _LOAD_TIMEOUT_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large everything is; ``checkpoint_bytes`` are counted in float32."""
+    """How large everything is; ``checkpoint_bytes`` are counted in float32.
+
+    One instance's device holds the weights of ``num_models`` models.
+    """
 
     kind: str
     dtype: str
     checkpoint_bytes: int
+    num_models: float
     reserve_bytes: int
     num_switches: int
     max_model_len: int
@@ -47,8 +51,8 @@ class Scale:
 
 _SCALES = {
     # 200 MB of weights a model: 5 ms of a fast link. A KV chunk is 28 MiB.
-    "cuda": Scale("cuda", "bfloat16", 400_000_000, 2 << 30, 1000, 4096, 2500),
-    "emulated": Scale("emulated", "float32", 10_000_000, 0, 60, 1200, 900),
+    "cuda": Scale("cuda", "bfloat16", 400_000_000, 2.8, 2 << 30, 1000, 4096, 2500),
+    "emulated": Scale("emulated", "float32", 10_000_000, 2.6, 0, 60, 1200, 900),
 }
 SCALE = _SCALES[os.environ.get("GPUPOOL_GPU_TESTS_ON", "cuda")]
 IS_GPU = SCALE.kind == "cuda"

@@ -39,7 +39,7 @@ def boxes(
     checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Restarting]:
     log_path = tmp_path_factory.mktemp("instance") / "instance.log"
-    made = Restarting(lambda: Box(checkpoints, log_path, 2.6, engine_environment()))
+    made = Restarting(lambda: Box(checkpoints, log_path, SCALE.num_models, engine_environment()))
     yield made
     made.close()
 

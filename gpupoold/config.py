@@ -83,12 +83,17 @@ class Settings(Section):
     @field_validator("devices")
     @classmethod
     def _number_cuda(cls, devices: tuple[DeviceSettings, ...]) -> tuple[DeviceSettings, ...]:
-        """Every CUDA device without an index gets the lowest that is free."""
+        """Every CUDA device without an index gets the lowest that is free.
+
+        Devices share a GPU if each says how much of it is its own.
+        """
         if not devices:
             raise ValueError("an empty list; leave [[device]] out to have the GPUs found")
         named = [device.index for device in devices if device.index is not None]
-        if len(named) != len(set(named)):
-            raise ValueError("two devices have the same index")
+        for device in devices:
+            is_shared = device.index is not None and named.count(device.index) > 1
+            if is_shared and device.memory_bytes is None:
+                raise ValueError("two devices have the same index; to share it each needs memory")
         free = (index for index in range(len(devices) + len(named)) if index not in named)
         return tuple(
             device.model_copy(update={"index": next(free)})

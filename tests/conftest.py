@@ -19,12 +19,16 @@ _MAKER_FILES = [ROOT / "gpupoold/checkpoints" / name for name in ("tiny.py", "ti
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is no NVIDIA GPU."""
+    """Skip tests marked ``gpu`` where there is no NVIDIA GPU.
+
+    Those marked ``gpu(emulated=True)`` run on emulated devices where that is asked for.
+    """
+    on_emulated = os.environ.get("GPUPOOL_GPU_TESTS_ON") == "emulated"
     for item in items:
-        if item.get_closest_marker("gpu") and not has_nvidia_gpu():
-            item.add_marker(
-                pytest.mark.skip(reason="needs an NVIDIA GPU, and this machine has none")
-            )
+        mark = item.get_closest_marker("gpu")
+        if mark is None or (on_emulated and mark.kwargs.get("emulated")) or has_nvidia_gpu():
+            continue
+        item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and this machine has none"))
 
 
 def pytest_configure() -> None:

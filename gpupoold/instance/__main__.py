@@ -90,6 +90,7 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) 
         lambda use_of: Residency(device, pool, host, bandwidth, use_of),
         channel,
         arguments.canary_interval,
+        has_gpu_alone=arguments.num_sharing == 1,
     )
     channel.send(
         InstanceReady(
@@ -138,6 +139,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--wire-fd", type=int, required=True)
     parser.add_argument("--device-kind", choices=["emulated", "cuda"], default="emulated")
     parser.add_argument("--device-index", type=int, default=0)
+    parser.add_argument("--num-sharing", type=int, default=1, help="instances on the GPU")
     parser.add_argument("--device-bytes", type=int, required=True, help="0: all but the reserve")
     parser.add_argument("--reserve-bytes", type=int, default=0)
     parser.add_argument("--page-bytes", type=int, default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 
 import torch
@@ -15,6 +16,8 @@ from gpupoold.units import format_bytes
 
 # Kernels are loaded when they are first used, and libraries keep workspaces of their own.
 _LIBRARIES_BYTES = 1 << 30
+# Replaces torch's streams and events by some that do nothing, for vLLM's CPU worker.
+_NO_STREAMS = "vllm.v1.worker.cpu.shm"
 
 
 def open_device(kind: str, device_bytes: int, reserve_bytes: int, page_bytes: int) -> Device:
@@ -29,23 +32,34 @@ def open_device(kind: str, device_bytes: int, reserve_bytes: int, page_bytes: in
         return EmulatedDevice(device_bytes, page_bytes or None)
     if not current_platform.is_cuda():
         raise Failed("the installed vLLM is not its CUDA build", "pip install gpupool[cuda]")
+    if _NO_STREAMS in sys.modules:
+        raise Failed(f"{_NO_STREAMS} is imported: torch has no CUDA streams", "this is a bug")
     return CudaDevice(
         0, device_bytes, reserve_bytes, page_bytes or None, compute_streams=compute_streams
     )
 
 
 class DriverMemory:
-    """What the driver has free beside the pages, against what torch has taken since the start."""
+    """What the driver has free beside the pages, against what torch has taken since the start.
+
+    It knows the GPU as a whole: where other processes use it too, that says nothing.
+    """
 
     def __init__(
-        self, device: Device, torch_bytes: Callable[[], int] = torch.cuda.memory_reserved
+        self,
+        device: Device,
+        torch_bytes: Callable[[], int] = torch.cuda.memory_reserved,
+        *,
+        has_gpu_alone: bool = True,
     ) -> None:
         self._device = device
+        self._has_gpu_alone = has_gpu_alone
         self._torch_bytes = torch_bytes
         self._before = self._free_or_torchs()
 
     def check(self) -> dict[str, int]:
-        """The bytes that neither pages nor torch account for; nothing on emulated devices.
+        """The bytes that neither pages nor torch account for; nothing on emulated devices and
+        on GPUs that are shared.
 
         Raises:
             AssertionError: they are more than kernels and libraries take for themselves.
@@ -61,7 +75,7 @@ class DriverMemory:
         return {"unaccounted_bytes": unaccounted}
 
     def _free_or_torchs(self) -> int | None:
-        free_bytes = self._device.free_bytes()
+        free_bytes = self._device.free_bytes() if self._has_gpu_alone else None
         return None if free_bytes is None else free_bytes + self._torch_bytes()
 
 

@@ -18,6 +18,7 @@ import vllm
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
@@ -27,6 +28,8 @@ from vllm.v1.worker import workspace
 
 from gpupoold.errors import Failed, GpupoolError, Refused
 from gpupoold.instance import image_loader
+from gpupoold.instance.compiled import forget_compiled
+from gpupoold.instance.environment import engine_arguments
 from gpupoold.instance.loading import ModelLoad
 from gpupoold.instance.reasons import refusal
 from gpupoold.instance.resume import resume
@@ -40,7 +43,7 @@ from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress
 SUPPORTED_VERSION = "0.32.0"
 # 32 tokens: what the CPU attention kernel wants at least, and small pages waste less.
 _CPU_BLOCK_TOKENS = 32
-_WORKERS = {True: "EmulatedWorker", False: "CudaWorker"}
+_WORKERS = {True: "emulated_worker.EmulatedWorker", False: "worker.CudaWorker"}
 
 
 def check_engine_version() -> str:
@@ -274,6 +277,7 @@ class ModelEngine:
         core.scheduler.shutdown()
         runner = _runner(core)
         runner.compilation_config.static_forward_context.clear()
+        forget_compiled(runner.get_model())
         runner.model = None
         runner.kv_caches.clear()
         self._scheduler = self._core = None
@@ -316,24 +320,28 @@ def load_engine(
 
 def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -> EngineCore:
     emulated = device.is_host_addressable
-    options: dict[str, Any] = {"dtype": model.dtype, "max_model_len": model.max_model_len}
-    if skips_checkpoint:
-        image_loader.register()
-        options["load_format"] = image_loader.LOAD_FORMAT
-    config = EngineArgs(
-        model=model.path,
-        served_model_name=[model.name],
-        trust_remote_code=model.allow_remote_code,
-        enforce_eager=emulated,
-        block_size=_CPU_BLOCK_TOKENS if emulated else None,
+    arguments: dict[str, Any] = {
+        "model": model.path,
+        "served_model_name": [model.name],
+        "trust_remote_code": model.allow_remote_code,
+        "dtype": model.dtype,
+        "max_model_len": model.max_model_len,
+        "enforce_eager": emulated,
+        "block_size": _CPU_BLOCK_TOKENS if emulated else None,
         # Ours is the memory accounting; vLLM's check of what is free (on a GPU only the
         # reserve, the rest being pages) must not stand in the way.
-        gpu_memory_utilization=0.01 if emulated else 0.001,
-        async_scheduling=False,
-        worker_cls=f"gpupoold.instance.worker.{_WORKERS[emulated]}",
-        scheduler_cls="gpupoold.instance.scheduler.PooledScheduler",
-        **options,
-    ).create_engine_config()
+        "gpu_memory_utilization": 0.01 if emulated else 0.001,
+        "async_scheduling": False,
+        "worker_cls": f"gpupoold.instance.{_WORKERS[emulated]}",
+        "scheduler_cls": "gpupoold.instance.scheduler.PooledScheduler",
+    }
+    if skips_checkpoint:
+        image_loader.register()
+        arguments["load_format"] = image_loader.LOAD_FORMAT
+    # Batches as large as vLLM's own server makes on the device; its other default is for old GPUs.
+    config = EngineArgs(**(arguments | engine_arguments())).create_engine_config(
+        UsageContext.OPENAI_API_SERVER
+    )
     return EngineCore(config, Executor.get_class(config), log_stats=False)
 
 

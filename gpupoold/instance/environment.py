@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
+from collections.abc import Mapping
+from typing import Any
+
+from gpupoold.errors import Failed
+
+ENGINE_ARGUMENTS = "GPUPOOL_ENGINE_ARGUMENTS"
 
 
 def set_engine_environment(log_level: str) -> None:
@@ -20,5 +27,26 @@ def set_engine_environment(log_level: str) -> None:
         DO_NOT_TRACK="1",
         HF_HUB_OFFLINE="1",
     )
+    # vLLM turns these graphs on by itself for some models when it sees their configuration. But
+    # its attention reads the setting when it is imported: turned on later, graphs would have
+    # attention in them, with the batch that they were captured with.
+    os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
     # Read when vLLM is imported; it may have been, by a process that meant another level.
     logging.getLogger("vllm").setLevel(log_level.upper())
+
+
+def engine_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Arguments of vLLM's engines beside ours, for tests and benchmarks: a JSON object in
+    ``GPUPOOL_ENGINE_ARGUMENTS``, such as ``{"max_num_seqs": 16}``.
+
+    Raises:
+        Failed: it is not one.
+    """
+    text = environment.get(ENGINE_ARGUMENTS, "{}")
+    try:
+        arguments = json.loads(text)
+    except ValueError as error:
+        raise Failed(f"${ENGINE_ARGUMENTS} is no JSON: {error}", f"it is {text!r}") from error
+    if not isinstance(arguments, dict):
+        raise Failed(f"${ENGINE_ARGUMENTS} is no JSON object", f"it is {text!r}")
+    return arguments

@@ -1,4 +1,4 @@
-"""What an instance imports, before it is known which."""
+"""What an instance of an emulated device imports, before it is known which."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from gpupoold.instance.environment import set_engine_environment
 def preload(log_level: str) -> None:
     """Import the engine; device, model and threads are chosen later."""
     set_engine_environment(log_level)
-    for name in ("engine", "residency", "turn_loop", "worker", "scheduler"):
+    for name in ("engine", "residency", "turn_loop", "emulated_worker", "scheduler"):
         importlib.import_module(f"gpupoold.instance.{name}")

@@ -46,6 +46,8 @@ class TurnLoop:
         residency_of: Callable[[Callable[[str], Use]], Residency],
         channel: BlockingChannel[m.ToInstance],
         canary_interval: int = 0,
+        *,
+        has_gpu_alone: bool = True,
     ) -> None:
         self.instance = instance
         self.device = device
@@ -57,7 +59,7 @@ class TurnLoop:
         self._canaries = Canaries(canary_interval)
         self._images = Images(device)
         self.moves = Moves(instance, device, host, channel.send)
-        self.driver_memory = DriverMemory(device)
+        self.driver_memory = DriverMemory(device, has_gpu_alone=has_gpu_alone)
         self._channel = channel
         self._last_used_s: dict[str, float] = {}
         self.orders = Orders()

@@ -32,5 +32,8 @@ def arguments_of(settings: Settings, number: int) -> list[str]:
             "--kv-host-bytes": settings.memory.kv_host_bytes,
             "--canary-interval": settings.memory.canary_interval,
             "--compute-threads": compute_threads(settings),
+            "--num-sharing": sum(other.index == device.index for other in settings.devices)
+            if device.kind == "cuda"
+            else 1,
         }
     return as_words(options)

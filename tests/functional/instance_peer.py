@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +16,11 @@ from gpupoold.domain import Role, Targets
 from gpupoold.pool.scheduler import Scheduler
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
-from gpupoold.wire.channel import BlockingChannel
+from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 
 _START_TIMEOUT_S = 120.0
+_CALL_TIMEOUT_S = 120.0
+_STOP_TIMEOUT_S = 30.0
 
 
 class Image(NamedTuple):
@@ -29,7 +32,11 @@ class Image(NamedTuple):
 
 
 class InstancePeer:
-    """An instance process on an emulated device, and the daemon's end of its channel."""
+    """An instance process on an emulated device, and the daemon's end of its channel.
+
+    ``options`` are more of its command line, ``environment`` is added to this process's. What
+    it says goes to ``log_path``, or where this process's messages go.
+    """
 
     def __init__(
         self,
@@ -37,10 +44,14 @@ class InstancePeer:
         kv_host_bytes: int = 256 << 20,
         quota_max_s: float = 4.0,
         canary_interval: int = 0,
+        *,
+        options: Mapping[str, object] | None = None,
+        environment: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
     ) -> None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "gpupoold.instance", "--instance", "0"]
-        options = {
+        told: dict[str, object] = {
             "--parent-pid": os.getpid(),
             "--wire-fd": theirs.fileno(),
             "--device-bytes": device_bytes,
@@ -49,10 +60,17 @@ class InstancePeer:
             "--compute-threads": 1,
             "--log-level": "warning",
         }
-        command += [text for pair in options.items() for text in map(str, pair)]
-        self.process = subprocess.Popen(
-            command, pass_fds=(theirs.fileno(),), env=os.environ | {"PYTHONPATH": _python_path()}
-        )
+        told |= options or {}
+        command += [text for pair in told.items() for text in map(str, pair)]
+        with contextlib.ExitStack() as stack:
+            log = None if log_path is None else stack.enter_context(log_path.open("wb"))
+            self.process = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(),),
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"PYTHONPATH": _python_path()} | dict(environment or {}),
+            )
         theirs.close()
         self.channel: BlockingChannel[m.FromInstance] = BlockingChannel(ours, m.FromInstance)
         self.images: dict[str, Image] = {}
@@ -94,6 +112,7 @@ class InstancePeer:
         *,
         profiling_budget_s: float = 0.0,
         image: Image | None = None,
+        timeout_s: float = 60.0,
         **options: Any,
     ) -> m.ModelLoaded:
         """Load a checkpoint in float32, from its image if there is one; fails the test with the
@@ -110,7 +129,7 @@ class InstancePeer:
         else:
             order = m.LoadModel(model, True, image.layout_digest, profiling_budget_s, image.canary)
             self.channel.send(order, (image.fd,))
-        answer = self.wait(m.ModelLoaded | m.ModelFailed)  # type: ignore[arg-type]
+        answer = self.wait(m.ModelLoaded | m.ModelFailed, timeout_s)  # type: ignore[arg-type]
         assert isinstance(answer, m.ModelLoaded), answer
         self.images[name] = Image(self.channel.take_fd(), answer.layout_digest, answer.canary)
         self.scheduler.add_model(Targets(model.ttft_s, model.tbt_s), answer.model)
@@ -123,11 +142,12 @@ class InstancePeer:
         request_id: str,
         prompt: list[int],
         output_token_ids: Sequence[int] = (),
+        cache_salt: str | None = None,
         **sampling: Any,
     ) -> None:
         """Send a greedy request (``sampling`` as vLLM's SamplingParams), or the rest of one
-        that has had ``output_token_ids``."""
-        frames = encode_request(request_id, prompt, **sampling)
+        that has had ``output_token_ids``. It finds prefixes of others with its salt only."""
+        frames = encode_request(request_id, prompt, cache_salt=cache_salt, **sampling)
         self.tokens[request_id] = []
         arrival_s = time.monotonic()
         self.scheduler.arrived(
@@ -160,7 +180,7 @@ class InstancePeer:
         """A named operation; its error fails the test."""
         self._calls += 1
         self.channel.send(m.Call(self._calls, method, arguments))
-        result = self.wait(m.CallResult)
+        result = self.wait(m.CallResult, _CALL_TIMEOUT_S)
         assert not result.error_code, result.error_message
         return result.result
 
@@ -174,12 +194,17 @@ class InstancePeer:
         return [result.result for result in results]
 
     def close(self) -> None:
-        """Stop the process as the daemon does."""
-        self.channel.send(m.Shutdown())
-        assert self.process.wait(30) == 0
-        self.channel.close()
-        for image in self.images.values():
-            os.close(image.fd)
+        """Stop the process as the daemon does; one that does not listen is killed."""
+        try:
+            with contextlib.suppress(ChannelClosed):
+                self.channel.send(m.Shutdown())
+            assert self.process.wait(_STOP_TIMEOUT_S) == 0
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.channel.close()
+            for image in self.images.values():
+                os.close(image.fd)
 
     def _note(self, message: m.FromInstance) -> None:
         if isinstance(message, m.StepOutputs):
@@ -204,7 +229,9 @@ class InstancePeer:
             self.status = message
 
 
-def encode_request(request_id: str, prompt: list[int], **sampling: Any) -> list[bytes]:
+def encode_request(
+    request_id: str, prompt: list[int], cache_salt: str | None = None, **sampling: Any
+) -> list[bytes]:
     """A request as a frontend encodes it."""
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
@@ -219,7 +246,7 @@ def encode_request(request_id: str, prompt: list[int], **sampling: Any) -> list[
         pooling_params=None,
         arrival_time=time.time(),
         lora_request=None,
-        cache_salt=None,
+        cache_salt=cache_salt,
         data_parallel_rank=None,
     )
     frames: Any = MsgpackEncoder().encode(request)

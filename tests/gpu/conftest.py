@@ -1,18 +1,44 @@
-"""One small device per test, and pinned host memory."""
+"""One small device per test, and pinned host memory; checkpoints and logs for the scenarios."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import random
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
 from gpupoold.memory.cuda import CudaDevice
 from gpupoold.memory.host import HostBuffer
+from tests.gpu.rig import LOGS, Checkpoints
 
 PAGE = 2 << 20
 NUM_PAGES = 96
+
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that fails shows what the processes said that it ran with."""
+    report = yield
+    if report.failed:
+        item.stash[FAILED] = True
+        report.sections += LOGS.tails()
+    return report
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoints]:
+    """The models of all scenarios."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("the engine is not installed")
+    made = Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -219,6 +219,13 @@ class TestDevices:
         ).devices
         assert [device.index for device in devices] == [1, 0, None, 2]
 
+    def test_a_gpu_is_shared_by_those_that_say_how_much_they_take(self) -> None:
+        shared = '[[device]]\nkind = "cuda"\nindex = 0\nmemory = "6GiB"\n' * 2
+        devices = parse(shared + '[[device]]\nkind = "cuda"').devices
+        assert [device.index for device in devices] == [0, 0, 1]
+        said = "two devices have the same index; to share it each needs memory"
+        assert said in refusal(shared + '[[device]]\nkind = "cuda"\nindex = 0')
+
     @pytest.mark.parametrize(
         ("table", "said"),
         [

@@ -91,3 +91,21 @@ def test_heavy_modules_are_loaded_only_when_used(module: str, project_env: dict[
 def test_probe_sees_a_heavy_import(project_env: dict[str, str]) -> None:
     found = heavy_imports(["json", "textual"], HEAVY, project_env)
     assert found == {"textual": ["textual"]}
+
+
+def test_only_emulated_devices_import_vllms_cpu_worker() -> None:
+    """With it torch's CUDA streams and events become such that do nothing, in the whole process."""
+    named = {
+        path.name
+        for path in (ROOT / "gpupoold" / "instance").rglob("*.py")
+        if "import vllm.v1.worker.cpu" in (text := path.read_text())
+        or "from vllm.v1.worker.cpu" in text
+    }
+    assert named == {"emulated_worker.py"}
+    importers = {
+        path.name
+        for path in (ROOT / "gpupoold").rglob("*.py")
+        if "import emulated_worker" in (text := path.read_text())
+        or "from gpupoold.instance.emulated_worker" in text
+    }
+    assert importers == set()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import sys
+from types import ModuleType
 
-from gpupoold.instance.device import DriverMemory
+import pytest
+from vllm.platforms import current_platform
+
+from gpupoold.errors import Failed
+from gpupoold.instance.device import DriverMemory, open_device
 from gpupoold.memory.emulated import EmulatedDevice
 
 GIB = 1 << 30
@@ -43,3 +48,16 @@ def test_memory_that_nobody_has_is_a_leak(gpu: Gpu) -> None:
 def test_emulated_devices_have_no_driver() -> None:
     device = EmulatedDevice(1 << 20, 1 << 16)
     assert DriverMemory(device).check() == {}
+
+
+def test_what_others_take_of_a_shared_gpu_is_no_leak(gpu: Gpu) -> None:
+    memory = DriverMemory(gpu, lambda: 0, has_gpu_alone=False)
+    gpu.free -= 2 * GIB
+    assert memory.check() == {}
+
+
+def test_a_gpu_is_not_opened_where_streams_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.cpu.shm", ModuleType("shm"))
+    with pytest.raises(Failed, match="torch has no CUDA streams"):
+        open_device("cuda", 1 << 30, 0, 0)

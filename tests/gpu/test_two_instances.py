@@ -1,0 +1,180 @@
+"""A whole daemon with two instances on one GPU: requests go from one to the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+from openai import AsyncOpenAI
+
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from tests.functional.daemon_tools import (
+    Answer,
+    Background,
+    api_client,
+    ask,
+    check_all,
+    eventually,
+    ps,
+    until,
+)
+from tests.gpu.rig import (
+    IS_GPU,
+    LOGS,
+    MODELS,
+    SCALE,
+    Checkpoints,
+    engine_environment,
+    same_tokens,
+)
+
+pytestmark = [pytest.mark.gpu(emulated=True), pytest.mark.timeout(90)]
+
+NUM_TOKENS = 60
+MAX_LEN = min(2048, SCALE.max_model_len)
+BACK_S = 80.0
+_CONFIG = """
+[memory]
+reserve = {reserve}
+model_cache = "4GiB"
+kv_host = "512MiB"
+
+[scheduling]
+quota_max = "50ms"
+"""
+
+
+@pytest.fixture(scope="module")
+def daemon(
+    checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PrivateDaemon]:
+    """Each instance has room for one model and a half."""
+    folder = tmp_path_factory.mktemp("daemon")
+    memory = int(1.7 * checkpoints.largest_bytes) + SCALE.reserve_bytes
+    device = f'[[device]]\nkind = "{SCALE.kind}"\nmemory = {memory}\n'
+    device += "index = 0\n" if IS_GPU else ""
+    config = 2 * device + _CONFIG.format(reserve=SCALE.reserve_bytes)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(LOGS.watching(folder))
+        environment = engine_environment(is_batch_invariant=True)
+        stack.enter_context(mock.patch.dict(os.environ, environment))
+        started = stack.enter_context(private_daemon(config, folder))
+        for name in MODELS:
+            started.add_model(
+                name,
+                checkpoints.path(name),
+                dtype=SCALE.dtype,
+                max_model_len=MAX_LEN,
+            )
+        until(lambda: all(one.state == "ready" for one in ps(started).models), BACK_S)
+        yield started
+
+
+@pytest.fixture
+async def api(daemon: PrivateDaemon) -> AsyncIterator[AsyncOpenAI]:
+    """A client; in the end nobody has lost or kept anything."""
+    set_roles(daemon, "mixed", "mixed")
+    async with api_client(daemon.http_url) as client:
+        yield client
+    until(lambda: not ps(daemon).requests)
+    until(lambda: all(row.kv_host_bytes == 0 for row in ps(daemon).devices))
+    check_all(daemon)
+
+
+def set_roles(daemon: PrivateDaemon, *roles: Any) -> None:
+    with daemon.client() as client:
+        for number, role in enumerate(roles):
+            client.set_role(number, role)
+
+
+def prompts(num_prompts: int, seed: int) -> list[tuple[str, str]]:
+    """Models, one after the other, and prompts of all lengths."""
+    rng = random.Random(seed)
+    texts = [" ".join(rng.choices("abcdefgh", k=rng.randrange(1, 220))) for _ in range(num_prompts)]
+    return [(MODELS[index % len(MODELS)], text) for index, text in enumerate(texts)]
+
+
+def same_answers(found: list[Answer], expected: list[Answer], asked: list[tuple[str, str]]) -> None:
+    for one, other, (model, _) in zip(found, expected, asked, strict=True):
+        same_tokens(one.token_ids, other.token_ids, model)
+    assert found == expected
+
+
+async def undisturbed(
+    api: AsyncOpenAI, asked: list[tuple[str, str]], num_tokens: int
+) -> list[Answer]:
+    return [await ask(api, model, text, num_tokens) for model, text in asked]
+
+
+@pytest.mark.timeout(240)  # with the start of the daemon
+async def test_streams_over_all_models_are_as_undisturbed(
+    daemon: PrivateDaemon, api: AsyncOpenAI
+) -> None:
+    asked = prompts(12, seed=1)
+    expected = await undisturbed(api, asked, NUM_TOKENS)
+    together = await asyncio.gather(*(ask(api, *one, NUM_TOKENS) for one in asked))
+    same_answers(together, expected, asked)
+    with daemon.client() as client:
+        assert any(switch.weight_bytes for switch in client.switches(100))
+
+
+async def test_prompts_on_one_instance_and_answers_on_the_other(
+    daemon: PrivateDaemon, api: AsyncOpenAI
+) -> None:
+    asked = prompts(12, seed=2)
+    expected = await undisturbed(api, asked, NUM_TOKENS)
+    set_roles(daemon, "prefill", "decode")
+    before = [row.num_steps for row in ps(daemon).devices]
+    together = await asyncio.gather(*(ask(api, *one, NUM_TOKENS) for one in asked))
+    same_answers(together, expected, asked)
+    steps = [row.num_steps - old for row, old in zip(ps(daemon).devices, before, strict=True)]
+    assert 0 < steps[0] < steps[1]
+
+
+async def test_answers_move_with_their_kv(daemon: PrivateDaemon, api: AsyncOpenAI) -> None:
+    asked = prompts(3, seed=3)
+    num_tokens = MAX_LEN // 2
+    expected = await undisturbed(api, asked, num_tokens)
+    streams = [Background(api, model, text, num_tokens) for model, text in asked]
+    for stream in streams:
+        await stream.started()
+    num_moves = 0
+    with daemon.client() as client:
+        for number in (0, 1, 0, 1):
+            await asyncio.to_thread(client.drain, number)
+            assert client.ps().devices[number].num_requests == 0
+            num_moves += sum(stream.is_running for stream in streams)
+            client.undrain(number)
+    assert num_moves
+    same_answers([await stream.finished() for stream in streams], expected, asked)
+
+
+@pytest.mark.timeout(150)
+async def test_streams_go_on_when_an_instance_is_killed(
+    daemon: PrivateDaemon, api: AsyncOpenAI
+) -> None:
+    asked = prompts(3, seed=4)
+    num_tokens = MAX_LEN // 2
+    expected = await undisturbed(api, asked, num_tokens)
+    streams = [Background(api, model, text, num_tokens) for model, text in asked]
+    for stream in streams:
+        await stream.started()
+    [victim, *_] = sorted(ps(daemon).devices, key=lambda row: -row.num_requests)
+    assert victim.pid is not None
+    assert victim.num_requests > 0
+    os.kill(victim.pid, 9)
+    same_answers([await stream.finished() for stream in streams], expected, asked)
+    await eventually(lambda: has_come_back(daemon, victim.pid), BACK_S)
+
+
+def has_come_back(daemon: PrivateDaemon, old_pid: int | None) -> bool:
+    """Whether both instances serve all models again, one of them as a new process."""
+    now = ps(daemon)
+    states = {row.state for row in now.devices} | {row.state for row in now.models}
+    return states == {"ready"} and old_pid not in {row.pid for row in now.devices}

@@ -21,8 +21,6 @@ def span_s(window_s: float) -> int:
 
 def span_info(at: float, length_s: float, counts: Counts) -> SpanInfo:
     """Counts of a span that began ``at``."""
-    ttft_p50_s, ttft_p99_s = counts.ttft.p50_and_p99()
-    tbt_p50_s, tbt_p99_s = counts.tbt.p50_and_p99()
     return SpanInfo(
         at=at,
         span_s=length_s,
@@ -35,10 +33,7 @@ def span_info(at: float, length_s: float, counts: Counts) -> SpanInfo:
         tokens=counts.tokens,
         tokens_in_time=counts.tokens_in_time,
         attainment=counts.attainment,
-        ttft_p50_s=ttft_p50_s,
-        ttft_p99_s=ttft_p99_s,
-        tbt_p50_s=tbt_p50_s,
-        tbt_p99_s=tbt_p99_s,
+        **counts.percentiles()._asdict(),
         lateness=lateness(counts),
     )
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from operator import add, attrgetter, itemgetter
-from typing import Self
+from typing import NamedTuple, Self
 
 from gpupoold.domain import FinishReason
 from gpupoold.histogram import Histogram
@@ -18,6 +18,17 @@ from gpupoold.wire.messages import SwitchRecord
 NUM_MINUTES = 60
 _NUM_SECONDS = 60
 _RATE_SECONDS = 10
+# Percentiles of an hour are counted anew when this many more tokens have come.
+_MISSING_SHARE = 0.01
+
+
+class Percentiles(NamedTuple):
+    """In seconds; None where nothing was measured."""
+
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    tbt_p50_s: float | None
+    tbt_p99_s: float | None
 
 
 @dataclass(slots=True)
@@ -57,6 +68,10 @@ class Counts:
         """The sums of both, without latencies."""
         return type(self)(*map(add, _numbers_of(self), _numbers_of(other)))
 
+    def percentiles(self) -> Percentiles:
+        """Of both latencies."""
+        return Percentiles(*self.ttft.p50_and_p99(), *self.tbt.p50_and_p99())
+
     @property
     def attainment(self) -> float | None:
         """Share of tokens that met their deadline; None before any token."""
@@ -84,6 +99,9 @@ class ModelStats:
         self._hour = Counts()  # the same, those in _minutes
         self._minutes: deque[Counts | None] = deque([None] * (NUM_MINUTES - 1))
         self._attainments: list[float | None] | None = None  # of _minutes, once asked for
+        # Of the last hour, and up to how many of its tokens they count as its percentiles.
+        self._percentiles = Percentiles(None, None, None, None)
+        self._num_they_hold = 0.0
         # (monotonic seconds, tokens, tokens in time) since the start, one a second.
         self._seconds: deque[tuple[float, int, int]] = deque(maxlen=_NUM_SECONDS + 1)
 
@@ -136,7 +154,7 @@ class ModelStats:
 
     def remember(self, minutes: Sequence[Counts | None]) -> None:
         """Minutes of the last hour that follow those known, oldest first; None: nothing in it."""
-        self._attainments = None
+        self._attainments, self._num_they_hold = None, 0.0
         for minute in minutes:
             gone = self._minutes.popleft()
             if gone is not None:
@@ -162,6 +180,20 @@ class ModelStats:
         total = hour.numbers_with(now)
         total.ttft, total.tbt = hour.ttft.plus(now.ttft), hour.tbt.plus(now.tbt)
         return total
+
+    def hour_percentiles(self) -> Percentiles:
+        """Of the last hour; the latest hundredth of its tokens may be missing."""
+        num_tokens = self._hour.tokens + self.now.tokens
+        if num_tokens > self._num_they_hold:
+            self._percentiles = self.last_hour().percentiles()
+            self._num_they_hold = num_tokens * (1 + _MISSING_SHARE)
+        return self._percentiles
+
+    def hour_attainment(self) -> float | None:
+        """Share of the last hour's tokens that met their deadline; None without any."""
+        hour, now = self._hour, self.now
+        num_tokens = hour.tokens + now.tokens
+        return (hour.tokens_in_time + now.tokens_in_time) / num_tokens if num_tokens else None
 
     def attainment_1m(self, now_s: float) -> float | None:
         """Share of the last minute's tokens that met their deadline; None without any."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -16,7 +16,7 @@ SwitchKind = Literal["none", "pages", "kv", "weights"]
 _NUM_KEPT = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Turn:
     """A turn that is over, with the switch that made it possible; ids grow by one.
 
@@ -32,6 +32,8 @@ class Turn:
     num_tokens: int
     switch: m.SwitchRecord | None
     did_run: bool = True
+    told: msgspec.Raw | None = field(default=None, compare=False)
+    """As the admin API tells it, once it has: it is the same each time."""
 
     @property
     def switch_kind(self) -> SwitchKind:

@@ -181,9 +181,7 @@ def usage(
         kv_bytes += held.kv_resident_bytes
         kv_host_bytes += held.kv_host_bytes
     stats = dispatcher.stats.get(name) or ModelStats()
-    now_s, so_far, hour = time.monotonic(), stats.so_far(), stats.last_hour()
-    ttft_p50_s, ttft_p99_s = hour.ttft.p50_and_p99()
-    tbt_p50_s, tbt_p99_s = hour.tbt.p50_and_p99()
+    now_s, so_far, hour = time.monotonic(), stats.so_far(), stats.hour_percentiles()
     return {
         "name": name,
         "state": state,
@@ -201,12 +199,12 @@ def usage(
         "tokens": so_far.tokens,
         "tokens_in_time": so_far.tokens_in_time,
         "attainment": so_far.attainment,
-        "ttft_p50_s": ttft_p50_s,
-        "ttft_p99_s": ttft_p99_s,
-        "tbt_p50_s": tbt_p50_s,
-        "tbt_p99_s": tbt_p99_s,
+        "ttft_p50_s": hour.ttft_p50_s,
+        "ttft_p99_s": hour.ttft_p99_s,
+        "tbt_p50_s": hour.tbt_p50_s,
+        "tbt_p99_s": hour.tbt_p99_s,
         "attainment_1m": stats.attainment_1m(now_s),
-        "attainment_1h": hour.attainment,
+        "attainment_1h": stats.hour_attainment(),
         "attainment_minutes": stats.attainment_minutes() if has_minutes else [],
         "tokens_per_s": stats.tokens_per_s(now_s),
     }

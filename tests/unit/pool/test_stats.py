@@ -47,6 +47,25 @@ def test_tokens_count_when_they_go_out() -> None:
     assert now.tbt.percentile(0.99) == pytest.approx(1.25, rel=0.037)
 
 
+def test_percentiles_of_the_hour_are_counted_anew_when_a_hundredth_more_has_come() -> None:
+    model, live = ModelStats(), request()
+    assert model.hour_percentiles() == (None, None, None, None)
+    assert model.hour_attainment() is None
+    for number in range(1, 201):
+        model.add_tokens(live, [1], 0.5 * number)
+    before = model.hour_percentiles()
+    assert before == model.last_hour().percentiles()
+    assert before.tbt_p99_s == pytest.approx(0.5, rel=0.037)
+    model.add_tokens(live, [1], 110.0)
+    assert model.hour_percentiles() is before
+    model.add_tokens(live, [1], 120.0)
+    model.add_tokens(live, [1], 130.0)
+    assert model.hour_percentiles().tbt_p99_s == pytest.approx(10.0, rel=0.074)
+    assert model.hour_attainment() == model.last_hour().attainment
+    model.minute_over(NUM_MINUTES + 1)
+    assert model.hour_attainment() is None
+
+
 def test_requests_count_by_how_they_ended() -> None:
     model = ModelStats()
     for reason in FinishReason:

@@ -202,10 +202,11 @@ class ModelStats:
         return (all_in_time - in_time) / (all_tokens - tokens) if all_tokens > tokens else None
 
     def attainment_minutes(self) -> list[float | None]:
-        """The same by the minute for the last hour, the one under way last."""
+        """The same by the minute for the last hour, the one under way last; with four digits, as
+        sixty for each of a hundred models are most of what ``gpupool top`` is told."""
         if self._attainments is None:
-            self._attainments = [None if one is None else one.attainment for one in self._minutes]
-        return [*self._attainments, self.now.attainment]
+            self._attainments = [None if one is None else _short(one) for one in self._minutes]
+        return [*self._attainments, _short(self.now)]
 
     def tokens_per_s(self, now_s: float) -> float:
         """Over the last seconds, or since the start if that was later."""
@@ -222,6 +223,11 @@ class ModelStats:
         if num_before:
             return self._seconds[num_before - 1]
         return self._seconds[0][0] - 1.0 if self._seconds else math.inf, 0, 0
+
+
+def _short(counts: Counts) -> float | None:
+    attainment = counts.attainment
+    return None if attainment is None else round(attainment, 4)
 
 
 @dataclass(slots=True)

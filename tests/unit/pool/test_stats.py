@@ -78,16 +78,16 @@ def test_requests_count_by_how_they_ended() -> None:
 def test_minutes_pass_and_the_hour_forgets_them() -> None:
     model = ModelStats()
     serve(model, 0.5, 1.0, 2.75)
-    assert model.attainment_minutes()[-1] == pytest.approx(2 / 3)
+    assert model.attainment_minutes()[-1] == 0.6667
     over = model.minute_over()
     assert over.tokens == 3
     assert model.now.is_empty
     serve(model, 9.0)
-    assert model.attainment_minutes()[-3:] == [None, 2 / 3, 0.0]
+    assert model.attainment_minutes()[-3:] == [None, 0.6667, 0.0]
     assert model.last_hour().attainment == 0.5
     for _ in range(NUM_MINUTES - 2):
         model.minute_over()
-    assert model.attainment_minutes()[:3] == [2 / 3, 0.0, None]
+    assert model.attainment_minutes()[:3] == [0.6667, 0.0, None]
     assert model.last_hour().tokens == 4
     model.minute_over()
     assert model.attainment_minutes()[:2] == [0.0, None]

@@ -11,7 +11,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -42,7 +42,7 @@ class Kills:
 
     instances: int = 0
     frontends: int = 0
-    running: list[int] = field(default_factory=list)
+    pids: set[int] = field(default_factory=set)
 
 
 def run_faults(
@@ -80,7 +80,7 @@ async def _serve(
         async with _killing(daemon, kill_every_s, kills):
             streams = await ask_all(client, asks, NUM_AT_ONCE)
         seconds = time.monotonic() - started_s
-    await asyncio.to_thread(settle, daemon)
+    await asyncio.to_thread(settle, daemon, kills.pids)
     return summary(streams, alone) | {
         "kills": kills.instances,
         "frontend_kills": kills.frontends,
@@ -113,8 +113,10 @@ async def alone_answers(client: AsyncOpenAI, kinds: Sequence[Ask]) -> dict[Ask, 
     return {stream.ask: stream.token_ids for stream in streams}
 
 
-def settle(daemon: PrivateDaemon) -> None:
+def settle(daemon: PrivateDaemon, killed: Collection[int] = ()) -> None:
     """Return when all instances are up with all models and nothing is live.
+
+    The daemon may not know yet that the last one of those ``killed`` (process ids) has gone.
 
     Raises:
         TimeoutError: it takes too long.
@@ -123,7 +125,7 @@ def settle(daemon: PrivateDaemon) -> None:
     while time.monotonic() < deadline_s:
         with daemon.client() as client:
             now = client.ps()
-        if _is_settled(now):
+        if _is_settled(now) and not any(row.pid in killed for row in now.devices):
             return
         time.sleep(_POLL_S)
     raise TimeoutError(f"the daemon was not idle and whole within {_SETTLE_S:g} s")
@@ -162,6 +164,7 @@ async def _kill(daemon: PrivateDaemon, every_s: float, kills: Kills) -> None:
             if row.pid is not None:
                 os.kill(row.pid, signal.SIGKILL)
                 kills.instances += 1
+                kills.pids.add(row.pid)
         if not kills.frontends and kills.instances >= 2:
             kills.frontends += _kill_frontend(daemon)
 

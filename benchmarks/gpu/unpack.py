@@ -85,7 +85,7 @@ def unpack(parts: Path, site: Path) -> dict[str, Any]:
         with tarfile.open(
             fileobj=io.BufferedReader(Joined(paths), _READ_BYTES), mode="r|xz"
         ) as tar:
-            tar.extractall(staging, filter="data")
+            _extract(tar, staging)
     except (tarfile.TarError, EOFError, OSError) as error:
         raise Unusable(f"cannot unpack to {staging}: {error}") from error
     # Else every process would compile what it imports until one has written it. Templates
@@ -127,6 +127,13 @@ def _sum(path: Path, whole: Any) -> str:
             own.update(piece)
             whole.update(piece)
     return own.hexdigest()
+
+
+def _extract(tar: tarfile.TarFile, folder: Path) -> None:
+    if hasattr(tarfile, "data_filter"):
+        tar.extractall(folder, filter="data")
+    else:  # before Python 3.11.4; the archive has been checked to be the one that was made
+        tar.extractall(folder)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

@@ -57,6 +57,7 @@ def run_admin_latency(folder: Path, duration_s: float) -> dict[str, Any]:
     arrivals = poisson_workload(rates, 3 * duration_s + _MORE_S, CappedLengths(4096, 256), 0)
     with private_daemon(sim_config(box), folder / "pool") as daemon:
         add_models(daemon, names, folder, TARGETS)
+        alone = _burst(daemon)
         with _load(daemon, arrivals):
             time.sleep(_LEAD_S)
             idle = _polled(daemon, (), duration_s)
@@ -72,8 +73,10 @@ def run_admin_latency(folder: Path, duration_s: float) -> dict[str, Any]:
         "p50_s": percentile(everything, 0.5),
         "p99_s": percentile(everything, 0.99),
         "max_s": max(everything),
+        "alone_p99_s": percentile([s for times in alone.values() for s in times], 0.99),
         "polled": _by_path(polled["times_s"]),
         "burst": _by_path(burst),
+        "alone": _by_path(alone),
         "top": top,
         "daemon_cpu_share": {
             "not_polled": idle["cpu_share"],

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpupoold.errors import UsageError
 
+# What a dry run is made on: an emulated device, or the driver of a GPU.
+DRY_KINDS = ("emulated", "cuda")
 # What the runner keeps for itself: ending a piece, writing the results, packing the logs.
 _KEPT_S = 8.0
 
@@ -77,3 +80,14 @@ def allotted_s(piece: Piece, left_s: float) -> float | None:
     """Seconds for a piece when the run has so many left; None when they are too few."""
     usable_s = left_s - _KEPT_S
     return min(piece.limit_s, usable_s) if usable_s >= piece.least_s else None
+
+
+def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """The option of that name: what a dry run is made on, or nothing."""
+    parser.add_argument(
+        "--dry-run",
+        nargs="?",
+        choices=DRY_KINDS,
+        const=DRY_KINDS[0],
+        help="in small, on an emulated device, or on the GPU's driver (default: %(const)s)",
+    )

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.report
 
 Every number stands beside the file it is from; what was not measured is not there. Results of
-dry runs, or of machines without a GPU, are refused.
+dry runs, of machines without a GPU or of the fake card are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import results
+from benchmarks.gpu import fake_card, results
 from benchmarks.values import value_text
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.units import format_bytes
@@ -95,14 +95,16 @@ def load(folder: Path) -> dict[str, Any]:
     """All results by the names of their files.
 
     Raises:
-        Refused: a file is of a dry run, of a machine without a GPU, or of another format.
+        Refused: a file is of a dry run, of a machine without a GPU, of the fake card, or of another
+            format.
     """
     found = {}
     for path in sorted(folder.glob("*.json")):
         one = json.loads(path.read_text("utf-8"))
         if one.get("format") != results.FORMAT:
             raise Refused(f"{path.name} is of format {one.get('format')}", "measure again")
-        if one["is_dry_run"] or not one["hardware"]["gpu"]:
+        gpu = one["hardware"]["gpu"]
+        if one["is_dry_run"] or not gpu or gpu["name"] == fake_card.NAME:
             raise Refused(f"{path.name} was not measured on a GPU", f"remove it from {folder}")
         found[path.name] = one
     return found

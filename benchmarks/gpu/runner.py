@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 import psutil
 
 from benchmarks.gpu import figures, machine, results
-from benchmarks.gpu.pieces import TESTS, Piece, allotted_s, chosen
+from benchmarks.gpu.pieces import TESTS, Piece, add_dry_run, allotted_s, chosen
 from gpupoold.errors import GpupoolError, UsageError
 from gpupoold.process import die_with_parent
 
@@ -41,10 +41,10 @@ _PROBLEM_BYTES = 4096
 class Runner:
     """One run. ``out`` gets ``results.json``, ``junit.xml`` and ``logs.tar.gz``."""
 
-    def __init__(self, out: Path, scratch: Path, budget_s: float, *, is_dry: bool) -> None:
+    def __init__(self, out: Path, scratch: Path, budget_s: float, *, dry_kind: str | None) -> None:
         self._out = out
         self._scratch = scratch
-        self._is_dry = is_dry
+        self._dry_kind = dry_kind
         self._budget_s = budget_s
         self._started_s = time.monotonic()
         self.results: dict[str, Any] = {}
@@ -53,7 +53,7 @@ class Runner:
         """All pieces in turn, as long as there is time."""
         for folder in (self._out, self._scratch / "logs", self._scratch / "reports"):
             folder.mkdir(parents=True, exist_ok=True)
-        self.results = results.begin(self._facts(), is_dry=self._is_dry)
+        self.results = results.begin(self._facts(), is_dry=self._dry_kind is not None)
         for name in skipped:
             self._note(name, results.NOT_ASKED_FOR)
         for piece in pieces:
@@ -101,7 +101,7 @@ class Runner:
             return [*command, f"--junitxml={self._out.resolve() / 'junit.xml'}"]
         command += ["--name", piece.name, "--out", str(report_path)]
         command += ["--scratch", str(self._scratch), "--limit", str(seconds - _GRACE_S)]
-        return [*command, "--dry-run"] if self._is_dry else command
+        return [*command, "--dry-run", self._dry_kind] if self._dry_kind else command
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; exit code 1 when a piece failed, 2 when there is no such piece."""
     args = _parse(argv)
     try:
-        pieces = chosen(args.only.split(",") if args.only else [], is_dry=args.dry_run)
+        pieces = chosen(args.only.split(",") if args.only else [], is_dry=bool(args.dry_run))
     except UsageError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = {piece.name for piece in wanted}
     skipped = [piece.name for piece in chosen([], is_dry=False) if piece.name not in names]
     adopt_orphans()
-    runner = Runner(args.out, args.scratch, args.budget, is_dry=args.dry_run)
+    runner = Runner(args.out, args.scratch, args.budget, dry_kind=args.dry_run)
     runner.run(wanted, skipped)
     for line in results.table(runner.results):
         print(line)
@@ -228,7 +228,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="run.sh", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the results")
     parser.add_argument("--scratch", type=Path, required=True, help=argparse.SUPPRESS)
-    parser.add_argument("--dry-run", action="store_true", help="in small, on an emulated device")
+    add_dry_run(parser)
     parser.add_argument("--only", default="", metavar="A,B", help="these pieces, in this order")
     parser.add_argument("--no-tests", action="store_true", help="benchmarks only")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds (default: 480)")

@@ -128,9 +128,11 @@ class Checkpoints:
 
 @dataclass(slots=True)
 class Logs:
-    """Log files of whatever runs at present; a test that fails shows their ends."""
+    """Log files of whatever runs at present, or did not start; a test that fails shows their
+    ends."""
 
     paths: list[Path] = field(default_factory=list)
+    failed: list[Path] = field(default_factory=list)
 
     @contextlib.contextmanager
     def watching(self, *paths: Path) -> Iterator[None]:
@@ -139,13 +141,17 @@ class Logs:
         self.paths += paths
         try:
             yield
+        except BaseException:
+            self.failed += paths  # of a start: shown by the test that wanted it
+            raise
         finally:
             for path in paths:
                 self.paths.remove(path)
 
     def tails(self) -> Iterator[tuple[str, str]]:
         """The end of each."""
-        for path in self.paths:
+        paths, self.failed = [*self.paths, *self.failed], []
+        for path in paths:
             for file in sorted(path.glob("**/*.log")) if path.is_dir() else [path]:
                 if file.exists():
                     lines = file.read_text(errors="replace").splitlines()
@@ -167,12 +173,11 @@ class Box:
     ) -> None:
         """The device holds the weights of ``num_models`` models and no more."""
         self._checkpoints = checkpoints
-        self._stack = contextlib.ExitStack()
-        self._stack.enter_context(LOGS.watching(log_path))
         # Not ``num_models`` times what has been made: it starts while they are being made.
         share = 1 if SCALE.dtype == "float32" else 2
         self.device_bytes = int(num_models * SCALE.checkpoint_bytes / share)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(LOGS.watching(log_path))
             self.peer = InstancePeer(
                 self.device_bytes,
                 kv_host_bytes=1 << 30 if IS_GPU else 64 << 20,
@@ -185,9 +190,7 @@ class Box:
                 environment=environment,
                 log_path=log_path,
             )
-        except BaseException:
-            self._stack.close()
-            raise
+            self._stack = stack.pop_all()
         self._alone: dict[tuple[str, int, int], list[int]] = {}
         self._numbers = itertools.count()
 

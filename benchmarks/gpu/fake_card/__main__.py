@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.gpu.check_bundle import ROOT, bundle_environment
+from benchmarks.gpu.check_bundle import bundle_environment
 from benchmarks.gpu.fake_card import NAME
 from benchmarks.gpu.fake_card.build import LIBRARY, RUNTIME, build
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.gpu.fake_card import NAME
 
 SOURCES = Path(__file__).parent
 # What the memory and the streams are made of; needs none of NVIDIA's headers.
-DRIVER = ("memory.c", "host.c", "streams.c", "driver.c")
-_ALL = (*DRIVER, "runtime.c", "blas.c", "management.c")
+DRIVER_SOURCES = ("memory.c", "host.c", "streams.c", "driver.c")
+_ALL = (*DRIVER_SOURCES, "runtime.c", "blas.c", "management.c")
 LIBRARY = "libfakecard.so"
-RUNTIME = "libcudart.so.13"
-_DRIVER_NAME, _MANAGEMENT = "libcuda.so.1", "libnvidia-ml.so.1"
+DRIVER, RUNTIME, MANAGEMENT = "libcuda.so.1", "libcudart.so.13", "libnvidia-ml.so.1"
 _CALL = re.compile(r"\bU ((?:cu(?!File)[A-Z]|cuda[A-Z]|__cuda[A-Z]|cublas)\w*)")
 _DEFINED = re.compile(r" [TtWV] (\w+)")
 
@@ -34,23 +33,23 @@ def build(folder: Path, site: Path, packages: Path) -> None:
     headers = ("nvidia/cu13/include", "triton/backends/nvidia/include")
     includes = [f"-I{packages / folder}" for folder in headers]
     wanted = undefined([*site.glob("vllm/**/*.so"), *_libraries(packages)])
-    objects = compile_sources(folder, _ALL, includes)
+    objects = compile_sources(folder, _ALL, options=includes)
     stubs = folder / "stubs.c"
-    stubs.write_text(stub_source(sorted(wanted - _defined(objects))))
-    objects += compile_sources(folder, (str(stubs),))
+    stubs.write_text('#include "card.h"\n' + stub_source(wanted - _defined(objects), _not_there))
+    objects += compile_sources(folder, [str(stubs)])
     link(folder / LIBRARY, objects)
-    for name in (_DRIVER_NAME, RUNTIME, _MANAGEMENT):
+    for name in (DRIVER, RUNTIME, MANAGEMENT):
         _link_alias(folder, name)
 
 
 def compile_sources(
-    folder: Path, names: Iterable[str], options: Sequence[str] = ()
+    folder: Path, names: Iterable[str], card: str = NAME, options: Sequence[str] = ()
 ) -> list[Path]:
-    """Compile sources to objects in ``folder``; several at a time."""
+    """Compile sources to objects in ``folder``, all at the same time; ``card`` is its name."""
     jobs = []
     for name in names:
         target = folder / Path(name).with_suffix(".o").name
-        command = [*_compiler(), *options, f"-I{SOURCES}", f'-DCARD_NAME="{NAME}"']
+        command = [*_compiler(), *options, f"-I{SOURCES}", f'-DCARD_NAME="{card}"']
         command += ["-c", str(SOURCES / name), "-o", str(target)]
         jobs.append((target, command, subprocess.Popen(command)))
     for _, command, process in jobs:
@@ -67,16 +66,19 @@ def link(target: Path, objects: Sequence[Path], options: Sequence[str] = ()) -> 
 
 def undefined(libraries: Iterable[Path]) -> set[str]:
     """The functions of CUDA's libraries that these libraries link to."""
-    return set(_CALL.findall(_symbols(["--undefined-only"], libraries)))
+    return set(_CALL.findall(_symbols(["-D", "--undefined-only"], libraries)))
 
 
-def stub_source(names: Iterable[str]) -> str:
-    """Functions that only say that they are not there; those of cuBLAS would compute."""
-    lines = ['#include "card.h"']
-    for name in names:
-        body = "OK" if name.startswith("cublas") else f'refuse(NOT_SUPPORTED, "{name}")'
-        lines.append(f"EXPORT int {name}(void) {{ return {body}; }}")
+def stub_source(names: Iterable[str], answer: Callable[[str], str]) -> str:
+    """Functions of these names that only return something, which ``answer`` has in C."""
+    export = '__attribute__((visibility("default")))'
+    lines = (f"{export} int {name}(void) {{ return {answer(name)}; }}" for name in sorted(names))
     return "\n".join(lines) + "\n"
+
+
+def _not_there(name: str) -> str:
+    """Functions of cuBLAS would only compute; whoever calls another one has to know."""
+    return "OK" if name.startswith("cublas") else f'refuse(NOT_SUPPORTED, "{name}")'
 
 
 def _libraries(packages: Path) -> list[Path]:
@@ -102,9 +104,10 @@ def _defined(objects: Iterable[Path]) -> set[str]:
 
 
 def _symbols(options: Sequence[str], files: Iterable[Path]) -> str:
-    dynamic = ["-D"] if options else []
-    command = ["nm", *dynamic, *options, *map(str, files)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    paths = [str(path) for path in files]
+    if not paths:
+        return ""
+    done = subprocess.run(["nm", *options, *paths], stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import figures, report, results
+from benchmarks.gpu import fake_card, figures, report, results
 from gpupoold.errors import Refused
 
 FACTS: dict[str, Any] = {
@@ -77,9 +77,10 @@ class TestPage:
     [
         (measured(is_dry=True), "not measured on a GPU"),
         (measured(hardware={"gpu": None}), "not measured on a GPU"),
+        (measured(hardware={"gpu": {"name": fake_card.NAME}}), "not measured on a GPU"),
         (measured() | {"format": 0}, "format 0"),
     ],
-    ids=["dry", "no-gpu", "format"],
+    ids=["dry", "no-gpu", "fake-card", "format"],
 )
 def test_files_of_no_gpu_are_refused(content: dict[str, Any], problem: str, tmp_path: Path) -> None:
     (tmp_path / "one.json").write_text(json.dumps(content))

@@ -41,7 +41,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
         ("tidy", TIDY),
     ):
         (tmp_path / f"{name}.py").write_text(_PIECE + end + "\n")
-    return Runner(tmp_path / "out", tmp_path / "scratch", 100.0, is_dry=True)
+    return Runner(tmp_path / "out", tmp_path / "scratch", 100.0, dry_kind="emulated")
 
 
 def piece(name: str, limit_s: float = 20.0, least_s: float = 0.1) -> Piece:

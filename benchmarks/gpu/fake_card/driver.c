@@ -171,6 +171,17 @@ EXPORT int cuCtxGetDevice(int *device) {
     return check_context();
 }
 
+EXPORT int cuCtxSetLimit(int limit, size_t value) {
+    (void)limit, (void)value;
+    return check_context();
+}
+
+EXPORT int cuCtxGetLimit(size_t *value, int limit) {
+    (void)limit;
+    *value = 0;
+    return check_context();
+}
+
 EXPORT int cuCtxSynchronize(void) { return device_synchronize("cuCtxSynchronize"); }
 
 /* Plain allocations, host memory. */

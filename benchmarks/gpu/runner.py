@@ -11,6 +11,7 @@ import ctypes
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,7 +36,9 @@ _TERMINATE_S = 3.0
 # A piece is told that it has a little less, so that it ends by itself.
 _GRACE_S = 4.0
 _LOG_BYTES = 1 << 20
-_PROBLEM_BYTES = 4096
+_PROBLEM_BYTES = 64 << 10
+# torch's processes put their rank before what they raise.
+_RANK = re.compile(r"^\[rank\d+\]: ?")
 
 
 class Runner:
@@ -89,7 +92,7 @@ class Runner:
             report = _test_report(self._out / "junit.xml")
         else:
             report = _read_report(report_path)
-        problem = "" if outcome == results.DONE else last_line(log_path)
+        problem = "" if outcome == results.DONE else last_words(log_path)
         self._note(
             piece.name, outcome, seconds=took_s, limit_s=seconds, problem=problem, report=report
         )
@@ -137,12 +140,18 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def last_line(log_path: Path) -> str:
-    """The last words of a process that failed; what it raised comes last."""
+def last_words(log_path: Path) -> str:
+    """What a process raised last, which others may have talked after; else its last line."""
     with log_path.open("rb") as log:
         log.seek(max(0, log_path.stat().st_size - _PROBLEM_BYTES))
         lines = log.read().decode("utf-8", "replace").strip().splitlines()
-    return lines[-1][:300] if lines else "it said nothing"
+    raised, is_inside = "", False
+    for line in (_RANK.sub("", line) for line in lines):
+        if line.startswith("Traceback (most recent call last)"):
+            is_inside = True
+        elif is_inside and line and not line[0].isspace():
+            raised, is_inside = line, False
+    return (raised or lines[-1])[:300] if lines else "it said nothing"
 
 
 def pack_logs(scratch: Path, target: Path) -> None:

@@ -1,7 +1,8 @@
 """What the scenarios run on: a GPU, or an emulated device to try the scenarios themselves.
 
 ``GPUPOOL_GPU_TESTS_ON=emulated`` runs those that are marked ``gpu(emulated=True)`` on emulated
-devices, with small models in float32, on a machine without a GPU.
+devices, with small models in float32, on a machine without a GPU. The fake card (docs/gpu.md)
+sets it to ``fake-card``: all that a GPU runs, with smaller models, for copies there are slow.
 """
 
 from __future__ import annotations
@@ -52,9 +53,12 @@ class Scale:
 _SCALES = {
     # 400 MB of weights a model: 10 ms of a fast link. A KV chunk is 32 MiB, a page per layer.
     "cuda": Scale("cuda", "bfloat16", 800_000_000, 2.7, 2 << 30, 1000, 4096, 3000),
+    "fake-card": Scale("cuda", "bfloat16", 200_000_000, 2.7, 2 << 30, 100, 4096, 3000),
     "emulated": Scale("emulated", "float32", 10_000_000, 2.6, 0, 60, 1200, 900),
 }
-SCALE = _SCALES[os.environ.get("GPUPOOL_GPU_TESTS_ON", "cuda")]
+_ON = os.environ.get("GPUPOOL_GPU_TESTS_ON", "cuda")
+SCALE = _SCALES[_ON]
+HAS_KERNELS = _ON != "fake-card"
 IS_GPU = SCALE.kind == "cuda"
 
 

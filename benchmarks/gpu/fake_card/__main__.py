@@ -14,14 +14,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.gpu.check_bundle import bundle_environment
 from benchmarks.gpu.fake_card import NAME
-from benchmarks.gpu.fake_card.build import LIBRARY, RUNTIME, build
+from benchmarks.gpu.fake_card.build import RUNTIME, build
 
 _STATE_BYTES = 4096
+_PACKAGES = "packages"
 
 
 def main() -> int:
@@ -29,26 +30,30 @@ def main() -> int:
     args = _parse()
     with tempfile.TemporaryDirectory(prefix="gpupool-fake-") as name:
         folder = Path(name)
-        build(folder, args.site.resolve(), _packages(args.python))
+        libraries = build(folder, args.site.resolve(), _packages(args.python))
         (folder / "state").write_bytes(bytes(_STATE_BYTES))
         _write_programs(folder / "bin", args.python)
-        environment = fake_environment(folder, bundle_environment(args.site.resolve()), args.memory)
+        _show_runtime(folder)
+        environment = fake_environment(folder, libraries, bundle_environment(args.site.resolve()))
+        environment["FAKE_CARD_BYTES"] = str(args.memory)
         return subprocess.run(args.command, env=environment, check=False).returncode
 
 
-def fake_environment(folder: Path, environment: Mapping[str, str], memory: str) -> dict[str, str]:
+def fake_environment(
+    folder: Path, libraries: Sequence[Path], environment: Mapping[str, str]
+) -> dict[str, str]:
     """Of processes that are to find the libraries, and the made-up tokens."""
-    patches = str(Path(__file__).with_name("path"))
+    paths = os.pathsep.join((str(Path(__file__).with_name("path")), str(folder / _PACKAGES)))
     return {
         **environment,
-        "LD_PRELOAD": os.pathsep.join(str(folder / name) for name in (LIBRARY, RUNTIME)),
+        "LD_PRELOAD": os.pathsep.join(map(str, libraries)),
         "LD_LIBRARY_PATH": _before(str(folder), environment.get("LD_LIBRARY_PATH")),
         "TRITON_LIBCUDA_PATH": str(folder),
         "PATH": _before(str(folder / "bin"), environment.get("PATH")),
-        "PYTHONPATH": _before(patches, environment.get("PYTHONPATH")),
+        "PYTHONPATH": _before(paths, environment.get("PYTHONPATH")),
         "FAKE_CARD_STATE": str(folder / "state"),
-        "FAKE_CARD_BYTES": memory,
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "GPUPOOL_GPU_TESTS_ON": "fake-card",
     }
 
 
@@ -61,6 +66,13 @@ def _write_programs(folder: Path, python: Path) -> None:
     for name, text in texts.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
+
+
+def _show_runtime(folder: Path) -> None:
+    """As NVIDIA's package: torch loads the first runtime that it finds so on Python's path."""
+    place = folder / _PACKAGES / "nvidia" / "cu13" / "lib"
+    place.mkdir(parents=True)
+    (place / RUNTIME).symlink_to(folder / RUNTIME)
 
 
 def _packages(python: Path) -> Path:
@@ -80,7 +92,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--python", type=Path, default=Path(sys.executable))
     parser.add_argument(
         "--memory",
-        default=str(64 << 30),
+        type=int,
+        default=64 << 30,
         metavar="BYTES",
         help="of the card (default: %(default)s); what is written takes the host's",
     )

@@ -20,8 +20,8 @@ _CALL = re.compile(r"\bU ((?:cu(?!File)[A-Z]|cuda[A-Z]|__cuda[A-Z]|cublas)\w*)")
 _DEFINED = re.compile(r" [TtWV] (\w+)")
 
 
-def build(folder: Path, site: Path, packages: Path) -> None:
-    """Make the libraries in ``folder``.
+def build(folder: Path, site: Path, packages: Path) -> list[Path]:
+    """Make the libraries in ``folder``; returns those that every process has to begin with.
 
     ``packages`` is the folder with torch and NVIDIA's packages, ``site`` that of the bundle.
 
@@ -38,8 +38,11 @@ def build(folder: Path, site: Path, packages: Path) -> None:
     stubs.write_text('#include "card.h"\n' + stub_source(wanted - _defined(objects), _not_there))
     objects += compile_sources(folder, [str(stubs)])
     link(folder / LIBRARY, objects)
-    for name in (DRIVER, RUNTIME, MANAGEMENT):
+    # Some packages have a runtime of their own, under a name of its own.
+    runtimes = [RUNTIME, *(path.name for path in packages.glob("*.libs/libcudart*"))]
+    for name in (DRIVER, MANAGEMENT, *runtimes):
         _link_alias(folder, name)
+    return [folder / name for name in (LIBRARY, *runtimes)]
 
 
 def compile_sources(
@@ -92,9 +95,9 @@ def _link_alias(folder: Path, name: str) -> None:
     source = folder / "alias.c"
     source.write_text("")
     options = [f"-L{folder}", "-Wl,--no-as-needed", f"-l:{LIBRARY}", "-Wl,-rpath,$ORIGIN"]
-    if name == RUNTIME:  # programs ask for its functions in the version of that name
-        versions = folder / f"{name}.map"
-        versions.write_text(f"{name} {{ }};\n")
+    if name.startswith("libcudart"):  # whose functions programs ask for in a version
+        versions = folder / "runtime.map"
+        versions.write_text(f"{RUNTIME} {{ }};\n")
         options.append(f"-Wl,--version-script={versions}")
     link(folder / name, [source], options)
 

@@ -65,6 +65,7 @@ EXPORT cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) {
 EXPORT cudaError_t cudaDeviceSynchronize(void) {
     return CALL(device_synchronize("cudaDeviceSynchronize"));
 }
+EXPORT cudaError_t cudaDeviceReset(void) { return CALL(refuse(NOT_SUPPORTED, "cudaDeviceReset")); }
 
 /* The dimensions are an H200's. */
 EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *found, int device) {

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.gpu import machine, results
 from benchmarks.gpu.pieces import Piece
-from benchmarks.gpu.runner import Runner, junit_figures, last_line, main, pack_logs
+from benchmarks.gpu.runner import Runner, junit_figures, last_words, main, pack_logs
 
 _PIECE = """
 import json, sys, time
@@ -89,9 +89,18 @@ def test_logs_are_packed_without_folders(tmp_path: Path) -> None:
 def test_the_last_words_of_a_silent_process(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_text("first\nValueError: last\n\n")
-    assert last_line(log) == "ValueError: last"
+    assert last_words(log) == "ValueError: last"
     log.write_text("")
-    assert last_line(log) == "it said nothing"
+    assert last_words(log) == "it said nothing"
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank0]: "])
+def test_the_last_words_are_what_was_raised(tmp_path: Path, prefix: str) -> None:
+    """However much is logged after it."""
+    log = tmp_path / "a.log"
+    said = ["Traceback (most recent call last):", '  File "a.py"', "ValueError: why", "  more"]
+    log.write_text("".join(f"{prefix}{line}\n" for line in said) + "WARNING: bye\n")
+    assert last_words(log) == "ValueError: why"
 
 
 def test_tests_are_counted() -> None:

@@ -47,7 +47,7 @@ def run(setting: Setting, shape: str) -> None:
     config += f"[memory]\nmodel_cache = {setting.model_cache_bytes([shape])}\n"
     checkpoint = setting.checkpoint(shape)
     plan = replace(plan, ends_s=time.monotonic() + setting.left_s - _END_S)
-    measured = measure_overhead(plan, checkpoint, config)
+    measured = measure_overhead(plan, checkpoint, config, setting.folder)
     setting.report.add(overhead_figures(shape, measured), overhead=measured)
 
 

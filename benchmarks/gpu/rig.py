@@ -108,11 +108,15 @@ class Setting:
         memory = num_bytes + slack_bytes + CUDA_RESERVE_BYTES
         return f'[[device]]\nkind = "cuda"\nmemory = {memory}\n'
 
+    @property
+    def folder(self) -> Path:
+        """For daemons and others that write logs; it stays until the run is over."""
+        return self.scratch / "daemons" / self.name
+
     @contextlib.contextmanager
     def daemon(self, config: str) -> Iterator[PrivateDaemon]:
         """A daemon whose folder, with its logs, stays in the scratch folder."""
-        folder = self.scratch / "daemons" / self.name
-        with private_daemon(config, folder, timeout_s=max(1.0, self.left_s)) as daemon:
+        with private_daemon(config, self.folder, timeout_s=max(1.0, self.left_s)) as daemon:
             yield daemon
 
 

@@ -12,8 +12,8 @@ from benchmarks.gpu.fake_card import NAME
 
 SOURCES = Path(__file__).parent
 # What the memory and the streams are made of; needs none of NVIDIA's headers.
-DRIVER_SOURCES = ("memory.c", "host.c", "streams.c", "driver.c")
-_ALL = (*DRIVER_SOURCES, "runtime.c", "blas.c", "management.c")
+DRIVER_SOURCES = ("memory.c", "host.c", "streams.c", "captures.c", "driver.c", "kernels.c")
+_ALL = (*DRIVER_SOURCES, "runtime.c", "runtime_kernels.c", "blas.c", "management.c")
 LIBRARY = "libfakecard.so"
 DRIVER, RUNTIME, MANAGEMENT = "libcuda.so.1", "libcudart.so.13", "libnvidia-ml.so.1"
 _CALL = re.compile(r"\bU ((?:cu(?!File)[A-Z]|cuda[A-Z]|__cuda[A-Z]|cublas)\w*)")

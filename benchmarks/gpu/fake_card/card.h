@@ -74,7 +74,7 @@ enum direction { ANY_WAY, TO_DEVICE, TO_HOST };
 int card_copy(uint64_t target, uint64_t source, size_t size, enum direction direction);
 int card_fill(uint64_t target, uint32_t value, size_t width, size_t count);
 
-/* Streams, events and captures (streams.c); handles are those of the API. */
+/* Streams, events and captures (streams.c, captures.c); handles are those of the API. */
 enum { GLOBAL = 0, THREAD_LOCAL = 1, RELAXED = 2 };
 /* Before work of a stream. When it is OK and the stream captures, ``is_captured`` is set: the
  * work is then noted and must not be done. */

@@ -7,7 +7,7 @@
  */
 
 #define _GNU_SOURCE
-#include "card.h"
+#include "streams.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -16,58 +16,15 @@
 #include <time.h>
 #include <unistd.h>
 
-#define STREAM 0x5374726d
-#define EVENT 0x4576656e
-#define GRAPH 0x47726168
 #define IPC_HANDLE_BYTES 64
-enum { NON_BLOCKING_STREAM = 1 };
-enum { NO_TIMING = 2, INTERPROCESS = 4, KNOWN_EVENT_FLAGS = 7 };
-enum { EXTERNAL = 1 };
-
-struct capture {
-    unsigned long long id;
-    int mode;
-    bool is_lost;
-    size_t num_nodes;
-    struct stream *origin;
-    pthread_t thread;
-    struct capture *next; /* of those under way */
-};
-
-struct stream {
-    uint32_t kind;
-    unsigned flags;
-    int priority;
-    struct capture *capture;
-    uint64_t num_done; /* operations in this capture */
-    uint64_t num_joined; /* of them, those that another stream has waited for */
-    struct stream *next;
-};
-
-struct event {
-    uint32_t kind;
-    unsigned flags;
-    bool is_recorded, is_imported;
-    struct capture *capture; /* of the stream when it was recorded */
-    struct stream *stream;
-    uint64_t num_done;
-    struct timespec at;
-};
-
-struct graph {
-    uint32_t kind;
-    size_t num_nodes;
-};
 
 /* Handles of what is destroyed stay known as such: nothing is given back to malloc. */
-static struct stream legacy = {.kind = STREAM};
-static struct stream *streams = &legacy;
-static struct capture *captures;
-static unsigned long long num_captures;
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static _Thread_local int thread_mode = GLOBAL;
+struct stream legacy = {.kind = STREAM};
+struct capture *captures;
+pthread_mutex_t streams_lock = PTHREAD_MUTEX_INITIALIZER;
+_Thread_local int thread_mode = GLOBAL;
 
-static struct stream *stream_of(void *handle) {
+struct stream *stream_of(void *handle) {
     if ((uintptr_t)handle <= 2) return &legacy; /* and the two constants for default streams */
     struct stream *stream = handle;
     return stream->kind == STREAM ? stream : NULL;
@@ -78,9 +35,9 @@ static struct event *event_of(void *handle) {
     return event && event->kind == EVENT ? event : NULL;
 }
 
-static int no_handle(const char *what) { return refuse(INVALID_HANDLE, "no such %s", what); }
+int no_handle(const char *what) { return refuse(INVALID_HANDLE, "no such %s", what); }
 
-static int lose(struct capture *capture, int code, const char *why) {
+int lose(struct capture *capture, int code, const char *why) {
     capture->is_lost = true;
     return refuse(code, "%s; the capture is lost", why);
 }
@@ -99,17 +56,17 @@ static struct capture *forbidding(void) {
 int begin_unsafe(const char *name) {
     int code = check_context();
     if (code) return code;
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&streams_lock);
     struct capture *capture = forbidding();
     if (capture) code = lose(capture, CAPTURE_UNSUPPORTED, name);
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&streams_lock);
     return code;
 }
 
 /* The default stream would wait for streams that are not independent of it. */
-static struct capture *implicit(const struct stream *stream) {
+struct capture *implicit(const struct stream *stream) {
     if (stream != &legacy) return NULL;
-    for (struct stream *at = streams; at; at = at->next) {
+    for (struct stream *at = &legacy; at; at = at->next) {
         if (at->capture && !(at->flags & NON_BLOCKING_STREAM)) return at->capture;
     }
     return NULL;
@@ -133,9 +90,9 @@ int begin_work(void *handle, bool *is_captured) {
     struct stream *stream = stream_of(handle);
     if (code) return code;
     if (!stream) return no_handle("stream");
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&streams_lock);
     code = begin_on(stream, is_captured);
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&streams_lock);
     return code;
 }
 
@@ -145,10 +102,10 @@ int stream_create(void **handle, unsigned flags, int priority) {
     if (flags > NON_BLOCKING_STREAM) return refuse(INVALID_VALUE, "stream of flags %u", flags);
     struct stream *stream = calloc(1, sizeof *stream);
     *stream = (struct stream){.kind = STREAM, .flags = flags, .priority = priority};
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&streams_lock);
     stream->next = legacy.next;
     legacy.next = stream;
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&streams_lock);
     *handle = stream;
     return OK;
 }
@@ -156,12 +113,12 @@ int stream_create(void **handle, unsigned flags, int priority) {
 int stream_destroy(void *handle) {
     struct stream *stream = stream_of(handle);
     if (!stream || stream == &legacy) return no_handle("stream");
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&streams_lock);
     stream->kind = 0;
-    for (struct stream *at = streams; at; at = at->next) {
+    for (struct stream *at = &legacy; at; at = at->next) {
         if (at->next == stream) at->next = stream->next;
     }
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&streams_lock);
     return OK;
 }
 
@@ -177,21 +134,21 @@ int stream_synchronize(void *handle, const char *name) {
     struct stream *stream = stream_of(handle);
     if (code) return code;
     if (!stream) return no_handle("stream");
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&streams_lock);
     struct capture *capture = stream->capture ? stream->capture : implicit(stream);
     if (capture) code = lose(capture, stream->capture ? CAPTURE_UNSUPPORTED : CAPTURE_IMPLICIT, name);
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&streams_lock);
     return code;
 }
 
 int device_synchronize(const char *name) {
     int code = check_context();
     if (code) return code;
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&streams_lock);
     for (struct capture *at = captures; at; at = at->next) {
         code = lose(at, CAPTURE_UNSUPPORTED, name);
     }
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&streams_lock);
     return code;
 }
 
@@ -224,9 +181,9 @@ int stream_wait(void *handle, void *event_handle, unsigned flags) {
     if (code) return code;
     if (!stream || !event) return no_handle("stream or event");
     if (flags & EXTERNAL) return OK;
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&streams_lock);
     code = join(stream, event);
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&streams_lock);
     return code;
 }
 
@@ -320,121 +277,4 @@ int event_import(void **event_handle, const char *handle) {
     int code = event_create(event_handle, NO_TIMING | INTERPROCESS);
     if (code == OK) event_of(*event_handle)->is_imported = true;
     return code;
-}
-
-/* Captures. */
-
-int capture_begin(void *handle, int mode) {
-    int code = check_context();
-    struct stream *stream = stream_of(handle);
-    if (code) return code;
-    if (!stream) return no_handle("stream");
-    if (stream == &legacy) return refuse(CAPTURE_UNSUPPORTED, "capture on the default stream");
-    if (stream->capture) return refuse(INVALID_VALUE, "the stream captures already");
-    struct capture *capture = calloc(1, sizeof *capture);
-    pthread_mutex_lock(&lock);
-    *capture = (struct capture){.id = ++num_captures, .mode = mode, .origin = stream,
-                                .thread = pthread_self(), .next = captures};
-    captures = capture;
-    stream->capture = capture;
-    stream->num_done = stream->num_joined = 0;
-    pthread_mutex_unlock(&lock);
-    return OK;
-}
-
-/* All streams leave the capture; whether each has been waited for. */
-static bool leave(struct capture *capture) {
-    bool is_joined = true;
-    for (struct stream *at = streams; at; at = at->next) {
-        if (at->capture != capture) continue;
-        if (at != capture->origin && at->num_joined < at->num_done) is_joined = false;
-        at->capture = NULL;
-    }
-    for (struct capture **at = &captures; *at; at = &(*at)->next) {
-        if (*at != capture) continue;
-        *at = capture->next;
-        break;
-    }
-    capture->origin = NULL; /* it is over: events may still name it */
-    return is_joined;
-}
-
-static int end(struct stream *stream, void **graph_handle) {
-    struct capture *capture = stream->capture;
-    if (!capture) return refuse(INVALID_VALUE, "the stream captures nothing");
-    if (capture->origin != stream) return lose(capture, CAPTURE_UNMATCHED, "end of another's capture");
-    if (capture->mode != RELAXED && !pthread_equal(capture->thread, pthread_self())) {
-        return lose(capture, CAPTURE_WRONG_THREAD, "end by another thread");
-    }
-    bool is_joined = leave(capture);
-    if (capture->is_lost) return refuse(CAPTURE_INVALIDATED, "a capture ends that is lost");
-    if (!is_joined) return refuse(CAPTURE_UNJOINED, "a stream of the capture was not waited for");
-    struct graph *graph = calloc(1, sizeof *graph);
-    *graph = (struct graph){GRAPH, capture->num_nodes};
-    *graph_handle = graph;
-    return OK;
-}
-
-int capture_end(void *handle, void **graph) {
-    struct stream *stream = stream_of(handle);
-    *graph = NULL;
-    if (!stream) return no_handle("stream");
-    pthread_mutex_lock(&lock);
-    int code = end(stream, graph);
-    pthread_mutex_unlock(&lock);
-    return code;
-}
-
-int capture_info(void *handle, int *status, unsigned long long *id) {
-    struct stream *stream = stream_of(handle);
-    if (!stream) return no_handle("stream");
-    pthread_mutex_lock(&lock);
-    int code = implicit(stream) ? CAPTURE_IMPLICIT : OK;
-    struct capture *capture = stream->capture;
-    *status = !capture ? 0 : capture->is_lost ? 2 : 1;
-    if (capture && id) *id = capture->id;
-    pthread_mutex_unlock(&lock);
-    return code;
-}
-
-int capture_exchange_mode(int *mode) {
-    if (*mode < GLOBAL || *mode > RELAXED) return refuse(INVALID_VALUE, "mode %d", *mode);
-    int before = thread_mode;
-    thread_mode = *mode;
-    *mode = before;
-    return OK;
-}
-
-static struct graph *graph_of(void *handle) {
-    struct graph *graph = handle;
-    return graph && graph->kind == GRAPH ? graph : NULL;
-}
-
-int graph_instantiate(void **executable, void *handle) {
-    struct graph *graph = graph_of(handle), *made;
-    if (!graph) return no_handle("graph");
-    made = calloc(1, sizeof *made);
-    *made = *graph;
-    *executable = made;
-    return OK;
-}
-
-int graph_launch(void *handle, void *stream) {
-    bool is_captured;
-    if (!graph_of(handle)) return no_handle("graph");
-    return begin_work(stream, &is_captured);
-}
-
-int graph_num_nodes(void *handle, size_t *count) {
-    struct graph *graph = graph_of(handle);
-    if (!graph) return no_handle("graph");
-    *count = graph->num_nodes;
-    return OK;
-}
-
-int graph_destroy(void *handle) {
-    struct graph *graph = graph_of(handle);
-    if (!graph) return no_handle("graph");
-    graph->kind = 0;
-    return OK;
 }

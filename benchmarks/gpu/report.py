@@ -148,11 +148,12 @@ def _machines(found: Mapping[str, Any]) -> Iterator[str]:
     for file, one in found.items():
         hardware, versions = one["hardware"], one["versions"]
         gpu = hardware["gpu"]
-        pcie = f"PCIe {gpu['pcie_generation']} x{gpu['pcie_width']}"
+        link = [f"PCIe {gpu['pcie_generation']} x{gpu['pcie_width']}"]
+        link = link if gpu["pcie_generation"] and gpu["pcie_width"] else []
         rows.append(
             (
                 _link(file),
-                f"{gpu['name']}, {format_bytes(gpu['memory_bytes'])}, {pcie}",
+                ", ".join([gpu["name"], format_bytes(gpu["memory_bytes"]), *link]),
                 f"{hardware['cpu']}, {hardware['cores']} cores, "
                 f"{format_bytes(hardware['memory_bytes'])}",
                 f"driver {gpu['driver']}, torch {versions['torch']}, vLLM {versions['vllm']}",

@@ -69,6 +69,9 @@ class TestPage:
         page = report.page({"a.json": measured()})
         assert "NVIDIA H200, 141 GiB, PCIe 5 x16" in page
         assert "0123abc" in page
+        unknown = {**FACTS["hardware"]["gpu"], "pcie_generation": None, "pcie_width": None}
+        page = report.page({"a.json": measured(hardware={**FACTS["hardware"], "gpu": unknown})})
+        assert "NVIDIA H200, 141 GiB |" in page
         assert "| overhead | no time left | [a](../benchmarks/results/a.json) |" in page
 
 

@@ -2,7 +2,7 @@
 
 ``GPUPOOL_GPU_TESTS_ON=emulated`` runs those that are marked ``gpu(emulated=True)`` on emulated
 devices, with small models in float32, on a machine without a GPU. The fake card (docs/gpu.md)
-sets it to ``fake-card``: all that a GPU runs, with smaller models, for copies there are slow.
+sets it to ``fake-card``: all that a GPU runs, with fewer switches, for copies there are slow.
 """
 
 from __future__ import annotations
@@ -48,13 +48,15 @@ class Scale:
     num_switches: int
     max_model_len: int
     long_tokens: int
+    quota_max_s: float
 
 
 _SCALES = {
     # 400 MB of weights a model: 10 ms of a fast link. A KV chunk is 32 MiB, a page per layer.
-    "cuda": Scale("cuda", "bfloat16", 800_000_000, 2.7, 2 << 30, 1000, 4096, 3000),
-    "fake-card": Scale("cuda", "bfloat16", 200_000_000, 2.95, 2 << 30, 100, 4096, 1500),
-    "emulated": Scale("emulated", "float32", 10_000_000, 2.6, 0, 60, 1200, 900),
+    "cuda": Scale("cuda", "bfloat16", 800_000_000, 2.7, 2 << 30, 1000, 4096, 3000, 0.02),
+    # Copies by the processor: 100 ms.
+    "fake-card": Scale("cuda", "bfloat16", 800_000_000, 2.7, 2 << 30, 60, 4096, 1500, 0.1),
+    "emulated": Scale("emulated", "float32", 10_000_000, 2.6, 0, 60, 1200, 900, 0.02),
 }
 _ON = os.environ.get("GPUPOOL_GPU_TESTS_ON", "cuda")
 SCALE = _SCALES[_ON]
@@ -185,7 +187,7 @@ class Box:
             self.peer = InstancePeer(
                 self.device_bytes,
                 kv_host_bytes=1 << 30 if IS_GPU else 64 << 20,
-                quota_max_s=0.02,
+                quota_max_s=SCALE.quota_max_s,
                 options={
                     "--device-kind": SCALE.kind,
                     "--reserve-bytes": SCALE.reserve_bytes,

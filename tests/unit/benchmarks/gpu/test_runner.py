@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from benchmarks.gpu import machine, results
 from benchmarks.gpu.pieces import Piece
 from benchmarks.gpu.runner import Runner, junit_figures, last_words, main, pack_logs
+from gpupoold.doctor.probe_memory import memory_facts
 
 _PIECE = """
 import json, sys, time
@@ -127,6 +129,12 @@ class TestMachine:
         assert machine.scratch_parent(64 * gb, 130 * gb, tmp_path) == Path("/dev/shm")
         assert machine.scratch_parent(64 * gb, 100 * gb, tmp_path) == tmp_path
         assert machine.scratch_parent(64 << 20, 130 * gb, tmp_path) == tmp_path
+
+    def test_memory_is_what_a_container_may_have_of_it(self) -> None:
+        facts = replace(memory_facts(), available_bytes=10, limit_bytes=None)
+        assert machine.usable_bytes(facts) == 10
+        assert machine.usable_bytes(replace(facts, limit_bytes=7)) == 7
+        assert machine.usable_bytes(replace(facts, limit_bytes=70)) == 10
 
     def test_a_copied_tree_can_be_told_its_commit(self, tmp_path: Path) -> None:
         assert machine.commit({}, tmp_path) is None

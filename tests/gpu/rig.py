@@ -55,7 +55,7 @@ _SCALES = {
     # 400 MB of weights a model: 10 ms of a fast link. A KV chunk is 32 MiB, a page per layer.
     "cuda": Scale("cuda", "bfloat16", 800_000_000, 2.7, 2 << 30, 1000, 4096, 3000, 0.02),
     # Copies by the processor: 100 ms.
-    "fake-card": Scale("cuda", "bfloat16", 800_000_000, 2.7, 2 << 30, 60, 4096, 1500, 0.1),
+    "fake-card": Scale("cuda", "bfloat16", 800_000_000, 2.7, 2 << 30, 60, 4096, 3000, 0.3),
     "emulated": Scale("emulated", "float32", 10_000_000, 2.6, 0, 60, 1200, 900, 0.02),
 }
 _ON = os.environ.get("GPUPOOL_GPU_TESTS_ON", "cuda")

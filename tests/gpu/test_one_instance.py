@@ -15,6 +15,7 @@ from tests.gpu.conftest import FAILED
 from tests.gpu.rig import (
     IS_GPU,
     LLAMA,
+    LONG_PROMPTS,
     MODELS,
     QWEN3,
     SCALE,
@@ -23,10 +24,11 @@ from tests.gpu.rig import (
     Restarting,
     engine_environment,
     integrity,
+    limit_s,
     same_tokens,
 )
 
-pytestmark = [pytest.mark.gpu(emulated=True), pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.gpu(emulated=True), pytest.mark.timeout(limit_s(90))]
 
 NUM_TOKENS = 64
 NUM_LONG = 200
@@ -52,7 +54,7 @@ def box(boxes: Restarting, request: pytest.FixtureRequest) -> Iterator[Box]:
         boxes.drop()
 
 
-@pytest.mark.timeout(150)  # with the start of the process, and the first kernels of all
+@pytest.mark.timeout(limit_s(150))  # with the start of the process, and the first kernels of all
 def test_a_model_is_loaded_and_answers(box: Box) -> None:
     box.load(LLAMA)
     first = box.alone(LLAMA, 1, NUM_TOKENS)
@@ -83,7 +85,7 @@ def test_weights_and_kv_are_the_same_bytes_after_a_pause(box: Box) -> None:
     assert box.answer(request_id) == expected
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(limit_s(150))
 def test_three_architectures_answer_as_alone(box: Box) -> None:
     box.load(*MODELS)
     box.peer.switches.clear()
@@ -114,9 +116,9 @@ def test_kv_goes_and_comes_while_others_run(box: Box) -> None:
     """There is no room for the KV of all three, however much of the weights goes."""
     box.load(*MODELS)
     for name in MODELS:
-        box.alone(name, 3, SCALE.long_tokens)
+        box.alone(name, LONG_PROMPTS, NUM_LONG)
     box.peer.switches.clear()
-    box.one_of_each(3, SCALE.long_tokens)
+    box.one_of_each(LONG_PROMPTS, NUM_LONG)
     assert sum(switch.kv_out_bytes for switch in box.peer.switches) > 0
     assert sum(switch.kv_in_bytes for switch in box.peer.switches) > 0
     assert box.peer.status is not None
@@ -134,7 +136,7 @@ def test_kv_is_moved_beside_the_steps_of_another_model(box: Box) -> None:
     assert moved["kv_overlap"]["steps_during"] > 0
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(limit_s(120))
 def test_a_thousand_switches_lose_and_gain_nothing(box: Box) -> None:
     """All models are taken off the device again and again while they answer."""
     box.load(*MODELS)

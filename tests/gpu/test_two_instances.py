@@ -31,14 +31,15 @@ from tests.gpu.rig import (
     SCALE,
     Checkpoints,
     engine_environment,
+    limit_s,
     same_tokens,
 )
 
-pytestmark = [pytest.mark.gpu(emulated=True), pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.gpu(emulated=True), pytest.mark.timeout(limit_s(90))]
 
 NUM_TOKENS = 60
 MAX_LEN = min(2048, SCALE.max_model_len)
-BACK_S = 80.0
+BACK_S = limit_s(80)
 _CONFIG = """
 [memory]
 reserve = {reserve}
@@ -112,7 +113,7 @@ async def undisturbed(
     return [await ask(api, model, text, num_tokens) for model, text in asked]
 
 
-@pytest.mark.timeout(240)  # with the start of the daemon
+@pytest.mark.timeout(limit_s(240))  # with the start of the daemon
 async def test_streams_over_all_models_are_as_undisturbed(
     daemon: PrivateDaemon, api: AsyncOpenAI
 ) -> None:
@@ -155,7 +156,7 @@ async def test_answers_move_with_their_kv(daemon: PrivateDaemon, api: AsyncOpenA
     same_answers([await stream.finished() for stream in streams], expected, asked)
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(limit_s(150))
 async def test_streams_go_on_when_an_instance_is_killed(
     daemon: PrivateDaemon, api: AsyncOpenAI
 ) -> None:

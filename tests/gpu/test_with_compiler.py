@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.rig import LLAMA, Box, Checkpoints, engine_environment, integrity, same_tokens
+from tests.gpu.rig import (
+    LLAMA,
+    Box,
+    Checkpoints,
+    engine_environment,
+    integrity,
+    limit_s,
+    same_tokens,
+)
 
-pytestmark = [pytest.mark.gpu(emulated=True), pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.gpu(emulated=True), pytest.mark.timeout(limit_s(150))]
 
 NUM_TOKENS = 200
 

@@ -158,13 +158,6 @@ EXPORT int cuCtxGetCurrent(void **found) {
     return OK;
 }
 
-EXPORT int cuCtxPushCurrent_v2(void *wanted) { return cuCtxSetCurrent(wanted); }
-
-EXPORT int cuCtxPopCurrent_v2(void **found) {
-    *found = current;
-    return OK;
-}
-
 EXPORT int cuCtxGetDevice(int *device) {
     *device = 0;
     return check_context();

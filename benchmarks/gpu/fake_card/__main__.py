@@ -26,11 +26,15 @@ _PACKAGES = "packages"
 
 
 def main() -> int:
-    """The command's exit code."""
+    """The command's exit code, or 1 where the libraries cannot be made."""
     args = _parse()
     with tempfile.TemporaryDirectory(prefix="gpupool-fake-") as name:
         folder = Path(name)
-        libraries = build(folder, args.site.resolve(), _packages(args.python))
+        try:
+            libraries = build(folder, args.site.resolve(), _packages(args.python))
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f"the fake card cannot be made: {error}", file=sys.stderr)
+            return 1
         (folder / "state").write_bytes(bytes(_STATE_BYTES))
         _write_programs(folder / "bin", args.python)
         _show_runtime(folder)

@@ -194,6 +194,9 @@ class TurnLoop:
         self._report_memory()
 
     def _step(self, engine: ModelEngine) -> None:
+        if engine.is_under_way and self.orders.is_quota_used(self.steps.expected_end_s()):
+            self.steps.settle()  # the turn's last step: the next model need not wait for another
+            return
         self.residency.ensure_kv(engine.name)
         turn = self.orders.turn
         if not self.steps.begin(engine, turn.chunk_tokens if turn is not None else None):

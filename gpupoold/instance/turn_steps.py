@@ -27,11 +27,13 @@ class TurnSteps:
         self._send = send
         self._engine: ModelEngine | None = None  # which may have a step under way
         self._since_s = 0.0  # when the device began what it computes
+        self._last_s = 0.0  # what the step before that took
         self.num_begun = 0
 
     def begin(self, engine: ModelEngine, chunk_tokens: int | None) -> bool:
         """Begin a step and tell of the one before; whether the engine still has requests."""
         if not engine.is_under_way:
+            self._tell(engine, engine.settle())  # one may have been waited for by others
             self._since_s = time.monotonic()
         self._engine = engine
         self.num_begun += 1
@@ -39,6 +41,10 @@ class TurnSteps:
         self._tell(engine, steps)
         has_told = any(step.frames for step in steps)
         return has_told or engine.is_under_way or engine.has_requests()
+
+    def expected_end_s(self) -> float:
+        """When the step under way ends, on ``time.monotonic``, if it is like the one before."""
+        return self._since_s + self._last_s
 
     def settle(self) -> None:
         """Return when no step is under way and all have been told."""
@@ -50,7 +56,8 @@ class TurnSteps:
         for step in steps:
             ended_s = time.monotonic()
             # Steps under way follow each other on the device: one begins when the other ends.
-            step_s, self._since_s = ended_s - self._since_s, ended_s
+            step_s = self._last_s = ended_s - self._since_s
+            self._since_s = ended_s
             for item in step.progress:
                 self._ledger.progress(engine.name, item.request_id, len(item.new_token_ids))
                 if item.finish_reason is not None:

@@ -105,6 +105,16 @@ def test_steps_take_what_the_device_took_when_the_host_works_ahead(
     assert told.steps_s == [0.013, 0.01, 0.01]
 
 
+def test_a_step_is_expected_to_be_like_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told(monkeypatch, is_async=True)
+    told.steps.begin(told.engine, None)
+    told.steps.begin(told.engine, None)
+    [first] = told.sent
+    assert told.steps.expected_end_s() == pytest.approx(first.at_s + 0.013)
+    told.steps.begin(told.engine, None)
+    assert told.steps.expected_end_s() == pytest.approx(told.sent[-1].at_s + 0.01)
+
+
 def test_steps_take_host_and_device_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told(monkeypatch, is_async=False)
     for _ in range(3):

@@ -48,6 +48,7 @@ PIECES = (
     Piece("overhead", _of("overhead"), 230.0, 90.0),
     Piece("mixed-gpupool", _of("mixed", "--policy", "gpupool"), 300.0, 150.0),
     Piece("mixed-request-level", _of("mixed", "--policy", "request-level"), 300.0, 150.0, False),
+    Piece("decode-layouts", _of("decode_layouts"), 150.0, 70.0),
     *(
         piece
         for shape in ("1B", "14B", "3B")

@@ -27,12 +27,14 @@ from gpupoold.memory.numa import node_of, prefer_node
 from gpupoold.memory.pages import split_runs
 from gpupoold.units import format_bytes
 
-# The smallest page CUDA has. With vLLM's default layout a KV block's bytes lie in one place
-# per layer, so a KV chunk takes a page per layer: for a model of 32 layers 64 MiB (512 tokens
-# of an 8B model) with 2 MiB pages, but 1 GiB with 32 MiB pages. Mapping costs 1.5 us per page
-# (12 ms for 16 GB, beneath a copy of 300 ms), granting access is one call per range, and making
-# pages (0.2 ms each, 14 s for 140 GB) happens at start-up only.
-_PAGE_BYTES = 2 << 20
+# Between what switches want and what KV wants. The driver does its work page by page, however
+# many one call is for (pytorch#96995): with access 40 us to map one, 26 us to unmap it, on an
+# A100 (kvcached). In pages of 2 MiB, the smallest, 16 GB would take 0.2 s to evict and 0.3 s to
+# map, as long as the copy itself; in these a quarter of it. With vLLM's default layout a KV
+# block's bytes lie in one place per layer, so a KV chunk takes a page per layer: for a model of
+# 32 layers 256 MiB (2048 tokens of an 8B model), but 1 GiB with 32 MiB pages. Making pages
+# (0.2 ms each, 4 s for 140 GB) happens at start-up only.
+_PAGE_BYTES = 8 << 20
 # Copied while the next piece is being mapped: 5 ms on PCIe 5, so that mapping hides behind it.
 _PIECE_BYTES = 256 << 20
 _LEGACY_STREAM = 0

@@ -47,12 +47,14 @@ class Scale:
     num_switches: int
     max_model_len: int
     long_tokens: int
+    page_bytes: int  # 0: the device's choice
 
 
 _SCALES = {
-    # 400 MB of weights a model: 10 ms of a fast link. A KV chunk is 32 MiB, a page per layer.
-    "cuda": Scale("cuda", "bfloat16", 800_000_000, 2.7, 2 << 30, 1000, 4096, 3000),
-    "emulated": Scale("emulated", "float32", 10_000_000, 2.6, 0, 60, 1200, 900),
+    # 400 MB of weights a model: 10 ms of a fast link. A KV chunk is 32 MiB, a page per layer:
+    # the smallest pages there are, for models that are small too.
+    "cuda": Scale("cuda", "bfloat16", 800_000_000, 2.7, 2 << 30, 1000, 4096, 3000, 2 << 20),
+    "emulated": Scale("emulated", "float32", 10_000_000, 2.6, 0, 60, 1200, 900, 0),
 }
 SCALE = _SCALES[os.environ.get("GPUPOOL_GPU_TESTS_ON", "cuda")]
 IS_GPU = SCALE.kind == "cuda"
@@ -180,6 +182,7 @@ class Box:
                 options={
                     "--device-kind": SCALE.kind,
                     "--reserve-bytes": SCALE.reserve_bytes,
+                    "--page-bytes": SCALE.page_bytes,
                     "--log-level": "info" if IS_GPU else "warning",
                 },
                 environment=environment,

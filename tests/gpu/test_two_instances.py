@@ -58,7 +58,7 @@ def daemon(
     folder = tmp_path_factory.mktemp("daemon")
     memory = int(1.7 * checkpoints.largest_bytes) + SCALE.reserve_bytes
     device = f'[[device]]\nkind = "{SCALE.kind}"\nmemory = {memory}\n'
-    device += "index = 0\n" if IS_GPU else ""
+    device += f"index = 0\npage_bytes = {SCALE.page_bytes}\n" if IS_GPU else ""
     config = 2 * device + _CONFIG.format(reserve=SCALE.reserve_bytes)
     with contextlib.ExitStack() as stack:
         stack.enter_context(LOGS.watching(folder))

@@ -48,9 +48,9 @@ class TestOpening:
         device.release(region, 8)
         assert driver.calls["create"] == NUM_PAGES
 
-    def test_a_page_is_2_mib_by_default_or_the_granularity_if_larger(self) -> None:
-        for granularity, page_bytes in ((64 << 10, 2 << 20), (4 << 20, 4 << 20)):
-            driver = FakeCuda(8 << 20, granularity=granularity)
+    def test_a_page_is_8_mib_by_default_or_the_granularity_if_larger(self) -> None:
+        for granularity, page_bytes in ((2 << 20, 8 << 20), (16 << 20, 16 << 20)):
+            driver = FakeCuda(32 << 20, granularity=granularity)
             device = CudaDevice(0, 0, 0, driver=driver)
             assert device.page_bytes == page_bytes
             device.close()

@@ -68,7 +68,8 @@ class Residency:
         self._device = device
         self.pool = pool
         self._host = host
-        self._in = TransferQueue(device.open_lanes(Direction.IN), "copy-in")
+        may_hold = device.is_host_addressable
+        self._in = TransferQueue(device.open_lanes(Direction.IN), "copy-in", may_hold=may_hold)
         self._out = TransferQueue(device.open_lanes(Direction.OUT), "copy-out")
         self._room = Room(device, pool, host, self._out, use_of)
         self._models = self._room.models

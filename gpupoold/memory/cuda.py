@@ -16,7 +16,7 @@ crash the driver (vllm#36753). An instance owns its GPU, and its turn loop the c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gpupoold.errors import Failed
 from gpupoold.memory.contracts import Device, Direction, PageRun
@@ -120,9 +120,14 @@ class CudaDevice(Device):
 
     def unmap(self, address: int, runs: list[PageRun]) -> None:
         """See :meth:`Device.unmap`. Waits for kernels and copies, which may use the pages."""
+        self.unmap_each([(address, runs)])
+
+    def unmap_each(self, mappings: Sequence[tuple[int, list[PageRun]]]) -> None:
+        """See :meth:`Device.unmap_each`."""
         self._wait_for_compute()
         self.synchronize()
-        self._driver.unmap(address, _num_pages(runs) * self.page_bytes)
+        for address, runs in mappings:
+            self._driver.unmap(address, _num_pages(runs) * self.page_bytes)
 
     def map_and_fill(self, address: int, runs: list[PageRun], source: int | None) -> None:
         """See :meth:`Device.map_and_fill`. The next piece is mapped while one is being copied."""

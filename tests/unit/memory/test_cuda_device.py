@@ -146,6 +146,18 @@ class TestMapping:
         device.release(region, 1)
         device.close()
 
+    def test_several_ranges_are_waited_for_once(self, device: CudaDevice, driver: FakeCuda) -> None:
+        region = device.reserve(9)
+        mappings = [(region + at * PAGE, [PageRun(at, 2)]) for at in (0, 3, 7)]
+        for mapping in mappings:
+            device.map(*mapping)
+        before = driver.calls.copy()
+        device.unmap_each(mappings)
+        done = driver.calls - before
+        assert done["unmap"] == 3
+        assert done["synchronize_stream"] == 3  # the compute stream, copies in, copies out
+        device.release(region, 9)
+
     def test_pitfall_04_copies_end_before_their_pages_go(
         self, device: CudaDevice, image: HostBuffer
     ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import rig
-from benchmarks.gpu.rig import Report, Setting
+from benchmarks.gpu.rig import arguments, setting_of
 from gpupoold.instance.environment import engine_arguments
 
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
@@ -31,7 +31,10 @@ def test_engines_are_not_compiled_where_steps_are_not_measured(
 
     monkeypatch.setattr(rig, "private_daemon", daemon)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    setting = Setting("a", is_dry, tmp_path, Report(tmp_path / "out.json"), 0.0)
+    words = ["--name", "a", "--out", str(tmp_path / "out.json"), "--scratch", str(tmp_path)]
+    setting = setting_of(
+        arguments("A test.").parse_args([*words, "--dry-run"] if is_dry else words)
+    )
     with setting.daemon("", starts_quickly=starts_quickly):
         [environment] = seen
     is_quick = starts_quickly and not is_dry

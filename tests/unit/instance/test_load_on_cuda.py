@@ -180,12 +180,6 @@ class TestModelLoad:
         assert driver.free_bytes == 0
 
 
-class OnDevice(torch.Tensor):
-    """Torch takes it for one of the host's; its address is one of the fake GPU's."""
-
-    is_cuda = True
-
-
 def test_an_image_is_written_by_the_devices_own_copies(
     device: CudaDevice, pool: PagePool, driver: FakeCuda
 ) -> None:
@@ -194,9 +188,11 @@ def test_an_image_is_written_by_the_devices_own_copies(
     region.retain(range(3))
     data = bytes(range(256)) * (2 * PAGE // 256)
     driver.kernel_write(region.address + PAGE, data)
+    # Torch takes the tensor for one of the host's, but its address is one of the fake GPU's.
+    on_device = type("OnDevice", (torch.Tensor,), {"is_cuda": True})
     at = tensors.at_pointer(region.address + PAGE, 2 * PAGE, torch.device("cpu"))
     model = torch.nn.Module()
-    model.register_buffer("weights", at.as_subclass(OnDevice))
+    model.register_buffer("weights", at.as_subclass(on_device))
     model.register_buffer("scale", torch.tensor([0.25, 4.0]))
     layout = plan_layout(model)
     image = HostBuffer.create("image", 3 * PAGE)

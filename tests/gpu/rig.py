@@ -27,6 +27,7 @@ from tests.functional.instance_peer import InstancePeer
 LLAMA, QWEN2, QWEN3 = ("tiny-llama", "tiny-qwen2", "tiny-qwen3")
 MODELS = (LLAMA, QWEN2, QWEN3)
 TAIL_LINES = 60
+LONG = -1  # the seed of a long prompt
 # Few sizes to capture graphs for, and small steps: a model is up in a second or two.
 _ENGINE_ARGUMENTS: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 1024}
 _LOAD_TIMEOUT_S = 90.0
@@ -46,13 +47,16 @@ class Scale:
     reserve_bytes: int
     num_switches: int
     max_model_len: int
+    long_prompt: int
     long_tokens: int
+    page_bytes: int  # 0: the device's choice
 
 
 _SCALES = {
-    # 400 MB of weights a model: 10 ms of a fast link. A KV chunk is 32 MiB, a page per layer.
-    "cuda": Scale("cuda", "bfloat16", 800_000_000, 2.7, 2 << 30, 1000, 4096, 3000),
-    "emulated": Scale("emulated", "float32", 10_000_000, 2.6, 0, 60, 1200, 900),
+    # 400 MB of weights a model: 10 ms of a fast link. A KV chunk is 32 MiB, a page per layer:
+    # the smallest pages there are, for models that are small too.
+    "cuda": Scale("cuda", "bfloat16", 800_000_000, 2.7, 2 << 30, 1000, 4096, 2500, 500, 2 << 20),
+    "emulated": Scale("emulated", "float32", 10_000_000, 2.6, 0, 60, 1200, 600, 300, 0),
 }
 SCALE = _SCALES[os.environ.get("GPUPOOL_GPU_TESTS_ON", "cuda")]
 IS_GPU = SCALE.kind == "cuda"
@@ -180,6 +184,7 @@ class Box:
                 options={
                     "--device-kind": SCALE.kind,
                     "--reserve-bytes": SCALE.reserve_bytes,
+                    "--page-bytes": SCALE.page_bytes,
                     "--log-level": "info" if IS_GPU else "warning",
                 },
                 environment=environment,
@@ -249,9 +254,10 @@ class Box:
 
 
 def prompt(seed: int) -> list[int]:
-    """Token ids that span some KV blocks."""
+    """Token ids that span some KV blocks, or many of them for ``LONG``."""
     rng = random.Random(seed)
-    return [rng.randrange(300, 1900) for _ in range(20 + 35 * (seed % 4))]
+    num_tokens = SCALE.long_prompt if seed == LONG else 20 + 35 * (seed % 4)
+    return [rng.randrange(300, 1900) for _ in range(num_tokens)]
 
 
 def same_tokens(found: Sequence[int], expected: Sequence[int], what: str) -> None:

@@ -15,6 +15,7 @@ from tests.gpu.conftest import FAILED
 from tests.gpu.rig import (
     IS_GPU,
     LLAMA,
+    LONG,
     MODELS,
     QWEN3,
     SCALE,
@@ -111,12 +112,12 @@ def test_two_models_stay_beside_each_other(box: Box) -> None:
 
 
 def test_kv_goes_and_comes_while_others_run(box: Box) -> None:
-    """There is no room for the KV of all three, however much of the weights goes."""
+    """There is no room for the KV of all three beside the weights of two."""
     box.load(*MODELS)
     for name in MODELS:
-        box.alone(name, 3, SCALE.long_tokens)
+        box.alone(name, LONG, SCALE.long_tokens)
     box.peer.switches.clear()
-    box.one_of_each(3, SCALE.long_tokens)
+    box.one_of_each(LONG, SCALE.long_tokens)
     assert sum(switch.kv_out_bytes for switch in box.peer.switches) > 0
     assert sum(switch.kv_in_bytes for switch in box.peer.switches) > 0
     assert box.peer.status is not None

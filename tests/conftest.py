@@ -15,6 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = [str(ROOT / name) for name in (".", "cli", "tui", "state")]
+# A bundle's packages may be on the path by it alone (docs/gpu.md).
+PYTHON_PATH = os.pathsep.join(filter(None, (*SOURCE_ROOTS, os.environ.get("PYTHONPATH"))))
 _MAKER_FILES = [ROOT / "gpupoold/checkpoints" / name for name in ("tiny.py", "tiny_tokenizer.py")]
 
 
@@ -70,7 +72,7 @@ def has_nvidia_gpu() -> bool:
 @pytest.fixture(scope="session")
 def project_env() -> dict[str, str]:
     """Environment for child processes that import the project from this checkout."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(SOURCE_ROOTS)}
+    return os.environ | {"PYTHONPATH": PYTHON_PATH}
 
 
 @pytest.fixture(scope="session")

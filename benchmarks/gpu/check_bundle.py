@@ -10,17 +10,24 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.gpu.fake_card.build import (
+    DRIVER,
+    MANAGEMENT,
+    compile_sources,
+    link,
+    stub_source,
+    undefined,
+)
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE_FOLDERS = (ROOT, ROOT / "cli", ROOT / "state", ROOT / "tui")
-STUB_SOURCE = Path(__file__).with_name("stub_driver.c")
-_DRIVER, _MANAGEMENT = "libcuda.so.1", "libnvidia-ml.so.1"
-_DRIVER_CALL = re.compile(r"\bU (cu[A-Z]\w*)")
+_SHOWN = "NVIDIA H200"
+_NO_DEVICE = "100"  # CUDA_ERROR_NO_DEVICE
 
 
 def main() -> int:
@@ -30,7 +37,7 @@ def main() -> int:
         environment = bundle_environment(arguments.site.resolve())
         if not _has_driver():
             make_stubs(arguments.site, Path(folder))
-            print(f"no {_DRIVER} here: stand-ins for an H200, nothing can be computed")
+            print(f"no {DRIVER} here: stand-ins for an H200, nothing can be computed")
             environment["LD_LIBRARY_PATH"] = _before(folder, environment.get("LD_LIBRARY_PATH"))
         command = [arguments.python, "-m", "benchmarks.gpu.bundle_checks"]
         return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
@@ -43,29 +50,22 @@ def bundle_environment(site: Path) -> dict[str, str]:
 
 
 def make_stubs(site: Path, folder: Path) -> None:
-    """Compile the stand-ins into ``folder``; the driver's has all calls that ``site`` links to."""
-    calls: set[str] = set()
-    for library in site.glob("vllm/**/*.so"):
-        symbols = _output(["nm", "-D", "--undefined-only", str(library)])
-        calls.update(_DRIVER_CALL.findall(symbols))
-    stubs = "".join(f"STUB({call}) " for call in sorted(calls))
-    _compile(folder / _DRIVER, [f"-DSTUB_CALLS={stubs}"])
-    _compile(folder / _MANAGEMENT, [])
+    """Compile the stand-ins into ``folder``.
 
-
-def _compile(target: Path, options: list[str]) -> None:
-    compiler = os.environ.get("CC", "cc")
-    shared = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{target.name}"]
-    _output([*shared, *options, "-o", str(target), str(STUB_SOURCE)])
-
-
-def _output(command: list[str]) -> str:
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    The driver has all calls that ``site`` links to, each of which finds no device.
+    """
+    found = undefined(site.glob("vllm/**/*.so"))
+    calls = [call for call in found if call[2].isupper()]  # the runtime is there
+    stubs = folder / "no_device.c"
+    stubs.write_text(stub_source(calls, lambda call: _NO_DEVICE))
+    link(folder / DRIVER, compile_sources(folder, [str(stubs)]))
+    objects = compile_sources(folder, ["management.c"], _SHOWN, ["-DWITHOUT_CARD"])
+    link(folder / MANAGEMENT, objects)
 
 
 def _has_driver() -> bool:
     try:
-        ctypes.CDLL(_DRIVER)
+        ctypes.CDLL(DRIVER)
     except OSError:
         return False
     return True

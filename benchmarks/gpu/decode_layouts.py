@@ -78,7 +78,7 @@ def layout_figures(
 @contextlib.contextmanager
 def _engine(args: argparse.Namespace, layout: str) -> Iterator[subprocess.Popen[str]]:
     environment = os.environ | {
-        "VLLM_KV_CACHE_LAYOUT": _DRY_LAYOUT if args.dry_run else LAYOUTS[layout],
+        "VLLM_KV_CACHE_LAYOUT": _DRY_LAYOUT if args.dry_run == "emulated" else LAYOUTS[layout],
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -143,8 +143,8 @@ def _llm(setting: Setting, shape: str) -> LLM:
         model=str(setting.checkpoint(shape)),
         dtype=setting.dtype,
         max_model_len=MAX_MODEL_LEN,
-        enforce_eager=setting.is_dry,
-        gpu_memory_utilization=0.3 if setting.is_dry else 0.05,
+        enforce_eager=setting.is_emulated,
+        gpu_memory_utilization=0.3 if setting.is_emulated else 0.05,
         kv_cache_memory_bytes=_DRY_KV_BYTES if setting.is_dry else _KV_BYTES,
     )
 

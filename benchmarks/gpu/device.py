@@ -35,8 +35,10 @@ _CALLS = ("map", "allow_access", "unmap")
 def run(setting: Setting) -> None:
     """Measure and report."""
     mib = 1 << 20
-    pages = (mib // 16, mib // 4) if setting.is_dry else tuple(2 * mib << i for i in range(6))
-    num_bytes = 4 * mib if setting.is_dry else 1024 * mib
+    pages = tuple(2 * mib << i for i in range(6))
+    if setting.is_dry:
+        pages = (setting.dry_bytes(mib // 16), setting.dry_bytes(mib // 4))
+    num_bytes = setting.dry_bytes(4 * mib) if setting.is_dry else 1024 * mib
     num_blocks = 64 if setting.is_dry else 512
     shape = setting.shape("8B")
     # A copy's memory, or a KV cache of which every page may be taken.
@@ -62,7 +64,7 @@ def opened(
     """The first GPU, and its driver; or an emulated device, which has none."""
     device: Device
     driver: TimedDriver | None = None
-    if setting.is_dry:
+    if setting.is_emulated:
         device = EmulatedDevice(device_bytes, page_bytes)
     else:
         driver = TimedDriver(make_driver())

@@ -19,8 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
-
+from gpupoold.doctor.facts import MemoryFacts
+from gpupoold.doctor.probe_memory import memory_facts
 from gpupoold.memory.numa import node_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -46,12 +46,13 @@ def scratch_parent(shm_free: int, available: int, temporary: Path) -> Path:
 
 def hardware() -> dict[str, Any]:
     """What this machine has; ``gpu`` is None where there is none."""
-    memory = psutil.virtual_memory()
+    memory = memory_facts()
     return {
         "gpu": _known(_gpu) or _known(_gpu_of_torch),
         "cpu": cpu_model(_known(lambda: Path("/proc/cpuinfo").read_text("utf-8")) or ""),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": memory.total,
+        "memory_bytes": memory.total_bytes,
+        "memory_limit_bytes": memory.limit_bytes,
         "shm_free_bytes": _known(lambda: shutil.disk_usage(_SHM).free),
         "temporary_free_bytes": shutil.disk_usage(tempfile.gettempdir()).free,
         "kernel": platform.release(),
@@ -87,6 +88,11 @@ def cpu_model(cpuinfo: str) -> str:
         if name.strip() == _MODEL_NAME:
             return value.strip()
     return platform.machine()
+
+
+def usable_bytes(memory: MemoryFacts) -> int:
+    """Host memory that can still be taken: a container's limit is not the machine's."""
+    return min(memory.available_bytes, memory.limit_bytes or memory.available_bytes)
 
 
 def _gpu() -> dict[str, Any]:
@@ -154,8 +160,7 @@ def _known(ask: Callable[[], _T]) -> _T | None:
 def main() -> int:
     """Print where checkpoints go."""
     shm_free = _known(lambda: shutil.disk_usage(_SHM).free) or 0
-    available = psutil.virtual_memory().available
-    print(scratch_parent(shm_free, available, Path(tempfile.gettempdir())))
+    print(scratch_parent(shm_free, usable_bytes(memory_facts()), Path(tempfile.gettempdir())))
     return 0
 
 

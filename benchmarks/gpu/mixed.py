@@ -95,7 +95,8 @@ def mixed_figures(policy: str, phases: list[Phase]) -> dict[str, figures.Figure]
 
 def _config(setting: Setting, policy: str, shapes: list[str]) -> str:
     kv_host_bytes = _DRY_KV_HOST_BYTES if setting.is_dry else _KV_HOST_BYTES
-    config = setting.device(_DRY_DEVICE_BYTES if setting.is_dry else _DEVICE_BYTES)
+    device_bytes = setting.dry_bytes(_DRY_DEVICE_BYTES) if setting.is_dry else _DEVICE_BYTES
+    config = setting.device(device_bytes)
     config += f"[memory]\nmodel_cache = {setting.model_cache_bytes(shapes)}\n"
     return config + f'kv_host = {kv_host_bytes}\n[scheduling]\npolicy = "{policy}"\n'
 

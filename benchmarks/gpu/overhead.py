@@ -16,10 +16,11 @@ from benchmarks.gpu.rig import MAX_MODEL_LEN, Setting, arguments, setting_of
 from gpupool_cli.overhead import OverheadPlan, measure_overhead
 
 _KV_BYTES = 8 << 30
+_DRY_KV_BYTES = 256 << 20
 # For the round that has begun when the time is over, and for ending both servers.
 _END_S = 20.0
 # So little that vLLM does not mind who else is on the GPU: its KV has a size of its own.
-_VLLM_OPTIONS = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(_KV_BYTES))
+_VLLM_OPTIONS = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes")
 _PLAN = OverheadPlan(
     rounds=6,
     num_streams=16,
@@ -28,21 +29,25 @@ _PLAN = OverheadPlan(
     num_single=8,
     max_model_len=MAX_MODEL_LEN,
     dtype="auto",
-    vllm_options=_VLLM_OPTIONS,
+    vllm_options=(*_VLLM_OPTIONS, str(_KV_BYTES)),
 )
-_DRY_PLAN = OverheadPlan(rounds=2, num_streams=2, num_prompts=4, max_tokens=16, num_single=2)
+_EMULATED_PLAN = OverheadPlan(rounds=2, num_streams=2, num_prompts=4, max_tokens=16, num_single=2)
 
 
 def run(setting: Setting, shape: str) -> None:
     """Measure and report."""
     weight_bytes = setting.weight_bytes(shape)
-    kv_bytes = 0 if setting.is_dry else _KV_BYTES
+    kv_bytes, plan = _KV_BYTES, _PLAN
+    if setting.is_emulated:
+        kv_bytes, plan = 0, _EMULATED_PLAN
+    elif setting.is_dry:
+        kv_bytes = _DRY_KV_BYTES
+        plan = replace(_PLAN, rounds=2, vllm_options=(*_VLLM_OPTIONS, str(kv_bytes)))
     config = setting.device(weight_bytes + kv_bytes)
     config += f"[memory]\nmodel_cache = {setting.model_cache_bytes([shape])}\n"
-    plan = _DRY_PLAN if setting.is_dry else _PLAN
     checkpoint = setting.checkpoint(shape)
     plan = replace(plan, ends_s=time.monotonic() + setting.left_s - _END_S)
-    measured = measure_overhead(plan, checkpoint, config)
+    measured = measure_overhead(plan, checkpoint, config, setting.folder)
     setting.report.add(overhead_figures(shape, measured), overhead=measured)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpupoold.errors import UsageError
 
+# What a dry run is made on: an emulated device, or the driver of a GPU.
+DRY_KINDS = ("emulated", "cuda")
 # What the runner keeps for itself: ending a piece, writing the results, packing the logs.
 _KEPT_S = 8.0
 
@@ -83,3 +86,14 @@ def allotted_s(piece: Piece, left_s: float, *, is_last: bool = False) -> float |
     if usable_s < piece.least_s:
         return None
     return usable_s if is_last else min(piece.limit_s, usable_s)
+
+
+def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """The option of that name: what a dry run is made on, or nothing."""
+    parser.add_argument(
+        "--dry-run",
+        nargs="?",
+        choices=DRY_KINDS,
+        const=DRY_KINDS[0],
+        help="in small, on an emulated device, or on the GPU's driver (default: %(const)s)",
+    )

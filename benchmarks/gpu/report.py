@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.report
 
 Every number stands beside the file it is from; what was not measured is not there. Results of
-dry runs, or of machines without a GPU, are refused.
+dry runs, of machines without a GPU or of the fake card are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import results
+from benchmarks.gpu import fake_card, results
 from benchmarks.values import value_text
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.units import format_bytes
@@ -95,14 +95,16 @@ def load(folder: Path) -> dict[str, Any]:
     """All results by the names of their files.
 
     Raises:
-        Refused: a file is of a dry run, of a machine without a GPU, or of another format.
+        Refused: a file is of a dry run, of a machine without a GPU, of the fake card, or of another
+            format.
     """
     found = {}
     for path in sorted(folder.glob("*.json")):
         one = json.loads(path.read_text("utf-8"))
         if one.get("format") != results.FORMAT:
             raise Refused(f"{path.name} is of format {one.get('format')}", "measure again")
-        if one["is_dry_run"] or not one["hardware"]["gpu"]:
+        gpu = one["hardware"]["gpu"]
+        if one["is_dry_run"] or not gpu or gpu["name"] == fake_card.NAME:
             raise Refused(f"{path.name} was not measured on a GPU", f"remove it from {folder}")
         found[path.name] = one
     return found
@@ -146,11 +148,12 @@ def _machines(found: Mapping[str, Any]) -> Iterator[str]:
     for file, one in found.items():
         hardware, versions = one["hardware"], one["versions"]
         gpu = hardware["gpu"]
-        pcie = f"PCIe {gpu['pcie_generation']} x{gpu['pcie_width']}"
+        link = [f"PCIe {gpu['pcie_generation']} x{gpu['pcie_width']}"]
+        link = link if gpu["pcie_generation"] and gpu["pcie_width"] else []
         rows.append(
             (
                 _link(file),
-                f"{gpu['name']}, {format_bytes(gpu['memory_bytes'])}, {pcie}",
+                ", ".join([gpu["name"], format_bytes(gpu["memory_bytes"]), *link]),
                 f"{hardware['cpu']}, {hardware['cores']} cores, "
                 f"{format_bytes(hardware['memory_bytes'])}",
                 f"driver {gpu['driver']}, torch {versions['torch']}, vLLM {versions['vllm']}",

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.shapes import SHAPES, TINY_SHAPES, Shape
+from benchmarks.gpu.pieces import add_dry_run
+from benchmarks.gpu.shapes import SHAPES, SMALL_SHAPES, TINY_SHAPES, Shape
 from benchmarks.gpu.synthetic import make_synthetic
 from gpupool_cli.bench_rig import emulated_config
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
@@ -25,7 +26,9 @@ from gpupoold.instance.environment import ENGINE_ARGUMENTS
 
 MAX_MODEL_LEN = 4096
 # An emulated device computes in float32, in which answers do not depend on who shares a batch.
-_DRY_BYTES_FACTOR = 2
+_FLOAT32_FACTOR = 2
+# Between the pages of a GPU and those of an emulated device.
+_PAGE_FACTOR = 32
 _DEVICE_SLACK_BYTES = 1 << 30
 _DRY_SLACK_BYTES = 32 << 20
 
@@ -58,10 +61,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a benchmark is to run. A dry one is the same in small on an emulated device."""
+    """How a benchmark is to run. A dry one is the same in small.
+
+    It has a device of its own: an emulated one, or a real one's driver (``is_emulated``).
+    """
 
     name: str
     is_dry: bool
+    is_emulated: bool
     scratch: Path
     report: Report
     ends_s: float
@@ -75,19 +82,25 @@ class Setting:
     @property
     def dtype(self) -> str:
         """What models are added with."""
-        return "float32" if self.is_dry else "auto"
+        return "float32" if self.is_emulated else "auto"
 
     def shape(self, name: str) -> Shape:
         """The shape of that name, in its size for this run."""
-        return (TINY_SHAPES if self.is_dry else SHAPES)[name]
+        if self.is_emulated:
+            return TINY_SHAPES[name]
+        return (SMALL_SHAPES if self.is_dry else SHAPES)[name]
+
+    def dry_bytes(self, num_bytes: int) -> int:
+        """What is so much on an emulated device, in a dry run with larger pages."""
+        return num_bytes if self.is_emulated else _PAGE_FACTOR * num_bytes
 
     def weight_bytes(self, name: str) -> int:
         """Bytes of a model of that shape on the device."""
-        return self.shape(name).weight_bytes * (_DRY_BYTES_FACTOR if self.is_dry else 1)
+        return self.shape(name).weight_bytes * (_FLOAT32_FACTOR if self.is_emulated else 1)
 
     def model_cache_bytes(self, names: Sequence[str]) -> int:
         """Host memory for the images of models of these shapes, with their buffers."""
-        slack_bytes = _DRY_SLACK_BYTES if self.is_dry else _DEVICE_SLACK_BYTES
+        slack_bytes = self.dry_bytes(_DRY_SLACK_BYTES) if self.is_dry else _DEVICE_SLACK_BYTES
         return sum(map(self.weight_bytes, names)) + slack_bytes
 
     def checkpoint(self, name: str) -> Path:
@@ -96,10 +109,16 @@ class Setting:
 
     def device(self, num_bytes: int, dry_slack_bytes: int = _DRY_SLACK_BYTES) -> str:
         """TOML of a device with so much for models, and some more."""
-        if self.is_dry:
+        if self.is_emulated:
             return emulated_config(num_bytes + dry_slack_bytes)
-        memory = num_bytes + _DEVICE_SLACK_BYTES + CUDA_RESERVE_BYTES
+        slack_bytes = self.dry_bytes(dry_slack_bytes) if self.is_dry else _DEVICE_SLACK_BYTES
+        memory = num_bytes + slack_bytes + CUDA_RESERVE_BYTES
         return f'[[device]]\nkind = "cuda"\nmemory = {memory}\n'
+
+    @property
+    def folder(self) -> Path:
+        """For daemons and others that write logs; it stays until the run is over."""
+        return self.scratch / "daemons" / self.name
 
     @contextlib.contextmanager
     def daemon(self, config: str, *, starts_quickly: bool = False) -> Iterator[PrivateDaemon]:
@@ -108,10 +127,9 @@ class Setting:
         Where many models are loaded, and steps are not what is measured, it ``starts_quickly``:
         with CUDA graphs, but without torch's compiler, and for batches of up to 64 only.
         """
-        folder = self.scratch / "daemons" / self.name
-        if starts_quickly and not self.is_dry:
+        if starts_quickly and not self.is_emulated:
             os.environ |= _QUICK_START
-        with private_daemon(config, folder, timeout_s=max(1.0, self.left_s)) as daemon:
+        with private_daemon(config, self.folder, timeout_s=max(1.0, self.left_s)) as daemon:
             yield daemon
 
 
@@ -136,11 +154,12 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="the report, as JSON")
     parser.add_argument("--scratch", type=Path, required=True, help="folder for checkpoints")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds it may take")
-    parser.add_argument("--dry-run", action="store_true", help="in small, on an emulated device")
+    add_dry_run(parser)
     return parser
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
     """What the command line says."""
     ends_s = time.monotonic() + args.limit
-    return Setting(args.name, args.dry_run, args.scratch, Report(args.out), ends_s)
+    is_dry, is_emulated = bool(args.dry_run), args.dry_run == "emulated"
+    return Setting(args.name, is_dry, is_emulated, args.scratch, Report(args.out), ends_s)

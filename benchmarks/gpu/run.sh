@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests and benchmarks on a GPU, within 8 minutes: benchmarks/gpu/run.sh OUT [--dry-run]
+# Tests and benchmarks on a GPU, within 8 minutes: benchmarks/gpu/run.sh OUT [--dry-run [cuda]]
 #
 # OUT gets results.json, junit.xml and logs.tar.gz. Further options: --only A,B (pieces by
 # name), --no-tests, --budget SECONDS. $GPUPOOL_SITE is a folder with packages that

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from xml.etree import ElementTree
 import psutil
 
 from benchmarks.gpu import figures, machine, results
-from benchmarks.gpu.pieces import TESTS, Piece, allotted_s, chosen
+from benchmarks.gpu.pieces import TESTS, Piece, add_dry_run, allotted_s, chosen
 from gpupoold.errors import GpupoolError, UsageError
 from gpupoold.process import die_with_parent
 
@@ -35,16 +36,18 @@ _TERMINATE_S = 3.0
 # A piece is told that it has a little less, so that it ends by itself.
 _GRACE_S = 4.0
 _LOG_BYTES = 1 << 20
-_PROBLEM_BYTES = 4096
+_PROBLEM_BYTES = 64 << 10
+# torch's processes put their rank before what they raise.
+_RANK = re.compile(r"^\[rank\d+\]: ?")
 
 
 class Runner:
     """One run. ``out`` gets ``results.json``, ``junit.xml`` and ``logs.tar.gz``."""
 
-    def __init__(self, out: Path, scratch: Path, budget_s: float, *, is_dry: bool) -> None:
+    def __init__(self, out: Path, scratch: Path, budget_s: float, *, dry_kind: str | None) -> None:
         self._out = out
         self._scratch = scratch
-        self._is_dry = is_dry
+        self._dry_kind = dry_kind
         self._budget_s = budget_s
         self._started_s = time.monotonic()
         self.results: dict[str, Any] = {}
@@ -53,7 +56,7 @@ class Runner:
         """All pieces in turn, as long as there is time."""
         for folder in (self._out, self._scratch / "logs", self._scratch / "reports"):
             folder.mkdir(parents=True, exist_ok=True)
-        self.results = results.begin(self._facts(), is_dry=self._is_dry)
+        self.results = results.begin(self._facts(), is_dry=self._dry_kind is not None)
         for name in skipped:
             self._note(name, results.NOT_ASKED_FOR)
         for piece in pieces:
@@ -89,7 +92,7 @@ class Runner:
             report = _test_report(self._out / "junit.xml")
         else:
             report = _read_report(report_path)
-        problem = "" if outcome == results.DONE else last_line(log_path)
+        problem = "" if outcome == results.DONE else last_words(log_path)
         self._note(
             piece.name, outcome, seconds=took_s, limit_s=seconds, problem=problem, report=report
         )
@@ -101,7 +104,7 @@ class Runner:
             return [*command, f"--junitxml={self._out.resolve() / 'junit.xml'}"]
         command += ["--name", piece.name, "--out", str(report_path)]
         command += ["--scratch", str(self._scratch), "--limit", str(seconds - _GRACE_S)]
-        return [*command, "--dry-run"] if self._is_dry else command
+        return [*command, "--dry-run", self._dry_kind] if self._dry_kind else command
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -137,12 +140,18 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def last_line(log_path: Path) -> str:
-    """The last words of a process that failed; what it raised comes last."""
+def last_words(log_path: Path) -> str:
+    """What a process raised last, which others may have talked after; else its last line."""
     with log_path.open("rb") as log:
         log.seek(max(0, log_path.stat().st_size - _PROBLEM_BYTES))
         lines = log.read().decode("utf-8", "replace").strip().splitlines()
-    return lines[-1][:300] if lines else "it said nothing"
+    raised, is_inside = "", False
+    for line in (_RANK.sub("", line) for line in lines):
+        if line.startswith("Traceback (most recent call last)"):
+            is_inside = True
+        elif is_inside and line and not line[0].isspace():
+            raised, is_inside = line, False
+    return (raised or lines[-1])[:300] if lines else "it said nothing"
 
 
 def pack_logs(scratch: Path, target: Path) -> None:
@@ -209,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; exit code 1 when a piece failed, 2 when there is no such piece."""
     args = _parse(argv)
     try:
-        pieces = chosen(args.only.split(",") if args.only else [], is_dry=args.dry_run)
+        pieces = chosen(args.only.split(",") if args.only else [], is_dry=bool(args.dry_run))
     except UsageError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -217,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = {piece.name for piece in wanted}
     skipped = [piece.name for piece in chosen([], is_dry=False) if piece.name not in names]
     adopt_orphans()
-    runner = Runner(args.out, args.scratch, args.budget, is_dry=args.dry_run)
+    runner = Runner(args.out, args.scratch, args.budget, dry_kind=args.dry_run)
     runner.run(wanted, skipped)
     for line in results.table(runner.results):
         print(line)
@@ -228,7 +237,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="run.sh", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the results")
     parser.add_argument("--scratch", type=Path, required=True, help=argparse.SUPPRESS)
-    parser.add_argument("--dry-run", action="store_true", help="in small, on an emulated device")
+    add_dry_run(parser)
     parser.add_argument("--only", default="", metavar="A,B", help="these pieces, in this order")
     parser.add_argument("--no-tests", action="store_true", help="benchmarks only")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds (default: 480)")

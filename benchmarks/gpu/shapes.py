@@ -85,6 +85,16 @@ TINY_SHAPES = {
         Shape("14B", "", 4, 256, 1024, 4, 2, 64, VOCAB_SIZE, is_qwen2=True),
     )
 }
+# The same on a GPU's driver, where pages are larger: tens of MB, heads as FlashAttention has them.
+SMALL_SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("1B", "", 2, 1024, 4096, 16, 4, 64, VOCAB_SIZE, is_tied=True),
+        Shape("3B", "", 3, 1024, 4096, 16, 4, 64, VOCAB_SIZE, is_tied=True),
+        Shape("8B", "", 4, 1024, 4096, 16, 4, 64, VOCAB_SIZE),
+        Shape("14B", "", 6, 1024, 4096, 16, 4, 64, VOCAB_SIZE, is_qwen2=True),
+    )
+}
 
 
 def tensors(shape: Shape) -> list[Tensor]:

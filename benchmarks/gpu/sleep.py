@@ -2,7 +2,7 @@
 
 Two models that share a GPU so are switched by the sleep of one and the wake-up of the other;
 of two models of one size that is one sleep and one wake-up. On a CPU vLLM's calls do nothing:
-a dry run only shows that they can be made.
+a dry run there only shows that they can be made.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def run(setting: Setting, shape: str) -> None:
         model=str(setting.checkpoint(shape)),
         dtype=setting.dtype,
         max_model_len=MAX_MODEL_LEN,
-        enable_sleep_mode=not setting.is_dry,
+        enable_sleep_mode=not setting.is_emulated,
         enforce_eager=True,  # graphs are no part of what sleeps
-        gpu_memory_utilization=0.5 if setting.is_dry else 0.05,
+        gpu_memory_utilization=0.5 if setting.is_emulated else 0.05,
         kv_cache_memory_bytes=_DRY_KV_BYTES if setting.is_dry else _KV_BYTES,
     )
     before = _tokens(llm)

@@ -25,7 +25,7 @@ _KV_FACTOR = 8
 
 def run(setting: Setting, shape: str) -> None:
     """Measure and report; mode by mode, so that what is done is kept."""
-    kv_bytes = _DRY_KV_BYTES if setting.is_dry else _KV_BYTES
+    kv_bytes = setting.dry_bytes(_DRY_KV_BYTES) if setting.is_dry else _KV_BYTES
     path, weight_bytes = setting.checkpoint(shape), setting.weight_bytes(shape)
     config = setting.device(int(2.2 * weight_bytes) + _KV_FACTOR * kv_bytes)
     config += f"[memory]\nmodel_cache = {setting.model_cache_bytes([shape, shape])}\n"

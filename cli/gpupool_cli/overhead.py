@@ -52,21 +52,25 @@ class OverheadPlan:
     ends_s: float = math.inf
 
 
-def measure_overhead(plan: OverheadPlan, checkpoint: Path, config: str) -> dict[str, Any]:
+def measure_overhead(
+    plan: OverheadPlan, checkpoint: Path, config: str, folder: Path | None = None
+) -> dict[str, Any]:
     """Throughput under streams and TTFT of lone requests, alternating between the two.
 
-    ``config`` is that of gpupool's daemon. By default both use float32, eager mode, the same
-    block size, the same linear kernels and one compute thread less than there are cores.
+    ``config`` is that of gpupool's daemon; ``folder`` keeps the logs of both. By default both
+    use float32, eager mode, the same block size, the same linear kernels and one compute thread
+    less than there are cores.
 
     Raises:
         GpupoolError: a server did not start or answered with an error.
     """
     name = checkpoint.name
     with contextlib.ExitStack() as stack:
-        daemon = stack.enter_context(private_daemon(config))
+        daemon = stack.enter_context(private_daemon(config, folder))
         daemon.add_model(name, checkpoint, dtype=plan.dtype, max_model_len=plan.max_model_len)
-        serving = vllm_serve(checkpoint, plan.max_model_len, plan.dtype, plan.vllm_options)
-        vllm_url = stack.enter_context(serving)
+        log_path = None if folder is None else folder / "vllm.log"
+        serving = (checkpoint, plan.max_model_len, plan.dtype, plan.vllm_options, log_path)
+        vllm_url = stack.enter_context(vllm_serve(*serving))
         urls = {"gpupool": daemon.http_url, "vllm": vllm_url}
         for url in urls.values():
             _streams(plan, url, name)  # warm up both
@@ -122,10 +126,11 @@ def vllm_serve(
     max_model_len: int,
     dtype: str = "float32",
     options: Sequence[str] = _EMULATED_OPTIONS,
+    log_path: Path | None = None,
 ) -> Iterator[str]:
     """Plain ``vllm serve``, by default with the settings gpupool uses; yields its URL.
 
-    It dies with the thread that starts it.
+    It dies with the thread that starts it; ``log_path`` keeps what it says.
 
     Raises:
         GpupoolError: it did not come up.
@@ -145,7 +150,7 @@ def vllm_serve(
     ]
     command += ["--dtype", dtype, "--max-model-len", str(max_model_len), *options]
     command += ["--disable-log-stats", "--disable-uvicorn-access-log"]
-    with tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryFile() if log_path is None else log_path.open("w+b") as log:
         process = subprocess.Popen(
             command,
             stdout=log,

@@ -23,7 +23,7 @@ from gpupool_cli.bench_rig import emulated_config as emulated_config, weight_byt
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.admin.models import DeviceInfo, ModelUsage, Ps
 from gpupoold.checkpoints.hollow import make_hollow_checkpoint
-from tests.conftest import SOURCE_ROOTS
+from tests.conftest import PYTHON_PATH
 
 MODELS = ("tiny-llama", "tiny-mixtral", "tiny-qwen2", "tiny-qwen3")
 LLAMA, MIXTRAL, QWEN2, QWEN3 = MODELS
@@ -281,7 +281,7 @@ def cli(daemon: PrivateDaemon | Path, *arguments: str) -> subprocess.CompletedPr
 
 def child_env() -> dict[str, str]:
     """Environment for processes that import the project from this checkout."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(SOURCE_ROOTS)}
+    return os.environ | {"PYTHONPATH": PYTHON_PATH}
 
 
 # Starting and ending

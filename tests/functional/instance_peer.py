@@ -17,6 +17,7 @@ from gpupoold.pool.scheduler import Scheduler
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
+from tests.conftest import PYTHON_PATH
 
 _START_TIMEOUT_S = 120.0
 _CALL_TIMEOUT_S = 120.0
@@ -69,7 +70,7 @@ class InstancePeer:
                 pass_fds=(theirs.fileno(),),
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"PYTHONPATH": _python_path()} | dict(environment or {}),
+                env=os.environ | {"PYTHONPATH": PYTHON_PATH} | dict(environment or {}),
             )
         theirs.close()
         self.channel: BlockingChannel[m.FromInstance] = BlockingChannel(ours, m.FromInstance)
@@ -88,7 +89,12 @@ class InstancePeer:
             lambda *_: None,
             lambda *_: None,
         )
-        self.ready = self.wait(m.InstanceReady, _START_TIMEOUT_S)
+        try:
+            self.ready = self.wait(m.InstanceReady, _START_TIMEOUT_S)
+        except BaseException:
+            self.process.kill()  # it may hold a whole device
+            self.process.wait()
+            raise
         if self.ready.shares_kv_host:
             os.close(self.channel.take_fd())  # there is nobody to share it with
         self.scheduler.device_up(0, self.ready, Role.MIXED, is_fixed=True)
@@ -251,8 +257,3 @@ def encode_request(
     )
     frames: Any = MsgpackEncoder().encode(request)
     return [bytes(frame) for frame in frames]
-
-
-def _python_path() -> str:
-    root = Path(__file__).resolve().parents[2]
-    return os.pathsep.join(str(root / part) for part in (".", "cli", "tui", "state"))

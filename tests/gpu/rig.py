@@ -1,7 +1,8 @@
 """What the scenarios run on: a GPU, or an emulated device to try the scenarios themselves.
 
 ``GPUPOOL_GPU_TESTS_ON=emulated`` runs those that are marked ``gpu(emulated=True)`` on emulated
-devices, with small models in float32, on a machine without a GPU.
+devices, with small models in float32, on a machine without a GPU. The fake card (docs/gpu.md)
+sets it to ``fake-card``: all that a GPU runs, with fewer switches, for copies there are slow.
 """
 
 from __future__ import annotations
@@ -50,15 +51,23 @@ class Scale:
     long_prompt: int
     long_tokens: int
     page_bytes: int  # 0: the device's choice
+    quota_max_s: float
 
 
 _SCALES = {
-    # 400 MB of weights a model: 10 ms of a fast link. A KV chunk is 32 MiB, a page per layer:
-    # the smallest pages there are, for models that are small too.
-    "cuda": Scale("cuda", "bfloat16", 800_000_000, 2.7, 2 << 30, 1000, 4096, 2500, 500, 2 << 20),
-    "emulated": Scale("emulated", "float32", 10_000_000, 2.6, 0, 60, 1200, 600, 300, 0),
+    # 400 MB of weights a model: 10 ms of a fast link. The smallest pages, for models are small.
+    "cuda": Scale(
+        "cuda", "bfloat16", 800_000_000, 2.25, 2 << 30, 1000, 4096, 3500, 400, 2 << 20, 0.02
+    ),
+    # Copies by the processor: 100 ms.
+    "fake-card": Scale(
+        "cuda", "bfloat16", 800_000_000, 2.25, 2 << 30, 60, 4096, 3500, 400, 2 << 20, 0.1
+    ),
+    "emulated": Scale("emulated", "float32", 10_000_000, 2.6, 0, 60, 1200, 600, 300, 0, 0.02),
 }
-SCALE = _SCALES[os.environ.get("GPUPOOL_GPU_TESTS_ON", "cuda")]
+_ON = os.environ.get("GPUPOOL_GPU_TESTS_ON", "cuda")
+SCALE = _SCALES[_ON]
+HAS_KERNELS = _ON != "fake-card"
 IS_GPU = SCALE.kind == "cuda"
 
 
@@ -132,9 +141,11 @@ class Checkpoints:
 
 @dataclass(slots=True)
 class Logs:
-    """Log files of whatever runs at present; a test that fails shows their ends."""
+    """Log files of whatever runs at present, or did not start; a test that fails shows their
+    ends."""
 
     paths: list[Path] = field(default_factory=list)
+    failed: list[Path] = field(default_factory=list)
 
     @contextlib.contextmanager
     def watching(self, *paths: Path) -> Iterator[None]:
@@ -143,13 +154,17 @@ class Logs:
         self.paths += paths
         try:
             yield
+        except BaseException:
+            self.failed += paths  # of a start: shown by the test that wanted it
+            raise
         finally:
             for path in paths:
                 self.paths.remove(path)
 
     def tails(self) -> Iterator[tuple[str, str]]:
         """The end of each."""
-        for path in self.paths:
+        paths, self.failed = [*self.paths, *self.failed], []
+        for path in paths:
             for file in sorted(path.glob("**/*.log")) if path.is_dir() else [path]:
                 if file.exists():
                     lines = file.read_text(errors="replace").splitlines()
@@ -171,16 +186,15 @@ class Box:
     ) -> None:
         """The device holds the weights of ``num_models`` models and no more."""
         self._checkpoints = checkpoints
-        self._stack = contextlib.ExitStack()
-        self._stack.enter_context(LOGS.watching(log_path))
         # Not ``num_models`` times what has been made: it starts while they are being made.
         share = 1 if SCALE.dtype == "float32" else 2
         self.device_bytes = int(num_models * SCALE.checkpoint_bytes / share)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(LOGS.watching(log_path))
             self.peer = InstancePeer(
                 self.device_bytes,
                 kv_host_bytes=1 << 30 if IS_GPU else 64 << 20,
-                quota_max_s=0.02,
+                quota_max_s=SCALE.quota_max_s,
                 options={
                     "--device-kind": SCALE.kind,
                     "--reserve-bytes": SCALE.reserve_bytes,
@@ -190,9 +204,7 @@ class Box:
                 environment=environment,
                 log_path=log_path,
             )
-        except BaseException:
-            self._stack.close()
-            raise
+            self._stack = stack.pop_all()
         self._alone: dict[tuple[str, int, int], list[int]] = {}
         self._numbers = itertools.count()
 

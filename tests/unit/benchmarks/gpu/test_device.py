@@ -28,7 +28,7 @@ SHAPE = TINY_SHAPES["8B"]
 
 @pytest.fixture
 def setting(tmp_path: Path) -> Setting:
-    return Setting("device", False, tmp_path, Report(tmp_path / "out.json"), 0.0)
+    return Setting("device", False, False, tmp_path, Report(tmp_path / "out.json"), 0.0)
 
 
 @pytest.fixture

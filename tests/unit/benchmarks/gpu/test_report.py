@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import figures, report, results
+from benchmarks.gpu import fake_card, figures, report, results
 from gpupoold.errors import Refused
 
 FACTS: dict[str, Any] = {
@@ -69,6 +69,9 @@ class TestPage:
         page = report.page({"a.json": measured()})
         assert "NVIDIA H200, 141 GiB, PCIe 5 x16" in page
         assert "0123abc" in page
+        unknown = {**FACTS["hardware"]["gpu"], "pcie_generation": None, "pcie_width": None}
+        page = report.page({"a.json": measured(hardware={**FACTS["hardware"], "gpu": unknown})})
+        assert "NVIDIA H200, 141 GiB |" in page
         assert "| overhead | no time left | [a](../benchmarks/results/a.json) |" in page
 
 
@@ -77,9 +80,10 @@ class TestPage:
     [
         (measured(is_dry=True), "not measured on a GPU"),
         (measured(hardware={"gpu": None}), "not measured on a GPU"),
+        (measured(hardware={"gpu": {"name": fake_card.NAME}}), "not measured on a GPU"),
         (measured() | {"format": 0}, "format 0"),
     ],
-    ids=["dry", "no-gpu", "format"],
+    ids=["dry", "no-gpu", "fake-card", "format"],
 )
 def test_files_of_no_gpu_are_refused(content: dict[str, Any], problem: str, tmp_path: Path) -> None:
     (tmp_path / "one.json").write_text(json.dumps(content))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 
 from benchmarks.gpu import machine, results
 from benchmarks.gpu.pieces import Piece
-from benchmarks.gpu.runner import Runner, junit_figures, last_line, main, pack_logs
+from benchmarks.gpu.runner import Runner, junit_figures, last_words, main, pack_logs
+from gpupoold.doctor.probe_memory import memory_facts
 
 _PIECE = """
 import json, sys, time
@@ -41,7 +43,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
         ("tidy", TIDY),
     ):
         (tmp_path / f"{name}.py").write_text(_PIECE + end + "\n")
-    return Runner(tmp_path / "out", tmp_path / "scratch", 100.0, is_dry=True)
+    return Runner(tmp_path / "out", tmp_path / "scratch", 100.0, dry_kind="emulated")
 
 
 def piece(name: str, limit_s: float = 20.0, least_s: float = 0.1) -> Piece:
@@ -89,9 +91,18 @@ def test_logs_are_packed_without_folders(tmp_path: Path) -> None:
 def test_the_last_words_of_a_silent_process(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_text("first\nValueError: last\n\n")
-    assert last_line(log) == "ValueError: last"
+    assert last_words(log) == "ValueError: last"
     log.write_text("")
-    assert last_line(log) == "it said nothing"
+    assert last_words(log) == "it said nothing"
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank0]: "])
+def test_the_last_words_are_what_was_raised(tmp_path: Path, prefix: str) -> None:
+    """However much is logged after it."""
+    log = tmp_path / "a.log"
+    said = ["Traceback (most recent call last):", '  File "a.py"', "ValueError: why", "  more"]
+    log.write_text("".join(f"{prefix}{line}\n" for line in said) + "WARNING: bye\n")
+    assert last_words(log) == "ValueError: why"
 
 
 def test_tests_are_counted() -> None:
@@ -118,6 +129,12 @@ class TestMachine:
         assert machine.scratch_parent(64 * gb, 130 * gb, tmp_path) == Path("/dev/shm")
         assert machine.scratch_parent(64 * gb, 100 * gb, tmp_path) == tmp_path
         assert machine.scratch_parent(64 << 20, 130 * gb, tmp_path) == tmp_path
+
+    def test_memory_is_what_a_container_may_have_of_it(self) -> None:
+        facts = replace(memory_facts(), available_bytes=10, limit_bytes=None)
+        assert machine.usable_bytes(facts) == 10
+        assert machine.usable_bytes(replace(facts, limit_bytes=7)) == 7
+        assert machine.usable_bytes(replace(facts, limit_bytes=70)) == 10
 
     def test_a_copied_tree_can_be_told_its_commit(self, tmp_path: Path) -> None:
         assert machine.commit({}, tmp_path) is None

@@ -247,13 +247,13 @@ class Box:
             assert request_id not in self.peer.ended, self.peer.ended[request_id]
             self.peer.pump(1.0)
 
-    def one_of_each(self, seed: int, num_tokens: int) -> None:
-        """Requests of all models at the same time, one of each, are answered as alone.
+    def one_of_each(self, seed: int, num_tokens: int, names: Sequence[str] = MODELS) -> None:
+        """Requests of models at the same time, one of each, are answered as alone.
 
         Every engine has the batches then that it has alone, so this holds for any kernels.
         """
-        expected = {name: self.alone(name, seed, num_tokens) for name in MODELS}
-        asked = {name: self.ask(name, seed, num_tokens) for name in MODELS}
+        expected = {name: self.alone(name, seed, num_tokens) for name in names}
+        asked = {name: self.ask(name, seed, num_tokens) for name in names}
         for name, request_id in asked.items():
             same_tokens(self.answer(request_id), expected[name], name)
 

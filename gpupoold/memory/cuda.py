@@ -30,10 +30,10 @@ from gpupoold.units import format_bytes
 # Between what switches want and what KV wants. The driver does its work page by page, however
 # many one call is for (pytorch#96995): with access 40 us to map one, 26 us to unmap it, on an
 # A100 (kvcached). In pages of 2 MiB, the smallest, 16 GB would take 0.2 s to evict and 0.3 s to
-# map, as long as the copy itself; in these a quarter of it. With vLLM's default layout a KV
-# block's bytes lie in one place per layer, so a KV chunk takes a page per layer: for a model of
-# 32 layers 256 MiB (2048 tokens of an 8B model), but 1 GiB with 32 MiB pages. Making pages
-# (0.2 ms each, 4 s for 140 GB) happens at start-up only.
+# map, as long as the copy itself; in these a quarter of it. A page has KV of 64 tokens of an 8B
+# model; but where attention wants layers outermost, a KV chunk takes a page per layer: of 32
+# layers 256 MiB, and 1 GiB with 32 MiB pages. Making pages (0.2 ms each, 4 s for 140 GB) happens
+# at start-up only.
 _PAGE_BYTES = 8 << 20
 # Copied while the next piece is being mapped: 5 ms on PCIe 5, so that mapping hides behind it.
 _PIECE_BYTES = 256 << 20

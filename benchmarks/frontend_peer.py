@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +23,7 @@ from gpupoold.simdevice.models import know
 from gpupoold.wire.channel import BlockingChannel
 from gpupoold.wire.messages import (
     AbortRequests,
+    AccessRules,
     AddRequest,
     Admission,
     CallResult,
@@ -81,7 +83,8 @@ class FrontendPeer:
         answer = self._wait(CallResult)
         assert not answer.error_code, answer.error_message
         row = ServedModel(name=MODEL, aliases=(), state="ready", created_at=time.time())
-        self._channel.send(ModelList([row], ready=True))
+        for message in opening([row]):
+            self._channel.send(message)
         self._thread.start()
         return self
 
@@ -165,6 +168,13 @@ class _Answer:
         self.max_tokens = max_tokens
         self.seed = seed
         self.num_tokens = 0
+
+
+def opening(
+    models: Sequence[ServedModel], *, is_ready: bool = True
+) -> tuple[AccessRules, ModelList]:
+    """What a frontend has to be told before it answers anybody: who may ask, and for what."""
+    return AccessRules([], are_required=False), ModelList(list(models), ready=is_ready)
 
 
 def start_frontend(wire: socket.socket, listener: socket.socket) -> subprocess.Popen[bytes]:

@@ -43,7 +43,7 @@ def run(setting: Setting) -> None:
     shape = setting.shape("8B")
     # A copy's memory, or a KV cache of which every page may be taken.
     device_bytes = 2 * max(num_bytes, num_blocks * 16 * shape.kv_bytes_per_token)
-    with opened(setting, device_bytes, pages[0]) as (device, _):
+    with opened(setting, device_bytes, pages[0] if setting.is_dry else None) as (device, _):
         report_copies(setting.report, device, num_bytes)
         rows = bench_layouts(device, shape, num_blocks, _ROUNDS)
         setting.report.add(layout_figures(rows), layouts=rows)
@@ -58,7 +58,7 @@ def run(setting: Setting) -> None:
 def opened(
     setting: Setting,
     device_bytes: int,
-    page_bytes: int,
+    page_bytes: int | None,
     make_driver: Callable[[], CudaDriver] = BindingsDriver,
 ) -> Iterator[tuple[Device, TimedDriver | None]]:
     """The first GPU, and its driver; or an emulated device, which has none."""

@@ -58,7 +58,7 @@ def run(setting: Setting, policy: str) -> None:
     """Measure and report rate by rate, until the policy misses too much or the time is over."""
     mix = _DRY_MIX if setting.is_dry else _MIX
     shapes = [shape for shape, count in mix.items() for _ in range(count)]
-    with setting.daemon(_config(setting, policy, shapes)) as daemon:
+    with setting.daemon(_config(setting, policy, shapes), starts_quickly=True) as daemon:
         models = _add_models(setting, daemon, mix)
         phases: list[Phase] = []
         phase_s = _DRY_PHASE_S if setting.is_dry else _PHASE_S

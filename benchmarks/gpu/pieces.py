@@ -51,11 +51,12 @@ PIECES = (
     Piece("overhead", _of("overhead"), 230.0, 90.0),
     Piece("mixed-gpupool", _of("mixed", "--policy", "gpupool"), 300.0, 150.0),
     Piece("mixed-request-level", _of("mixed", "--policy", "request-level"), 300.0, 150.0, False),
+    Piece("decode-layouts", _of("decode_layouts"), 150.0, 70.0),
     *(
         piece
         for shape in ("1B", "14B", "3B")
         for piece in (
-            Piece(f"switch-{shape}", _of("switch", "--shape", shape), 150.0, 50.0, False),
+            Piece(f"switch-{shape}", _of("switch", "--shape", shape), 200.0, 50.0, False),
             Piece(f"sleep-{shape}", _of("sleep", "--shape", shape), 90.0, 40.0, False),
         )
     ),
@@ -76,10 +77,15 @@ def chosen(only: Sequence[str], *, is_dry: bool) -> list[Piece]:
     return [piece for piece in known.values() if piece.in_dry_run or not is_dry]
 
 
-def allotted_s(piece: Piece, left_s: float) -> float | None:
-    """Seconds for a piece when the run has so many left; None when they are too few."""
+def allotted_s(piece: Piece, left_s: float, *, is_last: bool = False) -> float | None:
+    """Seconds for a piece when the run has so many left; None when they are too few.
+
+    The last piece need not leave any.
+    """
     usable_s = left_s - _KEPT_S
-    return min(piece.limit_s, usable_s) if usable_s >= piece.least_s else None
+    if usable_s < piece.least_s:
+        return None
+    return usable_s if is_last else min(piece.limit_s, usable_s)
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:

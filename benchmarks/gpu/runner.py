@@ -61,7 +61,7 @@ class Runner:
             self._note(name, results.NOT_ASKED_FOR)
         for piece in pieces:
             left_s = self._budget_s - (time.monotonic() - self._started_s)
-            seconds = allotted_s(piece, left_s)
+            seconds = allotted_s(piece, left_s, is_last=piece is pieces[-1])
             if seconds is None:
                 self._note(piece.name, results.NO_TIME)
                 continue

@@ -31,7 +31,8 @@ def run(setting: Setting, shape: str) -> None:
     config += f"[memory]\nmodel_cache = {setting.model_cache_bytes([shape, shape])}\n"
     config += f"kv_host = {_KV_FACTOR * kv_bytes}\n"
     names = (f"{shape}-a".lower(), f"{shape}-b".lower())
-    with setting.daemon(config) as daemon, daemon.client() as client:
+    starting = setting.daemon(config, starts_quickly=True)
+    with starting as daemon, daemon.client() as client:
         for name in names:
             add_timed(setting, daemon, name, path)
         for mode in _MODES:

@@ -9,6 +9,11 @@ from pathlib import Path
 from gpupoold.config import CUDA_RESERVE_BYTES, default_devices
 from gpupoold.errors import Failed
 
+# The smallest pages of a GPU for models that are small, and KV that begins with one for each
+# layer: of two models with up to 32 layers, and as much to grow by.
+_CUDA_PAGE_BYTES = 2 << 20
+_CUDA_CHUNKS_BYTES = 4 * 32 * _CUDA_PAGE_BYTES
+
 
 def make_checkpoints(folder: Path, architectures: list[str], size_bytes: int) -> list[Path]:
     """Random checkpoints, one per architecture, made in a process of its own (it needs torch).
@@ -28,9 +33,10 @@ def make_checkpoints(folder: Path, architectures: list[str], size_bytes: int) ->
 
 def device_config(num_bytes: int) -> str:
     """TOML of one device with ``num_bytes`` for models: the first GPU, or an emulated one."""
-    kind = default_devices()[0]["kind"]
-    memory = num_bytes + (CUDA_RESERVE_BYTES if kind == "cuda" else 0)
-    return f'[[device]]\nkind = "{kind}"\nmemory = {memory}\n'
+    if default_devices()[0]["kind"] != "cuda":
+        return emulated_config(num_bytes)
+    memory = num_bytes + CUDA_RESERVE_BYTES + _CUDA_CHUNKS_BYTES
+    return f'[[device]]\nkind = "cuda"\nmemory = {memory}\npage_bytes = {_CUDA_PAGE_BYTES}\n'
 
 
 def emulated_config(num_bytes: int, num_devices: int = 1) -> str:

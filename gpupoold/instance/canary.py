@@ -41,7 +41,7 @@ def run_canary(engine: ModelEngine, residency: Residency) -> tuple[int, ...]:
         engine.add_synthetic(_CANARY, num_prompt_tokens, num_tokens)
         for _ in range(_MAX_STEPS):
             residency.ensure_kv(engine.name)
-            for item in engine.step()[1]:
+            for item in engine.step():
                 tokens += item.new_token_ids
                 if item.finish_reason is not None:
                     return tuple(tokens)

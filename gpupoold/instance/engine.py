@@ -19,16 +19,16 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm.v1.worker import workspace
+from vllm.v1.serial_utils import MsgpackDecoder
 
 from gpupoold.errors import Failed, GpupoolError, Refused
 from gpupoold.instance import image_loader
 from gpupoold.instance.compiled import forget_compiled
+from gpupoold.instance.engine_steps import EngineSteps, Step
 from gpupoold.instance.environment import engine_arguments
 from gpupoold.instance.loading import ModelLoad
 from gpupoold.instance.reasons import refusal
@@ -43,6 +43,7 @@ from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress
 SUPPORTED_VERSION = "0.32.0"
 # 32 tokens: what the CPU attention kernel wants at least, and small pages waste less.
 _CPU_BLOCK_TOKENS = 32
+_SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
 _WORKERS = {True: "emulated_worker.EmulatedWorker", False: "worker.CudaWorker"}
 
 
@@ -105,8 +106,7 @@ class ModelEngine:
         kv.attach(self._ledger)
         self._scheduler: Any = core.scheduler
         self._scheduler.kv = kv
-        self._workspace = workspace._manager
-        self._encoder = MsgpackEncoder()
+        self._steps = EngineSteps(core)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
 
     @property
@@ -225,30 +225,26 @@ class ModelEngine:
         """Blocks of the requests under way, in the order in which they would best run."""
         return self._scheduler.blocks_under_way()
 
-    def step(self, chunk_tokens: int | None = None) -> tuple[list[bytes], list[RequestProgress]]:
-        """One engine step: encoded outputs for the frontend (may be empty), and their gist.
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step has been begun that has not been waited for."""
+        return self._steps.are_under_way
+
+    def begin_step(self, chunk_tokens: int | None = None) -> list[Step]:
+        """Begin a step and wait for the one before it, see :meth:`EngineSteps.begin`.
 
         It takes ``chunk_tokens`` at most, prompt tokens and one for each answer.
         """
-        self._scheduler.chunk_tokens = chunk_tokens
-        # vLLM has one scratch manager per process and makes a new one for each engine on a GPU,
-        # while CUDA graphs keep addresses in the one they were captured with.
-        workspace._manager = self._workspace
-        outputs, executed = self._core.step_fn()
-        self._core.post_step(executed)
-        result: EngineCoreOutputs | None = (outputs or {}).get(0)
-        if result is None or not result.outputs:
-            return [], []
-        progress = [
-            RequestProgress(
-                output.request_id,
-                list(output.new_token_ids),
-                str(output.finish_reason) if output.finish_reason is not None else None,
-            )
-            for output in result.outputs
-        ]
-        frames: Any = self._encoder.encode(result)
-        return [bytes(frame) for frame in frames], progress
+        return self._steps.begin(chunk_tokens)
+
+    def settle(self) -> list[Step]:
+        """Wait for what is under way, see :meth:`EngineSteps.settle`."""
+        return self._steps.settle()
+
+    def step(self) -> list[RequestProgress]:
+        """One whole step; what the requests got. Nothing may be under way before."""
+        steps = [*self._steps.begin(), *self._steps.settle()]
+        return [item for step in steps for item in step.progress]
 
     def num_missing_blocks(self) -> int:
         """Blocks the next step may want beyond the free ones (an upper bound, at least 0)."""
@@ -265,6 +261,7 @@ class ModelEngine:
 
     def preempt(self) -> None:
         """Drop the KV of all requests; the engine recomputes it when they run again."""
+        self._steps.wait()
         self.kv.finish_exports()
         with self.kv.without_ballast():
             self._core.scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -281,7 +278,7 @@ class ModelEngine:
         runner.model = None
         runner.kv_caches.clear()
         self._scheduler = self._core = None
-        self._workspace = workspace._manager = None
+        self._steps.close()
         del core, runner
         # vLLM freezes the heap after each engine start; a frozen engine would never be freed.
         gc.unfreeze()
@@ -331,9 +328,8 @@ def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -
         # Ours is the memory accounting; vLLM's check of what is free (on a GPU only the
         # reserve, the rest being pages) must not stand in the way.
         "gpu_memory_utilization": 0.01 if emulated else 0.001,
-        "async_scheduling": False,
         "worker_cls": f"gpupoold.instance.{_WORKERS[emulated]}",
-        "scheduler_cls": "gpupoold.instance.scheduler.PooledScheduler",
+        "scheduler_cls": f"gpupoold.instance.{_SCHEDULERS[False]}",
     }
     if skips_checkpoint:
         image_loader.register()
@@ -342,6 +338,11 @@ def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -
     config = EngineArgs(**(arguments | engine_arguments())).create_engine_config(
         UsageContext.OPENAI_API_SERVER
     )
+    scheduling = config.scheduler_config
+    if engine_arguments().get("async_scheduling"):
+        scheduling.async_scheduling = True  # vLLM does not take that for a CPU, but can do it
+    scheduler = _SCHEDULERS[bool(scheduling.async_scheduling)]
+    scheduling.scheduler_cls = f"gpupoold.instance.{scheduler}"
     return EngineCore(config, Executor.get_class(config), log_stats=False)
 
 

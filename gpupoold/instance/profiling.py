@@ -89,8 +89,8 @@ class ProfiledModel(PooledModel, Protocol):
     def has_requests(self) -> bool:
         """Whether a step would do something."""
 
-    def step(self) -> tuple[list[bytes], list[RequestProgress]]:
-        """One engine step."""
+    def step(self) -> list[RequestProgress]:
+        """One engine step; what the requests got."""
 
 
 class Pages(Protocol):
@@ -280,7 +280,7 @@ class _Run:
         """Seconds of one step, and the requests that gained a token."""
         self._pages.ensure_kv(self._engine.name)
         started_s = self._clock()
-        _, progress = self._engine.step()
+        progress = self._engine.step()
         duration_s = self._clock() - started_s
         for item in progress:
             if item.request_id in self._generated:

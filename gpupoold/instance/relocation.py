@@ -55,17 +55,21 @@ def plan_layout(model: torch.nn.Module) -> WeightLayout:
     return WeightLayout(tuple(found.values()), offsets, num_bytes, digest.hexdigest())
 
 
-def copy_out(layout: WeightLayout, image_address: int) -> None:
-    """Write the image: every storage at its offset in host memory."""
+def copy_out(layout: WeightLayout, image_address: int, device: Device) -> None:
+    """Write the image: every storage at its offset in host memory, which ``device`` has pinned."""
     done: set[int] = set()
     for tensor in layout.tensors:
         storage = tensor.untyped_storage()
         if storage.data_ptr() in done:
             continue
         done.add(storage.data_ptr())
-        source = torch.empty(0, dtype=torch.int8, device=tensor.device).set_(storage)
         address = image_address + layout.offsets[storage.data_ptr()]
-        tensors.host_bytes(address, storage.nbytes()).copy_(source)
+        if tensor.is_cuda:  # torch would copy across two registrations, which CUDA refuses
+            device.copy_out(address, storage.data_ptr(), storage.nbytes())
+        else:
+            source = torch.empty(0, dtype=torch.int8).set_(storage)
+            tensors.host_bytes(address, storage.nbytes()).copy_(source)
+    device.synchronize()
 
 
 def relocate(layout: WeightLayout, address: int, device: Device) -> None:

@@ -21,7 +21,7 @@ def status(loop: TurnLoop, now_s: float) -> m.InstanceStatus:
         at_s=now_s,
         on_turn=turn.model if turn else None,
         quota_s=turn.quota_s if turn else 0.0,
-        num_steps=loop.num_steps,
+        num_steps=loop.steps.num_begun,
         free_bytes=loop.residency.pool.num_free * loop.device.page_bytes,
         kv_host_bytes=loop.host.used_bytes,
         models=[_memory_of(loop, engine) for engine in loop.engines.values()],

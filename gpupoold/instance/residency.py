@@ -16,6 +16,9 @@ from gpupoold.memory.transfers import BATCH_BYTES, Transfer, TransferQueue
 
 _BANDWIDTH_SMOOTHING = 0.2
 _MIN_BYTES_FOR_BANDWIDTH = 1 << 20
+# What is mapped at a time of a model that is being prefetched: the model that runs waits for it,
+# on a GPU 5 ms for 20 ms of copying.
+_PREFETCH_BYTES = 1 << 30
 # What a turn adds to its model's KV: some 200 tokens to contexts of about a thousand.
 _GROWTH_SHARE = 0.25
 
@@ -65,7 +68,8 @@ class Residency:
         self._device = device
         self.pool = pool
         self._host = host
-        self._in = TransferQueue(device.open_lanes(Direction.IN), "copy-in")
+        may_hold = device.is_host_addressable
+        self._in = TransferQueue(device.open_lanes(Direction.IN), "copy-in", may_hold=may_hold)
         self._out = TransferQueue(device.open_lanes(Direction.OUT), "copy-out")
         self._room = Room(device, pool, host, self._out, use_of)
         self._models = self._room.models
@@ -289,6 +293,10 @@ class Residency:
     def _pages_per_load(self) -> int:
         return max(1, BATCH_BYTES // self._device.page_bytes)
 
+    @property
+    def _pages_per_prefetch(self) -> int:
+        return max(1, _PREFETCH_BYTES // self._device.page_bytes)
+
     def _back(self, model: PooledModel, chunks: list[int]) -> None:
         if chunks and self._room.wait_for(model.kv.num_missing_pages(chunks)):
             model.kv.back(chunks)
@@ -346,7 +354,7 @@ class Residency:
         if not missing:
             self._bring(model, keep_free)
         elif not model.weights.is_arriving:
-            count = min(missing, self.pool.num_free - keep_free)
+            count = min(missing, self.pool.num_free - keep_free, self._pages_per_prefetch)
             # Each piece is a transfer of its own: small ones only if no more pages come.
             is_enough = count >= min(missing, self._pages_per_load)
             if count > 0 and (is_enough or self._room.oldest_leaving() is None):

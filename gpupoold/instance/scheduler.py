@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
@@ -20,7 +22,9 @@ from gpupoold.memory.kv import KvMemory
 class PooledScheduler(Scheduler):
     """``kv`` knows what is on the device; ``alone`` is the one request that may run, if any.
 
-    ``chunk_tokens`` limits the next step, if it is given.
+    ``chunk_tokens`` limits the next step, if it is given. While ``is_held`` no step is made.
+    ``num_updates`` counts the steps whose tokens have come, ``was_decode`` tells whether the
+    last of them was the next token of every request in it.
     """
 
     running: list[Request]
@@ -33,6 +37,9 @@ class PooledScheduler(Scheduler):
         self.kv: KvMemory | None = None
         self.alone: str | None = None
         self.chunk_tokens: int | None = None
+        self.is_held = False
+        self.num_updates = 0
+        self.was_decode = False
         self._claims: dict[str, list[int]] = {}
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -49,6 +56,20 @@ class PooledScheduler(Scheduler):
             for request in self.running:
                 self.release(request.request_id)
         return output
+
+    def has_requests(self) -> bool:
+        """As vLLM's; none while no step is to be made."""
+        return not self.is_held and super().has_requests()
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> dict[int, EngineCoreOutputs]:
+        """As vLLM's."""
+        self.num_updates += 1
+        num_requests = len(scheduler_output.num_scheduled_tokens)
+        is_one_each = scheduler_output.total_num_scheduled_tokens == num_requests > 0
+        self.was_decode = is_one_each and not scheduler_output.scheduled_new_reqs
+        return super().update_from_output(scheduler_output, *args, **kwargs)
 
     def claim(self, request: Request, blocks: list[int]) -> None:
         """A request is about to come whose first blocks these are; the references are its."""
@@ -160,3 +181,7 @@ class PooledScheduler(Scheduler):
     def _blocks(self, request: Request) -> list[int]:
         groups = self.kv_cache_manager.get_block_ids(request.request_id)
         return [block for group in groups for block in group]
+
+
+class AsyncPooledScheduler(PooledScheduler, AsyncScheduler):
+    """The same for steps that are begun before the tokens of the last one are known."""

@@ -22,6 +22,7 @@ from gpupoold.instance.profiling import profile
 from gpupoold.instance.reports import status, switch_record
 from gpupoold.instance.residency import Residency, SwitchStages
 from gpupoold.instance.room import Use
+from gpupoold.instance.turn_steps import TurnSteps, may_come_between
 from gpupoold.memory.contracts import Device, OutOfPages
 from gpupoold.memory.host import HostBuffer, KvHostCache, Slot
 from gpupoold.memory.parcels import Arrival
@@ -53,6 +54,7 @@ class TurnLoop:
         self.device = device
         self.host = host
         self.ledger = RequestLedger()
+        self.steps = TurnSteps(self.ledger, channel.send)
         self.residency = residency_of(self._use)
         self.engines: dict[str, ModelEngine] = {}
         self._loader = EngineLoader(device, host, self.residency)
@@ -66,7 +68,6 @@ class TurnLoop:
         self._told_missing: dict[str, int] = {}
         self.previous: str | None = None
         self._prefetching_for: str | None = None
-        self.num_steps = 0
         self._status_at_s = 0.0
         self._interrupted = False
         self._stopping = False
@@ -128,23 +129,32 @@ class TurnLoop:
         self.orders.began(time.monotonic())
         self._prefetching_for = None
         self._report_memory()
-        while self.ledger.num_live(model):
-            self.residency.advance(model)
-            self._prefetch(model)
+        is_over = self._run_steps(turn_id, engine)
+        self.steps.settle()
+        if not is_over:
+            return
+        self._last_used_s[model] = time.monotonic()
+        if self.orders.turn is not None and self.orders.turn.turn_id == turn_id:
+            self._end_turn()
+
+    def _run_steps(self, turn_id: int, engine: ModelEngine) -> bool:
+        """Step a resident model; False when the turn is not over and something else is to be
+        done."""
+        while self.ledger.num_live(engine.name):
+            self.residency.advance(engine.name)
+            self._prefetch(engine.name)
             if not engine.is_ready():
-                self.residency.wait_ready(model)
+                self.residency.wait_ready(engine.name)
             self._step(engine)
             self._receive(block=False)
             turn = self.orders.turn
             if turn is None or turn.turn_id != turn_id:
                 break
-            if self._stopping or self._interrupted or not self._can_run(model):
-                return
+            if self._stopping or self._interrupted or not self._can_run(engine.name):
+                return False
             if self.orders.is_quota_used(time.monotonic()):
                 break
-        self._last_used_s[model] = time.monotonic()
-        if self.orders.turn is not None and self.orders.turn.turn_id == turn_id:
-            self._end_turn()
+        return True
 
     def _is_right(self, engine: ModelEngine) -> bool:
         """Whether a model still answers the canary's prompt as it did; else its requests end."""
@@ -184,21 +194,12 @@ class TurnLoop:
         self._report_memory()
 
     def _step(self, engine: ModelEngine) -> None:
+        if engine.is_under_way and self.orders.is_quota_used(self.steps.expected_end_s()):
+            self.steps.settle()  # the turn's last step: the next model need not wait for another
+            return
         self.residency.ensure_kv(engine.name)
-        prefilling = self.ledger.num_waiting(engine.name)
-        started_s = time.monotonic()
         turn = self.orders.turn
-        frames, progress = engine.step(turn.chunk_tokens if turn is not None else None)
-        ended_s = time.monotonic()
-        self.num_steps += 1
-        for item in progress:
-            self.ledger.progress(engine.name, item.request_id, len(item.new_token_ids))
-            if item.finish_reason is not None:
-                self.ledger.finish(engine.name, item.request_id)
-        if frames:
-            step_s = None if prefilling else ended_s - started_s
-            self._channel.send(m.StepOutputs(engine.name, ended_s, frames, progress, step_s))
-        elif not engine.has_requests():
+        if not self.steps.begin(engine, turn.chunk_tokens if turn is not None else None):
             self._fail_all(engine.name, f"the engine of {engine.name} lost the request")
 
     def _receive(self, *, block: bool) -> None:
@@ -208,10 +209,13 @@ class TurnLoop:
         wait_s = _IMAGES_POLL_S if self._images.is_busy else _STATUS_INTERVAL_S
         message = self._channel.receive(wait_s if block else 0.0, self.moves.wake_fds)
         while message is not None and not self._stopping:
+            if not may_come_between(message):
+                self.steps.settle()
             self._handle(message)
             message = self._channel.receive(0.0)
         self.residency.settle_exports()
         for arrived, slot in self.moves.arrived():
+            self.steps.settle()
             self._add_request(arrived, slot)
 
     def _handle(self, message: m.ToInstance) -> None:
@@ -283,6 +287,7 @@ class TurnLoop:
         engine.kv.discard_dead()
 
     def _abort(self, model: str, request_ids: list[str]) -> None:
+        self.steps.settle()
         self.moves.abort(request_ids)
         engine = self.engines.get(model)
         if engine is None:

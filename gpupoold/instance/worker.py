@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.gpu_worker import Worker
 
 from gpupoold.instance.loading import current_load
@@ -22,6 +23,15 @@ class CudaWorker(PooledMemory, Worker):
         """Load, move the weights into the region and make them resident for what follows."""
         super().load_model(load_dummy_weights=load_dummy_weights)
         current_load().bring_weights()
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """vLLM's, those with blocks outermost first: the bytes of a block then lie side by side.
+
+        So the least KV that a model can have is a page, and not one in every layer, and what is
+        copied is long. ``VLLM_KV_CACHE_LAYOUT`` has the last word.
+        """
+        names = super().get_supported_kv_cache_layouts()
+        return sorted(names, key=lambda name: not KVCacheLayout[name].is_block_outermost)
 
     def determine_available_memory(self) -> int:
         """The KV budget, after vLLM's profiling run: it compiles, and fails if activations do

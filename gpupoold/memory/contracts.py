@@ -115,6 +115,11 @@ class Device(ABC):
     def unmap(self, address: int, runs: list[PageRun]) -> None:
         """Undo a ``map`` of the same runs at ``address``; the range stays reserved."""
 
+    def unmap_each(self, mappings: Sequence[tuple[int, list[PageRun]]]) -> None:
+        """``unmap`` several; backends wait for what may use the pages but once."""
+        for address, runs in mappings:
+            self.unmap(address, runs)
+
     @abstractmethod
     def map_and_fill(self, address: int, runs: list[PageRun], source: int | None) -> None:
         """``map``, then copy the same bytes from host address ``source`` (None: zeros).

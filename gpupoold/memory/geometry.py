@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from gpupoold.memory.ranges import as_ranges
@@ -145,7 +145,7 @@ class KvGeometry:
 
     def _blocks_per_chunk(self) -> int:
         aligned = _num_aligned(self.page_bytes, [row.stride for row in self.rows])
-        if aligned <= _MAX_ALIGNED_BLOCKS_PER_CHUNK:
+        if aligned is not None:
             return aligned
         longest = max(-(-self.page_bytes // row.stride) for row in self.rows)
         return max(_MIN_BLOCKS_PER_CHUNK, longest)
@@ -158,14 +158,19 @@ def in_whole_chunks(kv_bytes: int, page_bytes: int, strides: Collection[int]) ->
     call a row. All of ``kv_bytes`` where blocks fill whole pages too seldom for that.
     """
     aligned = _num_aligned(page_bytes, strides)
-    if not strides or aligned > _MAX_ALIGNED_BLOCKS_PER_CHUNK:
+    if not strides or aligned is None:
         return kv_bytes
     return kv_bytes - kv_bytes % (aligned * sum(strides))
 
 
-def _num_aligned(page_bytes: int, strides: Iterable[int]) -> int:
-    """The fewest blocks that fill whole pages in every row."""
-    return math.lcm(*(page_bytes // math.gcd(stride, page_bytes) for stride in strides))
+def _num_aligned(page_bytes: int, strides: Collection[int]) -> int | None:
+    """The fewest blocks that fill whole pages in every row; None where these are too many.
+
+    They never are while they take one page of each row, which is the least anyway.
+    """
+    aligned = math.lcm(*(page_bytes // math.gcd(stride, page_bytes) for stride in strides))
+    is_one_page = aligned * max(strides, default=0) <= page_bytes
+    return aligned if is_one_page or aligned <= _MAX_ALIGNED_BLOCKS_PER_CHUNK else None
 
 
 def _start(span: range) -> int:

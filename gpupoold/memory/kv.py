@@ -211,6 +211,8 @@ class KvMemory(KvChunks):
         for group in self._groups(place):
             if group.transfer is not None:
                 group.transfer.wait()
+                if not self._device.is_host_addressable:  # there unmapping slows the copies
+                    self.settle()
         self.settle()
 
     def oldest_transfer(self, place: Place) -> Transfer | None:
@@ -333,8 +335,7 @@ class KvMemory(KvChunks):
         return fresh
 
     def _drop(self, chunks: list[int]) -> None:
-        for span in self.geometry.spans(chunks):
-            self._region.drop(span)
+        self._region.drop_each(self.geometry.spans(chunks))
 
     def _pieces(self, group: Group) -> Iterator[tuple[int, int, int]]:
         """``(device address, host address, num_bytes)``: in the slot, rows follow each other."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 from gpupoold.memory.contracts import Device, PageRun
 from gpupoold.memory.pages import PagePool, split_runs
@@ -92,15 +93,28 @@ class Region:
         Raises:
             ValueError: a page is not held.
         """
-        held = self._holders[pages.start : pages.stop]
-        if not all(held):
-            raise ValueError(f"pages {pages} of the region are not all held")
-        is_last = max(held, default=0) == 1
-        fewer = [0] * len(pages) if is_last else [count - 1 for count in held]
-        self._holders[pages.start : pages.stop] = fewer
-        for span in self._spans(pages, mapped=False):
-            runs = _as_runs(self._physical[span.start : span.stop])
-            self._device.unmap(self._page_address(span.start), runs)
+        self.drop_each([pages])
+
+    def drop_each(self, ranges: Iterable[range]) -> None:
+        """``drop`` several, with the device waiting once for all of them.
+
+        Raises:
+            ValueError: a page is not held.
+        """
+        gone: list[tuple[range, list[PageRun]]] = []
+        for pages in ranges:
+            held = self._holders[pages.start : pages.stop]
+            if not all(held):
+                raise ValueError(f"pages {pages} of the region are not all held")
+            is_last = max(held, default=0) == 1
+            fewer = [0] * len(pages) if is_last else [count - 1 for count in held]
+            self._holders[pages.start : pages.stop] = fewer
+            for span in self._spans(pages, mapped=False):
+                gone.append((span, _as_runs(self._physical[span.start : span.stop])))
+        if not gone:
+            return
+        self._device.unmap_each([(self._page_address(span.start), runs) for span, runs in gone])
+        for span, runs in gone:
             self._pool.free(runs)
             self._physical[span.start : span.stop] = [-1] * len(span)
             self._num_mapped -= len(span)

@@ -131,8 +131,16 @@ class TransferQueue:
     As many at a time as there are lanes, each of which has a thread.
     """
 
-    def __init__(self, lanes: Sequence[Lane], name: str, batch_bytes: int = BATCH_BYTES) -> None:
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        name: str,
+        batch_bytes: int = BATCH_BYTES,
+        *,
+        may_hold: bool = True,
+    ) -> None:
         self._lanes = lanes
+        self._may_hold = may_hold
         self._batch_bytes = batch_bytes
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
         self._waiting: list[Transfer] = []
@@ -172,7 +180,11 @@ class TransferQueue:
 
         For owners that map between two ``begin``: beside a copy, an emulated device maps ten
         times as slowly (each call interrupts the core that copies), and the copy suffers too.
+        A GPU's copies do not mind: with a queue that may not hold, they begin at once.
         """
+        if not self._may_hold:
+            yield
+            return
         assert self._held is None, "held() does not nest"
         self._held = []
         try:

@@ -17,18 +17,16 @@ from typing import Any, Self
 
 import msgspec
 
-from benchmarks.frontend_peer import start_frontend
+from benchmarks.frontend_peer import opening, start_frontend
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 from gpupoold.wire.messages import (
     AbortRequests,
-    AccessRules,
     AddRequest,
     Admission,
     CallResult,
     FromFrontend,
     FrontendReady,
     LoadedModel,
-    ModelList,
     ModelToLoad,
     RequestProgress,
     ServedModel,
@@ -212,8 +210,8 @@ class EnginePeer:
 
     def announce(self, *models: ServedModel, ready: bool = True) -> None:
         """Tell the frontend which models exist."""
-        self.send(AccessRules([], are_required=False))
-        self.send(ModelList(models=list(models), ready=ready))
+        for message in opening(models, is_ready=ready):
+            self.send(message)
 
     def wait_ready(self, timeout_s: float = 60) -> None:
         """Until the frontend accepts connections and the engines are loaded."""

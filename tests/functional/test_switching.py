@@ -16,6 +16,8 @@ from tests.functional.instance_peer import InstancePeer
 MAX_TOKENS = 24
 NUM_PROMPTS = 4
 _RUNS = itertools.count()
+# Steps are begun before the last one's tokens are known, as on a GPU.
+_AHEAD = {"GPUPOOL_ENGINE_ARGUMENTS": '{"async_scheduling": true}'}
 _MODELS = ("tiny-llama", "tiny-mixtral", "tiny-qwen2", "tiny-qwen3")
 
 
@@ -23,7 +25,9 @@ _MODELS = ("tiny-llama", "tiny-mixtral", "tiny-qwen2", "tiny-qwen3")
 def peer(tiny_models: dict[str, Path]) -> Iterator[InstancePeer]:
     """A device that holds the weights of one and a half models, turns of at most 50 ms."""
     sizes = [weight_bytes(tiny_models[name]) for name in _MODELS]
-    peer = InstancePeer(int(1.5 * max(sizes)), kv_host_bytes=64 << 20, quota_max_s=0.05)
+    peer = InstancePeer(
+        int(1.5 * max(sizes)), kv_host_bytes=64 << 20, quota_max_s=0.05, environment=_AHEAD
+    )
     for name in _MODELS:
         peer.load(name, tiny_models[name], max_model_len=512)
     yield peer
@@ -90,7 +94,9 @@ def test_answers_survive_a_full_host_cache(tiny_models: dict[str, Path]) -> None
     """Paused KV that fits nowhere is recomputed: slower, never wrong."""
     names = ("tiny-llama", "tiny-qwen3")
     largest = max(weight_bytes(tiny_models[name]) for name in names)
-    peer = InstancePeer(int(1.3 * largest), kv_host_bytes=128 << 10, quota_max_s=0.02)
+    peer = InstancePeer(
+        int(1.3 * largest), kv_host_bytes=128 << 10, quota_max_s=0.02, environment=_AHEAD
+    )
     try:
         for name in names:
             peer.load(name, tiny_models[name], max_model_len=256)

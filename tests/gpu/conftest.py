@@ -43,7 +43,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint
 
 @pytest.fixture
 def device() -> Iterator[CudaDevice]:
-    opened = CudaDevice(0, NUM_PAGES * PAGE, 0)
+    opened = CudaDevice(0, NUM_PAGES * PAGE, 0, PAGE)
     assert opened.num_pages == NUM_PAGES
     yield opened
     opened.close()

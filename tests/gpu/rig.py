@@ -28,8 +28,7 @@ from tests.functional.instance_peer import InstancePeer
 LLAMA, QWEN2, QWEN3 = ("tiny-llama", "tiny-qwen2", "tiny-qwen3")
 MODELS = (LLAMA, QWEN2, QWEN3)
 TAIL_LINES = 60
-# Of prompts from here on: they fill KV at once, which hundreds of tokens would take seconds for.
-LONG_PROMPTS = 1000
+LONG = -1  # the seed of a long prompt
 # Few sizes to capture graphs for, and small steps: a model is up in a second or two.
 _ENGINE_ARGUMENTS: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 1024}
 
@@ -49,14 +48,21 @@ class Scale:
     num_switches: int
     max_model_len: int
     long_prompt: int
+    long_tokens: int
+    page_bytes: int  # 0: the device's choice
+    quota_max_s: float
 
 
 _SCALES = {
-    # 400 MB of weights a model: 10 ms of a fast link. A KV chunk is 32 MiB, a page per layer.
-    "cuda": Scale("cuda", "bfloat16", 800_000_000, 2.7, 2 << 30, 1000, 4096, 2800),
+    # 400 MB of weights a model: 10 ms of a fast link. The smallest pages, for models are small.
+    "cuda": Scale(
+        "cuda", "bfloat16", 800_000_000, 2.25, 2 << 30, 1000, 4096, 3500, 400, 2 << 20, 0.02
+    ),
     # Copies by the processor: 100 ms.
-    "fake-card": Scale("cuda", "bfloat16", 800_000_000, 2.7, 2 << 30, 60, 4096, 2800),
-    "emulated": Scale("emulated", "float32", 10_000_000, 2.6, 0, 60, 1200, 700),
+    "fake-card": Scale(
+        "cuda", "bfloat16", 800_000_000, 2.25, 2 << 30, 60, 4096, 3500, 400, 2 << 20, 0.1
+    ),
+    "emulated": Scale("emulated", "float32", 10_000_000, 2.6, 0, 60, 1200, 600, 300, 0, 0.02),
 }
 _ON = os.environ.get("GPUPOOL_GPU_TESTS_ON", "cuda")
 SCALE = _SCALES[_ON]
@@ -192,10 +198,11 @@ class Box:
             self.peer = InstancePeer(
                 self.device_bytes,
                 kv_host_bytes=1 << 30 if IS_GPU else 64 << 20,
-                quota_max_s=0.02,
+                quota_max_s=SCALE.quota_max_s,
                 options={
                     "--device-kind": SCALE.kind,
                     "--reserve-bytes": SCALE.reserve_bytes,
+                    "--page-bytes": SCALE.page_bytes,
                     "--log-level": "info" if IS_GPU else "warning",
                 },
                 environment=environment,
@@ -244,13 +251,13 @@ class Box:
             assert request_id not in self.peer.ended, self.peer.ended[request_id]
             self.peer.pump(1.0)
 
-    def one_of_each(self, seed: int, num_tokens: int) -> None:
-        """Requests of all models at the same time, one of each, are answered as alone.
+    def one_of_each(self, seed: int, num_tokens: int, names: Sequence[str] = MODELS) -> None:
+        """Requests of models at the same time, one of each, are answered as alone.
 
         Every engine has the batches then that it has alone, so this holds for any kernels.
         """
-        expected = {name: self.alone(name, seed, num_tokens) for name in MODELS}
-        asked = {name: self.ask(name, seed, num_tokens) for name in MODELS}
+        expected = {name: self.alone(name, seed, num_tokens) for name in names}
+        asked = {name: self.ask(name, seed, num_tokens) for name in names}
         for name, request_id in asked.items():
             same_tokens(self.answer(request_id), expected[name], name)
 
@@ -263,9 +270,9 @@ class Box:
 
 
 def prompt(seed: int) -> list[int]:
-    """Token ids that span some KV blocks; very many from the seed ``LONG_PROMPTS`` on."""
+    """Token ids that span some KV blocks, or many of them for ``LONG``."""
     rng = random.Random(seed)
-    num_tokens = SCALE.long_prompt if seed >= LONG_PROMPTS else 20 + 35 * (seed % 4)
+    num_tokens = SCALE.long_prompt if seed == LONG else 20 + 35 * (seed % 4)
     return [rng.randrange(300, 1900) for _ in range(num_tokens)]
 
 

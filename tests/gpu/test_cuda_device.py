@@ -99,11 +99,11 @@ def test_lent_memory_can_be_used_and_comes_back(device: CudaDevice) -> None:
 
 
 def test_nothing_is_kept_after_close() -> None:
-    CudaDevice(0, NUM_PAGES * PAGE, 0).close()  # the context and its modules stay
-    outer = CudaDevice(0, PAGE, 0)
+    CudaDevice(0, NUM_PAGES * PAGE, 0, PAGE).close()  # the context and its modules stay
+    outer = CudaDevice(0, PAGE, 0, PAGE)
     before_bytes = outer.free_bytes()
     for _ in range(3):
-        CudaDevice(0, NUM_PAGES * PAGE, 0).close()
+        CudaDevice(0, NUM_PAGES * PAGE, 0, PAGE).close()
     assert outer.free_bytes() >= before_bytes - 4 * PAGE
     outer.close()
 
@@ -139,7 +139,7 @@ class TestWithTorch:
         from gpupoold.instance import tensors
         from gpupoold.instance.device import compute_streams
 
-        device = CudaDevice(0, 8 * PAGE, 0, compute_streams=compute_streams)
+        device = CudaDevice(0, 8 * PAGE, 0, PAGE, compute_streams=compute_streams)
         address = device.reserve(1)
         device.map_and_fill(address, [PageRun(0, 1)], None)
         tensor = tensors.over(device, address, PAGE)

@@ -15,8 +15,9 @@ from tests.gpu.conftest import FAILED
 from tests.gpu.rig import (
     IS_GPU,
     LLAMA,
-    LONG_PROMPTS,
+    LONG,
     MODELS,
+    QWEN2,
     QWEN3,
     SCALE,
     Box,
@@ -113,12 +114,13 @@ def test_two_models_stay_beside_each_other(box: Box) -> None:
 
 
 def test_kv_goes_and_comes_while_others_run(box: Box) -> None:
-    """There is no room for the KV of all three, however much of the weights goes."""
-    box.load(*MODELS)
-    for name in MODELS:
-        box.alone(name, LONG_PROMPTS, NUM_LONG)
+    """There is room for the weights of both, and for the KV of either."""
+    pair = (LLAMA, QWEN2)
+    box.load(*pair)
+    for name in pair:
+        box.alone(name, LONG, SCALE.long_tokens)
     box.peer.switches.clear()
-    box.one_of_each(LONG_PROMPTS, NUM_LONG)
+    box.one_of_each(LONG, SCALE.long_tokens, pair)
     assert sum(switch.kv_out_bytes for switch in box.peer.switches) > 0
     assert sum(switch.kv_in_bytes for switch in box.peer.switches) > 0
     assert box.peer.status is not None

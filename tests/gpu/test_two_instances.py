@@ -39,6 +39,8 @@ pytestmark = [pytest.mark.gpu(emulated=True), pytest.mark.timeout(limit_s(90))]
 
 NUM_TOKENS = 60
 MAX_LEN = min(2048, SCALE.max_model_len)
+# Some seconds of a stream each.
+NUM_LONG = 600
 BACK_S = limit_s(80)
 _CONFIG = """
 [memory]
@@ -59,7 +61,7 @@ def daemon(
     folder = tmp_path_factory.mktemp("daemon")
     memory = int(1.7 * checkpoints.largest_bytes) + SCALE.reserve_bytes
     device = f'[[device]]\nkind = "{SCALE.kind}"\nmemory = {memory}\n'
-    device += "index = 0\n" if IS_GPU else ""
+    device += f"index = 0\npage_bytes = {SCALE.page_bytes}\n" if IS_GPU else ""
     config = 2 * device + _CONFIG.format(reserve=SCALE.reserve_bytes)
     with contextlib.ExitStack() as stack:
         stack.enter_context(LOGS.watching(folder))
@@ -140,9 +142,8 @@ async def test_prompts_on_one_instance_and_answers_on_the_other(
 
 async def test_answers_move_with_their_kv(daemon: PrivateDaemon, api: AsyncOpenAI) -> None:
     asked = prompts(3, seed=3)
-    num_tokens = MAX_LEN // 2
-    expected = await undisturbed(api, asked, num_tokens)
-    streams = [Background(api, model, text, num_tokens) for model, text in asked]
+    expected = await undisturbed(api, asked, NUM_LONG)
+    streams = [Background(api, model, text, NUM_LONG) for model, text in asked]
     for stream in streams:
         await stream.started()
     num_moves = 0
@@ -161,9 +162,8 @@ async def test_streams_go_on_when_an_instance_is_killed(
     daemon: PrivateDaemon, api: AsyncOpenAI
 ) -> None:
     asked = prompts(3, seed=4)
-    num_tokens = MAX_LEN // 2
-    expected = await undisturbed(api, asked, num_tokens)
-    streams = [Background(api, model, text, num_tokens) for model, text in asked]
+    expected = await undisturbed(api, asked, NUM_LONG)
+    streams = [Background(api, model, text, NUM_LONG) for model, text in asked]
     for stream in streams:
         await stream.started()
     [victim, *_] = sorted(ps(daemon).devices, key=lambda row: -row.num_requests)

@@ -88,7 +88,7 @@ class LiveRequests:
         waiting = set(self._ids)
         for _ in range(_MAX_STEPS):
             self._residency.ensure_kv(self.engine.name)
-            for item in self.engine.step()[1]:
+            for item in self.engine.step():
                 waiting.discard(item.request_id)
             self._num_left -= 1
             if not waiting:

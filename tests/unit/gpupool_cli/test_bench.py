@@ -51,7 +51,8 @@ class TestRig:
         monkeypatch.setattr("gpupoold.config.NVIDIA_GPUS", tmp_path)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         [device] = parse_settings(tomllib.loads(device_config(1 << 30)), "test").devices
-        assert (device.kind, device.memory_bytes) == ("cuda", (1 << 30) + CUDA_RESERVE_BYTES)
+        assert (device.kind, device.page_bytes) == ("cuda", 2 << 20)
+        assert device.memory_bytes == (1 << 30) + (256 << 20) + CUDA_RESERVE_BYTES
 
     def test_a_checkpoint_that_cannot_be_made_says_why(self, tmp_path: Path) -> None:
         with pytest.raises(Failed, match=r"llama checkpoint could not be made: .*of weights"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +14,11 @@ torch = pytest.importorskip("torch", reason="the engine is not installed")
 from gpupoold.instance import tensors  # noqa: E402
 from gpupoold.instance.loading import ModelLoad  # noqa: E402
 from gpupoold.instance.loan import PageLoan, pages_to_lend  # noqa: E402
+from gpupoold.instance.relocation import copy_out, plan_layout  # noqa: E402
 from gpupoold.memory.cuda import CudaDevice  # noqa: E402
 from gpupoold.memory.cuda_driver import CudaError  # noqa: E402
 from gpupoold.memory.emulated import EmulatedDevice  # noqa: E402
+from gpupoold.memory.host import HostBuffer  # noqa: E402
 from gpupoold.memory.pages import PagePool  # noqa: E402
 from gpupoold.memory.regions import Region  # noqa: E402
 from gpupoold.wire.messages import ModelToLoad  # noqa: E402
@@ -175,6 +178,35 @@ class TestModelLoad:
         with pytest.raises(ValueError, match="broken"):
             build()
         assert driver.free_bytes == 0
+
+
+def test_an_image_is_written_by_the_devices_own_copies(
+    device: CudaDevice, pool: PagePool, driver: FakeCuda
+) -> None:
+    """Into pinned memory, in parts where registrations meet, which torch's copies may not cross."""
+    region = Region(device, pool, 3)
+    region.retain(range(3))
+    data = bytes(range(256)) * (2 * PAGE // 256)
+    driver.kernel_write(region.address + PAGE, data)
+    # Torch takes the tensor for one of the host's, but its address is one of the fake GPU's.
+    on_device = type("OnDevice", (torch.Tensor,), {"is_cuda": True})
+    at = tensors.at_pointer(region.address + PAGE, 2 * PAGE, torch.device("cpu"))
+    model = torch.nn.Module()
+    model.register_buffer("weights", at.as_subclass(on_device))
+    model.register_buffer("scale", torch.tensor([0.25, 4.0]))
+    layout = plan_layout(model)
+    image = HostBuffer.create("image", 3 * PAGE)
+    halves = (image.address, PAGE), (image.address + PAGE, 2 * PAGE)
+    for half in halves:
+        device.pin(*half)
+    copy_out(layout, image.address, device)
+    found = ctypes.string_at(image.address, layout.num_bytes)
+    assert found[: 2 * PAGE] == data
+    assert found[2 * PAGE :][:8] == struct.pack("2f", 0.25, 4.0)
+    for half in halves:
+        device.unpin(*half)
+    image.close()
+    region.close()
 
 
 def test_a_tensor_over_a_pointer_is_the_memory_there() -> None:

@@ -75,7 +75,7 @@ class Moved:
         self.layout = relocation.plan_layout(model)
         num_pages = -(-self.layout.num_bytes // PAGE)
         image = HostBuffer.create("test-image", num_pages * PAGE)
-        relocation.copy_out(self.layout, image.address)
+        relocation.copy_out(self.layout, image.address, device)
         region = Region(device, self.pool, num_pages)
         self.weights = WeightMemory(region, device, image)
         relocation.relocate(self.layout, region.address, device)

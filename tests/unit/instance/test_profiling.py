@@ -94,7 +94,7 @@ class KnownEngine:
         wanted = sum(2 + tokens // BLOCK_TOKENS for tokens, _ in self._waiting.values())
         return max(0, wanted + 2 * len(self._running) - self.ledger.num_free)
 
-    def step(self) -> tuple[list[bytes], list[RequestProgress]]:
+    def step(self) -> list[RequestProgress]:
         self.num_steps += 1
         if self.num_steps == self.fail_at_step:
             raise RuntimeError("kernel panic")
@@ -106,7 +106,7 @@ class KnownEngine:
         kind = (tuple(prompts), len(decoding))
         self.now_s += duration_s * self.slowness * (1 if kind in self._seen else 3)
         self._seen.add(kind)
-        return [b"frame"], [self._advance(request_id) for request_id in decoding + starting]
+        return [self._advance(request_id) for request_id in decoding + starting]
 
     def _start(self) -> list[str]:
         budget, started = self.max_batched_tokens, []

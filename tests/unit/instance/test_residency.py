@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from gpupoold.instance import residency
 from gpupoold.instance.residency import Residency
 from gpupoold.instance.room import Use
 from gpupoold.memory import chunks as kv_module
@@ -127,6 +128,21 @@ def test_the_next_model_is_there_when_its_turn_comes(box: Box) -> None:
     assert box.switch_in("a") == 0
     box.residency.prefetch("b", "a")
     assert box.residency.prefetched_bytes == 0  # it has been there since its turn
+
+
+def test_the_model_that_runs_waits_for_the_mapping_of_a_part_at_a_time(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residency, "_PREFETCH_BYTES", 7 * PAGE)
+    box.switch_in("a")
+    box.residency.prefetch("b", "a")
+    there = [box.weights("b").num_mapped_pages]
+    while there[-1] < WEIGHT_PAGES:
+        box.weights("b").wait()
+        box.residency.advance("a")
+        there.append(box.weights("b").num_mapped_pages)
+    assert there == [*range(7, WEIGHT_PAGES, 7), WEIGHT_PAGES]
+    assert box.switch_in("b") == 0
 
 
 def test_as_much_comes_in_as_there_is_room_for(tight_box: Box) -> None:

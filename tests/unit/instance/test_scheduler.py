@@ -133,6 +133,43 @@ class TestChunks:
         assert scheduler.max_num_scheduled_tokens == LIMIT
 
 
+class TestSteps:
+    def test_nothing_is_begun_while_it_is_held(
+        self, scheduler: PooledScheduler, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Scheduler, "has_requests", lambda _: True)
+        scheduler.is_held = True
+        assert not scheduler.has_requests()
+        scheduler.is_held = False
+        assert scheduler.has_requests()
+
+    @pytest.mark.parametrize(
+        ("tokens", "new", "is_decode"),
+        [
+            ({"r": 1, "q": 1}, [], True),
+            ({"r": 1, "q": 5}, [], False),
+            ({"r": 1}, ["r"], False),
+            ({}, [], False),
+        ],
+    )
+    def test_steps_of_next_tokens_are_told_from_prompts(
+        self,
+        scheduler: PooledScheduler,
+        monkeypatch: pytest.MonkeyPatch,
+        tokens: dict[str, int],
+        new: list[str],
+        is_decode: bool,
+    ) -> None:
+        monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: {})
+        planned: Any = SimpleNamespace(
+            num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=sum(tokens.values()),
+            scheduled_new_reqs=new,
+        )
+        scheduler.update_from_output(planned, None)
+        assert (scheduler.num_updates, scheduler.was_decode) == (1, is_decode)
+
+
 class TestClaims:
     def test_blocks_are_findable_and_kept_until_the_request_has_them(
         self, scheduler: PooledScheduler, blocks: Blocks, steps: list[int]

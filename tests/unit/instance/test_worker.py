@@ -37,3 +37,20 @@ def test_pages_stay_until_warm_up_has_ended_on_all_streams(monkeypatch: pytest.M
     made = worker.CudaWorker.__new__(worker.CudaWorker)
     assert made.compile_or_warm_up_model() == "times"
     assert done == ["mapped", "warm-up", "device idle", "unmapped"]
+
+
+@pytest.mark.parametrize(
+    ("supported", "first"),
+    [
+        (["LBNHC", "LBHNC", "BLNHC", "BLHNC"], "BLNHC"),  # any, as FlashAttention has it
+        (["LBHNC", "BLHNC"], "BLHNC"),  # FlashInfer's
+        (["LBHNC"], "LBHNC"),
+    ],
+)
+def test_blocks_are_outermost_where_attention_takes_that(
+    monkeypatch: pytest.MonkeyPatch, supported: list[str], first: str
+) -> None:
+    monkeypatch.setattr(Worker, "get_supported_kv_cache_layouts", lambda _: supported)
+    found = worker.CudaWorker.__new__(worker.CudaWorker).get_supported_kv_cache_layouts()
+    assert found[0] == first
+    assert set(found) == set(supported)

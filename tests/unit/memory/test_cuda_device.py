@@ -48,9 +48,9 @@ class TestOpening:
         device.release(region, 8)
         assert driver.calls["create"] == NUM_PAGES
 
-    def test_a_page_is_2_mib_by_default_or_the_granularity_if_larger(self) -> None:
-        for granularity, page_bytes in ((64 << 10, 2 << 20), (4 << 20, 4 << 20)):
-            driver = FakeCuda(8 << 20, granularity=granularity)
+    def test_a_page_is_8_mib_by_default_or_the_granularity_if_larger(self) -> None:
+        for granularity, page_bytes in ((2 << 20, 8 << 20), (16 << 20, 16 << 20)):
+            driver = FakeCuda(32 << 20, granularity=granularity)
             device = CudaDevice(0, 0, 0, driver=driver)
             assert device.page_bytes == page_bytes
             device.close()
@@ -145,6 +145,18 @@ class TestMapping:
         device.unmap(region, [PageRun(0, 1)])
         device.release(region, 1)
         device.close()
+
+    def test_several_ranges_are_waited_for_once(self, device: CudaDevice, driver: FakeCuda) -> None:
+        region = device.reserve(9)
+        mappings = [(region + at * PAGE, [PageRun(at, 2)]) for at in (0, 3, 7)]
+        for mapping in mappings:
+            device.map(*mapping)
+        before = driver.calls.copy()
+        device.unmap_each(mappings)
+        done = driver.calls - before
+        assert done["unmap"] == 3
+        assert done["synchronize_stream"] == 3  # the compute stream, copies in, copies out
+        device.release(region, 9)
 
     def test_pitfall_04_copies_end_before_their_pages_go(
         self, device: CudaDevice, image: HostBuffer

@@ -61,6 +61,19 @@ def test_long_alignment_gives_way() -> None:
     assert geometry.blocks_per_chunk == 3
 
 
+def test_chunks_of_one_page_in_each_row_are_aligned_whatever_their_blocks() -> None:
+    """An 8B model with the pages of a GPU: 128 blocks of 64 KiB in each of 32 layers."""
+    page_bytes, stride, num_layers = 8 << 20, 64 << 10, 32
+    budget = in_whole_chunks((6 << 30) + 5, page_bytes, [stride] * num_layers)
+    assert budget == 6 << 30
+    num_blocks = budget // (num_layers * stride)
+    rows = tuple(KvRow(n * num_blocks * stride, stride, stride) for n in range(num_layers))
+    geometry = KvGeometry(num_blocks, page_bytes, rows)
+    assert geometry.is_aligned
+    assert geometry.blocks_per_chunk == 128
+    assert sum(map(len, geometry.pages(1))) == num_layers
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("page_bytes", [512, 4096, 65536])
 def test_chunks_cover_every_block_and_byte_once(layout: str, page_bytes: int) -> None:

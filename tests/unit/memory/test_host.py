@@ -6,8 +6,11 @@ import os
 
 import pytest
 
+from gpupoold.memory import host
+from gpupoold.memory.cuda import CudaDevice
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.host import HostBuffer, HostSlot, KvHostCache
+from tests.unit.memory.fake_cuda import FakeCuda
 from tests.unit.memory.rig import PAGE, read, write
 
 
@@ -37,6 +40,31 @@ def test_a_buffer_that_cannot_be_mapped_closes_its_descriptor() -> None:
         HostBuffer(fd, 0)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+def test_pages_are_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_PIECE_BYTES", 4 * PAGE)
+    fd = os.memfd_create("sparse")
+    os.ftruncate(fd, 9 * PAGE)
+    os.pwrite(fd, b"there already", 6 * PAGE)
+    host.touch_pages(fd, 9 * PAGE)
+    assert os.fstat(fd).st_blocks * 512 == 9 * PAGE
+    assert os.pread(fd, 13, 6 * PAGE) == b"there already"
+    os.close(fd)
+
+
+def test_only_what_a_gpu_copies_from_has_its_pages_before_they_are_used() -> None:
+    emulated = EmulatedDevice(PAGE, PAGE)
+    gpu = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=FakeCuda(PAGE))
+    taken_bytes = []
+    for device in (emulated, gpu):
+        cache = KvHostCache(1 << 20)
+        cache.pin(device)
+        taken_bytes.append(os.fstat(cache.fd).st_blocks * 512)
+        cache.unpin(device)
+        cache.close()
+        device.close()
+    assert taken_bytes == [0, 1 << 20]
 
 
 def test_slots_within_the_budget() -> None:

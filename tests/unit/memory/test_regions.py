@@ -46,6 +46,19 @@ def test_shared_page_stays_until_its_last_holder_goes(rig: Rig) -> None:
     region.check_integrity()
 
 
+def test_ranges_that_share_a_page_are_dropped_together(rig: Rig) -> None:
+    region = rig.region(8)
+    for pages in (range(0, 3), range(2, 5), range(6, 7)):
+        region.retain(pages)
+    region.drop_each([range(0, 3), range(2, 4)])
+    assert [page for page in range(8) if region.num_holders(page)] == [4, 6]
+    assert (region.num_mapped, rig.pool.num_free) == (2, 62)
+    region.check_integrity()
+    region.drop_each([])
+    region.drop_each([range(4, 5), range(6, 7)])
+    assert rig.pool.num_free == 64
+
+
 def test_filled_from_the_right_place_when_some_pages_are_mapped(rig: Rig) -> None:
     region = rig.region(6)
     region.retain(range(2, 3))

@@ -180,6 +180,14 @@ def test_a_held_transfer_can_be_stopped(link: Link, queue: TransferQueue) -> Non
     assert [copy.target for copy in link.chunks] == [1]
 
 
+def test_copies_that_mapping_does_not_disturb_are_not_held(link: Link) -> None:
+    queue = TransferQueue([link], "test", may_hold=False)
+    with queue.held():
+        queue.begin([Copy(1, 0, 100)]).wait()
+    assert len(link.batches) == 1
+    queue.close()
+
+
 def test_held_transfers_begin_even_if_the_block_fails(link: Link, queue: TransferQueue) -> None:
     transfers = []
 

@@ -22,7 +22,7 @@ from gpupoold.memory.cuda_driver import CudaError
 from tests.unit.memory.fake_cuda import FakeCuda
 
 PAGE = 64 << 10
-GPU_PAGE = 2 << 20
+GPU_PAGE = 8 << 20
 SHAPE = TINY_SHAPES["8B"]
 
 
@@ -78,7 +78,7 @@ def test_kv_of_every_layout_goes_out_and_comes_back(setting: Setting, driver: Fa
 def test_a_block_has_as_many_bytes_in_either_layout() -> None:
     shape = SHAPES["8B"]
     both = [geometry_of(shape, layout, 512, GPU_PAGE) for layout in LAYOUTS]
-    assert [geometry.block_bytes for geometry in both] == [GPU_PAGE, GPU_PAGE]
+    assert [geometry.block_bytes for geometry in both] == [2 << 20, 2 << 20]
     assert [len(geometry.rows) for geometry in both] == [shape.num_layers, 1]
     assert all(geometry.is_aligned for geometry in both)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu.decode_layouts import layout_figures
 from benchmarks.gpu.mixed import Phase, mixed_figures
 from benchmarks.gpu.overhead import overhead_figures
 from benchmarks.gpu.sleep import sleep_figures
@@ -93,6 +94,15 @@ def test_a_sleep_and_its_wake_up_belong_together() -> None:
     assert found["8B_sleep_p50_s"]["measured"] == 2.0
     assert found["8B_wake_p50_s"]["measured"] == 1.0
     assert found["8B_sleep_and_wake_p50_s"]["measured"] == 4.0
+
+
+def test_layouts_are_compared_round_by_round() -> None:
+    seconds = {"layers_outermost": [2.0, 4.0, 1.0], "blocks_outermost": [1.0, 4.0, 2.0]}
+    found = layout_figures("8B", seconds, 100)
+    assert found["8B_decode_layers_outermost_tokens_per_s"]["measured"] == 50.0
+    assert found["8B_decode_blocks_outermost_tokens_per_s"]["measured"] == 50.0
+    # Ratios of 2, 1 and a half: the median.
+    assert found["8B_decode_blocks_over_layers_outermost_ratio"]["measured"] == 1.0
 
 
 class TestMixed:

@@ -19,6 +19,11 @@ def test_a_piece_gets_its_limit_or_what_is_left_or_is_not_begun(
     assert allotted_s(PIECE, left_s) == seconds
 
 
+def test_the_last_piece_need_not_leave_any_time() -> None:
+    assert allotted_s(PIECE, 480.0, is_last=True) == 472.0
+    assert allotted_s(PIECE, 37.0, is_last=True) is None
+
+
 def test_tests_come_first_and_then_what_is_worth_most() -> None:
     names = [piece.name for piece in chosen([], is_dry=False)]
     assert names[:3] == ["tests", "switch-8B", "device"]

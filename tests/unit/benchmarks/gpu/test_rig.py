@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.gpu import rig
 from benchmarks.gpu.rig import Setting, arguments, setting_of
 from gpupoold.config import CUDA_RESERVE_BYTES
+from gpupoold.instance.environment import engine_arguments
 
+BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 MIB = 1 << 20
 
 
@@ -53,3 +59,26 @@ def test_shapes_fit_what_they_run_on() -> None:
 
 def test_logs_of_a_piece_have_a_folder_of_its_own() -> None:
     assert setting().folder == Path("/tmp/daemons/a")
+
+
+@pytest.mark.parametrize(
+    ("starts_quickly", "is_dry"), [(True, False), (False, False), (True, True)]
+)
+def test_engines_are_not_compiled_where_steps_are_not_measured(
+    starts_quickly: bool, is_dry: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, str]] = []
+
+    @contextlib.contextmanager
+    def daemon(config: str, folder: Path, timeout_s: float) -> Iterator[None]:
+        seen.append(dict(os.environ))
+        yield
+
+    monkeypatch.setattr(rig, "private_daemon", daemon)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    one = setting(*(["--dry-run"] if is_dry else []))
+    with one.daemon("", starts_quickly=starts_quickly):
+        [environment] = seen
+    is_quick = starts_quickly and not is_dry
+    assert environment.get(BREAKABLE) == ("1" if is_quick else None)
+    assert engine_arguments(environment) == ({"max_num_seqs": 64} if is_quick else {})

@@ -70,7 +70,7 @@ def test_what_a_piece_found_is_kept_however_it_ends(runner: Runner, tmp_path: Pa
 
 
 def test_a_piece_that_can_is_asked_to_write_what_it_has(runner: Runner) -> None:
-    runner.run([Piece("tidy", ("tidy",), 6.0, 0.1, interrupt_s=5.0)], [])
+    runner.run([Piece("tidy", ("tidy",), 6.0, 0.1, interrupt_s=5.0), piece("good")], [])
     tidy = runner.results["pieces"]["tidy"]
     assert (tidy["outcome"], tidy["problem"]) == (results.TIMED_OUT, "tidied up")
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.gpu import figures
-from benchmarks.gpu.rig import MAX_MODEL_LEN, Setting, arguments, setting_of
+from benchmarks.gpu.rig import MAX_MODEL_LEN, Setting, shape_main
 from gpupool_cli.overhead import OverheadPlan, measure_overhead
 
 _KV_BYTES = 8 << 30
@@ -63,14 +63,5 @@ def overhead_figures(shape: str, measured: Mapping[str, Any]) -> dict[str, figur
     return found
 
 
-def main() -> int:
-    """Run it; see the module."""
-    parser = arguments(__doc__)
-    parser.add_argument("--shape", default="8B")
-    args = parser.parse_args()
-    run(setting_of(args), args.shape)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(shape_main(__doc__, run))

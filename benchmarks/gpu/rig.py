@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -163,3 +163,12 @@ def setting_of(args: argparse.Namespace) -> Setting:
     ends_s = time.monotonic() + args.limit
     is_dry, is_emulated = bool(args.dry_run), args.dry_run == "emulated"
     return Setting(args.name, is_dry, is_emulated, args.scratch, Report(args.out), ends_s)
+
+
+def shape_main(description: str | None, run: Callable[[Setting, str], None]) -> int:
+    """Command line of a benchmark that is of one shape; its exit code."""
+    parser = arguments(description)
+    parser.add_argument("--shape", default="8B")
+    args = parser.parse_args()
+    run(setting_of(args), args.shape)
+    return 0

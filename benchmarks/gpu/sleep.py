@@ -15,7 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from benchmarks.gpu import figures
-from benchmarks.gpu.rig import MAX_MODEL_LEN, Setting, arguments, setting_of
+from benchmarks.gpu.rig import MAX_MODEL_LEN, Setting, shape_main
 from gpupoold.errors import Failed
 
 if TYPE_CHECKING:
@@ -87,14 +87,5 @@ def _tokens(llm: LLM) -> list[int]:
     return list(answer.outputs[0].token_ids)
 
 
-def main() -> int:
-    """Run it; see the module."""
-    parser = arguments(__doc__)
-    parser.add_argument("--shape", default="8B")
-    args = parser.parse_args()
-    run(setting_of(args), args.shape)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(shape_main(__doc__, run))

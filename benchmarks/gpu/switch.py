@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.gpu import figures
-from benchmarks.gpu.rig import Setting, add_timed, arguments, setting_of
+from benchmarks.gpu.rig import Setting, add_timed, shape_main
 from gpupoold.admin.client import AdminClient
 from gpupoold.admin.models import BenchMemoryRequest, BenchSwitchRequest, SwitchMode
 
@@ -90,14 +90,5 @@ def _report_kv(
     setting.report.add(kv_figures(shape, measured), **measured)
 
 
-def main() -> int:
-    """Run it; see the module."""
-    parser = arguments(__doc__)
-    parser.add_argument("--shape", default="8B")
-    args = parser.parse_args()
-    run(setting_of(args), args.shape)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(shape_main(__doc__, run))

@@ -37,7 +37,7 @@ from tests.functional.daemon_tools import (
 )
 
 PROMPT = "who are you?"
-BACK_S = 60.0
+BACK_S = 120.0
 
 
 def config_with(device_bytes: int, **limits: str) -> str:

@@ -8,7 +8,7 @@ from benchmarks.faults import run_faults
 from tests.functional.daemon_tools import MODELS
 
 # About a minute of work for two cores, which also bring workers back all the time.
-NUM_REQUESTS = 90
+NUM_REQUESTS = 60
 
 
 def test_every_answer_is_complete_and_the_same(tiny_models: dict[str, Path]) -> None:

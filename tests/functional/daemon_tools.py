@@ -21,7 +21,7 @@ from openai.types import Completion
 
 from gpupool_cli.bench_rig import emulated_config as emulated_config, weight_bytes as weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.admin.models import DeviceInfo, ModelUsage, Ps
+from gpupoold.admin.models import DeviceInfo, ModelUsage, Ps, RoleName
 from gpupoold.checkpoints.hollow import make_hollow_checkpoint
 from tests.conftest import PYTHON_PATH
 
@@ -93,6 +93,13 @@ async def ask(api: AsyncOpenAI, model: str, prompt: str, max_tokens: int = 48) -
     return answer
 
 
+async def undisturbed(
+    api: AsyncOpenAI, asked: Sequence[tuple[str, str]], num_tokens: int
+) -> list[Answer]:
+    """What each prompt of each model is answered, one after the other."""
+    return [await ask(api, model, text, num_tokens) for model, text in asked]
+
+
 def note(answer: Answer, chunk: Completion) -> None:
     """Add a piece to the answer."""
     for choice in chunk.choices:
@@ -154,6 +161,13 @@ async def eventually(
             return
         assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s"
         await asyncio.sleep(0.02)
+
+
+def set_roles(daemon: PrivateDaemon, *roles: RoleName) -> None:
+    """Of all devices, in their order."""
+    with daemon.client() as client:
+        for number, role in enumerate(roles):
+            client.set_role(number, role)
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:

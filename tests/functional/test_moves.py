@@ -26,6 +26,8 @@ from tests.functional.daemon_tools import (
     emulated_config,
     eventually,
     ps,
+    set_roles,
+    undisturbed,
     until,
     weight_bytes,
 )
@@ -60,21 +62,11 @@ async def api(daemon: PrivateDaemon) -> AsyncIterator[AsyncOpenAI]:
     check_all(daemon)
 
 
-def set_roles(daemon: PrivateDaemon, *roles: Any) -> None:
-    with daemon.client() as client:
-        for number, role in enumerate(roles):
-            client.set_role(number, role)
-
-
 def prompts(num_prompts: int, seed: int) -> list[tuple[str, str]]:
     """Models and prompts of all lengths, up to half of what fits."""
     rng = random.Random(seed)
     texts = [" ".join(rng.choices("abcdefgh", k=rng.randrange(1, 220))) for _ in range(num_prompts)]
     return [(rng.choice(MODELS), text) for text in texts]
-
-
-async def undisturbed(api: AsyncOpenAI, asked: list[tuple[str, str]], num_tokens: int) -> list[Any]:
-    return [await ask(api, model, text, num_tokens) for model, text in asked]
 
 
 async def test_prompts_on_one_device_and_answers_on_the_other(

@@ -7,7 +7,6 @@ import contextlib
 import os
 import random
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,6 +21,8 @@ from tests.functional.daemon_tools import (
     check_all,
     eventually,
     ps,
+    set_roles,
+    undisturbed,
     until,
 )
 from tests.gpu.rig import (
@@ -90,12 +91,6 @@ async def api(daemon: PrivateDaemon) -> AsyncIterator[AsyncOpenAI]:
     check_all(daemon)
 
 
-def set_roles(daemon: PrivateDaemon, *roles: Any) -> None:
-    with daemon.client() as client:
-        for number, role in enumerate(roles):
-            client.set_role(number, role)
-
-
 def prompts(num_prompts: int, seed: int) -> list[tuple[str, str]]:
     """Models, one after the other, and prompts of all lengths."""
     rng = random.Random(seed)
@@ -107,12 +102,6 @@ def same_answers(found: list[Answer], expected: list[Answer], asked: list[tuple[
     for one, other, (model, _) in zip(found, expected, asked, strict=True):
         same_tokens(one.token_ids, other.token_ids, model)
     assert found == expected
-
-
-async def undisturbed(
-    api: AsyncOpenAI, asked: list[tuple[str, str]], num_tokens: int
-) -> list[Answer]:
-    return [await ask(api, model, text, num_tokens) for model, text in asked]
 
 
 @pytest.mark.timeout(limit_s(240))  # with the start of the daemon

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import results
+from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.pieces import add_dry_run
 from benchmarks.gpu.shapes import SHAPES, SMALL_SHAPES, TINY_SHAPES, Shape
 from benchmarks.gpu.synthetic import make_synthetic
@@ -38,8 +40,6 @@ _QUICK_START = {
     ENGINE_ARGUMENTS: json.dumps({"max_num_seqs": 64}),
 }
 
-Figure = dict[str, Any]
-
 
 @dataclass(slots=True)
 class Report:
@@ -53,10 +53,7 @@ class Report:
         """More of it; the file has it when this returns."""
         self.figures |= figures
         self.details |= details
-        text = json.dumps({"figures": self.figures, "details": self.details}, indent=1)
-        scratch = self.path.with_suffix(".new")
-        scratch.write_text(text + "\n", "utf-8")
-        os.replace(scratch, self.path)
+        results.write(self.path, {"figures": self.figures, "details": self.details})
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from gpupoold.config import CUDA_RESERVE_BYTES, default_devices
 from gpupoold.errors import Failed
 
-# The smallest pages of a GPU for models that are small, and KV that begins with one for each
+# The smallest pages of a GPU for models that are small, and KV that may begin with one for each
 # layer: of two models with up to 32 layers, and as much to grow by.
 _CUDA_PAGE_BYTES = 2 << 20
 _CUDA_CHUNKS_BYTES = 4 * 32 * _CUDA_PAGE_BYTES

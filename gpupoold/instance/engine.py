@@ -329,17 +329,15 @@ def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -
         # reserve, the rest being pages) must not stand in the way.
         "gpu_memory_utilization": 0.01 if emulated else 0.001,
         "worker_cls": f"gpupoold.instance.{_WORKERS[emulated]}",
-        "scheduler_cls": f"gpupoold.instance.{_SCHEDULERS[False]}",
     }
     if skips_checkpoint:
         image_loader.register()
         arguments["load_format"] = image_loader.LOAD_FORMAT
     # Batches as large as vLLM's own server makes on the device; its other default is for old GPUs.
-    config = EngineArgs(**(arguments | engine_arguments())).create_engine_config(
-        UsageContext.OPENAI_API_SERVER
-    )
+    arguments |= engine_arguments()
+    config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
     scheduling = config.scheduler_config
-    if engine_arguments().get("async_scheduling"):
+    if arguments.get("async_scheduling"):
         scheduling.async_scheduling = True  # vLLM does not take that for a CPU, but can do it
     scheduler = _SCHEDULERS[bool(scheduling.async_scheduling)]
     scheduling.scheduler_cls = f"gpupoold.instance.{scheduler}"

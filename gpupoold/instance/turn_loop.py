@@ -287,7 +287,6 @@ class TurnLoop:
         engine.kv.discard_dead()
 
     def _abort(self, model: str, request_ids: list[str]) -> None:
-        self.steps.settle()
         self.moves.abort(request_ids)
         engine = self.engines.get(model)
         if engine is None:

@@ -10,7 +10,7 @@ export PREFIX SYSCONFDIR DESTDIR VENV
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install uninstall demo test lint format types imports check bench-switch bench-overhead bench-memory bench-recovery bench-sim bench-api fuzz gpu-bundle clean
+.PHONY: help venv install uninstall demo test test-all lint format types imports check bench-switch bench-overhead bench-memory bench-recovery bench-sim bench-api bench-hostile soak fuzz gpu-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,7 +27,10 @@ uninstall: ## what install put there; configuration that was changed, models and
 demo: venv ## four models on one emulated GPU; then one of two dies: every answer checked
 	@$(BIN)/python -m examples.demo
 
-test: venv ## the whole test suite (ARGS='-k name' for some of it, JOBS=1 in one process)
+test: venv ## the test suite without its slow tables (ARGS='-k name' for some of it, JOBS=1)
+	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+
+test-all: venv ## the whole test suite
 	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: venv ## ruff: rules and formatting
@@ -63,6 +66,12 @@ bench-sim: venv ## every figure of the scheduler: build/bench-sim.json (GPUPOOL_
 
 bench-api: venv ## the API layer, the admin API and gpupool top: build/bench-api.json
 	@$(BIN)/python -m benchmarks.api_layer
+
+bench-hostile: venv ## requests that used to end a process, beside 100 streams: build/bench-hostile.json
+	@$(BIN)/python -m benchmarks.hostile
+
+soak: venv ## nine minutes of mixed load, and what grows: build/soak.json (ARGS='--minutes 60')
+	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
 fuzz: venv ## 10,000 mutated requests and more to two daemons: build/fuzz.json
 	@$(BIN)/python -m benchmarks.fuzz_surface

@@ -16,6 +16,7 @@ from gpupoold.checkpoints.hollow import make_hollow_checkpoint
 NUM_IDLE, NUM_ACTIVE, ANSWER_TOKENS = 1_000, 500, 64
 # Longer than servers usually keep a connection that says nothing.
 IDLE_S = 15.0
+_START_TIMEOUT_S, _POLL_S = 60.0, 0.1
 _PROBE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -29,15 +30,16 @@ def run_connections(folder: Path) -> dict[str, Any]:
 
 
 async def _run(daemon: PrivateDaemon, port: int) -> dict[str, Any]:
-    frontend = _frontend(daemon)
-    rss_bytes = frontend.memory_info().rss
+    frontends = _frontends(daemon)
+    rss_bytes = _rss_bytes(frontends)
     idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(NUM_IDLE)]
     for connection in idle[::2]:
         assert await _is_answered(*connection)
-    idle_bytes = frontend.memory_info().rss - rss_bytes
-    before_s = _cpu_s(frontend)
+    idle_bytes = _rss_bytes(frontends) - rss_bytes
+    shares = [_num_connections(one) for one in frontends]
+    before_s = _cpu_s(frontends)
     await asyncio.sleep(IDLE_S)
-    idle_share = (_cpu_s(frontend) - before_s) / IDLE_S
+    idle_share = (_cpu_s(frontends) - before_s) / IDLE_S
     started_s = time.monotonic()
     streamed = await asyncio.to_thread(
         stream_apart, port, "/v1/completions", "model", NUM_ACTIVE, ANSWER_TOKENS
@@ -50,6 +52,7 @@ async def _run(daemon: PrivateDaemon, port: int) -> dict[str, Any]:
         "idle": NUM_IDLE,
         "idle_s": IDLE_S,
         "idle_kept": sum(kept),
+        "idle_of_each_frontend": shares,
         "idle_bytes_each": idle_bytes / NUM_IDLE,
         "idle_cpu_share": idle_share,
         "active": NUM_ACTIVE,
@@ -70,12 +73,26 @@ async def _is_answered(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
         return False
 
 
-def _frontend(daemon: PrivateDaemon) -> psutil.Process:
-    found = psutil.Process(daemon.process.pid).children(recursive=True)
-    [frontend] = [one for one in found if "gpupoold.frontend " in " ".join(one.cmdline()) + " "]
-    return frontend
+def _frontends(daemon: PrivateDaemon) -> list[psutil.Process]:
+    """The processes of all frontends, when all of them accept connections."""
+    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        with daemon.client() as client:
+            found = client.status().frontends
+        if all(one.state == "ready" for one in found):
+            return [psutil.Process(one.pid) for one in found]
+        time.sleep(_POLL_S)
+    raise TimeoutError(f"not all frontends accepted connections within {_START_TIMEOUT_S:g} s")
 
 
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+def _rss_bytes(processes: list[psutil.Process]) -> int:
+    return sum(one.memory_info().rss for one in processes)
+
+
+def _num_connections(process: psutil.Process) -> int:
+    return sum(one.status == "ESTABLISHED" for one in process.net_connections(kind="tcp"))
+
+
+def _cpu_s(processes: list[psutil.Process]) -> float:
+    times = [one.cpu_times() for one in processes]
+    return float(sum(one.user + one.system for one in times))

@@ -23,6 +23,8 @@ from gpupoold.simdevice.models import know
 from gpupoold.wire.channel import BlockingChannel
 from gpupoold.wire.messages import (
     AbortRequests,
+    Accept,
+    Accepting,
     AccessRules,
     AddRequest,
     Admission,
@@ -44,6 +46,13 @@ _GPU, _DEVICE_BYTES = "H800", 80 << 30
 _MAX_MODEL_LEN = 8192
 _START_TIMEOUT_S = 120.0
 _IDLE_WAIT_S = 0.002
+# As the daemon's fork server makes one, with vLLM imported; and one that imports it later.
+FRONTEND = """
+from gpupoold.frontend import __main__, preload
+preload.preload("warning")
+__main__.main()
+"""
+FRONTEND_ALONE = "from gpupoold.frontend import __main__\n__main__.main()\n"
 
 
 class FrontendPeer:
@@ -85,6 +94,7 @@ class FrontendPeer:
         row = ServedModel(name=MODEL, aliases=(), state="ready", created_at=time.time())
         for message in opening([row]):
             self._channel.send(message)
+        self._wait(Accepting)
         self._thread.start()
         return self
 
@@ -172,15 +182,17 @@ class _Answer:
 
 def opening(
     models: Sequence[ServedModel], *, is_ready: bool = True
-) -> tuple[AccessRules, ModelList]:
+) -> tuple[AccessRules, ModelList, Accept]:
     """What a frontend has to be told before it answers anybody: who may ask, and for what."""
-    return AccessRules([], are_required=False), ModelList(list(models), ready=is_ready)
+    models_now = ModelList(list(models), ready=is_ready)
+    return AccessRules([], are_required=False), models_now, Accept()
 
 
 def start_frontend(wire: socket.socket, listener: socket.socket) -> subprocess.Popen[bytes]:
-    """The process as the daemon starts it: its end of the channel, and where clients connect."""
+    """The process as the daemon starts it, which has vLLM imported already: its end of the
+    channel, and where clients connect."""
     descriptors = (wire.fileno(), listener.fileno())
-    command = [sys.executable, "-m", "gpupoold.frontend", "--log-level", "warning"]
+    command = [sys.executable, "-c", FRONTEND, "--log-level", "warning"]
     command += ["--wire-fd", str(descriptors[0]), "--listen-fd", str(descriptors[1])]
     command += ["--max-body-bytes", str(MAX_BODY_BYTES)]
     path = os.pathsep.join(filter(None, sys.path))

@@ -43,7 +43,12 @@ class Outcome:
         }
 
 
-async def send_mutants(address: int | Path, mutants: Iterable[Mutant]) -> Outcome:
+async def send_mutants(
+    address: int | Path,
+    mutants: Iterable[Mutant],
+    at_once: int = _AT_ONCE,
+    patience_s: float = _PATIENCE_S,
+) -> Outcome:
     """Send each on a connection of its own, some at a time, to a local port or a unix socket.
 
     A mutant whose answer takes long, as it may ask for a long one or be only the beginning of a
@@ -53,9 +58,9 @@ async def send_mutants(address: int | Path, mutants: Iterable[Mutant]) -> Outcom
 
     async def work() -> None:
         for mutant in pending:
-            note(outcome, mutant, await exchange(address, mutant.data))
+            note(outcome, mutant, await exchange(address, mutant.data, patience_s))
 
-    await asyncio.gather(*(work() for _ in range(_AT_ONCE)))
+    await asyncio.gather(*(work() for _ in range(at_once)))
     outcome.wall_s = time.monotonic() - started_s
     return outcome
 

@@ -1,8 +1,10 @@
 """``make fuzz``: the whole HTTP surface against bad requests, longer than the tests have time for.
 
 Two daemons: one with simulated devices, one with real engines on an emulated device. Each gets
-mutated requests and what schemathesis makes of its own OpenAPI descriptions; afterwards it must
-have the same processes, no live request, no more open files, and serve as before. Writes
+mutated requests, requests near the limits, while another client streams, and what schemathesis
+makes of its own OpenAPI descriptions. Afterwards it must have the same processes, no live request,
+no more open files, and serve as before; no event loop may have been late by more than a second, and
+no stream of the other client may have paused for longer than 100 ms more than undisturbed. Writes
 ``build/fuzz.json``; exit code 1 after anything else.
 """
 
@@ -20,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
 from benchmarks.fuzz import Outcome, send_mutants
 from benchmarks.generated import generated
 from benchmarks.mutants import MAX_TOKENS, mutants
+from benchmarks.noise import beside_a_neighbour, late_loops
+from benchmarks.processes import processes
 from gpupool_cli.bench_rig import emulated_config, make_checkpoints, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.checkpoints.hollow import make_hollow_checkpoint
@@ -46,7 +49,7 @@ def main() -> int:
         folder = Path(name)
         hollow = make_hollow_checkpoint(folder, "Qwen2.5-7B")
         tiny = make_checkpoints(folder, ["llama", "qwen3"], 10_000_000)
-        room = emulated_config(int(2.5 * weight_bytes(tiny[0])) + (64 << 20))
+        room = emulated_config(int(2.5 * weight_bytes(tiny[0])) + (64 << 20), 2)
         report = {
             "simulated": _fuzz(arguments, _SIM_CONFIG, [hollow, hollow], {}),
             "emulated": _fuzz(arguments, room, tiny, {"dtype": "float32"}),
@@ -77,6 +80,8 @@ def _fuzz(
         before = _processes(daemon)
         mutated = asyncio.run(send_mutants(port, mutants(seed, arguments.requests, MODELS)))
         harm = list(_harm(daemon, before))
+        near, felt = beside_a_neighbour(port, arguments.near, seed, MODELS)
+        harm += [*_harm(daemon, before), *felt.harm(has_same_answers=bool(options))]
         described = httpx.get(f"{daemon.http_url}/openapi.json", timeout=60).json()
         made = list(generated(described, arguments.examples, seed, _adjust_public))
         public = asyncio.run(send_mutants(port, made))
@@ -93,9 +98,11 @@ def _fuzz(
         # Simulated devices draw tokens from a request's id: theirs only have the same number.
         if options and _answer(daemon) != first:
             harm.append("it answers otherwise than before")
-    outcomes = {"mutated": mutated, "public": public, "admin": admin}
+        harm += _late_loops(daemon)
+    outcomes = {"mutated": mutated, "near_limits": near, "public": public, "admin": admin}
     wrong = [text for outcome in outcomes.values() for text in _told(outcome)]
-    return {name: one.row() for name, one in outcomes.items()} | {"wrong": wrong, "harm": harm}
+    rows = {name: one.row() for name, one in outcomes.items()}
+    return rows | {"neighbour": felt.row(), "wrong": wrong, "harm": harm}
 
 
 def _adjust_public(case: Any) -> None:
@@ -128,11 +135,7 @@ def _answer(daemon: PrivateDaemon) -> str:
 
 def _processes(daemon: PrivateDaemon) -> dict[int, tuple[int, int]]:
     """Open files and resident bytes of the daemon's processes."""
-    process = psutil.Process(daemon.process.pid)
-    return {
-        one.pid: (one.num_fds(), one.memory_info().rss)
-        for one in [process, *process.children(recursive=True)]
-    }
+    return {one.pid: (one.num_fds(), one.memory_info().rss) for one in processes(daemon)}
 
 
 def _harm(daemon: PrivateDaemon, before: dict[int, tuple[int, int]]) -> Iterator[str]:
@@ -159,6 +162,13 @@ def _open_things(daemon: PrivateDaemon, before: dict[int, tuple[int, int]]) -> I
             yield f"process {pid} had {before[pid][0]} files open and has {num_files}"
 
 
+def _late_loops(daemon: PrivateDaemon) -> Iterator[str]:
+    text = httpx.get(f"{daemon.http_url}/metrics", timeout=60).raise_for_status().text
+    for process, number in late_loops(text).items():
+        if number:
+            yield f"the event loop of {process} was late by more than 1 s {number} times"
+
+
 def _told(outcome: Outcome) -> list[str]:
     return [
         f"{status}: {mutant.data[:300]!r}: {text[-300:]!r}"
@@ -170,6 +180,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("build/fuzz.json"))
     parser.add_argument("--requests", type=int, default=10_000, help="mutated, to each daemon")
+    parser.add_argument("--near", type=int, default=600, help="near the limits, to each daemon")
     parser.add_argument("--examples", type=int, default=6, help="generated, per operation and kind")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

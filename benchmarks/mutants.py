@@ -205,8 +205,8 @@ def _wrong_length(rng: Random, base: _Base) -> bytes:
         "-1", "0", "x", "", "1e3", "0x10", " 5", "+5", "9" * 30, str(2**63), str(2**64),
         str(len(body) - 1), str(len(body) + 7), "11000000", f"{len(body)}, {len(body)}", "5\0",
     ]  # fmt: skip
-    head = f"{base.method} {base.path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-    head += f"Content-Length: {rng.choice(lengths)}\r\n"
+    head = f"{base.method} {base.path} HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {rng.choice(lengths)}\r\n"
     if rng.random() < 0.2:
         head += f"Content-Length: {len(body)}\r\n"
     return (head + "Connection: close\r\n\r\n").encode() + body
@@ -225,7 +225,8 @@ def _chunks(rng: Random, base: _Base) -> bytes:
         size + b"\n" + body + b"\n0\n\n", b"0\r\n\r\n" + body, b"1\r\n" + body,
     ]  # fmt: skip
     coding = rng.choice(("chunked", "chunked", "gzip, chunked", "chunked, chunked", "xchunked"))
-    head = f"{base.method} {base.path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: {coding}\r\n"
+    head = f"{base.method} {base.path} HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Transfer-Encoding: {coding}\r\n"
     if rng.random() < 0.2:
         head += f"Content-Length: {len(body)}\r\n"
     head += "Content-Type: application/json\r\nConnection: close\r\n\r\n"

@@ -35,7 +35,8 @@ def run_restarts(checkpoints: Sequence[Path], rounds: int) -> dict[str, Any]:
     Raises:
         GpupoolError: the models could not be served.
     """
-    with private_daemon(device_config(DEVICE_BYTES)) as daemon:
+    # One frontend: with another that goes on there would be nothing to measure.
+    with private_daemon(device_config(DEVICE_BYTES), server="frontends = 1") as daemon:
         for path in checkpoints:
             daemon.add_model(path.name, path, dtype="float32", max_model_len=MAX_MODEL_LEN)
         name = checkpoints[0].name

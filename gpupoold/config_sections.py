@@ -11,6 +11,7 @@ from gpupoold.config_values import (
     Count,
     Duration,
     Effect,
+    HostNames,
     PositiveSize,
     Section,
     Size,
@@ -40,7 +41,8 @@ def _roles(value: object) -> object:
 class ServerSettings(Section):
     """``[server]``: the public HTTP address. Port 0 takes a free one.
 
-    With the PEM files of a certificate and its key it speaks HTTPS.
+    With the PEM files of a certificate and its key it speaks HTTPS. ``frontends`` processes
+    share it.
     """
 
     host: str = Field(default="127.0.0.1", min_length=1)
@@ -48,6 +50,7 @@ class ServerSettings(Section):
     max_body_bytes: Annotated[PositiveSize, Effect.LIVE] = Field(
         default=10_000_000, alias="max_body"
     )
+    frontends: int = Field(default=2, ge=1, le=64)
     tls_cert: AbsolutePath | None = None
     tls_key: AbsolutePath | None = None
 
@@ -154,12 +157,23 @@ class SchedulingSettings(Section):
 
 
 class SecuritySettings(Section):
-    """``[security]``: both let a checkpoint run its own code in an instance."""
+    """``[security]``: what checkpoints, clients and the environment are trusted with.
+
+    The first two let a checkpoint run its own code in a worker. ``media_hosts`` are the hosts
+    that images, audio and video may be fetched from. ``vllm_variables`` are names of environment
+    variables that workers and frontends get beside those of ``KNOWN_VARIABLES``.
+    """
 
     effect: ClassVar[Effect] = Effect.LOADS
 
     allow_remote_code: bool = False
     allow_pickle: bool = False
+    media_hosts: HostNames = ()
+    vllm_variables: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^VLLM_[A-Z0-9_]+$")], ...],
+        BeforeValidator(as_tuple),
+        Effect.RESTART,
+    ] = ()
 
 
 class HistorySettings(Section):
@@ -177,12 +191,14 @@ class LimitSettings(Section):
     """``[limits]``: bounds of queues and of patience.
 
     ``drop_late``: requests whose first token cannot come in time are not served.
+    ``max_bytes_in_flight``: of requests that are read, wait or run; half of it for one API key.
     """
 
     effect: ClassVar[Effect] = Effect.LIVE
 
     max_live_requests_per_model: Count = 1024
     max_live_requests: Count = 4096
+    max_bytes_in_flight: PositiveSize = 256_000_000
     drop_late: bool = False
     load_timeout_s: Duration = Field(default=600.0, alias="load_timeout")
     drain_timeout_s: Duration = Field(default=600.0, alias="drain_timeout")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -61,6 +62,15 @@ def _path(value: object) -> object:
     return path
 
 
+def _host_names(value: object) -> object:
+    if not isinstance(value, list | tuple):
+        raise ValueError("write a list of host names")
+    for one in value:
+        if not isinstance(one, str) or not _HOST_NAME.fullmatch(one.lower()):
+            raise ValueError(f"{one!r} is no host name; leave scheme, port and path out")
+    return tuple(one.lower() for one in value)
+
+
 def as_tuple(value: object) -> object:
     """TOML's lists are this program's tuples.
 
@@ -72,6 +82,9 @@ def as_tuple(value: object) -> object:
     raise ValueError("write a list")
 
 
+# A name by RFC 1123, or an IPv4 or IPv6 address.
+_HOST_NAME = re.compile(r"[0-9a-z]([0-9a-z._-]{0,251}[0-9a-z])?|[0-9a-f:]*:[0-9a-f:.]*")
+
 # As JSON, settings are spelled as the file spells them: so they are shown to people.
 _as_size = PlainSerializer(exact_size, when_used="json")
 _as_duration = PlainSerializer(exact_duration, when_used="json")
@@ -81,6 +94,7 @@ PositiveSize = Annotated[int, BeforeValidator(_size), Field(gt=0), _as_size]
 Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0), _as_duration]
 AbsolutePath = Annotated[Path, BeforeValidator(_path)]
 Count = Annotated[int, Field(gt=0)]
+HostNames = Annotated[tuple[str, ...], BeforeValidator(_host_names)]
 
 
 class Section(BaseModel):

@@ -67,6 +67,11 @@ class Priority(StrEnum):
     LOW = "low"
 
 
+KEY_BYTES_SHARE = 0.5
+"""Of the bytes that requests in flight may have, what those of one API key may have: no key
+keeps all others out."""
+
+
 class FinishReason(StrEnum):
     """Why a request ended, in the registry's history."""
 

@@ -18,12 +18,20 @@ import logging
 import os
 import random
 import select
+import signal
 import socket
 import sys
 import traceback
 from collections.abc import Sequence
 
-from gpupoold.process import as_words, begin_child, die_with_parent, importing
+from gpupoold.process import (
+    as_words,
+    begin_child,
+    die_with_parent,
+    end_at_faults,
+    importing,
+    show_as,
+)
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 
@@ -44,6 +52,7 @@ def main() -> None:
     with importing():
         for name in arguments.preload:
             _preload(name, arguments.log_level)
+    end_at_faults()
     try:
         _serve(sock, channel)
     except ChannelClosed:
@@ -70,17 +79,49 @@ def _serve(sock: socket.socket, channel: BlockingChannel[m.ToForkServer]) -> Non
                 _, status = os.waitpid(pid, 0)
                 channel.send(m.ForkEnded(pid, os.waitstatus_to_exitcode(status)))
         while (message := channel.receive(0)) is not None:
-            fds = [channel.take_fd() for _ in range(len(message.fd_options) + 1)]
-            parent_pid = os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                _become(message, parent_pid, fds, sock, list(children))
-            for fd in fds:
-                os.close(fd)
-            ended_fd = os.pidfd_open(pid)
+            if isinstance(message, m.KillForked):
+                if message.pid in children.values():
+                    os.kill(message.pid, signal.SIGKILL)  # ours, and not waited for: no other's
+                continue
+            try:
+                pid, ended_fd = _fork(message, sock, channel, list(children))
+            except OSError as error:
+                _logger.error("%s could not be forked: %s", message.module, error)
+                channel.send(m.ForkFailed(message.call_id, str(error)))
+                continue
             children[ended_fd] = pid
             poll.register(ended_fd, select.POLLIN)
             channel.send(m.Forked(message.call_id, pid), (ended_fd,))
+
+
+def _fork(
+    message: m.Fork,
+    sock: socket.socket,
+    channel: BlockingChannel[m.ToForkServer],
+    others: Sequence[int],
+) -> tuple[int, int]:
+    """Fork the child; its pid and pidfd.
+
+    Raises:
+        OSError: it could not be forked, watched, or given its descriptors; it does not run.
+    """
+    fds: list[int] = []
+    try:
+        for _ in range(len(message.fd_options) + 1):
+            fds.append(channel.take_fd())
+        parent_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _become(message, parent_pid, fds, sock, others)
+    finally:
+        for fd in fds:
+            os.close(fd)
+    try:
+        return pid, os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
 
 
 def _become(
@@ -103,7 +144,7 @@ def _become(
         arguments = [*message.arguments, *as_words(options), "--parent-pid", str(parent_pid)]
         os.environ.update(message.environment)
         random.seed()  # else all of them would draw the same
-        _rename(message.module, arguments)
+        show_as(message.module, arguments)
         sys.argv = [message.module, *arguments]
         importlib.import_module(f"{message.module}.__main__").main()
         status = 0
@@ -126,15 +167,6 @@ def _redirect(log_fd: int) -> None:
         os.dup2(source, target)
     os.close(null)
     os.close(log_fd)
-
-
-def _rename(module: str, arguments: Sequence[str]) -> None:
-    """What ``ps`` shows: as if it had been started by hand."""
-    try:
-        from setproctitle import setproctitle
-    except ImportError:
-        return
-    setproctitle(" ".join([sys.executable, "-m", module, *arguments]))
 
 
 if __name__ == "__main__":

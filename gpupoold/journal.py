@@ -36,6 +36,7 @@ _SUBJECT_FIELDS = {
     "model": "GPUPOOL_MODEL",
     "profile": "GPUPOOL_MODEL",
     "refused": "GPUPOOL_MODEL",
+    "request": "GPUPOOL_MODEL",
     "role": "GPUPOOL_DEVICE",
     "warm": "GPUPOOL_MODEL",
 }

@@ -81,27 +81,35 @@ def _bound(server: ServerSettings) -> socket.socket:
 
 
 def _bound_unix(path: Path, groups: AdminGroups) -> socket.socket:
-    if _is_answered(path):
-        raise Refused(
-            f"another daemon answers at the admin socket {path}",
-            "stop it first, or give this one another paths.runtime_dir",
-        )
+    try:
+        if _is_answered(path):
+            raise Refused(
+                f"another daemon answers at the admin socket {path}",
+                "stop it first, or give this one another paths.runtime_dir",
+            )
+        return _made_unix(path, groups)
+    except OSError as error:
+        raise Failed(
+            f"{path}: the admin socket cannot be made: {error.strerror or error}",
+            "change paths.runtime_dir or its permissions",
+        ) from error
+
+
+def _made_unix(path: Path, groups: AdminGroups) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         path.unlink(missing_ok=True)  # left by a daemon that was killed
         sock.bind(str(path))
         share_socket(path, groups)
         sock.listen(_ADMIN_BACKLOG)
-    except OSError as error:
+    except OSError:
         sock.close()
-        raise Failed(
-            f"{path}: the admin socket cannot be made: {error.strerror or error}",
-            "change paths.runtime_dir or its permissions",
-        ) from error
+        raise
     return sock
 
 
 def _is_answered(path: Path) -> bool:
+    """Raises OSError where there can be no socket at all."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))

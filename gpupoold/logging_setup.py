@@ -1,6 +1,7 @@
 """Where the daemon's own log goes: a file in ``paths.log_dir``, and standard error.
 
-Where standard error is systemd's journal, records go there with their fields.
+Where standard error is systemd's journal, records go there with their fields. The file is
+written there too: ``gpupool logs`` reads it, and the daemon's user may not read the journal.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import TextIO
 from gpupoold.config import Settings
 from gpupoold.errors import Failed
 from gpupoold.journal import JournalHandler, is_journal
+from gpupoold.log_files import rotating_handler
+from gpupoold.log_limits import LogLimit
+from gpupoold.printable import LineFormatter
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -25,14 +29,19 @@ def start_logging(settings: Settings) -> None:
         Failed: the log file cannot be written.
     """
     try:
-        file = logging.FileHandler(settings.paths.log_dir / "gpupoold.log")
+        file = rotating_handler(settings.paths.log_dir / "gpupoold.log")
     except OSError as error:
         raise Failed(
             f"{settings.paths.log_dir}: cannot be written: {error.strerror}",
             "change paths.log_dir or its permissions",
         ) from error
     shown = shown_handler(sys.stderr, os.environ)
-    logging.basicConfig(level=settings.log.level.upper(), format=_FORMAT, handlers=[file, shown])
+    limit = LogLimit()
+    for handler in (file, shown):
+        handler.addFilter(limit)
+        if handler.formatter is None:
+            handler.setFormatter(LineFormatter(_FORMAT))
+    logging.basicConfig(level=settings.log.level.upper(), handlers=[file, shown])
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
@@ -41,5 +50,5 @@ def shown_handler(stream: TextIO, variables: Mapping[str, str]) -> logging.Handl
     if not is_journal(stream.fileno(), variables):
         return logging.StreamHandler(stream)
     handler = JournalHandler()
-    handler.setFormatter(logging.Formatter())  # the time and so on are in its fields
+    handler.setFormatter(LineFormatter())  # the time and so on are in its fields
     return handler

@@ -1,21 +1,34 @@
-"""What every child process of the daemon does first. Standard library only."""
+"""What every child process of the daemon does first: little is imported for it."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import logging
 import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from gpupoold.log_limits import LogLimit
+from gpupoold.printable import LineFormatter
 
 OUT_OF_MEMORY_STATUS = 71
 """Exit status of a worker that had no memory to go on (``EX_OSERR`` of ``sysexits.h``)."""
 
+# Added by the kernel, in thousandths of the machine's memory, to what a process uses when it
+# chooses whom to kill for want of memory. A worker's death costs a pause, a frontend's the
+# connections, the daemon's everything; the fork server's takes all that it has forked.
+WORKER_OOM_SCORE_ADJ = 500
+FRONTEND_OOM_SCORE_ADJ = 200
+
+_OOM_SCORE_ADJ = Path("/proc/self/oom_score_adj")
 _PR_SET_PDEATHSIG = 1
+_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 # Of the daemon's collector: how many objects may come and stay before the young are walked, how
 # many such walks before the middle-aged are, and how many of those before all are.
 _THRESHOLDS = (4_000, 25, 200)
@@ -33,12 +46,33 @@ def begin_child(name: str, log_level: str, parent_pid: int | None = None) -> Non
     # they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    logging.basicConfig(
-        level=log_level.upper(),
-        format=f"%(asctime)s %(levelname)s {name} %(name)s: %(message)s",
-        stream=sys.stderr,
-        force=True,  # a process that was forked has the handler of the one it comes from
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(LogLimit())
+    handler.setFormatter(LineFormatter(f"%(asctime)s %(levelname)s {name} %(name)s: %(message)s"))
+    # Forced: a process that was forked has the handler of the one it comes from.
+    logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
+    faulthandler.enable()  # a crash writes the stacks of all threads to the log
+
+
+def raise_oom_score(oom_score_adj: int, path: Path = _OOM_SCORE_ADJ) -> None:
+    """Let the kernel kill this process, when memory runs out, before those with a lower score.
+
+    A score that is higher already stays. Raising it needs no privilege.
+    """
+    try:
+        if int(path.read_text()) < oom_score_adj:
+            path.write_text(str(oom_score_adj))
+    except OSError as error:  # such as a /proc that is read-only
+        logging.getLogger(__name__).warning("%s cannot be changed: %s", path, error)
+
+
+def show_as(module: str, arguments: Sequence[str]) -> None:
+    """Let ``ps`` show this process, which was forked, as ``python -m MODULE`` started by hand."""
+    try:
+        from setproctitle import setproctitle
+    except ImportError:
+        return
+    setproctitle(" ".join([sys.executable, "-m", module, *arguments]))
 
 
 def set_log_level(log_level: str) -> None:
@@ -95,6 +129,21 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def end_at_faults() -> None:
+    """Let a fault such as SIGSEGV end this process at once, with a Python traceback on stderr.
+
+    To be called in the main thread when vLLM has been imported; forked children inherit it. A
+    library that vLLM imports (``tvm_ffi``) installs a handler of SIGSEGV that looks up the line
+    numbers of the native stack first. That takes seconds, in which the process is neither dead
+    nor alive, and allocates memory, which may never return after a fault.
+    """
+    for number in _FAULTS:
+        signal.signal(number, signal.SIG_DFL)
+    # faulthandler raises the signal again for the handler that it found when it was enabled.
+    faulthandler.disable()
+    faulthandler.enable()
 
 
 def settle_collector() -> None:

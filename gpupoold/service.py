@@ -30,11 +30,14 @@ from gpupoold.access.listening import why_keys_are_required
 from gpupoold.access.peers import AdminGroups
 from gpupoold.access.tls import check_files
 from gpupoold.admin.app import build_app
-from gpupoold.admin.guard import Guard, PeerProtocol
+from gpupoold.admin.guard import Door, Guard
+from gpupoold.admin.paths import check_runtime_dir
 from gpupoold.config import ServerSettings, Settings
 from gpupoold.config_file import read_config_file
+from gpupoold.engine_variables import drop_unlisted
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.hangup import hangup_handler
+from gpupoold.http_protocol import KEEP_ALIVE_S
 from gpupoold.listeners import admin_listener, http_listener
 from gpupoold.logging_setup import start_logging
 from gpupoold.pool.build import build_pool
@@ -42,17 +45,19 @@ from gpupoold.pool.configuration import Configuration
 from gpupoold.pool.keyring import Keyring
 from gpupoold.pool.parked_images import PREFIX as IMAGE_PREFIX
 from gpupoold.pool.pool import Pool
-from gpupoold.process import settle_collector
+from gpupoold.process import raise_file_limit, settle_collector
 from gpupoold.service_manager import informed
 from gpupoold.systemd import Environment, FdStore, Inherited, Notifier, take_environment
 
 _logger = logging.getLogger("gpupoold")
 
 _KILLING_S = 30.0
+_NAMES_LIMIT_S = 5.0
 
 
 def main() -> None:
     """Run the daemon until a signal ends it."""
+    raise_file_limit()
     faulthandler.enable()  # the watchdog ends a daemon that hangs by SIGABRT: tell where it was
     arguments = _parse()
     try:
@@ -62,6 +67,7 @@ def main() -> None:
             return
         _prepare_folders(file.settings)
         start_logging(file.settings)
+        _drop_unlisted_variables(file.settings)
         configuration = Configuration(file, arguments.config)
         asyncio.run(serve(configuration, take_environment(os.environ, os.getpid())))
     except GpupoolError as error:
@@ -69,6 +75,16 @@ def main() -> None:
         if error.hint:
             print(f"hint: {error.hint}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+
+
+def _drop_unlisted_variables(settings: Settings) -> None:
+    dropped = drop_unlisted(os.environ, settings.security.vllm_variables)
+    if dropped:
+        _logger.warning(
+            "environment variables that vLLM does not get: %s; security.vllm_variables lists "
+            "those that it is to have",
+            ", ".join(dropped),
+        )
 
 
 async def serve(configuration: Configuration, environment: Environment) -> None:
@@ -92,13 +108,19 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
         history = await stack.enter_async_context(_running_history(database, settings))
         registry = Registry(database)
         reason = why_keys_are_required(settings.access, listener)
-        keyring = await Keyring.load(ApiKeys(database), registry, history, reason)
+        host_names = (*settings.access.host_names, settings.server.host.lower())
+        keyring = await Keyring.load(ApiKeys(database), registry, history, reason, host_names)
         fd_store = FdStore(notifier, inherited.named(IMAGE_PREFIX))
         pool = build_pool(configuration, registry, history, listener, fd_store, keyring)
         on_hangup = hangup_handler(
             sys.stderr.fileno(), stop.set, lambda: pool.reloader.begin(notifier.reloading)
         )
         groups = AdminGroups(settings.access.admin_group, settings.access.read_only_group)
+        if not await groups.look_up(_NAMES_LIMIT_S):
+            _logger.warning(
+                "the name service does not answer: restart gpupoold when it does, so that the "
+                "groups of the admin socket can open its file"
+            )
         admin = admin_listener(settings.paths.runtime_dir, groups, inherited.socket)
         admin_socket = stack.enter_context(admin)
         await stack.enter_async_context(_running_admin(pool, groups, admin_socket))
@@ -154,10 +176,12 @@ async def _running_admin(
 ) -> AsyncIterator[None]:
     config = uvicorn.Config(
         Guard(build_app(pool), groups),
-        http=PeerProtocol,
+        http=Door(groups).protocol(),  # type: ignore[arg-type]
+        ws="none",
         log_config=None,
         access_log=False,
         lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,
     )
     server = _Server(config)
@@ -196,6 +220,7 @@ def _prepare_folders(settings: Settings) -> None:
             raise Failed(
                 f"{folder}: cannot be made: {error.strerror}", "change [paths] or its permissions"
             ) from error
+    check_runtime_dir(paths.runtime_dir)
 
 
 def _parse() -> argparse.Namespace:

@@ -8,8 +8,11 @@
 #   SYSCONFDIR=/etc      where gpupool/gpupool.toml is, which is made once and never changed
 #   DESTDIR=             a staging folder in front of both: nothing outside it is touched
 #   VENV=.venv           the environment to copy
+#
+# Run as root, nothing that is installed belongs to, or can be changed by, anybody else.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+umask 022
 
 readonly PREFIX=${PREFIX:-/usr/local} SYSCONFDIR=${SYSCONFDIR:-/etc} DESTDIR=${DESTDIR:-}
 readonly VENV=${VENV:-.venv}
@@ -44,6 +47,8 @@ check() {
     "$VENV/bin/python" -m pip show --quiet setuptools 2>/dev/null || die "$VENV has no pip or setuptools" \
         "make it anew: rm -r $VENV && make venv"
     check_interpreter
+    is_staged_or_not_root || is_roots "$PREFIX" || die "$PREFIX can be changed by others than root" \
+        "whoever can do that would decide what root runs: use another PREFIX"
 }
 
 # The service runs as a user of its own, who may not look into other people's homes.
@@ -58,13 +63,69 @@ check_interpreter() {
     esac
 }
 
+is_staged_or_not_root() { [[ -n $DESTDIR || $EUID != 0 ]]; }
+
+# Whether nobody but root can change what is, or would be, at a path. Groups of the system, such
+# as Debian's staff for /usr/local, count as root's.
+is_roots() {
+    local path owner group mode
+    path=$(readlink -m "$1")
+    while :; do
+        if [[ -e $path ]]; then
+            read -r owner group mode < <(stat -c '%u %g %a' "$path")
+            ((owner == 0)) || return 1
+            if ((!(8#$mode & 8#1000))); then # in a sticky folder others cannot replace it
+                ((!(8#$mode & 8#002) && (!(8#$mode & 8#020) || group < 1000))) || return 1
+            fi
+        fi
+        if [[ $path == / ]]; then return 0; fi
+        path=$(dirname "$path")
+    done
+}
+
+# Prints what an environment takes its code from: the interpreter and its library, folders that
+# .pth files and editable installs name, targets of symbolic links.
+sources_of() {
+    "$1/bin/python" -I -c 'import sys
+finders = [module for name, module in sys.modules.items() if name.startswith("__editable__")]
+mapped = [path for finder in finders for path in getattr(finder, "MAPPING", {}).values()]
+print(*sys.path, *mapped, sys.base_prefix, sep="\n")'
+    find "$1" -type l -exec readlink -m {} +
+}
+
+# What is imported from elsewhere stays where it is, and changes there.
+check_sources() {
+    local path untrusted=()
+    if [[ $EUID != 0 ]]; then return; fi
+    while read -r path; do
+        if [[ $path != "$1" && $path != "$1"/* ]] && ! is_roots "$path"; then untrusted+=("$path"); fi
+    done < <(sources_of "$1" | sort -u)
+    if ((!${#untrusted[@]})); then return; fi
+    if [[ -n $DESTDIR ]]; then
+        say "warning: $VENV takes code from where others than root can change it: ${untrusted[*]}"
+        return
+    fi
+    rm -rf "$1"
+    die "$VENV takes code from where others than root can change it: ${untrusted[*]}" \
+        "root and the service would run it: make the environment anew, without editable installs" \
+        "and with the system's Python: rm -r $VENV && make venv PYTHON=/usr/bin/python3"
+}
+
+# Nothing of the owner, the modes and the access lists that the files had for their builder.
+hand_to_root() {
+    if [[ $EUID == 0 ]]; then chown -hR 0:0 "$1"; fi
+    chmod -R u=rwX,go=rX,ug-s,o-t "$1"
+}
+
 # Copies the environment with the project in it, then puts it in the place of the last one.
 install_environment() {
     local target=$DESTDIR$LIB fresh=$DESTDIR$LIB.new source
     rm -rf "$fresh"
     mkdir -p "$fresh"
     say "copying $VENV to $LIB"
-    cp -a --reflink=auto "$VENV/." "$fresh/"
+    # Modes are not preserved, as access lists would be with them.
+    cp -dR --preserve=links,timestamps --reflink=auto "$VENV/." "$fresh/"
+    hand_to_root "$fresh"
     rm -f "$fresh"/bin/{activate*,Activate.ps1} "$fresh"/.gpupool-*
     source=$(mktemp -d)
     # shellcheck disable=SC2064 # its present value is meant
@@ -77,6 +138,8 @@ install_environment() {
         --no-warn-script-location --force-reinstall "$source" >/dev/null ||
         die "the project could not be installed into $fresh"
     relocate "$fresh"
+    check_sources "$(readlink -f "$fresh")"
+    hand_to_root "$fresh"
     rm -rf "$target.old"
     if [[ -e $target ]]; then mv "$target" "$target.old"; fi
     mv "$fresh" "$target"

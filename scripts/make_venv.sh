@@ -105,17 +105,21 @@ check_numa() {
         die "libnuma.so.1 is missing, which vLLM's CPU build needs" "Debian, Ubuntu: apt install libnuma1"
 }
 
-pip_install() { logged "$VENV/bin/python" -m pip install --no-input --no-deps "$@"; }
+# What the lock names, and nothing whose content is not the one it has the hash of.
+pip_install() {
+    logged "$VENV/bin/python" -m pip install --no-input --no-deps --require-hashes --only-binary :all: "$@"
+}
 
 # PyPI lacks the CPU build: pip's own sources are tried first (a mirror, a folder of
-# wheels), then PyTorch's index, for this package alone.
+# wheels), then PyTorch's index, for this package alone. Its hash is that of PyTorch's wheel.
 install_torch() {
-    local torch
-    torch=$(grep -E '^torch==[^ ]+\+cpu' "$1") || return 0
+    local torch only=build/torch.txt
+    torch=$(grep -oE '^torch==[^ ]+\+cpu' "$1") || return 0
+    sed -n '/^torch==/,/[^\\]$/p' "$1" >"$only"
     say "installing $torch"
-    pip_install "$torch" && return
+    pip_install -r "$only" && return
     say "pip's own sources do not offer it: trying $TORCH_CPU_INDEX"
-    pip_install --index-url "$TORCH_CPU_INDEX" "$torch" && return
+    pip_install --index-url "$TORCH_CPU_INDEX" -r "$only" && return
     die_with_log "$torch is neither in pip's configured sources nor could it be had from $TORCH_CPU_INDEX" \
         "either make that address reachable, or download the wheel for this Python elsewhere and run" \
         "PIP_FIND_LINKS=/folder/of/the/wheel make venv"
@@ -133,7 +137,8 @@ remove_unwanted() {
 
 install_project() {
     say "installing the project, editable"
-    pip_install --no-build-isolation -e . || die_with_log "pip could not install the project"
+    logged "$VENV/bin/python" -m pip install --no-input --no-deps --no-build-isolation -e . ||
+        die_with_log "pip could not install the project"
 }
 
 main() {

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.gpu.shapes import Shape
 from gpupoold.memory.chunks import Place
-from gpupoold.memory.contracts import Device, Direction
+from gpupoold.memory.contracts import BlockWatcher, Device, Direction
 from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.kv import KvMemory
@@ -35,8 +35,13 @@ class CountedBlocks:
         self._num_blocks = num_blocks
         self._uses: Counter[int] = Counter()
 
+    def watch(self, watcher: BlockWatcher) -> None:
+        """Tell it of every change from now on."""
+        self._watcher = watcher
+
     def hold(self, block_ids: Sequence[int]) -> None:
         """Used once more."""
+        self._watcher.taken(block for block in block_ids if not self._uses[block])
         self._uses.update(block_ids)
 
     keep = hold
@@ -44,6 +49,7 @@ class CountedBlocks:
     def give(self, block_ids: Sequence[int]) -> None:
         """Used once less."""
         self._uses.subtract(block_ids)
+        self._watcher.freed(block for block in block_ids if not self._uses[block])
 
     def live(self, block_ids: Iterable[int]) -> list[int]:
         """Those that are used."""

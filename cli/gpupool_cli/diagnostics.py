@@ -12,11 +12,12 @@ from typer.core import TyperGroup
 
 from gpupool_cli.exit_codes import ExitCode
 from gpupoold.errors import GpupoolError
+from gpupoold.printable import without_controls
 
 
 def say(text: str) -> None:
     """Tell the person at the terminal something that is not data."""
-    print(text, file=sys.stderr, flush=True)
+    print(without_controls(text), file=sys.stderr, flush=True)
 
 
 def report(error: GpupoolError) -> ExitCode:

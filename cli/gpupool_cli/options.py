@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gpupoold.admin.client import AdminClient
-from gpupoold.admin.paths import default_socket_path
+from gpupoold.admin.paths import trusted_socket_path
 from gpupoold.errors import GpupoolError
 from gpupoold.units import parse_duration_s
 
@@ -43,8 +43,8 @@ def model_name(text: str) -> str:
 
 def complete_model_name(ctx: typer.Context, incomplete: str) -> list[str]:
     """Names of registered models; none, and no word about it, if the daemon is not there."""
-    socket_path = ctx.find_root().params.get("socket_path") or default_socket_path()
     try:
+        socket_path = ctx.find_root().params.get("socket_path") or trusted_socket_path()
         with AdminClient(socket_path, timeout_s=_COMPLETION_TIMEOUT_S) as client:
             names = [model.name for model in client.models()]
     except GpupoolError:

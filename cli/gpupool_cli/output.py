@@ -7,6 +7,7 @@ Tables are drawn and coloured on a terminal and plain aligned text elsewhere;
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gpupoold.printable import clean, without_controls
 from gpupoold.units import format_bytes, format_duration
 
 NOTHING = "-"
 _GAP = "  "
+_UNESCAPED_CONTROLS = re.compile("[\x7f-\x9f]")
 _STYLES = {
     "ready": "green",
     "host": "green",
@@ -49,26 +52,27 @@ class Column:
 
 def print_line(text: str) -> None:
     """One line of data, at once."""
-    print(text, flush=True)
+    print(without_controls(text), flush=True)
 
 
 def print_piece(text: str) -> None:
-    """A piece of a line, at once."""
-    print(text, end="", flush=True)
+    """A piece of a line, at once: on a terminal without what would control it."""
+    print(without_controls(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def print_json(value: BaseModel | Sequence[BaseModel] | Mapping[str, object]) -> None:
     """One JSON document."""
-    print(json.dumps(_plain(value), indent=2, ensure_ascii=False))
+    print(_as_json(value, indent=2))
 
 
 def print_json_line(value: BaseModel) -> None:
     """One line of an NDJSON stream, at once."""
-    print(json.dumps(_plain(value), ensure_ascii=False), flush=True)
+    print(_as_json(value), flush=True)
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
     """``rows`` under the columns' titles."""
+    rows = [[clean(cell.replace("\n", " ")) for cell in row] for row in rows]
     if not sys.stdout.isatty():
         for line in aligned(columns, rows):
             print(line)
@@ -87,12 +91,13 @@ def print_fields(fields: Mapping[str, str]) -> None:
     """A record: one ``name  value`` per line, values aligned."""
     width = max(map(len, fields))
     for name, value in fields.items():
-        print(f"{name:<{width}}{_GAP}{value}".rstrip())
+        shown = without_controls(value).replace("\n", f"\n{_GAP:<{width + len(_GAP)}}")
+        print(f"{name:<{width}}{_GAP}{shown}".rstrip())
 
 
 def print_styled(parts: Sequence[str], style_of: str) -> None:
     """``parts`` on one line; on a terminal in the colour of the word ``style_of``."""
-    line = " ".join(parts)
+    line = clean(" ".join(parts))
     if sys.stdout.isatty():
         text = Text(line, style=_STYLES.get(style_of, ""))
         _terminal().print(text, soft_wrap=True)
@@ -134,6 +139,14 @@ def _terminal(width: int | None = None) -> Console:
 
 def _cell(column: Column, text: str) -> Text:
     return Text(text, style=_STYLES.get(text, "") if column.coloured else "")
+
+
+def _as_json(
+    value: BaseModel | Sequence[BaseModel] | Mapping[str, object], indent: int | None = None
+) -> str:
+    """JSON that a terminal can show: JSON escapes C0 itself, but neither DEL nor C1."""
+    text = json.dumps(_plain(value), ensure_ascii=False, indent=indent)
+    return _UNESCAPED_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _plain(value: BaseModel | Sequence[BaseModel] | Mapping[str, object]) -> object:

@@ -59,6 +59,8 @@ def private_daemon(
 ) -> Iterator[PrivateDaemon]:
     """Start ``gpupoold`` with its own folders and a free port, and stop it at the end.
 
+    It is ready when all its frontends are.
+
     It dies with the thread that starts it. ``config`` is TOML without ``[paths]``
     and ``[server]``; ``server`` has further keys of the latter. A given ``folder`` is kept, a
     temporary one removed.
@@ -113,7 +115,8 @@ def _wait_ready(
             raise Failed("gpupoold ended: " + " / ".join(tail), f"see {log_path}")
         with contextlib.suppress(GpupoolError), AdminClient(socket_path) as client:
             status = client.status()
-            if status.state == "ready":
+            are_frontends_ready = all(one.state == "ready" for one in status.frontends)
+            if status.state == "ready" and are_frontends_ready:
                 return status.http_url
         time.sleep(_POLL_S)
     raise TimedOut(f"gpupoold was not ready within {timeout_s:g} s", f"see {log_path}")

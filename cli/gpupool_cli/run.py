@@ -22,6 +22,7 @@ from gpupool_cli.diagnostics import say
 from gpupool_cli.options import NameArgument, duration_s
 from gpupool_cli.session import open_client
 from gpupoold.errors import UsageError
+from gpupoold.printable import without_controls
 from gpupoold.units import format_duration
 
 
@@ -102,7 +103,7 @@ def run(
         output.print_piece(piece.text)
         last = piece.text or last
         if verbose and piece.reasoning:
-            print(piece.reasoning, end="", file=sys.stderr, flush=True)
+            print(without_controls(piece.reasoning), end="", file=sys.stderr, flush=True)
     if not last.endswith("\n"):
         output.print_line("")
     if verbose:

@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 
 from gpupoold.admin.client import AdminClient
-from gpupoold.admin.paths import default_socket_path
+from gpupoold.admin.paths import trusted_socket_path
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The global options of one run of ``gpupool``."""
+    """The global options of one run of ``gpupool``; no path: where the daemon puts its socket."""
 
-    socket_path: Path
+    socket_path: Path | None
 
 
 def open_client(ctx: typer.Context) -> AdminClient:
@@ -25,9 +25,15 @@ def open_client(ctx: typer.Context) -> AdminClient:
 
 
 def socket_path_of(ctx: typer.Context) -> Path:
-    """The admin socket that the global options name."""
+    """The admin socket that the global options name.
+
+    Raises:
+        Refused: they name none, and the folder where it would be is not to be trusted.
+    """
     session = ctx.find_object(Session)
-    return default_socket_path() if session is None else session.socket_path
+    if session is None or session.socket_path is None:
+        return trusted_socket_path()
+    return session.socket_path
 
 
 def global_options(
@@ -43,4 +49,4 @@ def global_options(
     ] = None,
 ) -> None:
     """Keep the global options where the commands find them."""
-    ctx.obj = Session(default_socket_path() if socket_path is None else socket_path)
+    ctx.obj = Session(socket_path)

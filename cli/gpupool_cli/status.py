@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import typer
 
 from gpupool_cli import output
@@ -11,7 +13,7 @@ from gpupool_cli.options import JsonOption
 from gpupool_cli.output import Column, duration_text, size_text
 from gpupool_cli.session import open_client
 from gpupoold import __version__
-from gpupoold.admin.models import DeviceInfo, ModelUsage, Status
+from gpupoold.admin.models import DeviceInfo, FrontendInfo, ModelUsage, Status
 from gpupoold.errors import GpupoolError
 from gpupoold.units import format_bytes, format_duration
 
@@ -101,6 +103,7 @@ def _status_fields(answer: Status) -> dict[str, str]:
         "pid": str(answer.pid),
         "uptime": format_duration(answer.uptime_s),
         "models": str(answer.num_models),
+        "frontends": _frontends_text(answer.frontends),
         "live requests": str(answer.num_live_requests),
         "refused": str(answer.num_refused_requests),
         "model cache": f"{format_bytes(answer.model_cache_bytes)}"
@@ -111,6 +114,13 @@ def _status_fields(answer: Status) -> dict[str, str]:
     if answer.dropped_history_rows:
         fields["lost history rows"] = str(answer.dropped_history_rows)
     return fields
+
+
+def _frontends_text(frontends: Sequence[FrontendInfo]) -> str:
+    num_ready = sum(one.state == "ready" for one in frontends)
+    text = f"{num_ready} of {len(frontends)} ready"
+    num_restarts = sum(one.num_restarts for one in frontends)
+    return f"{text}, {num_restarts} restarts" if num_restarts else text
 
 
 def _device_row(device: DeviceInfo) -> list[str]:

@@ -2,33 +2,177 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+from collections import Counter
+from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from gpupoold.access.peers import AdminGroups, Peer, Right, peer_of
+from gpupoold.access.peers import AdminGroups, Peer, Right, needed_for, peer_of
 from gpupoold.admin.models import ErrorBody
-from gpupoold.errors import Forbidden
+from gpupoold.errors import Forbidden, GpupoolError, TimedOut, Unavailable, UsageError
+from gpupoold.http_protocol import BoundedHttp
 
 _PEER = "peer"
+_ERRORS: dict[HTTPStatus, type[GpupoolError]] = {
+    HTTPStatus.FORBIDDEN: Forbidden,
+    HTTPStatus.SERVICE_UNAVAILABLE: Unavailable,
+    HTTPStatus.REQUEST_TIMEOUT: TimedOut,
+}
 
 
-class PeerProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """Uvicorn's HTTP protocol, which puts who is connected into the state of its requests.
+class Door:
+    """Who may connect to the admin socket, and how many connections each user has."""
+
+    max_connections = 128
+    """Of one user. Each takes a descriptor of the daemon, which it needs for its workers."""
+
+    def __init__(self, groups: AdminGroups) -> None:
+        self.groups = groups
+        self._num_connections: Counter[int] = Counter()
+
+    def protocol(self) -> Callable[..., PeerProtocol]:
+        """What makes the connections of a server with this door."""
+        return functools.partial(PeerProtocol, self)
+
+    def enter(self, peer: Peer) -> bool:
+        """Count a connection; False: its user has too many."""
+        self._num_connections[peer.user_id] += 1
+        return self._num_connections[peer.user_id] <= self.max_connections
+
+    def leave(self, peer: Peer) -> None:
+        """The connection has ended."""
+        self._num_connections[peer.user_id] -= 1
+        if not self._num_connections[peer.user_id]:
+            del self._num_connections[peer.user_id]
+
+
+class PeerProtocol(BoundedHttp):
+    """A connection, which puts who is connected into the state of its requests.
 
     ASGI has no place for credentials of a unix socket; ``state`` is where a server hands
-    things to an application.
+    things to an application. Who has no right is told so at once and let go; after
+    ``linger_s`` whether or not the answer was read.
     """
 
+    linger_s = 1.0
+    body_timeout_s = 60.0
+    max_body_bytes = 1 << 20
+
     app_state: dict[str, Any]
+    _peer: Peer | None = None
+    _checking: asyncio.Task[None] | None = None
+    _is_refused = False
+    _body_bytes = 0
+    _body_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, door: Door, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._door = door
+
+    def refusal(self, status: HTTPStatus, message: str) -> dict[str, object]:
+        """See :meth:`BoundedHttp.refusal`."""
+        return _error_body(_ERRORS.get(status, UsageError)(message))
 
     def connection_made(self, transport: Any) -> None:
-        """Ask the kernel who that is."""
-        connection = transport.get_extra_info("socket")
-        self.app_state = self.app_state | {_PEER: peer_of(connection)}
+        """Ask the kernel who that is, and whether there is room for one more."""
         super().connection_made(transport)
+        self._peer = peer = peer_of(transport.get_extra_info("socket"))
+        self.app_state = self.app_state | {_PEER: peer}
+        if not self._door.enter(peer):
+            self._refuse_too_many(peer)
+        elif self._door.groups.right_of(peer) < Right.READ:
+            transport.pause_reading()
+            self._checking = self.loop.create_task(self._check(peer))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """There is room for another one."""
+        if self._peer is not None:
+            self._door.leave(self._peer)
+        if self._checking is not None:
+            self._checking.cancel()
+        self._stop_body_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse it, unless the answer has been given already."""
+        if not self._is_refused:
+            super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        """Its body has to come within a time."""
+        super().on_headers_complete()
+        self._body_bytes = 0
+        self._stop_body_timer()
+        self._body_timer = self.loop.call_later(self.body_timeout_s, self._give_up_body)
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece, as long as there are not too many."""
+        self._body_bytes += len(body)
+        if self._body_bytes > self.max_body_bytes and not self.transport.is_closing():
+            self._refuse_body(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the request body is larger than {self.max_body_bytes} bytes",
+            )
+        else:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        self._stop_body_timer()
+        super().on_message_complete()
+
+    def _refuse_too_many(self, peer: Peer) -> None:
+        self._is_refused = True
+        error = Unavailable(
+            f"the user {peer.user_id} has {self._door.max_connections} connections to the admin"
+            " socket already",
+            "close some of them, then try again",
+        )
+        self.transport.write(self.answer(HTTPStatus(error.http_status), _error_body(error)))
+        self.transport.close()
+
+    async def _check(self, peer: Peer) -> None:
+        try:
+            await self._door.groups.check(peer, Right.READ)
+        except Forbidden as error:
+            self._send_away(error)
+        else:
+            self.transport.resume_reading()  # their group was not known before
+
+    def _send_away(self, error: GpupoolError) -> None:
+        """Answer whatever is going to be asked, and close."""
+        self._is_refused = True
+        body = _error_body(error)
+        self.transport.write(self.answer(HTTPStatus(error.http_status), body))
+        self.transport.write_eof()
+        # Closed at once, the answer could be lost to a client that is still sending.
+        self.loop.call_later(self.linger_s, self.transport.abort)
+        self.transport.resume_reading()
+
+    def _refuse_body(self, status: HTTPStatus, message: str) -> None:
+        self._stop_body_timer()
+        if self.cycle.response_started:
+            self.transport.close()
+        else:
+            self.refuse(status, message)
+
+    def _give_up_body(self) -> None:
+        self._body_timer = None
+        if not self.transport.is_closing():
+            self._refuse_body(
+                HTTPStatus.REQUEST_TIMEOUT,
+                f"the request body has not come within {self.body_timeout_s:g} s",
+            )
+
+    def _stop_body_timer(self) -> None:
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
 
 
 class Guard:
@@ -40,16 +184,16 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 403 to whom it is not for, with the reason and what to do about it."""
+        peer: Peer = scope["state"][_PEER]
         try:
-            self._check(scope)
+            await self._groups.check(peer, needed_for(scope["method"]))
         except Forbidden as error:
-            body = ErrorBody(code=error.code, message=error.message, hint=error.hint)
-            answer = JSONResponse({"error": body.model_dump()}, status_code=error.http_status)
+            answer = JSONResponse(_error_body(error), status_code=error.http_status)
             await answer(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _check(self, scope: Scope) -> None:
-        peer: Peer = scope["state"][_PEER]
-        right: Right = self._groups.right_of(peer)
-        self._groups.check(peer, right, scope["method"])
+
+def _error_body(error: GpupoolError) -> dict[str, object]:
+    body = ErrorBody(code=error.code, message=error.message, hint=error.hint)
+    return {"error": body.model_dump()}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections import deque
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+
+from gpupoold.log_files import old_file
 
 _POLL_S = 0.25
 _MAX_TAIL_BYTES = 8 << 20
@@ -19,36 +22,81 @@ async def follow_logs(
     follow: bool,
     is_gone: Callable[[], Awaitable[bool]],
 ) -> AsyncIterator[str]:
-    """NDJSON of ``{"line": "process | text"}``: the last lines of each file, then new ones."""
-    offsets = {name: path.stat().st_size for name, path in paths.items()}
-    for name, path in paths.items():
-        for line in await asyncio.to_thread(_tail, path, offsets[name], num_lines):
-            yield _encode(name, line)
-    while follow and not await is_gone():
-        await asyncio.sleep(_POLL_S)
-        for name, path in paths.items():
-            lines, offsets[name] = await asyncio.to_thread(_new_lines, path, offsets[name])
-            for line in lines:
+    """NDJSON of ``{"line": "process | text"}``: the last lines of each log, then new ones."""
+    with contextlib.ExitStack() as stack:
+        readers = {name: stack.enter_context(LogReader(path)) for name, path in paths.items()}
+        for name, reader in readers.items():
+            for line in await asyncio.to_thread(reader.tail, num_lines):
                 yield _encode(name, line)
+        while follow and not await is_gone():
+            await asyncio.sleep(_POLL_S)
+            for name, reader in readers.items():
+                for line in await asyncio.to_thread(reader.new_lines):
+                    yield _encode(name, line)
 
 
-def _tail(path: Path, end: int, num_lines: int) -> list[str]:
-    start = max(0, end - _MAX_TAIL_BYTES)
-    with path.open("rb") as file:
-        file.seek(start)
-        text = file.read(end - start).decode(errors="replace")
-    return list(deque(text.splitlines(), maxlen=num_lines))
+class LogReader:
+    """Reads a log from its end on, and goes on in the next file when one is full."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the log.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        self._path = path
+        self._file = path.open("rb")
+        self._file.seek(0, os.SEEK_END)
+
+    def __enter__(self) -> LogReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def tail(self, num_lines: int) -> list[str]:
+        """Return the last lines before what :meth:`new_lines` returns."""
+        end = self._file.tell()
+        start = max(0, end - _MAX_TAIL_BYTES)
+        self._file.seek(start)
+        lines = _lines(self._file.read(end - start))
+        if len(lines) < num_lines and start == 0 and not self._has_next():
+            with contextlib.suppress(OSError), old_file(self._path, 1).open("rb") as older:
+                older.seek(max(0, older.seek(0, os.SEEK_END) - _MAX_TAIL_BYTES))
+                lines = _lines(older.read()) + lines
+        return lines[len(lines) - num_lines :] if num_lines < len(lines) else lines
+
+    def new_lines(self) -> list[str]:
+        """Return the whole lines that have come since the last call.
+
+        A log that became shorter starts anew. Of one whose file was full, the rest of the old
+        file comes first, and then the new one.
+        """
+        has_next = self._has_next()  # before the old file is read to its end
+        offset = self._file.tell()
+        if os.fstat(self._file.fileno()).st_size < offset:
+            offset = self._file.seek(0)
+        data = self._file.read(_MAX_TAIL_BYTES)
+        if has_next and len(data) < _MAX_TAIL_BYTES:
+            with contextlib.suppress(FileNotFoundError):  # full already, the next is being made
+                following = self._path.open("rb")
+                self._file.close()
+                self._file = following
+                return _lines(data)
+        whole = data.rfind(b"\n") + 1
+        self._file.seek(offset + whole)
+        return _lines(data[:whole])
+
+    def _has_next(self) -> bool:
+        try:
+            there, here = self._path.stat(), os.fstat(self._file.fileno())
+        except FileNotFoundError:  # about to be made
+            return False
+        return (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino)
 
 
-def _new_lines(path: Path, offset: int) -> tuple[list[str], int]:
-    """Whole lines from ``offset``; a file that became shorter was rotated and starts anew."""
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(offset if size >= offset else 0)
-        start = file.tell()
-        data = file.read(_MAX_TAIL_BYTES)
-    whole = data.rfind(b"\n") + 1
-    return data[:whole].decode(errors="replace").splitlines(), start + whole
+def _lines(data: bytes) -> list[str]:
+    return data.decode(errors="replace").splitlines()
 
 
 def _encode(name: str, line: str) -> str:

@@ -247,6 +247,16 @@ class Ps(Body):
     switch_seconds: dict[str, float]
 
 
+class FrontendInfo(Body):
+    """A frontend: ``ready`` accepts connections, ``starting`` mounts the models' APIs."""
+
+    number: int
+    state: Literal["ready", "starting", "down"]
+    pid: int | None
+    num_restarts: int
+    num_live_requests: int
+
+
 class Status(Body):
     """``GET /status``: one look at the daemon.
 
@@ -270,6 +280,7 @@ class Status(Body):
     are_keys_required: bool = False
     num_keys: int = 0
     tls_cert: str | None = None
+    frontends: list[FrontendInfo] = []
 
 
 class CachedModel(Body):

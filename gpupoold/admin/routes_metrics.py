@@ -1,4 +1,4 @@
-"""``GET /metrics``, on the admin socket and for the frontend, whose port has it too."""
+"""``GET /metrics``, on the admin socket and for the frontends, whose port has it too."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from gpupoold.pool.pool import Pool
 
 
 def add_metrics_routes(app: FastAPI, pool: Pool) -> None:
-    """Serve the pool's metrics here, and to the frontend when it asks for them."""
+    """Serve the pool's metrics here, and to the frontends when they ask for them."""
     exporter = Exporter(pool)
-    pool.frontend.metrics = exporter.text
+    pool.frontends.metrics = exporter.text
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from gpupoold import durable
 from gpupoold.checkpoints import layout
 from gpupoold.checkpoints.check import check_config
 from gpupoold.checkpoints.hub import Hub, Interrupted, RangeRefused
@@ -139,6 +140,7 @@ class _Download:
             if found is not None and found.complete and self._has_all(found):
                 return self.target_dir
             self.target_dir.mkdir(parents=True, exist_ok=True)
+            durable.sync(self.target_dir.parent)
             with self._locked():
                 self._fetch(self._plan(found))
         except OSError as error:
@@ -279,7 +281,7 @@ class _Fetcher:
             )
         target = self._target_dir / file.path
         target.parent.mkdir(exist_ok=True)
-        os.replace(part, target)
+        durable.replace(part, target)
 
     def _grow(self, file: HubFile, part: Path) -> None:
         """Append to the part until it has all bytes, starting over attempts as needed."""
@@ -325,8 +327,7 @@ class _Fetcher:
                     )
                 output.write(chunk)
                 self.progress.add(len(chunk))
-            output.flush()
-            os.fsync(output.fileno())
+        durable.sync(part)
 
     def _start_over(self, part: Path) -> None:
         self.progress.add(-part.stat().st_size)

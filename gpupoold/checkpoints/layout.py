@@ -61,9 +61,10 @@ def files_to_download(
 
     Only its top folder counts, besides extra chat templates: subfolders hold other
     formats of the same weights. Pickled weights are taken only if allowed and if
-    there are no safetensors; code only if allowed.
+    there are no safetensors; code only if allowed. Hidden files are never taken: the
+    download keeps its own notes in such.
     """
-    top = [path for path in paths if "/" not in path]
+    top = [path for path in paths if "/" not in path and not path.startswith(".")]
     wanted = set(_matching(top, _SMALL)) | set(_chat_templates(paths))
     weights = _matching(top, ("*.safetensors",))
     if any(not fnmatch.fnmatchcase(name, "consolidated*") for name in weights):

@@ -7,10 +7,10 @@ is never made of two. A finished one is used as it is, with or without a network
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from gpupoold import durable
 from gpupoold.errors import Refused
 
 MANIFEST_FILE = ".gpupool-download.json"
@@ -47,14 +47,14 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Replace the note in ``folder``, never leaving half of one.
+    """Replace the note in ``folder``, never leaving half of one, whatever ends the machine.
 
     Raises:
         OSError: the folder cannot be written to.
     """
     draft = folder / f"{MANIFEST_FILE}.new"
     draft.write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
-    os.replace(draft, folder / MANIFEST_FILE)
+    durable.replace(draft, folder / MANIFEST_FILE)
 
 
 def require_complete(folder: Path) -> None:

@@ -6,11 +6,18 @@ import argparse
 import asyncio
 import logging
 import os
+import socket
 from pathlib import Path
 
 from gpupoold.access.tls import Tls
+from gpupoold.frontend.grammars.checker import fork_checker
 from gpupoold.frontend.server import Frontend, FrontendSettings
-from gpupoold.process import begin_child, raise_file_limit
+from gpupoold.process import (
+    FRONTEND_OOM_SCORE_ADJ,
+    begin_child,
+    raise_file_limit,
+    raise_oom_score,
+)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
@@ -20,28 +27,34 @@ def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
         SystemExit: an argument is missing or malformed.
     """
     parser = argparse.ArgumentParser(prog="gpupoold.frontend", description=__doc__)
+    parser.add_argument("--number", type=int, default=0)
     parser.add_argument("--wire-fd", type=int, required=True)
     parser.add_argument("--listen-fd", type=int, required=True)
     parser.add_argument("--parent-pid", type=int)
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--max-body-bytes", type=int, default=10_000_000)
+    parser.add_argument("--max-live-requests", type=int, default=1024)
+    parser.add_argument("--max-bytes-in-flight", type=int, default=256_000_000)
     parser.add_argument("--tls-cert", type=Path)
     parser.add_argument("--tls-key", type=Path)
     found = parser.parse_args(arguments)
     return FrontendSettings(
         wire_fd=found.wire_fd,
         listen_fd=found.listen_fd,
+        number=found.number,
         log_level=found.log_level,
         max_body_bytes=found.max_body_bytes,
+        max_live_requests=found.max_live_requests,
+        max_bytes_in_flight=found.max_bytes_in_flight,
         parent_pid=found.parent_pid,
         tls=None if found.tls_cert is None else Tls(found.tls_cert, found.tls_key),
     )
 
 
-async def _serve(settings: FrontendSettings) -> None:
+async def _serve(settings: FrontendSettings, checker: socket.socket) -> None:
     exit_status = 0
     try:
-        await Frontend(settings).run()
+        await Frontend(settings, checker).run()
     except Exception:
         logging.getLogger(__name__).exception("the frontend failed")
         exit_status = 1
@@ -53,14 +66,16 @@ async def _serve(settings: FrontendSettings) -> None:
 def main() -> None:
     """Run a frontend until the daemon ends it."""
     settings = parse_arguments()
-    begin_child("frontend", settings.log_level, settings.parent_pid)
+    begin_child(f"frontend-{settings.number}", settings.log_level, settings.parent_pid)
+    raise_oom_score(FRONTEND_OOM_SCORE_ADJ)
     raise_file_limit()
+    checker = fork_checker(settings.log_level)
     try:
         import uvloop
     except ImportError:
-        asyncio.run(_serve(settings))
+        asyncio.run(_serve(settings, checker))
     else:
-        uvloop.run(_serve(settings))
+        uvloop.run(_serve(settings, checker))
 
 
 if __name__ == "__main__":

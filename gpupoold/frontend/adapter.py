@@ -1,4 +1,4 @@
-"""vLLM's API layer over the pool: the only file of the frontend that imports vLLM.
+"""vLLM's API layer over the pool. Beside it only ``grammars`` imports vLLM.
 
 Written for the version named in ``environment.py``; each use of something that
 is not public API says why. Import it only after ``set_engine_environment``.
@@ -27,16 +27,29 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+import gpupoold.frontend.media  # noqa: F401  # registers the connector of VLLM_MEDIA_CONNECTOR
 from gpupoold.frontend.errors import not_understood
 from gpupoold.frontend.gates import has_asked
+from gpupoold.frontend.grammars.request_grammars import (
+    ModelGrammars,
+    keep_grammars_off_the_loop,
+)
+from gpupoold.frontend.grammars.vetting import GrammarVetting
 from gpupoold.frontend.mounts import AsgiApp
 from gpupoold.frontend.pool_client import EngineCodec, PoolClient
+from gpupoold.frontend.prompt_bounds import bound_renderer, why_words_are_too_long
+from gpupoold.frontend.request_ids import make_engine_id
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
 
 # Works with any tokenizer; the other parsers insist on special tokens of their own family.
@@ -74,21 +87,34 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
     engine_core: Any
     output_handler: asyncio.Task[None] | None
 
-    def __init__(self, config: VllmConfig, client: PoolClient) -> None:
+    def __init__(self, config: VllmConfig, client: PoolClient, grammars: ModelGrammars) -> None:
         with _engine_client(client):
             super().__init__(
                 config, Executor.get_class(config), log_stats=False, log_requests=False
             )
+        max_model_len = config.model_config.max_model_len
+        bound_renderer(self.renderer, max_model_len, VLLMValidationError)
+        self.input_processor.assign_request_id = _assign_request_id
+        self._grammars = grammars
+        # Without it vLLM takes grammars as they are. They have been vetted before.
+        self.input_processor.structured_outputs_config = None
 
     @property
     def errored(self) -> bool:
         """Never: a stopped client refuses requests with the reason."""
         return False
 
-    async def add_request(self, *args: Any, **kwargs: Any) -> Any:
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Ask the pool; what vLLM trips over before that is wrong with the request."""
+        for name in ("stop", "bad_words"):
+            reason = why_words_are_too_long(name, getattr(params, name, None))
+            if reason:
+                raise VLLMValidationError(reason, parameter=name)
+        params = await self._grammars.vetted(params)
         try:
-            return await super().add_request(*args, **kwargs)
+            return await super().add_request(request_id, prompt, params, *args, **kwargs)
         except _ALL_FAULTS as error:
             if isinstance(error, VLLMError):
                 raise
@@ -107,22 +133,26 @@ class VllmModelApi:
     """One model's FastAPI application and the ``AsyncLLM`` behind it (a ``ModelApi``)."""
 
     def __init__(
-        self, model: ModelToLoad, loaded: LoadedModel, send: Callable[[msgspec.Struct], None]
+        self,
+        model: ModelToLoad,
+        loaded: LoadedModel,
+        send: Callable[[msgspec.Struct], None],
+        vetting: GrammarVetting,
     ) -> None:
         """May take some 100 ms and is meant for a worker thread; ``start`` must follow.
 
         Raises:
             Exception: whatever vLLM says about the model.
         """
+        keep_grammars_off_the_loop()
         self._args = _arguments(model, loaded)
-        config = AsyncEngineArgs.from_cli_args(self._args).create_engine_config()
-        config.cache_config.num_gpu_blocks = loaded.num_gpu_blocks
-        config.cache_config.block_size = loaded.block_size
+        config = engine_config(model, loaded)
         self._tasks: Any = tuple(loaded.supported_tasks)
         self._client = PoolClient(
             model.name, self._tasks, _codec(), send, functools.partial(self.fail, message=_GARBLED)
         )
-        self._llm = PoolLLM(config, self._client)
+        grammars = ModelGrammars(vetting, model, loaded)
+        self._llm = PoolLLM(config, self._client, grammars)
         self._app = build_app(self._args, self._tasks, config.model_config)
         self._app.user_middleware = [
             middleware
@@ -230,22 +260,51 @@ async def _on_fault(request: Request, error: Exception) -> Response:
     return await exception_handler(request, handled)
 
 
+def _assign_request_id(request: EngineCoreRequest) -> None:
+    """What vLLM would make of the client's id and 32 random bits: the id for the engine."""
+    request.external_req_id = request.request_id
+    request.request_id = make_engine_id()
+
+
+def _encode_request(encoder: MsgpackEncoder, request: EngineCoreRequest) -> Any:
+    """Encode a request without the texts of its client that an engine has no use for: its id,
+    its session, and parameters of extensions that there are none of."""
+    sent = copy.copy(request)
+    sent.external_req_id = sent.session_id = sent.trace_headers = sent.kv_hints = None
+    if sent.sampling_params is not None and sent.sampling_params.extra_args:
+        sent.sampling_params = copy.copy(sent.sampling_params)
+        sent.sampling_params.extra_args = None
+    return encoder.encode(sent)
+
+
 _GARBLED = "the engine's output for this request could not be read"
 _NO_GRAMMAR = "no grammar can be made of the format that is asked for"
 _NO_PROBABILITIES = "logprobs are not available: a simulated device makes its tokens up"
 
 
 async def build_model_api(
-    model: ModelToLoad, loaded: LoadedModel, send: Callable[[msgspec.Struct], None]
+    model: ModelToLoad,
+    loaded: LoadedModel,
+    send: Callable[[msgspec.Struct], None],
+    vetting: GrammarVetting,
 ) -> VllmModelApi:
     """Build a model's API with most of the work off the event loop; one call at a time.
 
     Raises:
         Exception: whatever vLLM says about the model.
     """
-    api = await asyncio.to_thread(VllmModelApi, model, loaded, send)
+    api = await asyncio.to_thread(VllmModelApi, model, loaded, send, vetting)
     await api.start()
     return api
+
+
+def engine_config(model: ModelToLoad, loaded: LoadedModel) -> VllmConfig:
+    """vLLM's configuration of a model, as its workers have loaded it."""
+    arguments = _arguments(model, loaded)
+    config: VllmConfig = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
+    config.cache_config.num_gpu_blocks = loaded.num_gpu_blocks
+    config.cache_config.block_size = loaded.block_size
+    return config
 
 
 def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
@@ -261,6 +320,7 @@ def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
     args.enable_auto_tool_choice = True
     args.tool_call_parser = _TOOL_PARSER
     args.disable_fastapi_docs = True
+    args.allowed_media_domains = list(model.media_hosts)
     return args
 
 
@@ -274,7 +334,7 @@ def _default_arguments() -> Namespace:
 def _codec() -> EngineCodec:
     """vLLM's serialiser; used on the event loop only, as it is not thread-safe."""
     return EngineCodec(
-        encode=MsgpackEncoder().encode,
+        encode=functools.partial(_encode_request, MsgpackEncoder()),
         decode=MsgpackDecoder(EngineCoreOutputs).decode,
         make_outputs=_make_outputs,
         join=_join,

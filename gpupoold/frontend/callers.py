@@ -1,8 +1,7 @@
 """Who asks: API keys are checked here, before anything is read or done for a request.
 
-The daemon tells which keys there are. What a key has left of its rates lives here, since here
-is known at once what is used; the daemon is told about once a second and gives it to the next
-frontend, so that a restart makes nobody's minute begin anew.
+The daemon tells which keys there are, and counts what they use: it is asked before a request
+with a key that has limits begins.
 """
 
 from __future__ import annotations
@@ -15,23 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpupoold.access import secret
-from gpupoold.access.bucket import Bucket
 from gpupoold.frontend.catalog import Scope as ModelScope
 from gpupoold.frontend.errors import (
     ApiError,
     not_permitted,
-    over_rate,
     starting,
     unauthorised,
 )
-from gpupoold.units import format_duration
+from gpupoold.frontend.rates import RateCalls
 from gpupoold.wire.messages import (
     AccessReport,
     AccessRules,
     AddRequest,
-    KeyLevels,
     KeyRecord,
-    StepOutputs,
 )
 
 _BEARER = b"bearer "
@@ -45,14 +40,22 @@ _WRONG_KEY = "The API key you provided is not valid."
 _EXPIRED_KEY = "The API key you provided has expired."
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class Caller:
     """Who sent a request; without a key it may ask all models as often as it likes."""
 
     key: KeyRecord | None = None
     models: ModelScope = None
-    requests: Bucket | None = None
-    tokens: Bucket | None = None
+
+    @property
+    def key_id(self) -> str:
+        """Of the key that it sent, "" without one."""
+        return "" if self.key is None else self.key.id
+
+    def max_requests(self, max_live: int) -> int:
+        """The most requests that this caller may have live at once, where ``max_live`` may be."""
+        of_key = None if self.key is None else self.key.max_live
+        return max_live if of_key is None else min(of_key, max_live)
 
     def check_metrics(self) -> None:
         """See that the metrics, which tell of all models, are for this caller.
@@ -65,28 +68,22 @@ class Caller:
 
 
 class Callers:
-    """The keys that there are, and what is left of their rates; lives on the event loop."""
+    """The keys that there are; lives on the event loop. ``rates`` asks what is left of theirs."""
 
-    def __init__(
-        self,
-        now_s: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._now_s = now_s
+    def __init__(self, rates: RateCalls, wall_clock: Callable[[], float] = time.time) -> None:
+        self._rates = rates
         self._wall_clock = wall_clock
         self._are_required: bool | None = None  # None: the daemon has not said yet
         self._by_id: dict[str, Caller] = {}
         self._anybody = Caller()
-        self._charged: dict[str, Caller] = {}  # of live requests whose tokens count
-        self._used: set[str] = set()
         self._num_unauthorised = 0
+        self.host_names: frozenset[str] = frozenset()
 
     def replace(self, rules: AccessRules) -> None:
         """Take these rules from now on. Requests under way go on, whatever they say."""
-        old, self._by_id = self._by_id, {}
-        for key in rules.keys:
-            self._by_id[key.id] = self._caller(key, old.get(key.id), rules.levels.get(key.id))
+        self._by_id = {key.id: _caller(key) for key in rules.keys}
         self._are_required = rules.are_required
+        self.host_names = frozenset(rules.host_names)
 
     def identify(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
         """Who sends these headers.
@@ -108,68 +105,28 @@ class Callers:
             return self._anybody
         raise self._unauthorised(_WRONG_KEY if sent else _NO_KEY)
 
-    def begin(self, caller: Caller) -> None:
+    async def begin(self, caller: Caller) -> None:
         """A request is about to be served; it counts, whatever becomes of it.
 
         Raises:
-            ApiError: 429: too many requests or tokens in too short a time.
+            ApiError: 429: too many requests or tokens in too short a time; 503: that is not
+                known now.
         """
-        now_s, key = self._now_s(), caller.key
-        if key is None:
-            return
-        longest_s, limit = 0.0, ""
-        for bucket, what in ((caller.requests, "requests"), (caller.tokens, "tokens")):
-            wait_s = 0.0 if bucket is None else bucket.wait_s(1, now_s)
-            if bucket is not None and wait_s > longest_s:
-                longest_s, limit = wait_s, f"{bucket.per_minute} {what} per minute"
-        if longest_s:
-            raise over_rate(
-                f"Rate limit reached for the API key `{key.name}`: {limit}. "
-                f"Try again in {format_duration(longest_s)}.",
-                longest_s,
-            )
-        if caller.requests is not None:
-            caller.requests.take(1, now_s)
-            self._used.add(key.id)
+        if caller.key is not None and caller.key.is_rate_limited:
+            await self._rates.begin(caller.key)
 
     def asked(self, message: AddRequest) -> None:
-        """The daemon is going to be asked: tell it for whom, and charge the prompt."""
+        """The daemon is going to be asked: tell it for whom."""
         caller = _current.get()
-        if caller is None or caller.key is None:
-            return
-        message.key_id, message.priority = caller.key.id, caller.key.priority
-        if caller.tokens is not None:
-            self._charged[message.request_id] = caller
-            self._charge(caller, message.num_prompt_tokens)
-
-    def stepped(self, outputs: StepOutputs) -> None:
-        """Charge the tokens of answers."""
-        if not self._charged:
-            return
-        num_tokens: dict[Caller, int] = {}
-        for item in outputs.progress:
-            caller = self._charged.get(item.request_id)
-            if caller is not None:
-                num_tokens[caller] = num_tokens.get(caller, 0) + len(item.new_token_ids)
-                if item.finish_reason is not None:
-                    del self._charged[item.request_id]
-        for caller, number in num_tokens.items():
-            self._charge(caller, number)
-
-    def ended(self, request_ids: Iterable[str]) -> None:
-        """No more tokens will come of these."""
-        for request_id in request_ids:
-            self._charged.pop(request_id, None)
+        if caller is not None and caller.key is not None:
+            message.key_id, message.priority = caller.key.id, caller.key.priority
 
     def report(self) -> AccessReport | None:
         """What has changed since the last report; None: nothing."""
-        if not self._used and not self._num_unauthorised:
+        if not self._num_unauthorised:
             return None
-        now_s = self._now_s()
-        used, self._used = self._used, set()
-        levels = {one: _levels(self._by_id[one], now_s) for one in used if one in self._by_id}
         num_unauthorised, self._num_unauthorised = self._num_unauthorised, 0
-        return AccessReport(levels, num_unauthorised)
+        return AccessReport(num_unauthorised)
 
     def _checked(self, key_id: str, text: str) -> Caller:
         caller = self._by_id.get(key_id)
@@ -189,27 +146,6 @@ class Callers:
         self._num_unauthorised += 1
         return unauthorised(message)
 
-    def _charge(self, caller: Caller, num_tokens: int) -> None:
-        # The key may have other limits by now, or be gone: requests under way do not matter then.
-        assert caller.key is not None
-        known = self._by_id.get(caller.key.id)
-        if known is not None and known.tokens is not None:
-            known.tokens.take(num_tokens, self._now_s())
-            self._used.add(caller.key.id)
-
-    def _caller(self, key: KeyRecord, old: Caller | None, told: KeyLevels | None) -> Caller:
-        """The key's buckets as they were here, or else as the frontend before told."""
-        now_s = self._now_s()
-        if old is not None:
-            told = _levels(old, now_s)
-        told = told or KeyLevels(now_s)
-        return Caller(
-            key,
-            None if key.models is None else frozenset(key.models),
-            _bucket(key.requests_per_minute, told.requests, told.at_s),
-            _bucket(key.tokens_per_minute, told.tokens, told.at_s),
-        )
-
 
 _current: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
@@ -222,6 +158,12 @@ def serving(caller: Caller) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def current_key_id() -> str:
+    """The key of whom a request is served for; empty without one."""
+    caller = _current.get()
+    return "" if caller is None or caller.key is None else caller.key.id
 
 
 def without_credentials(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -241,14 +183,5 @@ def _credentials(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[str]:
             yield value[len(_BEARER) :].decode("latin-1").strip()
 
 
-def _bucket(per_minute: int | None, level: float | None, at_s: float) -> Bucket | None:
-    return None if per_minute is None else Bucket(per_minute, at_s, level)
-
-
-def _levels(caller: Caller, now_s: float) -> KeyLevels:
-    requests, tokens = caller.requests, caller.tokens
-    return KeyLevels(
-        now_s,
-        None if requests is None else requests.level(now_s),
-        None if tokens is None else tokens.level(now_s),
-    )
+def _caller(key: KeyRecord) -> Caller:
+    return Caller(key, None if key.models is None else frozenset(key.models))

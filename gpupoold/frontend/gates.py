@@ -45,6 +45,11 @@ class Gate:
         """Whether the daemon has been asked nothing, and the client has got nothing."""
         return not self._request_ids and not self._is_open
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client gets what the API sends."""
+        return self._is_open
+
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """Pass on a message of the answer, or keep it; after a refusal it is for nobody."""
         if self.refusal is not None:
@@ -94,6 +99,13 @@ class Gate:
                 await self._client_send(self._held.pop(0))
             # Nothing is left that a later message could overtake.
             self._is_passing = True
+
+
+def refuse(error: ApiError) -> None:
+    """Answer with ``error`` instead of what the API makes, unless the answer has begun."""
+    gate = _current.get()
+    if gate is not None and not gate.has_begun and gate.refusal is None:
+        gate.refusal = error
 
 
 def has_asked() -> bool:

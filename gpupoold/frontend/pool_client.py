@@ -15,9 +15,13 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from gpupoold.wire.codec import MAX_FRAME_BYTES
 from gpupoold.wire.messages import AbortRequests, AddRequest, RequestProgress, StepOutputs
 
 logger = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = MAX_FRAME_BYTES // 4
+"""Of an encoded request: a message has room for it and for all tokens that it may get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +87,27 @@ class PoolClient:
 
         Raises:
             Exception: ``codec.unavailable`` after ``stop``,
-                ``codec.unsupported`` for requests without token ids.
+                ``codec.unsupported`` for requests without token ids, and for too large ones.
         """
         if self._stopped_because is not None:
             raise self._codec.unavailable(self._stopped_because)
         params, prompt = request.sampling_params, request.prompt_token_ids
         if params is None or prompt is None:
             raise self._codec.unsupported("gpupool serves text generation from token ids only")
+        frames = [bytes(frame) for frame in self._codec.encode(request)]
+        num_bytes = sum(map(len, frames))
+        if num_bytes > MAX_REQUEST_BYTES:
+            raise self._codec.unsupported(
+                f"The request takes {num_bytes:,} bytes for the engine, more than the limit of "
+                f"{MAX_REQUEST_BYTES:,}."
+            )
         message = AddRequest(
             model=self._model,
             request_id=request.request_id,
             arrival_s=time.monotonic(),
             num_prompt_tokens=len(prompt),
             max_tokens=params.max_tokens or 0,
-            frames=[bytes(frame) for frame in self._codec.encode(request)],
+            frames=frames,
         )
         self._send(message)
 

@@ -6,32 +6,33 @@ operator endpoints (scaling, profiling, raw metrics); those stay out of reach.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import MutableMapping
-from typing import Any
+from dataclasses import dataclass
 
 import msgspec
 
 from gpupoold import __version__
+from gpupoold.frontend.body import Disconnected, read_body, replay
 from gpupoold.frontend.callers import Caller, Callers, serving, without_credentials
 from gpupoold.frontend.catalog import Catalog, model_row
 from gpupoold.frontend.errors import (
     ApiError,
-    bad_request,
     method_not_allowed,
     no_such_path,
     no_such_response,
     not_ready,
     send_error,
     send_json,
-    too_large,
-    too_slow,
 )
 from gpupoold.frontend.gates import Gates
+from gpupoold.frontend.in_flight import BytesInFlight
 from gpupoold.frontend.metrics import METRICS_PATH, MetricsCalls
 from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
 from gpupoold.frontend.openapi import describe
+from gpupoold.frontend.origins import check_origin
+from gpupoold.frontend.prompt_bounds import counting_prompts
+from gpupoold.frontend.request_head import check_num_requests, read_head
+from gpupoold.frontend.request_ids import RequestIds, naming, telling_id, with_id
 from gpupoold.wire.messages import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -54,44 +55,22 @@ _RESPONSES_PREFIX = "/v1/responses/"
 _MODELS_PREFIX = "/v1/models/"
 _OPENAPI_PATH = "/openapi.json"
 _RETRY_UNMOUNTED_S = 1.0
-_BODY_TIMEOUT_S = 60.0
 
 
-class _Disconnected(Exception):
-    """The client left while its request was being read."""
+@dataclass(slots=True)
+class Bounds:
+    """What requests may take at once; may change at any time.
 
-
-class _Head(msgspec.Struct):
-    """The one field of a request that the router reads."""
-
-    model: Any = None
-
-
-_head_decoder = msgspec.json.Decoder(_Head)
-
-
-def read_model_name(body: bytes) -> str | None:
-    """The ``model`` of a JSON request, None when it has none.
-
-    Raises:
-        ApiError: 400; the body is not a JSON object, or ``model`` not a string.
+    ``max_live_requests``: of one model. ``in_flight``: of this process.
     """
-    try:
-        head = _head_decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise bad_request("The request body must be a JSON object.") from error
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise bad_request(f"The request body is not valid JSON: {error}") from error
-    if head.model is not None and not isinstance(head.model, str):
-        raise bad_request("`model` must be a string.", param="model")
-    return head.model
+
+    max_body_bytes: int
+    max_live_requests: int
+    in_flight: BytesInFlight
 
 
 class Router:
-    """Routes requests by their ``model``; answers what belongs to no model itself.
-
-    ``max_body_bytes`` may change at any time.
-    """
+    """Routes requests by their ``model``; answers what belongs to no model itself."""
 
     def __init__(
         self,
@@ -100,13 +79,13 @@ class Router:
         gates: Gates,
         metrics: MetricsCalls,
         callers: Callers,
-        max_body_bytes: int,
+        bounds: Bounds,
     ) -> None:
         self._catalog = catalog
         self._mounts = mounts
         self._gates = gates
         self._callers = callers
-        self.max_body_bytes = max_body_bytes
+        self._bounds = bounds
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,9 +93,11 @@ class Router:
         if scope["type"] != "http":
             await _refuse_websocket(scope, receive, send)
             return
+        ids = RequestIds()
+        send = telling_id(send, ids)
         try:
-            await self._dispatch(scope, receive, send)
-        except _Disconnected:
+            await self._dispatch(scope, receive, send, ids)
+        except Disconnected:
             pass
         except ApiError as error:
             anthropic = scope["path"].startswith("/v1/messages")
@@ -125,19 +106,21 @@ class Router:
             # The model's API has answered 500 itself; if not, the server does.
             logger.exception("%s %s failed", scope["method"], scope["path"])
 
-    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _dispatch(self, scope: Scope, receive: Receive, send: Send, ids: RequestIds) -> None:
         path, method = scope["path"], scope["method"]
         is_open = path in _OPEN_PATHS
         caller = Caller() if is_open else self._callers.identify(scope["headers"])
+        if caller.key is None and not is_open and not _is_unix(scope):
+            check_origin(scope["headers"], self._callers.host_names)
         if path == "/metrics":
             caller.check_metrics()
         if path in ROUTED_PATHS:
             if method != "POST":
                 raise method_not_allowed(method, path)
-            self._callers.begin(caller)
-            await self._route_by_model(caller, without_credentials(scope), receive, send)
+            await self._callers.begin(caller)
+            await self._route_by_model(caller, without_credentials(scope), receive, send, ids)
         elif path.startswith(_RESPONSES_PREFIX):
-            self._callers.begin(caller)
+            await self._callers.begin(caller)
             await self._route_by_response(caller, without_credentials(scope), receive, send)
         elif path == METRICS_PATH and method in ("GET", "HEAD"):
             await self._metrics.serve(send, with_body=method == "GET")
@@ -163,14 +146,21 @@ class Router:
         raise no_such_path(method, path)
 
     async def _route_by_model(
-        self, caller: Caller, scope: Scope, receive: Receive, send: Send
+        self, caller: Caller, scope: Scope, receive: Receive, send: Send, ids: RequestIds
     ) -> None:
-        body = await self._read_body(scope, receive)
-        model = self._catalog.choose(read_model_name(body), caller.models)
-        mount, receive = self._mounted(model), _replay(body, receive)
-        with serving(caller):
-            async with self._gates.holding(send) as gate:
-                await self._mounts.serve(mount, scope, receive, gate.send)
+        bounds, path = self._bounds, scope["path"]
+        with bounds.in_flight.holding(caller.key_id) as holding:
+            body = await read_body(scope, receive, bounds.max_body_bytes, holding)
+            head = read_head(body, path)
+            scope = with_id(scope, ids, body_has_id=head.has_id)
+            mount = self._mounted(self._catalog.choose(head.model, caller.models))
+            check_num_requests(head, caller.max_requests(bounds.max_live_requests))
+            holding.add((head.num_samples - 1) * len(body))
+            receive = replay(body, receive)
+            del body  # the API drops it too when it has read it
+            with serving(caller), naming(ids), counting_prompts(head.num_samples):
+                async with self._gates.holding(send) as gate:
+                    await self._mounts.serve(mount, scope, receive, gate.send)
 
     async def _route_by_response(
         self, caller: Caller, scope: Scope, receive: Receive, send: Send
@@ -192,52 +182,16 @@ class Router:
             raise not_ready(starting)
         return mount
 
-    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
-        if _declared_length(scope) > self.max_body_bytes:
-            raise too_large(self.max_body_bytes)
-        chunks: list[bytes] = []
-        num_bytes = 0
-        while True:
-            try:
-                async with asyncio.timeout(_BODY_TIMEOUT_S):
-                    message = await receive()
-            except TimeoutError:
-                raise too_slow(_BODY_TIMEOUT_S) from None
-            if message["type"] == "http.disconnect":
-                raise _Disconnected
-            chunk = message.get("body", b"")
-            num_bytes += len(chunk)
-            if num_bytes > self.max_body_bytes:
-                raise too_large(self.max_body_bytes)
-            chunks.append(chunk)
-            if not message.get("more_body"):
-                return b"".join(chunks)
-
 
 def _is_served(path: str) -> bool:
     """Whether a path of a model's API is within reach of clients."""
     return path in ROUTED_PATHS or path.startswith(_RESPONSES_PREFIX)
 
 
-def _declared_length(scope: Scope) -> int:
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit():
-            return int(value)
-    return 0
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """``receive`` for the application: the body once, then the client's own messages."""
-    replayed = False
-
-    async def receive_again() -> MutableMapping[str, Any]:
-        nonlocal replayed
-        if replayed:
-            return await receive()
-        replayed = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return receive_again
+def _is_unix(scope: Scope) -> bool:
+    """Return whether the connection is one of a unix socket, which no browser can open."""
+    server = scope.get("server")
+    return server is not None and server[1] is None
 
 
 async def _refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:

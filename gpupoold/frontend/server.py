@@ -8,7 +8,7 @@ import importlib
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +20,22 @@ from gpupoold.errors import Failed, GpupoolError
 from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
 from gpupoold.frontend.gates import Gates
-from gpupoold.frontend.http_protocol import KEEP_ALIVE_S, BoundedHttp
+from gpupoold.frontend.grammars.vetting import GrammarVetting
+from gpupoold.frontend.http_protocol import PublicHttp
+from gpupoold.frontend.in_flight import BytesInFlight
 from gpupoold.frontend.metrics import MetricsCalls
 from gpupoold.frontend.mounts import Mounts
 from gpupoold.frontend.preload import preload
-from gpupoold.frontend.router import Router
+from gpupoold.frontend.rates import RateCalls
+from gpupoold.frontend.router import Bounds, Router
+from gpupoold.http_protocol import KEEP_ALIVE_S
 from gpupoold.loop_lag import measure_lag
 from gpupoold.process import importing, set_log_level
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
 from gpupoold.wire.messages import (
     AbortRequests,
+    Accept,
+    Accepting,
     AccessRules,
     AddRequest,
     Admission,
@@ -39,6 +45,7 @@ from gpupoold.wire.messages import (
     ModelList,
     Ping,
     Pong,
+    RateAnswer,
     Reconfigure,
     RequestsFailed,
     ServeModel,
@@ -57,22 +64,28 @@ _GRACE_S = 5
 
 @dataclass(frozen=True, slots=True)
 class FrontendSettings:
-    """What the daemon gives a frontend; the descriptors become the frontend's own."""
+    """What the daemon gives a frontend; the descriptors become the frontend's own.
+
+    The listening socket is that of all frontends, told apart by ``number``.
+    """
 
     wire_fd: int
     listen_fd: int
     log_level: str
     max_body_bytes: int
+    max_live_requests: int
+    max_bytes_in_flight: int
+    number: int = 0
     parent_pid: int | None = None
     tls: Tls | None = None
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn without signal handlers of its own, and with an event for "accepting"."""
+    """Uvicorn without signal handlers of its own; calls ``on_accepting`` once."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, on_accepting: Callable[[], None]) -> None:
         super().__init__(config)
-        self.accepting = asyncio.Event()
+        self._on_accepting = on_accepting
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -80,29 +93,38 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.accepting.set()
+        self._on_accepting()
 
 
 class Frontend:
     """Conducts the catalogue, the mounts and the HTTP server; one per process."""
 
-    def __init__(self, settings: FrontendSettings) -> None:
+    def __init__(self, settings: FrontendSettings, checker: socket.socket | None = None) -> None:
+        """``checker`` is the channel to a grammar checker; None: one is started when needed."""
         self._settings = settings
+        self._vetting = GrammarVetting(settings.log_level, checker)
         wire = socket.socket(fileno=settings.wire_fd)
         self._channel: AsyncChannel[ToFrontend] = AsyncChannel(wire, ToFrontend)
         self._catalog = Catalog()
         self._mounts = Mounts()
         self._gates = Gates()
         self._metrics = MetricsCalls(self._channel.send)
-        self._callers = Callers()
+        self._rates = RateCalls(self._channel.send)
+        self._callers = Callers(self._rates)
+        self._bounds = Bounds(
+            settings.max_body_bytes,
+            settings.max_live_requests,
+            BytesInFlight(settings.max_bytes_in_flight),
+        )
         self._router = Router(
             self._catalog,
             self._mounts,
             self._gates,
             self._metrics,
             self._callers,
-            settings.max_body_bytes,
+            self._bounds,
         )
+        self._may_accept = asyncio.Event()
         self._lags_s: list[float] = []
         # Mounting takes a while: its messages wait in order, outputs pass them by.
         self._to_mount: asyncio.Queue[ServeModel | StopServing] = asyncio.Queue()
@@ -115,21 +137,23 @@ class Frontend:
         """
         # It warns of every request that is not HTTP, which anybody can send without end.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        server = _Server(self._uvicorn_config())
-        listener = socket.socket(fileno=self._settings.listen_fd)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        accepting = asyncio.create_task(server.accepting.wait())
-        await asyncio.wait({serving, accepting}, return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            accepting.cancel()
-            await serving
-            raise OSError(f"cannot serve on descriptor {self._settings.listen_fd}")
-        self._channel.send(FrontendReady(pid=os.getpid()))
+        server = _Server(self._uvicorn_config(), self._tell_accepting)
+        serving = asyncio.create_task(self._serve_when_told(server))
         mounting = asyncio.create_task(self._mount_in_order())
         measuring = asyncio.create_task(measure_lag(self._lags_s.append))
-        daemon_is_there = await self._follow_daemon()
+        leaving = asyncio.create_task(self._follow_daemon())
+        self._channel.send(FrontendReady(pid=os.getpid()))
+        await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
         mounting.cancel()
         measuring.cancel()
+        if not leaving.done():
+            leaving.cancel()
+            await serving
+            raise OSError(f"cannot serve on descriptor {self._settings.listen_fd}")
+        daemon_is_there = leaving.result()
+        if not self._may_accept.is_set():
+            serving.cancel()
+            return
         server.should_exit = True
         # Without the daemon no stream can go on.
         server.force_exit = not daemon_is_there
@@ -139,6 +163,16 @@ class Frontend:
         await serving
         following.cancel()
 
+    async def _serve_when_told(self, server: _Server) -> None:
+        """Accept connections as soon as the daemon wants that, until the server is to exit."""
+        listener = socket.socket(fileno=self._settings.listen_fd)
+        await self._may_accept.wait()
+        await server.serve(sockets=[listener])
+
+    def _tell_accepting(self) -> None:
+        with contextlib.suppress(ChannelClosed):  # the daemon's end is noticed where it is read
+            self._channel.send(Accepting())
+
     def _uvicorn_config(self) -> uvicorn.Config:
         tls = self._settings.tls
         return uvicorn.Config(
@@ -147,7 +181,7 @@ class Frontend:
             access_log=False,
             lifespan="off",
             server_header=False,
-            http=BoundedHttp,
+            http=PublicHttp,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=_GRACE_S,
             # The same context each time: a renewed certificate is put into it.
@@ -173,7 +207,6 @@ class Frontend:
     def _handle(self, message: ToFrontend) -> None:
         match message:
             case StepOutputs():
-                self._callers.stepped(message)
                 self._mounts.deliver(message)
             case Admission():
                 self._note_admission(message)
@@ -182,13 +215,18 @@ class Frontend:
             case ModelList():
                 self._catalog.replace(message.models, message.ready)
             case RequestsFailed():
-                self._callers.ended(message.request_ids)
                 self._mounts.fail(message)
             case AccessRules():
                 self._callers.replace(message)
+            case RateAnswer():
+                self._rates.answered(message)
+            case Accept():
+                self._may_accept.set()
             case Reconfigure():
                 set_log_level(message.log_level)
-                self._router.max_body_bytes = message.max_body_bytes
+                self._bounds.max_body_bytes = message.max_body_bytes
+                self._bounds.max_live_requests = message.max_live_requests
+                self._bounds.in_flight.max_bytes = message.max_bytes_in_flight
             case Ping():
                 self._answer_ping()
             case MetricsText():
@@ -211,7 +249,6 @@ class Frontend:
         doomed = self._gates.answered(message)
         if doomed:
             model = message.model
-            self._callers.ended(doomed)
             self._mounts.fail(RequestsFailed(model, doomed, message.message))
             self._channel.send(AbortRequests(model, doomed))
 
@@ -219,8 +256,6 @@ class Frontend:
         if isinstance(message, AddRequest):
             self._gates.asked(message.request_id)
             self._callers.asked(message)
-        elif isinstance(message, AbortRequests):
-            self._callers.ended(message.request_ids)
         self._channel.send(message)
 
     async def _mount_in_order(self) -> None:
@@ -253,7 +288,9 @@ class Frontend:
         try:
             if isinstance(adapter, GpupoolError):
                 raise adapter
-            api = await adapter.build_model_api(message.model, message.loaded, self._send)
+            api = await adapter.build_model_api(
+                message.model, message.loaded, self._send, self._vetting
+            )
         except Exception as error:
             return _failure(message, error)
         self._mounts.mount(message.model.name, api)

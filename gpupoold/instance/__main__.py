@@ -8,10 +8,18 @@ import os
 import socket
 import sys
 
+from gpupoold.activity import WORKER
 from gpupoold.errors import Failed
 from gpupoold.instance.environment import set_engine_environment
 from gpupoold.instance.out_of_memory import is_out_of_memory
-from gpupoold.process import OUT_OF_MEMORY_STATUS, begin_child, importing
+from gpupoold.process import (
+    OUT_OF_MEMORY_STATUS,
+    WORKER_OOM_SCORE_ADJ,
+    begin_child,
+    end_at_faults,
+    importing,
+    raise_oom_score,
+)
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 from gpupoold.wire.messages import InstanceReady, ToInstance
 
@@ -27,6 +35,9 @@ def main() -> None:
     """Own the device until the daemon says stop or is gone."""
     arguments = _parse()
     begin_child("instance", arguments.log_level, arguments.parent_pid)
+    raise_oom_score(WORKER_OOM_SCORE_ADJ)
+    if arguments.activity_fd is not None:
+        WORKER.attach(arguments.activity_fd)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     os.environ.setdefault("OMP_NUM_THREADS", str(arguments.compute_threads))
     set_engine_environment(arguments.log_level)
@@ -63,6 +74,7 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) 
         from gpupoold.instance.device import device_name, open_device
         from gpupoold.instance.residency import Residency
         from gpupoold.instance.turn_loop import TurnLoop
+    end_at_faults()
     from gpupoold.memory.bandwidth import measure_fill, measure_link
     from gpupoold.memory.host import KvHostCache
     from gpupoold.memory.numa import prefer_node
@@ -137,6 +149,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--instance", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--wire-fd", type=int, required=True)
+    parser.add_argument("--activity-fd", type=int, help="see gpupoold.activity")
     parser.add_argument("--device-kind", choices=["emulated", "cuda"], default="emulated")
     parser.add_argument("--device-index", type=int, default=0)
     parser.add_argument("--num-sharing", type=int, default=1, help="instances on the GPU")

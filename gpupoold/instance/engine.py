@@ -1,7 +1,9 @@
 """The only importer of vLLM's engine: one in-process ``EngineCore`` per model.
 
 Written for vLLM 0.32.0. Seams used: ``worker_cls``, ``scheduler_cls``, ``EngineCore.step_fn``,
-the scheduler's queues (read only), and ``BlockPool.touch/free_blocks/evict_blocks``.
+``structured_output_manager``, the scheduler's queues (read only),
+``BlockPool.touch/free_blocks/evict_blocks``, and its ``free_block_queue``, which is replaced before
+the first request.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
@@ -30,10 +33,11 @@ from gpupoold.instance import image_loader
 from gpupoold.instance.compiled import forget_compiled
 from gpupoold.instance.engine_steps import EngineSteps, Step
 from gpupoold.instance.environment import engine_arguments
+from gpupoold.instance.grammars import use_engine_grammars
 from gpupoold.instance.loading import ModelLoad
-from gpupoold.instance.reasons import refusal
+from gpupoold.instance.reasons import check_kind, refusal
 from gpupoold.instance.resume import resume
-from gpupoold.memory.contracts import Device
+from gpupoold.memory.contracts import BlockWatcher, Device
 from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
@@ -62,11 +66,60 @@ def check_engine_version() -> str:
     return installed
 
 
+class WatchedFreeQueue(FreeKVCacheBlockQueue):
+    """vLLM's list of free blocks, which tells a watcher what leaves it and what comes back.
+
+    A block is in the list exactly while nobody references it.
+    """
+
+    def __init__(self, blocks: list[KVCacheBlock], watcher: BlockWatcher) -> None:
+        super().__init__(blocks)
+        self._watcher = watcher
+
+    def popleft(self) -> KVCacheBlock:
+        """As vLLM's."""
+        block = super().popleft()
+        self._watcher.taken([block.block_id])
+        return block
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        """As vLLM's."""
+        blocks = super().popleft_n(n)
+        self._watcher.taken([block.block_id for block in blocks])
+        return blocks
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """As vLLM's."""
+        super().remove(block)
+        self._watcher.taken([block.block_id])
+
+    def append(self, block: KVCacheBlock) -> None:
+        """As vLLM's."""
+        super().append(block)
+        self._watcher.freed([block.block_id])
+
+    def append_n(self, blocks: list[KVCacheBlock]) -> None:
+        """As vLLM's."""
+        super().append_n(blocks)
+        self._watcher.freed([block.block_id for block in blocks])
+
+    def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
+        """As vLLM's."""
+        super().prepend_n(blocks)
+        self._watcher.freed([block.block_id for block in blocks])
+
+
 class BlockPoolLedger:
     """vLLM's block pool as the KV memory sees it, through its public verbs."""
 
     def __init__(self, block_pool: Any) -> None:
         self._pool = block_pool
+
+    def watch(self, watcher: BlockWatcher) -> None:
+        """Tell ``watcher`` of every change from now on."""
+        free = [block for block in self._pool.blocks if not block.is_null]
+        assert self.num_free == len(free), "blocks are in use before there are requests"
+        self._pool.free_block_queue = WatchedFreeQueue(free, watcher)
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """Take free blocks out of the engine's reach."""
@@ -106,7 +159,8 @@ class ModelEngine:
         kv.attach(self._ledger)
         self._scheduler: Any = core.scheduler
         self._scheduler.kv = kv
-        self._steps = EngineSteps(core)
+        self._scheduler.name = info.name
+        self._steps = EngineSteps(core, info.name)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
 
     @property
@@ -119,8 +173,9 @@ class ModelEngine:
         frames: list[bytes],
         output_token_ids: Sequence[int] = (),
         kv: tuple[Slot, int] | None = None,
+        frontend: int = 0,
     ) -> None:
-        """Queue a request that a frontend encoded; it goes on after ``output_token_ids``.
+        """Queue a request that ``frontend`` encoded; it goes on after ``output_token_ids``.
 
         ``kv`` has the bytes of its first blocks, and how many they are; freed when not needed.
 
@@ -135,7 +190,9 @@ class ModelEngine:
             claimed.append(request.request_id)
 
         try:
-            request, wave = self._core.preprocess_add_request(self._decoder.decode(frames))
+            decoded = self._decoder.decode(frames)
+            decoded.client_index = frontend  # the engine sorts its outputs by these
+            request, wave = self._core.preprocess_add_request(decoded)
             if output_token_ids:
                 resume(self._core, request, wave, output_token_ids, claim)
             else:
@@ -147,6 +204,21 @@ class ModelEngine:
                 self._scheduler.release(request_id)
             self.kv.discard_dead()
             raise Refused(f"{self.name}: the engine refused the request: {error}") from error
+
+    def isolate(self, request_id: str) -> None:
+        """Let a request that is about to be added share no step with others."""
+        self._scheduler.isolate(request_id)
+
+    def end_isolation(self, request_id: str) -> None:
+        """Let a request share steps with others again."""
+        self._steps.wait()
+        self._scheduler.end_isolation(request_id)
+
+    def has_grammar(self, request_id: str) -> bool:
+        """Whether the grammar of a request has been compiled, or is not needed."""
+        request = self._core.scheduler.requests.get(request_id)
+        structured = None if request is None else request.structured_output_request
+        return structured is None or structured.grammar is not None
 
     def _adopt(self, slot: Slot, num_blocks: int) -> list[int]:
         """Blocks whose bytes are in ``slot``; none, and the slot freed, if that cannot be."""
@@ -221,9 +293,10 @@ class ModelEngine:
             return self.has_requests()
         return self._scheduler.can_schedule()
 
-    def wanted_blocks(self) -> list[int]:
+    def wanted_blocks(self) -> Iterator[int]:
         """Blocks of the requests under way, in the order in which they would best run."""
-        return self._scheduler.blocks_under_way()
+        found: Iterator[int] = self._scheduler.blocks_under_way()
+        return found
 
     @property
     def is_under_way(self) -> bool:
@@ -336,12 +409,16 @@ def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -
     # Batches as large as vLLM's own server makes on the device; its other default is for old GPUs.
     arguments |= engine_arguments()
     config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    kind = config.model_config  # its own ``architecture`` may be a stand-in of vLLM's
+    check_kind(model.name, kind.architectures[0], kind)
     scheduling = config.scheduler_config
     if arguments.get("async_scheduling"):
         scheduling.async_scheduling = True  # vLLM does not take that for a CPU, but can do it
     scheduler = _SCHEDULERS[bool(scheduling.async_scheduling)]
     scheduling.scheduler_cls = f"gpupoold.instance.{scheduler}"
-    return EngineCore(config, Executor.get_class(config), log_stats=False)
+    core = EngineCore(config, Executor.get_class(config), log_stats=False)
+    use_engine_grammars(core, model.name)
+    return core
 
 
 def _geometry(core: Any, page_bytes: int) -> KvGeometry:

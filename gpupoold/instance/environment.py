@@ -22,6 +22,8 @@ def set_engine_environment(log_level: str) -> None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        # Its records go to the process's own handler, which replaces control characters.
+        VLLM_CONFIGURE_LOGGING="0",
         VLLM_LOGGING_LEVEL=log_level.upper(),
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
@@ -31,6 +33,8 @@ def set_engine_environment(log_level: str) -> None:
     # its attention reads the setting when it is imported: turned on later, graphs would have
     # attention in them, with the batch that they were captured with.
     os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
+    # Of compiled grammars, for all engines of the process together, see ``grammars.py``.
+    os.environ.setdefault("VLLM_XGRAMMAR_CACHE_MB", "128")
     # Read when vLLM is imported; it may have been, by a process that meant another level.
     logging.getLogger("vllm").setLevel(log_level.upper())
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
-from gpupoold.memory.contracts import Device, Direction
+from gpupoold.activity import WORKER, Phase
+from gpupoold.memory.contracts import Device
+from gpupoold.memory.device_thread import DeviceThread
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import ImageDropped, ImageTaken
@@ -23,9 +25,7 @@ class Images:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._lane = device.open_lane(Direction.IN)
-        # A single one: what is asked for later is also done later.
-        self._thread = ThreadPoolExecutor(1, "images", self._join_device)
+        self._thread = DeviceThread(device, "images")
         self._dropping: dict[str, Future[None]] = {}
         self._taking: dict[str, tuple[WeightMemory, Future[HostBuffer]]] = {}
 
@@ -38,20 +38,21 @@ class Images:
         """Take a model's weights off the device and let its image go, if it has one."""
         self.forget(model)
         image = weights.detach_image() if weights is not None and weights.has_image else None
-        self._dropping[model] = self._thread.submit(self._close, image)
+        self._dropping[model] = self._thread.submit(self._close, model, image)
 
     def take(self, model: str, weights: WeightMemory, fd: int) -> None:
         """Let a model have the image behind ``fd``, which belongs to this object from now on."""
         self.forget(model)
         if weights.has_image:
-            self._thread.submit(self._close, weights.detach_image())
-        self._taking[model] = weights, self._thread.submit(self._open, fd, weights.num_bytes)
+            self._thread.submit(self._close, model, weights.detach_image())
+        taken = self._thread.submit(self._open, model, fd, weights.num_bytes)
+        self._taking[model] = weights, taken
 
     def forget(self, model: str) -> None:
         """The model is gone, or its image: one that is on its way is not wanted any more."""
         taking = self._taking.pop(model, None)
         if taking is not None:
-            self._thread.submit(self._discard, taking[1])
+            self._thread.submit(self._discard, model, taking[1])
 
     def finished(self) -> list[ImageDropped | ImageTaken]:
         """What the thread has done since this was asked last, as messages to the daemon.
@@ -78,34 +79,31 @@ class Images:
         """End the thread; what it has mapped for nobody goes."""
         for model in list(self._taking):
             self.forget(model)
-        self._thread.shutdown()
-        self._lane.close()
+        self._thread.close()
 
-    def _join_device(self) -> None:
-        """Make the thread one that may call the device: a lane does that for its own thread."""
-        self._lane.wait(self._lane.begin([], 0))
-
-    def _open(self, fd: int, num_bytes: int) -> HostBuffer:
+    def _open(self, model: str, fd: int, num_bytes: int) -> HostBuffer:
         found_bytes = os.fstat(fd).st_size
         if found_bytes != num_bytes:
             os.close(fd)
             raise ValueError(f"the image has {found_bytes} bytes, the weights have {num_bytes}")
-        image = HostBuffer(fd, num_bytes)
-        try:
-            self._device.pin(image.address, num_bytes)
-        except BaseException:
-            image.close()
-            raise
-        return image
+        with WORKER.beside(Phase.IMAGE, model):
+            image = HostBuffer(fd, num_bytes)
+            try:
+                self._device.pin(image.address, num_bytes)
+            except BaseException:
+                image.close()
+                raise
+            return image
 
-    def _close(self, image: HostBuffer | None) -> None:
+    def _close(self, model: str, image: HostBuffer | None) -> None:
         if image is None:
             return
-        try:
-            self._device.unpin(image.address, image.num_bytes)
-        finally:
-            image.close()
+        with WORKER.beside(Phase.IMAGE, model):
+            try:
+                self._device.unpin(image.address, image.num_bytes)
+            finally:
+                image.close()
 
-    def _discard(self, taken: Future[HostBuffer]) -> None:
+    def _discard(self, model: str, taken: Future[HostBuffer]) -> None:
         if taken.exception() is None:
-            self._close(taken.result())
+            self._close(model, taken.result())

@@ -6,12 +6,16 @@ import logging
 import os
 from typing import NamedTuple
 
-from gpupoold.errors import Failed, GpupoolError
+from gpupoold.activity import WORKER, Phase
+from gpupoold.errors import GpupoolError
 from gpupoold.instance.canary import run_canary
 from gpupoold.instance.engine import ModelEngine, load_engine
 from gpupoold.instance.loading import ModelLoad
 from gpupoold.instance.loan import pages_to_lend
+from gpupoold.instance.profiling import profile
+from gpupoold.instance.reasons import failure
 from gpupoold.instance.residency import Residency
+from gpupoold.latency.stored import Profile
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.wire.messages import LoadModel
@@ -20,11 +24,13 @@ _logger = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
-    """A model that is up, what it answered to the canary's prompt, and why not from its image."""
+    """A model that is up, what it answered to the canary's prompt, why not from its image, and
+    what was measured of its speed."""
 
     engine: ModelEngine
     canary: tuple[int, ...]
     image_problem: str
+    profile: Profile | None = None
 
 
 class EngineLoader:
@@ -45,6 +51,17 @@ class EngineLoader:
             GpupoolError: the checkpoint cannot be served here.
             OSError: no host memory for an image.
         """
+        loaded = self._load(message, image)
+        engine, budget_s = loaded.engine, message.profiling_budget_s
+        try:
+            with WORKER.main.doing(Phase.PROFILE, engine.name):
+                measured = profile(engine, self._residency, budget_s, message.model.path)
+        except BaseException:
+            self._give_up(engine)
+            raise
+        return loaded._replace(profile=measured)
+
+    def _load(self, message: LoadModel, image: HostBuffer | None) -> Loaded:
         if image is None:
             return self._from_checkpoint(message, None, "")
         spare = os.dup(image.fd)  # the image is closed by a load that fails
@@ -62,8 +79,7 @@ class EngineLoader:
             os.close(spare)
             raise
         os.close(spare)
-        self._residency.remove(engine.name)
-        engine.close()
+        self._give_up(engine)
         problem = f"with its image it answers {list(canary)} instead of {list(message.canary)}"
         _logger.error("%s: %s", message.model.name, problem)
         return self._from_checkpoint(message, None, problem)
@@ -102,12 +118,16 @@ class EngineLoader:
     def _try(self, engine: ModelEngine) -> tuple[int, ...]:
         """The canary's answer; a model that gives none is given up."""
         try:
-            canary = run_canary(engine, self._residency)
+            with WORKER.main.doing(Phase.SELF_CHECK, engine.name):
+                canary = run_canary(engine, self._residency)
             engine.kv.unback(engine.kv.free_chunks())
             return canary
         except Exception as error:
-            self._residency.remove(engine.name)
-            engine.close()
+            self._give_up(engine)
             if isinstance(error, GpupoolError):
                 raise
-            raise Failed(f"{engine.name}: it cannot answer: {error}") from error
+            raise failure(engine.name, "it was asked for a few tokens", error) from error
+
+    def _give_up(self, engine: ModelEngine) -> None:
+        self._residency.remove(engine.name)
+        engine.close()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from gpupoold.instance.residency import Residency
 from gpupoold.memory.contracts import Device
+from gpupoold.memory.device_thread import DeviceThread
 from gpupoold.memory.host import HostSlot, KvHostCache
 from gpupoold.memory.parcels import Arrival, PeerCache, PeerSlot
 from gpupoold.memory.transfers import Transfer
@@ -57,6 +58,7 @@ class Moves:
         self._device = device
         self._host = host
         self._send = send
+        self._thread = DeviceThread(device, "peers")
         self._peers: dict[int, PeerCache] = {}
         self._sent: dict[str, _Sent] = {}
         self._doomed: list[_Sent] = []  # not needed, but still being copied to
@@ -108,7 +110,7 @@ class Moves:
         """Another instance's host cache, in place of what it had before."""
         self.peer_down(instance)
         try:
-            self._peers[instance] = PeerCache(fd, num_bytes, self._device)
+            self._peers[instance] = PeerCache(fd, num_bytes, self._device, self._thread)
         except OSError as error:  # requests from there are computed anew
             _logger.error("the host cache of instance %d cannot be mapped: %s", instance, error)
 
@@ -123,11 +125,14 @@ class Moves:
             cache.leave()
 
     def expect(self, message: m.AddRequest, arrival: Arrival) -> None:
-        """A request whose parcel is on its way; ``arrived`` has it when its bytes are there."""
+        """A request whose parcel is on its way; ``arrived`` has it when its bytes are there.
+
+        Without KV, and at once, when its sender's host cache is not usable (yet).
+        """
         parcel = message.parcel
         assert parcel is not None
         peer = self._peers.get(parcel.source)
-        if peer is None:
+        if peer is None or not peer.is_usable:
             arrival.tell(False)
             self._used(parcel)
             self._coming[message.request_id] = _Coming(message, None, arrival)
@@ -155,6 +160,12 @@ class Moves:
                 coming.arrival.close()
                 if coming.slot is not None:
                     coming.slot.free()
+
+    def close(self) -> None:
+        """Let the peers' host caches go, and wait until that is done."""
+        for instance in list(self._peers):
+            self.peer_down(instance)
+        self._thread.close()
 
     def _used(self, parcel: m.Parcel) -> None:
         self._send(m.ParcelUsed(parcel.parcel_id, parcel.source), ())

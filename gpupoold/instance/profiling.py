@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from gpupoold.errors import Failed, GpupoolError
+from gpupoold.errors import Failed
+from gpupoold.instance.reasons import failure
 from gpupoold.instance.residency import SwitchStages
 from gpupoold.instance.room import PooledModel
 from gpupoold.latency.errors import FitError, LatencyError, ShapeError
@@ -29,6 +30,7 @@ from gpupoold.latency.models import (
 )
 from gpupoold.latency.shape import ModelShape, from_hf_config
 from gpupoold.latency.stored import Profile, StoredFit
+from gpupoold.memory.contracts import OutOfPages
 from gpupoold.memory.pages import PagePool
 from gpupoold.wire.messages import LoadedModel, RequestProgress
 
@@ -115,8 +117,8 @@ def profile(
     """Time steps of a model that serves nobody yet, and fit its latency.
 
     Makes the model resident, so whoever has the turn must be switched in again. Afterwards
-    the engine has no request, no cached prefix and no KV. Never raises: what went wrong is
-    in the result.
+    the engine has no request, no cached prefix and no KV. Too little time or room, or points
+    that fit no law, are no error: the result then says what is missing.
 
     Args:
         engine: the model.
@@ -124,6 +126,9 @@ def profile(
         budget_s: the whole run ends within it, as far as that can be foreseen; 0 for none.
         path: the checkpoint's folder, whose ``config.json`` has the dimensions.
         clock: seconds.
+
+    Raises:
+        Failed: the engine raised an error in a step, as it would for a user's request.
     """
     if budget_s <= 0:
         return None
@@ -135,14 +140,13 @@ def profile(
     try:
         residency.switch_in(engine.name)
         run.measure(started_s + _PREFILL_SHARE * budget_s)
-    except Exception as error:  # a model that cannot be timed may serve all the same
-        _logger.exception("profiling %s failed", engine.name)
-        problem = error.message if isinstance(error, GpupoolError) else repr(error)
-    try:
+        run.leave()
+    except OutOfPages as error:  # others have the memory now, which says nothing of the model
+        _logger.warning("profiling %s ended early: %s", engine.name, error)
+        problem = str(error)
         run.leave()
     except Exception as error:
-        _logger.exception("clearing up after profiling %s failed", engine.name)
-        problem = problem or repr(error)
+        raise failure(engine.name, "steps of it were timed", error) from error
     measured = _fits(run, _shape(path), clock() - started_s, problem)
     _log(engine.name, measured)
     return measured

@@ -3,13 +3,126 @@
 from __future__ import annotations
 
 import re
+import traceback
+from dataclasses import dataclass
+from typing import Protocol
 
-from gpupoold.errors import Refused
+from gpupoold.errors import Failed, Refused
 
 _MAX_CHARACTERS = 600
 _MAX_LINES = 4
+_MAX_NAMES = 3
+_NAMES = re.compile(r"\W*'[^']*'(?:, '[^']*')*\W*")
 _WANTED_LENGTH = re.compile(r"max seq len \((\d+)\)")
 _POSSIBLE_LENGTH = re.compile(r"estimated maximum model length is (\d+)")
+# What pydantic puts around the message of a validator.
+_PYDANTIC = re.compile(
+    r"^\d+ validation errors? for \w+\s+(?:Value error, )?|\s*\[type=\w+,.*$", re.S
+)
+# Their text alone says enough; a KeyError's is only the key.
+_SPEAKING = (ValueError, RuntimeError, NotImplementedError, OSError)
+_LOGS = "see `gpupool logs` for the engine's full message"
+_OTHER_MODEL = "the weights and config.json are of different models; fetch the checkpoint again"
+_PLAIN = "use the model's unquantised checkpoint, or one in AWQ, GPTQ or FP8"
+_LIST = "see vLLM's list of supported models"
+_NO_TEXT = "only models that generate text are served"
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A message of vLLM's; ``says`` has its groups in place of ``{0}``, ``{1}``, ..."""
+
+    pattern: re.Pattern[str]
+    says: str
+    hint: str
+
+
+_KNOWN = [
+    _Known(re.compile(pattern, re.S), says, hint)
+    for pattern, says, hint in (
+        (
+            r"Model architectures \[(.+?)\] (?:are not supported|failed to be inspected)",
+            "the architecture {0} is not supported by vLLM",
+            _LIST,
+        ),
+        (
+            r"model type `(.+?)` but Transformers does not recognize",
+            "the model type '{0}' is not known to Transformers or vLLM",
+            _LIST,
+        ),
+        (
+            r"Unknown quantization method: (.+?)\. ",
+            "its quantisation '{0}' is not supported",
+            _PLAIN,
+        ),
+        (
+            r"(\S+) quantization is (?:currently )?not supported (?:in|on|for|by) ([\w ]+)",
+            "its quantisation '{0}' is not supported on this device ({1})",
+            _PLAIN,
+        ),
+        (
+            r"Cannot find any of (\[.+?\]) in the model's quantization config",
+            "the quantization_config in its config.json lacks {0}",
+            "fetch the checkpoint again, or use another quantised version",
+        ),
+        (
+            r"weights were not initialized from checkpoint: \{(.+?)\}",
+            "the checkpoint lacks tensors: {0}",
+            _OTHER_MODEL,
+        ),
+        (
+            r"There is no module or parameter named '(.+?)' in (\w+)",
+            "{1} has no place for the checkpoint's tensor '{0}'",
+            _OTHER_MODEL,
+        ),
+        (
+            r"Attempted to load weight \((.+?)\) into parameter \((.+?)\)",
+            "a tensor of the checkpoint has the shape {0}, config.json asks for {1}",
+            _OTHER_MODEL,
+        ),
+        (
+            r"User-specified max_model_len \((\d+)\) is greater than the derived "
+            r"max_model_len \(.*?=(\d+)",
+            "{0} tokens are more than the {1} that the model was made for",
+            "add it with a smaller --max-len",
+        ),
+        (
+            r"Unknown RoPE scaling type (\S+)",
+            "the rope_scaling type '{0}' in its config.json is not supported",
+            "use a checkpoint with another type, or mend config.json",
+        ),
+        (
+            r"Validation error for field '(.+?)':\s*(?:\w+Error: )?(.+)",
+            "its config.json is wrong at '{0}': {1}",
+            "fetch config.json of the original model again",
+        ),
+    )
+]
+
+
+class ModelKind(Protocol):
+    """What vLLM's ``ModelConfig`` says of a model."""
+
+    runner_type: str
+    is_encoder_decoder: bool
+
+
+def check_kind(model: str, architecture: str, kind: ModelKind) -> None:
+    """Check that a model of the class ``architecture`` is one that this program serves.
+
+    Raises:
+        Refused: it makes no text, or has an encoder.
+    """
+    if kind.is_encoder_decoder:
+        raise Refused(
+            f"{model}: {architecture} is an encoder-decoder model, which is not supported",
+            "use a decoder-only model",
+        )
+    if kind.runner_type != "generate":
+        raise Refused(
+            f"{model}: {architecture} does not generate text",
+            f"{_NO_TEXT}; embeddings, scores and classes are not",
+        )
 
 
 def refusal(model: str, error: BaseException) -> Refused:
@@ -22,10 +135,28 @@ def refusal(model: str, error: BaseException) -> Refused:
             f"{model}: its weights leave no room for KV on the device",
             "use a smaller dtype or a larger device",
         )
-    hint = "see `gpupool logs` for the engine's full message"
-    if "architectures" in text or "not supported" in text:
-        hint = "see vLLM's list of supported models"
-    return Refused(f"{model}: {_useful(text) or type(error).__name__}", hint)
+    for known in _KNOWN:
+        if found := known.pattern.search(text):
+            says = known.says.format(*(_some(group) for group in found.groups()))
+            return Refused(f"{model}: {says}", known.hint)
+    reason = _described(error)
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    if any("tokeniz" in file.rpartition("site-packages")[2] for file in files[-4:]):
+        return Refused(
+            f"{model}: its tokenizer cannot be loaded: {reason}",
+            "copy the tokenizer files of the original model into the folder",
+        )
+    if functions & {"weight_loader", "load_weights"}:
+        return Refused(f"{model}: its weights do not fit its config.json: {reason}", _OTHER_MODEL)
+    if "create_engine_config" in functions:
+        return Refused(f"{model}: its config.json cannot be used: {reason}", _LOGS)
+    return Refused(f"{model}: vLLM cannot load it: {reason}", _LOGS)
+
+
+def failure(model: str, when: str, error: BaseException) -> Failed:
+    """The error to show for a model that raised one when it computed."""
+    return Failed(f"{model}: it cannot answer: when {when}, {_described(error)}", _LOGS)
 
 
 def _too_long(model: str, wanted: int, possible: re.Match[str] | None) -> Refused:
@@ -38,8 +169,31 @@ def _too_long(model: str, wanted: int, possible: re.Match[str] | None) -> Refuse
     )
 
 
+def _described(error: BaseException) -> str:
+    """What an error says, with its type where that is needed; where it was raised if it says
+    nothing."""
+    text, name = _useful(str(error)), type(error).__name__
+    if text:
+        return text if isinstance(error, _SPEAKING) else f"{name}: {text}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return f"{name} without a message"
+    last = frames[-1]
+    file = last.filename.rpartition("/")[2]
+    return f"{name} in {last.name} ({file}, line {last.lineno}): {last.line or 'no source'}"
+
+
+def _some(text: str) -> str:
+    """A set or list of quoted names without quotes, cut after the first few; else the text."""
+    if not _NAMES.fullmatch(text):
+        return _useful(text)
+    names = re.findall(r"'([^']*)'", text)
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(sorted(names)[:_MAX_NAMES]) + more
+
+
 def _useful(text: str) -> str:
-    """The beginning of a message without the pointers that pydantic adds."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    """The beginning of a message without what pydantic adds."""
+    lines = [line.strip() for line in _PYDANTIC.sub("", text).splitlines() if line.strip()]
     useful = [line for line in lines if not line.startswith("For further information")]
     return " ".join(useful[:_MAX_LINES])[:_MAX_CHARACTERS]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from gpupoold.instance.room import PooledModel, Room, Use, spare_chunks
 from gpupoold.memory.chunks import Place
@@ -76,6 +78,7 @@ class Residency:
         self._next: str | None = None  # being prefetched
         self._had_before_bytes = 0  # of its weights
         self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
+        """Of switches, mapping included: as measured at the start, then by each switch."""
 
     @property
     def num_recomputed(self) -> int:
@@ -129,7 +132,7 @@ class Residency:
         first = self._first_chunk(model)
         if model.weights.is_resident and model.kv.is_whole and not first:
             return SwitchStages(prefetched_bytes=prefetched_bytes) if prefetched_bytes else None
-        kv_bytes = model.kv.missing_bytes
+        arrived_bytes = model.kv.arrived_bytes
         started_s = time.monotonic()
         moved = self._room.make(self._num_wanted_pages(model), {name})
         stages = SwitchStages(
@@ -141,7 +144,11 @@ class Residency:
         started_s = time.monotonic()
         self._back(model, first)
         self.wait_ready(name)
-        return replace(stages, kv_s=time.monotonic() - started_s, kv_in_bytes=kv_bytes)
+        return replace(
+            stages,
+            kv_s=time.monotonic() - started_s,
+            kv_in_bytes=model.kv.arrived_bytes - arrived_bytes,
+        )
 
     def advance(self, name: str) -> None:
         """Between two steps of a model: bring in more of its KV, then of the next model."""
@@ -229,9 +236,9 @@ class Residency:
         if not missing:
             return
         # What is away comes back first: else requests that run could keep it out for ever.
-        reserved = model.kv.num_missing_pages(model.kv.chunks(Place.HOST))
+        reserved = model.kv.num_returning_pages
         count = -(-missing // model.kv.geometry.blocks_per_chunk)
-        unbacked = model.kv.chunks(Place.UNBACKED)[:count]
+        unbacked = model.kv.first_chunks(Place.UNBACKED, count)
         wanted = model.kv.num_missing_pages(unbacked) + reserved
         if wanted > self.pool.num_free:
             self._room.make(wanted, {name})
@@ -270,7 +277,8 @@ class Residency:
         """Bring in what is missing, in as many pieces as pages come free; adds to ``stages``."""
         started_s = time.monotonic()
         model.weights.wait()
-        weights_s, evict_s, map_s = time.monotonic() - started_s, stages.evict_s, 0.0
+        waited_s = time.monotonic() - started_s  # for bytes that were begun to be copied before
+        weights_s, evict_s, map_s = waited_s, stages.evict_s, 0.0
         num_bytes = 0
         while missing := model.weights.num_missing_pages:
             waited_from_s = time.monotonic()
@@ -284,7 +292,7 @@ class Residency:
             evict_s += started_s - waited_from_s
             weights_s += took_s - mapping_s
             map_s += mapping_s
-        self._learn_bandwidth(num_bytes, weights_s + map_s)
+        self._learn_bandwidth(num_bytes, weights_s - waited_s + map_s)
         return replace(
             stages, evict_s=evict_s, map_s=map_s, weights_s=weights_s, weight_bytes=num_bytes
         )
@@ -308,10 +316,10 @@ class Residency:
 
         With ``keep_free`` only as far as that many pages stay free; else others give way.
         """
-        if not model.kv.missing_bytes:
+        if not model.kv.missing_bytes or not self._in.has_room:
             return
         with self._in.held():
-            for group in model.kv.groups_on_host([0, *model.wanted_blocks()]):
+            for group in model.kv.groups_on_host(chain([0], model.wanted_blocks())):
                 if not self._in.has_room:
                     return
                 wanted = model.kv.num_missing_pages(group)
@@ -324,10 +332,9 @@ class Residency:
 
     def _fitting(self, kv: KvMemory, chunks: list[int], keep_free: int) -> list[int]:
         """As many of ``chunks`` as there are free pages for."""
-        count = len(chunks)
-        while count and kv.num_missing_pages(chunks[:count]) + keep_free > self.pool.num_free:
-            count -= 1
-        return chunks[:count]
+        room = self.pool.num_free - keep_free
+        counts = range(1, len(chunks) + 1)  # the more chunks, the more pages
+        return chunks[: bisect_right(counts, room, key=lambda n: kv.num_missing_pages(chunks[:n]))]
 
     def _is_coming(self, model: PooledModel) -> bool:
         """Whether more of a model's KV is on its way, or pages for it are."""
@@ -362,17 +369,16 @@ class Residency:
 
     def _first_chunk(self, model: PooledModel) -> list[int]:
         """Kernels may touch the null block, block 0, whichever blocks are in use."""
-        return [0] if 0 in model.kv.chunks(Place.UNBACKED) else []
+        return [0] if model.kv.place(0) is Place.UNBACKED else []
 
     def _num_wanted_pages(self, model: PooledModel) -> int:
-        chunks = [*model.kv.chunks(Place.HOST), *self._first_chunk(model)]
-        return model.weights.num_missing_pages + model.kv.num_missing_pages(chunks)
+        first = model.kv.num_missing_pages(self._first_chunk(model))
+        return model.weights.num_missing_pages + model.kv.num_returning_pages + first
 
     def _growth_pages(self, kv: KvMemory) -> int:
         """Pages that a running model's KV may want during its turn: a guess."""
-        chunk_pages = sum(len(span) for span in kv.geometry.pages(0))
         resident = kv.resident_bytes // self._device.page_bytes
-        return chunk_pages + int(_GROWTH_SHARE * resident)
+        return kv.geometry.chunk_pages + int(_GROWTH_SHARE * resident)
 
     def _learn_bandwidth(self, num_bytes: int, seconds: float) -> None:
         if num_bytes < _MIN_BYTES_FOR_BANDWIDTH or seconds <= 0:

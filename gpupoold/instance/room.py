@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 from gpupoold.memory.chunks import Place
@@ -29,7 +31,7 @@ class PooledModel(Protocol):
     def is_ready(self) -> bool:
         """Whether a step would do something now."""
 
-    def wanted_blocks(self) -> list[int]:
+    def wanted_blocks(self) -> Iterable[int]:
         """Blocks of its requests, in the order in which they are wanted."""
 
     def preempt(self) -> None:
@@ -135,12 +137,12 @@ class Room:
     def _holding(self, name: str, is_host_full: bool) -> Holding:
         model, use = self.models[name], self._use_of(name)
         kv = model.kv
-        free = kv.num_resident_pages(kv.free_chunks())
+        free = kv.num_idle_pages
         live = kv.resident_bytes // self._page_bytes - kv.num_leaving_pages - free
         return Holding(
             model=name,
             num_live=use.num_live,
-            last_used_s=use.last_used_s,
+            idle_s=time.monotonic() - use.last_used_s,
             ttft_s=use.ttft_s,
             next_deadline_s=use.next_deadline_s,
             weight_pages=model.weights.num_mapped_pages,
@@ -181,7 +183,7 @@ class Room:
         model.kv.stop_arriving()
         before = model.kv.host_bytes
         # Who runs first when the model is back keeps its KV longest.
-        chunks = model.kv.chunks_in_order(Place.DEVICE, [0, *model.wanted_blocks()])
+        chunks = model.kv.chunks_in_order(Place.DEVICE, chain([0], model.wanted_blocks()))
         for group in model.kv.cut(chunks[::-1]):
             leaving = _enough(model.kv, group, short)
             # Less than what comes free in the end where chunks share pages: planned anew.

@@ -6,6 +6,8 @@ vLLM's token budget does not suffice; the others go on.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -15,13 +17,19 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
+from gpupoold.activity import WORKER, Phase
 from gpupoold.instance.resume import after_grammar
 from gpupoold.memory.kv import KvMemory
+
+# So long an isolated request waits for other threads of the process to come to rest.
+_MAX_PUT_OFF_S = 1.0
 
 
 class PooledScheduler(Scheduler):
     """``kv`` knows what is on the device; ``alone`` is the one request that may run, if any.
 
+    ``isolated`` are requests that share no step with others, see ``take_turns``; ``name`` is the
+    model's, for the activity page.
     ``chunk_tokens`` limits the next step, if it is given. While ``is_held`` no step is made.
     ``num_updates`` counts the steps whose tokens have come, ``was_decode`` tells whether the
     last of them was the next token of every request in it.
@@ -35,7 +43,11 @@ class PooledScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.kv: KvMemory | None = None
+        self.name = ""
         self.alone: str | None = None
+        self.isolated: dict[str, None] = {}  # in the order in which they have steps
+        self._on_trial: str | None = None
+        self._isolated_s = 0.0  # the last step of an isolated request
         self.chunk_tokens: int | None = None
         self.is_held = False
         self.num_updates = 0
@@ -52,6 +64,9 @@ class PooledScheduler(Scheduler):
             output = self._schedule(*args, **kwargs)
         finally:
             self.max_num_scheduled_tokens = limit
+        WORKER.begin_step(self.name, list(output.num_scheduled_tokens))
+        if WORKER.main.phase == Phase.STEP:
+            WORKER.main.clear()
         if self._claims:
             for request in self.running:
                 self.release(request.request_id)
@@ -70,6 +85,34 @@ class PooledScheduler(Scheduler):
         is_one_each = scheduler_output.total_num_scheduled_tokens == num_requests > 0
         self.was_decode = is_one_each and not scheduler_output.scheduled_new_reqs
         return super().update_from_output(scheduler_output, *args, **kwargs)
+
+    def isolate(self, request_id: str) -> None:
+        """Let a request, which may still have to come, share no step with others."""
+        self.isolated[request_id] = None
+
+    def end_isolation(self, request_id: str) -> None:
+        """Let a request share steps again; does nothing for others."""
+        self.isolated.pop(request_id, None)
+        self._on_trial = None
+
+    def take_turns(self, *, may_isolate: bool) -> None:
+        """Choose whose step is next: of one isolated request, or of all others; by turns.
+
+        Not ``may_isolate``: of the others for up to a second, if there are any.
+        """
+        for request_id in [one for one in self.isolated if one not in self.requests]:
+            del self.isolated[request_id]
+        was_isolated, self._on_trial = self._on_trial is not None, None
+        if not self.isolated:
+            return
+        now_s = time.monotonic()
+        has_waited = now_s - self._isolated_s > _MAX_PUT_OFF_S
+        has_others = len(self.requests) > len(self.isolated)
+        if has_others and (was_isolated or not (may_isolate or has_waited)):
+            return
+        self._isolated_s = now_s
+        self._on_trial = next(iter(self.isolated))
+        self.isolated[self._on_trial] = self.isolated.pop(self._on_trial)  # to the end of the line
 
     def claim(self, request: Request, blocks: list[int]) -> None:
         """A request is about to come whose first blocks these are; the references are its."""
@@ -142,17 +185,19 @@ class PooledScheduler(Scheduler):
     def can_schedule(self) -> bool:
         """Whether a request could run now."""
         waiting = any(self._is_claim_here(one) for one in self.waiting)
-        return waiting or any(self._may_run(one) for one in self.running)
+        return waiting or any(self._is_here(one) for one in self.running)
 
-    def blocks_under_way(self) -> list[int]:
+    def blocks_under_way(self) -> Iterator[int]:
         """Blocks of the running requests, those that came first first; then of who came with KV."""
-        running = [block for request in self.running for block in self._blocks(request)]
-        return running + [block for blocks in self._claims.values() for block in blocks]
+        for request in self.running:
+            yield from self._blocks(request)
+        for blocks in self._claims.values():
+            yield from blocks
 
     @property
     def _is_restricted(self) -> bool:
         is_whole = self.kv is None or self.kv.is_whole
-        return not is_whole or self.alone is not None
+        return not is_whole or self.alone is not None or bool(self.isolated)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """A waiting request whose cached prefix is not on the device waits for it."""
@@ -161,7 +206,7 @@ class PooledScheduler(Scheduler):
             return False
         if is_waiting:
             after_grammar(request)
-        if self.alone not in (None, request.request_id):
+        if self._sits_out(request.request_id):
             return False
         if self.kv is None or self.kv.is_whole:
             return True
@@ -174,8 +219,14 @@ class PooledScheduler(Scheduler):
         return claimed is None or self.kv is None or self.kv.is_here(claimed)
 
     def _may_run(self, request: Request) -> bool:
-        if self.alone not in (None, request.request_id):
-            return False
+        return not self._sits_out(request.request_id) and self._is_here(request)
+
+    def _sits_out(self, request_id: str) -> bool:
+        """Whether the next step is of other requests only."""
+        alone = self.alone or self._on_trial
+        return request_id in self.isolated if alone is None else request_id != alone
+
+    def _is_here(self, request: Request) -> bool:
         return self.kv is None or self.kv.is_here(self._blocks(request))
 
     def _blocks(self, request: Request) -> list[int]:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 
+from gpupoold.activity import WORKER, Phase
 from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError, NoSuchModel, Refused
 from gpupoold.instance import calls
@@ -14,11 +15,11 @@ from gpupoold.instance.canary import Canaries
 from gpupoold.instance.device import DriverMemory
 from gpupoold.instance.engine import ModelEngine
 from gpupoold.instance.images import Images
+from gpupoold.instance.isolation import ALONE_S, GRAMMAR_S, wait_until
 from gpupoold.instance.ledger import RequestLedger
 from gpupoold.instance.model_loads import EngineLoader
 from gpupoold.instance.moves import Moves
 from gpupoold.instance.orders import Orders
-from gpupoold.instance.profiling import profile
 from gpupoold.instance.reports import status, switch_record
 from gpupoold.instance.residency import Residency, SwitchStages
 from gpupoold.instance.room import Use
@@ -86,10 +87,12 @@ class TurnLoop:
     def switch_to(self, name: str) -> SwitchStages | None:
         """Make a model resident and report the switch, if there was one to make."""
         started_s = time.monotonic()
-        stages = self.residency.switch_in(name)
+        with WORKER.main.doing(Phase.SWITCH, name):
+            stages = self.residency.switch_in(name)
         # A model that goes on while its last KV comes in has not been switched to.
         if stages is not None and (name != self.previous or stages.num_bytes):
-            self._channel.send(m.Switched(switch_record(self, name, stages, started_s)))
+            record = switch_record(self, name, stages, started_s)
+            self._channel.send(m.Switched(record, self.residency.bandwidth_bytes_per_s))
             if stages.weight_bytes or stages.prefetched_bytes:
                 self._canaries.moved(name)
         self.previous = name
@@ -158,7 +161,8 @@ class TurnLoop:
 
     def _is_right(self, engine: ModelEngine) -> bool:
         """Whether a model still answers the canary's prompt as it did; else its requests end."""
-        wrong = self._canaries.check(engine, self.residency)
+        with WORKER.main.doing(Phase.SELF_CHECK, engine.name):
+            wrong = self._canaries.check(engine, self.residency)
         if wrong is None:
             return True
         _logger.error("%s: %s instead of %s", engine.name, wrong.answered, wrong.expected)
@@ -204,6 +208,7 @@ class TurnLoop:
 
     def _receive(self, *, block: bool) -> None:
         """Handle every message that is there; with ``block`` wait for one, but report status."""
+        WORKER.main.clear()  # what failed before has been handled
         self._maybe_report()
         self._tell_images()
         wait_s = _IMAGES_POLL_S if self._images.is_busy else _STATUS_INTERVAL_S
@@ -212,7 +217,12 @@ class TurnLoop:
             if not may_come_between(message):
                 self.steps.settle()
             self._handle(message)
+            WORKER.main.clear()
             message = self._channel.receive(0.0)
+        for failed in self.steps.take_unsendable():
+            self.steps.settle()
+            self._abort(failed.model, failed.request_ids)
+            self._channel.send(failed)
         self.residency.settle_exports()
         for arrived, slot in self.moves.arrived():
             self.steps.settle()
@@ -248,6 +258,9 @@ class TurnLoop:
                     self.ledger.set_targets(message.name, targets)
             case m.RunTurn():
                 self.orders.take(message)
+            case m.EndIsolation():
+                if message.model in self.engines:
+                    self.engines[message.model].end_isolation(message.request_id)
             case m.Reconfigure():
                 set_log_level(message.log_level)
                 self._canaries.interval = message.canary_interval
@@ -266,7 +279,8 @@ class TurnLoop:
                     slot.free()
                 lacks = "is not loaded" if engine is None else "has no image"
                 raise Refused(f"{message.model} {lacks} on instance {self.instance}")
-            engine.add(message.frames, message.output_token_ids, kv)
+            with WORKER.main.doing(Phase.ADD_REQUEST, message.model, [message.request_id]):
+                self._add_to(engine, message, kv)
         except GpupoolError as error:
             failed = m.RequestsFailed(message.model, [message.request_id], str(error))
             self._channel.send(failed)
@@ -276,6 +290,18 @@ class TurnLoop:
         if message.is_moving:
             self._report_memory()
             self._channel.send(m.Adopted(message.model, message.request_id))
+
+    def _add_to(
+        self, engine: ModelEngine, message: m.AddRequest, kv: tuple[Slot, int] | None
+    ) -> None:
+        """Add a request to its engine; an isolated one while no other thread works."""
+        if not message.is_isolated:
+            engine.add(message.frames, message.output_token_ids, kv, message.frontend)
+            return
+        wait_until(lambda: WORKER.is_alone, ALONE_S)
+        engine.isolate(message.request_id)
+        engine.add(message.frames, message.output_token_ids, kv, message.frontend)
+        wait_until(lambda: engine.has_grammar(message.request_id), GRAMMAR_S)
 
     def _move_out(self, message: m.MoveOut) -> None:
         engine = self.engines.get(message.model)
@@ -305,7 +331,8 @@ class TurnLoop:
         self.ledger.add_model(model.name, Targets(model.ttft_s, model.tbt_s))
         try:
             image = HostBuffer(fd, os.fstat(fd).st_size) if message.has_image else None
-            loaded = self._loader.load(message, image)
+            with WORKER.main.doing(Phase.LOAD, model.name):
+                loaded = self._loader.load(message, image)
         except (GpupoolError, OSError) as error:
             _logger.exception("loading %s failed", model.name)
             self.ledger.remove_model(model.name)
@@ -314,12 +341,11 @@ class TurnLoop:
         engine = loaded.engine
         self.engines[model.name] = engine
         self._canaries.expect(model.name, loaded.canary)
-        measured = profile(engine, self.residency, message.profiling_budget_s, model.path)
         answer = m.ModelLoaded(
             engine.info,
             engine.layout_digest,
             True,
-            measured,
+            loaded.profile,
             loaded.canary,
             loaded.image_problem,
         )
@@ -384,7 +410,7 @@ class TurnLoop:
     def _report_memory(self) -> None:
         changed = self._changed_missing()
         if changed:
-            self._channel.send(m.TurnEnded(0, changed))
+            self._channel.send(m.MemoryChanged(changed))
 
     def _maybe_report(self) -> None:
         now_s = time.monotonic()

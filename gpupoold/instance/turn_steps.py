@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from gpupoold.activity import WORKER, Phase
 from gpupoold.instance.engine import ModelEngine
 from gpupoold.instance.engine_steps import Step
 from gpupoold.instance.ledger import RequestLedger
 from gpupoold.wire import messages as m
+from gpupoold.wire.codec import FrameTooLong
 
 
 def may_come_between(message: m.ToInstance) -> bool:
     """Whether a message leaves what is on the device, and requests under way, as they are: it
     may then be dealt with while a step is under way."""
     if isinstance(message, m.AddRequest):
-        return not message.output_token_ids
+        return not message.output_token_ids and not message.is_isolated
     return isinstance(message, m.RunTurn | m.SetTargets | m.FreeParcel | m.Reconfigure)
 
 
@@ -29,6 +31,7 @@ class TurnSteps:
         self._since_s = 0.0  # when the device began what it computes
         self._last_s = 0.0  # what the step before that took
         self.num_begun = 0
+        self._unsendable: list[m.RequestsFailed] = []
 
     def begin(self, engine: ModelEngine, chunk_tokens: int | None) -> bool:
         """Begin a step and tell of the one before; whether the engine still has requests."""
@@ -52,6 +55,11 @@ class TurnSteps:
         if engine is not None:
             self._tell(engine, engine.settle())
 
+    def take_unsendable(self) -> list[m.RequestsFailed]:
+        """The requests whose outputs were too long for a message: to be ended, and then told."""
+        taken, self._unsendable = self._unsendable, []
+        return taken
+
     def _tell(self, engine: ModelEngine, steps: Sequence[Step]) -> None:
         for step in steps:
             ended_s = time.monotonic()
@@ -64,5 +72,12 @@ class TurnSteps:
                     self._ledger.finish(engine.name, item.request_id)
             if step.frames:
                 decode_s = step_s if step.is_decode else None
-                outputs = m.StepOutputs(engine.name, ended_s, step.frames, step.progress, decode_s)
-                self._send(outputs)
+                outputs = m.StepOutputs(
+                    engine.name, ended_s, step.frames, step.progress, decode_s, step.frame_counts
+                )
+                ids = [item.request_id for item in step.progress]
+                try:
+                    with WORKER.main.doing(Phase.STEP, engine.name, ids):
+                        self._send(outputs)
+                except FrameTooLong as error:
+                    self._unsendable.append(m.RequestsFailed(engine.name, ids, str(error)))

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from itertools import chain, islice
 
+from gpupoold.memory.chunk_index import AWAY, ChunkIndex, Place
 from gpupoold.memory.contracts import BlockLedger, Device
 from gpupoold.memory.geometry import KvGeometry
 from gpupoold.memory.host import HostSlot, Slot
 from gpupoold.memory.regions import Region
 from gpupoold.memory.transfers import Transfer
 
-
-class Place(Enum):
-    """Where a chunk's bytes are."""
-
-    UNBACKED = auto()  # nowhere
-    DEVICE = auto()
-    LEAVING = auto()  # being copied to the host; still whole on the device
-    HOST = auto()
-    ARRIVING = auto()  # being copied to the device; still whole on the host
-
+__all__ = ["AWAY", "Group", "KvChunks", "Place"]
 
 # Moved together: each row is then mapped by one call, and copied in one piece. A few
 # milliseconds of an emulated link, less than a chunk of most models on a GPU.
 _GROUP_BYTES = 32 << 20
 # Of a small device: so that not all requests wait for one copy.
 _MIN_GROUPS = 8
-
-AWAY = (Place.LEAVING, Place.HOST, Place.ARRIVING)
 
 
 @dataclass(eq=False, slots=True)
@@ -45,6 +35,8 @@ class Group:
     blocks: list[int]
     held: set[int] = field(default_factory=set)
     transfer: Transfer | None = None
+    place: Place = Place.DEVICE
+    """Of all its chunks."""
 
 
 class KvChunks:
@@ -54,8 +46,12 @@ class KvChunks:
         self.geometry = geometry
         self._region = region
         self._device = device
-        self._place = [Place.UNBACKED] * geometry.num_chunks
+        self._index = ChunkIndex(geometry)
         self._away: dict[int, Group] = {}  # by chunk
+        self._all_groups: dict[Group, None] = {}  # in the order in which they left
+        self._moving: dict[Group, None] = {}  # those being copied, in the order in which that began
+        self._host_bytes = self._missing_bytes = 0
+        self._pages_known: dict[str, tuple[int, int]] = {}  # version of the index, and the answer
         self._ledger: BlockLedger | None = None
 
     @property
@@ -76,7 +72,7 @@ class KvChunks:
     @property
     def host_bytes(self) -> int:
         """Host bytes of the chunks that are away."""
-        return sum(group.slot.num_bytes for group in self._groups())
+        return self._host_bytes
 
     @property
     def borrowed_bytes(self) -> int:
@@ -87,7 +83,7 @@ class KvChunks:
     @property
     def missing_bytes(self) -> int:
         """Bytes that are neither on the device nor on their way to it."""
-        return sum(group.slot.num_bytes for group in self._groups(Place.HOST))
+        return self._missing_bytes
 
     @property
     def is_whole(self) -> bool:
@@ -99,17 +95,24 @@ class KvChunks:
         size, away = self.geometry.blocks_per_chunk, self._away
         return not away or not any(block // size in away for block in blocks)
 
+    def place(self, chunk: int) -> Place:
+        """Where a chunk is."""
+        return self._index.place(chunk)
+
     def chunks(self, place: Place) -> list[int]:
         """Chunks at ``place``, lowest first."""
-        if place in AWAY:
-            return sorted(chunk for chunk in self._away if self._place[chunk] is place)
-        return [chunk for chunk, at in enumerate(self._place) if at is place]
+        return self._index.chunks(place)
+
+    def first_chunks(self, place: Place, count: int) -> list[int]:
+        """The lowest ``count`` chunks at ``place``, or all."""
+        return list(islice(self._index.each(place), count))
 
     def chunks_in_order(self, place: Place, blocks: Iterable[int]) -> list[int]:
         """Chunks at ``place``: those of ``blocks`` first, in their order, then the others."""
-        wanted = dict.fromkeys(block // self.geometry.blocks_per_chunk for block in blocks)
-        rank = {chunk: number for number, chunk in enumerate(wanted)}
-        return sorted(self.chunks(place), key=lambda chunk: rank.get(chunk, len(rank)))
+        size, at = self.geometry.blocks_per_chunk, self._index.place
+        wanted = dict.fromkeys(block // size for block in blocks)
+        first = [chunk for chunk in wanted if at(chunk) is place]
+        return first + [chunk for chunk in self.chunks(place) if chunk not in wanted]
 
     def cut(self, chunks: list[int]) -> Iterator[list[int]]:
         """``chunks`` in order, as many at a time as had better be paged out together."""
@@ -118,10 +121,17 @@ class KvChunks:
         size = max(1, group_bytes // chunk_bytes)
         return (chunks[at : at + size] for at in range(0, len(chunks), size))
 
-    def groups_on_host(self, blocks: Iterable[int]) -> list[list[int]]:
-        """Chunks that can be paged in, together: those of ``blocks`` first, in their order."""
-        chunks = self.chunks_in_order(Place.HOST, blocks)
-        return [group.chunks for group in dict.fromkeys(self._away[chunk] for chunk in chunks)]
+    def groups_on_host(self, blocks: Iterable[int]) -> Iterator[list[int]]:
+        """Chunks that can be paged in, together: those of ``blocks`` first, in their order.
+
+        Found one by one, so that who wants the first need not wait for all.
+        """
+        size, seen = self.geometry.blocks_per_chunk, set[Group]()
+        wanted = (self._away.get(block // size) for block in blocks)
+        for group in chain(wanted, self._groups(Place.HOST) if self._missing_bytes else ()):
+            if group is not None and group.place is Place.HOST and group not in seen:
+                seen.add(group)
+                yield group.chunks
 
     def whereabouts(self, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
         """``(address, num_bytes)`` of the bytes of blocks, row by row in their order.
@@ -162,8 +172,31 @@ class KvChunks:
     @property
     def num_leaving_pages(self) -> int:
         """Pages that come free when what is being copied to the host has got there."""
-        leaving = self.chunks(Place.LEAVING) if self._away else []
-        return self.num_resident_pages(leaving) if leaving else 0
+        if self.geometry.is_aligned:
+            return self._index.num_pages(Place.LEAVING)
+        return self._known("leaving", lambda: self.num_resident_pages(self.chunks(Place.LEAVING)))
+
+    @property
+    def num_idle_pages(self) -> int:
+        """Pages that taking all of ``free_chunks`` away would free."""
+        if self.geometry.is_aligned:
+            return self._index.num_idle_pages
+        return self._known("idle", lambda: self.num_resident_pages(self.free_chunks()))
+
+    @property
+    def num_returning_pages(self) -> int:
+        """Pages that bringing in all that is on the host would take from the pool."""
+        if self.geometry.is_aligned:
+            return self._index.num_pages(Place.HOST)
+        return self._known("host", lambda: self.num_missing_pages(self.chunks(Place.HOST)))
+
+    def _known(self, name: str, count: Callable[[], int]) -> int:
+        """What ``count`` says, asked again only after something has changed."""
+        version, answer = self._pages_known.get(name, (-1, 0))
+        if version != self._index.version:
+            version, answer = self._index.version, count()
+            self._pages_known[name] = version, answer
+        return answer
 
     def live_blocks(self, chunk: int) -> list[int]:
         """Blocks of a chunk that requests use."""
@@ -174,17 +207,38 @@ class KvChunks:
     @property
     def num_live_blocks(self) -> int:
         """Blocks of chunks on the device that requests use."""
-        return len(self._engine().live(self._real_of(self.chunks(Place.DEVICE))))
+        return self._index.num_used_on_device
 
     def free_chunks(self) -> list[int]:
         """Chunks on the device without a live block, highest first: cheap to take away."""
-        device = self.chunks(Place.DEVICE)
-        return [chunk for chunk in reversed(device) if not self.live_blocks(chunk)]
+        return self._index.idle()
 
     def _groups(self, place: Place | None = None) -> list[Group]:
-        """Those at ``place``, or all, in the order in which they left."""
-        groups = dict.fromkeys(self._away.values())
-        return [g for g in groups if place is None or self._place[g.chunks[0]] is place]
+        """Those at ``place``, or all, in the order in which they left or began to be copied."""
+        among = self._moving if place in (Place.LEAVING, Place.ARRIVING) else self._all_groups
+        return [group for group in among if place is None or group.place is place]
+
+    def _put(self, group: Group, place: Place) -> None:
+        """Note where all of a group is: away, on the device, or nowhere."""
+        size = group.slot.num_bytes
+        if group.place is Place.HOST:
+            self._missing_bytes -= size
+        if place is Place.HOST:
+            self._missing_bytes += size
+        if place in AWAY and group not in self._all_groups:
+            self._all_groups[group] = None
+            self._away |= dict.fromkeys(group.chunks, group)
+            self._host_bytes += size
+        elif place not in AWAY:
+            del self._all_groups[group]
+            self._host_bytes -= size
+            for chunk in group.chunks:
+                del self._away[chunk]
+        self._moving.pop(group, None)
+        if place in (Place.LEAVING, Place.ARRIVING):
+            self._moving[group] = None
+        group.place = place
+        self._index.put(group.chunks, place)
 
     def _is_dead(self, group: Group) -> bool:
         """Whether no request needs any block of it."""

@@ -179,8 +179,21 @@ class Device(ABC):
         """Give all physical memory back; every region must have been released."""
 
 
+class BlockWatcher(Protocol):
+    """Is told of every block that a request, or a hold, begins or ceases to use."""
+
+    def taken(self, block_ids: Iterable[int]) -> None:
+        """Free blocks are in use now."""
+
+    def freed(self, block_ids: Iterable[int]) -> None:
+        """Blocks are not in use any more."""
+
+
 class BlockLedger(Protocol):
     """The engine's own account of its blocks. Block 0 is its null block and never listed."""
+
+    def watch(self, watcher: BlockWatcher) -> None:
+        """Tell ``watcher`` of every change from now on; all blocks must be free."""
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """Take free blocks out of the engine's reach; their cached prefixes are forgotten."""

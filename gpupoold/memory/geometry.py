@@ -42,11 +42,18 @@ class KvGeometry:
     """Blocks in every chunk but perhaps the last."""
     is_aligned: bool = field(init=False)
     """Whether no two chunks, nor two rows, share a page, and neighbours leave no gap."""
+    chunk_pages: int = field(init=False)
+    """Pages that every chunk but perhaps the last touches, in an aligned geometry."""
+    short_pages: int = field(init=False)
+    """How many fewer the last chunk touches."""
 
     def __post_init__(self) -> None:
         # Asked for every chunk of every switch: worked out once.
         object.__setattr__(self, "blocks_per_chunk", self._blocks_per_chunk())
         object.__setattr__(self, "is_aligned", self._is_aligned())
+        first, last = (sum(map(len, self.pages(at))) for at in (0, self.num_chunks - 1))
+        object.__setattr__(self, "chunk_pages", first)
+        object.__setattr__(self, "short_pages", first - last)
 
     @property
     def total_bytes(self) -> int:

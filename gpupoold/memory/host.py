@@ -131,13 +131,17 @@ class KvHostCache:
             slab_bytes = slab_bytes_for(budget_bytes)
         self._slabs = SlabAllocator(budget_bytes, slab_bytes)
         self._fd = os.memfd_create("gpupool-kv", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, self.budget_bytes)
-        shared = libc.MAP_SHARED | libc.MAP_NORESERVE
-        self._address = (
-            libc.mmap(None, self.budget_bytes, libc.PROT_READ_WRITE, shared, self._fd, 0)
-            if self.budget_bytes
-            else 0
-        )
+        try:
+            os.ftruncate(self._fd, self.budget_bytes)
+            shared = libc.MAP_SHARED | libc.MAP_NORESERVE
+            self._address = (
+                libc.mmap(None, self.budget_bytes, libc.PROT_READ_WRITE, shared, self._fd, 0)
+                if self.budget_bytes
+                else 0
+            )
+        except OSError:
+            os.close(self._fd)
+            raise
 
     @property
     def fd(self) -> int:

@@ -43,11 +43,14 @@ class KvMemory(KvChunks):
     ) -> None:
         super().__init__(geometry, region, device)
         self._host = host
+        self.arrived_bytes = 0
+        """Bytes that have come back to the device so far."""
         self._exports: list[_Export] = []
 
     def attach(self, ledger: BlockLedger) -> None:
         """Take every block from the engine; ``back`` gives them out again."""
         self._ledger = ledger
+        ledger.watch(self._index)
         ledger.hold(self._real(range(self.geometry.num_blocks)))
 
     def back(self, chunks: list[int]) -> None:
@@ -56,18 +59,18 @@ class KvMemory(KvChunks):
         Raises:
             OutOfPages: the pool is short; nothing was changed.
         """
-        assert all(self._place[chunk] is Place.UNBACKED for chunk in chunks)
+        assert all(self.place(chunk) is Place.UNBACKED for chunk in chunks)
         self._retain(chunks, is_filled=True)
+        self._index.put(chunks, Place.DEVICE)
         for chunk in chunks:
-            self._place[chunk] = Place.DEVICE
             self._engine().give(self._real(self.geometry.blocks(chunk)))
 
     def unback(self, chunks: list[int]) -> None:
         """Take away ``chunks`` that have no live block; cached prefixes in them are forgotten."""
-        assert all(self._place[chunk] is Place.DEVICE for chunk in chunks)
+        assert all(self.place(chunk) is Place.DEVICE for chunk in chunks)
         for chunk in chunks:
             self._engine().hold(self._real(self.geometry.blocks(chunk)))
-            self._place[chunk] = Place.UNBACKED
+        self._index.put(chunks, Place.UNBACKED)
         self._drop(chunks)
 
     @contextlib.contextmanager
@@ -92,22 +95,22 @@ class KvMemory(KvChunks):
         chunks without a live block now. Cached prefixes in free blocks are forgotten: their
         bytes do not travel.
         """
-        assert all(self._place[chunk] is Place.DEVICE for chunk in chunks)
+        assert all(self.place(chunk) is Place.DEVICE for chunk in chunks)
         self.finish_exports()  # pages that are read from must not go
-        live = [self._engine().live(self._real(self.geometry.blocks(c))) for c in chunks]
         room = self._host.num_free_blocks(self.geometry.block_bytes)
-        totals = itertools.accumulate(map(len, live))
+        totals = itertools.accumulate(map(self._index.num_used, chunks))
         num_done = sum(1 for _ in itertools.takewhile(lambda total: total <= room, totals))
-        done = list(zip(chunks, live, strict=True))[:num_done]
-        self.unback([chunk for chunk, blocks in done if not blocks])
-        leaving = sorted(chunk for chunk, blocks in done if blocks)
+        done = chunks[:num_done]
+        leaving = sorted(chunk for chunk in done if self._index.num_used(chunk))
+        self.unback([chunk for chunk in done if not self._index.num_used(chunk)])
         if leaving:
-            blocks = sorted(block for _, some in done for block in some)
+            everything = self._real_of(leaving)
+            blocks = self._engine().live(everything)
             slot = self._host.allocate(self.geometry.block_bytes, len(blocks))
             assert slot is not None
             group = Group(leaving, slot, blocks)
-            self._hold(group, set(self._real_of(leaving)) - set(blocks))
-            self._away |= dict.fromkeys(leaving, group)
+            if len(blocks) < len(everything):
+                self._hold(group, set(everything) - set(blocks))
             group.transfer = queue.begin([Copy(h, d, n) for d, h, n in self._pieces(group)])
             self._put(group, Place.LEAVING)
         return num_done
@@ -119,7 +122,7 @@ class KvMemory(KvChunks):
         Raises:
             OutOfPages: the pool is short; nothing was changed.
         """
-        assert self._place[chunk] is Place.HOST
+        assert self.place(chunk) is Place.HOST
         group = self._away[chunk]
         fresh = self._retain(group.chunks, is_filled=False)
         for offset, num_bytes in self.geometry.gaps(fresh, group.blocks):
@@ -164,8 +167,10 @@ class KvMemory(KvChunks):
             chunks, blocks = self._unbacked(num_blocks)
         if len(blocks) < num_blocks:
             return None
+        if not chunks:
+            slot.free()
+            return []
         group = Group(chunks, slot, blocks[:num_blocks], set(blocks[num_blocks:]))
-        self._away |= dict.fromkeys(chunks, group)
         self._put(group, Place.HOST)
         return group.blocks
 
@@ -176,7 +181,7 @@ class KvMemory(KvChunks):
         """
         chunks: list[int] = []
         blocks: list[int] = []
-        for chunk in self.chunks(Place.UNBACKED):
+        for chunk in self._index.each(Place.UNBACKED):
             if len(blocks) >= num_blocks:
                 break
             if chunk:
@@ -198,7 +203,7 @@ class KvMemory(KvChunks):
             Exception: a copy failed; its chunks are where they were before.
         """
         self.settle_exports()
-        for group in self._groups():
+        for group in list(self._moving):
             if group.transfer is not None and group.transfer.has_ended:
                 self._finish(group, group.transfer)
 
@@ -217,7 +222,7 @@ class KvMemory(KvChunks):
 
     def oldest_transfer(self, place: Place) -> Transfer | None:
         """The first of the transfers of chunks ``LEAVING`` or ``ARRIVING``."""
-        return next((group.transfer for group in self._groups(place)), None)
+        return next((group.transfer for group in self._moving if group.place is place), None)
 
     def stop_leaving(self) -> None:
         """What is on its way to the host stays on the device after all."""
@@ -230,7 +235,8 @@ class KvMemory(KvChunks):
     def discard_dead(self) -> None:
         """Take note that requests have ended: keep the engine from blocks of away chunks, and
         let go of chunks that nobody needs any more (those under way when they have come)."""
-        for group in self._groups():
+        groups = {self._away[chunk]: None for chunk in sorted(self._index.take_freed_away())}
+        for group in groups:
             wanted = [block for block in group.blocks if block not in group.held]
             self._hold(group, set(wanted) - set(self._engine().live(wanted)))
             if group.transfer is None and self._is_dead(group):
@@ -246,21 +252,38 @@ class KvMemory(KvChunks):
                 group.transfer.stop()
             group.slot.free()
         self._away.clear()
+        self._all_groups.clear()
+        self._moving.clear()
         self._region.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when places, host slots and the region disagree."""
         self._region.check_integrity()
+        self._index.check(self._engine().live(self._real(range(self.geometry.num_blocks))))
+        self._check_counters()
         assert set(self._away) == {chunk for place in AWAY for chunk in self.chunks(place)}
         mapped = (Place.DEVICE, Place.LEAVING, Place.ARRIVING)
         chunks = [chunk for place in mapped for chunk in self.chunks(place)]
         assert len(self.geometry.uses(chunks)) == self._region.num_mapped
         for group in self._groups():
-            [place] = {self._place[chunk] for chunk in group.chunks}
+            [place] = {self.place(chunk) for chunk in group.chunks}
+            assert group.place is place
             idle = set(self._real_of(group.chunks)) - set(group.blocks)
             assert idle <= group.held, f"free blocks of away chunks {group.chunks} are not held"
             assert self._engine().live(group.blocks) == group.blocks
             assert (group.transfer is None) == (place is Place.HOST)
+
+    def _check_counters(self) -> None:
+        """Raise AssertionError when what is kept on every change is not what a scan finds."""
+        groups = list(dict.fromkeys(self._away.values()))
+        assert set(groups) == set(self._all_groups)
+        on_host = [group for group in groups if group.place is Place.HOST]
+        assert set(self._moving) == set(groups) - set(on_host)
+        assert self._host_bytes == sum(group.slot.num_bytes for group in groups)
+        assert self._missing_bytes == sum(group.slot.num_bytes for group in on_host)
+        assert self.num_leaving_pages == self.num_resident_pages(self.chunks(Place.LEAVING))
+        assert self.num_idle_pages == self.num_resident_pages(self.free_chunks())
+        assert self.num_returning_pages == self.num_missing_pages(self.chunks(Place.HOST))
 
     def settle_exports(self) -> None:
         """Let go of blocks whose copies for other devices have been made."""
@@ -272,12 +295,8 @@ class KvMemory(KvChunks):
             self._engine().give([block for export in ended for block in export.blocks])
             self.discard_dead()
 
-    def _put(self, group: Group, place: Place) -> None:
-        for chunk in group.chunks:
-            self._place[chunk] = place
-
     def _finish(self, group: Group, transfer: Transfer) -> None:
-        is_leaving = self._place[group.chunks[0]] is Place.LEAVING
+        is_leaving = group.place is Place.LEAVING
         try:
             transfer.wait()
         except BaseException:
@@ -297,23 +316,20 @@ class KvMemory(KvChunks):
     def _settle_at(self, group: Group, place: Place) -> None:
         """All of a group is on the device, or on the host and only there."""
         group.transfer = None
+        if place is Place.DEVICE and group.place is Place.ARRIVING:
+            self.arrived_bytes += group.slot.num_bytes
         self._put(group, place)
         if place is Place.HOST:
             self._drop(group.chunks)
             if self._is_dead(group):
                 self._let_go(group)
             return
-        self._forget(group)
+        group.slot.free()
         self._engine().give(sorted(group.held))
 
     def _let_go(self, group: Group) -> None:
         """Of a group on the host that nobody needs."""
-        self._forget(group)
         self._put(group, Place.UNBACKED)
-
-    def _forget(self, group: Group) -> None:
-        for chunk in group.chunks:
-            del self._away[chunk]
         group.slot.free()
 
     def _hold(self, group: Group, blocks: set[int]) -> None:

@@ -9,12 +9,17 @@ that nobody waits for a process that is in the middle of something else.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gpupoold.memory import libc
 from gpupoold.memory.contracts import Device
+from gpupoold.memory.device_thread import DeviceThread
 from gpupoold.memory.host import lay
+
+_logger = logging.getLogger(__name__)
 
 _ARRIVED, _FAILED = 1, 2
 
@@ -48,26 +53,38 @@ class Arrival:
 
 
 class PeerCache:
-    """The host cache of another instance, mapped here as long as anything in it is in use."""
+    """The host cache of another instance, mapped here as long as anything in it is in use.
 
-    def __init__(self, fd: int, num_bytes: int, device: Device) -> None:
-        """Map and pin ``num_bytes`` of ``fd``, which this object owns from now on.
+    On a device whose copies want pinned memory, a thread pins the cache, which takes seconds.
+    Until that is done, and for good if the driver refuses, the cache is not usable.
+    """
+
+    def __init__(self, fd: int, num_bytes: int, device: Device, thread: DeviceThread) -> None:
+        """Map ``num_bytes`` of ``fd``, which this object owns from now on; begin to pin them.
 
         Raises:
             OSError: the system has no room for so many addresses.
         """
         self._num_bytes = num_bytes
         self._device = device
+        self._thread = thread
         shared = libc.MAP_SHARED | libc.MAP_NORESERVE
         try:
             self._address = libc.mmap(None, num_bytes, libc.PROT_READ_WRITE, shared, fd, 0)
         finally:
             os.close(fd)
-        device.pin(self._address, num_bytes)
         self._num_users = 1
+        self._is_pinned = False
+        if not device.is_host_addressable:
+            thread.submit(self._pin)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether bytes can be copied from it to the device at full speed."""
+        return self._is_pinned or self._device.is_host_addressable
 
     def slot(self, offsets: Sequence[tuple[int, int]], on_free: Callable[[], None]) -> PeerSlot:
-        """The parcel at these ``(offset, num_bytes)``."""
+        """The parcel at these ``(offset, num_bytes)``, while the cache is usable."""
         self._num_users += 1
         pieces = [(self._address + offset, num_bytes) for offset, num_bytes in offsets]
         return PeerSlot(self, pieces, on_free)
@@ -75,8 +92,37 @@ class PeerCache:
     def leave(self) -> None:
         """One of those that use it does not any more: a slot, or who made it."""
         self._num_users -= 1
+        if self._num_users:
+            return
+        if self._device.is_host_addressable:
+            self._unmap()
+        else:
+            self._thread.submit(self._unmap)
+
+    def _pin(self) -> None:
         if not self._num_users:
-            self._device.unpin(self._address, self._num_bytes)
+            return  # the other instance was gone before its turn came
+        started_s = time.monotonic()
+        try:
+            self._device.pin(self._address, self._num_bytes)
+        except Exception as error:  # only KV that would come from there depends on it
+            _logger.error(
+                "another instance's KV host cache cannot be pinned: %s; its requests come "
+                "without KV, which is computed anew",
+                error,
+            )
+            return
+        self._is_pinned = True
+        _logger.info("pinned a peer's KV host cache in %.2f s", time.monotonic() - started_s)
+
+    def _unmap(self) -> None:
+        """Undo what the constructor began; in the thread, after ``_pin``, if there is one."""
+        try:
+            if self._is_pinned:
+                self._device.unpin(self._address, self._num_bytes)
+        except Exception:
+            _logger.exception("a peer's KV host cache could not be unpinned; it stays mapped")
+        else:
             libc.munmap(self._address, self._num_bytes)
 
 

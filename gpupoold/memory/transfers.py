@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 
+from gpupoold.activity import WORKER, Phase
 from gpupoold.memory.contracts import Copy, Lane
 
 BATCH_BYTES = 8 << 20
@@ -207,7 +208,8 @@ class TransferQueue:
 
     def _run(self, lane: Lane) -> None:
         while (transfer := self._queue.get()) is not None:
-            transfer.run(lane)
+            with WORKER.beside(Phase.COPY):
+                transfer.run(lane)
 
 
 def cut(copies: Sequence[Copy], batch_bytes: int) -> Iterator[list[Copy]]:

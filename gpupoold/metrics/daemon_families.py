@@ -73,13 +73,18 @@ def _caches(scrape: Scrape) -> Iterator[Family]:
 
 
 def _recoveries(scrape: Scrape) -> Iterator[Family]:
-    moves, frontend = scrape.pool.dispatcher.moves, scrape.pool.frontend
-    yield gauge("frontend_up", "1 while the frontend answers.", (), [((), frontend.is_ready)])
+    moves, frontends = scrape.pool.dispatcher.moves, scrape.pool.frontends
+    yield gauge(
+        "frontend_up",
+        "1 while the frontend of this number accepts connections.",
+        ("frontend",),
+        [((str(one.number),), one.is_ready) for one in frontends],
+    )
     yield counter(
         "frontend_restarts",
-        "Times the frontend has ended and was started again.",
-        (),
-        [((), frontend.num_restarts)],
+        "Times the frontend of this number has ended and was started again.",
+        ("frontend",),
+        [((str(one.number),), one.num_restarts) for one in frontends],
     )
     yield counter(
         "requests_moved",
@@ -102,5 +107,8 @@ def _speed(scrape: Scrape) -> Iterator[Family]:
         "event_loop_lag_seconds",
         "By how much an event loop came too late, ten times a second.",
         ("process",),
-        [(("daemon",), pool.loop_lag), (("frontend",), pool.frontend.loop_lag)],
+        [
+            (("daemon",), pool.loop_lag),
+            *(((one.name,), one.loop_lag) for one in pool.frontends),
+        ],
     )

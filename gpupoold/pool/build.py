@@ -12,7 +12,8 @@ from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.engine_environment import engine_environment
 from gpupoold.pool.explain import Explainer
 from gpupoold.pool.forks import ForkServer
-from gpupoold.pool.frontends import FrontendSupervisor
+from gpupoold.pool.frontend import Frontend
+from gpupoold.pool.frontends import Frontends
 from gpupoold.pool.health import Health
 from gpupoold.pool.image_cache import ImageCache
 from gpupoold.pool.image_keys import ImageKeys
@@ -30,6 +31,7 @@ from gpupoold.pool.stimulus_file import Header
 from gpupoold.pool.unloading import ModelUnloader
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.systemd import FdStore
+from gpupoold.wire import messages as m
 
 
 def build_pool(
@@ -63,17 +65,18 @@ def build_pool(
     lifecycle = ModelLifecycle(
         settings, registry, history, dispatcher, supervisor, cache, saved, parked
     )
-    frontend = FrontendSupervisor(
+    frontends = Frontends(
         settings,
         forks,
         listener,
-        dispatcher.from_frontend,
-        lambda: _set_up_frontend(keyring, lifecycle),
-        lambda death: lifecycle.frontend_down(death),
+        lambda frontend, message: _from_frontend(keyring, dispatcher, frontend, message),
+        lambda frontend: _set_up_frontend(keyring, lifecycle, frontend),
+        lambda frontend, death: lifecycle.frontend_down(frontend, death),
     )
-    dispatcher.frontend = frontend
+    dispatcher.replies.send = frontends.send_to
     dispatcher.warmth = lifecycle.warmer
-    lifecycle.loader.frontend = keyring.frontend = frontend
+    dispatcher.isolation.verdicts = lifecycle.quarantine
+    lifecycle.loader.frontends = keyring.frontends = frontends
     control = InstanceControl(settings.limits, dispatcher, supervisor.instances)
     cache_control = CacheControl(registry, lifecycle, dispatcher.live, cache, saved)
     return Pool(
@@ -83,7 +86,7 @@ def build_pool(
         dispatcher=dispatcher,
         forks=forks,
         supervisor=supervisor,
-        frontend=frontend,
+        frontends=frontends,
         lifecycle=lifecycle,
         cache=cache,
         saved=saved,
@@ -92,7 +95,7 @@ def build_pool(
         unloader=ModelUnloader(lifecycle, dispatcher, supervisor, cache, history),
         configuration=configuration,
         reloader=Reloader(
-            configuration, history, dispatcher, supervisor, frontend, control, cache_control
+            configuration, history, dispatcher, supervisor, frontends, control, cache_control
         ),
         policy=header,
         health=Health(dispatcher, supervisor),
@@ -104,10 +107,22 @@ def build_pool(
     )
 
 
-async def _set_up_frontend(keyring: Keyring, lifecycle: ModelLifecycle) -> None:
+def _from_frontend(
+    keyring: Keyring, dispatcher: Dispatcher, frontend: Frontend, message: m.FromFrontend
+) -> None:
+    match message:
+        case m.AskRate():
+            frontend.send(keyring.begin(message))
+        case m.AccessReport():
+            keyring.reported(message)
+        case _:
+            dispatcher.from_frontend(message)
+
+
+async def _set_up_frontend(keyring: Keyring, lifecycle: ModelLifecycle, frontend: Frontend) -> None:
     """Who may ask is told before what there is to ask: until then the frontend refuses all."""
     keyring.publish()
-    await lifecycle.frontend_up()
+    await lifecycle.frontend_up(frontend)
 
 
 def _url(listener: socket.socket, settings: Settings) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from gpupoold.log_files import LogPipe
 from gpupoold.process import as_words
 from gpupoold.wire.channel import AsyncChannel
 
@@ -24,6 +25,8 @@ _logger = logging.getLogger(__name__)
 # After it has hung up, and after it has been killed.
 _LEAVING_S = 5.0
 _DYING_S = 10.0
+# For the last lines of a child that has ended, on a disk that is slow.
+_LAST_LINES_S = 5.0
 
 
 class Process(Protocol):
@@ -102,13 +105,14 @@ class Child(Generic[T]):
     """One run of ``python -m MODULE``; a restart makes a new object.
 
     The channel is a socketpair whose other end the child inherits as
-    ``--wire-fd``. stdout and stderr go to ``log_path``.
+    ``--wire-fd``. stdout and stderr go to ``log_path``, by way of a pipe.
     """
 
-    def __init__(self, name: str, process: Process, channel: AsyncChannel[T]) -> None:
+    def __init__(self, name: str, process: Process, channel: AsyncChannel[T], log: LogPipe) -> None:
         self.name = name
         self.channel = channel
         self._process = process
+        self._log: LogPipe | None = log
 
     @classmethod
     async def start(
@@ -132,18 +136,28 @@ class Child(Generic[T]):
             OSError: no process or no log file could be made.
         """
         ours, theirs = socket.socketpair()
+        channel: AsyncChannel[T] | None = None
         try:
-            with log_path.open("ab") as log:
+            channel = AsyncChannel(ours, receives)
+            log = LogPipe(log_path)
+            try:
                 passed = {"--wire-fd": theirs.fileno(), **(fd_options or {})}
-                launch = Launch(module, arguments, log.fileno(), passed, environment or {})
+                launch = Launch(module, arguments, log.write_fd, passed, environment or {})
                 process = await starter(launch)
+            except BaseException:
+                log.finish()
+                raise
+            finally:
+                log.close_writing()
         except BaseException:
+            if channel is not None:
+                channel.close()
             ours.close()
             raise
         finally:
             theirs.close()
         _logger.info("%s started as process %d", name, process.pid)
-        return cls(name, process, AsyncChannel(ours, receives))
+        return cls(name, process, channel, log)
 
     @property
     def pid(self) -> int:
@@ -160,7 +174,9 @@ class Child(Generic[T]):
         self.channel.close()
         for wait_s in (_LEAVING_S, _DYING_S):
             with contextlib.suppress(TimeoutError):
-                return await asyncio.wait_for(self._process.wait(), wait_s)
+                status = await asyncio.wait_for(self._process.wait(), wait_s)
+                await self._finish_log()
+                return status
             self.kill()
         _logger.error("%s (process %d) has been killed and does not end", self.name, self.pid)
         return None
@@ -171,6 +187,7 @@ class Child(Generic[T]):
             self.channel.send(message)
         try:
             await asyncio.wait_for(self._process.wait(), grace_s)
+            await self._finish_log()
         except TimeoutError:
             _logger.warning("%s did not stop within %g s and is killed", self.name, grace_s)
             self.kill()
@@ -178,8 +195,15 @@ class Child(Generic[T]):
         self.channel.close()
         _logger.info("%s stopped", self.name)
 
+    async def _finish_log(self) -> None:
+        """Wait until all that the child has written is in its log."""
+        log, self._log = self._log, None
+        if log is None:
+            return
+        await asyncio.wait([asyncio.wrap_future(log.finish())], timeout=_LAST_LINES_S)
+
 
 def _environment() -> dict[str, str]:
     """The daemon's environment, with its import path so that a source checkout works too."""
     paths = [path for path in sys.path if path]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"}
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

@@ -1,10 +1,10 @@
-"""Requests between the frontend and the instances: in, out, cancelled, failed."""
+"""Requests between the frontends and the instances: in, out, cancelled, failed."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 
 import msgspec
@@ -13,16 +13,19 @@ from gpupool_state import History
 from gpupoold.config import LimitSettings
 from gpupoold.domain import FinishReason, Role, Targets
 from gpupoold.errors import NoSuchRequest, Refused
-from gpupoold.pool.frontends import FrontendSupervisor
+from gpupoold.pool.crash_attribution import NOBODY, Candidates
 from gpupoold.pool.instance import Instance
+from gpupoold.pool.isolation import Isolation
 from gpupoold.pool.meters import Meters
 from gpupoold.pool.moves import Moves
 from gpupoold.pool.needs import Keys, Warmth
-from gpupoold.pool.overload import Overload
-from gpupoold.pool.requests import LiveRequest, LiveRequests
+from gpupoold.pool.overload import Overload, num_bytes_of
+from gpupoold.pool.replies import Replies
+from gpupoold.pool.requests import LiveRequest, LiveRequests, request_id_of
 from gpupoold.pool.roles import Roles
 from gpupoold.pool.rows import finish_reason, request_row, switch_row
 from gpupoold.pool.scheduler import Scheduler
+from gpupoold.pool.silence import waits_for
 from gpupoold.pool.stats import ModelStats, SwitchStats
 from gpupoold.pool.tokens import TokenCounter
 from gpupoold.pool.turns import TurnLog
@@ -30,8 +33,7 @@ from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.wire import messages as m
 
-# A request whose model ended two instances that had it is not given to a third.
-_MAX_LOSSES = 1
+_SAME_ID = "Another request is served by the same id. Please send this one again."
 
 
 class Dispatcher:
@@ -50,11 +52,17 @@ class Dispatcher:
         policy: Policy,
         roles: Sequence[Role | None] = (),
         keys: Keys | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``roles`` are those of the instances by number; None: the policy's to choose."""
+        """``roles`` are those of the instances by number; None: the policy's to choose.
+
+        ``clock`` gives seconds of the monotonic clock.
+        """
+        self._clock = clock
         self.token_timeout_s = limits.token_timeout_s
         self._history = history
         self.live = LiveRequests()
+        self.replies = Replies(self.live)
         self.stats: dict[str, ModelStats] = {}
         self.switches = SwitchStats()
         self.meters = Meters()
@@ -65,9 +73,8 @@ class Dispatcher:
         self.roles = Roles(roles)
         self.moves = Moves(self._instances, self.live, self._resumed_order, self._start_anew)
         self.scheduler = Scheduler(
-            policy, self._send_to, self._on_sent, self._hand_over, self._on_role
+            policy, self._send_to, self._on_sent, self._hand_over, self._on_role, clock
         )
-        self.frontend: FrontendSupervisor | None = None
         self.warmth: Warmth | None = None
         self._waiting: dict[str, dict[str, m.AddRequest]] = {}
         self._orders: dict[str, m.AddRequest] = {}  # of live requests, as they came
@@ -83,7 +90,8 @@ class Dispatcher:
             keys,
         )
         self._keys = keys
-        self._tokens = TokenCounter(self.live, self.stats, state)
+        self._tokens = TokenCounter(self.live, self.stats, state, self._charge)
+        self.isolation = Isolation(self.live, history, self._start_anew, self._fail, self._send_to)
 
     def from_frontend(self, message: m.FromFrontend) -> None:
         """A request or a cancellation."""
@@ -92,14 +100,12 @@ class Dispatcher:
                 self._add(message)
             case m.AbortRequests():
                 self._abort(message)
-            case m.AccessReport() if self._keys is not None:
-                self._keys.reported(message)
 
     def from_instance(self, instance: Instance, message: m.FromInstance) -> None:
         """Outputs, failures, switches."""
         match message:
             case m.StepOutputs():
-                self._to_frontend(message)
+                self.replies.outputs(message)
                 self.turns.stepped(instance.number, message)
                 self._note_outputs(instance, message)
             case m.Moved():
@@ -108,18 +114,20 @@ class Dispatcher:
                 self._note_adopted(message.request_id)
             case m.ParcelUsed():
                 self.moves.parcel_used(message.parcel_id)
+            case m.MemoryChanged():
+                self.scheduler.memory_changed(instance.number, message)
             case m.TurnEnded():
                 self.meters.turn_ended(instance.number, message)
                 self.turns.ended(instance.number, message)
                 self.scheduler.turn_ended(instance.number, message)
             case m.RequestsFailed():
-                self._to_frontend(message)
-                for request_id in message.request_ids:
-                    self._end(request_id, FinishReason.ERROR, message.message)
+                found = (self.live.get(request_id) for request_id in message.request_ids)
+                self._fail([one for one in found if one is not None], message.message)
             case m.WrongAnswer():
                 if self.warmth is not None:
                     self.warmth.damaged(message)
             case m.Switched():
+                self.scheduler.set_bandwidth(instance.number, message.bandwidth_bytes_per_s)
                 self.meters.switched(message.switch)
                 self.switches.add(message.switch)
                 self._tokens.switched(message.switch)
@@ -131,7 +139,7 @@ class Dispatcher:
         assert instance.ready is not None
         number = instance.number
         self._instances[number] = instance
-        self.moves.instance_up(instance)
+        self._introduce_peers()
         role, is_fixed = self.roles.of(number)
         self.scheduler.device_up(number, instance.ready, role, is_fixed=is_fixed)
         if self.roles.is_draining(number):
@@ -142,6 +150,7 @@ class Dispatcher:
         only prefills. ``whose`` wish it was is told in the event."""
         self.roles.fix(number, role)
         role, is_fixed = self.roles.of(number)
+        self._introduce_peers()
         self.scheduler.set_role(number, role, is_fixed=is_fixed)
         self._history.record_event("info", "role_set", str(number), f"{role.value}, {whose}")
 
@@ -165,7 +174,7 @@ class Dispatcher:
         name = loaded.name
         self.targets[name] = targets
         self.scheduler.add_model(targets, loaded, costs)
-        self.scheduler.host(instance.number, name)
+        self.scheduler.host(instance.number, name, costs)
         hosts = self.routes.setdefault(name, [])
         if instance not in hosts:
             hosts.append(instance)
@@ -186,7 +195,7 @@ class Dispatcher:
         for message in self._waiting.pop(name, {}).values():
             request = self.live.get(message.request_id)
             if request is not None:
-                request.warmed_s = time.monotonic()
+                request.warmed_s = self._clock()
             self.scheduler.arrived(message)
 
     def fail_waiting(self, name: str, reason: str) -> None:
@@ -227,7 +236,7 @@ class Dispatcher:
         Raises:
             NoSuchRequest: no live request has this id.
         """
-        request = self.live.get(request_id)
+        request = self.live.get(request_id_of(request_id))
         if request is None:
             raise NoSuchRequest(
                 f"no live request is called {request_id!r}", "it may have ended: see `gpupool top`"
@@ -236,10 +245,11 @@ class Dispatcher:
         self._fail([request], reason)
         return request
 
-    def instance_down(self, instance: Instance, reason: str, blamed: str | None = None) -> None:
+    def instance_down(
+        self, instance: Instance, reason: str, candidates: Candidates = NOBODY
+    ) -> None:
         """It gets no new requests. Those that it had go on elsewhere, or there when it is back;
-        but one that was there when its model was ``blamed`` for two deaths may be what caused
-        them, and ends."""
+        the ``candidates``, that may have ended it, one at a time."""
         for instances in self.routes.values():
             if instance in instances:
                 instances.remove(instance)
@@ -248,11 +258,7 @@ class Dispatcher:
         lost = self.live.on_instance(instance.number)
         gone = [*lost, *self.moves.lost(instance.number)]
         self.scheduler.device_down(instance.number, [one.request_id for one in gone])
-        for request in lost:
-            request.num_losses += request.model == blamed
-        self._fail([one for one in lost if one.num_losses > _MAX_LOSSES], reason)
-        for request in [one for one in lost if one.num_losses <= _MAX_LOSSES]:
-            self._start_anew(request)
+        self.isolation.instance_down(lost, candidates, reason)
 
     def nums_of_requests(self, numbers: Iterable[int]) -> list[int]:
         """Live requests that each instance has, is to get, or has not let go of yet."""
@@ -268,6 +274,7 @@ class Dispatcher:
         late = self._overload.too_late(now_s)
         self._fail(late, "dropped: it had not begun when its first token was due")
         self._overload.tell(now_s)
+        self.isolation.go_on(now_s)
         self.scheduler.tick()
 
     def end_overdue(self, now_s: float) -> None:
@@ -280,19 +287,17 @@ class Dispatcher:
             self._fail([request], f"no token for {limit_s:g} s: {reason}")
 
     def _waits_for(self, request: LiveRequest) -> str:
-        if request.request_id in self._waiting.get(request.model, ()):
-            return f"{request.model} is not in host memory yet"
-        if not self.routes.get(request.model):
-            return f"no device has {request.model} now"
-        if request.instance is None:
-            return "no device has taken the request"
-        if self.scheduler.on_turn(request.instance) != request.model:
-            return f"it waits for the turn of {request.model} on device {request.instance}"
-        return f"device {request.instance} is at it and does not answer"
+        return waits_for(
+            request,
+            is_cold=request.request_id in self._waiting.get(request.model, ()),
+            is_held=self.isolation.is_held(request.request_id),
+            has_hosts=bool(self.routes.get(request.model)),
+            on_turn=self.scheduler.on_turn,
+        )
 
-    def frontend_down(self) -> None:
-        """Nobody reads the answers any more: every live request is cancelled."""
-        for request in self.live.all():
+    def frontend_down(self, number: int) -> None:
+        """Cancel the requests that came from a frontend: nobody reads their answers."""
+        for request in self.live.of_frontend(number):
             self._cancel(request)
             self._end(request.request_id, FinishReason.ABORT)
 
@@ -300,8 +305,13 @@ class Dispatcher:
         is_warm = self._is_warm(message.model)
         hosts = [instance.number for instance in self.routes.get(message.model, ())]
         is_routed = bool(hosts) and not self.roles.all_draining(hosts)
+        if self.live.get(message.request_id) is not None:
+            refusal = m.Admission(message.model, message.request_id, 503, _SAME_ID)
+            self.replies.send(message.frontend, refusal)
+            return
         admission = self._overload.admission(message, is_routed=is_routed, is_warm=is_warm)
-        self._to_frontend(admission)
+        self._charge(message.key_id, message.num_prompt_tokens)
+        self.replies.send(message.frontend, admission)
         if admission.status != HTTPStatus.OK:
             return
         targets = self.targets[message.model]
@@ -316,6 +326,8 @@ class Dispatcher:
                 targets,
                 message.num_prompt_tokens,
                 key_id=message.key_id,
+                frontend=message.frontend,
+                num_bytes=num_bytes_of(message),
             )
         )
         if self._keys is not None:
@@ -339,13 +351,13 @@ class Dispatcher:
     def _start_anew(self, request: LiveRequest) -> None:
         """A request that no instance has goes on after its tokens, wherever there is room."""
         request.instance = None
-        request.num_resumed = len(request.output_token_ids)
         self.meters.model(request.model).resumed += 1
         self._schedule(self._resumed_order(request), is_warm=self._is_warm(request.model))
 
     def _resumed_order(self, request: LiveRequest) -> m.AddRequest:
-        order = self._orders[request.request_id]
-        return msgspec.structs.replace(order, output_token_ids=list(request.output_token_ids))
+        order, token_ids = self._orders[request.request_id], list(request.output_token_ids)
+        alone = self.isolation.is_isolated(request.request_id)
+        return msgspec.structs.replace(order, output_token_ids=token_ids, is_isolated=alone)
 
     def _hand_over(self, request_id: str, source: int, target: int) -> None:
         request = self.live.get(request_id)
@@ -355,14 +367,21 @@ class Dispatcher:
     def _note_adopted(self, request_id: str) -> None:
         request = self.moves.adopted(request_id)
         if request is not None:
-            num_tokens = len(request.output_token_ids) - request.num_resumed
-            self.scheduler.adopted(request_id, num_tokens)
+            self.scheduler.adopted(request_id, len(request.output_token_ids))
 
     def _on_role(self, number: int, role: Role) -> None:
         self.roles.chosen(number, role)
+        self._introduce_peers()
         self._history.record_event("info", "role_changed", str(number), role.value)
 
-    def _send_to(self, number: int, message: m.AddRequest | m.RunTurn) -> None:
+    def _introduce_peers(self) -> None:
+        """Tell instances that decode of those that prefill, before the first request moves."""
+        with_role: dict[Role, list[int]] = {role: [] for role in Role}
+        for number in self._instances:
+            with_role[self.roles.of(number)[0]].append(number)
+        self.moves.introduce(with_role[Role.PREFILL], with_role[Role.DECODE])
+
+    def _send_to(self, number: int, message: m.AddRequest | m.RunTurn | m.EndIsolation) -> None:
         self._instances[number].send(message)
 
     def _on_sent(self, request_id: str, number: int) -> None:
@@ -394,15 +413,12 @@ class Dispatcher:
         for item in message.progress:
             if item.finish_reason is not None:
                 self._record_end(item.request_id, finish_reason(item.finish_reason))
+        self.isolation.progressed(message)
 
     def _fail(self, requests: list[LiveRequest], reason: str) -> None:
-        by_model: dict[str, list[str]] = {}
+        self.replies.failed(requests, reason)
         for request in requests:
-            by_model.setdefault(request.model, []).append(request.request_id)
-        for model, request_ids in by_model.items():
-            self._to_frontend(m.RequestsFailed(model, request_ids, reason))
-            for request_id in request_ids:
-                self._end(request_id, FinishReason.ERROR, reason)
+            self._end(request.request_id, FinishReason.ERROR, reason)
 
     def _end(self, request_id: str, reason: FinishReason, error: str = "") -> None:
         request = self.live.get(request_id)
@@ -417,6 +433,7 @@ class Dispatcher:
             return
         del self._orders[request_id]
         self.moves.ended(request_id)
+        self.isolation.ended(request, reason)
         self.meters.model(request.model).finished[reason] += 1
         self.stats[request.model].end(reason)
         self._history.record_request(request_row(request, reason, error))
@@ -426,6 +443,6 @@ class Dispatcher:
         if self.warmth is not None:
             self.warmth.left(request.model)
 
-    def _to_frontend(self, message: m.Message) -> None:
-        if self.frontend is not None:
-            self.frontend.send(message)
+    def _charge(self, key_id: str, num_tokens: int) -> None:
+        if self._keys is not None:
+            self._keys.charge(key_id, num_tokens)

@@ -23,7 +23,7 @@ from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.image_cache import ImageCache
 from gpupoold.pool.instance import Instance
 from gpupoold.pool.lifecycle import ModelLifecycle
-from gpupoold.pool.requests import LiveRequest
+from gpupoold.pool.requests import LiveRequest, request_id_of
 from gpupoold.pool.spans import span_info
 from gpupoold.pool.stats import NUM_MINUTES, ModelStats
 from gpupoold.scheduling.explain import Standing, Turns, standing_of, turns_of, why_request
@@ -36,9 +36,11 @@ from gpupoold.wire.messages import ModelMemory
 _PROMPT_TOKENS = 256
 _MAX_EVENTS = 1000
 _LOADING = "loading"
+_SUSPECT = "suspect"
 
 _STANDINGS = {
     _LOADING: "waits until {model} is in host memory",
+    _SUSPECT: "waits to be tried alone, after others: a worker died that it may have ended",
     Standing.NO_DEVICE: "waits: no device has {model} now",
     Standing.HELD: "has no device yet: the policy lets it wait",
     Standing.KV_ROOM: "waits for room for its KV on device {device}",
@@ -81,11 +83,12 @@ class Explainer:
         row = await self._registry.get(name)
         if row is not None:
             return Why(model=self.model(row))
-        request = self._live(name)
+        request_id = request_id_of(name)
+        request = self._live(request_id)
         if request is not None:
             return Why(request=self.request(request))
         await self._history.flush()
-        ended = await self._history.find_request(name)
+        ended = await self._history.find_request(request_id)
         if ended is None:
             raise NoSuchModel(
                 f"neither a model nor a request is named {name!r}",
@@ -100,11 +103,12 @@ class Explainer:
         why = None if known is None else why_request(state, known, now_s)
         number = None if why is None else why.device
         rule = None if why is None else why.rule
+        standing = self._unscheduled(request) if why is None else why.standing.value
         return RequestWhy(
             request_id=request.request_id,
             model=request.model,
-            standing=_LOADING if why is None else why.standing.value,
-            text=self._text(request, _LOADING if why is None else why.standing, number),
+            standing=standing,
+            text=self._text(request, standing, number),
             instance=number,
             rule=None if rule is None else rule.value,
             why=None if rule is None else rule.why,
@@ -182,10 +186,19 @@ class Explainer:
 
     def _standings(self, model: str) -> Counter[str]:
         state = self._state
-        known = [
-            state.requests.get(one.request_id) for one in self._dispatcher.live.of_model(model)
-        ]
-        return Counter(_LOADING if one is None else standing_of(state, one).value for one in known)
+        standings: Counter[str] = Counter()
+        for request in self._dispatcher.live.of_model(model):
+            known = state.requests.get(request.request_id)
+            if known is None:
+                standings[self._unscheduled(request)] += 1
+            else:
+                standings[standing_of(state, known).value] += 1
+        return standings
+
+    def _unscheduled(self, request: LiveRequest) -> str:
+        """The standing of a request that the scheduling core does not know."""
+        is_held = self._dispatcher.isolation.is_held(request.request_id)
+        return _SUSPECT if is_held else _LOADING
 
     def _devices_of(self, model: str, now_s: float) -> list[ModelOnDevice]:
         hosts = self._dispatcher.routes.get(model, [])

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from gpupoold.config import Settings
 from gpupoold.pool.child import Child, Launch
 from gpupoold.wire import messages as m
-from gpupoold.wire.channel import ChannelClosed
+from gpupoold.wire.channel import ChannelClosed, DescriptorsLost
 
 _logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class ForkServer:
         """Run a module, see :data:`Starter`.
 
         Raises:
-            OSError: the fork server could not be started, or has died.
+            OSError: the fork server could not be started, could not fork, or has died.
         """
         async with self._starting:
             if self._server is None:
@@ -140,13 +140,31 @@ class ForkServer:
         self._running.clear()
 
     def _note(self, server: Child[m.FromForkServer], message: m.FromForkServer) -> None:
-        if isinstance(message, m.ForkEnded):
-            self._running.pop(message.pid).ended(message.status)
+        match message:
+            case m.ForkEnded():
+                # One whose pidfd was lost is not known here.
+                if (process := self._running.pop(message.pid, None)) is not None:
+                    process.ended(message.status)
+            case m.ForkFailed():
+                self._refuse(message.call_id, message.reason)
+            case m.Forked():
+                self._note_forked(server, message)
+
+    def _note_forked(self, server: Child[m.FromForkServer], message: m.Forked) -> None:
+        try:
+            process = ForkedProcess(message.pid, server.channel.take_fd())
+        except DescriptorsLost as error:
+            server.channel.send(m.KillForked(message.pid))
+            self._refuse(message.call_id, str(error))
             return
-        process = ForkedProcess(message.pid, server.channel.take_fd())
         self._running[message.pid] = process
         asked = self._asked.get(message.call_id)
         if asked is None or asked.done():
             process.kill()  # who asked for it has left
         else:
             asked.set_result(process)
+
+    def _refuse(self, call_id: int, reason: str) -> None:
+        asked = self._asked.get(call_id)
+        if asked is not None and not asked.done():
+            asked.set_exception(OSError(f"the fork server could not fork: {reason}"))

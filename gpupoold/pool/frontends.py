@@ -1,36 +1,31 @@
-"""The frontend: one supervised process on the daemon's listening socket."""
+"""The frontends: several processes that accept on the daemon's one listening socket.
+
+They share the socket's queue of connections: what one of them does not accept, because it has
+died or hangs, another does. (With a socket of its own for each, ``SO_REUSEPORT``, connections
+in the queue of a process that dies would be lost.)
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
-from gpupoold.buckets import WORK_BOUNDS_S, Buckets
-from gpupoold.config import ServerSettings, Settings
-from gpupoold.errors import Failed, GpupoolError, error_from_code
-from gpupoold.pool.blame import Death, death_of
-from gpupoold.pool.child import Child
+from gpupoold.config import Settings
+from gpupoold.pool.crash_attribution import Death
 from gpupoold.pool.forks import ForkServer
+from gpupoold.pool.frontend import Frontend
 from gpupoold.pool.reconfigure import reconfigure
-from gpupoold.pool.restarts import keep_running
-from gpupoold.pool.watchdog import Watch
-from gpupoold.process import as_words
 from gpupoold.wire import messages as m
-from gpupoold.wire.channel import ChannelClosed
 
 _logger = logging.getLogger(__name__)
 
-_SERVE_TIMEOUT_S = 120.0
 
+class Frontends:
+    """All frontends by number; one object per daemon.
 
-class FrontendSupervisor:
-    """Starts, watches and restarts the frontend; connections wait in the socket meanwhile.
-
-    ``loop_lag`` is that of its event loop, in seconds. ``metrics`` makes the text for
-    ``/metrics`` when it asks for it.
+    ``metrics`` makes the text for ``/metrics`` when a frontend asks for it.
     """
 
     def __init__(
@@ -38,179 +33,109 @@ class FrontendSupervisor:
         settings: Settings,
         forks: ForkServer,
         listener: socket.socket,
-        on_message: Callable[[m.FromFrontend], None],
-        on_up: Callable[[], Awaitable[None]],
-        on_down: Callable[[Death], None],
+        on_message: Callable[[Frontend, m.FromFrontend], None],
+        on_up: Callable[[Frontend], Awaitable[None]],
+        on_down: Callable[[Frontend, Death], None],
     ) -> None:
+        """``on_up`` says who may ask for what, and mounts every model."""
         self._settings = settings
-        self._forks = forks
-        self._listener = listener
         self._on_message = on_message
         self._on_up = on_up
         self._on_down = on_down
-        self._child: Child[m.FromFrontend] | None = None
-        self._serving: dict[int, asyncio.Future[None]] = {}
-        self._next_call = 0
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.is_ready = False
-        self.num_restarts = 0
-        self.loop_lag = Buckets(WORK_BOUNDS_S)
         self.metrics: Callable[[], Awaitable[bytes]] | None = None
-        self.watch: Watch | None = None
-        self._ended_for = ""
+        self._all = [
+            Frontend(number, settings, forks, listener, self)
+            for number in range(settings.server.frontends)
+        ]
+
+    def __iter__(self) -> Iterator[Frontend]:
+        """Every frontend by number."""
+        return iter(self._all)
 
     @property
-    def is_excused(self) -> bool:
-        """Never: see :class:`Watched`."""
-        return False
-
-    def look(self, _: float) -> None:
-        """Ask it whether it is there; to be called every second."""
-        if self.is_ready:
-            self.send(m.Ping())
-
-    def end(self, reason: str) -> None:
-        """Kill the process that runs; it is replaced."""
-        if self._child is not None and not self._ended_for:
-            _logger.error("the frontend is killed: %s", reason)
-            self._ended_for = reason
-            self._child.kill()
+    def any_ready(self) -> bool:
+        """Whether any frontend accepts connections."""
+        return any(one.is_ready for one in self._all)
 
     def start(self) -> None:
-        """Start the process; ``on_up`` is called whenever one is ready."""
-        self._keep(keep_running("the frontend", self._run_once), "frontend")
+        """Start all processes."""
+        for one in self._all:
+            one.start()
 
     async def stop(self) -> None:
-        """Stop the process; open streams get the grace time."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._child is not None:
-            await self._child.stop(m.Shutdown(), self._settings.limits.stop_grace_s)
+        """Stop all processes; open streams get the grace time."""
+        await asyncio.gather(*(one.stop() for one in self._all))
+
+    def look(self, _: float) -> None:
+        """Ask all whether they are there; to be called every second."""
+        for one in self._all:
+            one.look()
 
     def send(self, message: m.Message) -> None:
-        """Send, or do nothing while no frontend runs."""
-        if self._child is not None and not self._child.channel.closed:
-            self._child.channel.send(message)
+        """Send to every frontend whose process runs."""
+        for one in self._all:
+            one.send(message)
+
+    def send_to(self, number: int, message: m.Message) -> None:
+        """Send to one frontend, or do nothing while its process does not run."""
+        self._all[number].send(message)
 
     def reconfigure(self) -> None:
-        """Tell it what the configuration says now."""
+        """Send what the configuration says now."""
         self.send(reconfigure(self._settings))
 
     async def serve(self, model: m.ModelToLoad, loaded: m.LoadedModel) -> None:
-        """Mount a model's API; a frontend that is not up mounts it when it comes.
+        """Mount a model's API on every frontend that is up; the others mount it when they come.
+
+        A frontend that cannot mount what another one has mounted is replaced.
 
         Raises:
-            GpupoolError: the frontend's reason.
+            GpupoolError: why no frontend that is up can mount the API.
         """
-        if not self.is_ready:
-            return
-        self._next_call += 1
-        call_id = self._next_call
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._serving[call_id] = future
-        self.send(m.ServeModel(call_id, model, loaded))
-        try:
-            await asyncio.wait_for(future, _SERVE_TIMEOUT_S)
-        except TimeoutError:
-            raise Failed(f"{model.name}: the frontend did not mount its API in time") from None
-        finally:
-            self._serving.pop(call_id, None)
+        asked = [one for one in self._all if one.is_up]
+        calls = (one.serve(model, loaded) for one in asked)
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [
+            (one, outcome)
+            for one, outcome in zip(asked, outcomes, strict=True)
+            if isinstance(outcome, BaseException)
+        ]
+        if errors and True not in outcomes:
+            raise errors[0][1]
+        for one, error in errors:
+            one.end(f"it could not mount {model.name}, as others could: {error}")
 
-    async def _run_once(self) -> bool:
-        """One life of the process; whether it had come up, and somebody else ended it."""
-        settings, known = self._settings, reconfigure(self._settings)
-        child: Child[m.FromFrontend] = await Child.start(
-            "frontend",
-            "gpupoold.frontend",
-            as_words(
-                {
-                    "--log-level": settings.log.level,
-                    "--max-body-bytes": settings.server.max_body_bytes,
-                    **_tls_options(settings.server),
-                }
-            ),
-            m.FromFrontend,
-            settings.paths.log_dir / "frontend.log",
-            fd_options={"--listen-fd": self._listener.fileno()},
-            starter=self._forks.fork,
-        )
-        self._child, self.watch = child, Watch(time.monotonic())
-        if reconfigure(settings) != known:
-            self.reconfigure()  # it has changed meanwhile
-        try:
-            while True:
-                self._note(await child.channel.receive())
-        except ChannelClosed:
-            pass
-        except Exception:
-            _logger.exception("a message of the frontend could not be handled")
-            self.end("it sent what could not be handled")
-        death = death_of(await child.ended(), self._ended_for)
-        was_ready, self.is_ready = self.is_ready, False
-        self._child, self.watch, self._ended_for = None, None, ""
-        self.num_restarts += 1
-        for future in self._serving.values():
-            if not future.done():
-                future.set_result(None)  # the next frontend mounts everything anew
-        self._on_down(death)
-        return was_ready and not death.is_at_fault
+    # What a frontend's supervisor needs of the daemon, see ``frontend.Daemon``.
 
-    async def _come_up(self) -> None:
-        try:
-            await self._on_up()
-        except Exception as error:
-            _logger.exception("setting the frontend up failed")
-            self.end(f"it could not be set up: {error}")
+    def from_frontend(self, frontend: Frontend, message: m.FromFrontend) -> None:
+        """Pass a message on."""
+        self._on_message(frontend, message)
 
-    async def _tell_metrics(self, call_id: int) -> None:
+    async def set_up(self, frontend: Frontend) -> None:
+        """Tell a frontend who may ask for what; mount every model on it."""
+        await self._on_up(frontend)
+
+    def frontend_up(self, frontend: Frontend) -> None:
+        """See that somebody accepts connections.
+
+        A frontend accepts when every model is mounted on it: until then it would answer 503
+        where another does not. Where there is no other, 503 and ``Retry-After`` are better
+        than no answer.
+        """
+        self._open()
+
+    def frontend_down(self, frontend: Frontend, death: Death) -> None:
+        """See that somebody accepts connections; those of ``frontend`` are gone."""
+        self._open()
+        self._on_down(frontend, death)
+
+    async def metrics_text(self) -> bytes:
+        """Return the text for ``/metrics``."""
         if self.metrics is None:
-            return
-        try:
-            text = await self.metrics()
-        except Exception:  # the frontend says that there is no answer
-            _logger.exception("making the metrics failed")
-        else:
-            self.send(m.MetricsText(call_id, text))
+            raise RuntimeError("nobody makes the metrics")
+        return await self.metrics()
 
-    def _note(self, message: m.FromFrontend) -> None:
-        now_s = time.monotonic()
-        assert self.watch is not None
-        self.watch.stepped(now_s, 0, has_work=False)
-        match message:
-            case m.Pong():
-                for lag_s in message.lags_s:
-                    self.loop_lag.add(lag_s)
-            case m.AskMetrics():
-                self._keep(self._tell_metrics(message.call_id), "metrics")
-            case m.FrontendReady():
-                self.watch.came_up(now_s)
-                self.is_ready = True
-                self._keep(self._come_up(), "frontend-up")
-            case m.CallResult():
-                future = self._serving.get(message.call_id)
-                if future is not None and not future.done():
-                    _settle(future, message)
-            case _:
-                self._on_message(message)
-
-    def _keep(self, work: Awaitable[None], name: str) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-
-def _tls_options(server: ServerSettings) -> dict[str, object]:
-    if server.tls_cert is None:
-        return {}
-    return {"--tls-cert": server.tls_cert, "--tls-key": server.tls_key}
-
-
-def _settle(future: asyncio.Future[None], result: m.CallResult) -> None:
-    if not result.error_code:
-        future.set_result(None)
-        return
-    error: GpupoolError = error_from_code(
-        result.error_code, result.error_message, result.error_hint
-    )
-    future.set_exception(error)
+    def _open(self) -> None:
+        if not any(one.accepts for one in self._all):
+            for one in self._all:
+                one.accept()

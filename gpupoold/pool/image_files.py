@@ -33,6 +33,7 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
+from gpupoold import durable
 from gpupoold.errors import Failed
 from gpupoold.memory.memfd import create_memfd
 from gpupoold.units import format_bytes
@@ -110,8 +111,7 @@ class ImageFiles:
                 _check_room(path, num_bytes)
                 draft.unlink(missing_ok=True)
                 _write_draft(draft, key, fd, layout_digest, canary)
-                os.replace(draft, path)
-                _sync(self._folder)
+                durable.replace(draft, path)
             except (OSError, ValueError) as error:
                 raise Failed(
                     f"{path}: saving an image of {format_bytes(num_bytes)} failed: {error}",
@@ -205,7 +205,6 @@ def _write_draft(
         )
         file.seek(0)
         _write_all(file, memoryview(_encode(header)))
-        os.fsync(file.fileno())
 
 
 def _write_all(file: FileIO, data: memoryview) -> None:
@@ -332,12 +331,3 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError as error:
         _logger.warning("%s could not be deleted: %s", path, error)
-
-
-def _sync(folder: Path) -> None:
-    """Make a file's new name survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

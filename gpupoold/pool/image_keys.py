@@ -16,8 +16,8 @@ from gpupoold.wire.messages import InstanceReady, ModelToLoad
 
 _logger = logging.getLogger(__name__)
 
-# What a model is called and how fast it shall be is not in its weights.
-_NOT_IN_IMAGE = frozenset({"name", "aliases", "ttft_s", "tbt_s"})
+# Names, targets and what its requests may fetch change nothing in a model's weights.
+_NOT_IN_IMAGE = frozenset({"name", "aliases", "ttft_s", "tbt_s", "media_hosts"})
 
 
 def image_key(model: ModelToLoad, engine_version: str, device_name: str, page_bytes: int) -> str:

@@ -45,8 +45,6 @@ class Instance:
     watch: Watch | None = None
     ended_for: str = ""
     """Why the daemon has killed the process that runs, if it has."""
-    overdue: str | None = None
-    """The model whose load was not waited for any longer, and may still be under way."""
     image_fds: dict[str, int] = field(default_factory=dict)
     kv_host_fd: int | None = None
     """Of its KV host cache, for the others."""
@@ -60,11 +58,6 @@ class Instance:
     def is_excused(self) -> bool:
         """Whether it does what takes long and has a limit of its own."""
         return self.loading.oldest is not None or self.calls.oldest is not None
-
-    @property
-    def being_loaded(self) -> str | None:
-        """The model that it loads now, in the order in which it was told."""
-        return self.overdue or self.loading.oldest
 
     @property
     def resident(self) -> frozenset[str]:

@@ -10,10 +10,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from gpupoold.activity import create_page, read_page
 from gpupoold.config import Settings
 from gpupoold.errors import Failed, TimedOut, Unavailable, error_from_code
-from gpupoold.pool.blame import Death, death_of
 from gpupoold.pool.child import Child, execute
+from gpupoold.pool.crash_attribution import Death, death_of
 from gpupoold.pool.forks import ForkServer
 from gpupoold.pool.image_cache import CachedImage
 from gpupoold.pool.instance import Instance
@@ -33,7 +34,7 @@ _READY_POLL_S = 0.05
 V = TypeVar("V")
 OnMessage = Callable[[Instance, m.FromInstance], None]
 OnUp = Callable[[Instance], Awaitable[None]]
-OnDown = Callable[[Instance, Death, str | None], Awaitable[None]]
+OnDown = Callable[[Instance, Death], Awaitable[None]]
 
 
 class InstanceEnded(Failed):
@@ -53,7 +54,7 @@ class InstanceSupervisor:
     ) -> None:
         """``forks`` starts emulated devices. A GPU's process is a program of its own: which GPU
         it sees is settled before anything of CUDA's is loaded. ``on_down`` is told how the
-        process ended, and which model it was loading then."""
+        process ended, and what it was doing then."""
         self._settings = settings
         self._forks = forks
         self._on_message = on_message
@@ -146,7 +147,6 @@ class InstanceSupervisor:
             async with asyncio.timeout(self._settings.limits.load_timeout_s):
                 loaded = await future
         except TimeoutError:
-            instance.overdue = model.name
             limit_s = self._settings.limits.load_timeout_s
             raise TimedOut(
                 f"{model.name}: not loaded within {limit_s:g} s", "raise limits.load_timeout"
@@ -263,6 +263,13 @@ class InstanceSupervisor:
 
     async def _run_once(self, instance: Instance) -> bool:
         """One life of a process; whether it had come up, and somebody else ended it."""
+        activity_fd = create_page()
+        try:
+            return await self._live_once(instance, activity_fd)
+        finally:
+            os.close(activity_fd)
+
+    async def _live_once(self, instance: Instance, activity_fd: int) -> bool:
         instance.state, instance.has_come_up = "starting", False
         log_path = self._settings.paths.log_dir / f"instance-{instance.number}.log"
         known = reconfigure(self._settings)
@@ -272,6 +279,7 @@ class InstanceSupervisor:
             arguments_of(self._settings, instance.number),
             m.FromInstance,
             log_path,
+            fd_options={"--activity-fd": activity_fd},
             starter=self._forks.fork if instance.device.kind == "emulated" else execute,
         )
         instance.child, instance.watch = child, Watch(time.monotonic())
@@ -286,13 +294,14 @@ class InstanceSupervisor:
             _logger.exception("a message of instance %d could not be handled", instance.number)
             self.end(instance, "it sent what could not be handled")
         status = await child.ended()
-        death = death_of(status, instance.ended_for, saw_oom_kill=self.oom_kills.is_new())
-        loading = instance.being_loaded
+        activities = read_page(activity_fd)
+        is_oom = self.oom_kills.is_new()
+        death = death_of(status, instance.ended_for, activities, saw_oom_kill=is_oom)
         instance.state, instance.child, instance.watch = "down", None, None
         instance.num_restarts += 1
         self._forget(instance, f"instance {instance.number} ended ({death.reason})")
         _logger.error("instance %d ended (%s); see %s", instance.number, death.reason, log_path)
-        await self._on_down(instance, death, loading)
+        await self._on_down(instance, death)
         return instance.has_come_up and not death.is_at_fault
 
     def reconfigure(self) -> None:
@@ -327,7 +336,6 @@ class InstanceSupervisor:
                 self._note_loaded(instance, message)
             case m.ModelFailed():
                 instance.models.discard(message.name)
-                instance.overdue = None
                 error = error_from_code(message.error_code, message.message, message.hint)
                 instance.loading.reject(message.name, error)
             case m.ModelUnloaded():
@@ -360,7 +368,6 @@ class InstanceSupervisor:
 
     def _note_loaded(self, instance: Instance, message: m.ModelLoaded) -> None:
         name = message.model.name
-        instance.overdue = None
         instance.layouts[name] = message.layout_digest
         if message.has_image:
             fd = instance.take_fd()
@@ -391,7 +398,7 @@ class InstanceSupervisor:
         instance.layouts.clear()
         instance.images.clear()
         instance.status = None
-        instance.ended_for, instance.overdue = "", None
+        instance.ended_for = ""
 
 
 def _close(fd: int | None) -> None:

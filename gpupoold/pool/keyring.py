@@ -1,4 +1,4 @@
-"""The API keys: which there are, what they have used; the frontend is told of each change."""
+"""The API keys: which there are, what they have used; the frontends are told of each change."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator
-from typing import NamedTuple, Self
+from typing import Self
 
 from gpupool_state import ApiKeys, History, KeyPowers, KeyRow, KeyUse, Registry
-from gpupoold.access.bucket import Bucket
 from gpupoold.access.secret import make_key
 from gpupoold.domain import Priority
 from gpupoold.errors import Failed, NoSuchModel
-from gpupoold.pool.frontends import FrontendSupervisor
+from gpupoold.pool.frontends import Frontends
 from gpupoold.pool.overload import RefusalEvents
+from gpupoold.pool.rates import KeyLeft, KeyRates
 from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)
@@ -27,13 +27,6 @@ _LOCKED_OUT = (
 )
 
 
-class KeyLeft(NamedTuple):
-    """What is left of a key's rates, below zero what it owes; None of those without a limit."""
-
-    requests: float | None
-    tokens: float | None
-
-
 class Keyring:
     """All keys that are not revoked; one per daemon, on its event loop.
 
@@ -42,19 +35,28 @@ class Keyring:
     """
 
     def __init__(
-        self, store: ApiKeys, registry: Registry, history: History, required_because: str
+        self,
+        store: ApiKeys,
+        registry: Registry,
+        history: History,
+        required_because: str,
+        host_names: tuple[str, ...] = (),
     ) -> None:
-        """``required_because`` says why every request needs a key; empty: none does."""
+        """``required_because`` says why every request needs a key; empty: none does.
+
+        ``host_names``: see :class:`AccessRules`.
+        """
         self._store = store
         self._registry = registry
         self._history = history
         self._required_because = required_because
+        self._host_names = host_names
         self._refusals = RefusalEvents(history)
         self._rows: dict[str, KeyRow] = {}
         self._unsaved: dict[str, KeyUse] = {}
-        self._levels: dict[str, m.KeyLevels] = {}
+        self._rates = KeyRates()
         self._was_locked_out = False
-        self.frontend: FrontendSupervisor | None = None
+        self.frontends: Frontends | None = None
 
     @property
     def are_required(self) -> bool:
@@ -77,25 +79,26 @@ class Keyring:
         return None if row is None else row.powers.max_live
 
     def left(self, row: KeyRow) -> KeyLeft:
-        """What a key may still use now, as far as the frontend has told."""
-        powers, now_s = row.powers, time.monotonic()
-        told = self._levels.get(row.id) or m.KeyLevels(now_s)
-        return KeyLeft(
-            _left(powers.requests_per_minute, told.requests, told.at_s, now_s),
-            _left(powers.tokens_per_minute, told.tokens, told.at_s, now_s),
-        )
+        """What a key may still use now."""
+        return self._rates.left(row.id, time.monotonic())
 
     @classmethod
     async def load(
-        cls, store: ApiKeys, registry: Registry, history: History, required_because: str
+        cls,
+        store: ApiKeys,
+        registry: Registry,
+        history: History,
+        required_because: str,
+        host_names: tuple[str, ...] = (),
     ) -> Self:
         """A keyring with the keys of the database; warns if nobody can get in.
 
         Raises:
             Failed: the database cannot be read.
         """
-        keyring = cls(store, registry, history, required_because)
-        keyring._rows = {row.id: row for row in await store.list()}
+        keyring = cls(store, registry, history, required_because, host_names)
+        for row in await store.list():
+            keyring._keep(row)
         keyring._warn_if_locked_out()
         return keyring
 
@@ -177,14 +180,22 @@ class Keyring:
         return row
 
     def publish(self) -> None:
-        """Tell the frontend who may ask."""
-        if self.frontend is not None:
+        """Tell the frontends who may ask."""
+        if self.frontends is not None:
             keys = [_record(row) for row in self._rows.values()]
-            self.frontend.send(m.AccessRules(keys, self.are_required, self._levels))
+            self.frontends.send(m.AccessRules(keys, self.are_required, self._host_names))
+
+    def begin(self, message: m.AskRate) -> m.RateAnswer:
+        """Count an HTTP request of a key, unless that is refused for the key's rates."""
+        limit, wait_s = self._rates.begin(message.key_id, time.monotonic())
+        return m.RateAnswer(message.call_id, limit, wait_s)
+
+    def charge(self, key_id: str, num_tokens: int) -> None:
+        """Count tokens of a prompt or an answer for the rate of a key."""
+        self._rates.charge(key_id, num_tokens, time.monotonic())
 
     def reported(self, message: m.AccessReport) -> None:
-        """The frontend tells what is left of rates, and whom it has refused."""
-        self._levels |= message.levels
+        """A frontend tells how many requests it has refused."""
         if message.num_unauthorised:
             self._refusals.note(
                 "api", "no valid API key", time.monotonic(), message.num_unauthorised
@@ -225,13 +236,18 @@ class Keyring:
 
     def _note_change(self, row: KeyRow, kind: str) -> None:
         if row.revoked_at is None:
-            self._rows[row.id] = row
+            self._keep(row)
         else:
             self._rows.pop(row.id, None)
-            self._levels.pop(row.id, None)
+            self._rates.forget(row.id)
         self._history.record_event("info", kind, row.name, f"the API key {row.id}")
         self.publish()
         self._warn_if_locked_out()
+
+    def _keep(self, row: KeyRow) -> None:
+        powers, now_s = row.powers, time.monotonic()
+        self._rows[row.id] = row
+        self._rates.set(row.id, powers.requests_per_minute, powers.tokens_per_minute, now_s)
 
     def _warn_if_locked_out(self) -> None:
         """Say it once when everyone is refused because nobody has a key."""
@@ -251,10 +267,6 @@ class Keyring:
                 yield row
 
 
-def _left(per_minute: int | None, level: float | None, at_s: float, now_s: float) -> float | None:
-    return None if per_minute is None else Bucket(per_minute, at_s, level).level(now_s)
-
-
 def _record(row: KeyRow) -> m.KeyRecord:
     powers = row.powers
     return m.KeyRecord(
@@ -265,7 +277,7 @@ def _record(row: KeyRow) -> m.KeyRecord:
         row.previous_until or 0.0,
         powers.models,
         powers.priority,
-        powers.requests_per_minute,
-        powers.tokens_per_minute,
+        powers.requests_per_minute is not None or powers.tokens_per_minute is not None,
         powers.expires_at,
+        powers.max_live,
     )

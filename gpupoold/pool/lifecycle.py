@@ -9,21 +9,25 @@ import time
 from collections.abc import AsyncIterator
 from typing import Literal
 
-from gpupool_state import EventLevel, History, ModelRow, Registry, check_names
+from gpupool_state import EventLevel, History, ModelRow, Registry
 from gpupoold.admin.models import AddModelRequest, Progress, SetModelRequest
 from gpupoold.config import Settings
 from gpupoold.domain import ModelSpec, ModelState, Targets
 from gpupoold.errors import GpupoolError, NoSuchModel, Refused, TimedOut
-from gpupoold.pool.blame import Blame, Death
+from gpupoold.pool.circuit_breaker import CircuitBreakers
+from gpupoold.pool.crash_attribution import Death
 from gpupoold.pool.dispatch import Dispatcher
+from gpupoold.pool.frontend import Frontend
 from gpupoold.pool.image_cache import ImageCache
 from gpupoold.pool.image_room import NoRoom
 from gpupoold.pool.instance import Instance
 from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.pool.intake import Intake
 from gpupoold.pool.loader import ModelLoader
+from gpupoold.pool.names import check_names_free
 from gpupoold.pool.parked_images import ParkedImages
 from gpupoold.pool.quarantine import Quarantine
+from gpupoold.pool.retries import Retries
 from gpupoold.pool.saved_images import SavedImages
 from gpupoold.pool.shared_lock import SharedLock
 from gpupoold.pool.specs import to_load
@@ -67,9 +71,9 @@ class ModelLifecycle:
         self._changing = SharedLock()
         self._leaving: set[str] = set()
         self._tasks: set[asyncio.Task[ModelRow]] = set()
-        self._blame = Blame()
+        self._breakers = CircuitBreakers()
         self.loader = ModelLoader(
-            settings, registry, history, dispatcher, supervisor, cache, saved, self._blame
+            settings, registry, history, dispatcher, supervisor, cache, saved, self._breakers
         )
         self.warmer = Warmer(
             settings,
@@ -81,8 +85,15 @@ class ModelLifecycle:
             self.loader,
             self._not_loaded,
         )
-        self._quarantine = Quarantine(
-            self._blame, registry, history, dispatcher, self.loader, self.warmer, self.publish
+        self.quarantine = Quarantine(
+            self._breakers,
+            registry,
+            history,
+            dispatcher,
+            self.loader,
+            self.warmer,
+            self.publish,
+            Retries(dispatcher, supervisor, self._load_later).try_again,
         )
 
     async def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
@@ -91,7 +102,7 @@ class ModelLifecycle:
         Raises:
             GpupoolError: what was wrong, at the step where it showed.
         """
-        await self._check_names_free(request)
+        await check_names_free(self._registry, (request.name, *request.aliases))
         intake = Intake(request, self._settings, self._supervisor, self.loader.room)
         async for step in intake.steps():
             yield step
@@ -212,7 +223,7 @@ class ModelLifecycle:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.warmer.stop()
-        await self._quarantine.stop()
+        await self.quarantine.stop()
         await self.loader.room.stop()
 
     async def warm(self, name: str) -> ModelRow:
@@ -225,7 +236,7 @@ class ModelLifecycle:
         """
         row = await self.find(name)
         model = row.spec.name
-        self._blame.forgive(model)
+        self._breakers.reset(model)
         if not self.loader.is_open(model):
             with self.loader.room.holding(model):
                 await self._wait_for_room(row, self._supervisor.instances[0])
@@ -258,48 +269,40 @@ class ModelLifecycle:
             models = [to_load(row.spec, self._settings) for row in rows if needs_images]
             await self._parked.take_back(models, instance.ready, self._cache)
 
-    async def instance_down(self, instance: Instance, death: Death, loading: str | None) -> None:
-        """Take an instance out of all routes, which was ``loading`` a model when it ended."""
-        number = instance.number
-        suspect = loading or self._dispatcher.scheduler.on_turn(number)
-        text = f"ended ({death.reason}), it is restarted"
-        if suspect is not None:
-            text += f"; {suspect} was {'being loaded' if loading else 'on its turn'}"
-        self._event("error", "instance_down", str(number), text)
-        blamed = suspect if death.is_at_fault else None
-        if blamed is not None:
-            self._quarantine.charge(blamed, number, death)
-        reason = f"the worker of device {number} ended: {death.reason}"
-        self._dispatcher.instance_down(instance, reason, blamed)
+    async def instance_down(self, instance: Instance, death: Death) -> None:
+        """Take an instance that has ended out of all routes."""
+        candidates = self.quarantine.crashed(instance.number, death)
+        reason = f"the worker of device {instance.number} ended: {death.reason}"
+        self._dispatcher.instance_down(instance, reason, candidates)
         if death.is_at_fault and not instance.has_come_up:  # nobody knows whether it ever will
             self._dispatcher.fail_unhosted(f"{reason} when it started")
         await self.publish()
 
-    async def frontend_up(self) -> None:
+    async def frontend_up(self, frontend: Frontend) -> None:
         """Mount every loaded model on a new frontend."""
         await self.publish()
         for row in await self._registry.list():
             if self.loader.is_loaded(row.spec.name):
                 try:
-                    await self.loader.serve(row.spec)
+                    await self.loader.serve_on(frontend, row.spec)
                 except GpupoolError as error:
                     self._event("error", "model_not_mounted", row.spec.name, str(error))
         await self.publish()
 
-    def frontend_down(self, death: Death) -> None:
-        """Nobody reads the answers any more."""
+    def frontend_down(self, frontend: Frontend, death: Death) -> None:
+        """Cancel what nobody reads any more."""
         self._event(
-            "error", "frontend_down", "frontend", f"ended ({death.reason}), it is restarted"
+            "error", "frontend_down", frontend.name, f"ended ({death.reason}), it is restarted"
         )
-        self._dispatcher.frontend_down()
+        self._dispatcher.frontend_down(frontend.number)
 
     async def publish(self, opening: str | None = None) -> None:
-        """Tell the frontend which models there are and in which state; ``opening`` is ready."""
-        if self.loader.frontend is None:
+        """Tell the frontends which models there are and in which state; ``opening`` is ready."""
+        if self.loader.frontends is None:
             return
         rows = await self._registry.list()
         served = [self._served(row, is_open=row.spec.name == opening) for row in rows]
-        self.loader.frontend.send(m.ModelList(served, self._supervisor.any_ready))
+        self.loader.frontends.send(m.ModelList(served, self._supervisor.any_ready))
 
     def state_of(self, row: ModelRow) -> ModelState:
         """A model's state now: ready needs an instance that has it and a mounted API.
@@ -320,16 +323,9 @@ class ModelLifecycle:
             state=(ModelState.READY if is_open else self.state_of(row)).value,
             created_at=row.created_at,
             reason="" if is_open else row.error,
+            retry_at_s=self._breakers.retry_at_s(row.spec.name) or 0.0,
             max_model_len=row.loaded_max_model_len,
         )
-
-    async def _check_names_free(self, request: AddModelRequest) -> None:
-        check_names((request.name, *request.aliases))
-        for name in (request.name, *request.aliases):
-            row = await self._registry.get(name)
-            if row is not None:
-                what = "registered" if row.spec.name == name else f"an alias of {row.spec.name}"
-                raise Refused(f"{name!r} is already {what}", "choose another name or remove it")
 
     async def _register_and_load(self, spec: ModelSpec, weight_bytes: int) -> ModelRow:
         async with self._changing.alone():
@@ -346,8 +342,9 @@ class ModelLifecycle:
             return row
 
     async def _open(self, spec: ModelSpec) -> ModelRow:
-        """Let a loaded model serve. Whoever reads that it is ready can use it: the frontend
-        hears of it first, and the mount's answer says that it has."""
+        """Let a loaded model serve. Whoever reads that it is ready can use it: the frontends
+        hear of it first, and the mount's answer says that it has."""
+        self.quarantine.works(spec.name)
         await self.publish(opening=spec.name)
         await self.loader.serve(spec)
         return await self._registry.set_state(spec.name, ModelState.READY)
@@ -357,14 +354,14 @@ class ModelLifecycle:
             await self.loader.unload(spec.name)
         finally:
             await self._registry.remove(spec.name)
-            self._blame.forgive(spec.name)
+            self._breakers.reset(spec.name)
             self._event("error", "model_refused", spec.name, reason)
             await self.publish()
 
     async def _reload(self, row: ModelRow, instance: Instance) -> bool:
         """Load a model on an instance that has come up; False when there is no room now."""
         name = row.spec.name
-        if name in self._leaving or not instance.is_ready or self._blame.reason(name):
+        if name in self._leaving or not instance.is_ready or self._breakers.is_shut_out(name):
             return True
         try:
             await self._load_and_open(row, instance)
@@ -376,19 +373,25 @@ class ModelLifecycle:
 
     async def _reload_later(self, row: ModelRow, instance: Instance) -> None:
         """Load a model when others have made room; their requests may need this instance too."""
-        name = row.spec.name
         try:
-            with self.loader.room.holding(name):
-                await self._wait_for_room(row, instance)
-                async with self._changing.shared():
-                    now = await self._registry.get(name)
-                    if now is not None and name not in self._leaving:
-                        await self._load_and_open(now, instance)
+            await self._load_later(row.spec.name, instance)
         except GpupoolError as error:
-            await self._not_loaded(name, error)
+            await self._not_loaded(row.spec.name, error)
+
+    async def _load_later(self, name: str, instance: Instance) -> None:
+        """Load a model that may stay on an instance, when there is room for it."""
+        row = await self._registry.get(name)
+        if row is None or name in self._leaving:
+            return
+        with self.loader.room.holding(name):
+            await self._wait_for_room(row, instance)
+            async with self._changing.shared():
+                now = await self._registry.get(name)
+                if now is not None and name not in self._leaving:
+                    await self._load_and_open(now, instance)
 
     async def _load_and_open(self, row: ModelRow, instance: Instance) -> None:
-        # Mounting takes the frontend a while; once is enough for all instances of a box.
+        # Mounting takes the frontends a while; once is enough for all instances of a box.
         was_open = self.loader.is_open(row.spec.name)
         await self.loader.load(row.spec, instance, row.weight_bytes)
         if not was_open:
@@ -406,7 +409,7 @@ class ModelLifecycle:
         self._event("error", "model_failed", name, str(error))
         if not self._dispatcher.routes.get(name):
             self._dispatcher.fail_model(name, f"{name} could not be loaded: {error}")
-            await self._registry.set_state(name, ModelState.FAILED, str(error))
+            await self.quarantine.failed(name, str(error))
         await self.publish()
 
     def _check_may_leave(self, model: str, mode: RemoveMode) -> None:
@@ -434,7 +437,7 @@ class ModelLifecycle:
         await self.warmer.cancel(model)
         await self.loader.unload(model)
         await self._registry.remove(model)
-        self._blame.forgive(model)
+        self._breakers.reset(model)
         await self.publish()
         self._event("info", "model_removed", model, "removed")
 

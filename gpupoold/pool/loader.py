@@ -1,4 +1,4 @@
-"""Loaded models: on which instances, with which image, mounted in the frontend."""
+"""Loaded models: on which instances, with which image, mounted in the frontends."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from gpupoold.config import Settings
 from gpupoold.domain import ModelSpec
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.latency.errors import LatencyError
-from gpupoold.pool.blame import Blame
+from gpupoold.pool.circuit_breaker import CircuitBreakers
 from gpupoold.pool.dispatch import Dispatcher
-from gpupoold.pool.frontends import FrontendSupervisor
+from gpupoold.pool.frontend import Frontend
+from gpupoold.pool.frontends import Frontends
 from gpupoold.pool.image_cache import CachedImage, ImageCache
 from gpupoold.pool.image_room import ImageRoom
 from gpupoold.pool.instance import Instance
@@ -47,9 +48,9 @@ class ModelLoader:
         supervisor: InstanceSupervisor,
         cache: ImageCache,
         saved: SavedImages,
-        blame: Blame,
+        breakers: CircuitBreakers,
     ) -> None:
-        self._blame = blame
+        self._breakers = breakers
         self._settings = settings
         self._registry = registry
         self._history = history
@@ -62,7 +63,7 @@ class ModelLoader:
         self._cleaning: set[asyncio.Task[None]] = set()
         self._loaded: dict[str, m.LoadedModel] = {}
         self._served: set[str] = set()
-        self.frontend: FrontendSupervisor | None = None
+        self.frontends: Frontends | None = None
 
     def is_loaded(self, name: str) -> bool:
         """Whether the model has been loaded since the daemon started."""
@@ -209,7 +210,7 @@ class ModelLoader:
         )
 
     def _check_quarantine(self, name: str) -> None:
-        reason = self._blame.reason(name)
+        reason = self._breakers.reason(name)
         if reason is not None:
             raise Failed(f"{name} {reason}", f"`gpupool cache warm {name}` tries it again")
 
@@ -285,17 +286,26 @@ class ModelLoader:
             self._history.record_event("warning", "profile_incomplete", spec.name, problem)
 
     async def serve(self, spec: ModelSpec) -> None:
-        """Mount or remount the model's API.
+        """Mount or remount the model's API on all frontends.
+
+        Raises:
+            GpupoolError: the frontends' reason.
+        """
+        if self.frontends is not None:
+            await self.frontends.serve(to_load(spec, self._settings), self._loaded[spec.name])
+        self._served.add(spec.name)
+
+    async def serve_on(self, frontend: Frontend, spec: ModelSpec) -> None:
+        """Mount the model's API on a frontend that has just come up.
 
         Raises:
             GpupoolError: the frontend's reason.
         """
-        if self.frontend is not None:
-            await self.frontend.serve(to_load(spec, self._settings), self._loaded[spec.name])
+        await frontend.serve(to_load(spec, self._settings), self._loaded[spec.name])
         self._served.add(spec.name)
 
     async def unload(self, name: str) -> None:
-        """Take the model off the frontend and all instances; its images are dropped."""
+        """Take the model off all frontends and instances; its images are dropped."""
         self._dispatcher.forget(name)
         async with self.lock(name):
             await self._take_off(name)
@@ -304,7 +314,7 @@ class ModelLoader:
         self.room.changed()
 
     async def withdraw(self, name: str) -> None:
-        """Take the model off the frontend and all instances; what is saved of it stays.
+        """Take the model off all frontends and instances; what is saved of it stays.
 
         Raises:
             TimedOut: an instance did not answer.
@@ -318,8 +328,8 @@ class ModelLoader:
     async def _take_off(self, name: str) -> None:
         self._loaded.pop(name, None)
         self._served.discard(name)
-        if self.frontend is not None:
-            self.frontend.send(m.StopServing(name))
+        if self.frontends is not None:
+            self.frontends.send(m.StopServing(name))
         for instance in self._supervisor.instances:
             await self._supervisor.unload(instance, name)
 

@@ -133,8 +133,8 @@ class Meters:
         self.switch_seconds[kind].add(switch.total_s)
 
     def turn_ended(self, number: int, message: m.TurnEnded) -> None:
-        """A device has told of the end of a turn, or only of its memory."""
-        if message.turn_id and self.device(number).turn_ended(message):
+        """A device has told of the end of a turn."""
+        if self.device(number).turn_ended(message):
             self.switch_seconds["resident"].add(0.0)
 
     def warmed(self, model: str, numbers: Iterable[int]) -> None:

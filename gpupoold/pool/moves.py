@@ -9,7 +9,7 @@ request starts from its tokens like any other that has lost its instance.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -46,18 +46,25 @@ class Moves:
         self._start_anew = start_anew
         self._moves: dict[str, _Move] = {}
         self._parcels: dict[str, tuple[int, int]] = {}  # source and target of each
+        self._introduced: set[tuple[int, int]] = set()  # source and target of each
         self.num_moved = 0
         self.num_unknown = 0  # not with their source when it was told to let them go
 
-    def instance_up(self, instance: Instance) -> None:
-        """The others can read its host cache from now on, and it theirs."""
-        for other in self._instances.values():
-            if other is not instance and other.is_ready:
-                _introduce(instance, other)
-                _introduce(other, instance)
+    def introduce(self, sources: Iterable[int], targets: Iterable[int]) -> None:
+        """Let these targets read the host caches of these sources, whose requests will come.
+
+        Done once for each pair, and only where requests do move: a GPU pins the whole cache,
+        0.1 s per GB, and takes requests without KV until then.
+        """
+        numbers = list(targets)
+        for source in sources:
+            for target in numbers:
+                if source != target and (source, target) not in self._introduced:
+                    self._introduce(source, target)
 
     def begin(self, request: LiveRequest, source: int, target: int) -> None:
         """Move a request; whoever sends it to the target comes to ``left``."""
+        self.introduce([source], [target])
         self._moves[request.request_id] = _Move(source, target)
         self._instances[source].send(m.MoveOut(request.model, request.request_id))
 
@@ -95,9 +102,11 @@ class Moves:
                 del self._parcels[parcel_id]
             if number == target:
                 self._send(source, m.FreeParcel(parcel_id))
-        for other in self._instances.values():
-            if other.number != number:
-                other.send(m.PeerDown(number))
+        for source, target in list(self._introduced):
+            if number in (source, target):
+                self._introduced.discard((source, target))
+            if number == source:
+                self._send(target, m.PeerDown(number))
         waiting = []
         for request_id, move in list(self._moves.items()):
             if move.target == number and not move.has_left:
@@ -132,13 +141,16 @@ class Moves:
         if parcel is not None:
             source.send(m.FreeParcel(parcel.parcel_id))
 
+    def _introduce(self, source: int, target: int) -> None:
+        instance, to = self._instances.get(source), self._instances.get(target)
+        if instance is None or to is None or not (instance.is_ready and to.is_ready):
+            return
+        ready = instance.ready
+        if instance.kv_host_fd is not None and ready is not None and ready.kv_host_bytes:
+            to.send(m.PeerHost(source, ready.kv_host_bytes), (instance.kv_host_fd,))
+            self._introduced.add((source, target))
+
     def _send(self, number: int, message: m.Message) -> None:
         instance = self._instances.get(number)
         if instance is not None:
             instance.send(message)
-
-
-def _introduce(instance: Instance, to: Instance) -> None:
-    ready = instance.ready
-    if instance.kv_host_fd is not None and ready is not None and ready.kv_host_bytes:
-        to.send(m.PeerHost(instance.number, ready.kv_host_bytes), (instance.kv_host_fd,))

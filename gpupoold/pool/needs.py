@@ -27,11 +27,24 @@ class Warmth(Protocol):
         """The model's bytes are wrong: its requests end, and it is made anew."""
 
 
+class Verdicts(Protocol):
+    """What is made of requests that have been tried alone."""
+
+    def convicted(self, model: str, request_id: str) -> None:
+        """The request ended a worker alone, and has been ended."""
+
+    def answered(self, model: str) -> None:
+        """A request of the model has got past where a worker died, or has ended well."""
+
+    def left_over(self, model: str) -> None:
+        """A crash is due to the model: the requests that it could be due to are cleared."""
+
+
 class Keys(KeyBounds, Protocol):
     """What a dispatcher tells of the use of API keys."""
 
     def used(self, key_id: str, *, num_requests: int = 0, num_tokens: int = 0) -> None:
         """A key has begun requests, or one of them has ended with so many tokens."""
 
-    def reported(self, message: m.AccessReport) -> None:
-        """The frontend tells what is left of rates, and whom it has refused."""
+    def charge(self, key_id: str, num_tokens: int) -> None:
+        """Tokens of a prompt or an answer count for the rate of a key."""

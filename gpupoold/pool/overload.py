@@ -11,7 +11,7 @@ from typing import Literal, Protocol, get_args
 
 from gpupool_state import History
 from gpupoold.config import LimitSettings
-from gpupoold.domain import Priority
+from gpupoold.domain import KEY_BYTES_SHARE, Priority
 from gpupoold.pool.requests import LiveRequest, LiveRequests
 from gpupoold.pool.stats import ModelStats
 from gpupoold.scheduling.state import State
@@ -28,7 +28,9 @@ _UNKNOWN_S = 5.0
 _UNROUTED_S = 1.0
 _EVENT_EVERY_S = 60.0
 
-RefusalReason = Literal["not_served", "model_queue_full", "queue_full", "key_full", "too_late"]
+RefusalReason = Literal[
+    "not_served", "model_queue_full", "queue_full", "key_full", "bytes_full", "too_late"
+]
 REFUSAL_REASONS: tuple[RefusalReason, ...] = get_args(RefusalReason)
 
 # Of one model, or "" for all: an empty string is no model's name.
@@ -148,7 +150,7 @@ class Overload:
         if num_live >= bound:
             text = f"{num_live} requests are already waiting or running."
             return "queue_full", text, self._room_in_s(_ALL, num_live, bound, now_s)
-        return self._full_key(message.key_id)
+        return self._full_key(message.key_id) or self._full_bytes(message)
 
     def _full_key(self, key_id: str) -> tuple[RefusalReason, str, float] | None:
         """Why a key may have no more requests at once, and when it may."""
@@ -159,6 +161,19 @@ class Overload:
         text = f"This API key already has {num_live} requests waiting or running."
         # Those of one key are too few, and of too many models, for an estimate of their own.
         return "key_full", text, _UNKNOWN_S
+
+    def _full_bytes(self, message: m.AddRequest) -> tuple[RefusalReason, str, float] | None:
+        """Why the requests that are live leave no room for the bytes of one more."""
+        num_bytes, bound = num_bytes_of(message), self.limits.max_bytes_in_flight
+        key_id = message.key_id
+        if key_id and self._live.bytes_of_key(key_id) + num_bytes > bound * KEY_BYTES_SHARE:
+            bound, whose = int(bound * KEY_BYTES_SHARE), " of this API key"
+        elif self._live.num_bytes + num_bytes > bound:
+            whose = ""
+        else:
+            return None
+        text = f"The requests{whose} that wait or run may have {bound:,} bytes in all."
+        return "bytes_full", text, _UNKNOWN_S
 
     def _room_in_s(self, key: str, num_live: int, bound: int, now_s: float) -> float:
         """Until there is room for one more, after all who were told to come before it.
@@ -203,6 +218,11 @@ class Overload:
             f"more than its target of {format_duration(ttft_s)}."
         )
         return "too_late", text, max(wait_s - ttft_s, 0.0)
+
+
+def num_bytes_of(message: m.AddRequest) -> int:
+    """Bytes of a request as it is kept."""
+    return sum(map(len, message.frames))
 
 
 class RefusalEvents:

@@ -81,7 +81,10 @@ class ParkedImages:
         self._sort_out()
 
     def park(self, model: str, image: CachedImage) -> None:
-        """Have the model's image kept from now on, unless it is already."""
+        """Have the model's image kept from now on, unless it is already.
+
+        One that cannot be given away is logged: it is there as long as the daemon.
+        """
         key = self._keys.get(model)
         if image.fd in self._names or key is None or not self._store.is_there:
             return
@@ -93,7 +96,11 @@ class ParkedImages:
             digest=image.digest,
             canary=image.canary,
         )
-        label_fd = _sealed(msgspec.json.encode(label))
+        try:
+            label_fd = _sealed(msgspec.json.encode(label))
+        except OSError as error:
+            _logger.warning("%s: its image is not kept by systemd: %s", model, error)
+            return
         try:
             if self._store.keep(name, (image.fd, label_fd)):
                 self._names[image.fd] = name
@@ -195,7 +202,8 @@ def _sealed(data: bytes) -> int:
     """A memfd with ``data`` that nobody can change."""
     fd = os.memfd_create("gpupool-label", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.write(fd, data)
+        with open(fd, "wb", closefd=False) as file:
+            file.write(data)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FIXED)
     except BaseException:
         os.close(fd)

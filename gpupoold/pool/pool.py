@@ -33,7 +33,8 @@ from gpupoold.pool.configuration import Configuration
 from gpupoold.pool.dispatch import Dispatcher
 from gpupoold.pool.explain import Explainer
 from gpupoold.pool.forks import ForkServer
-from gpupoold.pool.frontends import FrontendSupervisor
+from gpupoold.pool.frontend import Frontend
+from gpupoold.pool.frontends import Frontends
 from gpupoold.pool.health import Health
 from gpupoold.pool.image_cache import ImageCache
 from gpupoold.pool.instance import Instance
@@ -67,7 +68,7 @@ class Pool:
     dispatcher: Dispatcher
     forks: ForkServer
     supervisor: InstanceSupervisor
-    frontend: FrontendSupervisor
+    frontends: Frontends
     lifecycle: ModelLifecycle
     cache: ImageCache
     saved: SavedImages
@@ -89,17 +90,18 @@ class Pool:
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self) -> None:
-        """Start the instances and the frontend; they come up in the background."""
+        """Start the instances and the frontends; they come up in the background."""
         self.supervisor.start()
-        self.frontend.start()
+        self.frontends.start()
         self.gpu_readings.start()
         looks = (
             self._note_readings,
             self.supervisor.oom_kills.look,
-            self.frontend.look,
+            self.frontends.look,
             *(watchdog.look for watchdog in self._watchdogs()),
             self.dispatcher.end_overdue,
             self.dispatcher.tick,
+            self.lifecycle.quarantine.look,
             self.health.look,
             self.keyring.tick,
             self.minutes.tick,
@@ -112,13 +114,13 @@ class Pool:
         ]
 
     async def stop(self) -> None:
-        """Stop the frontend, then the instances."""
+        """Stop the frontends, then the instances."""
         self.stopping = True
         self.gpu_readings.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.frontend.stop()
+        await self.frontends.stop()
         await self.supervisor.stop()
         self.minutes.close()
         await self.forks.stop()
@@ -132,7 +134,7 @@ class Pool:
         """Whether requests can be served."""
         if self.stopping:
             return "stopping"
-        ready = self.supervisor.any_ready and self.frontend.is_ready
+        ready = self.supervisor.any_ready and self.frontends.any_ready
         return "ready" if ready else "starting"
 
     async def models(self) -> list[ModelInfo]:
@@ -193,6 +195,7 @@ class Pool:
             are_keys_required=self.keyring.are_required,
             num_keys=self.keyring.num_valid,
             tls_cert=None if tls_cert is None else str(tls_cert),
+            frontends=views.frontends(self.frontends, self.dispatcher.live),
         )
 
     async def bench_switch(self, request: BenchSwitchRequest) -> dict[str, Any]:
@@ -266,15 +269,15 @@ class Pool:
             )
         return lines(self.policy, core.stimuli())
 
-    def _watchdogs(self) -> tuple[Watchdog[Instance], Watchdog[FrontendSupervisor]]:
+    def _watchdogs(self) -> tuple[Watchdog[Instance], Watchdog[Frontend]]:
         def limits_s() -> tuple[float, float]:
             limits = self.settings.limits
             return limits.hang_timeout_s, limits.load_timeout_s
 
-        supervisor, frontend = self.supervisor, self.frontend
+        supervisor = self.supervisor
         return (
             Watchdog(supervisor.instances, supervisor.end, limits_s),
-            Watchdog([frontend], FrontendSupervisor.end, limits_s),
+            Watchdog(self.frontends, Frontend.end, limits_s),
         )
 
     def _note_readings(self, _: float) -> None:

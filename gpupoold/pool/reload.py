@@ -24,7 +24,7 @@ from gpupoold.errors import GpupoolError
 from gpupoold.pool.cache_control import CacheControl
 from gpupoold.pool.configuration import Configuration
 from gpupoold.pool.dispatch import Dispatcher
-from gpupoold.pool.frontends import FrontendSupervisor
+from gpupoold.pool.frontends import Frontends
 from gpupoold.pool.instance_control import InstanceControl
 from gpupoold.pool.instances import InstanceSupervisor
 from gpupoold.process import set_log_level
@@ -39,7 +39,7 @@ class Reloader:
         history: History,
         dispatcher: Dispatcher,
         supervisor: InstanceSupervisor,
-        frontend: FrontendSupervisor,
+        frontends: Frontends,
         instances: InstanceControl,
         cache: CacheControl,
     ) -> None:
@@ -48,7 +48,7 @@ class Reloader:
         self._history = history
         self._dispatcher = dispatcher
         self._supervisor = supervisor
-        self._frontend = frontend
+        self._frontends = frontends
         self._instances = instances
         self._cache = cache
         self._reloading = asyncio.Lock()
@@ -56,7 +56,12 @@ class Reloader:
         self._task: asyncio.Task[None] | None = None
         # Who has to be told, by the beginnings of the keys.
         self._told: dict[tuple[str, ...], Callable[[Settings], None]] = {
-            ("log.", "memory.canary_interval", "server.max_body"): self._tell_processes,
+            (
+                "log.",
+                "memory.canary_interval",
+                "server.max_body",
+                "limits.max_",
+            ): self._tell_processes,
             ("limits.",): self._tell_limits,
             ("history.",): self._tell_history,
             ("memory.model_cache",): self._tell_cache,
@@ -116,7 +121,7 @@ class Reloader:
 
     def _tell_processes(self, before: Settings) -> None:
         set_log_level(self._settings.log.level)
-        self._frontend.reconfigure()
+        self._frontends.reconfigure()
         self._supervisor.reconfigure()
 
     def _tell_limits(self, before: Settings) -> None:

@@ -25,10 +25,6 @@ class LiveRequest:
     num_prompt_tokens: int
     output_token_ids: list[int] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
-    num_losses: int = 0
-    """Instances that had it and died by the fault of its model."""
-    num_resumed: int = 0
-    """Tokens that it had when it was scheduled anew."""
     num_in_time: int = 0
     """Tokens that met their deadline, deadlines being fixed at arrival."""
     late_s: float = 0.0
@@ -37,6 +33,10 @@ class LiveRequest:
     """When its model was in host memory, if it had to wait for that."""
     key_id: str = ""
     """Of the API key that it came with."""
+    frontend: int = 0
+    """The number of the frontend that it came from."""
+    num_bytes: int = 0
+    """Of the request as it is kept for the instances."""
 
     def add_tokens(self, token_ids: Sequence[int], at_s: float) -> None:
         """Tokens that went out at ``at_s``."""
@@ -72,6 +72,17 @@ class LiveRequest:
         return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
+_API_PREFIXES = ("chatcmpl-", "cmpl-")
+
+
+def request_id_of(text: str) -> str:
+    """The id that a request has here, of the ``id`` of an answer: without the API's prefix."""
+    for prefix in _API_PREFIXES:
+        if text.startswith(prefix):
+            return text.removeprefix(prefix)
+    return text
+
+
 class LiveRequests:
     """All live requests by id, counted per model."""
 
@@ -79,6 +90,7 @@ class LiveRequests:
         self._requests: dict[str, LiveRequest] = {}
         self._num_by_model: Counter[str] = Counter()
         self._num_by_key: Counter[str] = Counter()
+        self._bytes_by_key: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -88,11 +100,17 @@ class LiveRequests:
         return iter(self._requests.values())
 
     def add(self, request: LiveRequest) -> None:
-        """A request came in; ids are unique."""
-        assert request.request_id not in self._requests
+        """Add a request, whose id no other live one has.
+
+        Raises:
+            ValueError: another one has it; nothing has changed.
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"another live request is called {request.request_id}")
         self._requests[request.request_id] = request
         self._num_by_model[request.model] += 1
         self._num_by_key[request.key_id] += 1
+        self._bytes_by_key[request.key_id] += request.num_bytes
 
     def get(self, request_id: str) -> LiveRequest | None:
         """The request, None when it has ended."""
@@ -104,6 +122,7 @@ class LiveRequests:
         if request is not None:
             self._num_by_model[request.model] -= 1
             self._num_by_key[request.key_id] -= 1
+            self._bytes_by_key[request.key_id] -= request.num_bytes
         return request
 
     def num_of(self, model: str) -> int:
@@ -114,9 +133,22 @@ class LiveRequests:
         """Live requests that came with an API key; with "", those without one."""
         return self._num_by_key[key_id]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all live requests, as they are kept."""
+        return self._bytes_by_key.total()
+
+    def bytes_of_key(self, key_id: str) -> int:
+        """The same of those that came with an API key; with "", of those without one."""
+        return self._bytes_by_key[key_id]
+
     def of_model(self, model: str) -> list[LiveRequest]:
         """A model's live requests, oldest first."""
         return [request for request in self._requests.values() if request.model == model]
+
+    def of_frontend(self, number: int) -> list[LiveRequest]:
+        """The live requests that came from a frontend, oldest first."""
+        return [request for request in self._requests.values() if request.frontend == number]
 
     def on_instance(self, instance: int) -> list[LiveRequest]:
         """The live requests on an instance, oldest first."""

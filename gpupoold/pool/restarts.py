@@ -12,13 +12,15 @@ from gpupoold.pool.backoff import Backoff
 _logger = logging.getLogger(__name__)
 
 
-async def keep_running(name: str, run_once: Callable[[], Awaitable[bool]]) -> None:
-    """Run it again and again, with the waits of :class:`Backoff`.
+async def keep_running(
+    name: str, run_once: Callable[[], Awaitable[bool]], backoff: Backoff | None = None
+) -> None:
+    """Run it again and again, with the waits of ``backoff``, by default of a new one.
 
-    ``run_once`` returns when the process has ended: whether it had come up, and somebody else
-    ended it. It raises OSError when the process could not be started.
+    ``run_once`` returns when the process has ended: whether that is excused, see
+    :meth:`Backoff.after`. It raises OSError when the process could not be started.
     """
-    backoff = Backoff()
+    backoff = backoff or Backoff()
     while True:
         started_s = time.monotonic()
         is_excused = False

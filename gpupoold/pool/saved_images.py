@@ -66,8 +66,13 @@ class SavedImages:
         key = self._keys.get(name)
         if key is None or not self.budget_bytes:
             return
+        try:
+            copy = _copy(image)
+        except OSError as error:
+            _logger.warning("%s: its image could not be saved: %s", name, error)
+            return
         before = self._saving.get(name)
-        task = asyncio.create_task(self._save_after(before, name, key, _copy(image)))
+        task = asyncio.create_task(self._save_after(before, name, key, copy))
         self._saving[name] = task
         task.add_done_callback(lambda done: self._saved(name, done))
 

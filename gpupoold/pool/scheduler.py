@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from gpupoold.buckets import WORK_BOUNDS_S, Buckets
-from gpupoold.domain import Role, Targets
+from gpupoold.domain import FinishReason, Role, Targets
+from gpupoold.pool.rows import finish_reason
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, Send
 from gpupoold.scheduling.core import Core
@@ -16,6 +17,9 @@ from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.stimuli import RecordedCore
 from gpupoold.wire import messages as m
+
+# What a measured bandwidth must differ by to be worth an event.
+_BANDWIDTH_STEP = 0.05
 
 SendTo = Callable[[int, m.AddRequest | m.RunTurn], None]
 OnSent = Callable[[str, int], None]
@@ -29,6 +33,7 @@ class Scheduler:
     ``send`` gets an instance's number and a message for it; ``on_sent`` a request's id and
     the number of the instance that has got it; ``on_hand_over`` a request's id and the numbers
     of the instances from which and to which it goes; ``on_role`` an instance's new role.
+    ``clock`` gives the instants at which the core is told, in seconds of the monotonic clock.
     ``decisions`` has how long the core took each time it was told something, in seconds.
     """
 
@@ -39,6 +44,7 @@ class Scheduler:
         on_sent: OnSent,
         on_hand_over: OnHandOver,
         on_role: OnRole,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.core = RecordedCore(Core(policy))
         self.decisions = Buckets(WORK_BOUNDS_S)
@@ -46,6 +52,7 @@ class Scheduler:
         self._on_sent = on_sent
         self._on_hand_over = on_hand_over
         self._on_role = on_role
+        self._clock = clock
         self._unsent: dict[str, m.AddRequest] = {}
 
     def add_model(
@@ -84,6 +91,7 @@ class Scheduler:
                 kv_host_bytes=ready.kv_host_bytes,
                 role=role,
                 is_role_fixed=is_fixed,
+                kind=ready.device_name,
             )
         )
 
@@ -95,6 +103,15 @@ class Scheduler:
         """An instance is to be emptied, or may have work again."""
         self._tell(e.DrainSet(number, is_draining))
 
+    def set_bandwidth(self, number: int, bandwidth_bytes_per_s: float) -> None:
+        """An instance's switches reach this by now; changes of a few per cent are ignored."""
+        device = self.core.core.state.devices.get(number)
+        if device is None or not bandwidth_bytes_per_s > 0:
+            return
+        before = device.bandwidth_bytes_per_s
+        if abs(bandwidth_bytes_per_s - before) > _BANDWIDTH_STEP * before:
+            self._tell(e.BandwidthMeasured(number, bandwidth_bytes_per_s))
+
     def set_quota_max(self, quota_max_s: float) -> None:
         """Turns are to be no longer than this, from the next that is planned on."""
         self._tell(e.QuotaMaxSet(quota_max_s))
@@ -105,7 +122,7 @@ class Scheduler:
         return 0 if device is None else device.num_requests
 
     def adopted(self, request_id: str, num_tokens: int) -> None:
-        """A request that was handed over can go on, with so many tokens since it was scheduled."""
+        """A request that was handed over can go on, with so many tokens of its answer."""
         self._tell(e.Adopted(request_id, num_tokens))
 
     def tick(self) -> None:
@@ -118,11 +135,12 @@ class Scheduler:
 
         All at once: between the two others would be sent to it.
         """
-        self._tell(*map(e.Ended, request_ids), e.DeviceDown(number))
+        ended = [e.Ended(request_id, is_complete=False) for request_id in request_ids]
+        self._tell(*ended, e.DeviceDown(number))
 
-    def host(self, number: int, name: str) -> None:
-        """An instance can run a model."""
-        self._tell(e.Hosted(number, name))
+    def host(self, number: int, name: str, costs: ModelCosts | None = None) -> None:
+        """An instance can run a model, at these costs; None: those of its description."""
+        self._tell(e.Hosted(number, name, costs))
 
     def unhost(self, number: int, name: str) -> None:
         """An instance can run a model no more."""
@@ -136,37 +154,33 @@ class Scheduler:
                 message.request_id,
                 message.model,
                 message.arrival_s,
-                message.num_prompt_tokens + len(message.output_token_ids),
+                message.num_prompt_tokens,
                 priority=message.priority,
+                num_tokens=len(message.output_token_ids),
+                max_tokens=message.max_tokens or None,
             )
         )
 
     def ended(self, request_id: str) -> None:
-        """A request is over, whatever the reason."""
+        """A request is over without the end of its answer: cancelled or failed."""
         self._unsent.pop(request_id, None)
-        self._tell(e.Ended(request_id))
+        self._tell(e.Ended(request_id, is_complete=False))
 
     def stepped(self, number: int, outputs: m.StepOutputs) -> None:
         """Tokens came out of an instance, and some requests may have ended with them."""
-        by_count: dict[int, list[str]] = defaultdict(list)
-        ended = []
-        for item in outputs.progress:
-            if item.new_token_ids:
-                by_count[len(item.new_token_ids)].append(item.request_id)
-            if item.finish_reason is not None:
-                ended.append(item.request_id)
-        steps = [
-            e.Stepped(number, outputs.model, tuple(ids), count, outputs.step_s)
-            for count, ids in by_count.items()
-        ]
-        for request_id in ended:
-            self._unsent.pop(request_id, None)
-        self._tell(*steps, *(e.Ended(request_id) for request_id in ended))
+        ended = [one for one in outputs.progress if one.finish_reason is not None]
+        for one in ended:
+            self._unsent.pop(one.request_id, None)
+        self._tell(*_steps(number, outputs), *(_ended(one) for one in ended))
 
     def turn_ended(self, number: int, message: m.TurnEnded) -> None:
-        """A turn is over, or memory has changed."""
-        changed = tuple(sorted(message.missing_bytes.items()))
-        self._tell(e.MemoryChanged(number, changed), e.TurnEnded(number, message.turn_id))
+        """A turn is over."""
+        changed = _memory_changed(number, message)
+        self._tell(changed, e.TurnEnded(number, message.turn_id))
+
+    def memory_changed(self, number: int, message: m.MemoryChanged) -> None:
+        """What would have to move to run a model has changed."""
+        self._tell(_memory_changed(number, message))
 
     def num_waiting_for_kv(self, number: int) -> int:
         """Requests that are not sent to an instance, as there is no room for their KV."""
@@ -183,9 +197,9 @@ class Scheduler:
         check_state(self.core.core.state)
 
     def _tell(self, *events: e.Event) -> None:
-        started_s = time.monotonic()
-        actions = self.core.handle(events, started_s)
-        self.decisions.add(time.monotonic() - started_s)
+        started_s = time.perf_counter()
+        actions = self.core.handle(events, self._clock())
+        self.decisions.add(time.perf_counter() - started_s)
         for action in actions:
             self._carry_out(action)
 
@@ -201,6 +215,33 @@ class Scheduler:
                 self._on_hand_over(action.request_id, action.source, action.target)
             case ChangeRole():
                 self._on_role(action.device, action.role)
+
+
+def _steps(number: int, outputs: m.StepOutputs) -> list[e.Event]:
+    """The step's tokens as events, one for each number of tokens; its time is in one of them."""
+    by_count: dict[int, list[str]] = defaultdict(list)
+    for item in outputs.progress:
+        if item.new_token_ids:
+            by_count[len(item.new_token_ids)].append(item.request_id)
+    model, step_s = outputs.model, outputs.step_s
+    if len(by_count) <= 1:
+        return [e.Stepped(number, model, tuple(ids), n, step_s) for n, ids in by_count.items()]
+    # The time first: it is compared with what was predicted before these tokens were counted.
+    ran = tuple(request_id for ids in by_count.values() for request_id in ids)
+    steps: list[e.Event] = [] if step_s is None else [e.Stepped(number, model, ran, 0, step_s)]
+    return steps + [e.Stepped(number, model, tuple(ids), n) for n, ids in by_count.items()]
+
+
+def _ended(item: m.RequestProgress) -> e.Ended:
+    """The end that a step reports of a request; an engine may have given up on it."""
+    assert item.finish_reason is not None
+    reason = finish_reason(item.finish_reason)
+    is_complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
+    return e.Ended(item.request_id, is_complete)
+
+
+def _memory_changed(number: int, message: m.TurnEnded | m.MemoryChanged) -> e.MemoryChanged:
+    return e.MemoryChanged(number, tuple(sorted(message.missing_bytes.items())))
 
 
 def _order(action: RunTurn) -> m.RunTurn:

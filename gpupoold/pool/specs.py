@@ -55,4 +55,5 @@ def to_load(spec: ModelSpec, settings: Settings) -> m.ModelToLoad:
         ttft_s=spec.targets.ttft_s,
         tbt_s=spec.targets.tbt_s,
         allow_remote_code=settings.security.allow_remote_code,
+        media_hosts=settings.security.media_hosts,
     )

@@ -49,9 +49,13 @@ def write(path: Path, header: Header, stimuli: Iterable[Stimulus]) -> None:
         OSError: it cannot be written.
     """
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.writelines(lines(header, stimuli))
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as file:
+            file.writelines(lines(header, stimuli))
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def lines(header: Header, stimuli: Iterable[Stimulus]) -> Iterator[bytes]:

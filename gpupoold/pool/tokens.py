@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gpupoold.pool.requests import LiveRequest, LiveRequests
 from gpupoold.pool.stats import Counts, ModelStats
 from gpupoold.scheduling.state import State
@@ -9,12 +11,22 @@ from gpupoold.wire import messages as m
 
 
 class TokenCounter:
-    """Adds the tokens of steps to their requests and to the counts of their models."""
+    """Adds the tokens of steps to their requests and to the counts of their models.
 
-    def __init__(self, live: LiveRequests, stats: dict[str, ModelStats], state: State) -> None:
+    ``charge`` is called with the id of the key of a request and how many tokens it has got.
+    """
+
+    def __init__(
+        self,
+        live: LiveRequests,
+        stats: dict[str, ModelStats],
+        state: State,
+        charge: Callable[[str, int], None],
+    ) -> None:
         self._live = live
         self._stats = stats
         self._state = state
+        self._charge = charge
         self._switches: dict[int, m.SwitchRecord] = {}
 
     def switched(self, switch: m.SwitchRecord) -> None:
@@ -27,6 +39,8 @@ class TokenCounter:
             request = self._live.get(item.request_id)
             if request is None:
                 continue
+            if request.key_id:
+                self._charge(request.key_id, len(item.new_token_ids))
             stats, num_before = self._stats[request.model], len(request.token_times_s)
             lost_s = stats.add_tokens(request, item.new_token_ids, message.at_s)
             if lost_s > 0:

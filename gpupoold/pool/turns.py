@@ -86,7 +86,7 @@ class TurnLog:
 
     def ended(self, instance: int, message: m.TurnEnded) -> None:
         """A turn is over; one that never could run left nothing but its switch."""
-        if not message.turn_id or message.began_s is None:
+        if message.began_s is None:
             return
         going = self._of(instance)
         if going.switch is not None and going.switch.model != message.model:

@@ -15,16 +15,18 @@ from gpupool_state import EventRow, ModelRow, RequestRow, SwitchRow
 from gpupoold.admin.models import (
     DeviceInfo,
     EventInfo,
+    FrontendInfo,
     ModelInfo,
     RequestRecord,
     SwitchInfo,
 )
 from gpupoold.domain import ModelState
 from gpupoold.pool.dispatch import Dispatcher
+from gpupoold.pool.frontend import Frontend
 from gpupoold.pool.image_cache import ImageCache
 from gpupoold.pool.instance import Instance
 from gpupoold.pool.profiles import latency_on
-from gpupoold.pool.requests import LiveRequest
+from gpupoold.pool.requests import LiveRequest, LiveRequests
 from gpupoold.pool.stats import ModelStats
 from gpupoold.wire.messages import InstanceStatus, ModelMemory
 
@@ -55,6 +57,20 @@ def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
         created_at=row.created_at,
         latency=latency_on(row.profiles),
     )
+
+
+def frontends(found: Iterable[Frontend], live: LiveRequests) -> list[FrontendInfo]:
+    """All frontends as ``GET /status`` has them."""
+    return [
+        FrontendInfo(
+            number=one.number,
+            state="ready" if one.is_ready else "starting" if one.pid is not None else "down",
+            pid=one.pid,
+            num_restarts=one.num_restarts,
+            num_live_requests=len(live.of_frontend(one.number)),
+        )
+        for one in found
+    ]
 
 
 def switch_info(row: SwitchRow) -> SwitchInfo:

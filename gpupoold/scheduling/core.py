@@ -6,6 +6,7 @@ Who decides is the policy; the core keeps the books, so that a policy cannot cor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -79,7 +80,7 @@ class Core:
                 event.costs,
             )
             return
-        known.targets, known.costs, known.step_ratio = event.targets, event.costs, 1.0
+        known.targets, known.costs = event.targets, event.costs
         known.revision += 1
         known.weight_bytes = event.weight_bytes
         known.kv_bytes_per_token = event.kv_bytes_per_token
@@ -94,7 +95,7 @@ class Core:
         if model is None:
             return
         for request in [r for r in self.state.requests.values() if r.model is model]:
-            self._ended(e.Ended(request.id), now_s)
+            self._ended(e.Ended(request.id, is_complete=False), now_s)
         for device in self.state.hosts(model):
             self._take_off(device, model)
         for device in self.state.devices.values():
@@ -111,6 +112,7 @@ class Core:
             kv_host_bytes=event.kv_host_bytes,
             role=event.role,
             is_role_fixed=event.is_role_fixed,
+            kind=event.kind,
         )
         self._must_assign = True
 
@@ -147,6 +149,11 @@ class Core:
             self._lose_device(request)
             self._to_plan[device.number] = None
 
+    def _bandwidth_measured(self, event: e.BandwidthMeasured, now_s: float) -> None:
+        device = self.state.devices.get(event.device)
+        if device is not None:
+            device.bandwidth_bytes_per_s = event.bandwidth_bytes_per_s
+
     def _quota_max_set(self, event: e.QuotaMaxSet, now_s: float) -> None:
         self.policy.set_quota_max(event.quota_max_s)
 
@@ -163,7 +170,9 @@ class Core:
     def _hosted(self, event: e.Hosted, now_s: float) -> None:
         model, device = self._model(event.model), self._device(event.device)
         model.hosts.add(device.number)
-        device.batches.setdefault(model.name, Batch(model))
+        model.set_costs(device.kind, event.costs or model.costs)
+        if model.name not in device.batches:
+            device.batches[model.name] = Batch(model, kind=device.kind)
         self._must_assign = True
 
     def _unhosted(self, event: e.Unhosted, now_s: float) -> None:
@@ -189,12 +198,36 @@ class Core:
             event.arrival_s,
             event.prompt_tokens,
             event.output_tokens,
-            expected_tokens=round(self.state.lengths.predict(event.model, event.prompt_tokens)),
+            num_tokens=event.num_tokens,
+            expected_tokens=self._expected_tokens(event),
             priority=event.priority,
+            max_tokens=event.max_tokens,
         )
         self.state.requests[request.id] = self.state.held[request.id] = request
         self.policy.arrived(request, self.state)
         self._must_assign = True
+
+    def _expected_tokens(self, event: e.Arrived) -> int:
+        """How long the answer is taken to get, those tokens included that it has."""
+        lengths = self.state.lengths
+        if event.num_tokens:
+            tokens = lengths.predict_again(event.model, event.prompt_tokens, event.num_tokens)
+        else:
+            tokens = lengths.predict(event.model, event.prompt_tokens)
+        return round(tokens if event.max_tokens is None else min(tokens, event.max_tokens))
+
+    def _learn_length(self, request: Request) -> None:
+        """Remember how long a complete answer got.
+
+        One that its limit has cut off earlier than was to be expected is left out: it would
+        have got longer, nobody knows by how much.
+        """
+        lengths, name = self.state.lengths, request.model.name
+        limit = math.inf if request.max_tokens is None else request.max_tokens
+        is_cut_off = request.num_tokens >= limit
+        if is_cut_off and limit < lengths.predict(name, request.prompt_tokens):
+            return
+        lengths.observe(name, request.prompt_tokens, request.num_tokens, request.expected_tokens)
 
     def _stepped(self, event: e.Stepped, now_s: float) -> None:
         device = self.state.devices.get(event.device)
@@ -202,7 +235,7 @@ class Core:
             return
         batch = device.batches[event.model]
         if event.step_s is not None:
-            _learn_step(batch, event.step_s)
+            _learn_step(batch, event)
         if not event.num_tokens:
             return
         for request_id in event.request_ids:
@@ -271,13 +304,8 @@ class Core:
             device = self.state.devices[request.device]
             _remove(request, device)
             self._to_plan[request.device] = None
-        if request.num_tokens:
-            self.state.lengths.observe(
-                request.model.name,
-                request.prompt_tokens,
-                request.num_tokens,
-                request.expected_tokens,
-            )
+        if event.is_complete and request.num_tokens:
+            self._learn_length(request)
         self.policy.ended(request, self.state)
         self._must_assign = True
 
@@ -383,13 +411,23 @@ def _remove(request: Request, device: Device) -> None:
         device.leave(request)
 
 
-def _learn_step(batch: Batch, step_s: float) -> None:
-    """Correct the model's predicted steps by what one really took."""
-    model = batch.model
-    predicted_s = model.costs.step_s(len(batch.requests), batch.context_tokens)
+def _learn_step(batch: Batch, event: e.Stepped) -> None:
+    """Correct the predicted steps of such devices by what one really took.
+
+    It is compared with the prediction for the requests that ran in it: others of the batch wait
+    for their prefill or for their KV. Of several steps the time is that of their middle one.
+    """
+    assert event.step_s is not None
+    ran = [batch.requests[one] for one in event.request_ids if one in batch.requests]
+    if not ran:
+        return
+    context_tokens = sum(one.context_tokens for one in ran)
+    context_tokens += len(ran) * max(event.num_tokens - 1, 0) // 2
+    speed = batch.speed
+    predicted_s = speed.costs.step_s(len(ran), context_tokens)
     if predicted_s > 0:
-        model.step_ratio += _STEP_SMOOTHING * (step_s / predicted_s - model.step_ratio)
-        model.revision += 1
+        speed.step_ratio += _STEP_SMOOTHING * (event.step_s / predicted_s - speed.step_ratio)
+        batch.model.revision += 1
 
 
 _HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
@@ -400,6 +438,7 @@ _HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     e.DeviceDown: Core._device_down,
     e.RoleSet: Core._role_set,
     e.DrainSet: Core._drain_set,
+    e.BandwidthMeasured: Core._bandwidth_measured,
     e.QuotaMaxSet: Core._quota_max_set,
     e.Tick: Core._tick,
     e.Hosted: Core._hosted,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpupoold.scheduling.output_length import prompt_class
-from gpupoold.scheduling.state import Device, Model, Request, State
+from gpupoold.scheduling.state import Device, Model, Request, Speed, State
 from gpupoold.scheduling.velocity import (
     RequestClass,
     decode_velocity,
@@ -124,42 +124,50 @@ class ArrivalWindow:
 
 
 def demand_of(
-    model: Model, rates_rps: Mapping[RequestClass, float], capacity_bytes: int, bandwidth: float
+    model: Model,
+    rates_rps: Mapping[RequestClass, float],
+    capacity_bytes: int,
+    bandwidth: float,
+    kind: str = "",
 ) -> Demand:
-    """What one model's requests take of devices that hold it: equations 2 and 3.
+    """What one model's requests take of devices of a kind that hold it: equations 2 and 3.
 
     ``bandwidth``: bytes per second at which a device hands KV over.
     """
+    speed = model.speed(kind)
     kv_bytes = max(1, model.kv_bytes_per_token)
     network = network_velocity(bandwidth, kv_bytes)
     prefill = 0.0
-    for kind, rate in rates_rps.items():
-        tokens = kind.num_prompt_tokens
-        velocity = prefill_velocity(tokens, max(model.costs.prefill_s(tokens), 1e-6))
+    for one, rate in rates_rps.items():
+        tokens = one.num_prompt_tokens
+        velocity = prefill_velocity(tokens, max(speed.costs.prefill_s(tokens), 1e-6))
         prefill += prefillers_load(rate * tokens, velocity, network)
     room_tokens = max(1.0, (capacity_bytes - model.weight_bytes) / kv_bytes)
-    velocities = {kind: _decode_velocity(model, kind, room_tokens) for kind in rates_rps}
+    tbt_s = model.targets.tbt_s
+    velocities = {one: _decode_velocity(speed, tbt_s, one, room_tokens) for one in rates_rps}
     return Demand(prefill, decoders_load(rates_rps, velocities))
 
 
-def _decode_velocity(model: Model, kind: RequestClass, room_tokens: float) -> float:
+def _decode_velocity(speed: Speed, tbt_s: float, kind: RequestClass, room_tokens: float) -> float:
     """Of the largest batch whose steps are in time and whose KV fits."""
     held_tokens = kind.num_prompt_tokens + kind.num_output_tokens / 2
-    batch_size, step_s = _largest_batch(model, held_tokens, room_tokens)
+    batch_size, step_s = _largest_batch(speed, tbt_s, held_tokens, room_tokens)
     return decode_velocity(kind, room_tokens, step_s, batch_size)
 
 
-def _largest_batch(model: Model, held_tokens: float, room_tokens: float) -> tuple[float, float]:
+def _largest_batch(
+    speed: Speed, tbt_s: float, held_tokens: float, room_tokens: float
+) -> tuple[float, float]:
     """How many answers of so much context a device decodes in time, and a step of them."""
-    base_s = model.step_s(0, 0)
-    each_s = max(model.step_s(1, round(held_tokens)) - base_s, 1e-9)
-    batch_size = max(1.0, (_TBT_SHARE * model.targets.tbt_s - base_s) / each_s)
+    base_s = speed.step_s(0, 0)
+    each_s = max(speed.step_s(1, round(held_tokens)) - base_s, 1e-9)
+    batch_size = max(1.0, (_TBT_SHARE * tbt_s - base_s) / each_s)
     batch_size = min(batch_size, max(1.0, room_tokens / max(held_tokens, 1.0)))
     return batch_size, base_s + batch_size * each_s
 
 
-def decoding_now(state: State, model: Model, capacity_bytes: int) -> float:
-    """Devices' worth of answers that are under way.
+def decoding_now(state: State, model: Model, capacity_bytes: int, kind: str = "") -> float:
+    """Devices' worth of answers that are under way, for devices of a kind.
 
     What arrives tells too little until long answers have ended: the first to end are short.
     """
@@ -173,7 +181,8 @@ def decoding_now(state: State, model: Model, capacity_bytes: int) -> float:
     if not num_answers:
         return 0.0
     room_tokens = (capacity_bytes - model.weight_bytes) / max(1, model.kv_bytes_per_token)
-    return num_answers / _largest_batch(model, tokens / num_answers, room_tokens)[0]
+    speed, tbt_s = model.speed(kind), model.targets.tbt_s
+    return num_answers / _largest_batch(speed, tbt_s, tokens / num_answers, room_tokens)[0]
 
 
 def demands_on(
@@ -185,7 +194,7 @@ def demands_on(
     for name, rates in rates_rps.items():
         model = state.models.get(name)
         if model is not None:
-            coming = demand_of(model, rates, capacity_bytes, bandwidth)
-            decode = max(coming.decode, decoding_now(state, model, capacity_bytes))
+            coming = demand_of(model, rates, capacity_bytes, bandwidth, device.kind)
+            decode = max(coming.decode, decoding_now(state, model, capacity_bytes, device.kind))
             demands.append(Demand(coming.prefill, decode))
     return demands

@@ -46,7 +46,8 @@ class DeviceUp:
 
     ``prefetches``: it brings in the next model during the turn before. ``kv_host_bytes``: of
     host memory for KV that has to make way; None: as much as it takes, so that no request
-    ever waits for KV room.
+    ever waits for KV room. Devices of one ``kind`` are equally fast: the times of steps on one
+    hold for all.
     """
 
     device: int
@@ -56,6 +57,7 @@ class DeviceUp:
     kv_host_bytes: int | None = None
     role: Role = Role.MIXED
     is_role_fixed: bool = False
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,14 @@ class DrainSet:
 
 
 @dataclass(frozen=True, slots=True)
+class BandwidthMeasured:
+    """Copies to a device reach another bandwidth than was said when it came up."""
+
+    device: int
+    bandwidth_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class QuotaMaxSet:
     """Turns are to be no longer than this, from the next that is planned on."""
 
@@ -97,10 +107,14 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Hosted:
-    """A device can run a model: its engine is made, its image is in host memory."""
+    """A device can run a model: its engine is made, its image is in host memory.
+
+    ``costs`` are those on devices of its kind, None for those in the model's description.
+    """
 
     device: int
     model: str
+    costs: ModelCosts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +127,12 @@ class Unhosted:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A request. ``output_tokens`` is known to a simulator only, for policies with an oracle."""
+    """A request. ``output_tokens`` is known to a simulator only, for policies with an oracle.
+
+    ``num_tokens`` are those of its answer that were made before its device was lost; they are
+    prefilled with the prompt, but belong to the answer. The answer has ``max_tokens`` at most,
+    None for no limit.
+    """
 
     request_id: str
     model: str
@@ -121,14 +140,16 @@ class Arrived:
     prompt_tokens: int
     output_tokens: int | None = None
     priority: Priority = Priority.NORMAL
+    num_tokens: int = 0
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
     """Work done on a device: ``num_tokens`` more for each of ``request_ids``.
 
-    ``step_s`` is the time of one decode step, None for a step that prefilled. With no
-    tokens the time is all that is told.
+    ``step_s`` is the time of one decode step of these requests, None for a step that
+    prefilled. With no tokens the time is all that is told.
     """
 
     device: int
@@ -151,9 +172,14 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request is over, whatever the reason."""
+    """A request is over, whatever the reason.
+
+    ``is_complete``: its answer has come to its own end or to the request's limit. The length
+    of one that was cancelled, failed or lost says nothing about how long answers get.
+    """
 
     request_id: str
+    is_complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +206,7 @@ Event = (
     | DeviceDown
     | RoleSet
     | DrainSet
+    | BandwidthMeasured
     | QuotaMaxSet
     | Tick
     | Hosted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -20,12 +21,13 @@ class Victim(Enum):
 class Holding:
     """What one model holds on the device, in pages.
 
-    ``movable_kv_pages`` is how much of its live KV the host has room for, None for all.
+    ``idle_s`` is how long ago it was used last. ``movable_kv_pages`` is how much of its live KV
+    the host has room for, None for all.
     """
 
     model: str
     num_live: int
-    last_used_s: float
+    idle_s: float
     ttft_s: float
     next_deadline_s: float
     weight_pages: int
@@ -48,17 +50,18 @@ def plan_evictions(
 ) -> list[Eviction]:
     """Evictions in order until ``num_pages`` are free, or all there are if that is too few.
 
-    Order: free KV; weights of models without live requests (least recently
-    used, larger TTFT first); KV of paused requests (latest deadline first);
-    weights of paused models. When paused KV alone does not make the room, the
-    paused models' weights go before it: dropping weights moves no bytes, and
+    Order: free KV; weights of models without live requests (by how long they have
+    been idle; of those that have been idle about as long, larger TTFT first); KV of
+    paused requests (latest deadline first); weights of paused models. When paused
+    KV alone does not make the room, the paused models' weights go before it:
+    dropping weights moves no bytes, and
     KV that stays need not be copied out and in again. KV that the host has no room for is
     dropped at the very last, and all of a model's. Without ``may_move`` live KV stays, as
     when making room for a prefetch: only what costs no copy goes.
     """
     idle = [h for h in holdings if not h.num_live]
     paused = sorted((h for h in holdings if h.num_live), key=lambda h: -h.next_deadline_s)
-    idle.sort(key=lambda h: (h.last_used_s, -h.ttft_s))
+    idle.sort(key=lambda h: (-_idle_class(h.idle_s), -h.ttft_s, -h.idle_s))
     free_kv = _evictions(Victim.FREE_KV, [*idle, *paused])
     idle_weights = _evictions(Victim.WEIGHTS, idle)
     # A model without live requests has no live KV, unless its engine is late to free it.
@@ -71,6 +74,11 @@ def plan_evictions(
         return _until(num_pages, gentle)
     dropped = _evictions(Victim.RECOMPUTE, [*idle, *paused])
     return _until(num_pages, [*free_kv, *idle_weights, *paused_weights, *live_kv, *dropped])
+
+
+def _idle_class(idle_s: float) -> int:
+    """Models whose times differ by less than a factor of two or so have been idle as long."""
+    return int(math.log2(max(idle_s, 1.0)))
 
 
 def _evictions(victim: Victim, holdings: Sequence[Holding]) -> list[Eviction]:

@@ -46,8 +46,9 @@ def _check_model(name: str, model: Model, state: State) -> None:
         _fail(f"model {model.name} is known as {name}")
     if model.weight_bytes < 0 or model.kv_bytes_per_token < 0:
         _fail(f"model {name} has negative bytes: {model.weight_bytes}, {model.kv_bytes_per_token}")
-    if not (math.isfinite(model.step_ratio) and model.step_ratio >= 0):
-        _fail(f"model {name} has a step ratio of {model.step_ratio}")
+    for kind, speed in model.speeds.items():
+        if not (math.isfinite(speed.step_ratio) and speed.step_ratio >= 0):
+            _fail(f"model {name} has a step ratio of {speed.step_ratio} on {kind or 'a device'}")
     for number in model.hosts:
         device = state.devices.get(number)
         if device is None:
@@ -101,7 +102,9 @@ def _check_batch(where: str, name: str, batch: Batch, device: Device, state: Sta
     if device.number not in batch.model.hosts:
         _fail(f"there is {where}, which does not host it")
     is_queue = any(batch is q.get(name) for q in (device.queued, device.waiting_for_kv))
-    counted = Batch(batch.model)
+    counted = Batch(batch.model, kind=device.kind)
+    if batch.speed is not counted.speed:
+        _fail(f"{where} has the speed of another kind of device than {device.kind}")
     for request_id, request in batch.requests.items():
         phase = Phase.QUEUED if is_queue else _phase_in_batch(request)
         _check_request(request_id, request, phase, device, state)

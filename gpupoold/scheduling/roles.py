@@ -8,12 +8,14 @@ busier stage is the least busy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpupoold.domain import Role
 from gpupoold.scheduling.demand import ArrivalWindow, Demand, demands_on
 from gpupoold.scheduling.state import Device, Model, Request, State
+from gpupoold.scheduling.velocity import RequestClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class RolePlanner:
             return present
         if not self._fit_together(models, usable):
             return None
-        demands = demands_on(state, self._window.rates_rps(now_s), usable[0])
+        demands = _mean_demands(state, self._window.rates_rps(now_s), usable)
         demand = sum(demands, Demand())
         main_share = max(one.total for one in demands) / max(demand.total, 1e-9)
         limit = tuning.main_share_to_split if present is None else tuning.main_share_to_stay
@@ -146,6 +148,23 @@ class RolePlanner:
                 self._changed_s[device.number] = now_s
                 yield device, role
                 return
+
+
+def _mean_demands(
+    state: State, rates_rps: Mapping[str, Mapping[RequestClass, float]], devices: Sequence[Device]
+) -> list[Demand]:
+    """What each model takes of a mean one of these devices, which may differ in size and kind."""
+    sizes = Counter((one.kind, one.capacity_bytes) for one in devices)
+    like = {(one.kind, one.capacity_bytes): one for one in reversed(devices)}
+    by_size = [(demands_on(state, rates_rps, like[size]), num) for size, num in sizes.items()]
+    if len(by_size) == 1:
+        return by_size[0][0]
+    totals = [Demand() for _ in by_size[0][0]]
+    for demands, num in by_size:
+        share = num / len(devices)
+        scaled = [Demand(share * one.prefill, share * one.decode) for one in demands]
+        totals = [total + one for total, one in zip(totals, scaled, strict=True)]
+    return totals
 
 
 def covers(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from gpupoold.domain import Priority, Role, Targets
 from gpupoold.scheduling.actions import Turn
@@ -22,10 +22,22 @@ _HEAD_START = {Priority.HIGH: 1.0, Priority.NORMAL: 0.0, Priority.LOW: -1.0}
 
 
 @dataclass(slots=True, eq=False)
-class Model:
-    """A model and what is known of its speed. ``step_ratio``: measured over predicted step.
+class Speed:
+    """How fast devices of one kind run a model; ``step_ratio``: measured over predicted step."""
 
-    ``revision`` goes up whenever its targets, costs or ratio change.
+    costs: ModelCosts
+    step_ratio: float = 1.0
+
+    def step_s(self, batch_size: int, context_tokens: int) -> float:
+        """Seconds of a decode step, as predicted and corrected by what was seen; above zero."""
+        return max(self.costs.step_s(batch_size, context_tokens) * self.step_ratio, 1e-6)
+
+
+@dataclass(slots=True, eq=False)
+class Model:
+    """A model and how fast each kind of device runs it; ``costs`` of kinds that say nothing else.
+
+    ``revision`` goes up whenever its targets, costs or a ratio change.
     """
 
     name: str
@@ -33,13 +45,23 @@ class Model:
     weight_bytes: int
     kv_bytes_per_token: int
     costs: ModelCosts
-    step_ratio: float = 1.0
     revision: int = 0
     hosts: set[int] = field(default_factory=set)
+    speeds: dict[str, Speed] = field(default_factory=dict)
 
-    def step_s(self, batch_size: int, context_tokens: int) -> float:
-        """Seconds of a decode step, as predicted and corrected by what was seen; above zero."""
-        return max(self.costs.step_s(batch_size, context_tokens) * self.step_ratio, 1e-6)
+    def speed(self, kind: str = "") -> Speed:
+        """Its speed on devices of a kind; always the same object, which changes."""
+        speed = self.speeds.get(kind)
+        if speed is None:
+            speed = self.speeds[kind] = Speed(self.costs)
+        return speed
+
+    def set_costs(self, kind: str, costs: ModelCosts) -> None:
+        """What a step and a prefill take on a kind of device; corrections of others are void."""
+        speed = self.speed(kind)
+        if speed.costs != costs:
+            speed.costs, speed.step_ratio = costs, 1.0
+            self.revision += 1
 
     def kv_need_bytes(
         self, num_requests: int, prompt_tokens: int, context_tokens: int, answer_tokens: int
@@ -56,7 +78,8 @@ class Model:
 @dataclass(slots=True, eq=False)
 class Request:
     """A live request. ``device`` is None while it is held; ``expected_tokens`` is how long its
-    answer was taken to be when it came; ``rule`` has given it its device.
+    answer was taken to be when it came, never more than ``max_tokens``; ``rule`` has given it
+    its device.
     """
 
     id: str
@@ -70,6 +93,7 @@ class Request:
     expected_tokens: int = round(DEFAULT_OUTPUT_TOKENS)
     priority: Priority = Priority.NORMAL
     rule: Rule | None = None
+    max_tokens: int | None = None
 
     def goes_before(self, other: Request) -> bool:
         """Whether it passes another of its model that is in the same queue; never one of the
@@ -102,6 +126,7 @@ class Request:
 class Batch:
     """Requests of one model that one device has, or that are queued for it.
 
+    ``kind`` is the device's, ``speed`` that of the model on such devices.
     ``num_waiting`` have to be prefilled, ``waiting_tokens`` in all, the squares of which add
     up to ``waiting_tokens2``; the others have ``context_tokens`` of KV. ``prompt_tokens`` are
     those of all, ``expected_tokens`` those of their answers when they came. The sums are kept
@@ -110,6 +135,7 @@ class Batch:
 
     model: Model
     requests: dict[str, Request] = field(default_factory=dict)
+    speed: Speed = field(init=False)
     prompt_tokens: int = 0
     expected_tokens: int = 0
     num_waiting: int = 0
@@ -118,6 +144,11 @@ class Batch:
     context_tokens: int = 0
     _load: float = 0.0
     _load_revision: int = -1  # of the model, when the load was worked out; -1: it is not known
+    kind: InitVar[str] = ""
+
+    def __post_init__(self, kind: str) -> None:
+        """Look the speed up, once."""
+        self.speed = self.model.speed(kind)
 
     def add(self, request: Request) -> None:
         """Take in a request, waiting unless it is decoding."""
@@ -173,13 +204,13 @@ class Batch:
 
     def step_s(self) -> float:
         """Seconds of a decode step with all its requests."""
-        return self.model.step_s(len(self.requests), self.context_tokens)
+        return self.speed.step_s(len(self.requests), self.context_tokens)
 
-    def prefill_s(self) -> float:
-        """Seconds to prefill what waits."""
+    def prefill_s(self, speed: Speed | None = None) -> float:
+        """Seconds to prefill what waits; with ``speed``, on another kind of device."""
         if not self.num_waiting:
             return 0.0
-        costs = self.model.costs
+        costs = (speed or self.speed).costs
         return costs.prefills_s(self.num_waiting, self.waiting_tokens, self.waiting_tokens2)
 
     @property
@@ -208,6 +239,7 @@ class Device:
     that have requests, in the order in which they got their first. Who is queued may be sent
     at any time; for those in ``waiting_for_kv`` there was no room (:mod:`.kv_room`). One of
     them may be ``first_for_kv``: room is gathered for it. ``turn_rule`` has chosen the turn.
+    Devices of one ``kind`` are equally fast.
     """
 
     number: int
@@ -229,6 +261,7 @@ class Device:
     role: Role = Role.MIXED
     is_role_fixed: bool = False
     is_draining: bool = False
+    kind: str = ""
 
     @property
     def num_requests(self) -> int:
@@ -267,7 +300,10 @@ class Device:
     def enqueue(self, request: Request, *, must_wait: bool = False) -> None:
         """Keep a request for the device, which is not told yet; or which must wait for KV room."""
         queues = self.waiting_for_kv if must_wait else self.queued
-        queues.setdefault(request.model.name, Batch(request.model)).insert(request)
+        batch = queues.get(request.model.name)
+        if batch is None:
+            batch = queues[request.model.name] = Batch(request.model, kind=self.kind)
+        batch.insert(request)
 
     def dequeue(self, request: Request) -> None:
         """Take a request back out of its queue."""
@@ -281,6 +317,10 @@ class Device:
         """Whether it is queued here, but must not be sent yet."""
         line = self.waiting_for_kv.get(request.model.name)
         return line is not None and request.id in line.requests
+
+    def speed(self, model: Model) -> Speed:
+        """How fast it runs a model."""
+        return model.speed(self.kind)
 
     def switch_s(self, model: Model) -> float:
         """Seconds to bring in what is missing of a model."""
@@ -309,6 +349,11 @@ class State:
     held: dict[str, Request] = field(default_factory=dict)
     num_turns: int = 0
     lengths: OutputLengthPredictor = field(default_factory=OutputLengthPredictor)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether some devices only prefill or only decode."""
+        return any(one.role is not Role.MIXED for one in self.devices.values())
 
     def hosts(self, model: Model) -> list[Device]:
         """The devices that can run a model, by number."""

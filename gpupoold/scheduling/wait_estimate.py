@@ -16,6 +16,7 @@ from typing import NamedTuple
 from gpupoold.scheduling.kv_room import admits
 from gpupoold.scheduling.phases import Phase
 from gpupoold.scheduling.policies.placement import choose
+from gpupoold.scheduling.policies.stages import stage
 from gpupoold.scheduling.policies.visits import (
     FIRST_TOKEN_SHARE,
     Loads,
@@ -28,6 +29,7 @@ from gpupoold.scheduling.policies.visits import (
     switching_of,
     work_of,
 )
+from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, Device, Model, Request, State
 
 # Answers looked at for a drain: of more, as many at equal distances.
@@ -110,8 +112,13 @@ def first_token_in_s(
     hosts = state.prefill_hosts(model)
     if not hosts:
         return None
-    # As if it had no home, which only the policy knows.
-    device, _ = choose(newcomer, hosts, Loads(), {}, tuning)
+    if state.is_split:
+        device, rule, in_s = stage(newcomer, hosts, state, now_s)
+        if rule is Rule.CONVERTED:
+            return in_s
+    else:
+        # As if it had no home, which only the policy knows.
+        device, _ = choose(newcomer, hosts, Loads(), {}, tuning)
     return _first_on(device, newcomer, now_s, tuning)
 
 
@@ -130,10 +137,10 @@ def next_token_in_s(
     if request.phase is Phase.MOVING:
         kv_bytes = request.context_tokens * model.kv_bytes_per_token
         wait_s = 2 * kv_bytes / device.bandwidth_bytes_per_s  # out, and in
-        mine = _with(request, mine, prefill_s=0.0, num_waiting=0)
+        mine = _with(request, mine, device, prefill_s=0.0, num_waiting=0)
     elif device.is_waiting_for_kv(request):
         wait_s = _room_after_s(device, _num_before(device, request) + 1, now_s)
-        mine = _with(request, mine)
+        mine = _with(request, mine, device)
     assert mine is not None  # it is queued, or in a batch
     in_s = wait_s + _next_on(device, request, mine, works, now_s, tuning)
     return in_s if math.isfinite(in_s) else None
@@ -214,9 +221,9 @@ def _pace_s(device: Device, model: Model, tuning: Tuning) -> float:
     """
     load = sum(_refilled_load(batch) for batch in device.working.values())
     new = [batch.model for name, batch in device.queued.items() if name not in device.working]
-    load += sum(own_load(one) for one in new)
+    load += sum(own_load(one, device) for one in new)
     if model.name not in device.working and model.name not in device.queued:
-        load += own_load(model)
+        load += own_load(model, device)
     works = work_of(device)
     if len(works) > 1 and switching_of(device, works, tuning).is_exposed:
         load *= 1 + 1 / tuning.exposed_switch_factor
@@ -228,7 +235,7 @@ def _refilled_load(batch: Batch) -> float:
     like it, whose prompt takes its time too."""
     model, num_requests = batch.model, len(batch.requests)
     steps_s = batch.step_s()
-    prefill_s = model.costs.prefill_s(batch.prompt_tokens // num_requests)
+    prefill_s = batch.speed.costs.prefill_s(batch.prompt_tokens // num_requests)
     prefills_s = num_requests * prefill_s / max(batch.expected_tokens / num_requests, 1.0)
     return (steps_s + prefills_s) / model.targets.tbt_s
 
@@ -240,7 +247,7 @@ def _first_on(
     model = newcomer.model
     wait_s = _kv_room_in_s(device, newcomer, now_s) if for_kv else 0.0
     works = work_of(device)
-    mine = _with(newcomer, next((one for one in works if one.model is model), None))
+    mine = _with(newcomer, next((one for one in works if one.model is model), None), device)
     return wait_s + _next_on(device, newcomer, mine, works, now_s, tuning)
 
 
@@ -293,12 +300,16 @@ def _stall_s(switch_s: float, start_s: float, switching: Switching) -> float:
 
 
 def _with(
-    newcomer: Request, work: Work | None, prefill_s: float | None = None, num_waiting: int = 1
+    newcomer: Request,
+    work: Work | None,
+    device: Device,
+    prefill_s: float | None = None,
+    num_waiting: int = 1,
 ) -> Work:
-    model = newcomer.model
-    own_s = model.costs.prefill_s(newcomer.prompt_tokens) if prefill_s is None else prefill_s
+    model, speed = newcomer.model, device.speed(newcomer.model)
+    own_s = speed.costs.prefill_s(newcomer.prompt_tokens) if prefill_s is None else prefill_s
     if work is None:
-        return Work(model, [newcomer], model.step_s(1, 0), own_s, num_waiting, True)
+        return Work(model, [newcomer], speed.step_s(1, 0), own_s, num_waiting, True, speed)
     return work._replace(
         requests=[*work.requests, newcomer],
         prefill_s=work.prefill_s + own_s,

@@ -38,6 +38,7 @@ class SimMemory:
         self._switch_overhead_s = switch_overhead_s
         self._held = {name: _Held() for name in models}
         self._used_bytes = 0
+        self._now_s = 0.0  # of the latest switch or prefetch
         self._in_free_s = 0.0
         self._out_free_s = 0.0
         self._changed: set[str] = set()
@@ -92,7 +93,7 @@ class SimMemory:
     def switch_in(self, name: str, now_s: float) -> tuple[float, int]:
         """Make the model resident; seconds until it can run and bytes that move."""
         held, model = self._held[name], self._models[name]
-        held.last_used_s = now_s
+        held.last_used_s = self._now_s = now_s
         missing = self.missing_bytes(name)
         if not missing:
             return max(held.ready_s - now_s, 0.0), 0
@@ -109,6 +110,7 @@ class SimMemory:
         Nothing happens when there is no room for both.
         """
         held, model = self._held[name], self._models[name]
+        self._now_s = now_s
         missing = self.missing_bytes(name)
         if not missing or not self._fit_together(name, current):
             return 0
@@ -205,7 +207,7 @@ class SimMemory:
         return Holding(
             model=name,
             num_live=num_live,
-            last_used_s=held.last_used_s,
+            idle_s=self._now_s - held.last_used_s,
             ttft_s=self._models[name].targets.ttft_s,
             next_deadline_s=next_deadline_s,
             weight_pages=self._models[name].weight_bytes if held.weights else 0,

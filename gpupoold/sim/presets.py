@@ -168,8 +168,8 @@ def _bursts() -> tuple[Panel, ...]:
     """
     split = Panel(
         "tokenscale-burst-converting",
-        "2xA100, an 8B model: 1, then 10, then 1 request/s; decoder converts",
-        Box(2, "A100"),
+        "2xA100-80, an 8B model: 1, then 10, then 1 request/s; decoder converts",
+        Box(2, "A100-80"),
         Phases(((60.0, 1.0), (60.0, 10.0), (60.0, 1.0)), Lengths(2048, 28)),
         ("gpupool",),
         targets=Targets(2.0, 0.1),

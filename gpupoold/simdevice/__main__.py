@@ -8,8 +8,9 @@ import os
 import socket
 
 from gpupoold import __version__
+from gpupoold.activity import WORKER
 from gpupoold.latency.hardware import hardware
-from gpupoold.process import begin_child
+from gpupoold.process import WORKER_OOM_SCORE_ADJ, begin_child, raise_oom_score
 from gpupoold.sim.boxes import Box
 from gpupoold.simdevice.server import PAGE_BYTES, SimServer
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
@@ -22,6 +23,9 @@ def main() -> None:
     """Play the device until the daemon says stop or is gone."""
     arguments = _parse()
     begin_child("simdevice", arguments.log_level, arguments.parent_pid)
+    raise_oom_score(WORKER_OOM_SCORE_ADJ)
+    if arguments.activity_fd is not None:
+        WORKER.attach(arguments.activity_fd)
     wire = socket.socket(fileno=arguments.wire_fd)
     channel: BlockingChannel[ToInstance] = BlockingChannel(wire, ToInstance)
     try:
@@ -53,6 +57,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--instance", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--wire-fd", type=int, required=True)
+    parser.add_argument("--activity-fd", type=int, help="see gpupoold.activity")
     parser.add_argument("--gpu", required=True, help="a name of latency/hardware.toml")
     parser.add_argument("--device-bytes", type=int, default=0, help="0: the usable share")
     parser.add_argument("--log-level", default="info")

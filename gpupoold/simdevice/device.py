@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from gpupoold.activity import WORKER
 from gpupoold.domain import Targets
 from gpupoold.sim.memory import SimMemory
 from gpupoold.sim.model import SimModel
@@ -217,6 +218,8 @@ class PacedDevice:
             self._end_turn(at_s)
         elif work.waiting:
             answer = work.prefilling = work.waiting.pop(0)
+            WORKER.begin_step(answer.model, [answer.request_id])
+            WORKER.end_steps(num_under_way=1)
             latency = self.models[answer.model].latency
             prefill_s = latency.prefill_s([answer.context_tokens])
             self._due = at_s + prefill_s, functools.partial(self._prefilled, answer)
@@ -235,6 +238,7 @@ class PacedDevice:
         turn, order = self._turn, self._order
         assert turn is not None
         self._turn = self._order = None
+        WORKER.end_steps()
         self._last_turn_id = max(self._last_turn_id, turn.turn_id)
         if order is None and turn.then in self.models:
             self._fetch(turn.then, turn.then, at_s)
@@ -261,6 +265,8 @@ class PacedDevice:
 
     def _decode(self, model: str, work: Work, at_s: float) -> None:
         batch = work.batch = work.batch or tuple(work.running)
+        WORKER.begin_step(model, [answer.request_id for answer in batch])
+        WORKER.end_steps(num_under_way=1)
         context = sum(answer.context_tokens for answer in batch)
         step_s = self.models[model].latency.decode_step_s(len(batch), context)
         self._due = at_s + step_s, functools.partial(self._decoded, model, batch, step_s)
@@ -371,7 +377,7 @@ class PacedDevice:
     def _tell_memory(self) -> None:
         changes = self.memory.take_changes()
         if changes:
-            self._send(m.TurnEnded(0, dict(changes)))
+            self._send(m.MemoryChanged(dict(changes)))
 
     def _send(self, message: m.Message) -> None:
         self._reports.close(self._now_s)

@@ -7,6 +7,7 @@ import os
 import time
 from typing import Any
 
+from gpupoold.activity import WORKER, Phase
 from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError, NoSuchModel, Refused
 from gpupoold.process import set_log_level
@@ -56,6 +57,7 @@ class SimServer:
             self._device.advance(time.monotonic())
             while message is not None and not self._stopping:
                 self._handle(message)
+                WORKER.main.clear()
                 message = self._channel.receive(0.0)
             self._moves.advance(time.monotonic())
             self._device.advance(time.monotonic())
@@ -69,7 +71,8 @@ class SimServer:
     def _handle(self, message: m.ToInstance) -> None:
         match message:
             case m.AddRequest():
-                self._add_request(message)
+                with WORKER.main.doing(Phase.ADD_REQUEST, message.model, [message.request_id]):
+                    self._add_request(message)
             case m.RunTurn():
                 self._device.run_turn(message)
             case m.PeerHost():
@@ -81,7 +84,8 @@ class SimServer:
                 if message.model in self._known:
                     self._device.abort(message.model, message.request_ids)
             case m.LoadModel():
-                self._load(message)
+                with WORKER.main.doing(Phase.LOAD, message.model.name):
+                    self._load(message)
             case m.UnloadModel():
                 self._unload(message.name)
             case m.SetTargets():

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
+import math
 import os
 import select
 import socket
@@ -35,6 +35,50 @@ class ChannelClosed(ConnectionError):
     """The other process closed its end, died, or sent what is no message."""
 
 
+class DescriptorsLost(ChannelClosed):
+    """Descriptors of a message did not arrive, as this process may have no more (``EMFILE``).
+
+    The channel can still be used. Who has no answer to a message without its descriptors
+    treats the channel as closed.
+    """
+
+
+class _Descriptors:
+    """Descriptors that arrived and nobody has taken, grouped by the message they came with.
+
+    The kernel delivers those of one message in one read, and of no other message with them.
+    """
+
+    def __init__(self) -> None:
+        self._groups: deque[tuple[deque[int], bool]] = deque()
+
+    def add(self, fds: Sequence[int], *, is_whole: bool) -> None:
+        """Note what one read brought; not ``is_whole``: the kernel dropped the others."""
+        if fds or not is_whole:
+            self._groups.append((deque(fds), is_whole))
+
+    def take(self) -> int:
+        """The next descriptor, the caller's from now on.
+
+        Raises:
+            DescriptorsLost: it did not arrive, nor the rest of the same message's.
+        """
+        fds, is_whole = self._groups[0]
+        if not fds:
+            self._groups.popleft()
+            raise DescriptorsLost("file descriptors of a message were lost: too many are open")
+        fd = fds.popleft()
+        if not fds and is_whole:
+            self._groups.popleft()
+        return fd
+
+    def close(self) -> None:
+        """Close all that nobody took."""
+        for fds, _ in self._groups:
+            _close_all(fds)
+        self._groups.clear()
+
+
 class AsyncChannel(Generic[T]):
     """One end of a channel inside an event loop; not thread-safe.
 
@@ -49,7 +93,7 @@ class AsyncChannel(Generic[T]):
         self._decoder: FrameDecoder[T] = FrameDecoder(receives)
         self._incoming: asyncio.Queue[T | None] = asyncio.Queue()
         self._outgoing: deque[tuple[memoryview, list[int]]] = deque()
-        self._fds: deque[int] = deque()
+        self._fds = _Descriptors()
         self._can_send = True
         self._is_open = True
         self._loop.add_reader(sock.fileno(), self._on_readable)
@@ -59,6 +103,8 @@ class AsyncChannel(Generic[T]):
 
         Raises:
             ChannelClosed: the channel is already known to be closed.
+            FrameTooLong: the message cannot be sent; the channel goes on.
+            OSError: ``fds`` cannot be duplicated; nothing is sent.
         """
         self.send_frame(encode_frame(message), fds)
 
@@ -67,7 +113,7 @@ class AsyncChannel(Generic[T]):
         if not self._can_send:
             raise ChannelClosed("the channel is closed")
         idle = not self._outgoing
-        self._outgoing.append((memoryview(frame), [os.dup(fd) for fd in fds]))
+        self._outgoing.append((memoryview(frame), _duplicates(fds)))
         if idle:
             self._flush()
 
@@ -84,8 +130,12 @@ class AsyncChannel(Generic[T]):
         return message
 
     def take_fd(self) -> int:
-        """The descriptor that came with the message just received; the caller owns it."""
-        return self._fds.popleft()
+        """The next descriptor of the message just received; the caller owns it.
+
+        Raises:
+            DescriptorsLost: see there.
+        """
+        return self._fds.take()
 
     @property
     def closed(self) -> bool:
@@ -95,7 +145,7 @@ class AsyncChannel(Generic[T]):
     def close(self) -> None:
         """Close this end; ``receive`` raises once it has returned what came before."""
         self._hang_up()
-        _close_all(self._fds)
+        self._fds.close()
 
     def _on_readable(self) -> None:
         try:
@@ -160,13 +210,14 @@ class BlockingChannel(Generic[T]):
         self._sock = sock
         self._decoder: FrameDecoder[T] = FrameDecoder(receives)
         self._ready: deque[T] = deque()
-        self._fds: deque[int] = deque()
+        self._fds = _Descriptors()
 
     def send(self, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:
         """Send a message, blocking while the socket's buffer is full.
 
         Raises:
             ChannelClosed: the other end is gone.
+            FrameTooLong: the message cannot be sent; the channel goes on.
         """
         view, left = memoryview(encode_frame(message)), list(fds)
         try:
@@ -185,8 +236,7 @@ class BlockingChannel(Generic[T]):
             ChannelClosed: end of stream, or the other end sent garbage.
         """
         while not self._ready:
-            sources: list[Any] = [self._sock, *wake_fds]
-            if self._sock not in select.select(sources, [], [], timeout_s)[0]:
+            if not _can_be_read(self._sock, wake_fds, timeout_s):
                 return None
             try:
                 data = _receive_some(self._sock, self._fds)
@@ -198,28 +248,52 @@ class BlockingChannel(Generic[T]):
         return self._ready.popleft()
 
     def take_fd(self) -> int:
-        """The descriptor that came with the message just received; the caller owns it."""
-        return self._fds.popleft()
+        """The next descriptor of the message just received; the caller owns it.
+
+        Raises:
+            DescriptorsLost: see there.
+        """
+        return self._fds.take()
 
     def close(self) -> None:
         """Close this end and descriptors that nobody took."""
         self._sock.close()
-        _close_all(self._fds)
+        self._fds.close()
 
 
-def _receive_some(sock: socket.socket, fds: deque[int]) -> bytes:
+def _can_be_read(sock: socket.socket, wake_fds: Sequence[int], timeout_s: float | None) -> bool:
+    """Wait until the socket, or one of ``wake_fds``, can be read; whether it is the socket."""
+    # select.select() takes no descriptor beyond 1,023, as a parent with many open may pass on.
+    poll = select.poll()
+    for fd in (sock.fileno(), *wake_fds):
+        poll.register(fd, select.POLLIN)
+    found = poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+    return any(fd == sock.fileno() for fd, _ in found)
+
+
+def _receive_some(sock: socket.socket, fds: _Descriptors) -> bytes:
     """Bytes that have come (none at the end of the stream); descriptors go to ``fds``."""
     # socket.recv_fds() drops its flags, and children would inherit the descriptors.
     room = socket.CMSG_LEN(_MAX_FDS * _INT.size)
     data, ancillary, flags, _ = sock.recvmsg(_READ_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    came: list[int] = []
     for level, kind, payload in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             whole = len(payload) - len(payload) % _INT.size
-            fds.extend(fd for (fd,) in _INT.iter_unpack(payload[:whole]))
-    if flags & socket.MSG_CTRUNC:
-        # Later messages would be given the wrong ones.
-        raise OSError(errno.EMFILE, "file descriptors of a message were lost")
+            came += [fd for (fd,) in _INT.iter_unpack(payload[:whole])]
+    fds.add(came, is_whole=not flags & socket.MSG_CTRUNC)
     return data
+
+
+def _duplicates(fds: Sequence[int]) -> list[int]:
+    made: list[int] = []
+    try:
+        for fd in fds:
+            made.append(os.dup(fd))
+    except OSError:
+        _close_all(made)
+        raise
+    return made
 
 
 def _send_some(sock: socket.socket, view: memoryview, fds: list[int]) -> int:

@@ -18,6 +18,11 @@ _HEADER = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size
 MAX_FRAME_BYTES = 256 << 20
 
+
+class FrameTooLong(ValueError):
+    """A message is longer than ``MAX_FRAME_BYTES``: the receiver would hang up."""
+
+
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -25,12 +30,12 @@ def encode_frame(message: msgspec.Struct) -> bytes:
     """One message as header + payload.
 
     Raises:
-        ValueError: longer than ``MAX_FRAME_BYTES``: the receiver would hang up.
+        FrameTooLong: longer than ``MAX_FRAME_BYTES``.
     """
     payload = _encoder.encode(message)
     if len(payload) > MAX_FRAME_BYTES:
         kind = type(message).__name__
-        raise ValueError(f"{kind} of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}")
+        raise FrameTooLong(f"{kind} of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}")
     return _HEADER.pack(len(payload)) + payload
 
 

@@ -1,6 +1,6 @@
 """Everything that crosses a process boundary, as tagged msgspec structs.
 
-Conversations of the daemon with its instances, its frontend and its fork server, all over unix
+Conversations of the daemon with its instances, its frontends and its fork server, all over unix
 stream sockets framed by :mod:`gpupoold.wire.codec`. A field named
 ``frames`` holds buffers encoded by vLLM's own serialiser; the daemon forwards
 them unread. Times ending in ``_s`` that are instants are ``time.monotonic()``
@@ -15,8 +15,9 @@ from gpupoold.wire.base import Message as Message
 from gpupoold.wire.messages_access import (
     AccessReport as AccessReport,
     AccessRules as AccessRules,
-    KeyLevels as KeyLevels,
+    AskRate as AskRate,
     KeyRecord as KeyRecord,
+    RateAnswer as RateAnswer,
 )
 from gpupoold.wire.records import (
     LoadedModel as LoadedModel,
@@ -80,6 +81,8 @@ class AddRequest(Message):
     ``output_token_ids`` are the tokens that its client has from another instance. One that
     ``is_moving`` is answered by ``Adopted`` when it can go on; its KV is in ``parcel``, or has to
     be computed anew. ``key_id``: of the API key that it came with, empty without one.
+    ``frontend``: the number of the frontend that it came from, which the daemon fills in. One
+    that ``is_isolated`` shares no step with others until ``EndIsolation``.
     """
 
     model: str
@@ -93,6 +96,15 @@ class AddRequest(Message):
     parcel: Parcel | None = None
     key_id: str = ""
     priority: Priority = Priority.NORMAL
+    frontend: int = 0
+    is_isolated: bool = False
+
+
+class EndIsolation(Message):
+    """A request may share steps with others again (daemon → instance)."""
+
+    model: str
+    request_id: str
 
 
 class AbortRequests(Message):
@@ -237,10 +249,13 @@ class ImageTaken(Message):
 
 
 class StepOutputs(Message):
-    """What one engine step produced (instance → daemon → frontend, forwarded as it is).
+    """What one engine step produced (instance → daemon → frontend).
 
     ``frames`` is empty when a device without an engine made the tokens: ``progress`` has
     them. ``step_s`` is the time of a pure decode step, None when the step prefilled.
+    ``frame_counts`` says how many of the frames are for each frontend, by its number and in
+    the frames' order; empty: all frames are for one frontend. Each frontend is sent its own
+    frames and the progress of its own requests.
     """
 
     model: str
@@ -248,6 +263,7 @@ class StepOutputs(Message):
     frames: list[bytes]
     progress: list[RequestProgress]
     step_s: float | None = None
+    frame_counts: dict[int, int] = {}
 
 
 class Moved(Message):
@@ -276,12 +292,20 @@ class ParcelUsed(Message):
     source: int
 
 
+class MemoryChanged(Message):
+    """What a device would have to move to run a model has changed, between ends of turns.
+
+    ``missing_bytes`` has the bytes for every model for which they are not as they were last
+    told.
+    """
+
+    missing_bytes: dict[str, int]
+
+
 class TurnEnded(Message):
     """A turn is over: its quota used while another model waits, or nothing left to do.
 
-    ``missing_bytes`` has, for every model whose number has changed since it was last told,
-    the bytes that would have to move now to run it. It comes also with ``turn_id`` 0, when
-    only memory has changed.
+    ``missing_bytes``: as in ``MemoryChanged``.
 
     ``model`` is whose turn it was, ``began_s`` when it could run, None if it never did, and
     ``ended_s`` when it was over.
@@ -295,9 +319,14 @@ class TurnEnded(Message):
 
 
 class Switched(Message):
-    """A switch happened."""
+    """A switch happened.
+
+    ``bandwidth_bytes_per_s`` is what switches of the instance reach by now, mapping included, a
+    moving average; 0: the instance does not measure it.
+    """
 
     switch: SwitchRecord
+    bandwidth_bytes_per_s: float = 0.0
 
 
 class WrongAnswer(Message):
@@ -333,20 +362,33 @@ class InstanceStatus(Message):
 
 
 class Reconfigure(Message):
-    """The configuration has changed; each heeds what it has a use for."""
+    """The configuration has changed; each heeds what it has a use for.
+
+    ``max_live_requests``: of one model. ``max_bytes_in_flight``: of this frontend.
+    """
 
     log_level: str
     canary_interval: int
     max_body_bytes: int
+    max_live_requests: int
+    max_bytes_in_flight: int
 
 
 # daemon ↔ frontend
 
 
 class FrontendReady(Message):
-    """The frontend accepts connections on the socket it was given."""
+    """The frontend follows the daemon's messages; it accepts no connections yet."""
 
     pid: int
+
+
+class Accept(Message):
+    """Accept connections from now on (daemon → frontend). Answered by ``Accepting``."""
+
+
+class Accepting(Message):
+    """The frontend accepts connections on the socket that it was given."""
 
 
 class ModelList(Message):
@@ -437,6 +479,19 @@ class Forked(Message):
     pid: int
 
 
+class ForkFailed(Message):
+    """It could not be started, for this reason; nothing of it runs (fork server → daemon)."""
+
+    call_id: int
+    reason: str
+
+
+class KillForked(Message):
+    """Kill a forked process (daemon → fork server): its pidfd did not reach the daemon."""
+
+    pid: int
+
+
 class ForkEnded(Message):
     """Exit status of a forked process, negative for a signal (fork server → daemon)."""
 
@@ -452,6 +507,7 @@ ToInstance = (
     | SetTargets
     | AddRequest
     | AbortRequests
+    | EndIsolation
     | RunTurn
     | MoveOut
     | PeerHost
@@ -472,6 +528,7 @@ FromInstance = (
     | Moved
     | Adopted
     | ParcelUsed
+    | MemoryChanged
     | TurnEnded
     | Switched
     | WrongAnswer
@@ -490,11 +547,21 @@ ToFrontend = (
     | MetricsText
     | Ping
     | AccessRules
+    | RateAnswer
+    | Accept
     | Reconfigure
     | Shutdown
 )
 FromFrontend = (
-    FrontendReady | AddRequest | AbortRequests | CallResult | Pong | AskMetrics | AccessReport
+    FrontendReady
+    | Accepting
+    | AddRequest
+    | AbortRequests
+    | CallResult
+    | Pong
+    | AskMetrics
+    | AskRate
+    | AccessReport
 )
-ToForkServer = Fork
-FromForkServer = Forked | ForkEnded
+ToForkServer = Fork | KillForked
+FromForkServer = Forked | ForkFailed | ForkEnded

@@ -19,6 +19,7 @@ class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float
     tbt_s: float
     allow_remote_code: bool = False
+    media_hosts: tuple[str, ...] = ()
 
 
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +94,11 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of ``/v1/models``; ``state`` is a ``ModelState``."""
+    """A row of ``/v1/models``; ``state`` is a ``ModelState``.
+
+    Clients of one that is not ready are told to come again after ``retry_after_s``, or at
+    ``retry_at_s`` (on the monotonic clock) if that is later.
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -101,4 +106,5 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     reason: str = ""
     retry_after_s: float = 1.0
+    retry_at_s: float = 0.0
     max_model_len: int | None = None

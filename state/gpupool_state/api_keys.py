@@ -68,7 +68,7 @@ class KeyUse:
 
 
 class ApiKeys:
-    """API keys in the database; every change is durable once its call returns.
+    """API keys in the database; every change is on the disk once its call returns.
 
     Names are free again once their key is revoked. All methods raise ``Failed`` when the
     disk is full or the database locked or damaged; nothing is changed then.
@@ -155,9 +155,9 @@ class ApiKeys:
         return await self._update(name, gone | {"revoked_at": self._now()})
 
     async def note_use(self, uses: Iterable[KeyUse]) -> None:
-        """Add to what keys have used."""
+        """Add to what keys have used; a power cut may take the last seconds of that."""
         rows = [(u.num_requests, u.num_tokens, u.last_used_at, u.key_id) for u in uses]
-        async with self._db.write() as tx:
+        async with self._db.write(durable=False) as tx:
             await tx.execute_many(
                 "UPDATE api_keys SET num_requests = num_requests + ?,"
                 " num_tokens = num_tokens + ?, last_used_at = ? WHERE id = ?",

@@ -1,9 +1,10 @@
 """The state database: one SQLite file in WAL mode, one writer, one reader.
 
-Durability: a commit is in the write-ahead log, and so in the operating
-system's cache, before it is acknowledged. With ``synchronous=NORMAL`` that
-survives any end of the process, ``kill -9`` included. A power cut or a crash of
-the system may lose the last commits, but never leaves the file damaged.
+Durability: a commit is on the disk before it is acknowledged
+(``synchronous=FULL``): it survives any end of the process and a power cut.
+Transactions that are not durable (``synchronous=NORMAL``), as those of the
+history, survive any end of the process, ``kill -9`` included; a power cut or a
+crash of the system may lose the last of them. Neither leaves the file damaged.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ class Database:
                 await reader.execute_fetchall("PRAGMA query_only = ON")
             return cls(path, writer, reader, stack.pop_all())
 
-    def write(self) -> AbstractAsyncContextManager[Transaction]:
+    def write(self, *, durable: bool = True) -> AbstractAsyncContextManager[Transaction]:
         """A write transaction; others wait for it. See ``Writer.transaction``."""
-        return self._writer.transaction()
+        return self._writer.transaction(durable=durable)
 
     async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
         """All rows of a query; sees every change acknowledged before the call.
@@ -135,7 +136,6 @@ async def _prepare(connection: aiosqlite.Connection, path: Path) -> None:
             f"the file system of {path} does not support SQLite's write-ahead log",
             "put the state folder on a local disk, not on a network share",
         )
-    await connection.execute_fetchall("PRAGMA synchronous = NORMAL")
     await connection.execute_fetchall("PRAGMA foreign_keys = ON")
     # Found now, damage stops the start with a reason; found later, it would surprise a request.
     (verdict, *_) = await connection.execute_fetchall("PRAGMA quick_check(1)")

@@ -260,7 +260,7 @@ class History(HistoryReader):
         if not by_table:
             return
         added: dict[Table, int] = {}
-        async with self._db.write() as tx:
+        async with self._db.write(durable=False) as tx:
             for table, rows in by_table.items():
                 added[table] = await tx.execute_many(table.insert, rows)
         for table, num_added in added.items():
@@ -287,7 +287,7 @@ class History(HistoryReader):
             batch = max(1, min(_MAX_PRUNED_ROWS, limit // 10))
             num_rows = await self._count(table)
             while num_rows > limit:
-                async with self._db.write() as tx:
+                async with self._db.write(durable=False) as tx:
                     num_rows -= await tx.execute(table.delete_oldest, (batch,))
                 self._num_rows[table] = num_rows
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from gpupool_state.schema import (
     CREATE_SLO_MINUTES,
 )
 from gpupool_state.writer import Source, Writer
+from gpupoold import durable
 from gpupoold.errors import Failed, Refused
 
 _BOOKKEEPING = """
@@ -139,22 +139,12 @@ async def _back_up(writer: Writer, path: Path, number: int) -> None:
     try:
         unfinished.unlink(missing_ok=True)
         await writer.copy_to(unfinished)
-        _sync(unfinished)
-        os.replace(unfinished, target)
-        _sync(target.parent)
+        durable.replace(unfinished, target)
     except (OSError, Failed) as error:
         raise Failed(
             f"the backup {target} before changing the schema could not be written: {error}",
             "make room in that folder and start again; the database was not changed",
         ) from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 async def _apply(writer: Writer, path: Path, step: Migration) -> None:

@@ -70,14 +70,15 @@ class Writer:
         self._turn = asyncio.Lock()
         self._owner: asyncio.Task[Any] | None = None
         self._closed = False
+        self._durable: bool | None = None  # not set yet
 
     @asynccontextmanager
-    async def transaction(self) -> AsyncIterator[Transaction]:
+    async def transaction(self, *, durable: bool = True) -> AsyncIterator[Transaction]:
         """A write transaction: committed when the block ends, rolled back when it raises.
 
         Once the block has ended without an error the change survives a kill of
-        the process. A cancellation that comes during the commit is delivered
-        after it.
+        the process and, if it is ``durable``, a power cut. A cancellation that
+        comes during the commit is delivered after it.
 
         Raises:
             Failed: the disk is full; the database is locked, read-only, damaged or closed.
@@ -92,7 +93,7 @@ class Writer:
             transaction = Transaction(self._connection)
             try:
                 with explained(self._path):
-                    await self._begin()
+                    await self._begin(durable)
                     yield transaction
                     await to_the_end(self._commit())
             except BaseException:
@@ -124,7 +125,11 @@ class Writer:
                 self._closed = True
                 await self._connection.close()
 
-    async def _begin(self) -> None:
+    async def _begin(self, durable: bool) -> None:
+        if durable != self._durable:  # it cannot be changed within a transaction
+            level = "FULL" if durable else "NORMAL"
+            await self._connection.execute_fetchall(f"PRAGMA synchronous = {level}")
+            self._durable = durable
         # IMMEDIATE takes the write lock now, so that a lock held by another
         # program shows before any work is done instead of half-way through.
         async with self._connection.execute("BEGIN IMMEDIATE"):

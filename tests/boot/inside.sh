@@ -39,6 +39,8 @@ if [[ ! -x .venv/bin/python ]]; then
 fi
 make install
 id gpupool
+changeable=$(find /usr/local/lib/gpupool ! -type l \( ! -user root -o -perm /022 \) -print -quit)
+[[ -z $changeable ]] || fail "others than root may change $changeable"
 systemd-analyze verify gpupoold.service gpupoold.socket gpupoold-admin.socket
 systemd-analyze security --no-pager gpupoold.service | tail -n 1
 
@@ -50,6 +52,10 @@ systemctl enable --now gpupoold
 echo "active after $(($(now_ms) - began)) ms"
 systemctl --no-pager -l status gpupoold.service gpupoold.socket gpupoold-admin.socket || fail "not active"
 ls -ld /run/gpupool /run/gpupool/admin.sock /var/lib/gpupool
+[[ $(stat -c %a /var/lib/gpupool) == 700 ]] || fail "others may look into the state folder"
+# A container may not be allowed to have a lower score than its own.
+echo "OOM score: $(show OOMScoreAdjust) wanted, $(cat "/proc/$(show MainPID)/oom_score_adj") had"
+[[ $(show OOMScoreAdjust) == -500 ]] || fail "the daemon's OOM score"
 
 step "use"
 gpupool make-tiny-models /var/lib/gpupool/models
@@ -158,6 +164,19 @@ echo "stopped after $(($(now_ms) - began)) ms, $(show Result), status $(show Exe
 echo "kept descriptors: $(show NFileDescriptorStore)"
 pgrep -u gpupool -a && fail "processes are left"
 [[ -S /run/gpupool/admin.sock ]] || fail "the admin socket went with the service"
+
+step "a fault at the start that lasts"
+mount -t tmpfs -o size=64k,mode=700 tmpfs /var/lib/gpupool
+chown gpupool: /var/lib/gpupool
+dd if=/dev/zero of=/var/lib/gpupool/ballast bs=1k count=64 2>/dev/null || true
+systemctl start --no-block gpupoold
+sleep 45
+[[ $(show ActiveState) != failed ]] || fail "it was given up after $(show NRestarts) restarts"
+echo "$(show NRestarts) restarts in 45 s"
+umount -l /var/lib/gpupool
+began=$(now_ms)
+await_answer "$began"
+systemctl stop gpupoold
 
 step "socket activation"
 began=$(now_ms)

@@ -312,10 +312,50 @@ def child(daemon: PrivateDaemon, module: str) -> psutil.Process:
     return found
 
 
+def frontend(daemon: PrivateDaemon, number: int) -> psutil.Process:
+    """The process of a frontend, which runs now."""
+    with daemon.client() as client:
+        pid = client.status().frontends[number].pid
+    assert pid is not None
+    return psutil.Process(pid)
+
+
+def frontend_pids(daemon: PrivateDaemon) -> list[int | None]:
+    """The process ids of all frontends, None of one that does not run now."""
+    with daemon.client() as client:
+        return [one.pid for one in client.status().frontends]
+
+
+def are_frontends_ready(daemon: PrivateDaemon) -> bool:
+    """Whether all frontends accept connections."""
+    with daemon.client() as client:
+        return all(one.state == "ready" for one in client.status().frontends)
+
+
+@contextlib.contextmanager
+def only_frontend(daemon: PrivateDaemon, number: int) -> Iterator[None]:
+    """Inside, connections are accepted by one frontend: the others are suspended."""
+    others = [frontend(daemon, n) for n, _ in enumerate(frontend_pids(daemon)) if n != number]
+    for one in others:
+        one.suspend()
+    try:
+        yield
+    finally:
+        for one in others:
+            one.resume()
+
+
 def all_gone(processes: list[psutil.Process], timeout_s: float) -> bool:
-    """Whether all of them end in time."""
+    """Whether all of them end in time; a process whose new parent has not reaped it has ended."""
     _, alive = psutil.wait_procs(processes, timeout_s)
-    return not alive
+    return not any(map(_runs, alive))
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Restartable:

@@ -21,11 +21,12 @@ from benchmarks.frontend_peer import opening, start_frontend
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 from gpupoold.wire.messages import (
     AbortRequests,
+    Accept,
+    Accepting,
     AddRequest,
     Admission,
     CallResult,
     FromFrontend,
-    FrontendReady,
     LoadedModel,
     ModelToLoad,
     RequestProgress,
@@ -173,6 +174,11 @@ class EnginePeer:
             self._listener.close()
         assert status == 0
 
+    def let_accept(self) -> None:
+        """Let the frontend of a peer that was never entered accept connections."""
+        channel: BlockingChannel[Any] = BlockingChannel(self._wire, FromFrontend)
+        channel.send(Accept())
+
     def hang_up(self) -> None:
         """Close the channel of a peer that was never entered, as a dying daemon would."""
         self._wire.close()
@@ -213,9 +219,10 @@ class EnginePeer:
         for message in opening(models, is_ready=ready):
             self.send(message)
 
-    def wait_ready(self, timeout_s: float = 60) -> None:
+    def wait_ready(self, timeout_s: float = 120) -> None:
         """Until the frontend accepts connections and the engines are loaded."""
-        self.wait_for(lambda m: isinstance(m, FrontendReady), timeout_s)
+        self.send(Accept())
+        self.wait_for(lambda m: isinstance(m, Accepting), timeout_s)
         with self._changed:
             assert self._changed.wait_for(lambda: self._failure or self._loaded, timeout_s)
 

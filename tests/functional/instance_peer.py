@@ -220,6 +220,8 @@ class InstancePeer:
                     self.ended[item.request_id] = item.finish_reason
             self.scheduler.stepped(0, message)
             self.scheduler.check_state()
+        elif isinstance(message, m.MemoryChanged):
+            self.scheduler.memory_changed(0, message)
         elif isinstance(message, m.TurnEnded):
             self.scheduler.turn_ended(0, message)
             self.scheduler.check_state()

@@ -38,8 +38,9 @@ from tests.functional.access_box import (
 )
 from tests.functional.daemon_tools import (
     Background,
-    child,
     child_env,
+    frontend,
+    only_frontend,
     ps,
     sim_daemon,
     until,
@@ -142,7 +143,7 @@ async def test_live_requests_of_a_key_are_bounded(box: Box) -> None:
         assert "This API key already has 1 requests" in error.message
         stream.leave()
     until(lambda: not ps(box.daemon).requests)
-    assert isinstance(await refusal(box, key, n=2), openai.RateLimitError)
+    assert isinstance(await refusal(box, key, n=2), openai.BadRequestError)
     until(lambda: not ps(box.daemon).requests)
     assert await answer(box, key) == 3
 
@@ -162,14 +163,34 @@ async def test_low_priority_is_refused_first_and_high_last(box: Box) -> None:
     until(lambda: not ps(box.daemon).requests)
 
 
-async def test_restarted_frontend_knows_keys_and_what_they_have_left(box: Box) -> None:
+async def test_rates_hold_over_all_frontends_together(box: Box) -> None:
+    """Each of them alone would let three requests in, and knows of its own tokens only."""
+    key = box.add("shared", requests_per_minute=3)
+    body = {"model": "one", "prompt": PROMPT}
+    statuses: list[int] = []
+    for number in (0, 1, 0, 1):
+        # Two of them never reach an engine; they count as well.
+        with only_frontend(box.daemon, number), box.http(key) as http:
+            path = "/tokenize" if number else "/v1/completions"
+            statuses.append(http.post(path, json=body).status_code)
+    assert statuses == [200, 200, 200, 429]
+    key = box.add("tokens-shared", tokens_per_minute=20)
+    with only_frontend(box.daemon, 0):
+        assert await answer(box, key, num_tokens=40) == 40
+    with only_frontend(box.daemon, 1):
+        assert isinstance(await refusal(box, key), openai.RateLimitError)
+    assert (box.key("tokens-shared").tokens_left or 0) < 0
+
+
+async def test_restarted_frontends_know_keys_and_what_they_have_left(box: Box) -> None:
     key = box.add("twice", requests_per_minute=2)
     assert [await answer(box, key) for _ in range(2)] == [3, 3]
     assert isinstance(await refusal(box, key), openai.RateLimitError)
     until(lambda: (box.key("twice").requests_left or 2.0) < 1)
-    frontend = child(box.daemon, "frontend")
-    frontend.kill()
-    until(lambda: not frontend.is_running(), 30)
+    killed = [frontend(box.daemon, number) for number in range(2)]
+    for one in killed:
+        one.kill()
+    until(lambda: not any(one.is_running() for one in killed), 30)
     until(lambda: is_mounted(box), 60)
     assert isinstance(await refusal(box, key), openai.RateLimitError)
     assert isinstance(await refusal(box, box.texts[0] + "x"), openai.AuthenticationError)

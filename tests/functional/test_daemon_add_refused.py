@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +118,90 @@ class TestCheckpoints:
         error = refused(folder)
         assert "auto_map" in error.message
         assert "allow_remote_code" in error.hint
+
+
+class TestKinds:
+    """Models that are whole, but of a kind that is not served; the reason is a sentence."""
+
+    @pytest.mark.parametrize(
+        ("kind", "message"),
+        [
+            ("BertForMaskedLM", "BertForMaskedLM does not generate text"),
+            ("T5ForConditionalGeneration", "is an encoder-decoder model, which is not supported"),
+        ],
+    )
+    def test_a_model_that_is_no_decoder(
+        self, refused: Callable[..., Any], tmp_path: Path, kind: str, message: str
+    ) -> None:
+        folder = tmp_path / kind
+        run_python(_MAKE_KIND, str(folder), kind)
+        error = refused(folder)
+        assert isinstance(error, Refused)
+        assert message in error.message
+        assert error.hint
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"quantization_config": {"quant_method": "magic"}}, "quantisation 'magic'"),
+            ({"num_hidden_layers": 40}, "the checkpoint lacks tensors: model.layers."),
+            ({"vocab_size": 5000}, "its weights do not fit its config.json: "),
+            ({"rope_scaling": {"rope_type": "magic"}}, "'magic'"),
+        ],
+        ids=["quantisation", "layers", "vocabulary", "rope"],
+    )
+    def test_a_config_that_cannot_be_served(
+        self,
+        refused: Callable[..., Any],
+        copy_checkpoint: Copy,
+        tiny_models: dict[str, Path],
+        changes: dict[str, Any],
+        message: str,
+    ) -> None:
+        folder = copy_checkpoint(tiny_models[LLAMA])
+        edit_json(folder / "config.json", **changes)
+        error = refused(folder)
+        assert isinstance(error, Refused)
+        assert message in error.message
+        assert error.hint
+
+    def test_a_tokenizer_that_cannot_be_read(
+        self, refused: Callable[..., Any], copy_checkpoint: Copy, tiny_models: dict[str, Path]
+    ) -> None:
+        folder = copy_checkpoint(tiny_models[LLAMA])
+        (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+        error = refused(folder)
+        assert "its tokenizer cannot be loaded" in error.message
+        assert "copy the tokenizer files" in error.hint
+
+
+# In a process of its own, as it imports torch: a folder and the name of a class.
+_MAKE_KIND = """
+import sys
+from pathlib import Path
+import transformers
+from gpupoold.checkpoints.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
+folder, kind = Path(sys.argv[1]), getattr(transformers, sys.argv[2])
+sizes = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, "num_attention_heads": 2}
+sizes |= {"max_position_embeddings": 2048} if "Bert" in sys.argv[2] else {}
+sizes |= {"num_layers": 2, "num_heads": 2, "hidden_size": 64, "d_model": 64, "d_kv": 32}
+folder.mkdir(parents=True)
+write_tokenizer(folder)
+kind(kind.config_class(**sizes)).save_pretrained(folder)
+"""
+
+
+def run_python(code: str, *arguments: str) -> None:
+    """Run ``code`` in another interpreter; fails the test with what it wrote."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 class TestSizes:

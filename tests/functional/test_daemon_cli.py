@@ -61,6 +61,8 @@ class TestLooking:
         status = json.loads(cli(pool, "status", "--json").stdout)
         assert (status["state"], status["http_url"]) == ("ready", pool.http_url)
         assert status["pid"] == pool.process.pid
+        assert [one["state"] for one in status["frontends"]] == ["ready", "ready"]
+        assert "2 of 2 ready" in cli(pool, "status").stdout
         now = json.loads(cli(pool, "ps", "--json").stdout)
         assert [row["name"] for row in now["models"]] == list(MODELS)
         assert now["devices"][0]["state"] == "ready"
@@ -76,7 +78,8 @@ class TestLooking:
         assert logs.returncode == 0
         assert {line.split(" | ")[0] for line in logs.stdout.splitlines()} == {
             "fork-server",
-            "frontend",
+            "frontend-0",
+            "frontend-1",
             "gpupoold",
             "instance-0",
         }
@@ -84,7 +87,7 @@ class TestLooking:
         assert len(one.stdout.splitlines()) == 3
         nobody = cli(pool, "logs", "--process", "nobody")
         assert nobody.returncode == 2
-        assert "frontend" in nobody.stderr
+        assert "frontend-0" in nobody.stderr
 
     def test_version(self, pool: PrivateDaemon) -> None:
         versions = json.loads(cli(pool, "version", "--json").stdout)

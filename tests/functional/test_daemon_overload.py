@@ -76,7 +76,9 @@ def test_samples_count_one_by_one(box: PrivateDaemon) -> None:
     answers = asyncio.run(flood(box, 3, n=PER_MODEL // 2))
     assert Counter(answer.status_code for answer in answers) == {200: 2, 429: 1}
     assert all(len(one.json()["choices"]) == 3 for one in answers if one.status_code == 200)
-    assert asyncio.run(flood(box, 1, n=PER_MODEL + 1))[0].status_code == 429
+    [never] = asyncio.run(flood(box, 1, n=PER_MODEL + 1))
+    assert never.status_code == 400
+    assert "7 answers" in never.text
 
 
 def test_all_models_share_the_bound_of_all(box: PrivateDaemon) -> None:
@@ -116,11 +118,20 @@ def test_who_waits_as_long_as_told_is_served(box: PrivateDaemon) -> None:
 def test_official_client_without_retries_is_told(box: PrivateDaemon) -> None:
     async def run() -> None:
         async with api_client(box.http_url) as api:
-            with pytest.raises(openai.RateLimitError) as raised:
-                await api.completions.create(
-                    model=ONE, prompt="x", max_tokens=5, n=PER_MODEL + 1, stream=True
+            asked = (
+                api.completions.create(
+                    model=ONE, prompt="x", max_tokens=5, n=PER_MODEL, stream=True
                 )
-            assert int(raised.value.response.headers["retry-after"]) >= 1
+                for _ in range(2)
+            )
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            refusals = [one for one in answers if isinstance(one, openai.RateLimitError)]
+            assert refusals
+            for refusal in refusals:
+                assert int(refusal.response.headers["retry-after"]) >= 1
+            for stream in answers:
+                if not isinstance(stream, BaseException):
+                    assert [chunk async for chunk in stream]
 
     asyncio.run(run())
 
@@ -129,7 +140,9 @@ def test_refusals_are_counted_and_recorded_once_a_minute(box: PrivateDaemon) -> 
     before, began_s = len(refused_events(box)), time.monotonic()
     num_refused = usage(box, ONE).refused
     for _ in range(3):
-        assert asyncio.run(flood(box, 1, n=PER_MODEL + 1))[0].status_code == 429
+        answers = asyncio.run(flood(box, 2, n=PER_MODEL))
+        # Of two frontends: the samples of both may have come by turns, and neither fits then.
+        assert 429 in {answer.status_code for answer in answers}
     assert usage(box, ONE).refused > num_refused
     minutes = (time.monotonic() - began_s) / 60
     assert len(refused_events(box)) - before <= 1 + minutes

@@ -1,4 +1,4 @@
-"""Processes that die: the daemon, its instance, its frontend, each in the middle of work."""
+"""Processes that die: the daemon, its instance, its frontends, each in the middle of work."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from tests.functional.daemon_tools import (
     children,
     emulated_config,
     eventually,
+    frontend,
     ps,
     until,
 )
@@ -120,17 +121,18 @@ class TestInstance:
         assert kinds.index("instance_down") < len(kinds) - 1 - kinds[::-1].index("instance_ready")
 
 
-class TestFrontend:
-    async def test_killed(self, daemon: PrivateDaemon, expected: dict[str, Answer]) -> None:
+class TestFrontends:
+    async def test_all_killed(self, daemon: PrivateDaemon, expected: dict[str, Answer]) -> None:
         await same_answers(daemon, expected)
         async with api_client(daemon.http_url) as api:
             stream = Background(api, LLAMA, "interrupted", LONG)
             await stream.started()
-            child(daemon, "frontend").kill()
+            for number in range(2):
+                frontend(daemon, number).kill()
             with pytest.raises((openai.APIError, httpx.HTTPError)):
                 await stream.finished()
         await eventually(lambda: not ps(daemon).requests, 5)
-        # A connection made now waits in the socket until the next frontend accepts it.
+        # With none left a connection made now waits in the socket until one accepts it.
         body = {"model": LLAMA, "prompt": "who are you?", "max_tokens": 1}
         statuses: list[int] = []
 
@@ -222,6 +224,15 @@ class TestDaemon:
         assert str(daemon.socket_path) in done.stderr
         assert models_ready(daemon)
 
+    def test_would_be_killed_last_for_want_of_memory(self, daemon: PrivateDaemon) -> None:
+        def score(process: psutil.Process) -> int:
+            return int(Path(f"/proc/{process.pid}/oom_score_adj").read_text())
+
+        own = score(psutil.Process(daemon.process.pid))
+        assert score(child(daemon, "instance")) == max(own, 500)
+        assert score(frontend(daemon, 0)) == max(own, 200)
+        assert score(child(daemon, "fork_server")) == own  # all that it forked would go with it
+
     def test_is_light(self, daemon: PrivateDaemon) -> None:
         maps = Path(f"/proc/{daemon.process.pid}/maps").read_text()
         assert "libtorch" not in maps
@@ -286,6 +297,14 @@ class TestStarting:
         assert done.returncode == 1
         assert "too long" in done.stderr
         assert "runtime_dir" in done.stderr
+
+    def test_a_runtime_folder_that_others_can_write_to(self, tmp_path: Path) -> None:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run").chmod(0o777)
+        done = run_gpupoold(write_config(tmp_path, "[server]\nport = 0\n"))
+        assert done.returncode == 5
+        assert f"{tmp_path}/run, can be written to by others" in done.stderr
+        assert f"hint: chmod go-w {tmp_path}/run" in done.stderr
 
     def test_a_database_that_is_none(self, tmp_path: Path) -> None:
         (tmp_path / "state").mkdir()

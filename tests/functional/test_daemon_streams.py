@@ -209,6 +209,7 @@ class TestModelsComeAndGo:
         await eventually(lambda: not ps(pool).requests, 5)
         assert Traces.of(pool) == before
 
+    @pytest.mark.slow
     async def test_force_overtakes_a_drain(
         self, pool: PrivateDaemon, api: AsyncOpenAI, tiny_models: dict[str, Path]
     ) -> None:

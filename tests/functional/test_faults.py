@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.faults import run_faults
 from tests.functional.daemon_tools import MODELS
 
@@ -11,6 +13,7 @@ from tests.functional.daemon_tools import MODELS
 NUM_REQUESTS = 60
 
 
+@pytest.mark.slow
 def test_every_answer_is_complete_and_the_same(tiny_models: dict[str, Path]) -> None:
     run = run_faults([tiny_models[name] for name in MODELS], NUM_REQUESTS)
     assert run["completed"] == run["requests"] == NUM_REQUESTS, run["problems"]

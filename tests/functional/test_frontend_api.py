@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 
+from benchmarks import frontend_peer
 from gpupoold.wire.messages import (
     RequestsFailed,
     ServedModel,
@@ -175,7 +176,7 @@ class TestGeneration:
 
     def test_format_without_a_grammar_is_refused(self, api: openai.OpenAI) -> None:
         schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
-        with pytest.raises(openai.BadRequestError, match="no grammar can be made"):
+        with pytest.raises(openai.BadRequestError, match="grammar cannot be used"):
             api.chat.completions.create(
                 model=LLAMA, messages=GREETING, max_tokens=4, response_format=schema
             )
@@ -424,8 +425,12 @@ class TestMounting:
 
 
 class TestProcess:
-    def test_answers_before_the_engine_is_imported_and_ends_with_the_daemon(self) -> None:
+    def test_answers_before_the_engine_is_imported_and_ends_with_the_daemon(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(frontend_peer, "FRONTEND", frontend_peer.FRONTEND_ALONE)
         peer = EnginePeer({})
+        peer.let_accept()
         try:
             assert httpx.get(f"{peer.url}/health", timeout=20).status_code == 200
             assert httpx.get(f"{peer.url}/ready").status_code == 503

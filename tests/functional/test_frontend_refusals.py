@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -9,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
-from gpupoold.wire.messages import ServedModel
+from gpupoold.wire.messages import AddRequest, ServedModel
 from tests.functional.engine_peer import (
     EnginePeer,
     added_since,
@@ -94,6 +96,41 @@ def test_one_of_several_is_enough(peer: EnginePeer, more: dict[str, Any]) -> Non
     ids = added_since(peer, start, LLAMA, count=3)
     wait_aborted(peer, *ids)
     until(lambda: not peer.engines.busy())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_clients_texts_stay_in_the_frontend(peer: EnginePeer, path: str) -> None:
+    """Ids of the engine's requests are the server's, also for samples."""
+    start = len(peer.received)
+    more: dict[str, Any] = {"request_id": "of-a-client", "session_id": "of-a-client", "n": 2}
+    more["vllm_xargs"] = more["kv_transfer_params"] = {"of-a-client": "of-a-client"}
+    answer = post(peer, path, user="of-a-client", **more)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["id"].endswith("cmpl-of-a-client")
+    server_id = answer.headers["x-request-id"]
+    assert re.fullmatch("[0-9a-f]{32}", server_id)
+    asked = [one for one in peer.received[start:] if isinstance(one, AddRequest)]
+    assert [one.request_id for one in asked] == [f"0_{server_id}", f"1_{server_id}"]
+    assert b"of-a-client" not in msgspec.msgpack.encode(peer.received[start:])
+
+
+def test_prompts_of_one_request_are_called_by_it(peer: EnginePeer) -> None:
+    start = len(peer.received)
+    answer = post(peer, "/v1/completions", prompt=["a", "b", "c"])
+    server_id = answer.headers["x-request-id"]
+    assert answer.json()["id"] == f"cmpl-{server_id}"
+    ids = added_since(peer, start, LLAMA, count=3)
+    assert sorted(ids) == [server_id, f"{server_id}-2", f"{server_id}-3"]
+
+
+def test_beams_are_requests_of_their_own(peer: EnginePeer) -> None:
+    start = len(peer.received)
+    answer = post(peer, "/v1/completions", use_beam_search=True, n=2, max_tokens=3)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"]) == 2
+    ids = added_since(peer, start, LLAMA, count=5)
+    assert len(set(ids)) == len(ids)
+    assert all(one.startswith(answer.headers["x-request-id"]) for one in ids)
 
 
 def test_stream_begins_before_its_first_token(peer: EnginePeer) -> None:

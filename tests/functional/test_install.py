@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -33,16 +34,18 @@ def files_under(folder: Path) -> set[str]:
 class Stage:
     """A staging folder, and an environment to install: an empty one that sees this one's."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, umask: int = 0o022, python: str = sys.executable) -> None:
         self.root = folder / "root"
-        self._venv = folder / "venv"
-        command = [sys.executable, "-m", "venv", "--without-pip", str(self._venv)]
-        subprocess.run(command, check=True)
-        [packages] = self._venv.glob("lib/python3*/site-packages")
-        (packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        self.venv = folder / "venv"
+        command = [python, "-m", "venv", "--without-pip", str(self.venv)]
+        subprocess.run(command, check=True, umask=umask)
+        [self.packages] = self.venv.glob("lib/python3*/site-packages")
+        (self.packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
-    def make(self, target: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        given = {"DESTDIR": str(self.root), "VENV": str(self._venv)} | variables
+    def make(
+        self, target: str, variables: Mapping[str, str] | None = None, umask: int = 0o022
+    ) -> subprocess.CompletedProcess[str]:
+        given = {"DESTDIR": str(self.root), "VENV": str(self.venv)} | dict(variables or {})
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         return subprocess.run(
             ["make", "-C", str(ROOT), target, *(f"{name}={given[name]}" for name in given)],
@@ -51,6 +54,7 @@ class Stage:
             text=True,
             check=False,
             timeout=120,
+            umask=umask,
         )
 
 
@@ -186,6 +190,101 @@ def test_an_upgrade_leaves_the_configuration_alone_and_removal_everything_else(
     ],
 )
 def test_what_cannot_be_installed(stage: Stage, variables: dict[str, str], why: str) -> None:
-    done = stage.make("install", **variables)
+    done = stage.make("install", variables)
     assert done.returncode != 0
     assert why in done.stderr
+
+
+BUILDER = 12345
+SYSTEM_PYTHON = "/usr/bin/python3"
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who installs for others")
+
+
+def system_python() -> str:
+    """One that the service can run; compiled packages of the tests' own environment fit it."""
+    probe = "import sys, venv; print(*sys.version_info[:2])"
+    command = [SYSTEM_PYTHON, "-c", probe]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip(f"needs {SYSTEM_PYTHON} with its venv module")
+    if found.split() != [str(number) for number in sys.version_info[:2]]:
+        pytest.skip(f"needs {SYSTEM_PYTHON} of this Python's version")
+    return SYSTEM_PYTHON
+
+
+def give_to_builder(stage: Stage, umask: int) -> None:
+    """What `make venv` leaves when another user has run it, and more than it should."""
+    for path in (stage.venv, *stage.venv.rglob("*")):
+        os.chown(path, BUILDER, BUILDER, follow_symlinks=False)
+        if not path.is_symlink():
+            path.chmod((0o777 if path.is_dir() or os.access(path, os.X_OK) else 0o666) & ~umask)
+
+
+def builders_package(stage: Stage, umask: int) -> None:
+    """A package with modes and links as they are found in the wild."""
+    package = stage.packages / "sample"
+    package.mkdir()
+    (package / "__init__.py").write_text("ANSWER = 42\n")
+    (package / "link.py").symlink_to("__init__.py")
+    os.link(package / "__init__.py", package / "twin.py")
+    give_to_builder(stage, umask)
+    package.chmod(0o2777)
+    (package / "__init__.py").chmod(0o4666)
+
+
+@needs_root
+@pytest.mark.parametrize("umask", [0o002, 0o077])
+def test_nothing_installed_belongs_to_its_builder(tmp_path: Path, umask: int) -> None:
+    stage = Stage(tmp_path, umask=umask)
+    builders_package(stage, umask)
+    done = stage.make("install", umask=umask)
+    assert done.returncode == 0, done.stderr
+    installed = [stage.root, *stage.root.rglob("*")]
+    assert any(path.name == "twin.py" for path in installed)
+    for path in installed:
+        status = path.lstat()
+        assert (status.st_uid, status.st_gid) == (0, 0), path
+        if path.is_symlink():
+            continue
+        assert status.st_mode & 0o7022 == 0, f"{path} has mode {status.st_mode:o}"
+        wanted = 0o555 if path.is_dir() else 0o444
+        assert status.st_mode & wanted == wanted, f"{path} has mode {status.st_mode:o}"
+    programs = stage.root / LIB / "gpupool/bin"
+    texts = [path.read_bytes() for path in programs.iterdir() if not path.is_symlink()]
+    assert not [text for text in texts if bytes(stage.venv) in text]
+
+
+@needs_root
+def test_root_runs_nothing_out_of_the_builders_folders(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, python=system_python())
+    named, mapped, linked = (tmp_path / name for name in ("named", "mapped", "linked"))
+    for folder in (named, mapped, linked):
+        folder.mkdir()
+        os.chown(folder, BUILDER, BUILDER)
+    (stage.packages / "named.pth").write_text(f"{named}\n")
+    finder = f"MAPPING = {{'sample': {str(mapped)!r}}}\n"
+    (stage.packages / "__editable___sample_finder.py").write_text(finder)
+    (stage.packages / "sample.pth").write_text("import __editable___sample_finder\n")
+    (stage.packages / "linked").symlink_to(linked)
+    why = f"takes code from where others than root can change it: {linked} {mapped} {named}"
+
+    assert f"warning: {stage.venv} {why}" in stage.make("install").stdout
+    folders = {"PREFIX": str(stage.root / "opt"), "SYSCONFDIR": str(stage.root / "etc")}
+    done = stage.make("install", {"DESTDIR": "", **folders})
+    assert done.returncode != 0
+    assert why in done.stderr
+    assert not files_under(stage.root / "opt")
+
+
+@needs_root
+def test_others_cannot_replace_what_root_runs(tmp_path: Path) -> None:
+    stage, theirs = Stage(tmp_path, python=system_python()), tmp_path / "theirs"
+    theirs.mkdir()
+    os.chown(theirs, BUILDER, BUILDER)
+    done = stage.make(
+        "install", {"DESTDIR": "", "PREFIX": str(theirs / "usr"), "SYSCONFDIR": str(theirs / "etc")}
+    )
+    assert done.returncode != 0
+    assert f"{theirs}/usr can be changed by others than root" in done.stderr
+    assert not list(theirs.iterdir())

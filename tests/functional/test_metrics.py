@@ -98,9 +98,10 @@ class TestScrape:
         switches = value(box, "gpupool_switches_total", device="0")
         assert switches is not None
         assert switches >= len(MODELS)
-        lag = value(box, "gpupool_event_loop_lag_seconds_count", process="frontend")
+        lag = value(box, "gpupool_event_loop_lag_seconds_count", process="frontend-1")
         assert lag is not None
         assert lag > 0
+        assert value(box, "gpupool_frontend_up", frontend="1") == 1
 
     def test_public_port_tells_the_same(self, box: PrivateDaemon) -> None:
         answer = httpx.get(f"{box.http_url}/metrics")

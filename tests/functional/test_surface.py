@@ -15,6 +15,7 @@ import pytest
 from benchmarks.fuzz import Outcome, send_mutants
 from benchmarks.generated import generated
 from benchmarks.mutants import MAX_TOKENS, mutants
+from benchmarks.noise import beside_a_neighbour
 from benchmarks.stream_client import stream
 from gpupool_cli.private_daemon import PrivateDaemon
 from tests.functional.daemon_tools import admin_http, children, ps, sim_daemon, until
@@ -22,6 +23,9 @@ from tests.functional.daemon_tools import admin_http, children, ps, sim_daemon, 
 MODELS = ("one", "two")
 CONFIG = 'devices = ["sim:2xA100"]\n'
 NUM_MUTANTS = 1_000
+NUM_NEAR_LIMITS = 80
+# Far more than a stream pauses for on a slow machine, far less than an event loop that is held.
+PAUSE_S = 5.0
 NUM_EXAMPLES, NUM_ADMIN_EXAMPLES = 2, 4
 NUM_IDLE = 300
 NUM_ACTIVE = 60
@@ -86,6 +90,16 @@ def test_mutated_requests_do_no_harm(unharmed: PrivateDaemon) -> None:
     assert outcome.statuses[200] > NUM_MUTANTS / 10
     assert outcome.statuses[400] > NUM_MUTANTS / 10
     assert outcome.row()["requests"] == NUM_MUTANTS
+
+
+def test_requests_near_the_limits_do_no_harm(unharmed: PrivateDaemon) -> None:
+    outcome, felt = beside_a_neighbour(_port(unharmed), NUM_NEAR_LIMITS, 7, MODELS)
+    assert not _told(outcome)
+    assert outcome.statuses[200] > NUM_NEAR_LIMITS / 20
+    assert outcome.statuses[400] > NUM_NEAR_LIMITS / 4
+    assert not felt.beside.failed
+    assert felt.beside.chunks > 100
+    assert felt.beside.longest_pause_s < PAUSE_S
 
 
 def test_public_api_as_it_describes_itself(unharmed: PrivateDaemon) -> None:

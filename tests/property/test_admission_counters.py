@@ -12,7 +12,6 @@ from gpupool_state import History
 from gpupoold.config import DeviceSettings, LimitSettings
 from gpupoold.domain import Targets
 from gpupoold.pool.dispatch import Dispatcher
-from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instance import Instance
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
@@ -53,17 +52,19 @@ class Device(Instance):
 
 
 class Clients:
-    """The frontend's side: who waits for an answer, and what became of the others."""
+    """The frontends' side: who waits for an answer, and what became of the others."""
 
     def __init__(self) -> None:
+        self.frontend_of: dict[str, int] = {}
         self.asked: list[str] = []
         self.open: dict[str, str] = {}
         self.refusals: list[m.Admission] = []
 
-    def send(self, message: m.Message) -> None:
-        """The daemon says something."""
+    def send(self, number: int, message: m.Message) -> None:
+        """The daemon says something to one of them, whose requests it is about."""
         match message:
             case m.Admission():
+                assert self.frontend_of[message.request_id] == number
                 self.asked.remove(message.request_id)
                 if message.status == 200:
                     self.open[message.request_id] = message.model
@@ -71,10 +72,12 @@ class Clients:
                     self.refusals.append(message)
             case m.StepOutputs():
                 for one in message.progress:
+                    assert self.frontend_of[one.request_id] == number
                     if one.finish_reason is not None:
                         self.open.pop(one.request_id, None)
             case m.RequestsFailed():
                 for request_id in message.request_ids:
+                    assert self.frontend_of[request_id] == number
                     self.open.pop(request_id, None)
 
 
@@ -115,7 +118,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         policy = make_policy("gpupool", PolicyOptions())
         self.dispatcher = Dispatcher(limits, cast(History, Unwritten()), policy)
         self.clients, self.images = Clients(), Images()
-        self.dispatcher.frontend = cast(FrontendSupervisor, self.clients)
+        self.dispatcher.replies.send = self.clients.send
         self.dispatcher.warmth = self.images
         self.devices = [Device(0), Device(1)]
         self.down: list[Device] = []
@@ -129,8 +132,13 @@ class AdmissionMachine(RuleBasedStateMachine):
         for name in MODELS:
             self.dispatcher.host(Targets(1.0, 0.1), loaded(name), None, device)
 
-    @rule(which=st.sampled_from(MODELS), count=st.integers(1, 6), ago_s=st.floats(0, 3))
-    def arrive(self, which: str, count: int, ago_s: float) -> None:
+    @rule(
+        which=st.sampled_from(MODELS),
+        count=st.integers(1, 6),
+        ago_s=st.floats(0, 3),
+        frontend=st.integers(0, 1),
+    )
+    def arrive(self, which: str, count: int, ago_s: float, frontend: int) -> None:
         """A burst, or the samples of one request."""
         for _ in range(count):
             self.num_asked += 1
@@ -139,7 +147,9 @@ class AdmissionMachine(RuleBasedStateMachine):
             is_full = self.num_of(which) >= PER_MODEL or len(self.clients.open) >= IN_ALL
             self.clients.asked.append(request_id)
             arrival_s = time.monotonic() - ago_s
-            self.dispatcher.from_frontend(m.AddRequest(which, request_id, arrival_s, 10, 20, []))
+            self.clients.frontend_of[request_id] = frontend
+            request = m.AddRequest(which, request_id, arrival_s, 10, 20, [], frontend=frontend)
+            self.dispatcher.from_frontend(request)
             assert self.clients.asked == []
             refused = self.clients.refusals[num_before:]
             assert bool(refused) == is_full or self.drop_late or not self.dispatcher.routes[which]
@@ -216,10 +226,13 @@ class AdmissionMachine(RuleBasedStateMachine):
     def tick(self) -> None:
         self.dispatcher.tick(time.monotonic())
 
-    @rule()
-    def frontend_dies(self) -> None:
-        self.clients.open.clear()
-        self.dispatcher.frontend_down()
+    @rule(number=st.integers(0, 1))
+    def frontend_dies(self, number: int) -> None:
+        """Its requests end, and no others: see the invariant."""
+        for request_id in list(self.clients.open):
+            if self.clients.frontend_of[request_id] == number:
+                del self.clients.open[request_id]
+        self.dispatcher.frontend_down(number)
 
     @invariant()
     def counters_are_what_clients_wait_for(self) -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 from gpupool_state import History
 from gpupoold.config import DeviceSettings, LimitSettings
 from gpupoold.domain import Targets
+from gpupoold.pool.crash_attribution import Candidates
 from gpupoold.pool.dispatch import Dispatcher
-from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instance import Instance
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
@@ -28,6 +28,9 @@ class Nothing:
     """A history that keeps nothing."""
 
     def record_request(self, _: object) -> None:
+        pass
+
+    def record_event(self, *_: object) -> None:
         pass
 
 
@@ -83,7 +86,7 @@ class Pool:
         limits = LimitSettings(token_timeout=LIMIT_S)
         self.dispatcher = Dispatcher(limits, cast(History, Nothing()), policy)
         self.clients, self.images = Clients(), Images()
-        self.dispatcher.frontend = cast(FrontendSupervisor, self.clients)
+        self.dispatcher.replies.send = lambda _, message: self.clients.send(message)
         self.dispatcher.warmth = self.images
         self.instances = [
             Instance(number, DeviceSettings(kind="emulated")) for number in range(NUM_INSTANCES)
@@ -119,8 +122,10 @@ class Pool:
             return
         self.up.discard(number)
         self.hung.discard(number)
+        here = self.dispatcher.live.on_instance(number)
         model = None if blamed is None else MODELS[blamed]
-        self.dispatcher.instance_down(self.instances[number], "died", model)
+        candidates = frozenset(one.request_id for one in here if one.model == model)
+        self.dispatcher.instance_down(self.instances[number], "died", Candidates(candidates))
 
     def step(self, number: int, is_last: bool) -> None:
         """A token for one request of each model there, unless it hangs."""

@@ -324,9 +324,10 @@ class MemoryMachine(RuleBasedStateMachine):
         assert picked.told == [True]
         blocks = model.kv.adopt(picked.slot, len(picked.contents))
         if blocks is None:
-            unbacked = model.kv.chunks(Place.UNBACKED)
+            # The null block's chunk must stay on the device while the model runs: never adopted.
+            unbacked = [chunk for chunk in model.kv.chunks(Place.UNBACKED) if chunk]
             num_held = sum(len(model.kv.geometry.blocks(chunk)) for chunk in unbacked)
-            assert len(picked.contents) > num_held - (0 in unbacked)
+            assert len(picked.contents) > num_held
             return
         self.sent.remove(picked)
         model.requests.append(blocks)
@@ -437,3 +438,21 @@ MemoryMachine.TestCase.settings = settings(
     max_examples=OPERATIONS // STEPS, stateful_step_count=STEPS, deadline=None
 )
 TestMemoryMachine = MemoryMachine.TestCase
+
+
+def test_adoption_leaves_the_null_blocks_chunk_alone() -> None:
+    """Once every other chunk is away, seven free blocks beside the null block are not enough."""
+    machine = MemoryMachine()
+    machine.start(layouts=["blocks-outermost", "small-blocks"], num_pages=24, host_pages=2)
+    kv = machine.models[1].kv
+    for rule_name in ("export", "export", "adopt", "adopt", "export", "adopt", "export", "adopt"):
+        if rule_name == "export":
+            machine.export(which=1, request=0, step=1, is_end=False)
+        else:
+            machine.adopt(which=1, sent=0)
+        machine.bytes_are_right()
+        machine.accounts_are_right()
+    assert kv.geometry.blocks(0) == range(8)
+    assert kv.chunks(Place.UNBACKED) == [0]
+    assert len(machine.sent) == 1  # the last one was refused
+    machine.teardown()

@@ -130,14 +130,11 @@ class MovesMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "box"):
             return
-        try:
-            self.box.settle()
-            ends = self.box.records.ends
-            assert ends.keys() == self.max_tokens.keys()
-            for request_id, reason in ends.items():
-                assert reason in self.expected(request_id)
-        finally:
-            self.box.close()
+        self.box.settle()
+        ends = self.box.records.ends
+        assert ends.keys() == self.max_tokens.keys()
+        for request_id, reason in ends.items():
+            assert reason in self.expected(request_id)
 
     def expected(self, request_id: str) -> set[FinishReason]:
         """How a request may have ended; one that is refused or cancelled may have been through."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given, strategies as st
 
 from gpupoold.scheduling.eviction import Holding, Victim, plan_evictions
@@ -13,7 +15,7 @@ HOLDINGS = st.lists(
         Holding,
         model=st.integers(0, 99).map(str),
         num_live=st.integers(0, 2),
-        last_used_s=TIMES,
+        idle_s=TIMES,
         ttft_s=TIMES,
         next_deadline_s=TIMES,
         weight_pages=PAGES,
@@ -68,8 +70,10 @@ def test_kinder_victims_come_first(num_pages: int, holdings: list[Holding]) -> N
     assert harms == sorted(harms)
     weights = [e.model for e in plan if e.victim is Victim.WEIGHTS and e.model in idle]
     by_model = {holding.model: holding for holding in holdings}
-    used_s = [by_model[model].last_used_s for model in weights]
-    assert used_s == sorted(used_s)
+    for one, later in itertools.pairwise([by_model[model] for model in weights]):
+        idle_s, later_idle_s = max(one.idle_s, 1.0), max(later.idle_s, 1.0)
+        assert idle_s >= 0.5 * later_idle_s
+        assert idle_s >= later_idle_s or one.ttft_s >= later.ttft_s
     kinds = {(e.victim, e.model in idle) for e in plan}
     if (Victim.LIVE_KV, False) in kinds and (Victim.WEIGHTS, False) in kinds:
         order = [e.victim for e in plan if e.model not in idle and e.victim is not Victim.FREE_KV]

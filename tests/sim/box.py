@@ -67,6 +67,7 @@ def simulate(
     num_prefill: int = 1,
     prefetches: bool = True,
     switch_overhead_s: float = 0.0,
+    kv_host_bytes: int | None = None,
 ) -> SimOutcome:
     """A run from the beginning to ``end_s``."""
     simulation = Simulation(
@@ -76,5 +77,6 @@ def simulate(
         int(device_gb * GB),
         prefetches=prefetches,
         switch_overhead_s=switch_overhead_s,
+        kv_host_bytes=kv_host_bytes,
     )
     return simulation.run(requests, end_s)

@@ -31,9 +31,13 @@ def pins(lines: list[str]) -> dict[str, str]:
     return found
 
 
+def entries(device: str) -> list[str]:
+    text = (ROOT / "requirements" / f"{device}.txt").read_text().replace("\\\n", "")
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
 def lock(device: str) -> dict[str, str]:
-    text = (ROOT / "requirements" / f"{device}.txt").read_text()
-    return pins([line for line in text.splitlines() if line and not line.startswith("#")])
+    return pins([line.partition(" --hash")[0].strip() for line in entries(device)])
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +61,18 @@ def test_lock_holds_what_the_project_pins(device: str, pyproject: dict[str, Any]
     locked = lock(device)
     without_build = {name: locked.get(name, "missing").split("+")[0] for name in wanted}
     assert without_build == wanted
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_pin_has_hashes(device: str) -> None:
+    form = re.compile(r"[^ ]+( ; [^-]+)?( +--hash=sha256:[0-9a-f]{64})+")
+    assert [line for line in entries(device) if not form.fullmatch(line)] == []
+
+
+def test_pip_refuses_what_has_another_hash() -> None:
+    script = (ROOT / "scripts" / "make_venv.sh").read_text()
+    [installer] = re.findall(r"^pip_install\(\) \{\n(.*?)\n\}", script, re.DOTALL | re.MULTILINE)
+    assert "--require-hashes" in installer
 
 
 def test_cpu_lock_lacks_what_breaks_vllm_on_cpu() -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from gpupoold.process import as_words, importing
+import pytest
+
+from gpupoold.log_limits import MAX_TRACEBACKS
+from gpupoold.process import as_words, importing, raise_oom_score
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,3 +104,55 @@ raise_file_limit()
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
 """
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
+def test_fault_ends_a_process_at_once_whatever_handler_was_installed() -> None:
+    """A handler as a library's, which does something else first, and may never be done."""
+    script = "import os, signal; from gpupoold.process import end_at_faults; "
+    script += "signal.signal(signal.SIGSEGV, lambda *_: print('handled')); end_at_faults(); "
+    script += "pid = os.fork(); "
+    script += "code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if pid else None; "
+    script += "pid or os.kill(os.getpid(), signal.SIGSEGV); raise SystemExit(-code)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=20
+    )
+    assert done.returncode == signal.SIGSEGV, "of the child that was forked"
+    assert "Fatal Python error: Segmentation fault" in done.stderr
+    assert "handled" not in done.stdout
+
+
+def test_the_oom_score_is_raised_and_never_lowered() -> None:
+    script = """
+from pathlib import Path
+from gpupoold.process import raise_oom_score
+for wanted in (300, 500, 200):
+    raise_oom_score(wanted)
+    print(Path("/proc/self/oom_score_adj").read_text(), end="")
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "300\n500\n500\n"
+
+
+def test_a_score_that_cannot_be_changed_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    raise_oom_score(500, tmp_path / "nothing")
+    assert "nothing cannot be changed: " in caplog.text
+
+
+def test_a_place_in_a_child_logs_a_few_tracebacks_and_no_more() -> None:
+    script = """
+import logging, os
+from gpupoold.process import begin_child
+begin_child("sample", "info", os.getppid())
+for number in range(100):
+    try:
+        raise ValueError(number)
+    except ValueError:
+        logging.getLogger("vllm.somewhere").exception("a client's request failed")
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr.count("Traceback") == MAX_TRACEBACKS
+    assert done.stderr.count("ERROR sample vllm.somewhere: a client's request failed") == 5

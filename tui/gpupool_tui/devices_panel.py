@@ -8,9 +8,10 @@ from gpupool_tui.bars import gauge, memory_bar
 from gpupool_tui.lanes import colour_of
 from gpupool_tui.numbers import NOTHING, duration, size
 from gpupool_tui.table import Column, or_least
-from gpupool_tui.text import Line, Span, clean, fit
+from gpupool_tui.text import Line, Span, fit
 from gpupool_tui.view import View
 from gpupoold.admin.models import DeviceInfo
+from gpupoold.printable import clean
 
 _GAUGE_CELLS = 6
 _HOT_C = 85.0

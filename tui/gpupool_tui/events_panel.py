@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from gpupool_tui.numbers import clock
 from gpupool_tui.table import Column
-from gpupool_tui.text import Line, Span, clean
+from gpupool_tui.text import Line, Span
 from gpupool_tui.view import View
 from gpupoold.admin.models import EventInfo
+from gpupoold.printable import clean
 
 _LEVELS = {"info": ("info", "dim"), "warning": ("warn", "warn"), "error": ("ERROR", "bad")}
 

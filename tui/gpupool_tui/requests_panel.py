@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from gpupool_tui.lanes import colour_of
 from gpupool_tui.numbers import NOTHING, count, duration
 from gpupool_tui.table import Column
-from gpupool_tui.text import Line, Span, clean
+from gpupool_tui.text import Line, Span
 from gpupool_tui.view import View
 from gpupoold.admin.models import RequestInfo
+from gpupoold.printable import clean
 
 
 def key_of(request: RequestInfo) -> str:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from rich.cells import cell_len as cell_len, set_cell_size
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
 
@@ -19,16 +18,6 @@ class Span(NamedTuple):
 
 
 Line = tuple[Span, ...]
-
-
-def clean(text: str) -> str:
-    """The same without characters that would move the cursor or speak to the terminal.
-
-    What comes from outside (names, ids, messages) goes through here.
-    """
-    if text.isprintable():
-        return text
-    return "".join(one if one.isprintable() else _REPLACEMENT for one in text)
 
 
 def width_of(line: Iterable[Span]) -> int:

@@ -39,12 +39,13 @@ class _Switch:
     stages: SwitchStages
     evict_s: float
     kv_out_bytes: int
+    kv_in_bytes: int
     first_step_s: float | None = None
 
     @property
     def kv_bytes(self) -> int:
         """KV that went out and came in while the clock ran."""
-        return self.stages.kv_in_bytes + self.stages.kv_out_bytes + self.kv_out_bytes
+        return self.kv_in_bytes + self.stages.kv_out_bytes + self.kv_out_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -187,7 +188,7 @@ class _Bench:
         self._residency.page_out(incoming.name)
 
     def _timed(self, incoming: ModelEngine, evicted: ModelEngine | None) -> _Switch:
-        kv_out_bytes = 0
+        kv_out_bytes, arrived_bytes = 0, incoming.kv.arrived_bytes
         started_s = time.perf_counter()
         if evicted is not None:
             kv_out_bytes = self._residency.page_out(evicted.name)
@@ -202,6 +203,7 @@ class _Bench:
             stages=stages or SwitchStages(),
             evict_s=evicted_s - started_s,
             kv_out_bytes=kv_out_bytes,
+            kv_in_bytes=incoming.kv.arrived_bytes - arrived_bytes,
         )
 
     def _bring(self, engine: ModelEngine) -> None:

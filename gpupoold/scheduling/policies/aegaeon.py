@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpupoold.domain import Role
+from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.phases import Phase
 from gpupoold.scheduling.policies.base import Choice, InLine, Placement, SimplePolicy, working
 from gpupoold.scheduling.quota import Load, round_quotas_s
@@ -32,6 +33,12 @@ class _Group:
     def has_work(self, device: Device) -> bool:
         """Whether some of its requests are there or may be sent."""
         return any(not device.is_waiting_for_kv(one) for one in self.requests.values())
+
+    def prefill_s(self, device: Device) -> float:
+        """Seconds to prefill those of its requests that are there or may be sent, one by one."""
+        prefill_s = device.speed(self.model).costs.prefill_s
+        requests = [one for one in self.requests.values() if not device.is_waiting_for_kv(one)]
+        return sum(prefill_s(one.context_tokens) for one in requests)
 
 
 class GroupedPrefill:
@@ -68,6 +75,14 @@ class GroupedPrefill:
             queue.pop(0)
         return next((group for group in queue if group.has_work(device)), None)
 
+    def turn_of(self, device: Device) -> tuple[int, float]:
+        """Of the group to work on, and of those of its model right behind it: requests that have
+        joined so far, and seconds to prefill those that are left."""
+        groups = [one for one in self._queue(device) if one.has_work(device)]
+        of_model = [*itertools.takewhile(lambda one: one.model is groups[0].model, groups)]
+        num_joined = sum(one.size for one in of_model)
+        return num_joined, sum(one.prefill_s(device) for one in of_model)
+
     def next_model(self, device: Device) -> str | None:
         """The next group's model that is not the one being worked on."""
         return next(iter(self.next_models(device)), None)
@@ -92,8 +107,8 @@ class GroupedPrefill:
         for group in self._queue(device):
             if not group.requests:
                 continue
-            prompts = (one.prompt_tokens for one in group.requests.values())
-            total_s += sum(group.model.costs.prefill_s(tokens) for tokens in prompts)
+            prefill_s = device.speed(group.model).costs.prefill_s
+            total_s += sum(prefill_s(one.prompt_tokens) for one in group.requests.values())
             if group.model.name != on_device:
                 total_s += group.model.weight_bytes / device.bandwidth_bytes_per_s
             on_device = group.model.name
@@ -102,11 +117,15 @@ class GroupedPrefill:
 
 @dataclass(slots=True)
 class _WorkList:
-    """The batches of one decode device in order, and those still to come in this round."""
+    """The batches of one decode device in order, and those still to come in this round.
+
+    ``last`` is the model of the latest turn.
+    """
 
     order: list[str] = field(default_factory=list)
     round: list[str] = field(default_factory=list)
     quotas_s: dict[str, float] = field(default_factory=dict)
+    last: str | None = None
 
 
 class WeightedDecode:
@@ -124,14 +143,24 @@ class WeightedDecode:
         return min(devices, key=lambda device: (len(_models_on(device)), device.number))
 
     def next_turn(self, device: Device) -> Choice | None:
-        """The next batch of the round; a new round when it is through."""
+        """The next batch of the round; a new round when it is through.
+
+        Never the one whose turn was last while there is another: that one has been announced.
+        """
         work = self._list(device)
         if not work.order:
             return None
-        if not work.round:
+        if not set(work.round) - {work.last}:
+            if work.order[0] == work.last:
+                work.order.append(work.order.pop(0))
             self._start_round(device, work)
-        name = work.round.pop(0)
+        name = next((one for one in work.round if one != work.last), work.round[0])
+        work.round.remove(name)
         return Choice(name, work.quotas_s[name], rule=Rule.ROUND)
+
+    def began(self, device: Device, model: str) -> None:
+        """A turn of this model begins, to prefill or to decode."""
+        self._list(device).last = model
 
     def upcoming(self, device: Device) -> str | None:
         """The next of the round, or the first of the round after."""
@@ -178,6 +207,7 @@ class AegaeonPolicy(SimplePolicy):
         self._num_prefill = num_prefill
         self._prefill = GroupedPrefill()
         self._decode = WeightedDecode(quota_max_s)
+        self._num_joined: dict[int, int] = {}  # by device, those that its turn is long enough for
 
     def set_quota_max(self, quota_max_s: float) -> None:
         """See :class:`Policy`; quotas of a round under way stay."""
@@ -223,14 +253,37 @@ class AegaeonPolicy(SimplePolicy):
         ]
 
     def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
-        """The group at the front, until it is through; or the decode round's next batch.
+        """The group at the front, for as long as its prompts take; or the decode round's next
+        batch.
 
         Whatever its role: a device whose role has changed ends what it has.
         """
         group = self._prefill.front(device)
         if group is None:
-            return self._decode.next_turn(device)
-        return Choice(group.model.name, math.inf, rule=Rule.PREFILL_FIRST)
+            choice = self._decode.next_turn(device)
+        else:
+            self._num_joined[device.number], prefill_s = self._prefill.turn_of(device)
+            choice = Choice(group.model.name, prefill_s, rule=Rule.PREFILL_FIRST)
+        if choice is not None:
+            self._decode.began(device, choice.model)
+        return choice
+
+    def revise(self, turn: Turn, device: Device, state: State, now_s: float) -> Turn:
+        """A turn that prefills is prolonged by the prompts that have joined its group.
+
+        It is not for answers: they go on in it only while nobody else waits.
+        """
+        group = self._prefill.front(device)
+        if device.turn_rule is not Rule.PREFILL_FIRST or group is None:
+            return turn
+        if group.model.name != turn.model:
+            return turn
+        before = self._num_joined.get(device.number, 0)
+        self._num_joined[device.number], prefill_s = self._prefill.turn_of(device)
+        quota_s = now_s - device.turn_began_s + prefill_s
+        if self._num_joined[device.number] <= before or quota_s <= turn.quota_s:
+            return turn
+        return replace(turn, quota_s=quota_s)
 
     def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
         """The next group's model, or the next batch's."""

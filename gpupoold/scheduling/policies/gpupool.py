@@ -28,9 +28,8 @@ from gpupoold.scheduling.policies.base import (
 from gpupoold.scheduling.policies.placement import choose, is_worth_a_copy
 from gpupoold.scheduling.policies.rebalancing import Rebalancer
 from gpupoold.scheduling.policies.stages import (
-    best_converted,
-    best_prefiller,
     chunk_tokens,
+    stage,
     would_delay_answers,
 )
 from gpupoold.scheduling.policies.visits import (
@@ -43,16 +42,16 @@ from gpupoold.scheduling.policies.visits import (
     Work,
     first_visit,
     load_of,
-    own_load,
     plan_visit,
     prompts_of,
+    queue_load,
     rank_visits,
     switching_of,
     work_of,
 )
 from gpupoold.scheduling.roles import RolePlanner
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Device, Request, State
+from gpupoold.scheduling.state import Batch, Device, Request, State
 
 
 class _Plan(NamedTuple):
@@ -102,12 +101,15 @@ class GpupoolPolicy(SimplePolicy):
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
         """Held requests; and queued ones that have it better elsewhere."""
         loads = Loads()
-        is_split = _is_split(state)
+        is_split = state.is_split
         for request in list(state.held.values()):
             devices = state.prefill_hosts(request.model)
             if devices:
                 if is_split:
-                    chosen, rule = self._stage(request, devices, state, now_s)
+                    converts = self._converts_decoders
+                    chosen, rule, _ = stage(
+                        request, devices, state, now_s, converts_decoders=converts
+                    )
                 else:
                     chosen, rule = choose(request, devices, loads, self._home, self._tuning)
                 yield Placement(request, chosen, rule)
@@ -116,14 +118,20 @@ class GpupoolPolicy(SimplePolicy):
         yield from self._moves_for_kv(state, loads)
 
     def send(self, device: Device, state: State, now_s: float) -> Iterable[Request]:
-        """Those whose model has work there already, or has its turn."""
+        """Those whose model has work there already, or has its turn; of each model those first
+        that can still be in time."""
         on_turn = device.turn.model if device.turn else None
         return [
             one
             for name, batch in device.queued.items()
             if name == on_turn or name in device.working
-            for one in batch.requests.values()
+            for one in self._hopeful_first(batch, now_s)
         ]
+
+    def _hopeful_first(self, batch: Batch, now_s: float) -> list[Request]:
+        """The order in which their prompts are prefilled, as :func:`plan_visit` reckons."""
+        late_s = now_s - self._tuning.hopeless_share * batch.model.targets.ttft_s
+        return sorted(batch.requests.values(), key=lambda one: one.next_deadline_s < late_s)
 
     def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
         """The first visit, for as long as it takes to be ``window`` ahead."""
@@ -207,24 +215,6 @@ class GpupoolPolicy(SimplePolicy):
         hopeless_s = self._tuning.hopeless_share * batch.model.targets.ttft_s
         return chunk_tokens(batch) if would_delay_answers(batch, now_s, hopeless_s) else None
 
-    def _stage(
-        self, request: Request, devices: list[Device], state: State, now_s: float
-    ) -> tuple[Device, Rule]:
-        """Where to prefill, in two rounds (TokenScale, algorithm 1): a device that prefills and
-        has the first token in time; else a decode device that can, beside its answers. Where
-        nobody can, the one that is soonest."""
-        in_s, chosen = best_prefiller(request, devices)
-        ttft_s = request.model.targets.ttft_s
-        if now_s + in_s <= request.arrival_s + FIRST_TOKEN_SHARE * ttft_s:
-            return chosen, Rule.PREFILLS
-        if not self._converts_decoders:
-            return chosen, Rule.PREFILLS
-        decoders = [one for one in state.decode_hosts(request.model) if one not in devices]
-        converted_s, converted = best_converted(request, decoders)
-        if converted is not None and converted_s < in_s:
-            return converted, Rule.CONVERTED
-        return chosen, Rule.PREFILLS
-
     def first_token(self, request: Request, state: State, now_s: float) -> Device | None:
         """To a decode device, chosen by load as for a new request; or it stays.
 
@@ -232,7 +222,7 @@ class GpupoolPolicy(SimplePolicy):
         """
         assert request.device is not None
         device = state.devices[request.device]
-        if device.role is Role.DECODE or not (device.gives_away or _is_split(state)):
+        if device.role is Role.DECODE or not (device.gives_away or state.is_split):
             return None
         others = [one for one in state.decode_hosts(request.model) if not one.gives_away]
         roomy = [one for one in others if one is device or admits(one, request)]
@@ -241,20 +231,21 @@ class GpupoolPolicy(SimplePolicy):
         return choose(request, roomy, Loads(), self._answers_home, self._tuning)[0]
 
     def _moves(self, state: State, loads: Loads) -> Iterable[Placement]:
-        """Models that a full device has not begun with go where there is room."""
+        """Models that a full device has not begun with go where there is room for all that waits
+        of them: there they stay, as they do not make the other device full."""
         full_load = self._tuning.full_load
         for device in state.devices.values():
             for name in [one for one in device.queued if one not in device.working]:
-                model = device.queued[name].model
-                others = [one for one in state.prefill_hosts(model) if one is not device]
+                batch = device.queued[name]
+                others = [one for one in state.prefill_hosts(batch.model) if one is not device]
                 if loads.of(device) <= full_load or not others:
                     continue
                 target = min(others, key=loads.of)
-                load = own_load(model)
-                requests = list(device.queued[name].requests.values())
+                load = queue_load(batch, target)
+                requests = list(batch.requests.values())
                 if loads.of(target) + load > full_load or not admits(target, requests[0]):
                     continue
-                loads.move(load, device, target)
+                loads.move(queue_load(batch, device), load, device, target)
                 self._home[name] = target.number
                 for request in requests:
                     if admits(target, request):
@@ -295,7 +286,10 @@ class GpupoolPolicy(SimplePolicy):
             if has_mercy and waited_s > tuning.patience_s:
                 # The longest waiting first, and never put off.
                 visit = visit._replace(
-                    due_in_s=-waited_s, tokens_in_time=math.inf, rule=Rule.STARVING
+                    due_in_s=-waited_s,
+                    tokens_in_time=math.inf,
+                    rule=Rule.STARVING,
+                    is_ahead=False,
                 )
             visits.append(visit)
         return _Plan(works, switching, visits)
@@ -307,10 +301,6 @@ class GpupoolPolicy(SimplePolicy):
             return now_s - visited_s
         oldest_s = min(request.arrival_s for request in work.requests)
         return now_s - max(oldest_s, visited_s)
-
-
-def _is_split(state: State) -> bool:
-    return any(one.role is not Role.MIXED for one in state.devices.values())
 
 
 def _latest_start_s(work: Work, tuning: Tuning) -> float:

@@ -65,7 +65,7 @@ def _rule_of(
 
 def is_worth_a_copy(request: Request, device: Device, loads: Loads, tuning: Tuning) -> bool:
     """Whether a model that is served elsewhere may have this device too."""
-    load = loads.of(device) + own_load(request.model)
+    load = loads.of(device) + own_load(request.model, device)
     return load <= tuning.second_device_load and admits(device, request)
 
 

@@ -71,7 +71,8 @@ class Rebalancer:
                 continue
             target = self._target(request, source, devices, loads)
             if target is not None:
-                loads.move(more_load(request, source), source, target)
+                less, more = more_load(request, source), more_load(request, target)
+                loads.move(less, more, source, target)
                 self._moved_s[request.id] = now_s
                 num_moved += 1
                 yield request, target

@@ -5,12 +5,13 @@ device takes prompts without delaying its answers (TokenScale, sections IV-D and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from gpupoold.domain import Role
 from gpupoold.scheduling.kv_room import admits
-from gpupoold.scheduling.policies.visits import load_of_batch
-from gpupoold.scheduling.state import Batch, Device, Model, Request
+from gpupoold.scheduling.policies.visits import FIRST_TOKEN_SHARE, load_of_batch
+from gpupoold.scheduling.rules import Rule
+from gpupoold.scheduling.state import Batch, Device, Request, Speed, State
 from gpupoold.scheduling.velocity import (
     convertible_prefill_velocity,
     largest_chunk_tokens,
@@ -35,7 +36,7 @@ def chunk_tokens(batch: Batch) -> int:
     """
     num_running = len(batch.requests) - batch.num_waiting
     longest = batch.waiting_tokens2 // batch.waiting_tokens if batch.waiting_tokens else 0
-    tokens = _largest(batch.model, num_running, batch.context_tokens, longest)
+    tokens = _largest(batch, num_running, batch.context_tokens, longest)
     return max(tokens // _CHUNK_GRAIN, -(-num_running // _CHUNK_GRAIN) + 1) * _CHUNK_GRAIN
 
 
@@ -57,12 +58,11 @@ def would_delay_answers(batch: Batch, now_s: float, hopeless_s: float) -> bool:
 
 def convertible_velocity(batch: Batch, prompt_tokens: int) -> float:
     """Prompt tokens per second that a decode device takes beside this batch (equation 5)."""
-    model, costs = batch.model, batch.model.costs
     num_running = len(batch.requests) - batch.num_waiting
-    tokens = _largest(model, num_running, batch.context_tokens, prompt_tokens)
+    tokens = _largest(batch, num_running, batch.context_tokens, prompt_tokens)
     num_new = max(0, tokens - num_running)
-    step_s = _base_s(model, num_running, batch.context_tokens)
-    step_s += costs.chunk_s(prompt_tokens, num_new)
+    step_s = _base_s(batch.speed, num_running, batch.context_tokens)
+    step_s += batch.speed.costs.chunk_s(prompt_tokens, num_new)
     return convertible_prefill_velocity(tokens, num_running, max(step_s, 1e-6))
 
 
@@ -73,7 +73,7 @@ def prefill_in_s(request: Request, device: Device) -> float:
     the time that its answers leave.
     """
     model = request.model
-    backlog_s = model.costs.prefill_s(request.context_tokens)
+    backlog_s = device.speed(model).costs.prefill_s(request.context_tokens)
     backlog_s += sum(batch.prefill_s() for batch in _batches(device))
     if model.name not in device.working:
         backlog_s += device.switch_s(model)
@@ -114,6 +114,32 @@ def has_prefill_room(request: Request, device: Device, velocity: float) -> bool:
     return fits_reserve and kept_bytes + request.kv_need_bytes <= room_bytes
 
 
+def stage(
+    request: Request,
+    devices: Sequence[Device],
+    state: State,
+    now_s: float,
+    *,
+    converts_decoders: bool = True,
+) -> tuple[Device, Rule, float]:
+    """Where to prefill, in two rounds (TokenScale, algorithm 1), and seconds until it is done.
+
+    A device that prefills and has the first token in time; else a decode device that can,
+    beside its answers. Where none can, the one that is soonest. ``devices`` are those that
+    take prompts.
+    """
+    in_s, chosen = best_prefiller(request, devices)
+    ttft_s = request.model.targets.ttft_s
+    is_in_time = now_s + in_s <= request.arrival_s + FIRST_TOKEN_SHARE * ttft_s
+    if is_in_time or not converts_decoders:
+        return chosen, Rule.PREFILLS, in_s
+    decoders = [one for one in state.decode_hosts(request.model) if one not in devices]
+    converted_s, converted = best_converted(request, decoders)
+    if converted is not None and converted_s < in_s:
+        return converted, Rule.CONVERTED, converted_s
+    return chosen, Rule.PREFILLS, in_s
+
+
 def best_prefiller(request: Request, devices: Iterable[Device]) -> tuple[float, Device]:
     """The device that has the first token soonest, those with room for KV before others."""
     ranked = [
@@ -133,20 +159,21 @@ def best_converted(request: Request, devices: Iterable[Device]) -> tuple[float, 
     return soonest_s, best
 
 
-def _largest(model: Model, num_running: int, context_tokens: int, longest_prompt: int) -> int:
+def _largest(batch: Batch, num_running: int, context_tokens: int, longest_prompt: int) -> int:
     """Tokens of a step that just keeps the target; a prompt's last chunk attends to all of it."""
-    base_s, chunk_s = _base_s(model, num_running, context_tokens), model.costs.chunk_s
+    base_s = _base_s(batch.speed, num_running, context_tokens)
+    chunk_s, tbt_s = batch.speed.costs.chunk_s, batch.model.targets.tbt_s
 
     def step_s(num_tokens: int) -> float:
         return base_s + chunk_s(longest_prompt, max(0, num_tokens - num_running))
 
-    return largest_chunk_tokens(step_s, _TBT_SHARE * model.targets.tbt_s, MAX_CHUNK_TOKENS)
+    return largest_chunk_tokens(step_s, _TBT_SHARE * tbt_s, MAX_CHUNK_TOKENS)
 
 
-def _base_s(model: Model, num_running: int, context_tokens: int) -> float:
+def _base_s(speed: Speed, num_running: int, context_tokens: int) -> float:
     if num_running:
-        return model.step_s(num_running, context_tokens)
-    return max(model.costs.prefill_base_s, 0.0)
+        return speed.step_s(num_running, context_tokens)
+    return max(speed.costs.prefill_base_s, 0.0)
 
 
 def _batches(device: Device) -> list[Batch]:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
+from gpupoold.scheduling.phases import Phase
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Batch, Device, Model, Request
+from gpupoold.scheduling.state import Batch, Device, Model, Request, Speed
 
 # Memory counts less than time: KV that does not fit can be moved out, a step cannot be saved.
 _KV_WEIGHT = 0.75
@@ -57,7 +58,8 @@ class Work(NamedTuple):
     """The requests of one model that a device has, sent or still queued.
 
     ``step_s``: of a decode step with all of them; ``prefill_s``: to make the first tokens
-    that are missing, of ``num_waiting``; ``is_new``: the device has not begun with the model.
+    that are missing, of ``num_waiting``; ``is_new``: the device has not begun with the model;
+    ``speed``: of the model there.
     """
 
     model: Model
@@ -66,6 +68,7 @@ class Work(NamedTuple):
     prefill_s: float
     num_waiting: int
     is_new: bool
+    speed: Speed
 
 
 class Visit(NamedTuple):
@@ -74,7 +77,8 @@ class Visit(NamedTuple):
     ``due_in_s``: until the first deadline that it should meet, infinite if all are hopeless;
     ``duration_s`` has the switch that nothing hides, ``quota_s`` has not. ``waited_s``:
     since the last visit, or since there is work. ``rule``: of the policy, if it has changed
-    the other values by it.
+    the other values by it. ``is_ahead``: nothing is due before the end of the window, even if
+    the visit is not made now.
     """
 
     model: str
@@ -84,6 +88,7 @@ class Visit(NamedTuple):
     tokens_in_time: float
     waited_s: float = 0.0
     rule: Rule | None = None
+    is_ahead: bool = False
 
     @property
     def density(self) -> float:
@@ -129,8 +134,8 @@ def _work(batch: Batch, queued: Batch | None, *, is_new: bool = False) -> Work:
         requests += queued.requests.values()
         prefill_s += queued.prefill_s()
         num_waiting += queued.num_waiting
-    step_s = model.step_s(len(requests), batch.context_tokens)
-    return Work(model, requests, step_s, prefill_s, num_waiting, is_new)
+    step_s = batch.speed.step_s(len(requests), batch.context_tokens)
+    return Work(model, requests, step_s, prefill_s, num_waiting, is_new, batch.speed)
 
 
 def load_of(device: Device) -> float:
@@ -145,10 +150,8 @@ def load_of(device: Device) -> float:
         kv_bytes += request.context_tokens * request.model.kv_bytes_per_token
         load += more_load(request, device)
     load += _KV_WEIGHT * kv_bytes / device.capacity_bytes
-    for name, batch in device.queued.items():
-        load += batch.prefill_s() / batch.model.targets.ttft_s
-        if name not in device.working:
-            load += own_load(batch.model)
+    for batch in device.queued.values():
+        load += queue_load(batch, device)
     return load
 
 
@@ -165,10 +168,11 @@ class Loads:
             load = self._known[device.number] = load_of(device)
         return load
 
-    def move(self, load: float, source: Device, target: Device) -> None:
-        """So much of a device's load is to be another's."""
-        self._known[source.number] = self.of(source) - load
-        self._known[target.number] = self.of(target) + load
+    def move(self, less: float, more: float, source: Device, target: Device) -> None:
+        """Something goes from one device, which has so much ``less`` to do, to another, which
+        has so much ``more``."""
+        self._known[source.number] = self.of(source) - less
+        self._known[target.number] = self.of(target) + more
 
     def forget(self, device: Device) -> None:
         """It has changed."""
@@ -180,19 +184,29 @@ def load_of_batch(batch: Batch, device: Device) -> float:
     return batch.load() + _KV_WEIGHT * batch.kv_bytes / device.capacity_bytes
 
 
-def own_load(model: Model) -> float:
+def queue_load(batch: Batch, device: Device) -> float:
+    """What requests of a model that are queued, or would be, add to a device's load: their
+    prompts, and a first step if the device does not work on the model."""
+    model = batch.model
+    load = batch.prefill_s(device.speed(model)) / model.targets.ttft_s
+    if model.name not in device.working:
+        load += own_load(model, device)
+    return load
+
+
+def own_load(model: Model, device: Device) -> float:
     """What a first request of a model adds to a device's load, its prompt aside."""
-    return model.step_s(1, 0) / model.targets.tbt_s
+    return device.speed(model).step_s(1, 0) / model.targets.tbt_s
 
 
 def more_load(request: Request, device: Device) -> float:
     """What an answer adds to the time that a device needs for its model's steps."""
-    model, batch = request.model, device.batches[request.model.name]
+    batch = device.batches[request.model.name]
     num_requests, tokens = len(batch.requests), batch.context_tokens
-    step_s = model.step_s(num_requests + 1, tokens + request.context_tokens)
+    step_s = batch.speed.step_s(num_requests + 1, tokens + request.context_tokens)
     if num_requests:
-        step_s -= model.step_s(num_requests, tokens)
-    return step_s / model.targets.tbt_s
+        step_s -= batch.speed.step_s(num_requests, tokens)
+    return step_s / request.model.targets.tbt_s
 
 
 def switching_of(device: Device, works: Sequence[Work], tuning: Tuning) -> Switching:
@@ -230,9 +244,12 @@ def plan_visit(
     slacks_s = [one.arrival_s + due_s + one.num_tokens * tbt_s for one in work.requests]
     hopeful_s = [slack_s for slack_s in slacks_s if slack_s >= hopeless_s]
     due_in_s = min(hopeful_s, default=math.inf)
+    hopeful_prefill_s = prefill_s
+    if prefill_s and len(hopeful_s) < len(slacks_s):
+        hopeful_prefill_s = _hopeful_prefill_s(work, slacks_s, hopeless_s)
     if prefills_only:
         due_s = due_in_s - stall_s - prefill_s / max(1, work.num_waiting)
-        num_in_time = _num_first_in_time(hopeful_s, stall_s, prefill_s)
+        num_in_time = _num_first_in_time(hopeful_s, stall_s, hopeful_prefill_s)
         duration_s = max(prefill_s, _LEAST_VISIT_S) + stall_s
         return Visit(work.model.name, due_s, duration_s, prefill_s, num_in_time, waited_s)
     behind_s = window_s - (due_in_s if hopeful_s else 0.0) + prefill_s
@@ -242,7 +259,7 @@ def plan_visit(
     num_steps = decode_s / step_s
     tokens = 0.0
     for slack_s in hopeful_s:
-        slack_s -= stall_s + prefill_s
+        slack_s -= stall_s + hopeful_prefill_s
         in_time = (window_s - slack_s) / tbt_s
         if in_time > num_steps:
             in_time = num_steps
@@ -251,7 +268,25 @@ def plan_visit(
         if in_time > 0:
             tokens += in_time
     quota_s = prefill_s + decode_s
-    return Visit(work.model.name, due_in_s - stall_s, quota_s + stall_s, quota_s, tokens, waited_s)
+    return Visit(
+        work.model.name,
+        due_in_s - stall_s,
+        quota_s + stall_s,
+        quota_s,
+        tokens,
+        waited_s,
+        is_ahead=due_in_s - stall_s - hopeful_prefill_s >= window_s,
+    )
+
+
+def _hopeful_prefill_s(work: Work, slacks_s: Sequence[float], hopeless_s: float) -> float:
+    """Seconds to prefill those that wait and can still be in time."""
+    prefill_s = work.speed.costs.prefill_s
+    return sum(
+        prefill_s(one.context_tokens)
+        for one, slack_s in zip(work.requests, slacks_s, strict=True)
+        if slack_s >= hopeless_s and one.phase is not Phase.DECODING
+    )
 
 
 def _num_first_in_time(slacks_s: Sequence[float], stall_s: float, prefill_s: float) -> int:
@@ -297,7 +332,7 @@ def rank_visits(
         if math.isinf(visit.due_in_s):
             hopeless.append(visit)
             continue
-        if not visit.tokens_in_time and visit.due_in_s > 0:
+        if visit.is_ahead:
             ahead.append(visit)
             continue
         if at_s > visit.due_in_s and not math.isinf(visit.tokens_in_time):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import grp
 import os
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 
+from gpupoold.access.names import NameService
 from gpupoold.access.peers import AdminGroups
 from gpupoold.access.socket_file import share_socket
 
@@ -26,6 +29,12 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
+def share(path: Path, groups: AdminGroups) -> None:
+    """Share it with groups whose numbers are known."""
+    assert asyncio.run(groups.look_up(20))
+    share_socket(path, groups)
+
+
 @pytest.mark.parametrize(
     ("groups", "group_id", "mode"),
     [
@@ -36,19 +45,28 @@ def path(tmp_path: Path) -> Path:
     ids=["group", "readers", "none"],
 )
 def test_root_shares_it(path: Path, groups: AdminGroups, group_id: int, mode: int) -> None:
-    share_socket(path, groups)
+    share(path, groups)
     found = path.stat()
     assert (found.st_gid, found.st_mode & 0o777, found.st_uid) == (group_id, mode, 0)
 
 
 def test_anyone_else_keeps_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1234)
-    share_socket(path, AdminGroups(OTHER.gr_name, OTHER.gr_name))
+    share(path, AdminGroups(OTHER.gr_name, OTHER.gr_name))
     assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_user_of_the_admin_group_shares_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1234)
     monkeypatch.setattr(os, "getegid", lambda: OTHER.gr_gid)
-    share_socket(path, AdminGroups(OTHER.gr_name, NONE))
+    share(path, AdminGroups(OTHER.gr_name, NONE))
     assert (path.stat().st_gid, path.stat().st_mode & 0o777) == (OTHER.gr_gid, 0o660)
+
+
+def test_groups_that_are_not_known_are_not_waited_for(path: Path) -> None:
+    never = threading.Event()
+    names = NameService(find_group=lambda _: never.wait(60) or None)
+    share_socket(path, AdminGroups(OTHER.gr_name, OTHER.gr_name, names))
+    never.set()
+    found = path.stat()
+    assert (found.st_gid, found.st_mode & 0o777) == (os.getegid(), 0o660)

@@ -30,9 +30,12 @@ def call(peer: Peer, method: str) -> tuple[int, Any]:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    guard = Guard(app, AdminGroups("no-such-group", "no-other-group"))
+    async def made() -> None:
+        groups = AdminGroups("no-such-group", "no-other-group")
+        await Guard(app, groups)(scope, receive, send)
+
     scope = {"type": "http", "method": method, "state": {"peer": peer}}
-    asyncio.run(guard(scope, receive, send))
+    asyncio.run(made())
     return sent[0]["status"], json.loads(sent[1]["body"])
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from gpupoold.checkpoints import download as download_module, hub as hub_module
 from gpupoold.checkpoints.check import check_checkpoint
 from gpupoold.checkpoints.download import PART_FOLDER, checkpoint_dir, download
-from gpupoold.checkpoints.manifest import read_manifest
+from gpupoold.checkpoints.manifest import MANIFEST_FILE, Manifest, read_manifest
 from gpupoold.errors import Failed, GpupoolError, Refused, UsageError
 from tests.unit.checkpoints import samples
 from tests.unit.checkpoints.fake_hub import FakeHub
@@ -308,6 +309,21 @@ class TestResume:
         assert part.stat().st_size == 2_000_000
         hub.released.set()
         assert visible(fetch(tmp_path / "m")) == files
+
+
+def test_a_repository_has_no_say_in_the_notes_about_its_download(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    files = samples.checkpoint()
+    false_note = Manifest(REPO, None, "0" * 40, (), complete=True)
+    hub.add(REPO, files | {MANIFEST_FILE: json.dumps(asdict(false_note)).encode()})
+    hub.cuts[WEIGHTS] = [0] * 9
+    refusal(Failed, tmp_path / "m")
+    manifest = read_manifest(tmp_path / "m")
+    assert manifest is not None
+    assert not manifest.complete
+    assert visible(fetch(tmp_path / "m")) == files
+    assert not hub.downloads(MANIFEST_FILE)
 
 
 class TestRefused:

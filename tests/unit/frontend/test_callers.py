@@ -1,4 +1,4 @@
-"""API keys in the frontend: who may ask what, and how often."""
+"""API keys in the frontend: who may ask what; how often is for the daemon to say."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from gpupoold.access.secret import make_key
 from gpupoold.domain import Priority
 from gpupoold.frontend.callers import Callers, serving, without_credentials
 from gpupoold.frontend.errors import ApiError
+from gpupoold.frontend.rates import RateCalls
 from gpupoold.wire.messages import (
+    AccessReport,
     AccessRules,
     AddRequest,
-    KeyLevels,
     KeyRecord,
-    RequestProgress,
-    StepOutputs,
+    RateAnswer,
 )
 from tests.unit.frontend.asgi import Answer, request
+from tests.unit.frontend.fake_rates import FakeRates
 from tests.unit.frontend.test_router import CHAT, Served
 
 NOW = 1_800_000_000.0
@@ -30,18 +31,13 @@ KEY = make_key()
 RECORD = KeyRecord(KEY.id, "web", KEY.digest)
 
 
-class Clocks:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-        self.wall = NOW
-
-
 class Rig:
-    """Callers with clocks of the test's own."""
+    """Callers with a clock and a daemon of the test's own."""
 
     def __init__(self, *keys: KeyRecord, are_required: bool = True) -> None:
-        self.clocks = Clocks()
-        self.callers = Callers(lambda: self.clocks.now_s, lambda: self.clocks.wall)
+        self.wall = NOW
+        self.rates = FakeRates()
+        self.callers = Callers(self.rates.calls, lambda: self.wall)
         self.callers.replace(AccessRules(list(keys), are_required))
 
     def who(self, text: str | None = KEY.text, header: str = "bearer") -> Any:
@@ -56,30 +52,11 @@ class Rig:
             return False
         return True
 
-    def begin(self) -> float | None:
-        """How long the key is told to wait; None if it need not."""
-        try:
-            self.callers.begin(self.who())
-        except ApiError as error:
-            if error.status != 429:
-                raise
-            return error.retry_after_s
-        return None
-
     def ask(self, request_id: str, num_prompt: int) -> AddRequest:
         message = AddRequest("a", request_id, 0.0, num_prompt, 8, [b""])
         with serving(self.who()):
             self.callers.asked(message)
         return message
-
-    def step(self, request_id: str, num_tokens: int, reason: str | None = None) -> None:
-        item = RequestProgress(request_id, [1] * num_tokens, reason)
-        self.callers.stepped(StepOutputs("a", 0.0, [], [item]))
-
-    def levels(self) -> KeyLevels:
-        report = self.callers.report()
-        assert report is not None
-        return report.levels[KEY.id]
 
 
 def record(**changes: Any) -> KeyRecord:
@@ -123,7 +100,7 @@ def test_whatever_is_no_valid_key_is_refused() -> None:
 
 def test_nobody_is_let_in_before_the_daemon_has_said_who() -> None:
     with pytest.raises(ApiError, match="starting") as caught:
-        Callers().identify(headers(KEY.text))
+        Callers(FakeRates().calls).identify(headers(KEY.text))
     assert caught.value.status == 503
 
 
@@ -138,7 +115,7 @@ def test_where_no_key_is_needed_only_what_looks_like_one_is_checked() -> None:
 def test_key_ends_when_it_expires_and_when_it_is_gone() -> None:
     rig = Rig(record(expires_at=NOW + 10))
     assert rig.is_let_in()
-    rig.clocks.wall = NOW + 10
+    rig.wall = NOW + 10
     with pytest.raises(ApiError, match="has expired"):
         rig.who()
     assert not rig.is_let_in(make_key(KEY.id).text)
@@ -151,37 +128,49 @@ def test_old_secret_works_until_the_grace_is_over() -> None:
     rig = Rig(record(digest=new.digest, previous_digest=KEY.digest, previous_until=NOW + 60))
     assert rig.is_let_in(KEY.text)
     assert rig.is_let_in(new.text)
-    rig.clocks.wall = NOW + 60
+    rig.wall = NOW + 60
     assert not rig.is_let_in(KEY.text)
     assert rig.is_let_in(new.text)
 
 
-def test_requests_per_minute() -> None:
-    rig = Rig(record(requests_per_minute=2))
-    assert [rig.begin(), rig.begin(), rig.begin()] == [None, None, 30.0]
-    rig.clocks.now_s += 30
-    assert rig.begin() is None
+async def test_daemon_says_whether_a_request_may_begin() -> None:
+    rig = Rig(record(is_rate_limited=True))
+    await rig.callers.begin(rig.who())
+    rig.rates.limit, rig.rates.wait_s = "2 requests per minute", 30.0
+    with pytest.raises(ApiError, match=r"`web`: 2 .* per minute\. Try again in 30s") as caught:
+        await rig.callers.begin(rig.who())
+    assert (caught.value.status, caught.value.retry_after_s) == (429, 30.0)
+    assert rig.rates.asked == [KEY.id, KEY.id]
 
 
-def test_tokens_are_charged_when_they_are_known_and_the_debt_is_waited_out() -> None:
-    rig = Rig(record(tokens_per_minute=60))
-    rig.ask("r", 50)
-    assert rig.begin() is None
-    rig.step("r", 30)
-    assert rig.levels().tokens == -20
-    assert rig.begin() == 21.0
-    rig.step("r", 4, "stop")
-    rig.step("r", 100)  # it has ended: not its tokens
-    rig.clocks.now_s += 25
-    assert rig.begin() is None
+async def test_daemon_is_not_asked_for_keys_without_limits() -> None:
+    rig = Rig(RECORD, are_required=False)
+    await rig.callers.begin(rig.who())
+    await rig.callers.begin(rig.who(None))
+    assert rig.rates.asked == []
 
 
-def test_requests_that_ended_are_charged_no_more() -> None:
-    rig = Rig(record(tokens_per_minute=60))
-    rig.ask("r", 10)
-    rig.callers.ended(["r", "unknown"])
-    rig.step("r", 100)
-    assert rig.levels().tokens == 50
+async def test_daemon_that_does_not_answer_in_time_is_503() -> None:
+    rates = FakeRates(timeout_s=0.01)
+    rates.silent = True
+    with pytest.raises(ApiError) as caught:
+        await rates.calls.begin(RECORD)
+    assert caught.value.status == 503
+    rates.silent = False
+    await rates.calls.begin(RECORD)
+
+
+async def test_each_question_has_its_own_answer() -> None:
+    sent: list[Any] = []
+    calls = RateCalls(sent.append)
+    first, second = (asyncio.create_task(calls.begin(RECORD)) for _ in range(2))
+    await asyncio.sleep(0)
+    calls.answered(RateAnswer(sent[1].call_id, "1 tokens per minute", 5.0))
+    calls.answered(RateAnswer(sent[0].call_id))
+    calls.answered(RateAnswer(99))  # nobody asked that
+    await first
+    with pytest.raises(ApiError, match="1 tokens per minute"):
+        await second
 
 
 def test_request_tells_the_daemon_whose_it_is() -> None:
@@ -194,39 +183,11 @@ def test_request_tells_the_daemon_whose_it_is() -> None:
     assert (message.key_id, message.priority) == ("", Priority.NORMAL)
 
 
-def test_new_rules_leave_what_was_used() -> None:
-    rig = Rig(record(requests_per_minute=2, tokens_per_minute=100))
-    rig.begin()
-    rig.ask("r", 70)
-    limits = {"requests_per_minute": 4, "tokens_per_minute": 20}
-    rig.callers.replace(AccessRules([record(**limits)], are_required=True))
-    rig.step("r", 30)
-    levels = rig.levels()
-    assert (levels.requests, levels.tokens) == (1, -10)
-    rig.callers.replace(AccessRules([RECORD], are_required=True))
-    rig.step("r", 30)
+def test_refused_strangers_are_reported_once() -> None:
+    rig = Rig(RECORD)
     assert rig.callers.report() is None
-
-
-def test_next_frontend_goes_on_where_the_one_before_was() -> None:
-    limits = {"requests_per_minute": 60, "tokens_per_minute": 600}
-    rig = Rig()
-    told = {KEY.id: KeyLevels(rig.clocks.now_s - 5, -10.0, -100.0), "gone": KeyLevels(0.0)}
-    rig.callers.replace(AccessRules([record(**limits)], True, told))
-    assert rig.begin() == 6.0
-    rig.clocks.now_s += 6
-    assert rig.begin() is None
-    assert rig.levels().requests == 0
-
-
-def test_report_tells_each_change_once() -> None:
-    rig = Rig(record(requests_per_minute=60))
-    assert rig.callers.report() is None
-    rig.begin()
     assert not rig.is_let_in("nothing")
-    report = rig.callers.report()
-    assert report is not None
-    assert (report.levels, report.num_unauthorised) == ({KEY.id: KeyLevels(100.0, 59.0)}, 1)
+    assert rig.callers.report() == AccessReport(1)
     assert rig.callers.report() is None
 
 
@@ -348,9 +309,10 @@ def test_body_of_a_stranger_is_not_read(guarded: Guarded) -> None:
 
 
 def test_rate_is_looked_at_before_the_body(guarded: Guarded) -> None:
-    limited = msgspec.structs.replace(guarded.records[0], requests_per_minute=1)
+    limited = msgspec.structs.replace(guarded.records[0], is_rate_limited=True)
     guarded.callers.replace(AccessRules([limited], are_required=True))
     assert guarded.as_key(guarded.all, "POST", CHAT, {"model": "alpha"}).status == 200
+    guarded.rates.limit, guarded.rates.wait_s = "1 requests per minute", 60.0
     answer = guarded.as_key(guarded.all, "POST", CHAT, {"model": "alpha"}, stall=True)
     assert (answer.status, answer.headers["retry-after"]) == (429, "60")
     assert answer.json()["error"]["code"] == "rate_limit_exceeded"
@@ -373,4 +335,5 @@ def test_key_is_taken_out_on_the_way_to_the_model(
     body = json.dumps({"model": "alpha"}).encode()
     sent = [*headers(guarded.all.text), (b"x-other", b"1")]
     assert asyncio.run(request(guarded.router, "POST", CHAT, [body], sent)).status == 200
-    assert seen == [[(b"x-other", b"1")]]
+    [kept] = seen
+    assert [header for header in kept if header[0] != b"x-request-id"] == [(b"x-other", b"1")]

@@ -38,8 +38,14 @@ def test_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_arguments() -> None:
     given = ["--wire-fd", "3", "--listen-fd", "4", "--log-level", "debug", "--max-body-bytes", "9"]
+    given += ["--max-live-requests", "7", "--max-bytes-in-flight", "90"]
     assert parse_arguments(given) == FrontendSettings(
-        wire_fd=3, listen_fd=4, log_level="debug", max_body_bytes=9
+        wire_fd=3,
+        listen_fd=4,
+        log_level="debug",
+        max_body_bytes=9,
+        max_live_requests=7,
+        max_bytes_in_flight=90,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gpupoold.frontend import pool_client
 from gpupoold.frontend.pool_client import EngineCodec, PoolClient
 from gpupoold.wire.messages import AbortRequests, AddRequest, RequestProgress, StepOutputs
 
@@ -77,6 +78,14 @@ def test_only_generation_from_tokens(field: str) -> None:
     pool = Pool()
     with pytest.raises(Unsupported):
         asyncio.run(pool.client.add_request_async(engine_request(**{field: None})))
+    assert pool.sent == []
+
+
+def test_what_no_message_should_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_client, "MAX_REQUEST_BYTES", 7)
+    pool = Pool()
+    with pytest.raises(Unsupported, match=r"takes 8 bytes .* limit of 7"):
+        asyncio.run(pool.client.add_request_async(engine_request()))
     assert pool.sent == []
 
 

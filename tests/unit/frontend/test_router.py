@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import time
 from typing import Any
 
 import pytest
 
-from gpupoold.frontend import router
+from gpupoold.frontend import body
 from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
-from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.gates import Gates
+from gpupoold.frontend.in_flight import BytesInFlight
 from gpupoold.frontend.mounts import Mounts
-from gpupoold.frontend.router import Router, read_model_name
+from gpupoold.frontend.router import Bounds, Router
 from gpupoold.wire.messages import AccessRules, ServedModel
 from tests.unit.frontend.asgi import Answer, EchoApi, request
+from tests.unit.frontend.fake_rates import FakeRates
 from tests.unit.frontend.test_metrics import FakeDaemon
 
 CHAT = "/v1/chat/completions"
 LIMIT = 1000
+MAX_LIVE = 20
 
 
 def model(name: str, state: str = "ready", **more: Any) -> ServedModel:
@@ -47,14 +51,16 @@ class Served:
             self.mounts.mount(name, api)
         self.gates = Gates()
         self.daemon = FakeDaemon()
-        self.callers = Callers()
+        self.rates = FakeRates()
+        self.callers = Callers(self.rates.calls)
         self.callers.replace(AccessRules([], are_required=False))
+        self.bounds = Bounds(LIMIT, MAX_LIVE, BytesInFlight(5 * LIMIT))
         self.route()
 
     def route(self) -> None:
         """A new router over what there is now."""
         self.router = Router(
-            self.catalog, self.mounts, self.gates, self.daemon.calls, self.callers, LIMIT
+            self.catalog, self.mounts, self.gates, self.daemon.calls, self.callers, self.bounds
         )
 
     def send(self, method: str, path: str, *chunks: bytes, **more: Any) -> Answer:
@@ -141,15 +147,15 @@ def test_body_over_the_limit(served: Served) -> None:
     assert served.send("POST", CHAT, half, half).status == 413
     declared = [(b"content-length", str(LIMIT + 1).encode())]
     assert served.send("POST", CHAT, headers=declared).status == 413
-    served.router.max_body_bytes = LIMIT + 2
+    served.bounds.max_body_bytes = LIMIT + 2
     assert served.send("POST", CHAT, half, half).status == 400
 
 
 def test_body_that_does_not_come(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "_BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.05)
     answer = served.send("POST", CHAT, b'{"model":', stall=True)
     assert answer.status == 408
-    assert answer.json()["error"]["message"].endswith("has come for 0.05 s.")
+    assert answer.json()["error"]["message"].endswith("has not come within 0.05 s.")
 
 
 def test_client_that_leaves_while_sending_gets_nothing(served: Served) -> None:
@@ -195,6 +201,17 @@ def test_not_ready_is_503(served: Served) -> None:
     assert served.send("GET", "/health").status == 200
 
 
+def test_a_model_that_has_failed_says_when_to_come_again(served: Served) -> None:
+    failed = model("late", "failed", reason="it crashed", retry_at_s=time.monotonic() + 40.0)
+    served.catalog.replace((failed,), ready=True)
+    answer = served.ask({"model": "late"})
+    assert answer.status == 503
+    assert 35 <= int(answer.headers["retry-after"]) <= 40
+    over = model("late", "failed", retry_at_s=time.monotonic() - 40.0)
+    served.catalog.replace((over,), ready=True)
+    assert served.ask({"model": "late"}).headers["retry-after"] == "1"
+
+
 def test_stored_response_is_asked_of_its_model(served: Served) -> None:
     served.apis["beta"].responses.add("r1")
     assert served.send("GET", "/v1/responses/r1").body == b"beta:"
@@ -230,10 +247,58 @@ def test_name_wins_over_an_alias_spelt_the_same() -> None:
     assert catalog.find("b").name == "b"
 
 
-def test_reading_the_name_skips_everything_else() -> None:
-    assert read_model_name(b'{"messages": [{"model": "x"}], "model": "y"}') == "y"
-    with pytest.raises(ApiError):
-        read_model_name(b'{"model": "y"} trailing')
+def test_answers_have_an_id_of_the_servers(served: Served) -> None:
+    answers = [
+        served.ask({"model": "beta"}),
+        served.ask({"model": "gamma"}),
+        served.send("GET", "/health"),
+    ]
+    ids = {answer.headers["x-request-id"] for answer in answers}
+    assert len(ids) == 3
+    assert all(re.fullmatch(r"[0-9a-f]{32}", one) for one in ids)
+
+
+@pytest.mark.parametrize("sent", [b"", b"a b", b"x" * 129, b"a\x1b[2J", b"caf\xc3\xa9"])
+def test_what_is_no_id_is_refused(served: Served, sent: bytes) -> None:
+    headers = [(b"x-request-id", sent)]
+    answer = served.send("POST", CHAT, b'{"model": "beta"}', headers=headers)
+    assert answer.status == 400
+    assert "128" in answer.json()["error"]["message"]
+    as_field = {"model": "beta", "request_id": sent.decode("latin-1")}
+    assert served.ask(as_field).status == 400
+
+
+def test_too_many_answers_are_refused(served: Served) -> None:
+    refused = served.ask({"model": "beta", "prompt": ["a"] * 3, "n": 7}, "/v1/completions")
+    assert refused.status == 400
+    assert "21 answers" in refused.json()["error"]["message"]
+    assert served.ask({"model": "beta", "n": 20}).status == 200
+    served.bounds.max_live_requests = 19
+    assert served.ask({"model": "beta", "n": 20}).status == 400
+
+
+def test_bytes_count_as_often_as_they_are_answered(served: Served) -> None:
+    text = "x" * (LIMIT - 100)
+    assert served.ask({"model": "beta", "prompt": text, "n": 5}).status == 200
+    refused = served.ask({"model": "beta", "prompt": text, "n": 6})
+    assert refused.status == 413
+    assert str(f"{5 * LIMIT:,}") in refused.json()["error"]["message"]
+    assert served.bounds.in_flight.num_bytes == 0
+
+
+def test_no_room_beside_others(served: Served) -> None:
+    with served.bounds.in_flight.holding("") as holding:
+        holding.add(5 * LIMIT - 10)
+        refused = served.ask({"model": "beta"})
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+    assert served.ask({"model": "beta"}).status == 200
+
+
+def test_too_many_values(served: Served) -> None:
+    served.bounds.max_body_bytes = served.bounds.in_flight.max_bytes = 1_000_000
+    refused = served.send("POST", CHAT, b'{"model": "beta", "x": [' + b"[]," * 20_000)
+    assert refused.status == 400
+    assert "10,000 objects and arrays" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("method", "body"), [("GET", b"up 1\n"), ("HEAD", b"")])

@@ -24,12 +24,13 @@ async def num_events(db: Database) -> int:
 
 
 async def test_a_new_database_uses_the_log_and_checks_references(db: Database) -> None:
-    async with db.write() as tx:
-        modes = [
-            (await tx.fetch_all(f"PRAGMA {name}"))[0][0]
-            for name in ("journal_mode", "synchronous", "foreign_keys")
-        ]
-    assert modes == ["wal", 1, 1]
+    for durable, synchronous in ((True, 2), (False, 1), (True, 2)):
+        async with db.write(durable=durable) as tx:
+            modes = [
+                (await tx.fetch_all(f"PRAGMA {name}"))[0][0]
+                for name in ("journal_mode", "synchronous", "foreign_keys")
+            ]
+        assert modes == ["wal", synchronous, 1]
 
 
 async def test_a_write_is_read_as_soon_as_it_is_acknowledged(db: Database) -> None:

@@ -11,7 +11,10 @@ import pytest
 pytest.importorskip("vllm", reason="the engine is not installed")
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.serial_utils import MsgpackDecoder
 
+from gpupoold.activity import WORKER, Phase
+from gpupoold.instance import engine_steps
 from gpupoold.instance.engine_steps import EngineSteps, Step
 
 
@@ -20,12 +23,16 @@ class Core:
 
     def __init__(self, *, is_async: bool) -> None:
         self.scheduler: Any = SimpleNamespace(
-            is_held=False, chunk_tokens=None, num_updates=0, was_decode=False
+            is_held=False, chunk_tokens=None, num_updates=0, was_decode=False, isolated={}
         )
+        self.scheduler.take_turns = lambda *, may_isolate: self.turns.append(may_isolate)
+        self.turns: list[bool] = []
         self.batch_queue: deque[int] | None = deque() if is_async else None
         self.num_begun = 0
         self.fails = False
         self.is_empty = False
+        self.others: dict[int, EngineCoreOutputs] = {}
+        self.names = ["r"]
         self.chunks: list[int | None] = []
 
     def step_fn(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
@@ -50,8 +57,8 @@ class Core:
             raise RuntimeError("lost")
         if self.is_empty:
             return {}
-        made = [EngineCoreOutput(request_id="r", new_token_ids=[number])]
-        return {0: EngineCoreOutputs(outputs=made)}
+        made = [EngineCoreOutput(request_id=name, new_token_ids=[number]) for name in self.names]
+        return {0: EngineCoreOutputs(outputs=made), **self.others}
 
 
 def tokens(steps: list[Step]) -> list[int]:
@@ -117,3 +124,51 @@ def test_an_empty_step_is_told_without_frames() -> None:
     core.is_empty = True
     [step] = EngineSteps(core).begin()  # type: ignore[arg-type]
     assert (step.frames, step.progress) == ([], [])
+
+
+def test_outputs_of_each_frontend_are_frames_of_their_own() -> None:
+    core = Core(is_async=False)
+    others = [EngineCoreOutput("s", [7]), EngineCoreOutput("t", [8])]
+    core.others = {2: EngineCoreOutputs(outputs=others), 1: EngineCoreOutputs()}
+    [step] = EngineSteps(core).begin()  # type: ignore[arg-type]
+    assert [item.request_id for item in step.progress] == ["r", "s", "t"]
+    assert step.frame_counts == {0: 1, 2: 1}
+    decode = MsgpackDecoder(EngineCoreOutputs).decode
+    made = [[one.request_id for one in decode([frame]).outputs] for frame in step.frames]
+    assert made == [["r"], ["s", "t"]]
+
+
+def test_a_step_too_long_for_a_message_is_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = Core(is_async=False)
+    core.names = [f"request-{number}" for number in range(5)]
+    core.others = {2: EngineCoreOutputs(outputs=[EngineCoreOutput("of another frontend", [8])])}
+    [whole] = EngineSteps(core).begin()  # type: ignore[arg-type]
+    monkeypatch.setattr(engine_steps, "_MAX_STEP_BYTES", sum(map(len, whole.frames)) // 2)
+    parts = EngineSteps(core).begin()  # type: ignore[arg-type]
+    assert len(parts) > 1
+    decode = MsgpackDecoder(EngineCoreOutputs).decode
+    for part in parts:
+        assert sum(map(len, part.frames)) <= sum(map(len, whole.frames)) // 2
+        assert set(part.frame_counts) <= {0, 2}
+        made = [one.request_id for frame in part.frames for one in decode([frame]).outputs]
+        assert made == [item.request_id for item in part.progress]
+    told = [item.request_id for part in parts for item in part.progress]
+    assert told == [*core.names, "of another frontend"]
+
+
+def test_outputs_of_one_request_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_steps, "_MAX_STEP_BYTES", 1)
+    [step] = EngineSteps(Core(is_async=False)).begin()  # type: ignore[arg-type]
+    assert step.frames
+
+
+def test_while_a_request_is_isolated_every_step_is_waited_for() -> None:
+    core = Core(is_async=True)
+    steps = EngineSteps(core)  # type: ignore[arg-type]
+    steps.begin()
+    core.scheduler.isolated["r"] = None
+    assert tokens(steps.begin()) == [1, 2]
+    assert not steps.are_under_way
+    with WORKER.beside(Phase.COPY):
+        assert tokens(steps.begin()) == [3]
+    assert core.turns == [True, False]

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from gpupoold.instance.moves import Moves
-from gpupoold.memory.host import HostSlot
+from gpupoold.memory.cuda import CudaDevice
+from gpupoold.memory.host import HostSlot, KvHostCache
 from gpupoold.memory.kv import KvMemory
-from gpupoold.memory.parcels import Arrival
+from gpupoold.memory.parcels import Arrival, PeerSlot
 from gpupoold.memory.transfers import Transfer
 from gpupoold.wire import messages as m
+from tests.unit.memory.cuda_rig import NUM_PAGES, PAGE
+from tests.unit.memory.fake_cuda import FakeCuda
 from tests.unit.memory.ledger import MemoryLedger
 from tests.unit.memory.rig import Rig, fill_blocks, geometry_of, read
 
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
     from gpupoold.instance.residency import Residency
 
 HERE, THERE = 0, 1
+WAIT_S = 30.0
 
 
 class Engine:
@@ -90,6 +96,7 @@ class Instance:
 
     def close(self) -> None:
         assert (self.moves.sent_bytes, self.moves.wake_fds, self.fds) == (0, [], [])
+        self.moves.close()
         self.rig.close()
 
 
@@ -309,6 +316,102 @@ class TestIn:
         here.moves.peer_up(THERE, os.memfd_create("empty"), 0)
         here.moves.expect(self.order(parcel), there.arrival())
         assert [slot for _, slot in here.moves.arrived()] == [None]
+
+
+class GatedCuda(FakeCuda):
+    """A driver whose registrations take as long as the test wants."""
+
+    def __init__(self) -> None:
+        super().__init__(total_bytes=NUM_PAGES * PAGE)
+        self.may_register = threading.Event()
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        assert self.may_register.wait(WAIT_S)
+        super().register_host(address, num_bytes)
+
+
+class Gpu:
+    """Moves of an instance on a GPU with that driver."""
+
+    def __init__(self) -> None:
+        self.driver = GatedCuda()
+        self.device = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=self.driver)
+        self.host = KvHostCache(0)
+        self.said: list[m.Message] = []
+        self.moves = Moves(HERE, self.device, self.host, lambda message, _: self._say(message))
+
+    def _say(self, message: m.Message) -> None:
+        self.said.append(message)
+
+    def slots(self, there: Instance, request_id: str) -> list[PeerSlot | None]:
+        """With what KV a request arrives that leaves ``there`` now."""
+        parcel = there.move_out(request_id).parcel
+        assert parcel is not None
+        there.finish()
+        order = m.AddRequest("llama", request_id, 0.0, 1, 8, [b""], [0], parcel=parcel)
+        self.moves.expect(order, there.arrival())
+        found = [slot for _, slot in self.moves.arrived()]
+        for slot in found:
+            if slot is not None:
+                slot.free()
+        assert self.said == [m.ParcelUsed(parcel.parcel_id, THERE)]
+        self.said.clear()
+        there.moves.free(parcel.parcel_id)
+        return found
+
+    def close(self) -> None:
+        self.driver.may_register.set()
+        self.moves.close()
+        self.host.close()
+        self.device.close()
+        assert self.driver.leaks == {}
+
+
+class TestPeersOfAGpu:
+    """Host memory is registered by a thread; until that is done requests come without KV."""
+
+    @pytest.fixture
+    def gpu(self) -> Iterator[Gpu]:
+        made = Gpu()
+        yield made
+        made.close()
+
+    def know(self, gpu: Gpu, there: Instance) -> None:
+        host = there.rig.host
+        gpu.moves.peer_up(THERE, os.dup(host.fd), host.budget_bytes)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        ends_s = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < ends_s
+            time.sleep(0.001)
+
+    def test_while_its_memory_is_being_registered(self, gpu: Gpu, there: Instance) -> None:
+        there.engine.ask("q", 1)
+        self.know(gpu, there)  # returns, though the driver does not
+        assert gpu.slots(there, "r") == [None]
+        gpu.driver.may_register.set()
+        self.wait_until(lambda: bool(gpu.driver.registrations))
+        gpu.moves._thread.submit(int).result(WAIT_S)
+        assert [slot is not None for slot in gpu.slots(there, "q")] == [True]
+
+    def test_whose_memory_cannot_be_registered(
+        self, gpu: Gpu, there: Instance, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        gpu.driver.fail_at["register_host"] = 1
+        gpu.driver.may_register.set()
+        self.know(gpu, there)
+        self.wait_until(lambda: "cannot be pinned" in caplog.text)
+        assert gpu.slots(there, "r") == [None]
+
+    def test_that_dies_while_its_memory_is_being_registered(
+        self, gpu: Gpu, there: Instance
+    ) -> None:
+        self.know(gpu, there)
+        gpu.moves.peer_down(THERE)
+        self.know(gpu, there)
+        gpu.driver.may_register.set()
+        self.wait_until(lambda: len(gpu.driver.registrations) == 1)
 
 
 def test_requests_go_on_in_the_order_in_which_they_came(here: Instance) -> None:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -305,3 +306,48 @@ def test_a_full_host_makes_requests_start_anew_at_the_very_last(tight_box: Box) 
     assert box.models["a"].kv.resident_bytes == 0
     box.residency.check_integrity()
     box.close()
+
+
+def test_a_switch_counts_the_kv_that_came_in_it(box: Box) -> None:
+    """Not what comes later, between steps."""
+    box.switch_in("a")
+    first, second = box.ask("a", 2), box.ask("a", 3)
+    page_bytes = 3 * PAGE  # of a block
+    box.residency.page_out("a")
+    assert box.models["a"].kv.missing_bytes == 5 * page_bytes
+    before = box.models["a"].kv.arrived_bytes
+    stages = box.residency.switch_in("a")
+    assert stages is not None
+    arrived = box.models["a"].kv.arrived_bytes - before
+    assert stages.kv_in_bytes == arrived
+    box.residency.bring_all("a")
+    assert box.models["a"].kv.arrived_bytes - before == 5 * page_bytes
+    assert box.kv_bytes("a", first) == first
+    assert box.kv_bytes("a", second) == second
+
+
+def test_kv_that_waits_behind_the_first_request_is_not_of_the_switch(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box.switch_in("a")
+    box.ask("a", 2)
+    box.ask("a", 3)
+    box.residency.page_out("a")
+    missing = box.models["a"].kv.missing_bytes
+    monkeypatch.setattr(residency.Residency, "wait_ready", lambda *_: None)  # ready at once
+    stages = box.residency.switch_in("a")
+    assert stages is not None
+    assert stages.kv_in_bytes == 0
+    assert box.models["a"].kv.missing_bytes == missing
+
+
+def test_switches_tell_what_bandwidth_they_reach(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A moving average, which begins with what was measured at the start."""
+    monkeypatch.setattr(residency, "_MIN_BYTES_FOR_BANDWIDTH", 1)
+    clock = iter(float(second) for second in range(1_000))
+    monkeypatch.setattr(residency, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert box.residency.bandwidth_bytes_per_s == 1e9
+    box.switch_in("a")
+    assert 0.79e9 < box.residency.bandwidth_bytes_per_s < 0.81e9  # a fifth of next to nothing
+    box.switch_in("a")
+    assert 0.79e9 < box.residency.bandwidth_bytes_per_s < 0.81e9  # nothing moved

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,9 +63,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The limits under which vLLM has planned its steps."""
     limits: list[int] = []
 
-    def schedule(scheduler: PooledScheduler) -> str:
+    def schedule(scheduler: PooledScheduler) -> Any:
         limits.append(scheduler.max_num_scheduled_tokens)
-        return "output"
+        return SimpleNamespace(num_scheduled_tokens={})
 
     monkeypatch.setattr(Scheduler, "schedule", schedule)
     return limits
@@ -170,6 +172,66 @@ class TestSteps:
         assert (scheduler.num_updates, scheduler.was_decode) == (1, is_decode)
 
 
+class TestIsolation:
+    """Who may be in each of the next steps."""
+
+    @pytest.fixture
+    def may_run(self, scheduler: PooledScheduler) -> Callable[..., str]:
+        """The requests of the next step."""
+        made: Any = scheduler
+        made.requests = {name: request(name) for name in "abc"}
+
+        def choose(*, may_isolate: bool = True) -> str:
+            scheduler.take_turns(may_isolate=may_isolate)
+            return "".join(name for name in made.requests if scheduler._may_run(request(name)))
+
+        return choose
+
+    def test_isolated_requests_and_the_others_take_turns(
+        self, scheduler: PooledScheduler, may_run: Callable[..., str]
+    ) -> None:
+        assert may_run() == "abc"
+        scheduler.isolate("b")
+        assert [may_run() for _ in range(4)] == ["b", "ac", "b", "ac"]
+        scheduler.isolate("a")
+        assert [may_run() for _ in range(4)] == ["b", "c", "a", "c"]
+        scheduler.end_isolation("b")
+        assert [may_run() for _ in range(3)] == ["a", "bc", "a"]
+        scheduler.end_isolation("a")
+        assert may_run() == "abc"
+
+    def test_isolated_requests_that_are_all_there_are(
+        self, scheduler: PooledScheduler, may_run: Callable[..., str]
+    ) -> None:
+        for name in "abc":
+            scheduler.isolate(name)
+        assert [may_run() for _ in range(4)] == ["a", "b", "c", "a"]
+
+    def test_one_that_has_ended_is_forgotten(
+        self, scheduler: PooledScheduler, may_run: Callable[..., str]
+    ) -> None:
+        scheduler.isolate("b")
+        scheduler.isolate("gone")
+        assert may_run() == "b"
+        made: Any = scheduler
+        del made.requests["b"]
+        assert may_run() == "ac"
+        assert not scheduler.isolated
+
+    def test_it_waits_for_other_threads_but_not_for_ever(
+        self,
+        scheduler: PooledScheduler,
+        may_run: Callable[..., str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        scheduler.isolate("b")
+        assert [may_run(), may_run()] == ["b", "ac"]
+        assert may_run(may_isolate=False) == "ac"
+        now_s = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now_s + 5.0)
+        assert may_run(may_isolate=False) == "b"
+
+
 class TestClaims:
     def test_blocks_are_findable_and_kept_until_the_request_has_them(
         self, scheduler: PooledScheduler, blocks: Blocks, steps: list[int]
@@ -177,7 +239,7 @@ class TestClaims:
         scheduler.claim(request(), [7, 9])
         assert blocks.cached == [("r", [7, 9], 0, 2)]
         assert scheduler.num_claimed == 2
-        assert scheduler.blocks_under_way() == [7, 9]
+        assert list(scheduler.blocks_under_way()) == [7, 9]
         scheduler.schedule()
         assert blocks.freed == []  # it has not begun
         scheduler.running = [request()]
@@ -199,7 +261,7 @@ class TestClaims:
         scheduler.claim(request("r"), [7])
         scheduler.claim(request("stays"), [8])
         scheduler.finish_requests(["r"])
-        assert (blocks.freed, scheduler.blocks_under_way()) == ([7], [8])
+        assert (blocks.freed, list(scheduler.blocks_under_way())) == ([7], [8])
 
     def test_when_all_prefixes_are_forgotten(
         self, scheduler: PooledScheduler, blocks: Blocks, monkeypatch: pytest.MonkeyPatch

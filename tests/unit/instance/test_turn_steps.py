@@ -14,6 +14,7 @@ from gpupoold.instance.engine_steps import Step
 from gpupoold.instance.ledger import RequestLedger
 from gpupoold.instance.turn_steps import TurnSteps, may_come_between
 from gpupoold.wire import messages as m
+from gpupoold.wire.codec import FrameTooLong
 
 
 class Engine:
@@ -49,7 +50,7 @@ class Engine:
         self._clock.now_s = max(self._clock.now_s, self._ends_s.pop(0))
         self.num_left -= 1
         reason = None if self.num_left else "length"
-        return [Step([b"frame"], [m.RequestProgress("r", [7], reason)], is_decode=True)]
+        return [Step([b"frame"], [m.RequestProgress("r", [7], reason)], True, {0: 1})]
 
 
 class Clock:
@@ -130,8 +131,8 @@ def test_an_engine_without_requests_is_noticed(told: Told) -> None:
 
 def test_prompts_are_no_samples_of_decoding(told: Told) -> None:
     told.engine.settle = lambda: [
-        Step([b"frame"], [m.RequestProgress("r", [7])], is_decode=False),
-        Step([], [], is_decode=False),
+        Step([b"frame"], [m.RequestProgress("r", [7])], False, {0: 1}),
+        Step([], [], False, {}),
     ]
     told.steps.begin(told.engine, None)
     told.sent.clear()
@@ -155,3 +156,25 @@ def test_prompts_are_no_samples_of_decoding(told: Told) -> None:
 )
 def test_only_what_touches_nothing_comes_between_steps(message: Any, may: bool) -> None:
     assert may_come_between(message) is may
+
+
+def test_outputs_that_no_message_carries_end_their_requests(told: Told) -> None:
+    """The worker goes on, and so do the others' streams."""
+
+    def send(outputs: m.StepOutputs) -> None:
+        if outputs.progress[0].request_id == "long":
+            raise FrameTooLong("StepOutputs of 9 bytes is over the limit of 8")
+        told.sent.append(outputs)
+
+    told.ledger.arrive("m", "long", 99.0)
+    steps = TurnSteps(told.ledger, send)
+    told.engine.begin_step = lambda _: [
+        Step([b"frame"], [m.RequestProgress(name, [7])], is_decode=False, frame_counts={0: 1})
+        for name in ("r", "long", "r")
+    ]
+    assert steps.begin(told.engine, None)
+    assert [one.progress[0].request_id for one in told.sent] == ["r", "r"]
+    assert steps.take_unsendable() == [
+        m.RequestsFailed("m", ["long"], "StepOutputs of 9 bytes is over the limit of 8")
+    ]
+    assert steps.take_unsendable() == []

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from gpupoold.memory.chunks import Place
+from gpupoold.memory.device_thread import DeviceThread
 from gpupoold.memory.host import HostSlot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.parcels import PeerCache, PeerSlot
@@ -78,7 +79,8 @@ class Pair:
         num_blocks = len(written) - (self.kv.geometry.blocks_per_chunk - 1)
         self.written = dict(list(written.items())[:num_blocks])
         host = self.source.host
-        self.cache = PeerCache(os.dup(host.fd), host.budget_bytes, self.target.device)
+        self._thread = DeviceThread(self.target.device, "peers")
+        self.cache = PeerCache(os.dup(host.fd), host.budget_bytes, self.target.device, self._thread)
         self.num_freed = 0
         self._sent: list[HostSlot] = []
 
@@ -109,6 +111,7 @@ class Pair:
 
     def close(self) -> None:
         self.cache.leave()
+        self._thread.close()
         for slot in self._sent:
             slot.free()
         self.source.close()

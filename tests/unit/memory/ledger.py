@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from gpupoold.memory.contracts import BlockWatcher
+
 
 class MemoryLedger:
     """Implements ``BlockLedger``; block 0 is the null block and never handed out.
@@ -18,8 +20,13 @@ class MemoryLedger:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._key_of: dict[int, str] = {}
         self._block_of: dict[str, int] = {}
+        self._watcher: BlockWatcher | None = None
 
     # What the memory code asks for.
+
+    def watch(self, watcher: BlockWatcher) -> None:
+        assert not any(self.refs[1:])
+        self._watcher = watcher
 
     def hold(self, block_ids: Sequence[int]) -> None:
         assert 0 not in block_ids
@@ -57,6 +64,8 @@ class MemoryLedger:
         self.forget(taken)
         for block_id in taken:
             self.refs[block_id] = 1
+        if self._watcher is not None:
+            self._watcher.taken(taken)
         return taken
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -65,6 +74,8 @@ class MemoryLedger:
             self.refs[block_id] -= 1
             if not self.refs[block_id]:
                 self._free[block_id] = None
+                if self._watcher is not None:
+                    self._watcher.freed([block_id])
 
     def remember(self, block_id: int, key: str) -> None:
         """The block is full: its content can be found by ``key``, also when it is free."""
@@ -87,4 +98,6 @@ class MemoryLedger:
     def _touch(self, block_id: int) -> None:
         if not self.refs[block_id]:
             del self._free[block_id]
+            if self._watcher is not None:
+                self._watcher.taken([block_id])
         self.refs[block_id] += 1

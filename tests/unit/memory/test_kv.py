@@ -422,7 +422,7 @@ def test_neighbours_move_together(rig: Rig, layout: str) -> None:
         rig.finish(kv)
         check(rig, kv)
         rig.soil()
-        assert kv.groups_on_host([]) == [group]
+        assert list(kv.groups_on_host([])) == [group]
         kv.begin_page_in(group[-1], rig.ins)
         rig.finish(kv)
         check(rig, kv)

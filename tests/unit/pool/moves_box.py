@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import cast
-from unittest import mock
 
 from gpupool_state import History
 from gpupoold.config import DeviceSettings, LimitSettings
 from gpupoold.domain import FinishReason, Role, Targets
 from gpupoold.pool.dispatch import Dispatcher
-from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instance import Instance
 from gpupoold.scheduling.policies.named import make_policy
 from gpupoold.wire import messages as m
@@ -211,25 +209,20 @@ class Box:
 
     def __init__(self, num_instances: int) -> None:
         self.now_s = 0.0
-        clock = SimpleNamespace(monotonic=lambda: self.now_s)
-        self._clock = mock.patch("gpupoold.pool.scheduler.time", clock)
-        self._clock.start()
         self.records = Records()
         self.dispatcher = Dispatcher(
-            LimitSettings(), cast(History, self.records), make_policy("gpupool")
+            LimitSettings(),
+            cast(History, self.records),
+            make_policy("gpupool"),
+            clock=lambda: self.now_s,
         )
         self.sent: list[m.Message] = []
-        frontend = SimpleNamespace(send=self.sent.append)
-        self.dispatcher.frontend = cast(FrontendSupervisor, frontend)
+        self.dispatcher.replies.send = lambda _, message: self.sent.append(message)
         self.moves = self.dispatcher.moves
         self.instances = [FakeInstance(number) for number in range(num_instances)]
         self._num_asked = 0
         for number in range(num_instances):
             self.come_up(number)
-
-    def close(self) -> None:
-        """Give the clock back."""
-        self._clock.stop()
 
     @property
     def live(self) -> list[str]:

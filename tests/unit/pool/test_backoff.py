@@ -28,3 +28,8 @@ def test_what_somebody_else_ended_neither_waits_nor_counts() -> None:
     assert [backoff.after(1.0) for _ in range(3)] == [0, 1, 2]
     assert backoff.after(1.0, is_excused=True) == 0
     assert backoff.after(1.0) == 4
+
+
+def test_limit_may_be_lower() -> None:
+    backoff = Backoff(max_s=1.0)
+    assert [backoff.after(0.1) for _ in range(4)] == [0, 1, 1, 1]

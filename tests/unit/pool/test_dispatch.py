@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import cast
 
 import pytest
 
@@ -11,15 +10,20 @@ from gpupool_state import History
 from gpupoold.config import DeviceSettings, LimitSettings
 from gpupoold.domain import FinishReason, Targets
 from gpupoold.errors import NoSuchRequest
+from gpupoold.pool.crash_attribution import NOBODY, Candidates
 from gpupoold.pool.dispatch import Dispatcher
-from gpupoold.pool.frontends import FrontendSupervisor
 from gpupoold.pool.instance import Instance
+from gpupoold.pool.suspects import PASSED_TOKENS
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.scheduling.state import Request
 from gpupoold.wire import messages as m
 from tests.unit.pool.loaded import WEIGHT_BYTES, loaded
 
 NAME = "llama"
+
+
+def due_to(*request_ids: str) -> Candidates:
+    return Candidates(frozenset(request_ids))
 
 
 class Cold:
@@ -68,7 +72,8 @@ class Bench:
         self.dispatcher = Dispatcher(limits, history, make_policy("gpupool", PolicyOptions()))
         self.cold, self.frontend = Cold(), Frontend()
         self.dispatcher.warmth = self.cold
-        self.dispatcher.frontend = cast(FrontendSupervisor, self.frontend)
+        self.others: dict[int, Frontend] = {}
+        self.dispatcher.replies.send = self.send
         self.instance = Instance(0, DeviceSettings(kind="emulated"))
         self.come_back()
 
@@ -79,9 +84,15 @@ class Bench:
         self.dispatcher.instance_up(self.instance)
         self.dispatcher.host(Targets(), loaded(NAME), None, self.instance)
 
-    def ask(self, request_id: str, arrival_s: float | None = None) -> None:
+    def send(self, number: int, message: m.Message) -> None:
+        """To the frontend 0, or another one."""
+        others = self.others.setdefault(number, Frontend())
+        (others if number else self.frontend).send(message)
+
+    def ask(self, request_id: str, arrival_s: float | None = None, frontend: int = 0) -> None:
         arrival_s = time.monotonic() if arrival_s is None else arrival_s
-        self.dispatcher.from_frontend(m.AddRequest(NAME, request_id, arrival_s, 2, 8, [b""]))
+        message = m.AddRequest(NAME, request_id, arrival_s, 2, 8, [b""], frontend=frontend)
+        self.dispatcher.from_frontend(message)
 
     @property
     def scheduled(self) -> dict[str, Request]:
@@ -164,8 +175,45 @@ async def test_cancelled_requests_leave(bench: Bench, history: History) -> None:
 
 async def test_a_frontend_that_dies_takes_them_along(bench: Bench) -> None:
     bench.ask("a")
-    bench.dispatcher.frontend_down()
+    bench.dispatcher.frontend_down(0)
     assert (bench.dispatcher.num_waiting(NAME), len(bench.dispatcher.live)) == (0, 0)
+
+
+async def test_a_frontend_that_dies_leaves_the_others_requests_alone(bench: Bench) -> None:
+    bench.cold.warm.add(NAME)
+    for request_id, frontend in (("a", 0), ("b", 1), ("c", 0)):
+        bench.ask(request_id, frontend=frontend)
+    bench.cold.warm.clear()
+    bench.dispatcher.frontend_down(0)
+    assert [one.request_id for one in bench.dispatcher.live.all()] == ["b"]
+    assert list(bench.scheduled) == ["b"]
+    assert (bench.frontend.sent, bench.others[1].sent) == ([], [])
+    bench.dispatcher.frontend_down(0)  # it died again while it started
+    assert len(bench.dispatcher.live) == 1
+    bench.check()
+
+
+async def test_each_frontend_hears_of_its_own_requests_only(bench: Bench) -> None:
+    bench.cold.warm.add(NAME)
+    for request_id, frontend in (("a", 0), ("b", 1)):
+        bench.ask(request_id, frontend=frontend)
+    a, b = m.RequestProgress("a", [7]), m.RequestProgress("b", [8], "stop")
+    outputs = m.StepOutputs(NAME, 5.0, [b"of b", b"of a", b"more"], [b, a], None, {1: 1, 0: 2})
+    bench.dispatcher.from_instance(bench.instance, outputs)
+    assert bench.frontend.sent == [m.StepOutputs(NAME, 5.0, [b"of a", b"more"], [a])]
+    assert bench.others[1].sent == [m.StepOutputs(NAME, 5.0, [b"of b"], [b])]
+    bench.ask("c", frontend=1)
+    bench.dispatcher.from_instance(bench.instance, m.RequestsFailed(NAME, ["a", "c", "b"], "no"))
+    assert bench.frontend.sent[1:] == [m.RequestsFailed(NAME, ["a"], "no")]
+    assert bench.others[1].sent[1:] == [m.RequestsFailed(NAME, ["c"], "no")]
+    for number in range(4):
+        bench.ask(f"full {number}", frontend=2)
+    assert [one.request_id for one in bench.others[2].refusals] == ["full 3"]
+    bench.dispatcher.fail_model(NAME, "damaged")
+    assert len(bench.frontend.sent) == len(bench.others[1].sent) == 2
+    [failed] = bench.others[2].sent
+    assert isinstance(failed, m.RequestsFailed)
+    assert failed.request_ids == ["full 0", "full 1", "full 2"]
 
 
 async def test_all_fail_when_the_model_cannot_be_warmed(bench: Bench, history: History) -> None:
@@ -272,27 +320,68 @@ class TestDeadInstance:
         assert (again.frames, again.num_prompt_tokens) == (first.frames, first.num_prompt_tokens)
         bench.check()
 
-    async def test_whose_model_ended_two_is_not_given_to_a_third(
+    async def test_who_crashes_a_worker_twice_the_second_time_alone_ends(
         self, bench: Bench, sent: list[m.AddRequest]
     ) -> None:
         bench.cold.warm.add(NAME)
         bench.ask("a")
-        bench.dispatcher.instance_down(bench.instance, "died", blamed=NAME)
-        bench.come_back()
         bench.ask("b")
-        bench.dispatcher.instance_down(bench.instance, "died again", blamed=NAME)
-        assert bench.frontend.sent == [m.RequestsFailed(NAME, ["a"], "died again")]
+        bench.dispatcher.instance_down(bench.instance, "died", due_to("a", "b"))
         bench.come_back()
-        assert [one.request_id for one in sent] == ["a", "a", "b", "b"]
+        bench.ask("c")
+        assert bench.frontend.sent == []
+        again = {one.request_id: one.is_isolated for one in sent[2:]}
+        assert again == {"a": True, "c": False}
+        assert bench.dispatcher.isolation.is_held("b")
+        sent.clear()
+        bench.dispatcher.instance_down(bench.instance, "died again", due_to("a"))
+        bench.come_back()
+        [failed] = bench.frontend.sent
+        assert isinstance(failed, m.RequestsFailed)
+        assert failed.request_ids == ["a"]
+        assert "and another alone: died again" in failed.message
+        assert {one.request_id: one.is_isolated for one in sent} == {"b": True, "c": False}
         bench.check()
 
-    async def test_who_is_not_blamed_goes_on_for_ever(
+    async def test_who_gets_past_the_crash_is_with_others_again(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told: list[m.Message] = []
+        monkeypatch.setattr(Instance, "send", lambda _, message, fds=(): told.append(message))
+        bench.cold.warm.add(NAME)
+        bench.ask("a")
+        bench.ask("b")
+        bench.dispatcher.instance_down(bench.instance, "died", due_to("a", "b"))
+        bench.come_back()
+        self.give_tokens(bench, "a", *range(PASSED_TOKENS))
+        ended = [one for one in told if isinstance(one, m.EndIsolation)]
+        assert ended == [m.EndIsolation(NAME, "a")]
+        last = next(one for one in reversed(told) if isinstance(one, m.AddRequest))
+        assert (last.request_id, last.is_isolated) == ("b", True)
+        bench.check()
+
+    async def test_suspects_may_leave_and_be_ended(
+        self, bench: Bench, sent: list[m.AddRequest]
+    ) -> None:
+        bench.cold.warm.add(NAME)
+        for request_id in "abc":
+            bench.ask(request_id)
+        bench.dispatcher.instance_down(bench.instance, "died", due_to("a", "b", "c"))
+        bench.come_back()
+        bench.dispatcher.from_frontend(m.AbortRequests(NAME, ["a", "b"]))
+        bench.dispatcher.tick(time.monotonic())
+        assert sent[-1].request_id == "c"
+        bench.dispatcher.fail_model(NAME, "removed")
+        assert len(bench.dispatcher.live) == 0
+        bench.check()
+
+    async def test_who_is_no_candidate_goes_on_for_ever(
         self, bench: Bench, sent: list[m.AddRequest]
     ) -> None:
         bench.cold.warm.add(NAME)
         bench.ask("a")
-        for blamed in (None, "another", None, "another"):
-            bench.dispatcher.instance_down(bench.instance, "died", blamed)
+        for candidates in (NOBODY, due_to("another"), NOBODY, due_to("another")):
+            bench.dispatcher.instance_down(bench.instance, "died", candidates)
             bench.come_back()
         assert bench.frontend.sent == []
         assert [one.request_id for one in sent] == ["a"] * 5
@@ -398,3 +487,22 @@ async def test_a_request_is_cancelled_by_hand(bench: Bench) -> None:
     with pytest.raises(NoSuchRequest, match="'a'"):
         bench.dispatcher.cancel("a", "again")
     bench.check()
+
+
+async def test_an_id_that_is_taken_is_refused_alone(history: History) -> None:
+    bench = Bench(history)
+    bench.cold.warm.add(NAME)
+    bench.ask("r1")
+    bench.ask("r1")
+    [refusal] = bench.frontend.refusals
+    assert (refusal.request_id, refusal.status) == ("r1", 503)
+    assert "send this one again" in refusal.message
+    assert len(bench.dispatcher.live) == 1
+    assert list(bench.scheduled) == ["r1"]
+
+
+async def test_an_answers_id_cancels_its_request(history: History) -> None:
+    bench = Bench(history)
+    bench.ask("r1")
+    assert bench.dispatcher.cancel("chatcmpl-r1", "by hand").request_id == "r1"
+    assert len(bench.dispatcher.live) == 0

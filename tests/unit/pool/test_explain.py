@@ -18,7 +18,7 @@ from gpupoold.pool.explain import Explainer
 from gpupoold.pool.image_cache import ImageCache
 from gpupoold.pool.lifecycle import ModelLifecycle
 from gpupoold.wire import messages as m
-from tests.unit.pool.test_dispatch import NAME, Bench
+from tests.unit.pool.test_dispatch import NAME, Bench, due_to
 
 
 class Told:
@@ -62,6 +62,22 @@ async def test_a_request_whose_model_is_not_in_host_memory(told: Told) -> None:
     assert model.text == "its requests wait until it is in host memory"
 
 
+async def test_a_request_that_may_have_crashed_a_worker(told: Told) -> None:
+    told.bench.cold.warm.add(NAME)
+    for request_id in ("cmpl-1", "cmpl-2"):
+        told.bench.ask(request_id)
+    crashed = due_to("cmpl-1", "cmpl-2")
+    told.bench.dispatcher.instance_down(told.bench.instance, "died", crashed)
+    told.bench.come_back()
+    request = (await told.explainer.why("cmpl-2")).request
+    assert request is not None
+    assert request.standing == "suspect"
+    assert "tried alone" in request.text
+    model = (await told.explainer.why(NAME)).model
+    assert model is not None
+    assert model.standings == {"suspect": 1, "prefilling": 1}
+
+
 async def test_a_request_that_is_scheduled(told: Told) -> None:
     told.bench.cold.warm.add(NAME)
     told.bench.ask("cmpl-1")
@@ -80,14 +96,15 @@ async def test_a_request_that_is_scheduled(told: Told) -> None:
 
 
 async def test_a_part_of_an_id_will_do_if_it_is_one_requests(told: Told) -> None:
-    told.bench.ask("cmpl-12")
-    told.bench.ask("cmpl-123")
-    assert (await told.explainer.why("l-123")).request is not None
-    exact = (await told.explainer.why("cmpl-12")).request
-    assert exact is not None
-    assert exact.request_id == "cmpl-12"
-    with pytest.raises(UsageError, match="2 live requests have 'cmpl' in their id"):
-        await told.explainer.why("cmpl")
+    told.bench.ask("ab12")
+    told.bench.ask("ab123")
+    assert (await told.explainer.why("b123")).request is not None
+    for name in ("ab12", "cmpl-ab12", "chatcmpl-ab12"):
+        exact = (await told.explainer.why(name)).request
+        assert exact is not None
+        assert exact.request_id == "ab12"
+    with pytest.raises(UsageError, match="2 live requests have 'ab' in their id"):
+        await told.explainer.why("ab")
 
 
 async def test_a_request_that_failed_is_told_of_with_what_happened(told: Told) -> None:

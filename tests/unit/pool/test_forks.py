@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,27 @@ loaded_by = 0
 def preload(log_level):
     global loaded_by
     loaded_by = os.getpid()
+    import forked_sample.__main__
+    if os.environ.get("FAILING_PIDFDS"):
+        failing_pidfds(int(os.environ["FAILING_PIDFDS"]))
+    if user_id := os.environ.get("USER_ID"):
+        import resource
+        os.setuid(int(user_id))
+        resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))  # this process and one child
+
+def failing_pidfds(count):
+    import errno
+    opened, errors = os.pidfd_open, iter([errno.EMFILE, errno.ENOMEM] * count)
+
+    def pidfd_open(pid):
+        # All but the first, until there are no more errors.
+        if pidfd_open.calls and (error := next(errors, 0)):
+            raise OSError(error, os.strerror(error))
+        pidfd_open.calls += 1
+        return opened(pid)
+
+    pidfd_open.calls = 0
+    os.pidfd_open = pidfd_open
 """
 
 
@@ -180,3 +202,87 @@ async def test_a_server_that_does_not_answer_is_replaced(
     second, told_later = await rig.start("status")
     assert told_later["parent"] != told["parent"]
     assert await status_of(second) == 3
+
+
+@pytest.fixture
+def restored_limit() -> Iterator[tuple[int, int]]:
+    """This process's limit of open files, as it was before, also after the test."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield limits
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+async def assert_server_goes_on(rig: Rig, first: ForkedProcess, server_pid: int) -> None:
+    """The fork server and what it forked before live, and nothing else; it forks again."""
+    [child] = psutil.Process(server_pid).children()
+    assert child.pid == first.pid
+    assert child.status() != psutil.STATUS_ZOMBIE
+    second, told = await rig.start("status")
+    assert told["parent"] == server_pid
+    assert await status_of(second) == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the limit is that of another user's processes")
+async def test_no_process_may_be_made(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER_ID", "54321")  # root may have as many processes as it wants
+    first, told = await rig.start("wait")
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"could not fork: .*Resource temporarily unavailable"):
+            await rig.start("status")
+    assert [child.pid for child in psutil.Process(told["parent"]).children()] == [first.pid]
+    first.kill()
+    assert await status_of(first) == -signal.SIGKILL
+    second, told_later = await rig.start("status")
+    assert told_later["parent"] == told["parent"]
+    assert await status_of(second) == 3
+
+
+@pytest.mark.parametrize("num_more", [0, 1, 2])
+async def test_no_file_may_be_opened_by_the_server(rig: Rig, num_more: int) -> None:
+    """Neither what it is sent, nor, with one more than that, a pidfd."""
+    first, told = await rig.start("wait")
+    server_pid = told["parent"]
+    limits = resource.prlimit(server_pid, resource.RLIMIT_NOFILE)
+    used = {int(name) for name in os.listdir(f"/proc/{server_pid}/fd")}
+    free = [number for number in range(len(used) + 3) if number not in used]
+    resource.prlimit(server_pid, resource.RLIMIT_NOFILE, (free[num_more], limits[1]))
+    if num_more < 2:
+        with pytest.raises(OSError, match=r"could not fork: .*descriptors of a message were lost"):
+            await rig.start("status")
+    else:
+        process, _ = await rig.start("status")  # the descriptors are closed before the pidfd
+        await status_of(process)
+    assert {int(name) for name in os.listdir(f"/proc/{server_pid}/fd")} == used
+    resource.prlimit(server_pid, resource.RLIMIT_NOFILE, limits)
+    await assert_server_goes_on(rig, first, server_pid)
+
+
+async def test_a_process_that_cannot_be_watched_does_not_stay(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAILING_PIDFDS", "1")
+    first, told = await rig.start("wait")
+    for reason in ("Too many open files", "Cannot allocate memory"):
+        with pytest.raises(OSError, match=f"could not fork: .*{reason}"):
+            await rig.start("wait")
+    await assert_server_goes_on(rig, first, told["parent"])
+
+
+async def test_no_file_may_be_opened_here(rig: Rig, restored_limit: tuple[int, int]) -> None:
+    """The process that was forked meanwhile is ended: its pidfd got lost."""
+    first, told = await rig.start("wait")
+    before = len(os.listdir("/proc/self/fd"))
+    os.kill(told["parent"], signal.SIGSTOP)
+    waiting = asyncio.create_task(rig.start("wait"))
+    for _ in range(100):
+        await asyncio.sleep(0)  # until it waits for the answer
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, restored_limit[1]))
+    os.kill(told["parent"], signal.SIGCONT)
+    with pytest.raises(OSError, match=r"could not fork: .*descriptors of a message were lost"):
+        await waiting
+    resource.setrlimit(resource.RLIMIT_NOFILE, restored_limit)
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(psutil.Process(told["parent"]).children()) > 1:
+            await asyncio.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) == before
+    await assert_server_goes_on(rig, first, told["parent"])

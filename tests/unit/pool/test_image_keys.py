@@ -58,6 +58,7 @@ NOT_IN_THE_KEY: dict[str, Any] = {
     "aliases": ("alias",),
     "ttft_s": 9.0,
     "tbt_s": 9.0,
+    "media_hosts": ("images.example",),
 }
 
 

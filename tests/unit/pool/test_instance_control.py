@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,10 +15,8 @@ from tests.unit.pool.moves_box import MODELS, Box
 
 
 @pytest.fixture
-def box() -> Iterator[Box]:
-    made = Box(2)
-    yield made
-    made.close()
+def box() -> Box:
+    return Box(2)
 
 
 def control_of(box: Box, drain_timeout_s: float = 60.0) -> InstanceControl:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -11,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from gpupoold.activity import Activity, ActivityPage, Phase
 from gpupoold.config import Settings
 from gpupoold.errors import Failed, TimedOut
 from gpupoold.pool import instances as module
-from gpupoold.pool.blame import Death
 from gpupoold.pool.child import Launch
+from gpupoold.pool.crash_attribution import Death
 from gpupoold.pool.forks import ForkServer
 from gpupoold.pool.instance import Instance
 from gpupoold.pool.instances import InstanceSupervisor
@@ -36,6 +38,8 @@ class Played:
         self.channel: AsyncChannel[Any] = AsyncChannel(
             socket.socket(fileno=socket.dup(fd)), m.ToInstance
         )
+        self.activity = ActivityPage()
+        self.activity.attach(os.dup(launch.fd_options["--activity-fd"]))
         self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> int:
@@ -58,7 +62,7 @@ class Rig:
 
     def __init__(self, settings: Settings) -> None:
         self.played: list[Played] = []
-        self.downs: list[tuple[Death, str | None]] = []
+        self.downs: list[Death] = []
         self.on_up: Callable[[], None] = lambda: None
         self.supervisor = InstanceSupervisor(
             settings, ForkServer(settings, {}, ()), self._on_message, self._on_up, self._on_down
@@ -81,7 +85,7 @@ class Rig:
         await self.until(lambda: self.instance.is_ready)
         return self.played[number]
 
-    async def dies(self, count: int) -> tuple[Death, str | None]:
+    async def dies(self, count: int) -> Death:
         await self.until(lambda: len(self.downs) >= count)
         return self.downs[count - 1]
 
@@ -91,8 +95,8 @@ class Rig:
     async def _on_up(self, instance: Instance) -> None:
         self.on_up()
 
-    async def _on_down(self, instance: Instance, death: Death, loading: str | None) -> None:
-        self.downs.append((death, loading))
+    async def _on_down(self, instance: Instance, death: Death) -> None:
+        self.downs.append(death)
 
 
 @pytest.fixture
@@ -115,31 +119,32 @@ async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 async def test_one_that_somebody_kills_is_back_at_once_again_and_again(rig: Rig) -> None:
     for number in range(6):
         (await rig.runs(number)).end(-signal.SIGKILL)
-        assert await rig.dies(number + 1) == (Death("signal 9", False), None)
+        assert await rig.dies(number + 1) == Death("signal 9", False)
     await rig.runs(6)
 
 
-async def test_what_it_loaded_is_told_with_its_death(rig: Rig) -> None:
+async def test_what_it_did_is_told_with_its_death(rig: Rig) -> None:
     played = await rig.runs(0)
+    played.activity.main.set(Phase.LOAD, "llama")
     loading = asyncio.create_task(rig.supervisor.load(rig.instance, MODEL, None))
     await rig.until(lambda: rig.instance.is_excused)
     played.end(-signal.SIGSEGV)
-    assert await rig.dies(1) == (Death("signal 11", True), "llama")
+    assert await rig.dies(1) == Death("signal 11", True, (Activity(Phase.LOAD, "llama"),))
     with pytest.raises(Failed, match=r"instance 0 ended \(signal 11\)"):
         await loading
 
 
-async def test_a_load_that_is_given_up_is_told_too(rig: Rig) -> None:
-    await rig.runs(0)
+async def test_what_it_did_when_it_was_killed_is_told_too(rig: Rig) -> None:
+    (await rig.runs(0)).activity.main.set(Phase.LOAD, "llama")
     with pytest.raises(TimedOut, match=r"llama: not loaded within 0\.2 s"):
         await rig.supervisor.load(rig.instance, MODEL, None)
     assert not rig.instance.is_excused
     rig.supervisor.end(rig.instance, "hung")
     rig.supervisor.end(rig.instance, "only the first reason counts")
-    assert await rig.dies(1) == (Death("hung", True), "llama")
+    assert await rig.dies(1) == Death("hung", True, (Activity(Phase.LOAD, "llama"),))
     played = await rig.runs(1)
     played.end(-signal.SIGTERM)
-    assert await rig.dies(2) == (Death("signal 15", False), None)
+    assert await rig.dies(2) == Death("signal 15", False)
 
 
 async def test_calls_have_a_limit(rig: Rig) -> None:
@@ -163,8 +168,7 @@ async def test_a_load_behind_an_unload_that_is_given_up(rig: Rig) -> None:
 
 async def test_one_that_says_nonsense_is_replaced(rig: Rig) -> None:
     (await rig.runs(0)).channel.send(m.TurnEnded(1))
-    death, _ = await rig.dies(1)
-    assert death == Death("it sent what could not be handled", True)
+    assert await rig.dies(1) == Death("it sent what could not be handled", True)
     await rig.runs(1)
 
 
@@ -175,6 +179,6 @@ async def test_one_that_cannot_be_set_up_is_replaced(rig: Rig) -> None:
     rig.on_up = fail
     await rig.until(lambda: len(rig.played) == 1)
     rig.played[0].come_up()
-    assert (await rig.dies(1))[0] == Death("it could not be set up: on purpose", True)
+    assert await rig.dies(1) == Death("it could not be set up: on purpose", True)
     rig.on_up = lambda: None
     await rig.runs(1)

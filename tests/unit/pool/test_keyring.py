@@ -1,4 +1,4 @@
-"""API keys in the daemon: what the frontend is told, what is counted, who is warned."""
+"""API keys in the daemon: what the frontends are told, what is counted, who is warned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpupool_state import ApiKeys, Database, History, KeyPowers, Registry
 from gpupoold.access.secret import matches
 from gpupoold.domain import ModelName, ModelSpec, Priority
 from gpupoold.errors import Failed, NoSuchKey, NoSuchModel
-from gpupoold.pool.frontends import FrontendSupervisor
+from gpupoold.pool.frontends import Frontends
 from gpupoold.pool.keyring import Keyring
 from gpupoold.wire import messages as m
 
@@ -36,7 +36,7 @@ class Ring:
         self.history = history
         self.store = store
         self.keyring = keyring
-        self.keyring.frontend = cast(FrontendSupervisor, self.frontend)
+        self.keyring.frontends = cast(Frontends, self.frontend)
 
     @classmethod
     async def make(cls, database: Database, history: History, because: str = NEEDED) -> Self:
@@ -63,10 +63,10 @@ async def test_frontend_is_told_of_each_change(ring: Ring) -> None:
     row, text = await keyring.add("web", KeyPowers(priority=Priority.HIGH, requests_per_minute=9))
     told = ring.told["web"]
     assert matches(text, told.digest)
-    assert (told.id, told.priority, told.requests_per_minute) == (row.id, Priority.HIGH, 9)
+    assert (told.id, told.priority, told.is_rate_limited) == (row.id, Priority.HIGH, True)
     assert ring.frontend.rules[-1].are_required
     await keyring.set("web", KeyPowers(models=()))
-    assert (ring.told["web"].models, ring.told["web"].requests_per_minute) == ((), None)
+    assert (ring.told["web"].models, ring.told["web"].is_rate_limited) == ((), False)
     _, new = await keyring.rotate("web", 60)
     assert matches(new, ring.told["web"].digest)
     assert matches(text, ring.told["web"].previous_digest)
@@ -136,16 +136,27 @@ async def test_use_waits_for_a_disk_that_has_room_again(
     assert (kept.num_requests, kept.num_tokens) == (2, 5)
 
 
-async def test_levels_go_to_the_next_frontend(ring: Ring) -> None:
-    row, _ = await ring.keyring.add("web", KeyPowers(tokens_per_minute=60))
-    level = m.KeyLevels(time.monotonic() - 5, None, -10.0)
-    ring.keyring.reported(m.AccessReport({row.id: level}))
-    ring.keyring.publish()
-    assert ring.frontend.rules[-1].levels == {row.id: level}
+async def test_rates_are_those_of_the_key_whoever_asks(
+    ring: Ring, database: Database, history: History
+) -> None:
+    row, _ = await ring.keyring.add("web", KeyPowers(requests_per_minute=2, tokens_per_minute=60))
+    ask = m.AskRate(7, row.id)
+    assert [ring.keyring.begin(ask).wait_s for _ in range(2)] == [0, 0]
+    refused = ring.keyring.begin(ask)
+    assert (refused.call_id, refused.limit) == (7, "2 requests per minute")
+    assert 20 < refused.wait_s <= 30
+    row = await ring.keyring.set("web", KeyPowers(tokens_per_minute=60))
+    assert ring.keyring.begin(ask).wait_s == 0
+    ring.keyring.charge(row.id, 100)
+    assert ring.keyring.begin(ask).limit == "60 tokens per minute"
     left = ring.keyring.left(row)
     assert left.requests is None
     assert left.tokens is not None
-    assert -5 <= left.tokens < 30  # one token a second since; a busy machine takes its time
+    assert -40 <= left.tokens < 0  # one token a second since; a busy machine takes its time
+    await ring.keyring.revoke("web")
+    assert ring.keyring.begin(ask).wait_s == 0
+    again = await Ring.make(database, history)
+    assert again.keyring.left(row) == (None, None)
 
 
 async def test_warning_when_nobody_can_get_in(ring: Ring) -> None:
@@ -174,8 +185,8 @@ async def test_expired_keys_do_not_count(ring: Ring) -> None:
 
 
 async def test_refused_strangers_are_one_event_a_minute(ring: Ring) -> None:
-    ring.keyring.reported(m.AccessReport({}, 2))
-    ring.keyring.reported(m.AccessReport({}, 3))
+    ring.keyring.reported(m.AccessReport(2))
+    ring.keyring.reported(m.AccessReport(3))
     ring.keyring.tick(time.monotonic() + 61)
     assert await ring.events("refused") == [
         "2 requests were refused: no valid API key",

@@ -42,7 +42,6 @@ def box() -> Iterator[Box]:
     yield made
     made.settle()
     assert list(made.records.ends) == ["r1"]
-    made.close()
 
 
 def bring_to(box: Box, stage: str, *, has_kv: bool = True) -> None:
@@ -85,7 +84,8 @@ def test_undisturbed(box: Box, has_kv: bool) -> None:
     assert (order.is_moving, order.output_token_ids) == (True, [0])
     assert (order.parcel is not None) == has_kv
     assert (core_phase(box), box.moves.num_moved) == (("MOVING", TARGET), 0)
-    box.instances[TARGET].heed()
+    while box.instances[TARGET].inbox:
+        box.instances[TARGET].heed()
     if has_kv:
         box.instances[TARGET].arrive("r1")
     box.exchange()
@@ -140,7 +140,9 @@ def test_the_source_dies(box: Box, stage: str, has_kv: bool) -> None:
     box.check()
     is_at_target = stage not in (TOLD, LET_GO)
     [request] = box.dispatcher.live.all()
-    assert request.num_resumed == (not is_at_target)  # scheduled anew with its token
+    num_resumed = box.dispatcher.meters.model(request.model).resumed
+    assert num_resumed == (not is_at_target)  # scheduled anew with its token
+    assert box.dispatcher.scheduler.core.core.state.requests["r1"].num_tokens == 1
     box.exchange()
     box.check()
     if is_at_target:  # it has what had come, and computes the rest
@@ -251,41 +253,60 @@ def test_an_adoption_of_nothing_is_ignored(box: Box) -> None:
 
 
 class TestIntroductions:
-    """Each instance knows the host memory of the others that run."""
+    """An instance knows the host memory of those from which requests come to it, of no others."""
 
     @staticmethod
-    def introduced(instance: FakeInstance) -> list[int]:
-        return [one.instance for one in instance.inbox if isinstance(one, m.PeerHost)]
+    def introduced(box: Box) -> list[list[int]]:
+        """Whose host memory each instance has been told of, and has not read of yet."""
+        return [
+            [one.instance for one in instance.inbox if isinstance(one, m.PeerHost)]
+            for instance in box.instances
+        ]
 
-    def test_when_one_comes_up(self) -> None:
-        box = Box(3)
-        assert [self.introduced(one) for one in box.instances] == [[1, 2], [0, 2], [0, 1]]
-        box.exchange()
-        box.die(1)
-        downs = [one.inbox[-1] for one in (box.instances[0], box.instances[2])]
-        assert downs == [m.PeerDown(1), m.PeerDown(1)]
-        assert not box.instances[1].inbox
-        box.exchange()
-        box.come_up(1)
-        assert [self.introduced(one) for one in box.instances] == [[1], [0, 2], [1]]
-        box.close()
+    @pytest.fixture
+    def three(self) -> Box:
+        return Box(3)
 
-    def test_not_of_one_that_is_down(self) -> None:
-        box = Box(3)
-        box.die(2)
-        box.exchange()
-        box.die(1)
-        box.come_up(1)
-        assert self.introduced(box.instances[1]) == [0]
-        assert self.introduced(box.instances[2]) == []
-        box.close()
+    def test_none_while_all_do_both(self, three: Box) -> None:
+        assert self.introduced(three) == [[], [], []]
 
-    def test_not_of_one_without_host_memory(self) -> None:
+    def test_those_that_decode_know_those_that_prefill(self, three: Box) -> None:
+        three.dispatcher.set_role(0, Role.PREFILL)
+        assert self.introduced(three) == [[], [], []]
+        three.dispatcher.set_role(2, Role.DECODE)
+        assert self.introduced(three) == [[], [], [0]]
+        three.dispatcher.set_role(1, Role.PREFILL)
+        assert self.introduced(three) == [[], [], [0, 1]]
+
+    def test_one_that_comes_back(self, three: Box) -> None:
+        three.dispatcher.set_role(1, Role.PREFILL)
+        three.dispatcher.set_role(2, Role.DECODE)
+        three.exchange()
+        three.die(1)
+        assert three.instances[2].inbox[-1] == m.PeerDown(1)
+        assert m.PeerDown(1) not in three.instances[0].inbox
+        three.exchange()
+        three.come_up(1)
+        assert self.introduced(three) == [[], [], [1]]
+        three.exchange()
+        three.die(2)
+        three.come_up(2)
+        assert self.introduced(three) == [[], [], [1]]
+
+    def test_before_the_first_request_moves(self, box: Box) -> None:
+        """The fake instances refuse a parcel of one that they do not know."""
+        bring_to(box, COMING)
+        assert [one.peers for one in box.instances] == [set(), {SOURCE}, set()]
+
+    def test_not_of_one_that_is_down(self, three: Box) -> None:
+        three.die(1)
+        three.dispatcher.set_role(1, Role.PREFILL)
+        three.dispatcher.set_role(2, Role.DECODE)
+        assert self.introduced(three) == [[], [], []]
+
+    def test_not_of_one_without_host_memory(self, three: Box) -> None:
         """A simulated device, or one that does not share its memory."""
-        box = Box(2)
-        box.exchange()
-        box.die(1)
-        box.instances[0].kv_host_fd = None
-        box.come_up(1)
-        assert [self.introduced(one) for one in box.instances] == [[1], []]
-        box.close()
+        three.instances[0].kv_host_fd = None
+        three.dispatcher.set_role(0, Role.PREFILL)
+        three.dispatcher.set_role(2, Role.DECODE)
+        assert self.introduced(three) == [[], [], []]

@@ -56,10 +56,17 @@ class Queue:
         )
 
     def take(
-        self, model: str, request_id: str, arrival_s: float | None = None, key_id: str = ""
+        self,
+        model: str,
+        request_id: str,
+        arrival_s: float | None = None,
+        key_id: str = "",
+        num_bytes: int = 0,
     ) -> None:
         at_s = time.monotonic() if arrival_s is None else arrival_s
-        request = LiveRequest(request_id, model, None, at_s, TARGETS, 1, key_id=key_id)
+        request = LiveRequest(
+            request_id, model, None, at_s, TARGETS, 1, key_id=key_id, num_bytes=num_bytes
+        )
         self.live.add(request)
         self._tell(e.Arrived(request_id, model, at_s, 1))
 
@@ -109,6 +116,25 @@ async def test_bound_of_all(history: History) -> None:
         )
         assert refused.retry_after_s > 1.0
     assert queue.reasons == ["a queue_full", "b queue_full"]
+
+
+async def test_bound_of_bytes(history: History) -> None:
+    """Half of all for one key, so that another finds room."""
+    queue = Queue(history, max_bytes_in_flight=1000)
+
+    def ask(key_id: str, num_bytes: int) -> m.Admission:
+        order = m.AddRequest("a", "new", time.monotonic(), 1, 100, [b"x" * num_bytes])
+        order.key_id = key_id
+        return queue.overload.admission(order, is_routed=True, is_warm=True)
+
+    queue.take("a", "a1", num_bytes=400, key_id="k")
+    assert ask("k", 100).status == ask("", 600).status == ask("other", 500).status == 200
+    refused = ask("k", 101)
+    assert (refused.status, refused.retry_after_s) == (429, 5.0)
+    assert "of this API key" in refused.message
+    assert "500 bytes" in refused.message
+    assert "1,000 bytes" in ask("", 601).message
+    assert queue.reasons == ["a bytes_full", "a bytes_full"]
 
 
 async def test_not_all_are_told_the_same_time(history: History) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpupoold.domain import Targets
-from gpupoold.pool.requests import LiveRequest, LiveRequests
+from gpupoold.pool.requests import LiveRequest, LiveRequests, request_id_of
 
 
 def request(request_id: str = "r", model: str = "m", instance: int = 0) -> LiveRequest:
@@ -76,5 +76,26 @@ def test_requests_by_id_model_and_instance() -> None:
 def test_ids_are_unique() -> None:
     live = LiveRequests()
     live.add(request())
-    with pytest.raises(AssertionError):
-        live.add(request())
+    with pytest.raises(ValueError, match="is called r"):
+        live.add(request(model="n"))
+    assert (len(live), live.num_of("n")) == (1, 0)
+
+
+def test_bytes_per_key() -> None:
+    live = LiveRequests()
+    for number, key_id in enumerate(["k", "k", ""]):
+        one = request(f"r{number}")
+        one.key_id, one.num_bytes = key_id, 10**number
+        live.add(one)
+    assert (live.num_bytes, live.bytes_of_key("k"), live.bytes_of_key("")) == (111, 11, 100)
+    live.pop("r1")
+    live.pop("r1")
+    assert (live.num_bytes, live.bytes_of_key("k")) == (101, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "request_id"),
+    [("chatcmpl-ab12", "ab12"), ("cmpl-ab12-2", "ab12-2"), ("ab12", "ab12"), ("b1", "b1")],
+)
+def test_answers_name_their_requests(text: str, request_id: str) -> None:
+    assert request_id_of(text) == request_id

@@ -24,7 +24,13 @@ class Bench:
         self.request = LiveRequest("r", "m", 0, 0.0, Targets(1.0, 0.5), 0)
         self.live.add(self.request)
         self.stats = {"m": ModelStats()}
-        self.tokens = TokenCounter(self.live, self.stats, State(devices={0: device}))
+        self.charged: list[tuple[str, int]] = []
+        self.tokens = TokenCounter(
+            self.live,
+            self.stats,
+            State(devices={0: device}),
+            lambda *charged: self.charged.append(charged),
+        )
 
     def switch(self, at_s: float, total_s: float, model: str = "m") -> None:
         self.tokens.switched(
@@ -44,6 +50,15 @@ def parts(counts: Counts) -> list[float]:
         counts.late_by_switching_s,
         counts.late_by_computing_s,
     ]
+
+
+def test_key_of_a_request_is_charged() -> None:
+    bench = Bench()
+    bench.token(1.0)
+    assert bench.charged == []
+    bench.request.key_id = "web"
+    bench.token(2.0)
+    assert bench.charged == [("web", 1)]
 
 
 def test_in_time() -> None:

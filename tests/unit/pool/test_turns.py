@@ -60,7 +60,6 @@ def test_the_next_turn_starts_from_nothing() -> None:
 def test_news_of_memory_and_turns_that_never_ran_are_no_turns() -> None:
     log = TurnLog()
     log.switched(switch("a"))
-    log.ended(0, ended("a", turn_id=0))
     log.ended(0, ended("a", began_s=None))
     assert log.after(0, 10) == []
     log.ended(0, ended("a"))

@@ -208,15 +208,16 @@ class TestModels:
         driver.step(0, "r", num_tokens=4)
         assert driver.state.requests["r"].next_deadline_s == 4.0
 
-    def test_a_model_described_anew_keeps_its_hosts_and_forgets_its_pace(self) -> None:
+    def test_a_model_described_anew_keeps_its_hosts_and_its_pace(self) -> None:
         driver = Driver()
         driver.arrive("a", "r")
         driver.step(0, "r", step_s=1.0)
         model = driver.state.models["a"]
-        assert model.step_ratio > 1
+        step_ratio = model.speed().step_ratio
+        assert step_ratio > 1
         driver.tell(e.ModelAdded("a", Targets(1.0, 1.0), 3, 4, COSTS))
         assert driver.state.models["a"] is model
-        assert (model.hosts, model.step_ratio, model.weight_bytes) == ({0}, 1.0, 3)
+        assert (model.hosts, model.speed().step_ratio, model.weight_bytes) == ({0}, step_ratio, 3)
 
     def test_steps_that_take_longer_than_predicted_are_learnt(self) -> None:
         driver = Driver()

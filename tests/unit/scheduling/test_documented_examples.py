@@ -91,7 +91,7 @@ class TestGpupool:
             requests.append(request)
         now_s = requests[0].next_deadline_s - slack_s
         switching = Switching(Tuning().visit_min_s, is_exposed=False)
-        work = Work(model, requests, self.STEP_S, 0.0, 0, is_new=False)
+        work = Work(model, requests, self.STEP_S, 0.0, 0, False, model.speed())
         return plan_visit(work, now_s, 0.0, switching, Tuning())
 
     def test_three_visits_one_of_which_is_put_off(self) -> None:

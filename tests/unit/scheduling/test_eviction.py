@@ -10,8 +10,8 @@ FREE, WEIGHTS, LIVE = Victim.FREE_KV, Victim.WEIGHTS, Victim.LIVE_KV
 ANEW = Victim.RECOMPUTE
 
 
-def idle(model: str, last_used_s: float = 0.0, ttft_s: float = 1.0) -> Holding:
-    return Holding(model, 0, last_used_s, ttft_s, float("inf"), 10, 3, 0)
+def idle(model: str, idle_s: float = 0.0, ttft_s: float = 1.0) -> Holding:
+    return Holding(model, 0, idle_s, ttft_s, float("inf"), 10, 3, 0)
 
 
 def paused(model: str, next_deadline_s: float) -> Holding:
@@ -35,10 +35,26 @@ def test_free_kv_goes_first_then_idle_weights() -> None:
     assert names(plan_evictions(7, holdings)) == [("i", FREE), ("p", FREE), ("i", WEIGHTS)]
 
 
-def test_idle_weights_least_recently_used_then_larger_ttft() -> None:
-    holdings = [idle("new", 5.0), idle("tight", 1.0, 0.5), idle("loose", 1.0, 9.0)]
-    plan = plan_evictions(9 + 30, holdings)
-    assert names(plan)[3:] == [("loose", WEIGHTS), ("tight", WEIGHTS), ("new", WEIGHTS)]
+def idle_weights(*holdings: Holding) -> list[str]:
+    return [e.model for e in plan_evictions(1000, holdings) if e.victim is WEIGHTS]
+
+
+def test_of_models_idle_about_as_long_the_larger_ttft_target_goes_first() -> None:
+    """Instants of a clock are never equal: what was used a moment earlier has no right to stay."""
+    new = idle("new", 3.0, 20.0)
+    tight, loose = idle("tight", 61.25, 0.5), idle("loose", 61.0, 9.0)
+    assert idle_weights(new, tight, loose) == ["loose", "tight", "new"]
+
+
+def test_of_equal_targets_the_least_recently_used_goes_first() -> None:
+    assert idle_weights(idle("b", 61.0), idle("c", 0.5), idle("a", 61.25)) == ["a", "b", "c"]
+
+
+def test_what_has_been_idle_for_much_longer_goes_first_whatever_its_target() -> None:
+    assert idle_weights(idle("hours", 7200.0, 0.5), idle("minute", 60.0, 9.0)) == [
+        "hours",
+        "minute",
+    ]
 
 
 def test_paused_kv_latest_deadline_first_when_it_suffices() -> None:

@@ -47,7 +47,7 @@ def test_a_new_state_is_sound() -> None:
 
 def change_without_a_new_revision(state: State) -> None:
     assert state.devices[0].batches["a"].load() > 0
-    state.models["a"].step_ratio = 2.0
+    state.models["a"].speed().step_ratio = 2.0
 
 
 BREAKS: dict[str, Callable[[State], object]] = {
@@ -122,7 +122,10 @@ BREAKS: dict[str, Callable[[State], object]] = {
         s.requests["queued"], must_wait=True
     ),
     "was to have -1 tokens": lambda s: setattr(s.requests["queued"], "expected_tokens", -1),
-    "step ratio of nan": lambda s: setattr(s.models["a"], "step_ratio", float("nan")),
+    "step ratio of nan": lambda s: setattr(s.models["a"].speed(), "step_ratio", float("nan")),
+    "has the speed of another kind": lambda s: setattr(
+        s.devices[0].batches["a"], "speed", s.models["a"].speed("another")
+    ),
     "negative bytes": lambda s: setattr(s.models["a"], "weight_bytes", -1),
 }
 

@@ -166,7 +166,7 @@ class TestPrefill:
         assert runs(driver.arrive("a")) == [(0, "a", None)]
         assert runs(driver.arrive("b")) == [(0, "a", "b")]
         assert runs(driver.arrive("c")) == []
-        assert driver.quota_s() == math.inf
+        assert driver.quota_s() == 0.25 + 100 / 1024
 
     def test_the_next_group_is_made_ready_at_the_very_end_too(self) -> None:
         driver = prefill_driver(1)
@@ -272,25 +272,35 @@ class TestDecode:
         driver = decode_driver()
         for model in "abc":
             decode(driver, model, model)
-        assert driver.turns(8, device=1) == list("aabcabca")
-        assert driver.state.devices[1].then == "b"
+        assert driver.turns(8, device=1) == list("abcabcab")
+        assert driver.state.devices[1].then == "c"
 
     def test_a_new_batch_joins_in_the_next_round(self) -> None:
         driver = decode_driver()
         for model in "abc":
             decode(driver, model, model)
-        assert driver.turns(2, device=1) == ["a", "a"]  # alone, then the first of three
+        assert driver.turns(2, device=1) == ["a", "b"]  # alone, then the first of three
         decode(driver, "d", "d")
-        assert driver.turns(8, device=1) == list("abcabcda")
+        assert driver.turns(8, device=1) == list("bcabcadb")
+
+    def test_the_batch_that_was_announced_is_the_next(self) -> None:
+        """The device has made it ready by then, and what was on turn may have had to leave."""
+        driver = decode_driver()
+        for model in "abc":
+            decode(driver, model, model)
+            for _ in range(4):
+                announced = driver.state.devices[1].then
+                driver.end_turn(1)
+                assert announced in (None, driver.running(1))
 
     def test_a_batch_that_ended_loses_its_turn(self) -> None:
         driver = decode_driver()
         for model in "abc":
             decode(driver, model, model)
         driver.turns(2, device=1)
-        driver.tell(e.Ended("b"))
-        assert driver.state.devices[1].then == "c"
-        assert driver.turns(4, device=1) == list("acac")
+        driver.tell(e.Ended("c"))
+        assert driver.state.devices[1].then == "a"
+        assert driver.turns(4, device=1) == list("baba")
 
     def test_a_lone_batch_goes_on(self) -> None:
         driver = decode_driver()
@@ -332,6 +342,50 @@ class TestDecode:
         assert driver.place("r4") == ("QUEUED", 1)  # the turn of a has not ended
         driver.end_turn(1)
         assert driver.place("r4") == ("SENT", 1)
+
+
+class TestOneDevice:
+    """It prefills and decodes, as does a prefill device that cannot hand its answers over."""
+
+    def lone(self) -> Driver:
+        driver = Driver(AegaeonPolicy(num_prefill=1))
+        driver.tell(e.Tick())
+        return driver
+
+    def test_a_turn_that_prefills_is_as_long_as_its_prompts_take(self) -> None:
+        driver = self.lone()
+        driver.arrive("a", "a1")
+        assert driver.quota_s() == pytest.approx(0.1)
+        driver.arrive("a", "a2", at_s=0.05)
+        assert driver.quota_s() == pytest.approx(0.05 + 2 * 0.1)
+
+    def test_an_answer_gives_way_to_the_prompt_of_another_model(self) -> None:
+        driver = self.lone()
+        driver.arrive("a", "a1")
+        driver.step(0, "a1")
+        assert runs(driver.arrive("b", "b1", at_s=1.5)) == [(0, "a", "b")]
+        assert driver.quota_s() < 1.5  # it is used up: the device ends the turn at once
+        driver.end_turn(at_s=1.5)
+        assert driver.running() == "b"
+        assert driver.quota_s() == pytest.approx(0.1)
+        driver.step(0, "b1")
+        driver.end_turn(at_s=2.0)
+        assert [driver.running(), *driver.turns(4)[1:]] == list("abab")
+
+    @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12), st.data())
+    def test_the_model_that_was_announced_is_the_next(
+        self, story: str, data: st.DataObject
+    ) -> None:
+        driver = self.lone()
+        for model in story:
+            driver.arrive(model)
+            for _ in range(data.draw(st.integers(0, 3))):
+                device = driver.state.devices[0]
+                for request in list(device.working[driver.running() or ""].requests.values()):
+                    driver.step(0, request.id)
+                announced = device.then
+                driver.end_turn(at_s=driver.now_s + driver.quota_s())
+                assert announced in (None, driver.running())
 
 
 def test_a_model_without_a_prefill_device_is_served_where_it_is() -> None:

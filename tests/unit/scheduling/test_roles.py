@@ -135,3 +135,15 @@ def test_one_device_that_is_left_does_both() -> None:
         box.tell(e.DeviceDown(number))
     pass_time(box, 1, 6)
     assert roles(box) == [MIXED]
+
+
+@pytest.mark.parametrize("small", [0, 3])
+def test_one_small_device_does_not_decide_for_all(small: int) -> None:
+    """It has KV for 12,500 tokens, the others for 175,000; wherever it is among them."""
+    box = Driver(GpupoolPolicy(), "", 0, costs=COSTS)
+    box.tell(e.ModelAdded("a", Targets(10.0, 0.1), 10 * GB, 400_000, COSTS))
+    for number in range(4):
+        capacity_bytes = (15 if number == small else 80) * GB
+        box.tell(e.DeviceUp(number, capacity_bytes, 10 * GB), e.Hosted(number, "a"))
+    pass_time(box, 60, 6)
+    assert roles(box).count(PREFILL) == 1

@@ -19,6 +19,7 @@ from gpupoold.scheduling.policies.stages import (
     prefill_in_s,
     would_delay_answers,
 )
+from gpupoold.scheduling.wait_estimate import first_token_in_s
 from tests.unit.scheduling.driver import GB, Driver, hand_overs, sends
 
 PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED
@@ -135,6 +136,16 @@ class TestWhere:
         assert places == [0] * 12 + [1]
         box.step(1, "r12")
         assert box.place("r12") == ("DECODING", 1)  # and is decoded there
+
+    def test_an_estimate_goes_by_the_device_that_the_request_would_get(self) -> None:
+        box = driver(PREFILL, DECODE)
+        for number in range(12):
+            box.arrive("a", f"r{number}", prompt_tokens=1000)
+        in_s = first_token_in_s(box.state, box.state.models["a"], 1000, box.now_s)
+        assert in_s is not None
+        assert in_s < 0.3 < 12 * 0.11
+        box.arrive("a", "new", prompt_tokens=1000)
+        assert box.state.requests["new"].device == 1
 
     def test_not_if_decoders_are_not_to_convert(self) -> None:
         box = driver(PREFILL, DECODE, converts=False)

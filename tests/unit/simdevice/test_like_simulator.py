@@ -77,10 +77,11 @@ class Pool:
                 self.times.setdefault(item.request_id, []).append(message.at_s)
                 if item.finish_reason:
                     self._events.append(e.Ended(item.request_id))
-        elif isinstance(message, m.TurnEnded):
+        elif isinstance(message, m.TurnEnded | m.MemoryChanged):
             changes = tuple(message.missing_bytes.items())
             self._events.append(e.MemoryChanged(number, changes))
-            self._events.append(e.TurnEnded(number, message.turn_id))
+            if isinstance(message, m.TurnEnded):
+                self._events.append(e.TurnEnded(number, message.turn_id))
 
     def _settle(self) -> None:
         while self._events:

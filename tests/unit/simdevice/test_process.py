@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from gpupoold.activity import Activity, Phase, create_page, digest, read_page
 from gpupoold.checkpoints.hollow import make_hollow_checkpoint
 from gpupoold.latency.models import DecodeBatch
 from gpupoold.sim.boxes import Box
@@ -35,7 +36,10 @@ class Peer:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "gpupoold.simdevice", "--instance", "3", "--gpu", "H800"]
         command += ["--parent-pid", str(os.getpid()), "--wire-fd", str(theirs.fileno())]
-        self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=env)
+        self.activity_fd = create_page()
+        command += ["--activity-fd", str(self.activity_fd)]
+        passed = (theirs.fileno(), self.activity_fd)
+        self.process = subprocess.Popen(command, pass_fds=passed, env=env)
         theirs.close()
         self.channel: BlockingChannel[m.FromInstance] = BlockingChannel(ours, m.FromInstance)
 
@@ -80,6 +84,7 @@ def peer(project_env: dict[str, str]) -> Iterator[Peer]:
     yield peer
     peer.channel.close()
     assert peer.process.wait(10) == 0, "it leaves when the daemon is gone"
+    os.close(peer.activity_fd)
 
 
 def test_it_introduces_itself_and_is_light(peer: Peer, checkpoint: Path) -> None:
@@ -108,6 +113,21 @@ def test_it_serves_at_its_pace(peer: Peer, checkpoint: Path) -> None:
     result = peer.wait(m.CallResult)
     assert (result.call_id, result.error_code) == (7, "")
     assert result.result["pages"] > result.result["free_pages"]
+
+
+def test_its_page_tells_what_it_does(peer: Peer, checkpoint: Path) -> None:
+    peer.load("m", checkpoint)
+    assert read_page(peer.activity_fd) == []
+    for request_id in ("r", "q"):
+        peer.ask("m", request_id, max_tokens=10_000)
+    peer.channel.send(m.RunTurn(1, "m", 4.0))
+    for _ in range(4):
+        peer.wait(m.StepOutputs)
+    both = frozenset({digest("r"), digest("q")})
+    assert read_page(peer.activity_fd) == [Activity(Phase.STEP, "m", both)]
+    peer.channel.send(m.AbortRequests("m", ["r", "q"]))
+    peer.wait(m.TurnEnded)
+    assert read_page(peer.activity_fd) == []
 
 
 def test_status_tells_what_it_holds(peer: Peer, checkpoint: Path) -> None:

@@ -63,11 +63,11 @@ SERVED = m.ServedModel(
 PROGRESS = [m.RequestProgress("r1", [1, 2]), m.RequestProgress("r2", [], "stop")]
 
 PARCEL = m.Parcel("4242-7", 1, 3, [(0, 1 << 20), (1 << 30, 512)])
-LEVELS = m.KeyLevels(3.5, 4.0, -5.5)
-KEY = m.KeyRecord("Ab12", "web", "d1", "d2", 1.7e9, ("a",), Priority.LOW, 60, 10_000, 1.8e9)
+KEY = m.KeyRecord("Ab12", "web", "d1", "d2", 1.7e9, ("a",), Priority.LOW, True, 1.8e9)
 MESSAGES: list[m.Message] = [
     m.LoadModel(MODEL, True, "digest"),
     m.UnloadModel("llama"),
+    m.EndIsolation("llama", "r1"),
     m.DropImage("llama"),
     m.TakeImage("llama"),
     m.SetTargets("llama", 1.0, 0.25),
@@ -92,6 +92,8 @@ MESSAGES: list[m.Message] = [
     m.Shutdown(),
     m.Fork(3, "gpupoold.instance", ["--instance", "0"], ["--wire-fd"], {"NAME": "value"}),
     m.Forked(3, 4242),
+    m.ForkFailed(3, "[Errno 11] Resource temporarily unavailable"),
+    m.KillForked(4242),
     m.ForkEnded(4242, -9),
     m.InstanceReady(1, 4242, 1 << 36, 2 << 20, 2.5e10, "0.32.0"),
     m.InstanceReady(1, 4242, 1 << 36, 2 << 20, 2.5e10, "0.32.0", "NVIDIA A10", 2 << 30),
@@ -102,13 +104,19 @@ MESSAGES: list[m.Message] = [
     m.ImageTaken("llama", "no memory"),
     m.StepOutputs("llama", 5.25, [b"frame", bytes(range(256))], PROGRESS),
     m.Switched(SWITCH),
+    m.Switched(SWITCH, 2.5e10),
     m.AskMetrics(11),
     m.MetricsText(11, b"up 1\n"),
+    m.MemoryChanged({"llama": 0}),
     m.TurnEnded(7, {"llama": 0, "qwen": 15_000_000_000}, "llama", 5.5, 6.25),
     m.WrongAnswer("qwen-7b", (1, 2), (3, 4)),
     m.InstanceStatus(1, 6.5, "llama", 0.25, 99, 1 << 30, 0, [MEMORY, MEMORY], 2, 6.25, 1 << 20),
-    m.Reconfigure("debug", 1000, 10_000_000),
+    m.Reconfigure("debug", 1000, 10_000_000, 1024, 256_000_000),
     m.FrontendReady(4243),
+    m.Accept(),
+    m.Accepting(),
+    m.AskRate(5, "Ab12"),
+    m.RateAnswer(5, "3 requests per minute", 12.5),
     m.ModelList([SERVED], True),
     m.ServeModel(9, MODEL, LOADED),
     m.Ping(),
@@ -117,6 +125,6 @@ MESSAGES: list[m.Message] = [
     m.Admission("llama", "r1"),
     m.Admission("llama", "r2", 429, "too many", 7.5),
     m.RequestsFailed("llama", ["r1"], "the worker ended"),
-    m.AccessRules([KEY, m.KeyRecord("Ef34", "all", "d")], True, {"Ab12": LEVELS}),
-    m.AccessReport({"Ab12": LEVELS}, 3),
+    m.AccessRules([KEY, m.KeyRecord("Ef34", "all", "d")], True),
+    m.AccessReport(3),
 ]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from typing import TypeVar
 import pytest
 
 from gpupoold.wire import messages as m
-from gpupoold.wire.channel import AsyncChannel, BlockingChannel, ChannelClosed
+from gpupoold.wire.channel import AsyncChannel, BlockingChannel, ChannelClosed, DescriptorsLost
 from gpupoold.wire.codec import encode_frame
 from tests.unit.wire.samples import LOADED, MESSAGES, MODEL
 
@@ -281,16 +283,58 @@ def test_garbage_to_a_blocking_channel(garbage: bytes) -> None:
     instance.close()
 
 
-def test_lost_descriptors_end_the_channel() -> None:
+def test_lost_descriptors_are_those_of_one_message() -> None:
     ours, theirs = socket.socketpair()
     instance: BlockingChannel[m.ToInstance] = BlockingChannel(theirs, m.ToInstance)
-    fd = memfd("image")
+    fd, last = memfd("image"), memfd("last")
     socket.send_fds(ours, [encode_frame(m.LoadModel(MODEL, True))], [fd] * 17)
-    with pytest.raises(ChannelClosed, match="descriptors of a message were lost"):
-        instance.receive(1.0)
+    socket.send_fds(ours, [encode_frame(m.LoadModel(MODEL, True))], [last])
+    before = len(os.listdir("/proc/self/fd"))
+    assert instance.receive(1.0)
+    came = [instance.take_fd() for _ in range(16)]
+    with pytest.raises(DescriptorsLost, match="descriptors of a message were lost"):
+        instance.take_fd()
+    for one in came:
+        os.close(one)
+    assert instance.receive(1.0)
+    assert content(instance.take_fd()) == "last"
+    assert len(os.listdir("/proc/self/fd")) == before
     os.close(fd)
+    os.close(last)
     ours.close()
     instance.close()
+
+
+async def test_descriptors_that_cannot_be_duplicated_are_not_leaked() -> None:
+    async with channels() as (daemon, instance):  # checks for leaks
+        fd = memfd("image")
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(fd)
+        os.close(free)
+        # One more descriptor may be opened, and two are asked for.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limits[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                daemon.send(m.LoadModel(MODEL, True), (fd, fd))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        daemon.send(m.LoadModel(MODEL, True), (fd,))
+        os.close(fd)
+        assert instance.receive(5.0)
+        assert content(instance.take_fd()) == "image"
+
+
+def test_a_descriptor_beyond_those_of_select() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        high = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 1024)
+        instance: BlockingChannel[m.ToInstance] = BlockingChannel(
+            socket.socket(fileno=high), m.ToInstance
+        )
+        assert instance.receive(0.0) is None
+        ours.sendall(encode_frame(m.PeerDown(3)))
+        assert instance.receive(5.0) == m.PeerDown(3)
+        instance.close()
 
 
 async def test_a_killed_process_closes_its_channel(project_env: dict[str, str]) -> None:

@@ -1,0 +1,59 @@
+"""What it costs a worker to write to its activity page what it does: ``python -m
+benchmarks.activity``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from gpupoold.activity import ActivityPage, Phase, create_page
+
+_NUM_CALLS = 20_000
+_SIZES = (1, 64, 256)
+
+
+def main() -> None:
+    """Print microseconds for a step, and for a phase."""
+    page = ActivityPage()
+    page.attach(create_page())
+
+    def phase() -> None:
+        with page.main.doing(Phase.SWITCH, "llama"):
+            pass
+
+    print(f"a phase: {_microseconds(phase):.2f} us")
+    for size in _SIZES:
+        ids = [f"cmpl-{number:016x}-0-{number:08x}" for number in range(size)]
+        batches = [ids, [*ids[1:], "another"]]
+
+        def step(batches: list[list[str]] = batches) -> None:
+            page.main.set(Phase.STEP, "llama", None)
+            page.begin_step("llama", list(batches[0]))
+            page.main.clear()
+            page.end_steps(num_under_way=1)
+
+        def other_step(batches: list[list[str]] = batches) -> None:
+            step()
+            step()  # both slots had the batch before
+            batches.reverse()
+
+        same_us = _microseconds(step)
+        changed_us = _microseconds(other_step) / 2
+        print(
+            f"a step of {size} requests: {same_us:.2f} us; of others than before {changed_us:.2f}"
+        )
+
+
+def _microseconds(call: Callable[[], None]) -> float:
+    """The best of five."""
+    times = []
+    for _ in range(5):
+        started_s = time.perf_counter()
+        for _ in range(_NUM_CALLS // 5):
+            call()
+        times.append((time.perf_counter() - started_s) / (_NUM_CALLS // 5))
+    return min(times) * 1e6
+
+
+if __name__ == "__main__":
+    main()

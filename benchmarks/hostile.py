@@ -1,0 +1,169 @@
+"""``make bench-hostile``: requests that used to end a process, beside a hundred streams.
+
+Each is sent several times to a running daemon with real engines, and has to be answered with 4xx
+at once. No stream may differ or pause for much longer than before, no process may be replaced, and
+the daemon may not keep memory. Writes ``build/bench-hostile.json``; exit code 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.fuzz import exchange
+from benchmarks.mutants import request_bytes
+from benchmarks.neighbour import Felt, Neighbour
+from benchmarks.noise import MORE_PAUSE_S
+from benchmarks.processes import processes
+from gpupool_cli.bench_rig import emulated_config, make_checkpoints, weight_bytes
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.stats import percentile
+from gpupoold.units import format_bytes, format_duration
+
+MODEL = "llama"
+NUM_STREAMS = 100
+ROUNDS = 5
+ANSWER_LIMIT_S = 0.1
+MEMORY_LIMIT_BYTES = 20 << 20
+_BESIDE_S = 20.0
+_PATIENCE_S = 60.0
+
+
+def hostile_requests(model: str, round_number: int) -> Mapping[str, bytes]:
+    """Return the three requests as raw bytes, other ones in each round."""
+    groups = 30_000 + round_number
+    pattern = "(" * groups + "a" + ")" * groups
+    schema = {"name": "x", "schema": {"type": "string", "pattern": pattern}}
+    bodies: dict[str, dict[str, Any]] = {
+        "deep_pattern": {
+            "messages": [{"role": "user", "content": "hello"}],
+            "response_format": {"type": "json_schema", "json_schema": schema},
+        },
+        "long_id": {"prompt": "a", "n": 16, "request_id": "x" * (9_900_000 - round_number)},
+        "many_answers": {"prompt": ["a"] * 1024, "n": 16_384 - round_number, "temperature": 1},
+    }
+    paths = {"deep_pattern": "/v1/chat/completions"}
+    return {
+        name: request_bytes(
+            "POST",
+            paths.get(name, "/v1/completions"),
+            json.dumps({"model": model, "max_tokens": 4} | body).encode(),
+        )
+        for name, body in bodies.items()
+    }
+
+
+def main() -> int:
+    """Run it; see the module."""
+    arguments = _parse()
+    with tempfile.TemporaryDirectory(prefix="gpupool-bench-") as folder:
+        [checkpoint] = make_checkpoints(Path(folder), [MODEL], 10_000_000)
+        room = emulated_config(weight_bytes(checkpoint) + (256 << 20))
+        with private_daemon(room) as daemon:
+            daemon.add_model(MODEL, checkpoint, max_model_len=1024, dtype="float32")
+            report = _measure(daemon, arguments.streams)
+    report["missed"] = list(_missed(report))
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    for name, value in report.items():
+        print(f"{name}: {value}")
+    return 1 if report["missed"] else 0
+
+
+def _measure(daemon: PrivateDaemon, num_streams: int) -> dict[str, Any]:
+    port = int(daemon.http_url.rpartition(":")[2])
+    alone = _streams_for(port, num_streams)
+    before, resident = _processes(daemon), _resident_bytes(daemon)
+    neighbour = Neighbour(port, MODEL, num_streams)
+    time.sleep(_BESIDE_S / 4)
+    answers = asyncio.run(_send(port))
+    time.sleep(_BESIDE_S / 4)
+    beside = neighbour.stop()
+    return {
+        "answers": answers,
+        "pause_alone_s": alone.longest_pause_s,
+        "pause_beside_s": beside.longest_pause_s,
+        "differing": beside.differing + alone.differing,
+        "failed": beside.failed,
+        "answers_of_streams": beside.answers,
+        "processes_replaced": sorted(before ^ _processes(daemon)),
+        "daemon_growth_bytes": _resident_bytes(daemon) - resident,
+    }
+
+
+def _streams_for(port: int, num_streams: int) -> Felt:
+    """Stream undisturbed; the first time, when caches fill, does not count."""
+    for _ in range(2):
+        neighbour = Neighbour(port, MODEL, num_streams)
+        time.sleep(_BESIDE_S)
+        felt = neighbour.stop()
+    return felt
+
+
+async def _send(port: int) -> dict[str, dict[str, Any]]:
+    statuses: dict[str, list[int]] = {}
+    times_s: dict[str, list[float]] = {}
+    for number in range(ROUNDS):
+        for name, data in hostile_requests(MODEL, number).items():
+            started_s = time.monotonic()
+            answer = await exchange(port, data, _PATIENCE_S)
+            times_s.setdefault(name, []).append(time.monotonic() - started_s)
+            found = re.match(rb"HTTP/1\.1 (\d{3})", answer)
+            statuses.setdefault(name, []).append(int(found[1]) if found else 0)
+            await asyncio.sleep(_BESIDE_S / 40)
+    return {
+        name: {
+            "statuses": sorted(set(statuses[name])),
+            "median_s": percentile(times_s[name], 0.5),
+            "longest_s": max(times_s[name]),
+        }
+        for name in statuses
+    }
+
+
+def _missed(report: Mapping[str, Any]) -> list[str]:
+    missed = []
+    for name, answer in report["answers"].items():
+        if not all(400 <= status < 500 for status in answer["statuses"]):
+            missed.append(f"{name} was answered with {answer['statuses']}")
+        if answer["median_s"] > ANSWER_LIMIT_S:
+            missed.append(f"{name} was answered after {format_duration(answer['median_s'])}")
+    if report["pause_beside_s"] > report["pause_alone_s"] + MORE_PAUSE_S:
+        missed.append("a stream paused for too long")
+    if report["differing"] or report["failed"]:
+        missed.append("a stream differs or failed")
+    if report["processes_replaced"]:
+        missed.append("a process was replaced")
+    if report["daemon_growth_bytes"] > MEMORY_LIMIT_BYTES:
+        missed.append(f"the daemon keeps {format_bytes(report['daemon_growth_bytes'])}")
+    return missed
+
+
+def _processes(daemon: PrivateDaemon) -> set[int]:
+    return {one.pid for one in processes(daemon)}
+
+
+def _resident_bytes(daemon: PrivateDaemon) -> int:
+    found: int = psutil.Process(daemon.process.pid).memory_info().rss
+    return found
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=Path("build/bench-hostile.json"))
+    parser.add_argument("--streams", type=int, default=NUM_STREAMS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""What the turn loop's questions about KV chunks cost: ``python -m benchmarks.kv_books``.
+
+Forty models with 9,000 chunks each, as many as 80 GB of KV have in chunks of 8 MiB; here a chunk
+is a page of 4 KiB. Each model has a hundredth of them on the device, all in use; one model runs.
+Prints microseconds of each operation, the median of many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from gpupoold.instance.residency import Residency
+from gpupoold.instance.room import Use
+from gpupoold.memory.chunks import Place
+from gpupoold.memory.emulated import EmulatedDevice
+from gpupoold.memory.geometry import KvGeometry, KvRow
+from gpupoold.memory.host import HostBuffer, KvHostCache
+from gpupoold.memory.kv import KvMemory
+from gpupoold.memory.pages import PagePool
+from gpupoold.memory.regions import Region
+from gpupoold.memory.weights import WeightMemory
+from tests.unit.memory.ledger import MemoryLedger
+
+# Nothing is copied that is timed: small pages make the same books as large ones.
+_PAGE_BYTES = 4096
+_BLOCKS_PER_CHUNK = 8
+_SHARE_ON_DEVICE = 100  # one chunk of so many
+_ROUNDS = 20
+
+
+@dataclass
+class BookModel:
+    """A model with a ledger of its own; only its memory is real."""
+
+    name: str
+    weights: WeightMemory
+    kv: KvMemory
+    ledger: MemoryLedger
+
+    def is_ready(self) -> bool:
+        """Always: what is away is another request's."""
+        return True
+
+    def wanted_blocks(self) -> list[int]:
+        """None that is away."""
+        return []
+
+    def preempt(self) -> None:
+        """Not reached."""
+
+    def num_missing_blocks(self) -> int:
+        """One more than there is."""
+        return self.ledger.num_free + 1
+
+
+def make(num_models: int, num_chunks: int) -> tuple[Residency, list[BookModel]]:
+    """A residency with so many models, each with every hundredth chunk in use."""
+    device = EmulatedDevice(num_models * (num_chunks // _SHARE_ON_DEVICE + 8) * _PAGE_BYTES, 4096)
+    pool, host = PagePool(device.num_pages), KvHostCache(1 << 20)
+    use = Use(1, 0.0, 10.0, math.inf)
+    residency = Residency(device, pool, host, 1e9, lambda _: use)
+    models = []
+    for number in range(num_models):
+        stride = _PAGE_BYTES // _BLOCKS_PER_CHUNK
+        row = KvRow(0, stride, stride)
+        geometry = KvGeometry(num_chunks * _BLOCKS_PER_CHUNK, _PAGE_BYTES, (row,))
+        kv = KvMemory(geometry, Region(device, pool, geometry.num_pages), device, host)
+        ledger = MemoryLedger(geometry.num_blocks)
+        kv.attach(ledger)
+        image = HostBuffer.create("books", _PAGE_BYTES)
+        weights = WeightMemory(Region(device, pool, 1), device, image)
+        kv.back(list(range(num_chunks // _SHARE_ON_DEVICE)))
+        ledger.allocate(ledger.num_free)
+        models.append(BookModel(f"m{number}", weights, kv, ledger))
+        residency.add(models[-1])
+    return residency, models
+
+
+def microseconds(act: Callable[[], Any]) -> float:
+    """The median time of some calls."""
+    times_s = []
+    for _ in range(_ROUNDS):
+        started_s = time.perf_counter()
+        act()
+        times_s.append(time.perf_counter() - started_s)
+    return 1e6 * median(times_s)
+
+
+def measure(num_models: int, num_chunks: int) -> dict[str, float]:
+    """Microseconds of what is asked between two tokens."""
+    residency, models = make(num_models, num_chunks)
+    first = models[0]
+    residency.switch_in(first.name)
+    room = residency._room
+    return {
+        "resident_switch_us": microseconds(lambda: residency.switch_in(first.name)),
+        "between_steps_us": microseconds(lambda: residency.advance(first.name)),
+        "holdings_of_all_models_us": microseconds(
+            lambda: [room._holding(one.name, False) for one in models]
+        ),
+        "chunks_without_pages_us": microseconds(lambda: first.kv.chunks(Place.UNBACKED)),
+        "free_chunks_us": microseconds(first.kv.free_chunks),
+        "aborted_request_us": microseconds(first.kv.discard_dead),
+    }
+
+
+def main() -> None:
+    """Print the figures as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--models", type=int, default=40)
+    parser.add_argument("--chunks", type=int, default=9_000)
+    arguments = parser.parse_args()
+    print(json.dumps(measure(arguments.models, arguments.chunks), indent=1))
+
+
+if __name__ == "__main__":
+    main()

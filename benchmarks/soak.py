@@ -1,0 +1,147 @@
+"""``make soak``: a mixed load for minutes, and the slopes of what may not grow.
+
+Fifteen requests a second: a quarter is cancelled, a tenth has a schema of its own. Every few
+seconds the resident bytes, descriptors and threads of each process and the bytes of logs and
+database are read. Writes ``build/soak.json`` with the slopes of the second half; exit code 1 if
+one of them is over its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import linear_regression
+from typing import Any
+
+import httpx
+import psutil
+
+from benchmarks.processes import processes
+from gpupool_cli.bench_rig import emulated_config, make_checkpoints, weight_bytes
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.units import format_bytes
+
+MODELS = ("llama", "qwen3")
+_READ_EVERY_S = 5.0
+# By a minute, in the second half of the run.
+_LIMITS = {"rss_bytes": 3 << 20, "fds": 0.5, "threads": 0.5, "log_bytes": 1 << 20}
+
+
+def main() -> int:
+    """Run it; see the module."""
+    arguments = _parse()
+    with tempfile.TemporaryDirectory(prefix="gpupool-soak-") as name:
+        folder = Path(name)
+        checkpoints = make_checkpoints(folder, list(MODELS), 10_000_000)
+        room = emulated_config(int(1.6 * weight_bytes(checkpoints[0])) + (64 << 20))
+        with private_daemon(room, folder / "daemon") as daemon:
+            for model, checkpoint in zip(MODELS, checkpoints, strict=True):
+                daemon.add_model(model, checkpoint, max_model_len=1024, dtype="float32")
+            statuses, readings = asyncio.run(_soak(daemon, folder / "daemon", arguments))
+    slopes = {name: _slope(one) for name, one in readings.items()}
+    grows = {
+        name: slope
+        for name, slope in slopes.items()
+        if slope > _LIMITS.get(name.rpartition(" ")[2], float("inf"))
+    }
+    failed = {str(status): n for status, n in statuses.items() if status not in (200, 499, 503)}
+    report = {"statuses": statuses, "per_minute": slopes, "grows": grows, "readings": readings}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    for name, slope in sorted(slopes.items()):
+        first, last = readings[name][0][1], readings[name][-1][1]
+        print(f"{name:<40} {_text(name, first):>12} -> {_text(name, last):>12}  "
+              f"{_text(name, slope)}/min in the second half")  # fmt: skip
+    print(f"statuses: {dict(statuses)}; grows: {grows or 'nothing'}")
+    return 1 if grows or failed else 0
+
+
+async def _soak(
+    daemon: PrivateDaemon, folder: Path, arguments: argparse.Namespace
+) -> tuple[Counter[int], dict[str, list[tuple[float, float]]]]:
+    rng, statuses = random.Random(0), Counter[int]()
+    readings: dict[str, list[tuple[float, float]]] = {}
+    started_s = last_s = time.monotonic()
+    limits = httpx.Limits(max_connections=200)
+    async with (
+        httpx.AsyncClient(base_url=daemon.http_url, timeout=120, limits=limits) as http,
+        asyncio.TaskGroup() as group,
+    ):
+        while (now_s := time.monotonic()) < started_s + arguments.minutes * 60:
+            group.create_task(_ask(http, rng.randrange(10**9), statuses))
+            if now_s - last_s >= _READ_EVERY_S:
+                last_s = now_s
+                for name, value in _read(daemon, folder).items():
+                    readings.setdefault(name, []).append((now_s - started_s, value))
+            await asyncio.sleep(rng.expovariate(arguments.rps))
+    return statuses, readings
+
+
+async def _ask(http: httpx.AsyncClient, number: int, statuses: Counter[int]) -> None:
+    rng = random.Random(number)
+    body: dict[str, Any] = {"model": rng.choice(MODELS), "stream": True, "temperature": 0}
+    body |= {"prompt": f"request {number} " * rng.randrange(1, 20)}
+    body |= {"max_tokens": rng.randrange(1, 30)}
+    if rng.random() < 0.1:
+        names = {f"field{rng.randrange(10**6)}": {"type": "integer"} for _ in range(3)}
+        schema = {"type": "object", "properties": names, "required": list(names)}
+        body["structured_outputs"] = {"json": schema}
+    is_cancelled = rng.random() < 0.25
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
+        async for _ in answer.aiter_lines():
+            if is_cancelled:
+                statuses[499] += 1
+                return
+        statuses[answer.status_code] += 1
+
+
+def _read(daemon: PrivateDaemon, folder: Path) -> Mapping[str, float]:
+    found: dict[str, float] = {}
+    for one in processes(daemon):
+        name = _name_of(one)
+        found[f"{name} {one.pid} rss_bytes"] = one.memory_info().rss
+        found[f"{name} {one.pid} fds"] = one.num_fds()
+        found[f"{name} {one.pid} threads"] = one.num_threads()
+    state = folder / "state"
+    found["log_bytes"] = sum(file.stat().st_size for file in state.rglob("*.log*"))
+    found["database_bytes"] = sum(file.stat().st_size for file in state.glob("*.db*"))
+    return found
+
+
+def _name_of(process: psutil.Process) -> str:
+    words = process.cmdline()
+    return words[2] if len(words) > 2 else process.name()
+
+
+def _slope(readings: list[tuple[float, float]]) -> float:
+    """What is added in a minute, in the second half."""
+    half = readings[len(readings) // 2 :]
+    if len(half) < 2:
+        return 0.0
+    return linear_regression(*zip(*half, strict=True)).slope * 60
+
+
+def _text(name: str, value: float) -> str:
+    if name.endswith("bytes"):
+        return f"{'-' if value < 0 else ''}{format_bytes(int(abs(value)))}"
+    return f"{value:.3g}"
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=Path("build/soak.json"))
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--rps", type=float, default=15.0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

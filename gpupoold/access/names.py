@@ -1,0 +1,114 @@
+"""Users and groups by name, looked up where nobody waits.
+
+The system's tables may be on the network (SSSD, LDAP, NIS). A look-up there takes as long as
+the other end likes, so it is made on a thread of its own; what was found is kept, and stays
+known while the next look-up takes its time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import grp
+import pwd
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Literal
+
+MAX_AGE_S = 60.0
+_MAX_ANSWERS = 1024
+
+_Question = tuple[Literal["group"], str] | tuple[Literal["user"], int]
+_Answer = int | str | None
+
+
+def group_id(name: str) -> int | None:
+    """The number of a group, None if there is none of that name; blocks."""
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        return None
+
+
+def user_name(user_id: int) -> str:
+    """A user's name, or number where there is none; blocks."""
+    try:
+        return pwd.getpwuid(user_id).pw_name
+    except KeyError:
+        return str(user_id)
+
+
+class NameService:
+    """What the system's tables say, as of the last look-up; nothing here blocks.
+
+    ``find_group`` and ``find_user`` may: they run on a thread that does not keep the process
+    from ending.
+    """
+
+    def __init__(
+        self,
+        find_group: Callable[[str], int | None] = group_id,
+        find_user: Callable[[int], str] = user_name,
+    ) -> None:
+        self._find_group = find_group
+        self._find_user = find_user
+        self._answers: dict[_Question, tuple[float, _Answer]] = {}  # with when it was found
+        self._asked: dict[_Question, Future[None]] = {}
+        self._questions: queue.SimpleQueue[_Question] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def group_id(self, name: str, max_age_s: float = MAX_AGE_S) -> int | None:
+        """The number of a group, None if there is none of that name, or it is not known yet.
+
+        What is older than ``max_age_s`` is looked up anew for the next caller.
+        """
+        found = self._look(("group", name), max_age_s)
+        assert found is None or isinstance(found, int)
+        return found
+
+    def user_name(self, user_id: int, max_age_s: float = MAX_AGE_S) -> str:
+        """A user's name; the number if there is none or it is not known yet."""
+        found = self._look(("user", user_id), max_age_s)
+        return found if isinstance(found, str) else str(user_id)
+
+    async def settled(self, timeout_s: float) -> bool:
+        """Wait until all that was asked for is known; False: it is not, after ``timeout_s``."""
+        asked = [asyncio.wrap_future(one) for one in list(self._asked.values())]
+        if not asked:
+            return True
+        _, unknown = await asyncio.wait(asked, timeout=timeout_s)
+        return not unknown
+
+    def _look(self, question: _Question, max_age_s: float) -> _Answer:
+        found_s, answer = self._answers.get(question, (float("-inf"), None))
+        if time.monotonic() - found_s > max_age_s:
+            self._ask(question)
+        return answer
+
+    def _ask(self, question: _Question) -> None:
+        if question in self._asked or len(self._asked) >= _MAX_ANSWERS:
+            return
+        self._asked[question] = Future()
+        self._questions.put(question)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="names", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            question = self._questions.get()
+            try:
+                answer: _Answer
+                match question:
+                    case ("group", str() as name):
+                        answer = self._find_group(name)
+                    case ("user", int() as number):
+                        answer = self._find_user(number)
+            except OSError:  # the table cannot be asked now: what was known before counts
+                answer = self._answers.get(question, (0.0, None))[1]
+            if len(self._answers) >= _MAX_ANSWERS:
+                self._answers.clear()
+            self._answers[question] = time.monotonic(), answer
+            self._asked.pop(question).set_result(None)

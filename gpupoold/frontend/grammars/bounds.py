@@ -1,0 +1,199 @@
+"""Bounds on the grammars that requests ask for: schemas, patterns, choices, tools.
+
+Nothing here calls a grammar library. Every check takes time linear in the text and does not
+recurse, so that it can run on the event loop.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+MAX_BYTES = 256 << 10
+"""Of one field of a request, as it was sent."""
+MAX_VALUES = 20_000
+"""JSON values in one field, counted at all levels."""
+MAX_PROPERTIES = 5_000
+"""Entries of all ``properties`` and ``patternProperties`` in one field."""
+MAX_DEPTH = 80
+"""Levels of JSON. vLLM takes 64 in a schema, and 16 more around it in a structural tag."""
+MAX_PATTERN_CHARS = 8_192
+MAX_PATTERN_DEPTH = 64
+"""Levels of groups in one regular expression."""
+MAX_CHOICES = 10_000
+MAX_TOOLS = 512
+MAX_EBNF_BYTES = 64 << 10
+
+# Keys whose string value is a regular expression, in schemas and structural tags.
+_PATTERN_KEYS = frozenset({"pattern", "regex", "whitespace_pattern"})
+_EBNF_KEYS = frozenset({"grammar", "ebnf"})
+_PROPERTY_KEYS = frozenset({"properties", "patternProperties"})
+_NESTED_JSON_KEYS = ("json", "structural_tag")
+# What vLLM makes of tools repeats parts of them: so much more of everything may come out.
+_DERIVED = 4
+
+
+class OverBound(ValueError):
+    """A grammar is over a bound; ``field`` is where it was sent."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"`{field}` {message}")
+        self.field = field
+
+
+class GrammarFields(msgspec.Struct):
+    """The fields of a request's body, of all APIs, that grammars are made of; not yet parsed."""
+
+    response_format: msgspec.Raw = msgspec.Raw()
+    structured_outputs: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
+    text: msgspec.Raw = msgspec.Raw()
+    output_config: msgspec.Raw = msgspec.Raw()
+    output_format: msgspec.Raw = msgspec.Raw()
+
+
+def check_fields(fields: GrammarFields) -> None:
+    """Check a body's fields before anything else reads them.
+
+    Raises:
+        OverBound: a field is over a bound.
+    """
+    for name in GrammarFields.__struct_fields__:
+        raw: msgspec.Raw = getattr(fields, name)
+        num_bytes = len(memoryview(raw))
+        if not num_bytes:
+            continue
+        if num_bytes > MAX_BYTES:
+            raise _over(name, "is", num_bytes, "bytes long", MAX_BYTES)
+        value = _parsed(name, bytes(raw))
+        _check_value(name, value)
+        if name == "structured_outputs" and isinstance(value, dict):
+            _check_parts(name, value)
+        if name == "tools" and isinstance(value, list) and len(value) > MAX_TOOLS:
+            raise _over(name, "has", len(value), "entries", MAX_TOOLS)
+
+
+def check_constraint(parts: Mapping[str, Any]) -> bytes:
+    """Check what vLLM has made of a request's fields, named as in ``structured_outputs``.
+
+    Returns:
+        The parts as JSON.
+
+    Raises:
+        OverBound: one of them is over a bound.
+    """
+    field = "structured_outputs"
+    _check_value(field, parts, _DERIVED)
+    _check_parts(field, parts, _DERIVED)
+    content = json.dumps(parts).encode()
+    if len(content) > _DERIVED * MAX_BYTES:
+        raise _over(field, "is", len(content), "bytes long", _DERIVED * MAX_BYTES)
+    return content
+
+
+def _check_parts(field: str, parts: Mapping[str, Any], factor: int = 1) -> None:
+    choice = parts.get("choice")
+    if isinstance(choice, list) and len(choice) > MAX_CHOICES:
+        raise _over(f"{field}.choice", "has", len(choice), "choices", MAX_CHOICES)
+    for key in _NESTED_JSON_KEYS:
+        text = parts.get(key)
+        if isinstance(text, str):
+            name = f"{field}.{key}"
+            if len(text) > factor * MAX_BYTES:
+                raise _over(name, "is", len(text), "characters long", factor * MAX_BYTES)
+            _check_value(name, _parsed(name, text), factor)
+
+
+def _parsed(field: str, text: str | bytes) -> Any:
+    """The JSON value; None for what is no JSON, which vLLM refuses."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise OverBound(field, f"is nested deeper than {MAX_DEPTH} levels") from None
+    except ValueError:
+        return None
+
+
+def _check_value(field: str, value: Any, factor: int = 1) -> None:
+    max_values, max_properties = factor * MAX_VALUES, factor * MAX_PROPERTIES
+    num_values = num_properties = 0
+    level = [value]
+    depth = 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise OverBound(field, f"is nested deeper than {MAX_DEPTH} levels")
+        num_values += len(level)
+        if num_values > max_values:
+            raise OverBound(field, f"has more than {max_values} values")
+        for one in level:
+            if isinstance(one, Mapping):
+                num_properties += _check_mapping(field, one)
+        if num_properties > max_properties:
+            raise _over(field, "has", num_properties, "properties", max_properties)
+        level = [child for one in level for child in _children(one)]
+
+
+def _children(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, list):
+        yield from value
+
+
+def _check_mapping(field: str, value: Mapping[str, Any]) -> int:
+    """Check the strings in one object of a schema; how many properties it declares."""
+    for key in _PATTERN_KEYS & value.keys():
+        if isinstance(value[key], str):
+            _check_pattern(f"{field}: {key}", value[key])
+    for key in _EBNF_KEYS & value.keys():
+        text = value[key]
+        if isinstance(text, str) and len(text) > MAX_EBNF_BYTES:
+            raise _over(f"{field}: {key}", "is", len(text), "characters long", MAX_EBNF_BYTES)
+    declared = value.get("patternProperties")
+    if isinstance(declared, Mapping):
+        for pattern in declared:
+            _check_pattern(f"{field}: patternProperties", pattern)
+    return sum(
+        len(value[key]) for key in _PROPERTY_KEYS & value.keys() if isinstance(value[key], Mapping)
+    )
+
+
+def _check_pattern(field: str, pattern: str) -> None:
+    if len(pattern) > MAX_PATTERN_CHARS:
+        raise _over(field, "is", len(pattern), "characters long", MAX_PATTERN_CHARS)
+    depth = group_depth(pattern)
+    if depth > MAX_PATTERN_DEPTH:
+        raise _over(field, "has groups nested", depth, "deep", MAX_PATTERN_DEPTH)
+
+
+def group_depth(pattern: str) -> int:
+    """Levels of groups in a regular expression, or more.
+
+    Parsers disagree on where a character class ends. So an opening parenthesis counts
+    everywhere, and a closing one outside of classes only.
+    """
+    depth = deepest = 0
+    is_escaped = is_in_class = False
+    for character in pattern:
+        if is_escaped:
+            is_escaped = False
+        elif character == "\\":
+            is_escaped = True
+        elif character == "(":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character == "[":
+            is_in_class = True
+        elif character == "]":
+            is_in_class = False
+        elif character == ")" and not is_in_class:
+            depth = max(0, depth - 1)
+    return deepest
+
+
+def _over(field: str, verb: str, number: int, unit: str, bound: int) -> OverBound:
+    return OverBound(field, f"{verb} {number} {unit}; the bound is {bound}")

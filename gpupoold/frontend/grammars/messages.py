@@ -1,0 +1,35 @@
+"""What a frontend and its grammar checker say to each other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from gpupoold.wire.base import Message
+from gpupoold.wire.messages import LoadedModel, ModelToLoad
+
+Outcome = Literal["accepted", "refused", "unknown"]
+
+
+class Check(Message):
+    """Compile a grammar once; ``constraint`` is JSON by the names of ``structured_outputs``.
+
+    ``mount_id`` names this mount of the model's API: another mount may have another tokenizer.
+    """
+
+    check_id: int
+    mount_id: int
+    model: ModelToLoad
+    loaded: LoadedModel
+    constraint: bytes
+
+
+class Verdict(Message):
+    """How a check ended, and vLLM's ``backend`` for the grammar.
+
+    ``unknown``: it could not be checked now, and may be checked again.
+    """
+
+    check_id: int
+    outcome: Outcome
+    backend: str = ""
+    reason: str = ""

@@ -1,0 +1,116 @@
+"""The grammars in a model's requests: nothing is asked of the pool before they are vetted.
+
+vLLM 0.32.0 validates a grammar on the event loop, in ``InputProcessor.process_inputs`` and
+where a request's body is parsed. Both are left out: the grammar checker does it elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.structured_output import backend_xgrammar
+from vllm.v1.structured_output.utils import choice_as_grammar
+
+from gpupoold.frontend.callers import current_key_id
+from gpupoold.frontend.errors import ApiError, bad_request, grammar_unchecked, too_many_grammars
+from gpupoold.frontend.gates import refuse
+from gpupoold.frontend.grammars.bounds import OverBound, check_constraint
+from gpupoold.frontend.grammars.messages import Verdict
+from gpupoold.frontend.grammars.vetting import GrammarVetting, TooManyGrammars
+from gpupoold.wire.messages import LoadedModel, ModelToLoad
+
+_FIELD = "structured_outputs"
+_mount_ids = itertools.count(1)
+
+
+class ModelGrammars:
+    """Vets the grammars of one mounted model's requests."""
+
+    def __init__(self, vetting: GrammarVetting, model: ModelToLoad, loaded: LoadedModel) -> None:
+        self._vetting = vetting
+        self._model = model
+        self._loaded = loaded
+        self._mount_id = next(_mount_ids)
+
+    async def vetted(self, params: Any) -> Any:
+        """The parameters with their grammar as vLLM's validation would have left it.
+
+        Raises:
+            VLLMValidationError: it may not be used, or cannot be checked now; the answer that is
+                being made is refused with the reason.
+        """
+        if not isinstance(params, SamplingParams) or params.structured_outputs is None:
+            return params
+        structured = params.structured_outputs
+        parts = _parts(structured)
+        try:
+            constraint = check_constraint(parts)
+            verdict = await self._vetting.verdict(
+                self._mount_id, self._model, self._loaded, constraint, current_key_id()
+            )
+        except OverBound as error:
+            _refuse(bad_request(f"{error}.", param=error.field))
+        except TooManyGrammars:
+            _refuse(too_many_grammars())
+        if verdict.outcome == "unknown":
+            _refuse(grammar_unchecked(verdict.reason))
+        if verdict.outcome == "refused":
+            _refuse(bad_request(f"The grammar cannot be used: {verdict.reason}", param=_FIELD))
+        params = copy.copy(params)
+        params.structured_outputs = _validated(structured, verdict)
+        return params
+
+
+def _parts(structured: StructuredOutputsParams) -> dict[str, Any]:
+    """What a request may set of a grammar; parts that are not set are left out."""
+    return {
+        field.name: value
+        for field in dataclasses.fields(structured)
+        if field.init and (value := getattr(structured, field.name)) not in (None, False)
+    }
+
+
+def _validated(structured: StructuredOutputsParams, verdict: Verdict) -> StructuredOutputsParams:
+    """As vLLM leaves the grammar with the backend that it has chosen."""
+    if verdict.backend == "xgrammar" and structured.choice:
+        grammar = choice_as_grammar(structured.choice)
+        validated = dataclasses.replace(structured, choice=None, grammar=grammar)
+    else:
+        validated = dataclasses.replace(structured)
+    validated._backend = verdict.backend
+    validated._backend_was_auto = True
+    return validated
+
+
+def _refuse(error: ApiError) -> NoReturn:
+    refuse(error)
+    raise VLLMValidationError(error.message, parameter=error.param)
+
+
+def keep_grammars_off_the_loop() -> None:
+    """Replace xgrammar's validation in this process by what of it is not native code.
+
+    Where vLLM parses a body, it validates structural tags, and asks whether xgrammar supports
+    what goes with tools. What it lets pass here is vetted with the request.
+    """
+    backend_xgrammar.validate_xgrammar_grammar = _check_features  # type: ignore[assignment]
+
+
+def _check_features(params: SamplingParams) -> None:
+    structured = params.structured_outputs
+    if structured is None or not structured.json:
+        return
+    schema = structured.json
+    if isinstance(schema, str):
+        schema = json.loads(schema)
+    if isinstance(schema, Mapping) and backend_xgrammar.has_xgrammar_unsupported_json_features(
+        dict(schema)
+    ):
+        raise VLLMValidationError("xgrammar does not support the JSON schema")

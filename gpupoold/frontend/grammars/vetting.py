@@ -1,0 +1,204 @@
+"""Verdicts on grammars, cached; what is not known is asked of the grammar checker.
+
+A frontend has one of these for all models. Grammars that are equal share one check; few checks
+run at a time, and callers take turns, so that one who sends many new ones waits alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import logging
+import os
+import socket
+import sys
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from gpupoold.frontend.grammars.messages import Check, Verdict
+from gpupoold.process import as_words
+from gpupoold.wire.channel import AsyncChannel, ChannelClosed
+from gpupoold.wire.messages import LoadedModel, ModelToLoad
+
+_logger = logging.getLogger(__name__)
+
+MAX_RUNNING = 2
+"""Checks at a time."""
+MAX_WAITING = 64
+"""Checks that wait, of all callers."""
+MAX_WAITING_PER_CALLER = 16
+MAX_CACHED = 4_096
+"""Verdicts; each takes some 100 bytes."""
+_RESTART_WAIT_S = 1.0
+
+
+class TooManyGrammars(Exception):
+    """More grammars than may wait have not been checked yet."""
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    check: Check
+    verdict: asyncio.Future[Verdict]
+
+
+@dataclass(eq=False, slots=True)
+class CheckQueue:
+    """Checks that wait: the callers take turns, each with its oldest."""
+
+    _by_caller: OrderedDict[str, deque[_Job]] = field(default_factory=OrderedDict)
+    _num_waiting: int = 0
+
+    def put(self, caller: str, job: _Job) -> None:
+        """Add a check.
+
+        Raises:
+            TooManyGrammars: too many wait already.
+        """
+        jobs = self._by_caller.setdefault(caller, deque())
+        if self._num_waiting >= MAX_WAITING or len(jobs) >= MAX_WAITING_PER_CALLER:
+            if not jobs:
+                del self._by_caller[caller]
+            raise TooManyGrammars
+        jobs.append(job)
+        self._num_waiting += 1
+
+    def take(self) -> _Job | None:
+        """The next check; None: none waits."""
+        if not self._by_caller:
+            return None
+        caller, jobs = self._by_caller.popitem(last=False)
+        job = jobs.popleft()
+        if jobs:
+            self._by_caller[caller] = jobs  # at the end: the others come first
+        self._num_waiting -= 1
+        return job
+
+
+class GrammarVetting:
+    """Tells whether grammars may be used; lives on the event loop.
+
+    ``sock`` is the channel to a checker that runs already; None: one is started when needed.
+    """
+
+    def __init__(self, log_level: str, sock: socket.socket | None = None) -> None:
+        self._log_level = log_level
+        self._sock = sock
+        self._channel: AsyncChannel[Verdict] | None = None
+        self._starting = asyncio.Lock()
+        self._started_s = float("-inf")
+        self._known: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._under_way: dict[bytes, asyncio.Future[Verdict]] = {}
+        self._queue = CheckQueue()
+        self._running: dict[int, _Job] = {}
+        self._ids = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def verdict(
+        self, mount_id: int, model: ModelToLoad, loaded: LoadedModel, constraint: bytes, caller: str
+    ) -> Verdict:
+        """The verdict on a grammar, after a check if it is new.
+
+        Raises:
+            TooManyGrammars: too many others wait for theirs.
+        """
+        key = hashlib.sha256(b"%d %b" % (mount_id, constraint)).digest()
+        known = self._known.get(key)
+        if known is not None:
+            self._known.move_to_end(key)
+            return known
+        shared = self._under_way.get(key)
+        if shared is None:
+            check = Check(next(self._ids), mount_id, model, loaded, constraint)
+            shared = asyncio.get_running_loop().create_future()
+            self._queue.put(caller, _Job(check, shared))
+            self._under_way[key] = shared
+            shared.add_done_callback(lambda done: self._learn(key, done))
+            self._advance()
+        # The check goes on for others when this one's client leaves.
+        return await asyncio.shield(shared)
+
+    def _learn(self, key: bytes, done: asyncio.Future[Verdict]) -> None:
+        del self._under_way[key]
+        verdict = done.result()
+        if verdict.outcome == "unknown":
+            return
+        self._known[key] = verdict
+        if len(self._known) > MAX_CACHED:
+            self._known.popitem(last=False)
+
+    def _advance(self) -> None:
+        while len(self._running) < MAX_RUNNING:
+            job = self._queue.take()
+            if job is None:
+                return
+            self._running[job.check.check_id] = job
+            self._keep(self._ask(job))
+
+    async def _ask(self, job: _Job) -> None:
+        try:
+            async with self._starting:
+                if self._channel is None:
+                    self._channel = await self._connected()
+                    self._keep(self._read(self._channel))
+            self._channel.send(job.check)
+        except (OSError, ValueError) as error:
+            _logger.error("the grammar checker cannot be asked: %s", error)
+            self._settle(Verdict(job.check.check_id, "unknown"))
+
+    async def _connected(self) -> AsyncChannel[Verdict]:
+        sock, self._sock = self._sock, None
+        if sock is None:
+            await asyncio.sleep(self._started_s + _RESTART_WAIT_S - time.monotonic())
+            sock = await self._start()
+        self._started_s = time.monotonic()
+        return AsyncChannel(sock, Verdict)
+
+    async def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            options = {
+                "--wire-fd": theirs.fileno(),
+                "--parent-pid": os.getpid(),
+                "--log-level": self._log_level,
+            }
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "gpupoold.frontend.grammars.checker",
+                *as_words(options),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        self._keep(_reap(process))
+        _logger.warning("the grammar checker has been started as process %d", process.pid)
+        return ours
+
+    async def _read(self, channel: AsyncChannel[Verdict]) -> None:
+        with contextlib.suppress(ChannelClosed):
+            while True:
+                self._settle(await channel.receive())
+        channel.close()
+        self._channel = None
+        _logger.error("the grammar checker has died")
+        for check_id in list(self._running):
+            self._settle(Verdict(check_id, "unknown"))
+
+    def _settle(self, verdict: Verdict) -> None:
+        job = self._running.pop(verdict.check_id, None)
+        if job is not None:
+            job.verdict.set_result(verdict)
+        self._advance()
+
+    def _keep(self, work: object) -> None:
+        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _reap(process: asyncio.subprocess.Process) -> None:
+    await process.wait()

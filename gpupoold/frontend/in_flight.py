@@ -1,0 +1,70 @@
+"""The bytes of requests that are read or answered now, within bounds per key and in all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+from gpupoold.domain import KEY_BYTES_SHARE
+from gpupoold.frontend.errors import needs_too_much, no_room
+
+
+class BytesInFlight:
+    """Bodies of HTTP requests, each counted from its first byte to the end of its answer.
+
+    ``max_bytes`` may change at any time. Lives on the event loop.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._of_keys: Counter[str] = Counter()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in flight."""
+        return self._of_keys.total()
+
+    @contextlib.contextmanager
+    def holding(self, key_id: str) -> Iterator[Holding]:
+        """Room for one request of a key ("" without one), until the context ends."""
+        holding = Holding(self, key_id)
+        try:
+            yield holding
+        finally:
+            self._of_keys[key_id] -= holding.num_bytes
+            if not self._of_keys[key_id]:
+                del self._of_keys[key_id]
+
+    def take(self, holding: Holding, num_bytes: int) -> None:
+        """Give a request room for so many bytes more.
+
+        Raises:
+            ApiError: 413 if it could never have them, 429 if it cannot now.
+        """
+        key_id = holding.key_id
+        bound = self.bound_of(key_id)
+        if holding.num_bytes + num_bytes > bound:
+            raise needs_too_much(bound)
+        of_key = self._of_keys[key_id] + num_bytes
+        if of_key > bound or self.num_bytes + num_bytes > self.max_bytes:
+            raise no_room(bound if of_key > bound else self.max_bytes)
+        self._of_keys[key_id] = of_key
+        holding.num_bytes += num_bytes
+
+    def bound_of(self, key_id: str) -> int:
+        """The most that requests of a key may have at once."""
+        return int(self.max_bytes * KEY_BYTES_SHARE) if key_id else self.max_bytes
+
+
+class Holding:
+    """What one request has of the bytes in flight."""
+
+    def __init__(self, room: BytesInFlight, key_id: str) -> None:
+        self._room = room
+        self.key_id = key_id
+        self.num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Take so many bytes more; see :meth:`BytesInFlight.take`."""
+        self._room.take(self, num_bytes)

@@ -1,0 +1,107 @@
+"""Bounds on prompts, looked at before a prompt is tokenised and before requests are made of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+MAX_PROMPT_TOKENS = 1 << 20
+"""Of one HTTP request: over all its prompts, each as often as it is answered. A model whose
+context is longer takes one prompt of that length."""
+
+_MAX_CHARS_PER_TOKEN = 8
+_ALWAYS_TOKENISED_CHARS = 65_536
+_MAX_WORD_CHARS = 16_384
+"""Of all ``stop`` strings, and of all ``bad_words``, together."""
+
+Raise = Callable[[str], Exception]
+
+
+class PromptCount:
+    """The prompt tokens of one HTTP request so far.
+
+    Each prompt counts ``num_samples`` times.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+        self._num_tokens = 0
+
+    def add(self, num_tokens: int, max_tokens: int) -> str:
+        """Count a prompt; why the request is refused, or "" if it is not."""
+        self._num_tokens += num_tokens * self._num_samples
+        if self._num_tokens <= max_tokens:
+            return ""
+        return (
+            f"The prompts of this request have more than {max_tokens:,} tokens in all, each "
+            "counted `n` times. Send fewer prompts or samples at once."
+        )
+
+
+_current: ContextVar[PromptCount | None] = ContextVar("prompt_count", default=None)
+
+
+@contextlib.contextmanager
+def counting_prompts(num_samples: int) -> Iterator[None]:
+    """Count the prompts that are rendered within, and in tasks that are begun there, as those
+    of one request."""
+    token = _current.set(PromptCount(num_samples))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def bound_renderer(renderer: Any, max_model_len: int, refused: Raise) -> None:
+    """Make vLLM's renderer refuse prompts that are out of bounds with what ``refused`` makes.
+
+    vLLM has no bound on texts that it will truncate or only tokenise, and one of up to some
+    100 characters per token on others; its tokeniser takes minutes and gigabytes for those.
+    """
+    renderer._tokenize_prompt_async = _bounded_tokenizer(
+        renderer._tokenize_prompt_async, max_model_len, refused
+    )
+    renderer.process_for_engine_async = _counted(
+        renderer.process_for_engine_async, max(MAX_PROMPT_TOKENS, max_model_len), refused
+    )
+
+
+def why_words_are_too_long(name: str, words: Sequence[str] | None) -> str:
+    """Why these ``stop`` strings or ``bad_words`` are refused, or "" if they are not."""
+    num_chars = sum(map(len, words or ()))
+    if num_chars <= _MAX_WORD_CHARS:
+        return ""
+    return f"`{name}` has {num_chars:,} characters in all, more than {_MAX_WORD_CHARS:,}."
+
+
+def _bounded_tokenizer(
+    tokenize: Callable[..., Awaitable[Any]], max_model_len: int, refused: Raise
+) -> Callable[..., Awaitable[Any]]:
+    max_chars = max(_ALWAYS_TOKENISED_CHARS, _MAX_CHARS_PER_TOKEN * max_model_len)
+
+    async def bounded(prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        num_chars = len(prompt["prompt"])
+        if num_chars > max_chars:
+            raise refused(
+                f"The prompt has {num_chars:,} characters, more than the {max_chars:,} that are "
+                f"tokenised for a context of {max_model_len:,} tokens. "
+                "Please reduce the length of the input prompt, or send it as token ids."
+            )
+        return await tokenize(prompt, *args, **kwargs)
+
+    return bounded
+
+
+def _counted(
+    process: Callable[..., Awaitable[Any]], max_tokens: int, refused: Raise
+) -> Callable[..., Awaitable[Any]]:
+    async def counted(prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        count, token_ids = _current.get(), prompt.get("prompt_token_ids")
+        reason = count.add(len(token_ids), max_tokens) if count and token_ids else ""
+        if reason:
+            raise refused(reason)
+        return await process(prompt, *args, **kwargs)
+
+    return counted

@@ -1,0 +1,121 @@
+"""What the frontend itself reads of a body: the model, an id, how many answers it asks for."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from gpupoold.frontend.errors import ApiError, bad_request
+from gpupoold.frontend.grammars.bounds import GrammarFields, OverBound, check_fields
+from gpupoold.frontend.request_ids import check_client_id
+
+MAX_SAMPLES = 128
+"""``n``, as OpenAI bounds it."""
+MAX_PROMPTS = 512
+"""Prompts or conversations of one HTTP request: all of them are begun at once."""
+
+_BATCH_PATH = "/v1/chat/completions/batch"
+_LIST = re.compile(rb"\s*\[")
+_NUMBERS = re.compile(rb"\s*\[\s*[-0-9]")
+_NO_PROMPT = msgspec.Raw(b"null")
+
+
+class _Fields(GrammarFields):
+    model: Any = None
+    request_id: Any = msgspec.UNSET
+    n: Any = None
+    prompt: msgspec.Raw = _NO_PROMPT
+    messages: msgspec.Raw = _NO_PROMPT
+
+
+class Head(msgspec.Struct, frozen=True):
+    """``num_prompts`` counts conversations too; each is answered ``num_samples`` times."""
+
+    model: str | None
+    has_id: bool
+    num_prompts: int
+    num_samples: int
+
+    @property
+    def num_requests(self) -> int:
+        """Requests to the engine that come of it."""
+        return self.num_prompts * self.num_samples
+
+
+_decoder = msgspec.json.Decoder(_Fields)
+_list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def read_head(body: bytes, path: str) -> Head:
+    """Read the head of a JSON request to ``path``.
+
+    Raises:
+        ApiError: 400; the body is no JSON object, a field is not what it may be, or a grammar is
+            over a bound.
+    """
+    try:
+        fields = _decoder.decode(body)
+        num_prompts = _num_prompts(fields, path)
+    except msgspec.ValidationError as error:
+        raise bad_request(f"The request body must be a JSON object: {error}.") from error
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise bad_request(f"The request body is not valid JSON: {error}") from error
+    if fields.model is not None and not isinstance(fields.model, str):
+        raise bad_request("`model` must be a string.", param="model")
+    try:
+        check_fields(fields)
+    except OverBound as error:
+        raise bad_request(f"{error}.", param=error.field) from error
+    has_id = fields.request_id is not msgspec.UNSET
+    if has_id:
+        check_client_id(fields.request_id, "`request_id`")
+    num_samples = _whole_number(fields.n)
+    if num_samples > MAX_SAMPLES:
+        raise bad_request(f"`n` must be at most {MAX_SAMPLES}.", param="n")
+    if num_prompts > MAX_PROMPTS:
+        raise bad_request(
+            f"The request has {num_prompts:,} prompts, more than the {MAX_PROMPTS} that one "
+            "request may have.",
+            param="messages" if path == _BATCH_PATH else "prompt",
+        )
+    return Head(fields.model, has_id, num_prompts, max(1, num_samples))
+
+
+def check_num_requests(head: Head, bound: int) -> None:
+    """Check that a request could be taken if nothing else were live.
+
+    Raises:
+        ApiError: 400; it asks for more answers than ``bound``.
+    """
+    if head.num_requests > bound:
+        raise _too_many(head, bound)
+
+
+def _too_many(head: Head, bound: int) -> ApiError:
+    return bad_request(
+        f"The request asks for {head.num_requests:,} answers ({head.num_prompts:,} prompts, "
+        f"`n` = {head.num_samples}), more than the {bound:,} that may be live at once.",
+        param="n",
+    )
+
+
+def _num_prompts(fields: _Fields, path: str) -> int:
+    if path == _BATCH_PATH:
+        return _num_items(fields.messages)
+    # A list of numbers is one prompt of token ids.
+    return 1 if _NUMBERS.match(memoryview(fields.prompt)) else _num_items(fields.prompt)
+
+
+def _num_items(text: msgspec.Raw) -> int:
+    return len(_list_decoder.decode(text)) if _LIST.match(memoryview(text)) else 1
+
+
+def _whole_number(value: object) -> int:
+    """``n`` as vLLM will read it; what it refuses counts as 1."""
+    try:
+        number = int(value) if isinstance(value, int | float | str) else 1
+    except (ValueError, OverflowError):
+        return 1
+    return number

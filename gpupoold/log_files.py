@@ -1,0 +1,177 @@
+"""Log files of bounded size: the daemon's own, and those of its children.
+
+A file that is full becomes ``NAME.log.1``, that one ``NAME.log.2``, and so on; the oldest is
+deleted. So each process has at most ``MAX_LOG_BYTES``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import select
+import struct
+import termios
+import threading
+from concurrent.futures import Future
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+_logger = logging.getLogger(__name__)
+
+FILE_BYTES = 16 << 20
+NUM_OLD_FILES = 3
+MAX_LOG_BYTES = FILE_BYTES * (1 + NUM_OLD_FILES)
+
+# The kernel's limit for a pipe of an unprivileged user. The more a pipe holds, the less often a
+# child that writes waits for the daemon.
+_PIPE_BYTES = 1 << 20
+_READ_BYTES = 1 << 18
+
+
+def old_file(path: Path, number: int) -> Path:
+    """Return the name of a log's file that was full ``number`` files ago."""
+    return path.with_name(f"{path.name}.{number}")
+
+
+def rotating_handler(path: Path) -> logging.Handler:
+    """Return a handler that writes records to a file of bounded size.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    return RotatingFileHandler(path, maxBytes=FILE_BYTES, backupCount=NUM_OLD_FILES)
+
+
+class RotatingFile:
+    """A file that bytes are appended to, and that is never longer than ``file_bytes``."""
+
+    def __init__(self, path: Path, file_bytes: int = FILE_BYTES) -> None:
+        """Open or create the file.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._path = path
+        self._file_bytes = file_bytes
+        self._fd = self._open()
+
+    def write(self, data: bytes) -> None:
+        """Append; where the file is full a new one begins, if possible not within a line.
+
+        Raises:
+            OSError: the disk is full or the folder cannot be written. The rest of ``data`` is
+                lost; a later call tries again.
+        """
+        view = memoryview(data)
+        while view:
+            held_bytes = os.fstat(self._fd).st_size
+            piece = view[: max(0, self._file_bytes - held_bytes)]
+            if len(piece) < len(view):
+                piece = piece[: bytes(piece).rfind(b"\n") + 1] or piece
+                if held_bytes and not bytes(piece).endswith(b"\n"):
+                    self._rotate()
+                    continue
+            view = view[os.write(self._fd, piece) :]
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def _open(self) -> int:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        return os.open(self._path, flags, 0o600)
+
+    def _rotate(self) -> None:
+        for number in range(NUM_OLD_FILES, 0, -1):
+            younger = old_file(self._path, number - 1) if number > 1 else self._path
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(younger, old_file(self._path, number))
+        fresh = self._open()
+        os.close(self._fd)
+        self._fd = fresh
+
+
+class LogPipe:
+    """A pipe to a log file: a thread appends to the file what a child writes to ``write_fd``.
+
+    The child never waits for the event loop, and no more than ``MAX_LOG_BYTES`` of what it
+    writes are kept, however quickly it writes. What was in the pipe when it died is kept too.
+    """
+
+    def __init__(self, path: Path, file_bytes: int = FILE_BYTES) -> None:
+        """Open the file and start the thread.
+
+        Raises:
+            OSError: the file cannot be written, or there are no descriptors or threads left.
+        """
+        self._path = path
+        self._is_failing = False
+        self._finished: Future[None] = Future()
+        thread = threading.Thread(target=self._copy, name=f"log-{path.stem}", daemon=True)
+        with contextlib.ExitStack() as undo:
+            self._file = RotatingFile(path, file_bytes)
+            undo.callback(self._file.close)
+            self._read_fd, self.write_fd = os.pipe()
+            undo.callback(os.close, self._read_fd)
+            undo.callback(os.close, self.write_fd)
+            self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
+            undo.callback(os.close, self._stop_fd)
+            with contextlib.suppress(OSError):  # the user's pipes have much memory already
+                fcntl.fcntl(self.write_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise OSError(errno.EAGAIN, f"no thread for {path}: {error}") from error
+            undo.pop_all()
+
+    def close_writing(self) -> None:
+        """Close the daemon's end for writing, once the child has its own."""
+        os.close(self.write_fd)
+
+    def finish(self) -> Future[None]:
+        """Write what is in the pipe now and close everything; the future is done when that is.
+
+        To be called once, when the child has ended. A process that the child has left behind
+        gets SIGPIPE when it writes.
+        """
+        os.eventfd_write(self._stop_fd, 1)
+        self._finished.add_done_callback(lambda _: os.close(self._stop_fd))
+        return self._finished
+
+    def _copy(self) -> None:
+        poll = select.poll()
+        poll.register(self._read_fd, select.POLLIN)
+        poll.register(self._stop_fd, select.POLLIN)
+        try:
+            while True:
+                ready = {fd for fd, _ in poll.poll()}
+                if self._stop_fd in ready:
+                    self._copy_the_rest()
+                    return
+                if not self._copy_some(_READ_BYTES):
+                    return
+        finally:
+            os.close(self._read_fd)
+            self._file.close()
+            self._finished.set_result(None)
+
+    def _copy_the_rest(self) -> None:
+        packed = fcntl.ioctl(self._read_fd, termios.FIONREAD, bytes(4))
+        num_bytes: int = struct.unpack("i", packed)[0]
+        while num_bytes > 0:
+            num_bytes -= self._copy_some(min(num_bytes, _READ_BYTES))
+
+    def _copy_some(self, max_bytes: int) -> int:
+        """Return the number of bytes read; 0: nobody has the other end any more."""
+        data = os.read(self._read_fd, max_bytes)
+        try:
+            self._file.write(data)
+            self._is_failing = False
+        except OSError as error:  # the child goes on, and what it writes is lost
+            if not self._is_failing:
+                _logger.warning("%s cannot be written, lines are lost: %s", self._path, error)
+            self._is_failing = True
+        return len(data)

@@ -1,0 +1,36 @@
+"""A thread for calls to a device that take longer than the turn loop may stand still.
+
+Pinning host memory takes a GPU 0.1 s per GB, and unpinning takes its time too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from gpupoold.memory.contracts import Device, Direction
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class DeviceThread:
+    """One thread that may call ``pin`` and ``unpin`` of a device, and runs jobs in order."""
+
+    def __init__(self, device: Device, name: str) -> None:
+        self._lane = device.open_lane(Direction.IN)
+        self._thread = ThreadPoolExecutor(1, name, self._join_device)
+
+    def submit(self, job: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        """Run ``job`` after all jobs that were submitted before; returns its future result."""
+        return self._thread.submit(job, *args, **kwargs)
+
+    def close(self) -> None:
+        """Wait for the jobs that were submitted, then end the thread."""
+        self._thread.shutdown()
+        self._lane.close()
+
+    def _join_device(self) -> None:
+        """Make the device's context current in the thread, as a lane does for its own thread."""
+        self._lane.wait(self._lane.begin([], 0))

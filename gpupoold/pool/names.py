@@ -1,0 +1,16 @@
+"""Names and aliases of models."""
+
+from __future__ import annotations
+
+from gpupool_state import Registry, check_names
+from gpupoold.errors import Refused
+
+
+async def check_names_free(registry: Registry, names: tuple[str, ...]) -> None:
+    """Raise GpupoolError, naming the one that no model can have, or that some model has."""
+    check_names(names)
+    for name in names:
+        row = await registry.get(name)
+        if row is not None:
+            what = "registered" if row.spec.name == name else f"an alias of {row.spec.name}"
+            raise Refused(f"{name!r} is already {what}", "choose another name or remove it")

@@ -1,0 +1,78 @@
+"""What API keys have left of their rates: one bucket for each limit of each key.
+
+The daemon owns the buckets, so that a limit holds over all frontends together and survives
+every one of them. Pure: instants are the caller's, of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gpupoold.access.bucket import Bucket
+
+
+class KeyLeft(NamedTuple):
+    """What a key may use now; below zero what the key owes; None without a limit."""
+
+    requests: float | None
+    tokens: float | None
+
+
+class KeyRates:
+    """The buckets of all keys that have limits, by the keys' ids."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Bucket] = {}
+        self._tokens: dict[str, Bucket] = {}
+
+    def set(
+        self,
+        key_id: str,
+        requests_per_minute: int | None,
+        tokens_per_minute: int | None,
+        now_s: float,
+    ) -> None:
+        """Give a key other limits; None: no limit. What was used stays used."""
+        _set(self._requests, key_id, requests_per_minute, now_s)
+        _set(self._tokens, key_id, tokens_per_minute, now_s)
+
+    def forget(self, key_id: str) -> None:
+        """Remove the buckets of a key that was revoked."""
+        self._requests.pop(key_id, None)
+        self._tokens.pop(key_id, None)
+
+    def begin(self, key_id: str, now_s: float) -> tuple[str, float]:
+        """Count one HTTP request of a key, if its rates allow the request now.
+
+        Returns the limit that was reached and the seconds until a request may begin;
+        ``("", 0.0)`` for a request that may begin, which is the only one that is counted.
+        """
+        longest_s, limit = 0.0, ""
+        requests, tokens = self._requests.get(key_id), self._tokens.get(key_id)
+        for bucket, what in ((requests, "requests"), (tokens, "tokens")):
+            wait_s = 0.0 if bucket is None else bucket.wait_s(1, now_s)
+            if bucket is not None and wait_s > longest_s:
+                longest_s, limit = wait_s, f"{bucket.per_minute} {what} per minute"
+        if not longest_s and requests is not None:
+            requests.take(1, now_s)
+        return limit, longest_s
+
+    def charge(self, key_id: str, num_tokens: int, now_s: float) -> None:
+        """Count tokens of a prompt or an answer; a key without a limit on tokens is ignored."""
+        bucket = self._tokens.get(key_id)
+        if bucket is not None:
+            bucket.take(num_tokens, now_s)
+
+    def left(self, key_id: str, now_s: float) -> KeyLeft:
+        """Return what a key may use now."""
+        requests, tokens = self._requests.get(key_id), self._tokens.get(key_id)
+        return KeyLeft(
+            None if requests is None else requests.level(now_s),
+            None if tokens is None else tokens.level(now_s),
+        )
+
+
+def _set(buckets: dict[str, Bucket], key_id: str, per_minute: int | None, now_s: float) -> None:
+    old = buckets.pop(key_id, None)
+    if per_minute is not None:
+        buckets[key_id] = Bucket(per_minute, now_s, None if old is None else old.level(now_s))

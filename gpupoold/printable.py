@@ -1,0 +1,36 @@
+"""Text from outside without the characters that would control a terminal or forge a line."""
+
+from __future__ import annotations
+
+import logging
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# C0 but for tab and newline, DEL, C1, and what else ends a line.
+_CONTROLS = dict.fromkeys(
+    {*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029} - {ord("\t"), ord("\n")}, _REPLACEMENT
+)
+_CONTINUATION = "    "
+
+
+def clean(text: str) -> str:
+    """Return ``text`` with every character replaced that is not printable, newlines too."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else _REPLACEMENT for one in text)
+
+
+def without_controls(text: str) -> str:
+    """Return ``text``, of any number of lines, with control characters replaced."""
+    return text if text.isascii() and text.isprintable() else text.translate(_CONTROLS)
+
+
+class LineFormatter(logging.Formatter):
+    """A formatter for records that hold text of clients.
+
+    Control characters are replaced, and further lines of a record are indented, so that no
+    message can look like another record.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's line, or its lines."""
+        return without_controls(super().format(record)).replace("\n", f"\n{_CONTINUATION}")

@@ -1,0 +1,537 @@
+"""The actions that change something, each with a look at what it has changed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import sqlite3
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from gpupool_state import (
+    DATABASE_NAME,
+    ApiKeys,
+    Database,
+    History,
+    KeyPowers,
+    Phase,
+    ProfileRow,
+    Registry,
+    StateLock,
+)
+from gpupoold.access.peers import AdminGroups
+from gpupoold.checkpoints import download as downloads
+from gpupoold.checkpoints.download import PART_FOLDER, download
+from gpupoold.checkpoints.manifest import HubFile, Manifest, read_manifest, write_manifest
+from gpupoold.config import Settings
+from gpupoold.config_file import read_config_file
+from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
+from gpupoold.errors import ConfigError, Failed, GpupoolError, Refused
+from gpupoold.listeners import admin_listener
+from gpupoold.memory.emulated import EmulatedDevice
+from gpupoold.memory.host import HostBuffer, KvHostCache
+from gpupoold.memory.memfd import create_memfd
+from gpupoold.pool import stimulus_file
+from gpupoold.pool.child import Child
+from gpupoold.pool.configuration import Configuration
+from gpupoold.pool.forks import ForkServer
+from gpupoold.pool.image_cache import ImageCache
+from gpupoold.pool.image_files import ImageFiles
+from gpupoold.pool.image_keys import ImageKeys
+from gpupoold.pool.parked_images import ParkedImages
+from gpupoold.pool.saved_images import SavedImages
+from gpupoold.scheduling.stimuli import Stimulus
+from gpupoold.systemd import FdStore, Notifier
+from gpupoold.wire import messages as m
+from gpupoold.wire.messages import InstanceReady, ModelToLoad
+from tests.syscall_faults.injector import Scenario
+from tests.unit.checkpoints import samples
+from tests.unit.checkpoints.fake_hub import run_hub
+
+READY = InstanceReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
+SIZE = 300_000
+SPEC = ModelSpec(
+    name=ModelName("a"),
+    source="org/a",
+    path="/models/a",
+    revision="main",
+    dtype="bfloat16",
+    max_model_len=4096,
+    targets=Targets(ttft_s=2.0, tbt_s=0.05),
+    aliases=("b", "c"),
+)
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def memory(text: bytes = b"weights") -> int:
+    """A memfd of an image that begins so."""
+    fd = create_memfd("gpupool-image", SIZE)
+    os.pwrite(fd, text, 0)
+    return fd
+
+
+class ManifestWritten(Scenario):
+    """The note of a download takes the place of another."""
+
+    errors = (OSError,)
+
+    async def prepare(self) -> None:
+        write_manifest(self.folder, Manifest("org/a", None, "1", ()))
+
+    async def act(self) -> None:
+        files = tuple(HubFile(f"file-{number}", number, "0" * 64) for number in range(100))
+        write_manifest(self.folder, Manifest("org/a", None, "2", files, complete=True))
+
+    async def state(self) -> Any:
+        found = read_manifest(self.folder)
+        return found and (found.commit, len(found.files))
+
+
+class Downloaded(Scenario):
+    """A checkpoint comes from the hub; what was fetched of it may stay."""
+
+    errors = (Failed, Refused)  # refused: its configuration cannot be read
+    uncounted = frozenset({"socket"})  # connections to the hub, which is in this process
+
+    async def prepare(self) -> None:
+        downloads.FIRST_RETRY_S = 0.001
+        self._stack = ExitStack()
+        hub = self._stack.enter_context(run_hub())
+        hub.add("org/model", samples.sharded())
+        os.environ["HF_ENDPOINT"] = hub.url
+        os.environ.pop("HF_HUB_OFFLINE", None)
+
+    async def act(self) -> None:
+        await download("org/model", None, self.folder / "model", lambda *_: None)
+
+    async def state(self) -> Any:
+        folder = self.folder / "model"
+        found = read_manifest(folder)
+        if found is None or not found.complete:
+            return None
+        files = {name: (folder / name).read_bytes() for name in samples.sharded()}
+        return files == samples.sharded() and not (folder / PART_FOLDER).exists()
+
+    async def close(self) -> None:
+        self._stack.close()
+
+
+class ImageSaved(Scenario):
+    """A file of an image takes the place of another."""
+
+    errors = (Failed,)
+
+    async def prepare(self) -> None:
+        self._files = ImageFiles(self.folder / "images")
+        self._new = memory(b"new")
+        old = memory(b"old")
+        self._files.save("key", old, "layout", (1, 2))
+        os.close(old)
+
+    async def act(self) -> None:
+        self._files.save("key", self._new, "layout", (1, 2))
+
+    async def state(self) -> Any:
+        found = self._files.load("key")
+        if found is None:
+            return None, listing(self.folder)
+        try:
+            return os.pread(found.fd, 3, 0), listing(self.folder)
+        finally:
+            os.close(found.fd)
+
+    async def close(self) -> None:
+        os.close(self._new)
+
+
+class ImageSavedFirst(ImageSaved):
+    """The first file of an image, in a folder that has to be made."""
+
+    async def prepare(self) -> None:
+        self._files = ImageFiles(self.folder / "images")
+        self._new = memory(b"new")
+
+
+class ImageRead(ImageSaved):
+    """A file of an image comes back to memory; one that is not read stays."""
+
+    is_best_effort = True
+
+    async def prepare(self) -> None:
+        await super().prepare()
+        self._digest = ""
+
+    async def act(self) -> None:
+        found = self._files.load("key")
+        if found is not None:
+            self._digest = hashlib.sha256(os.pread(found.fd, SIZE, 0)).hexdigest()
+            os.close(found.fd)
+
+    async def state(self) -> Any:
+        return self._digest, listing(self.folder)
+
+
+class ImageKept(Scenario):
+    """The cache gets an image, which the service manager keeps, and a file is written."""
+
+    is_best_effort = True
+
+    async def prepare(self) -> None:
+        (self.folder / "model").mkdir()
+        (self.folder / "model" / "config.json").write_text("{}")
+        self._manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._manager.bind(str(self.folder / "notify"))
+        self._manager.setblocking(False)
+        self._stored: set[str] = set()
+        keys = ImageKeys()
+        model = ModelToLoad(name="a", path=str(self.folder / "model"), ttft_s=1.0, tbt_s=0.1)
+        await keys.note(model, READY)
+        self._cache = ImageCache(10 * SIZE)
+        store = FdStore(Notifier(str(self.folder / "notify")), [])
+        self._cache.shelf = self._parked = ParkedImages(store, keys)
+        self._saved = SavedImages(self.folder / "images", 10 * SIZE, keys)
+        self._new: int | None = memory()
+
+    async def act(self) -> None:
+        image = self._cache.get("a")
+        if self._new is not None:
+            new, self._new = self._new, None
+            image = self._cache.put("a", new, "layout", (1, 2))
+        assert image is not None
+        self._parked.park("a", image)
+        self._saved.keep("a", image)
+        await self._saved.settled("a")
+
+    async def state(self) -> Any:
+        image = self._cache.get("a")
+        held = image and os.pread(image.fd, 7, 0)
+        self._hear()
+        saved = await self._saved.read("a")
+        if saved is not None:
+            os.close(saved.fd)
+        # The file is named after the checkpoint's folder, which is another in each run.
+        return held, len(self._stored), saved is not None, len(listing(self.folder / "images"))
+
+    async def close(self) -> None:
+        self._cache.close()
+        self._manager.close()
+
+    def _hear(self) -> None:
+        while True:
+            try:
+                message, fds, _, _ = socket.recv_fds(self._manager, 1 << 16, 16)
+            except BlockingIOError:
+                return
+            for fd in fds:
+                os.close(fd)
+            fields = dict(line.split("=", 1) for line in message.decode().splitlines())
+            if "FDSTORE" in fields and len(fds) == 2:
+                self._stored.add(fields["FDNAME"])
+            elif "FDSTOREREMOVE" in fields:
+                self._stored.discard(fields["FDNAME"])
+
+
+class StateChanged(Scenario):
+    """A transaction on the state database; the subclasses say which."""
+
+    errors: tuple[type[BaseException], ...] = (Failed,)
+
+    async def prepare(self) -> None:
+        self._path = self.folder / DATABASE_NAME
+        self.database = await Database.open(self._path)
+        self.registry = Registry(self.database, now=lambda: 1.0)
+        self.keys = ApiKeys(self.database, now=lambda: 1.0)
+
+    async def state(self) -> Any:
+        # What another program sees, as the daemon that starts next.
+        with sqlite3.connect(self._path) as reader:
+            tables = [name for (name,) in reader.execute("SELECT name FROM sqlite_master")]
+            found = {
+                table: reader.execute(f"SELECT * FROM {table}").fetchall()
+                for table in ("models", "aliases", "profiles", "api_keys", "requests", "events")
+                if table in tables
+            }
+        reader.close()
+        return found
+
+    async def close(self) -> None:
+        await self.database.close()
+
+
+class ModelAdded(StateChanged):
+    """A model with two aliases is registered."""
+
+    async def act(self) -> None:
+        if await self.registry.get("a") is None:
+            await self.registry.add(SPEC)
+
+
+class ModelChanged(ModelAdded):
+    """A model is loaded and its profile is stored."""
+
+    async def prepare(self) -> None:
+        await super().prepare()
+        await self.registry.add(SPEC)
+
+    async def act(self) -> None:
+        rows = [
+            ProfileRow("emulated", phase, "0.32.0", "main", "float32", "Law", (1.0, 2.0), 64, 128,
+                       0.9, 0.1, 0.2, 30, 2.0)
+            for phase in Phase
+        ]  # fmt: skip
+        await self.registry.set_profiles("a", rows)
+
+
+class ModelRemoved(ModelChanged):
+    """A model goes with its aliases and profiles."""
+
+    async def prepare(self) -> None:
+        await super().prepare()
+        await super().act()
+
+    async def act(self) -> None:
+        if await self.registry.get("a") is not None:
+            await self.registry.remove("a")
+
+
+class ModelFailed(ModelChanged):
+    """A model's state is set."""
+
+    async def act(self) -> None:
+        await self.registry.set_state("a", ModelState.FAILED, "no memory")
+
+
+class KeyAdded(StateChanged):
+    """A key is made."""
+
+    async def act(self) -> None:
+        if not await self.keys.list():
+            await self.keys.add("id", "web", "0" * 64, KeyPowers())
+
+
+class KeyRotated(KeyAdded):
+    """A key gets a new secret, and ends."""
+
+    async def prepare(self) -> None:
+        await super().prepare()
+        await super().act()
+
+    async def act(self) -> None:
+        await self.keys.rotate("web", "1" * 64, 3600.0)
+
+
+class KeyRevoked(KeyRotated):
+    """A key ends."""
+
+    async def act(self) -> None:
+        if await self.keys.list():
+            await self.keys.revoke("web")
+
+
+class EventWritten(StateChanged):
+    """An event reaches the disk, at the next try if not at once."""
+
+    is_best_effort = True
+
+    async def prepare(self) -> None:
+        await super().prepare()
+        self._history = History(self.database, flush_interval_s=3600, now=lambda: 1.0)
+        await self._history.start()
+        self._history.record_event("info", "test", "a", "text")
+
+    async def act(self) -> None:
+        await self._history.flush()
+
+    async def state(self) -> Any:
+        # That the history could not be written is an event too.
+        return [row for row in (await super().state())["events"] if row[3] == "test"]
+
+    async def close(self) -> None:
+        await self._history.stop()
+        await super().close()
+
+
+class DatabaseMade(StateChanged):
+    """A state database is made, with all its tables."""
+
+    errors = (GpupoolError,)
+
+    async def prepare(self) -> None:
+        self._path = self.folder / DATABASE_NAME
+
+    async def act(self) -> None:
+        await (await Database.open(self._path)).close()
+
+    async def state(self) -> Any:
+        if not self._path.exists():
+            return False
+        reader = sqlite3.connect(f"file:{self._path}?mode=ro", uri=True)
+        try:
+            [(version,)] = reader.execute("PRAGMA user_version").fetchall()
+        finally:
+            reader.close()
+        return version > 0
+
+    async def close(self) -> None:
+        pass
+
+
+class ConfigurationRead(Scenario):
+    """The file is read again; what cannot be read changes nothing."""
+
+    errors = (ConfigError,)
+
+    async def prepare(self) -> None:
+        self._file = self.folder / "gpupool.toml"
+        self._file.write_text("[limits]\ntoken_timeout = '1m'\n")
+        self._configuration = Configuration(read_config_file(self._file), self._file)
+        self._file.write_text("[limits]\ntoken_timeout = '2m'\n")
+
+    async def act(self) -> None:
+        file = await self._configuration.read()
+        self._configuration.take(file, file.settings)
+
+    async def state(self) -> Any:
+        return self._configuration.settings.limits.token_timeout_s
+
+
+class ChildStarted(Scenario):
+    """A process with a channel and a log, which ends at once."""
+
+    errors = (OSError,)
+
+    async def prepare(self) -> None:
+        self._is_done = False
+
+    async def act(self) -> None:
+        log = self.folder / "child.log"
+        child: Child[m.FromFrontend] = await Child.start("child", "this", [], m.FromFrontend, log)
+        child.kill()
+        await child.ended()
+        self._is_done = True
+
+    async def state(self) -> Any:
+        return self._is_done, len(psutil.Process().children())
+
+
+class ChildForked(Scenario):
+    """A process of the fork server's with a channel and a log; the module does not exist."""
+
+    errors = (OSError,)
+    unsteady = frozenset({"write"})  # of the log's thread: as many as there are pieces
+
+    async def prepare(self) -> None:
+        paths = {f"{name}_dir": self.folder / name for name in ("state", "runtime", "download")}
+        settings = Settings.model_validate(
+            {
+                "paths": paths | {"log_dir": self.folder, "model_dirs": []},
+                "device": [{"kind": "emulated"}],
+            }
+        )
+        self._server = ForkServer(settings, {}, ())
+        await self.act()
+        self._is_done = False
+
+    async def act(self) -> None:
+        log = self.folder / "child.log"
+        child: Child[m.FromFrontend] = await Child.start(
+            "child", "no_such_module", [], m.FromFrontend, log, starter=self._server.fork
+        )
+        assert await child.ended() == 1
+        self._is_done = True
+
+    async def state(self) -> Any:
+        return self._is_done
+
+    async def close(self) -> None:
+        await self._server.stop()
+
+
+class FolderLocked(Scenario):
+    """The state folder is made and locked, and given back."""
+
+    errors = (Failed,)
+
+    async def prepare(self) -> None:
+        self._is_done = False
+
+    async def act(self) -> None:
+        StateLock.acquire(self.folder / "state").release()
+        self._is_done = True
+
+    async def state(self) -> Any:
+        return self._is_done
+
+
+class AdminSocketMade(Scenario):
+    """The admin socket is made and removed."""
+
+    errors = (Failed,)
+
+    async def prepare(self) -> None:
+        self._stack = ExitStack()
+        self._is_made = False
+
+    async def act(self) -> None:
+        groups = AdminGroups("no-such-group", "no-other-group")
+        self._stack.enter_context(admin_listener(self.folder, groups, lambda _: None))
+        self._is_made = True
+
+    async def state(self) -> Any:
+        return self._is_made, (self.folder / "admin.sock").exists()
+
+    async def close(self) -> None:
+        self._stack.close()
+
+
+class MemoryMade(Scenario):
+    """Buffers of host memory and an emulated device's memory."""
+
+    errors = (OSError,)
+
+    async def prepare(self) -> None:
+        self._made = 0
+
+    async def act(self) -> None:
+        buffer = HostBuffer.create("gpupool-test", 1 << 20)
+        buffer.close()
+        KvHostCache(1 << 20).close()
+        EmulatedDevice(1 << 20).close()
+        self._made = 1
+
+    async def state(self) -> Any:
+        return self._made
+
+
+class StimuliWritten(Scenario):
+    """A file of stimuli takes the place of another."""
+
+    errors = (OSError,)
+
+    async def prepare(self) -> None:
+        self._path = self.folder / "stimuli.jsonl"
+        stimulus_file.write(self._path, stimulus_file.Header("gpupool"), [])
+
+    async def act(self) -> None:
+        header = stimulus_file.Header("gpupool")
+        stimulus_file.write(self._path, header, [Stimulus(1.0, (), ())] * 3000)
+
+    async def state(self) -> Any:
+        return len(stimulus_file.read(self._path)[1]), listing(self.folder)
+
+
+def _concrete(kind: Any) -> dict[str, type[Scenario]]:
+    found = {} if kind.__abstractmethods__ else {kind.__name__: kind}
+    for one in kind.__subclasses__():
+        found |= _concrete(one)
+    return found
+
+
+SCENARIOS = _concrete(Scenario)

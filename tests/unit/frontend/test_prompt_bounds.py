@@ -1,0 +1,86 @@
+"""Prompts that are refused before they cost anything."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpupoold.frontend.prompt_bounds import (
+    MAX_PROMPT_TOKENS,
+    bound_renderer,
+    counting_prompts,
+    why_words_are_too_long,
+)
+
+
+class Refused(Exception):
+    pass
+
+
+def renderer(max_model_len: int) -> Any:
+    """One whose tokeniser makes a token of each character."""
+
+    async def tokenize(prompt: Any, params: object) -> Any:
+        return {"prompt_token_ids": [1] * len(prompt["prompt"])}
+
+    async def process(prompt: Any, arrival_s: float) -> Any:
+        return prompt
+
+    made = SimpleNamespace(_tokenize_prompt_async=tokenize, process_for_engine_async=process)
+    bound_renderer(made, max_model_len, Refused)
+    return made
+
+
+def test_long_texts_are_not_tokenised() -> None:
+    made = renderer(100_000)
+    prompt = {"prompt": "x" * 800_000}
+    assert asyncio.run(made._tokenize_prompt_async(prompt, None))
+    with pytest.raises(Refused, match="800,001 characters, more than the 800,000"):
+        asyncio.run(made._tokenize_prompt_async({"prompt": "x" * 800_001}, None))
+    short = renderer(16)
+    assert asyncio.run(short._tokenize_prompt_async({"prompt": "x" * 65_536}, None))
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "lengths", "is_refused"),
+    [
+        (1, [MAX_PROMPT_TOKENS], False),
+        (1, [MAX_PROMPT_TOKENS, 1], True),
+        (128, [8192], False),
+        (128, [8193], True),
+        (2, [1 << 18, 1 << 18], False),
+        (2, [1 << 18, 1 << 18, 1], True),
+    ],
+)
+def test_all_prompts_of_a_request_count(
+    num_samples: int, lengths: list[int], is_refused: bool
+) -> None:
+    made = renderer(131_072)
+
+    async def render() -> None:
+        with counting_prompts(num_samples):
+            for length in lengths:
+                prompt = {"prompt_token_ids": [1] * length}
+                await asyncio.create_task(made.process_for_engine_async(prompt, 0.0))
+
+    if is_refused:
+        with pytest.raises(Refused, match="1,048,576 tokens in all"):
+            asyncio.run(render())
+    else:
+        asyncio.run(render())
+
+
+def test_a_long_context_takes_one_such_prompt() -> None:
+    made = renderer(2 * MAX_PROMPT_TOKENS)
+    with counting_prompts(1):
+        prompt = {"prompt_token_ids": [1] * (2 * MAX_PROMPT_TOKENS)}
+        assert asyncio.run(made.process_for_engine_async(prompt, 0.0)) is prompt
+
+
+def test_words() -> None:
+    assert why_words_are_too_long("stop", None) == why_words_are_too_long("stop", []) == ""
+    assert why_words_are_too_long("stop", ["x" * 8192] * 2) == ""
+    assert "`stop` has 16,385 characters" in why_words_are_too_long("stop", ["x" * 16_385])

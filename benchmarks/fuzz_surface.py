@@ -26,7 +26,8 @@ import httpx
 from benchmarks.fuzz import Outcome, send_mutants
 from benchmarks.generated import generated
 from benchmarks.mutants import MAX_TOKENS, mutants
-from benchmarks.noise import beside_a_neighbour, late_loops
+from benchmarks.near_limits import near_limits
+from benchmarks.noise import MAX_BODY_BYTES, beside_a_neighbour, late_loops
 from benchmarks.processes import processes
 from gpupool_cli.bench_rig import emulated_config, make_checkpoints, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
@@ -77,10 +78,13 @@ def _fuzz(
         first = _answer(daemon)
         warm_up = mutants(seed + 1, min(_WARM_UP, arguments.requests), MODELS)
         asyncio.run(send_mutants(port, warm_up))
+        # Grammars are what workers cache most of.
+        filling = near_limits(seed + 1, arguments.near, MODELS, MAX_BODY_BYTES)
+        asyncio.run(send_mutants(port, filling))
         before = _processes(daemon)
         mutated = asyncio.run(send_mutants(port, mutants(seed, arguments.requests, MODELS)))
         harm = list(_harm(daemon, before))
-        near, felt = beside_a_neighbour(port, arguments.near, seed, MODELS)
+        near, felt = beside_a_neighbour(daemon, arguments.near, seed, MODELS)
         harm += [*_harm(daemon, before), *felt.harm(has_same_answers=bool(options))]
         described = httpx.get(f"{daemon.http_url}/openapi.json", timeout=60).json()
         made = list(generated(described, arguments.examples, seed, _adjust_public))

@@ -17,11 +17,15 @@ from dataclasses import asdict, dataclass, field
 # An answer is greedy: streamed again, it has the same text.
 _ANSWER_TOKENS = 400
 _TIMEOUT_S = 60.0
+_NOTED_PAUSE_S = 0.05
 
 
 @dataclass(slots=True)
 class Felt:
-    """What streams of one client have seen; ``longest_pause_s`` is between two chunks."""
+    """What streams of one client have seen; ``longest_pause_s`` is between two chunks.
+
+    ``pauses`` are those of some length: when each began, by the wall clock, and its seconds.
+    """
 
     answers: int = 0
     failed: list[str] = field(default_factory=list)
@@ -29,6 +33,7 @@ class Felt:
     chunks: int = 0
     longest_pause_s: float = 0.0
     longest_first_s: float = 0.0
+    pauses: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Neighbour:
@@ -111,6 +116,8 @@ class _Streams:
         else:
             felt.chunks += 1
             felt.longest_pause_s = max(felt.longest_pause_s, pause_s)
+            if pause_s >= _NOTED_PAUSE_S:
+                felt.pauses.append((time.time() - pause_s, pause_s))
 
 
 async def _run(port: int, model: str, num_streams: int) -> Felt:

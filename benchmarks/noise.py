@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -13,11 +14,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.fuzz import Outcome, send_mutants
 from benchmarks.near_limits import near_limits
 from benchmarks.neighbour import Felt, Neighbour
+from gpupool_cli.private_daemon import PrivateDaemon
+from gpupoold.admin.models_top import TurnInfo
 
 MAX_BODY_BYTES = 10_000_000
 MORE_PAUSE_S = 0.1
 _STREAMS = 2
 _AT_ONCE = 4
+_MAX_TURNS = 4096
 _PATIENCE_S = 5.0
 _LAG = "gpupool_event_loop_lag_seconds"
 _LATE_S = "1.0"
@@ -25,10 +29,15 @@ _LATE_S = "1.0"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What the neighbour felt alone, and beside the other client for as long or longer."""
+    """What the neighbour felt alone, and beside the other client for as long or longer.
+
+    ``longest_pause_s`` is beside the other client, less the time in which the neighbour's
+    device served another model.
+    """
 
     alone: Felt
     beside: Felt
+    longest_pause_s: float
 
     def harm(self, *, has_same_answers: bool) -> Iterator[str]:
         """Name what the neighbour felt of the other client."""
@@ -36,7 +45,7 @@ class Comparison:
             yield f"a stream of the neighbour failed: {error}"
         if has_same_answers and self.beside.differing:
             yield f"{self.beside.differing} answers of the neighbour differ"
-        more_s = self.beside.longest_pause_s - self.alone.longest_pause_s
+        more_s = self.longest_pause_s - self.alone.longest_pause_s
         if more_s > MORE_PAUSE_S:
             yield f"the neighbour's longest pause is {more_s * 1e3:.0f} ms longer than alone"
 
@@ -46,13 +55,14 @@ class Comparison:
 
 
 def beside_a_neighbour(
-    port: int, count: int, seed: int, models: Sequence[str]
+    daemon: PrivateDaemon, count: int, seed: int, models: Sequence[str]
 ) -> tuple[Outcome, Comparison]:
     """Send ``count`` requests near the limits to a daemon that a neighbour streams from.
 
-    The neighbour asks the first of ``models`` and the other client the rest, which have a device
-    of their own: who shares a device shares its time, as the models' targets have it.
+    The neighbour asks the first of ``models`` and the other client the rest. There is a device
+    for each, but a model with much to do is given turns on both.
     """
+    port = int(daemon.http_url.rpartition(":")[2])
     # They are made before: on few cores making them would be what the neighbour feels.
     noise = list(near_limits(seed, count, models[1:], MAX_BODY_BYTES))
     neighbour = Neighbour(port, models[0], _STREAMS)
@@ -60,7 +70,42 @@ def beside_a_neighbour(
     beside = neighbour.stop()
     neighbour = Neighbour(port, models[0], _STREAMS)
     time.sleep(max(10.0, min(outcome.wall_s, 60.0)))
-    return outcome, Comparison(neighbour.stop(), beside)
+    alone = neighbour.stop()
+    with daemon.client() as client:
+        turns = client.turns(limit=_MAX_TURNS)
+    return outcome, Comparison(alone, beside, longest_unshared_s(beside, turns, models[0]))
+
+
+def longest_unshared_s(felt: Felt, turns: Sequence[TurnInfo], model: str) -> float:
+    """Return the longest pause less what of it other models had of the device that the
+    neighbour's ``model`` was on."""
+    by_instance: dict[int, list[TurnInfo]] = {}
+    for turn in sorted(turns, key=lambda turn: turn.began_at):
+        by_instance.setdefault(turn.instance, []).append(turn)
+    given_up = [
+        (before.began_at + before.seconds, after.began_at)
+        for row in by_instance.values()
+        for before, after in pairs_around_others(row, model)
+    ]
+    noted_s = [
+        pause_s - sum(_overlap_s(began_at, began_at + pause_s, *one) for one in given_up)
+        for began_at, pause_s in felt.pauses
+    ]
+    return max(noted_s, default=felt.longest_pause_s)
+
+
+def pairs_around_others(
+    turns: Sequence[TurnInfo], model: str
+) -> Iterator[tuple[TurnInfo, TurnInfo]]:
+    """Yield the turns of ``model`` on one device, each with the next, that have others between."""
+    own = [index for index, turn in enumerate(turns) if turn.model == model]
+    for before, after in itertools.pairwise(own):
+        if after > before + 1:
+            yield turns[before], turns[after]
+
+
+def _overlap_s(began_s: float, ended_s: float, other_began_s: float, other_ended_s: float) -> float:
+    return max(0.0, min(ended_s, other_ended_s) - max(began_s, other_began_s))
 
 
 def late_loops(exposition: str) -> dict[str, int]:

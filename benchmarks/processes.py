@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import psutil
 
 from gpupool_cli.private_daemon import PrivateDaemon
 
+_CHECKER = "gpupoold.frontend.grammars.checker"
+
 
 def processes(daemon: PrivateDaemon) -> list[psutil.Process]:
-    """Return the daemon's process, first, and all that descend from it."""
+    """Return the daemon's process, first, and the lasting ones that descend from it.
+
+    The children in which grammar checkers try one grammar each are left out.
+    """
     root = psutil.Process(daemon.process.pid)
-    return [root, *root.children(recursive=True)]
+    descendants = root.children(recursive=True)
+    checkers = {one.pid for one in descendants if _is_checker(one)}
+    return [root, *(one for one in descendants if _parent_pid(one) not in {None, *checkers})]
+
+
+def _is_checker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return _CHECKER in " ".join(process.cmdline())
+    return False
+
+
+def _parent_pid(process: psutil.Process) -> int | None:
+    """Return None for a process that has ended in the meantime."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.ppid()
+    return None

@@ -28,6 +28,7 @@ FRONTEND_OOM_SCORE_ADJ = 200
 
 _OOM_SCORE_ADJ = Path("/proc/self/oom_score_adj")
 _PR_SET_PDEATHSIG = 1
+_YIELDING_NICENESS = 10
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 # Of the daemon's collector: how many objects may come and stay before the young are walked, how
 # many such walks before the middle-aged are, and how many of those before all are.
@@ -73,6 +74,16 @@ def show_as(module: str, arguments: Sequence[str]) -> None:
     except ImportError:
         return
     setproctitle(" ".join([sys.executable, "-m", module, *arguments]))
+
+
+def yield_to_others() -> None:
+    """Let the calling thread, and those that it starts, run where others leave a core free.
+
+    For compiling grammars: its time is a client's to choose, and a step of a model that waits
+    for a core delays everybody's tokens.
+    """
+    with contextlib.suppress(OSError):  # a container may forbid it
+        os.setpriority(os.PRIO_PROCESS, 0, _YIELDING_NICENESS)
 
 
 def set_log_level(log_level: str) -> None:

@@ -155,6 +155,6 @@ def _out_s(kv: KvMemory, queue: TransferQueue) -> float:
 def _in_s(kv: KvMemory, queue: TransferQueue) -> float:
     started_s = time.perf_counter()
     while away := kv.chunks(Place.HOST):
-        kv.begin_page_in(away[0], queue)
+        kv.begin_page_in([away[0]], queue)
     kv.finish(Place.ARRIVING)
     return time.perf_counter() - started_s

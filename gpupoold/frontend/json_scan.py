@@ -8,7 +8,7 @@ what is left is counted, a piece at a time.
 
 from __future__ import annotations
 
-MAX_CONTAINERS = 10_000
+MAX_CONTAINERS = 5_000
 """Objects and arrays. A message has one, a tool three and its schema; the most costly values."""
 MAX_STRINGS = 50_000
 """The names of fields are strings too."""

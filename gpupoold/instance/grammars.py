@@ -20,6 +20,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from gpupoold.activity import WORKER, Phase
+from gpupoold.process import yield_to_others
 
 
 class Compiler(Protocol):
@@ -74,6 +75,8 @@ class _BackendGrammars(StructuredOutputManager):
         self._model = model
 
     def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
+        if self._use_async_grammar_compilation:
+            yield_to_others()  # this thread only compiles
         with WORKER.beside(Phase.GRAMMAR, self._model, [request.request_id]):
             grammar = super()._create_grammar(request)
         compiler = getattr(self.backend, "compiler", None)

@@ -116,9 +116,8 @@ class KvChunks:
 
     def cut(self, chunks: list[int]) -> Iterator[list[int]]:
         """``chunks`` in order, as many at a time as had better be paged out together."""
-        chunk_bytes = self.geometry.blocks_per_chunk * self.geometry.block_bytes
         group_bytes = min(_GROUP_BYTES, self.geometry.total_bytes // _MIN_GROUPS)
-        size = max(1, group_bytes // chunk_bytes)
+        size = max(1, group_bytes // self.geometry.chunk_bytes)
         return (chunks[at : at + size] for at in range(0, len(chunks), size))
 
     def groups_on_host(self, blocks: Iterable[int]) -> Iterator[list[int]]:

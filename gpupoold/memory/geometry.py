@@ -72,6 +72,11 @@ class KvGeometry:
         return sum(row.num_bytes for row in self.rows)
 
     @property
+    def chunk_bytes(self) -> int:
+        """Bytes of the blocks of every chunk but perhaps the last."""
+        return self.blocks_per_chunk * self.block_bytes
+
+    @property
     def num_chunks(self) -> int:
         """Chunks that cover all blocks."""
         return -(-self.num_blocks // self.blocks_per_chunk)

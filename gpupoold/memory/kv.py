@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gpupoold.memory.chunks import AWAY, Group, KvChunks, Place
@@ -115,20 +115,23 @@ class KvMemory(KvChunks):
             self._put(group, Place.LEAVING)
         return num_done
 
-    def begin_page_in(self, chunk: int, queue: TransferQueue) -> None:
-        """Start to bring a chunk, and those that left with it, back under the same block ids;
-        ``settle`` ends it.
+    def begin_page_in(self, chunks: Iterable[int], queue: TransferQueue) -> None:
+        """Start to bring chunks, and those that left with each, back under the same block ids;
+        ``settle`` ends it. Neighbours are mapped by one call, whatever groups they are in.
 
         Raises:
             OutOfPages: the pool is short; nothing was changed.
         """
-        assert self.place(chunk) is Place.HOST
-        group = self._away[chunk]
-        fresh = self._retain(group.chunks, is_filled=False)
-        for offset, num_bytes in self.geometry.gaps(fresh, group.blocks):
+        groups = list(dict.fromkeys(self._away[chunk] for chunk in chunks))
+        assert all(group.place is Place.HOST for group in groups)
+        coming = sorted(chunk for group in groups for chunk in group.chunks)
+        fresh = self._retain(coming, is_filled=False)
+        blocks = sorted(block for group in groups for block in group.blocks)
+        for offset, num_bytes in self.geometry.gaps(fresh, blocks):
             self._device.zero(self.address + offset, num_bytes)
-        group.transfer = queue.begin([Copy(d, h, n) for d, h, n in self._pieces(group)])
-        self._put(group, Place.ARRIVING)
+        for group in groups:
+            group.transfer = queue.begin([Copy(d, h, n) for d, h, n in self._pieces(group)])
+            self._put(group, Place.ARRIVING)
 
     def export(
         self, blocks: Sequence[int], queue: TransferQueue, on_end: Callable[[bool], None]
@@ -203,9 +206,14 @@ class KvMemory(KvChunks):
             Exception: a copy failed; its chunks are where they were before.
         """
         self.settle_exports()
-        for group in list(self._moving):
-            if group.transfer is not None and group.transfer.has_ended:
-                self._finish(group, group.transfer)
+        gone: list[int] = []
+        try:
+            for group in list(self._moving):
+                if group.transfer is not None and group.transfer.has_ended:
+                    gone += self._finish(group, group.transfer)
+        finally:
+            # Together: neighbours are unmapped by one call, whatever groups they left in.
+            self._drop(sorted(gone))
 
     def finish(self, place: Place) -> None:
         """Wait for all chunks ``LEAVING`` or ``ARRIVING`` to have got there.
@@ -295,14 +303,19 @@ class KvMemory(KvChunks):
             self._engine().give([block for export in ended for block in export.blocks])
             self.discard_dead()
 
-    def _finish(self, group: Group, transfer: Transfer) -> None:
+    def _finish(self, group: Group, transfer: Transfer) -> list[int]:
+        """See :meth:`_settle_at`.
+
+        Raises:
+            Exception: a copy failed.
+        """
         is_leaving = group.place is Place.LEAVING
         try:
             transfer.wait()
         except BaseException:
-            self._settle_at(group, Place.DEVICE if is_leaving else Place.HOST)
+            self._drop(self._settle_at(group, Place.DEVICE if is_leaving else Place.HOST))
             raise
-        self._settle_at(group, Place.HOST if is_leaving else Place.DEVICE)
+        return self._settle_at(group, Place.HOST if is_leaving else Place.DEVICE)
 
     def _stop(self, place: Place) -> None:
         moving = [(group, group.transfer) for group in self._groups(place) if group.transfer]
@@ -311,21 +324,24 @@ class KvMemory(KvChunks):
         for group, transfer in moving:
             num_copied = transfer.stop()
             is_here = place is Place.LEAVING or num_copied == transfer.num_bytes
-            self._settle_at(group, Place.DEVICE if is_here else Place.HOST)
+            self._drop(self._settle_at(group, Place.DEVICE if is_here else Place.HOST))
 
-    def _settle_at(self, group: Group, place: Place) -> None:
-        """All of a group is on the device, or on the host and only there."""
+    def _settle_at(self, group: Group, place: Place) -> list[int]:
+        """Note that all of a group is on the device, or on the host and only there.
+
+        Returns the chunks whose pages are to be dropped.
+        """
         group.transfer = None
         if place is Place.DEVICE and group.place is Place.ARRIVING:
             self.arrived_bytes += group.slot.num_bytes
         self._put(group, place)
         if place is Place.HOST:
-            self._drop(group.chunks)
             if self._is_dead(group):
                 self._let_go(group)
-            return
+            return group.chunks
         group.slot.free()
         self._engine().give(sorted(group.held))
+        return []
 
     def _let_go(self, group: Group) -> None:
         """Of a group on the host that nobody needs."""

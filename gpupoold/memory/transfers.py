@@ -156,8 +156,18 @@ class TransferQueue:
     @property
     def has_room(self) -> bool:
         """Whether another transfer would soon begin; owners hold theirs back otherwise."""
+        return self.room_bytes > 0
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes until owners hold their next transfer back."""
         self._forget_ended()
-        return sum(transfer.num_bytes for transfer in self._waiting) < _MAX_WAITING_BYTES
+        return _MAX_WAITING_BYTES - sum(transfer.num_bytes for transfer in self._waiting)
+
+    @property
+    def may_hold(self) -> bool:
+        """Whether :meth:`held` delays copies."""
+        return self._may_hold
 
     def begin(
         self, copies: Sequence[Copy], on_end: Callable[[bool], None] | None = None

@@ -85,7 +85,8 @@ class SimServer:
                     self._device.abort(message.model, message.request_ids)
             case m.LoadModel():
                 with WORKER.main.doing(Phase.LOAD, message.model.name):
-                    self._load(message)
+                    answer = self._load(message)
+                self._channel.send(answer)
             case m.UnloadModel():
                 self._unload(message.name)
             case m.SetTargets():
@@ -128,7 +129,7 @@ class SimServer:
         else:
             self._device.add(answer)
 
-    def _load(self, message: m.LoadModel) -> None:
+    def _load(self, message: m.LoadModel) -> m.ModelLoaded | m.ModelLoadFailed:
         if message.has_image:
             os.close(self._channel.take_fd())  # there is nothing here to put it
         model = message.model
@@ -136,12 +137,11 @@ class SimServer:
             known = know(model, self._gpu, self._device_bytes)
         except (GpupoolError, OSError) as error:
             _logger.exception("loading %s failed", model.name)
-            self._channel.send(_failure(model.name, error))
-            return
+            return _failure(model.name, error)
         self._known[model.name] = known
         self._device.add_model(known.sim, known.vocabulary)
         profile = known.profile() if message.profiling_budget_s > 0 else None
-        self._channel.send(m.ModelLoaded(known.loaded, known.layout_digest, False, profile))
+        return m.ModelLoaded(known.loaded, known.layout_digest, False, profile)
 
     def _unload(self, name: str) -> None:
         if self._known.pop(name, None) is not None:

@@ -68,11 +68,11 @@ HOSTILE = {
     "prompt tokens": Hostile(
         COMPLETIONS, {"prompt": [[7] * 1900] * 120, "n": 5}, "1,048,576 tokens"
     ),
-    "messages": Hostile(CHAT, {"messages": [MESSAGE] * 100_000}, "10,000 objects"),
-    "tools": Hostile(CHAT, {"messages": [MESSAGE], "tools": [TOOL] * 100_000}, "10,000 objects"),
-    "responses": Hostile("/v1/responses", {"input": [MESSAGE] * 100_000}, "10,000 objects"),
+    "messages": Hostile(CHAT, {"messages": [MESSAGE] * 100_000}, "5,000 objects"),
+    "tools": Hostile(CHAT, {"messages": [MESSAGE], "tools": [TOOL] * 100_000}, "5,000 objects"),
+    "responses": Hostile("/v1/responses", {"input": [MESSAGE] * 100_000}, "5,000 objects"),
     "anthropic": Hostile(
-        "/v1/messages", {"messages": [MESSAGE] * 100_000, "max_tokens": 4}, "10,000 objects"
+        "/v1/messages", {"messages": [MESSAGE] * 100_000, "max_tokens": 4}, "5,000 objects"
     ),
     "fields": Hostile(
         COMPLETIONS, {"prompt": "a", **{f"k{i}": 1 for i in range(60_000)}}, "50,000 strings"

@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from benchmarks.fuzz import Outcome, send_mutants
 from benchmarks.generated import generated
 from benchmarks.mutants import MAX_TOKENS, mutants
 from benchmarks.noise import beside_a_neighbour
+from benchmarks.processes import processes
 from benchmarks.stream_client import stream
 from gpupool_cli.private_daemon import PrivateDaemon
-from tests.functional.daemon_tools import admin_http, children, ps, sim_daemon, until
+from tests.functional.daemon_tools import admin_http, ps, sim_daemon, until
 
 MODELS = ("one", "two")
 CONFIG = 'devices = ["sim:2xA100"]\n'
@@ -59,8 +59,7 @@ _State = dict[int, tuple[int, int]]
 
 def _state(daemon: PrivateDaemon) -> _State:
     """Open files and resident bytes of all processes."""
-    processes = [psutil.Process(daemon.process.pid), *children(daemon)]
-    return {one.pid: (one.num_fds(), one.memory_info().rss) for one in processes}
+    return {one.pid: (one.num_fds(), one.memory_info().rss) for one in processes(daemon)}
 
 
 def _with_more_files(before: _State, after: _State) -> list[int]:
@@ -93,7 +92,7 @@ def test_mutated_requests_do_no_harm(unharmed: PrivateDaemon) -> None:
 
 
 def test_requests_near_the_limits_do_no_harm(unharmed: PrivateDaemon) -> None:
-    outcome, felt = beside_a_neighbour(_port(unharmed), NUM_NEAR_LIMITS, 7, MODELS)
+    outcome, felt = beside_a_neighbour(unharmed, NUM_NEAR_LIMITS, 7, MODELS)
     assert not _told(outcome)
     assert outcome.statuses[200] > NUM_NEAR_LIMITS / 20
     assert outcome.statuses[400] > NUM_NEAR_LIMITS / 4

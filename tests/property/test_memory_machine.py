@@ -191,7 +191,7 @@ class MemoryMachine(RuleBasedStateMachine):
         picked, free = host[chunk % len(host)], self.rig.pool.num_free
         [group] = [group for group in model.kv.groups_on_host([]) if picked in group]
         wanted = model.kv.num_missing_pages(group)
-        self.attempt(model, fail_in, wanted, lambda: model.kv.begin_page_in(picked, self.rig.ins))
+        self.attempt(model, fail_in, wanted, lambda: model.kv.begin_page_in([picked], self.rig.ins))
         if picked in model.kv.chunks(Place.ARRIVING):
             assert self.rig.pool.num_free == free - wanted
 

@@ -25,7 +25,14 @@ import msgspec
 
 from gpupoold.frontend.grammars.messages import Check, Verdict
 from gpupoold.frontend.preload import preload
-from gpupoold.process import begin_child, die_with_parent, end_at_faults, importing, show_as
+from gpupoold.process import (
+    begin_child,
+    die_with_parent,
+    end_at_faults,
+    importing,
+    show_as,
+    yield_to_others,
+)
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 
 _logger = logging.getLogger(__name__)
@@ -200,7 +207,7 @@ def run(sock: socket.socket, log_level: str, parent_pid: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # A thread's own arena reserves address space, which a child's limit counts.
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-    os.nice(5)
+    yield_to_others()
     with contextlib.suppress(ChannelClosed):
         GrammarChecker(sock, log_level).serve()
 

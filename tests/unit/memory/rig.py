@@ -174,7 +174,7 @@ class Rig:
 
     def page_in(self, kv: KvMemory, chunk: int) -> None:
         """Page a chunk in and wait for it."""
-        kv.begin_page_in(chunk, self.ins)
+        kv.begin_page_in([chunk], self.ins)
         self.finish(kv)
 
     def finish(self, kv: KvMemory) -> None:

@@ -161,7 +161,7 @@ def test_kv_is_paged_out_and_in_while_its_pages_serve_another_model(
     two.weights.evict()
     one.weights.load()
     for chunk in one.kv.chunks(Place.HOST):
-        one.kv.begin_page_in(chunk, queues[Direction.IN])
+        one.kv.begin_page_in([chunk], queues[Direction.IN])
     one.finish()
     for address, data in written.items():
         assert driver.kernel_read(address, len(data)) == data
@@ -180,7 +180,7 @@ def test_blocks_that_were_free_come_back_as_zeros(
     one.finish()
     two.weights.load()
     two.weights.evict()
-    one.kv.begin_page_in(0, queues[Direction.IN])
+    one.kv.begin_page_in([0], queues[Direction.IN])
     one.finish()
     for row in one.kv.geometry.rows:
         page = one.kv.address + row.offset

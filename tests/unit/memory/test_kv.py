@@ -354,7 +354,7 @@ def test_a_request_may_run_when_its_own_kv_is_in(rig: Rig) -> None:
     assert kv.is_here(second)
     assert not kv.is_here(first)
     with rig.copies_held():
-        kv.begin_page_in(1, rig.ins)
+        kv.begin_page_in([1], rig.ins)
         kv.settle()
         assert not kv.is_here(first)
         assert kv.missing_bytes == 0  # it is on its way
@@ -371,8 +371,8 @@ def test_what_was_arriving_stays_on_the_host_when_plans_change(rig: Rig) -> None
         rig.page_out(kv, chunk)
     rig.soil()
     with rig.copies_held():
-        kv.begin_page_in(1, rig.ins)
-        kv.begin_page_in(2, rig.ins)
+        kv.begin_page_in([1], rig.ins)
+        kv.begin_page_in([2], rig.ins)
         threading.Timer(0.02, rig.in_lane.gate.set).start()
         kv.stop_arriving()
     assert 2 in kv.chunks(Place.HOST)
@@ -397,7 +397,7 @@ def test_a_chunk_whose_requests_end_under_way_is_let_go_when_it_has_come(
         if leaving:
             kv.begin_page_out([1], rig.outs)
         else:
-            kv.begin_page_in(1, rig.ins)
+            kv.begin_page_in([1], rig.ins)
         ledger.release(blocks)
         kv.discard_dead()
         assert ledger.num_free == 0  # a copy may still touch them
@@ -423,7 +423,7 @@ def test_neighbours_move_together(rig: Rig, layout: str) -> None:
         check(rig, kv)
         rig.soil()
         assert list(kv.groups_on_host([])) == [group]
-        kv.begin_page_in(group[-1], rig.ins)
+        kv.begin_page_in([group[-1]], rig.ins)
         rig.finish(kv)
         check(rig, kv)
         assert {block: read_block(kv, block) for block in written} == written

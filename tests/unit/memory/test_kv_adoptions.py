@@ -130,7 +130,7 @@ def test_a_request_that_ends_before_they_came(pair: Pair) -> None:
 def test_a_request_that_ends_while_they_come(pair: Pair) -> None:
     adopted = pair.adopt([2, 3, 4, 5])
     with pair.target.copies_held():
-        pair.kv.begin_page_in(pair.kv.chunks(Place.HOST)[0], pair.target.ins)
+        pair.kv.begin_page_in([pair.kv.chunks(Place.HOST)[0]], pair.target.ins)
         pair.ledger.release(adopted)
         pair.kv.discard_dead()
         assert (pair.num_freed, pair.ledger.num_free) == (0, 0)  # they are being read
@@ -145,7 +145,7 @@ def test_what_is_called_back_comes_later(pair: Pair) -> None:
     blocks = [9, 8, 7, 6]
     adopted = pair.adopt(blocks)
     with pair.target.copies_held():
-        pair.kv.begin_page_in(pair.kv.chunks(Place.HOST)[0], pair.target.ins)
+        pair.kv.begin_page_in([pair.kv.chunks(Place.HOST)[0]], pair.target.ins)
         open_later(pair.target.in_lane.gate)
         pair.kv.stop_arriving()
     assert pair.num_freed == len(pair.kv.chunks(Place.DEVICE)[:1])

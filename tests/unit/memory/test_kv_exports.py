@@ -141,7 +141,7 @@ def test_what_is_on_its_way_is_called_back(rig: Rig, leaving: bool) -> None:
         if leaving:
             kv.begin_page_out([chunk], rig.outs)
         else:
-            kv.begin_page_in(chunk, rig.ins)
+            kv.begin_page_in([chunk], rig.ins)
     # The first has been taken up by the thread, the second has not begun.
     open_later(rig.in_lane.gate)
     open_later(rig.out_lane.gate)

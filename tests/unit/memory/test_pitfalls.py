@@ -59,7 +59,7 @@ class Pair:
         model.weights.begin_load(self.ins, 5)
         model.weights.load()
         for group in model.kv.groups_on_host([]):
-            model.kv.begin_page_in(group[0], self.ins)
+            model.kv.begin_page_in([group[0]], self.ins)
         model.finish()
         self.driver.launch(COMPUTE)
         weights = self.driver.kernel_read(model.weights.address, len(model.bytes))
@@ -135,7 +135,7 @@ def test_pitfall_04_a_model_that_goes_ends_its_copies_first(
     lanes = [UnendingLane(device.open_lane(Direction.IN)) for _ in range(2)]
     queues = [TransferQueue([lane], "slow") for lane in lanes]
     model.weights.begin_load(queues[0], 2)
-    model.kv.begin_page_in(model.kv.chunks(Place.HOST)[0], queues[1])
+    model.kv.begin_page_in([model.kv.chunks(Place.HOST)[0]], queues[1])
     for lane in lanes:
         lane.has_begun.wait()
     assert len(driver.busy_streams) >= 2

@@ -129,7 +129,7 @@ class SimServer:
         else:
             self._device.add(answer)
 
-    def _load(self, message: m.LoadModel) -> m.ModelLoaded | m.ModelLoadFailed:
+    def _load(self, message: m.LoadModel) -> m.ModelLoaded | m.ModelFailed:
         if message.has_image:
             os.close(self._channel.take_fd())  # there is nothing here to put it
         model = message.model

@@ -27,7 +27,13 @@ from benchmarks.fuzz import Outcome, send_mutants
 from benchmarks.generated import generated
 from benchmarks.mutants import MAX_TOKENS, mutants
 from benchmarks.near_limits import near_limits
-from benchmarks.noise import MAX_BODY_BYTES, beside_a_neighbour, late_loops
+from benchmarks.noise import (
+    MAX_BODY_BYTES,
+    NEAR_AT_ONCE,
+    NEAR_PATIENCE_S,
+    beside_a_neighbour,
+    late_loops,
+)
 from benchmarks.processes import processes
 from gpupool_cli.bench_rig import emulated_config, make_checkpoints, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
@@ -80,7 +86,7 @@ def _fuzz(
         asyncio.run(send_mutants(port, warm_up))
         # Grammars are what workers cache most of.
         filling = near_limits(seed + 1, arguments.near, MODELS, MAX_BODY_BYTES)
-        asyncio.run(send_mutants(port, filling))
+        asyncio.run(send_mutants(port, filling, NEAR_AT_ONCE, NEAR_PATIENCE_S))
         before = _processes(daemon)
         mutated = asyncio.run(send_mutants(port, mutants(seed, arguments.requests, MODELS)))
         harm = list(_harm(daemon, before))

@@ -277,6 +277,27 @@ def _lists(rng: Random, most: int) -> _Case:
     return *long, []
 
 
+def _wrong_elements(rng: Random, most: int) -> _Case:
+    """Lists of what does not belong there."""
+    size = log_uniform(rng, min(most // 8, 240_000))
+    wrong: list[Any] = [rng.choice([1, None, "a", {}, [], {"role": "user", "content": 1}])] * size
+    message = {"role": "user", "content": wrong}
+    long: tuple[str, _Body] = rng.choice(
+        [
+            (_CHAT, _CHAT_BODY | {"messages": wrong}),
+            (_CHAT, _CHAT_BODY | {"messages": [message]}),
+            (_RESPONSES, {"input": wrong}),
+            (_RESPONSES, {"input": [message]}),
+            (_MESSAGES, _CHAT_BODY | {"messages": wrong}),
+            (_MESSAGES, _CHAT_BODY | {"system": wrong}),
+            (_TEXT, _TEXT_BODY | {"prompt": [*wrong, 1]}),
+            (_TEXT, _TEXT_BODY | {"stop_token_ids": wrong}),
+            (_TEXT, _TEXT_BODY | {"bad_words": wrong}),
+        ]
+    )
+    return *long, []
+
+
 def _unknown(rng: Random, most: int) -> _Case:
     """A field that nobody knows, deep, wide or long."""
     size = log_uniform(rng, most // 8)
@@ -303,5 +324,6 @@ _MAKERS: list[Callable[[Random, int], _Case]] = [
     *[_samples] * 2,
     _texts,
     *[_lists] * 2,
+    _wrong_elements,
     _unknown,
 ]

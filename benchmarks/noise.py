@@ -20,9 +20,9 @@ from gpupoold.admin.models_top import TurnInfo
 MAX_BODY_BYTES = 10_000_000
 MORE_PAUSE_S = 0.1
 _STREAMS = 2
-_AT_ONCE = 4
+NEAR_AT_ONCE = 4
 _MAX_TURNS = 4096
-_PATIENCE_S = 5.0
+NEAR_PATIENCE_S = 5.0
 _LAG = "gpupool_event_loop_lag_seconds"
 _LATE_S = "1.0"
 
@@ -66,7 +66,7 @@ def beside_a_neighbour(
     # They are made before: on few cores making them would be what the neighbour feels.
     noise = list(near_limits(seed, count, models[1:], MAX_BODY_BYTES))
     neighbour = Neighbour(port, models[0], _STREAMS)
-    outcome = asyncio.run(send_mutants(port, noise, _AT_ONCE, _PATIENCE_S))
+    outcome = asyncio.run(send_mutants(port, noise, NEAR_AT_ONCE, NEAR_PATIENCE_S))
     beside = neighbour.stop()
     neighbour = Neighbour(port, models[0], _STREAMS)
     time.sleep(max(10.0, min(outcome.wall_s, 60.0)))

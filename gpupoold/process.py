@@ -86,6 +86,13 @@ def yield_to_others() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, _YIELDING_NICENESS)
 
 
+def trim_heap() -> None:
+    """Give the pages that the C library's heap does not use back to the system."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # glibc
+        trim(0)
+
+
 def set_log_level(log_level: str) -> None:
     """Log from this level on."""
     logging.getLogger().setLevel(log_level.upper())

@@ -10,6 +10,7 @@ import msgspec
 from gpupoold.frontend.errors import ApiError, bad_request
 from gpupoold.frontend.grammars.bounds import GrammarFields, OverBound, check_fields
 from gpupoold.frontend.request_ids import check_client_id
+from gpupoold.frontend.value_bounds import check_values
 
 MAX_SAMPLES = 128
 """``n``, as OpenAI bounds it."""
@@ -58,6 +59,7 @@ def read_head(body: bytes, path: str) -> Head:
     try:
         fields = _decoder.decode(body)
         num_prompts = _num_prompts(fields, path)
+        check_values(body)
     except msgspec.ValidationError as error:
         raise bad_request(f"The request body must be a JSON object: {error}.") from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -33,8 +33,8 @@ def set_engine_environment(log_level: str) -> None:
     # its attention reads the setting when it is imported: turned on later, graphs would have
     # attention in them, with the batch that they were captured with.
     os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
-    # Of compiled grammars, for all engines of the process together, see ``grammars.py``.
-    os.environ.setdefault("VLLM_XGRAMMAR_CACHE_MB", "128")
+    # Never reached: ``grammars.py`` bounds these caches, for all engines of the process together.
+    os.environ["VLLM_XGRAMMAR_CACHE_MB"] = "4096"
     # Read when vLLM is imported; it may have been, by a process that meant another level.
     logging.getLogger("vllm").setLevel(log_level.upper())
 

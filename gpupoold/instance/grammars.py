@@ -13,25 +13,31 @@ import threading
 from collections import OrderedDict
 from typing import Any, Protocol
 
-import vllm.envs
+import xgrammar
 from vllm.config import VllmConfig
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from gpupoold.activity import WORKER, Phase
-from gpupoold.process import yield_to_others
+from gpupoold.process import trim_heap, yield_to_others
+
+CACHE_BYTES = 32 << 20
+"""Of compiled grammars, for all engines of a process, as xgrammar counts them. In memory they
+take two to three times as much."""
 
 
-class Compiler(Protocol):
-    """xgrammar's compiler of one engine, with its cache."""
+class GrammarCache(Protocol):
+    """What an engine's compiler keeps of grammars."""
 
-    def get_cache_size_bytes(self) -> int:
-        """Bytes of the cached grammars."""
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the grammars, as the compiler counts them."""
         ...
 
-    def clear_cache(self) -> None:
-        """Drop them; those in use live on with their requests."""
+    def renew(self) -> None:
+        """Drop the grammars; those in use live on with their requests."""
         ...
 
 
@@ -40,31 +46,29 @@ class GrammarCaches:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        # By identity, the latest used last: xgrammar's cannot be hashed.
-        self._compilers: OrderedDict[int, Compiler] = OrderedDict()
+        self._caches: OrderedDict[GrammarCache, None] = OrderedDict()  # the latest used last
         self._lock = threading.Lock()
 
-    def used(self, compiler: Compiler) -> None:
-        """Note a use, and clear the caches that were used longest ago while all are too large."""
+    def used(self, cache: GrammarCache) -> None:
+        """Note a use, and renew the caches that were used longest ago while all are too large."""
         with self._lock:
-            self._compilers[id(compiler)] = compiler
-            self._compilers.move_to_end(id(compiler))
-            sizes = [(one, one.get_cache_size_bytes()) for one in self._compilers.values()]
+            self._caches[cache] = None
+            self._caches.move_to_end(cache)
+            sizes = [(one, one.num_bytes) for one in self._caches]
             total = sum(num_bytes for _, num_bytes in sizes)
             for one, num_bytes in sizes:
                 if total <= self._limit_bytes:
                     return
-                one.clear_cache()
+                one.renew()
                 total -= num_bytes
 
-    def forget(self, compiler: Compiler) -> None:
+    def forget(self, cache: GrammarCache) -> None:
         """An engine has ended."""
         with self._lock:
-            self._compilers.pop(id(compiler), None)
+            self._caches.pop(cache, None)
 
 
-# Each compiler bounds its own cache by the same setting.
-_caches = GrammarCaches(vllm.envs.VLLM_XGRAMMAR_CACHE_MB << 20)
+_caches = GrammarCaches(CACHE_BYTES)
 
 
 class _BackendGrammars(StructuredOutputManager):
@@ -73,23 +77,37 @@ class _BackendGrammars(StructuredOutputManager):
     def __init__(self, config: VllmConfig, model: str) -> None:
         super().__init__(config)
         self._model = model
+        self._tokenizer: xgrammar.TokenizerInfo | None = None
 
     def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
         if self._use_async_grammar_compilation:
             yield_to_others()  # this thread only compiles
         with WORKER.beside(Phase.GRAMMAR, self._model, [request.request_id]):
             grammar = super()._create_grammar(request)
-        compiler = getattr(self.backend, "compiler", None)
-        if compiler is not None:
-            _caches.used(compiler)
+        if isinstance(grammar, XgrammarGrammar):
+            self._tokenizer = grammar.ctx.tokenizer_info
+            _caches.used(self)
         return grammar
+
+    @property
+    def num_bytes(self) -> int:
+        """See :class:`GrammarCache`."""
+        return int(self.backend.compiler.get_cache_size_bytes())
+
+    def renew(self) -> None:
+        """See :class:`GrammarCache`.
+
+        With a new compiler: xgrammar 0.2.8 keeps masks of single rules, neither counted nor
+        cleared, for as long as the compiler lives (half a megabyte for a schema of 100 fields).
+        """
+        assert self._tokenizer is not None  # whoever has a cache has compiled
+        self.backend.compiler = xgrammar.GrammarCompiler(self._tokenizer)
+        trim_heap()
 
     def clear_backend(self) -> None:
         """End the backend, and the threads that compile."""
-        compiler = getattr(self.backend, "compiler", None)
         super().clear_backend()
-        if compiler is not None:
-            _caches.forget(compiler)
+        _caches.forget(self)
 
 
 class EngineGrammars(StructuredOutputManager):

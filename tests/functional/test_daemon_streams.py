@@ -139,6 +139,12 @@ class TestLeaving:
         await eventually(lambda: not ps(pool).requests, 5)
 
 
+async def ask_until_refused(api: AsyncOpenAI, model: str) -> None:
+    """Frontends hear a moment later that a model drains."""
+    for _ in range(50):
+        await ask(api, model, "too late", 1)
+
+
 class TestModelsComeAndGo:
     async def test_while_others_stream(
         self, pool: PrivateDaemon, api: AsyncOpenAI, tiny_models: dict[str, Path]
@@ -182,7 +188,7 @@ class TestModelsComeAndGo:
         removal = asyncio.create_task(run_cli(pool, "rm", "--drain", "guest"))
         await eventually(lambda: usage(pool, "guest").state == "draining")
         with pytest.raises(openai.InternalServerError, match="draining") as caught:
-            await ask(api, "guest", "too late")
+            await ask_until_refused(api, "guest")
         assert caught.value.response.headers["retry-after"]
         # Other models can be changed while this one drains.
         assert (await run_cli(pool, "set", LLAMA, "--ttft", "10s"))[0] == 0

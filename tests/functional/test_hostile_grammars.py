@@ -211,10 +211,10 @@ def test_over_a_bound(peer: EnginePeer) -> None:
 
 @pytest.mark.usefixtures("neighbour")
 def test_many_tools(peer: EnginePeer) -> None:
-    tools = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(3_000)]
+    tools = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(2_000)]
     answer = post(peer, CHAT, {"messages": MESSAGES, "tools": tools, "tool_choice": "required"})
     assert answer.status_code == 400, answer.text
-    assert "`tools` has 3000 entries; the bound is 512" in answer.json()["error"]["message"]
+    assert "`tools` has 2000 entries; the bound is 512" in answer.json()["error"]["message"]
 
 
 @pytest.mark.usefixtures("neighbour")

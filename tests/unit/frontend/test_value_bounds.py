@@ -10,7 +10,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.value_bounds import MAX_ELEMENTS, check_values
+from gpupoold.frontend.value_bounds import MAX_ELEMENTS, MAX_PARTS, check_values
 
 MANY = 200_000
 MESSAGE = {"role": "user", "content": "hello"}
@@ -31,6 +31,11 @@ def check(**fields: Any) -> None:
         ({"messages": [*[MESSAGE] * 200, {}]}, r"`messages\[200\]` has neither a `role`"),
         ({"messages": [[*[MESSAGE] * 200, {}]]}, r"`messages\[0\]\[200\]` has neither a `role`"),
         ({"messages": [MESSAGE | {"role": 1}] * 200}, r"`messages\[0\]` has neither a `role`"),
+        (
+            {"messages": [MESSAGE, MESSAGE | {"content": [PART] * 1_025}]},
+            r"`messages\[1\].content`",
+        ),
+        ({"input": [MESSAGE | {"content": [1] * 4_000}]}, r"`input\[0\].content` has 4,000 parts"),
         ({"input": [1] * MANY}, "`input` has more than 4,096 elements"),
         ({"input": [1] * MAX_ELEMENTS}, r"`input\[0\]` is no item"),
         ({"input": [*[MESSAGE] * 200, {"type": "x"}]}, r"`input\[200\]` is no item"),
@@ -58,8 +63,8 @@ def test_refused(fields: dict[str, Any], named: str) -> None:
         {"tokens": [1] * MANY, "allowed_token_ids": [1] * MANY},
         {"messages": [MESSAGE] * 4_900},
         {"messages": [[MESSAGE] * 10] * 300},
-        {"messages": [MESSAGE | {"content": [PART] * 4_000}]},
-        {"messages": [MESSAGE | {"content": ["a" * 10] * 4_000}]},
+        {"messages": [MESSAGE | {"content": [PART] * MAX_PARTS}]},
+        {"messages": [MESSAGE | {"content": ["a" * 10] * MAX_PARTS}]},
         {"messages": "a" * MANY},
         {"input": [MESSAGE] * 4_000},
         {"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}] * 500},

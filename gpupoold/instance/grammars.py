@@ -23,7 +23,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 from gpupoold.activity import WORKER, Phase
 from gpupoold.process import trim_heap, yield_to_others
 
-CACHE_BYTES = 32 << 20
+CACHE_BYTES = 16 << 20
 """Of compiled grammars, for all engines of a process, as xgrammar counts them. In memory they
 take two to three times as much."""
 

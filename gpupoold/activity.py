@@ -2,13 +2,12 @@
 
 The daemon makes the page (a memfd) and passes its descriptor when it starts a worker. The threads
 of the worker write to slots of their own; after the worker's death the daemon reads all slots.
-Standard library only: simulated devices use this module too.
+Little is imported: simulated devices use this module too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import mmap
 import os
@@ -18,12 +17,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from gpupoold.sealed_memory import create_sealed_memfd
+
 NUM_SLOTS = 32
 SLOT_BYTES = 4096
 PAGE_BYTES = NUM_SLOTS * SLOT_BYTES
 
 _MAIN, _STEPS, _FIRST_SHARED, _FIRST_OF_GRAMMARS = 0, (1, 2), 3, 20
-_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 # A slot: phase, bytes of the model's name, number of requests (_ALL: all of the model); then the
 # name, then 8 bytes for each request.
 _HEADER = struct.Struct("<BxHi")
@@ -98,14 +98,7 @@ def create_page() -> int:
     Raises:
         OSError: there is no descriptor or no memory left.
     """
-    fd = os.memfd_create("gpupool-activity", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.posix_fallocate(fd, 0, PAGE_BYTES)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
+    return create_sealed_memfd("gpupool-activity", PAGE_BYTES)
 
 
 def read_page(fd: int) -> list[Activity]:

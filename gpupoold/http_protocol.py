@@ -11,6 +11,7 @@ import asyncio
 import json
 import socket
 import struct
+from abc import ABC, abstractmethod
 from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -22,7 +23,7 @@ KEEP_ALIVE_S = 75
 balancers let go of theirs: the end that closes first must not be the one that is sent to."""
 
 
-class BoundedHttp(HttpToolsProtocol):
+class BoundedHttp(HttpToolsProtocol, ABC):
     """One connection; see the module.
 
     ``head_timeout_s`` is how long the request line and the headers may take. ``max_head_bytes``
@@ -42,9 +43,9 @@ class BoundedHttp(HttpToolsProtocol):
     _send_timer: asyncio.TimerHandle | None = None
     _unsent_bytes = 0
 
+    @abstractmethod
     def refusal(self, status: HTTPStatus, message: str) -> dict[str, object]:
         """The JSON body that says why the connection ends."""
-        raise NotImplementedError
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a first request as long as for another one."""

@@ -1,4 +1,4 @@
-"""vLLM's API layer over the pool. Beside it only ``grammars`` imports vLLM.
+"""vLLM's API layer over the pool. Beside it ``grammars`` and ``value_bounds`` import it.
 
 Written for the version named in ``environment.py``; each use of something that
 is not public API says why. Import it only after ``set_engine_environment``.

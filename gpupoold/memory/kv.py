@@ -213,7 +213,8 @@ class KvMemory(KvChunks):
                     gone += self._finish(group, group.transfer)
         finally:
             # Together: neighbours are unmapped by one call, whatever groups they left in.
-            self._drop(sorted(gone))
+            if gone:
+                self._drop(sorted(gone))
 
     def finish(self, place: Place) -> None:
         """Wait for all chunks ``LEAVING`` or ``ARRIVING`` to have got there.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from pathlib import Path
 
+from gpupoold.sealed_memory import create_sealed_memfd
 from gpupoold.units import format_bytes
 
 _MEMINFO = Path("/proc/meminfo")
-_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 def create_memfd(name: str, num_bytes: int) -> int:
@@ -26,14 +25,7 @@ def create_memfd(name: str, num_bytes: int) -> int:
     if num_bytes > free_bytes:
         text = f"{format_bytes(num_bytes)} wanted for {name}, {format_bytes(free_bytes)} available"
         raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)}: {text}")
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.posix_fallocate(fd, 0, num_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
+    return create_sealed_memfd(name, num_bytes)
 
 
 def available_bytes() -> int:

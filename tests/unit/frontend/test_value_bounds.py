@@ -82,14 +82,33 @@ def test_small_bodies_are_left_to_vllm() -> None:
     check(messages=[1] * 100, input=[{}], prompt=[None])
 
 
-def test_the_types_of_items_are_those_of_vllm() -> None:
-    items = [
+@pytest.mark.parametrize(
+    "item",
+    [
         MESSAGE,
         {"type": "message", "role": "assistant", "content": "a"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+        {"role": "user", "content": [{"type": "input_image", "image_url": "http://x/a.png"}]},
         {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "x"},
         {"type": "reasoning", "id": "r", "summary": []},
-    ]
-    check(input=items * 100)
-    ResponsesRequest.model_validate({"input": items})
+        {"type": "reasoning", "summary": []},
+        {"type": "custom_tool_call", "call_id": "a", "name": "n", "input": "x"},
+    ],
+    ids=str,
+)
+def test_items_that_vllm_takes(item: dict[str, Any]) -> None:
+    ResponsesRequest.model_validate({"input": [dict(item)]})
+    check(input=[item] * 100)
+
+
+@pytest.mark.parametrize("wrong", [1, {"type": "x"}, {"role": "user", "content": 1}], ids=str)
+def test_wrong_items_in_a_small_body(wrong: object) -> None:
+    """A thousand of them take vLLM seconds."""
+    with pytest.raises(ApiError, match=r"`input\[0\]` is no item"):
+        check(input=[wrong] * 50)
+
+
+def test_messages_that_vllm_takes() -> None:
     check(messages=[MESSAGE] * 500)
     ChatCompletionRequest.model_validate({"messages": [MESSAGE]})

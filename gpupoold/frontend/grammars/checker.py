@@ -37,7 +37,7 @@ from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 
 _logger = logging.getLogger(__name__)
 
-TRIAL_TIMEOUT_S = 20.0
+TRIAL_TIMEOUT_S = 60.0
 """Of the clock, for a child that waits for a core; the CPU time that it may use is less."""
 _MAX_PREPARED = 8
 _MAX_VERDICT_BYTES = 4096

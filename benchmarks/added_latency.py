@@ -2,7 +2,8 @@
 
 One-token answers of one tiny model, asked for in turn over one kept connection each: the same
 work in the engine, so what differs is the way there and back. Which server is asked first
-changes with every pair, in an order that is drawn.
+changes with every pair, in an order that is drawn. Some requests have a schema: one that both
+servers know, or a new one each time, which the frontend has compiled in a child first.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import http.client
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,6 +24,7 @@ from gpupoold.errors import Failed
 from gpupoold.stats import percentile
 
 KINDS = ("whole", "streamed")
+"""Kinds of requests that have a limit."""
 _MAX_MODEL_LEN = 1024
 _PROMPT_TOKENS = 24
 _WARM_UP = 20
@@ -30,7 +33,7 @@ _TIMEOUT_S = 60.0
 
 
 def run_added_latency(checkpoint: Path, pairs: int) -> dict[str, Any]:
-    """Times of ``pairs`` requests to each server, for whole and for streamed answers.
+    """Times of ``pairs`` requests of each kind to each server.
 
     Raises:
         GpupoolError: a server did not start, or refused a request.
@@ -41,7 +44,7 @@ def run_added_latency(checkpoint: Path, pairs: int) -> dict[str, Any]:
         daemon.add_model(name, checkpoint, dtype="float32", max_model_len=_MAX_MODEL_LEN)
         servers = [_Server("gpupool", daemon.http_url), _Server("vllm", vllm_url)]
         try:
-            return {kind: _compare(servers, name, kind == "streamed", pairs) for kind in KINDS}
+            return {kind: _compare(servers, name, _FIELDS[kind], pairs) for kind in _FIELDS}
         finally:
             for server in servers:
                 server.close()
@@ -75,15 +78,19 @@ class _Server:
         return seconds
 
 
-def _compare(servers: list[_Server], model: str, is_streamed: bool, pairs: int) -> dict[str, Any]:
+def _compare(
+    servers: list[_Server], model: str, fields: Callable[[Random], dict[str, Any]], pairs: int
+) -> dict[str, Any]:
     rng = Random(_SEED)
     for _ in range(_WARM_UP):
+        body = _body(model, rng, fields(rng))
         for server in servers:
-            server.ask(_body(model, rng, is_streamed))
+            server.ask(body)
     times_s: dict[str, list[float]] = {server.name: [] for server in servers}
     for _ in range(pairs):
+        body = _body(model, rng, fields(rng))
         for server in rng.sample(servers, len(servers)):
-            times_s[server.name].append(server.ask(_body(model, rng, is_streamed)))
+            times_s[server.name].append(server.ask(body))
     added_s = [ours - theirs for ours, theirs in zip(*times_s.values(), strict=True)]
     p50_s = {name: statistics.median(values) for name, values in times_s.items()}
     return {
@@ -99,8 +106,23 @@ def _compare(servers: list[_Server], model: str, is_streamed: bool, pairs: int) 
     }
 
 
-def _body(model: str, rng: Random, is_streamed: bool) -> bytes:
+def _body(model: str, rng: Random, fields: dict[str, Any]) -> bytes:
     """A prompt of its own, so that no prefix cache answers."""
     prompt = [rng.randrange(300, 1900) for _ in range(_PROMPT_TOKENS)]
     body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-    return json.dumps(body | {"ignore_eos": True, "stream": is_streamed}).encode()
+    return json.dumps(body | {"ignore_eos": True} | fields).encode()
+
+
+def _with_schema(number: int) -> dict[str, Any]:
+    """An object of ten fields, named by the number."""
+    properties = {f"field_{number}_{index}": {"type": "string"} for index in range(10)}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"structured_outputs": {"json": schema}}
+
+
+_FIELDS: dict[str, Callable[[Random], dict[str, Any]]] = {
+    "whole": lambda _: {"stream": False},
+    "streamed": lambda _: {"stream": True},
+    "known_schema": lambda _: _with_schema(0),
+    "new_schema": lambda rng: _with_schema(rng.randrange(1, 1 << 30)),
+}

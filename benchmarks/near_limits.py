@@ -277,11 +277,15 @@ def _lists(rng: Random, most: int) -> _Case:
     return *long, []
 
 
+_WRONG: list[Any] = [1, None, "a", {}, [], {"role": "user", "content": 1}, {"type": "x"}]
+
+
 def _wrong_elements(rng: Random, most: int) -> _Case:
-    """Lists of what does not belong there."""
+    """Lists, or objects, of what does not belong there."""
     size = log_uniform(rng, min(most // 8, 240_000))
-    wrong: list[Any] = [rng.choice([1, None, "a", {}, [], {"role": "user", "content": 1}])] * size
+    wrong: list[Any] = [rng.choice(_WRONG)] * size
     message = {"role": "user", "content": wrong}
+    named = dict.fromkeys(map(str, range(min(size, 48_000))), rng.choice(_WRONG))
     long: tuple[str, _Body] = rng.choice(
         [
             (_CHAT, _CHAT_BODY | {"messages": wrong}),
@@ -293,6 +297,9 @@ def _wrong_elements(rng: Random, most: int) -> _Case:
             (_TEXT, _TEXT_BODY | {"prompt": [*wrong, 1]}),
             (_TEXT, _TEXT_BODY | {"stop_token_ids": wrong}),
             (_TEXT, _TEXT_BODY | {"bad_words": wrong}),
+            (_TEXT, _TEXT_BODY | {"vllm_xargs": named}),
+            (_CHAT, _CHAT_BODY | {"logit_bias": named}),
+            (_RESPONSES, {"input": named}),
         ]
     )
     return *long, []

@@ -18,30 +18,38 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
+from gpupoold.frontend.conversations import message_types
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.value_bounds import check_values
 
 _MESSAGE = {"role": "user", "content": "a"}
-_BODIES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
-    "240,000 numbers instead of messages": (ChatCompletionRequest, {"messages": [1] * 240_000}),
+_CHAT, _TEXT, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+_MODELS: dict[str, type[BaseModel]] = {
+    _CHAT: ChatCompletionRequest,
+    _TEXT: CompletionRequest,
+    _RESPONSES: ResponsesRequest,
+}
+_BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "240,000 numbers instead of messages": (_CHAT, {"messages": [1] * 240_000}),
     "a message with 4,000 numbers instead of parts": (
-        ResponsesRequest,
+        _RESPONSES,
         {"input": [_MESSAGE | {"content": [1] * 4_000}]},
     ),
-    "4,900 wrong items": (ResponsesRequest, {"input": [_MESSAGE | {"content": 1}] * 4_900}),
-    "300 wrong items, 4 KB": (ResponsesRequest, {"input": [{"type": "x"}] * 300}),
-    "200,000 token ids and a word": (CompletionRequest, {"prompt": [*[1] * 200_000, "a"]}),
-    "500 messages, right": (ResponsesRequest, {"input": [_MESSAGE] * 500}),
+    "4,900 wrong messages": (_CHAT, {"messages": [_MESSAGE | {"content": 1}] * 4_900}),
+    "4,900 wrong items": (_RESPONSES, {"input": [_MESSAGE | {"content": 1}] * 4_900}),
+    "300 wrong items, 4 KB": (_RESPONSES, {"input": [{"type": "x"}] * 300}),
+    "200,000 token ids and a word": (_TEXT, {"prompt": [*[1] * 200_000, "a"]}),
+    "500 messages, right": (_RESPONSES, {"input": [_MESSAGE] * 500}),
 }
 
 
 def main() -> None:
     """Measure all; see the module."""
-    check_values(json.dumps({"input": [_MESSAGE] * 10}).encode())  # its types are made once
-    for name, (model, fields) in _BODIES.items():
+    message_types()
+    for name, (path, fields) in _BODIES.items():
         body = json.dumps(fields).encode()
-        looked_s = _seconds(functools.partial(check_values, body))
-        vllm_s = _seconds(functools.partial(_validate, model, body))
+        looked_s = _seconds(functools.partial(check_values, body, path))
+        vllm_s = _seconds(functools.partial(_validate, _MODELS[path], body))
         print(f"{name:48}{looked_s * 1e3:10.1f} ms{vllm_s * 1e3:12.1f} ms")
 
 

@@ -1,4 +1,4 @@
-"""vLLM's API layer over the pool. Beside it ``grammars`` and ``value_bounds`` import it.
+"""vLLM's API layer over the pool. Beside it ``grammars`` and ``conversations`` import it.
 
 Written for the version named in ``environment.py``; each use of something that
 is not public API says why. Import it only after ``set_engine_environment``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 
+from gpupoold.frontend.conversations import message_types
 from gpupoold.frontend.environment import check_engine_version, set_engine_environment
 
 
@@ -16,3 +17,4 @@ def preload(log_level: str) -> None:
     check_engine_version()
     set_engine_environment(log_level)
     importlib.import_module("gpupoold.frontend.adapter")
+    message_types()  # takes 60 ms

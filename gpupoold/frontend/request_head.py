@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from gpupoold.frontend.conversations import BATCH_PATH
 from gpupoold.frontend.errors import ApiError, bad_request
 from gpupoold.frontend.grammars.bounds import GrammarFields, OverBound, check_fields
 from gpupoold.frontend.request_ids import check_client_id
@@ -17,7 +18,6 @@ MAX_SAMPLES = 128
 MAX_PROMPTS = 512
 """Prompts or conversations of one HTTP request: all of them are begun at once."""
 
-_BATCH_PATH = "/v1/chat/completions/batch"
 _LIST = re.compile(rb"\s*\[")
 _NUMBERS = re.compile(rb"\s*\[\s*[-0-9]")
 _NO_PROMPT = msgspec.Raw(b"null")
@@ -59,7 +59,7 @@ def read_head(body: bytes, path: str) -> Head:
     try:
         fields = _decoder.decode(body)
         num_prompts = _num_prompts(fields, path)
-        check_values(body)
+        check_values(body, path)
     except msgspec.ValidationError as error:
         raise bad_request(f"The request body must be a JSON object: {error}.") from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -80,7 +80,7 @@ def read_head(body: bytes, path: str) -> Head:
         raise bad_request(
             f"The request has {num_prompts:,} prompts, more than the {MAX_PROMPTS} that one "
             "request may have.",
-            param="messages" if path == _BATCH_PATH else "prompt",
+            param="messages" if path == BATCH_PATH else "prompt",
         )
     return Head(fields.model, has_id, num_prompts, max(1, num_samples))
 
@@ -104,7 +104,7 @@ def _too_many(head: Head, bound: int) -> ApiError:
 
 
 def _num_prompts(fields: _Fields, path: str) -> int:
-    if path == _BATCH_PATH:
+    if path == BATCH_PATH:
         return _num_items(fields.messages)
     # A list of numbers is one prompt of token ids.
     return 1 if _NUMBERS.match(memoryview(fields.prompt)) else _num_items(fields.prompt)

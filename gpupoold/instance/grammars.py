@@ -13,14 +13,13 @@ import threading
 from collections import OrderedDict
 from typing import Any, Protocol
 
-import xgrammar
 from vllm.config import VllmConfig
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
-from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from gpupoold.activity import WORKER, Phase
+from gpupoold.grammar_backends import make_backend, renew_compiler
 from gpupoold.process import trim_heap, yield_to_others
 
 CACHE_BYTES = 16 << 20
@@ -72,20 +71,34 @@ _caches = GrammarCaches(CACHE_BYTES)
 
 
 class _BackendGrammars(StructuredOutputManager):
-    """Compiles the grammars of one backend; the activity page says for which request."""
+    """Compiles the grammars of one backend; the activity page says for which request.
 
-    def __init__(self, config: VllmConfig, model: str) -> None:
-        super().__init__(config)
-        self._model = model
-        self._tokenizer: xgrammar.TokenizerInfo | None = None
+    The backend too is made by a thread that compiles: vLLM makes it between two steps.
+    """
+
+    backend: Any
+
+    def __init__(self, engine: EngineGrammars, name: str) -> None:
+        super().__init__(engine.vllm_config)
+        self._engine = engine
+        self._name = name
+        self._making = threading.Lock()
+
+    def grammar_init(self, request: Request) -> None:
+        """Begin to compile a request's grammar."""
+        structured = request.structured_output_request
+        assert structured is not None
+        structured.grammar = self.executor.submit(self._create_grammar, request)
 
     def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
-        if self._use_async_grammar_compilation:
-            yield_to_others()  # this thread only compiles
-        with WORKER.beside(Phase.GRAMMAR, self._model, [request.request_id]):
+        yield_to_others()  # this thread only compiles
+        with WORKER.beside(Phase.GRAMMAR, self._engine.model, [request.request_id]):
+            with self._making:
+                if self.backend is None:
+                    self.backend = make_backend(self._name, self.vllm_config, self.tokenizer)
+                    self._engine.backend = self.backend  # it makes the bitmask, alike for all
             grammar = super()._create_grammar(request)
-        if isinstance(grammar, XgrammarGrammar):
-            self._tokenizer = grammar.ctx.tokenizer_info
+        if self._name == "xgrammar":
             _caches.used(self)
         return grammar
 
@@ -95,13 +108,8 @@ class _BackendGrammars(StructuredOutputManager):
         return int(self.backend.compiler.get_cache_size_bytes())
 
     def renew(self) -> None:
-        """See :class:`GrammarCache`.
-
-        With a new compiler: xgrammar 0.2.8 keeps masks of single rules, neither counted nor
-        cleared, for as long as the compiler lives (half a megabyte for a schema of 100 fields).
-        """
-        assert self._tokenizer is not None  # whoever has a cache has compiled
-        self.backend.compiler = xgrammar.GrammarCompiler(self._tokenizer)
+        """See :class:`GrammarCache`."""
+        renew_compiler(self.backend)
         trim_heap()
 
     def clear_backend(self) -> None:
@@ -115,7 +123,7 @@ class EngineGrammars(StructuredOutputManager):
 
     def __init__(self, config: VllmConfig, model: str) -> None:
         super().__init__(config)
-        self._model = model
+        self.model = model
         self._by_backend: dict[str, _BackendGrammars] = {}
 
     def grammar_init(self, request: Request) -> None:
@@ -125,18 +133,16 @@ class EngineGrammars(StructuredOutputManager):
             return
         name = str(structured._backend)
         if name not in self._by_backend:
-            self._by_backend[name] = _BackendGrammars(self.vllm_config, self._model)
-        chosen = self._by_backend[name]
-        chosen.grammar_init(request)
-        self.backend = chosen.backend  # it makes the bitmask, which is alike for all
+            self._by_backend[name] = _BackendGrammars(self, name)
+        self._by_backend[name].grammar_init(request)
 
     def clear_backend(self) -> None:
         """End all backends."""
-        self.backend = None  # it is one of theirs
-        super().clear_backend()
         for one in self._by_backend.values():
             one.clear_backend()
         self._by_backend.clear()
+        self.backend = None  # it was one of theirs
+        super().clear_backend()
 
 
 def use_engine_grammars(core: Any, model: str) -> None:

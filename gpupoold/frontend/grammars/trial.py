@@ -1,7 +1,4 @@
-"""Compiles one grammar as a worker does, in a process that may die of it.
-
-Beside the adapter this is the only file of the frontend that imports vLLM.
-"""
+"""Compiles one grammar as a worker does, in a process that may die of it."""
 
 from __future__ import annotations
 
@@ -17,14 +14,12 @@ import torch
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tokenizers.registry import cached_get_tokenizer, cached_tokenizer_from_config
-from vllm.v1.structured_output.backend_guidance import GuidanceBackend
-from vllm.v1.structured_output.backend_outlines import OutlinesBackend
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
-from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from vllm.v1.structured_output.request import get_structured_output_key
 
 from gpupoold.frontend.adapter import engine_config
 from gpupoold.frontend.grammars.messages import Check, Verdict
+from gpupoold.grammar_backends import make_backend
 
 MAX_CPU_S = 3
 MAX_MEMORY_BYTES = 1 << 30
@@ -34,7 +29,6 @@ MAX_STEP_S = 0.05
 _STACK_BYTES = 4 << 20  # half of what a worker's threads have
 _NUM_TOKENS = 24
 _MAX_REASON_CHARS = 500
-_BACKENDS = {"guidance": GuidanceBackend, "outlines": OutlinesBackend}
 
 
 class Prepared:
@@ -44,15 +38,13 @@ class Prepared:
         self.config: VllmConfig = engine_config(check.model, check.loaded)
         self.tokenizer: Any = cached_tokenizer_from_config(self.config.model_config)
         cached_get_tokenizer.cache_clear()  # it would keep tokenizers of all models
-        self._xgrammar = self._make(XgrammarBackend)
+        self._xgrammar = make_backend("xgrammar", self.config, self.tokenizer)
 
     def backend(self, name: str) -> Any:
         """vLLM's backend of this name, as a worker has one."""
-        return self._xgrammar if name == "xgrammar" else self._make(_BACKENDS[name])
-
-    def _make(self, kind: Any) -> Any:
-        size = self.config.model_config.get_vocab_size()
-        return kind(self.config, tokenizer=self.tokenizer, vocab_size=size)
+        if name == "xgrammar":
+            return self._xgrammar
+        return make_backend(name, self.config, self.tokenizer)
 
 
 def try_grammar(prepared: Prepared, check: Check) -> Verdict:

@@ -28,7 +28,8 @@ FRONTEND_OOM_SCORE_ADJ = 200
 
 _OOM_SCORE_ADJ = Path("/proc/self/oom_score_adj")
 _PR_SET_PDEATHSIG = 1
-_YIELDING_NICENESS = 5  # a third of others' share: at 10, with a ninth, grammars wait for minutes
+_YIELDING_NICENESS = 5  # a third of others' share
+_LAST_NICENESS = 19  # a seventieth of it
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 # Of the daemon's collector: how many objects may come and stay before the young are walked, how
 # many such walks before the middle-aged are, and how many of those before all are.
@@ -84,6 +85,13 @@ def yield_to_others() -> None:
     """
     with contextlib.suppress(OSError):  # a container may forbid it
         os.setpriority(os.PRIO_PROCESS, 0, _YIELDING_NICENESS)
+
+
+def yield_to_all() -> None:
+    """Let all threads of this process run where nobody else wants the core, or hardly ever."""
+    with contextlib.suppress(OSError):
+        for thread_id in os.listdir("/proc/self/task"):
+            os.setpriority(os.PRIO_PROCESS, int(thread_id), _LAST_NICENESS)
 
 
 def trim_heap() -> None:

@@ -7,7 +7,6 @@ recurse, so that it can run on the event loop.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -31,6 +30,7 @@ MAX_EBNF_BYTES = 64 << 10
 _PATTERN_KEYS = frozenset({"pattern", "regex", "whitespace_pattern"})
 _EBNF_KEYS = frozenset({"grammar", "ebnf"})
 _PROPERTY_KEYS = frozenset({"properties", "patternProperties"})
+_CHECKED_KEYS = _PATTERN_KEYS | _EBNF_KEYS | _PROPERTY_KEYS
 _NESTED_JSON_KEYS = ("json", "structural_tag")
 # What vLLM makes of tools repeats parts of them: so much more of everything may come out.
 _DERIVED = 4
@@ -76,7 +76,7 @@ def check_fields(fields: GrammarFields) -> None:
             raise _over(name, "has", len(value), "entries", MAX_TOOLS)
 
 
-def check_constraint(parts: Mapping[str, Any]) -> bytes:
+def check_constraint(parts: dict[str, Any]) -> bytes:
     """Check what vLLM has made of a request's fields, named as in ``structured_outputs``.
 
     Returns:
@@ -94,7 +94,7 @@ def check_constraint(parts: Mapping[str, Any]) -> bytes:
     return content
 
 
-def _check_parts(field: str, parts: Mapping[str, Any], factor: int = 1) -> None:
+def _check_parts(field: str, parts: dict[str, Any], factor: int = 1) -> None:
     choice = parts.get("choice")
     if isinstance(choice, list) and len(choice) > MAX_CHOICES:
         raise _over(f"{field}.choice", "has", len(choice), "choices", MAX_CHOICES)
@@ -129,22 +129,19 @@ def _check_value(field: str, value: Any, factor: int = 1) -> None:
         num_values += len(level)
         if num_values > max_values:
             raise OverBound(field, f"has more than {max_values} values")
+        children: list[Any] = []
         for one in level:
-            if isinstance(one, Mapping):
-                num_properties += _check_mapping(field, one)
+            if isinstance(one, dict):
+                num_properties += 0 if _CHECKED_KEYS.isdisjoint(one) else _check_object(field, one)
+                children += one.values()
+            elif isinstance(one, list):
+                children += one
         if num_properties > max_properties:
             raise _over(field, "has", num_properties, "properties", max_properties)
-        level = [child for one in level for child in _children(one)]
+        level = children
 
 
-def _children(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        yield from value.values()
-    elif isinstance(value, list):
-        yield from value
-
-
-def _check_mapping(field: str, value: Mapping[str, Any]) -> int:
+def _check_object(field: str, value: dict[str, Any]) -> int:
     """Check the strings in one object of a schema; how many properties it declares."""
     for key in _PATTERN_KEYS & value.keys():
         if isinstance(value[key], str):
@@ -154,11 +151,11 @@ def _check_mapping(field: str, value: Mapping[str, Any]) -> int:
         if isinstance(text, str) and len(text) > MAX_EBNF_BYTES:
             raise _over(f"{field}: {key}", "is", len(text), "characters long", MAX_EBNF_BYTES)
     declared = value.get("patternProperties")
-    if isinstance(declared, Mapping):
+    if isinstance(declared, dict):
         for pattern in declared:
             _check_pattern(f"{field}: patternProperties", pattern)
     return sum(
-        len(value[key]) for key in _PROPERTY_KEYS & value.keys() if isinstance(value[key], Mapping)
+        len(value[key]) for key in _PROPERTY_KEYS & value.keys() if isinstance(value[key], dict)
     )
 
 

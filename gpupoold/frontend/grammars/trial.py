@@ -20,8 +20,11 @@ from vllm.v1.structured_output.request import get_structured_output_key
 from gpupoold.frontend.adapter import engine_config
 from gpupoold.frontend.grammars.messages import Check, Verdict
 from gpupoold.grammar_backends import make_backend
+from gpupoold.process import yield_to_all
 
 MAX_CPU_S = 3
+ORDINARY_S = 0.1
+"""CPU time after which a grammar is no ordinary one."""
 MAX_MEMORY_BYTES = 1 << 30
 """Address space beyond what the process has before."""
 MAX_STEP_S = 0.05
@@ -48,13 +51,20 @@ class Prepared:
 
 
 def try_grammar(prepared: Prepared, check: Check) -> Verdict:
-    """Validate and compile the grammar, and take some tokens with it; may end the process."""
+    """Validate and compile the grammar, and take some tokens with it; may end the process.
+
+    Ordinary grammars take a few milliseconds. One that takes long yields to all others.
+    """
     _limit()
     verdicts: list[Verdict] = []
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=lambda: verdicts.append(_verdict(prepared, check)))
     thread.start()
-    thread.join()
+    thread.join(ORDINARY_S)
+    while thread.is_alive():
+        if time.process_time() > ORDINARY_S:
+            yield_to_all()
+        thread.join(ORDINARY_S)
     return verdicts[0]
 
 

@@ -26,10 +26,13 @@ OUT_OF_MEMORY_STATUS = 71
 WORKER_OOM_SCORE_ADJ = 500
 FRONTEND_OOM_SCORE_ADJ = 200
 
+# Who goes first on a machine with few cores: the daemon and the frontends, then the cores that play
+# a device, then grammars, whose cost is a client's to choose.
+EMULATED_DEVICE_NICENESS = 5
+GRAMMAR_NICENESS = 10
+LONG_GRAMMAR_NICENESS = 19
 _OOM_SCORE_ADJ = Path("/proc/self/oom_score_adj")
 _PR_SET_PDEATHSIG = 1
-_YIELDING_NICENESS = 5  # a third of others' share
-_LAST_NICENESS = 19  # a seventieth of it
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 # Of the daemon's collector: how many objects may come and stay before the young are walked, how
 # many such walks before the middle-aged are, and how many of those before all are.
@@ -77,21 +80,13 @@ def show_as(module: str, arguments: Sequence[str]) -> None:
     setproctitle(" ".join([sys.executable, "-m", module, *arguments]))
 
 
-def yield_to_others() -> None:
-    """Let the calling thread, and those that it starts, run where others leave a core free.
-
-    For compiling grammars: its time is a client's to choose, and a step of a model that waits
-    for a core delays everybody's tokens.
-    """
+def lower_priority(niceness: int, *, of_all_threads: bool = False) -> None:
+    """Let the calling thread, and those that it starts, or all threads of this process, go after
+    others that want a core."""
+    threads = map(int, os.listdir("/proc/self/task")) if of_all_threads else [0]
     with contextlib.suppress(OSError):  # a container may forbid it
-        os.setpriority(os.PRIO_PROCESS, 0, _YIELDING_NICENESS)
-
-
-def yield_to_all() -> None:
-    """Let all threads of this process run where nobody else wants the core, or hardly ever."""
-    with contextlib.suppress(OSError):
-        for thread_id in os.listdir("/proc/self/task"):
-            os.setpriority(os.PRIO_PROCESS, int(thread_id), _LAST_NICENESS)
+        for thread_id in threads:
+            os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
 
 
 def trim_heap() -> None:

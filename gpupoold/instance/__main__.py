@@ -13,11 +13,13 @@ from gpupoold.errors import Failed
 from gpupoold.instance.environment import set_engine_environment
 from gpupoold.instance.out_of_memory import is_out_of_memory
 from gpupoold.process import (
+    EMULATED_DEVICE_NICENESS,
     OUT_OF_MEMORY_STATUS,
     WORKER_OOM_SCORE_ADJ,
     begin_child,
     end_at_faults,
     importing,
+    lower_priority,
     raise_oom_score,
 )
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
@@ -36,6 +38,8 @@ def main() -> None:
     arguments = _parse()
     begin_child("instance", arguments.log_level, arguments.parent_pid)
     raise_oom_score(WORKER_OOM_SCORE_ADJ)
+    if arguments.device_kind == "emulated":
+        lower_priority(EMULATED_DEVICE_NICENESS)
     if arguments.activity_fd is not None:
         WORKER.attach(arguments.activity_fd)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)

@@ -20,7 +20,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from gpupoold.activity import WORKER, Phase
 from gpupoold.grammar_backends import make_backend, renew_compiler
-from gpupoold.process import trim_heap, yield_to_others
+from gpupoold.process import GRAMMAR_NICENESS, lower_priority, trim_heap
 
 CACHE_BYTES = 16 << 20
 """Of compiled grammars, for all engines of a process, as xgrammar counts them. In memory they
@@ -91,7 +91,7 @@ class _BackendGrammars(StructuredOutputManager):
         structured.grammar = self.executor.submit(self._create_grammar, request)
 
     def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
-        yield_to_others()  # this thread only compiles
+        lower_priority(GRAMMAR_NICENESS)  # this thread only compiles
         with WORKER.beside(Phase.GRAMMAR, self._engine.model, [request.request_id]):
             with self._making:
                 if self.backend is None:

@@ -26,12 +26,13 @@ import msgspec
 from gpupoold.frontend.grammars.messages import Check, Verdict
 from gpupoold.frontend.preload import preload
 from gpupoold.process import (
+    GRAMMAR_NICENESS,
     begin_child,
     die_with_parent,
     end_at_faults,
     importing,
+    lower_priority,
     show_as,
-    yield_to_others,
 )
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 
@@ -207,7 +208,7 @@ def run(sock: socket.socket, log_level: str, parent_pid: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # A thread's own arena reserves address space, which a child's limit counts.
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-    yield_to_others()
+    lower_priority(GRAMMAR_NICENESS)
     with contextlib.suppress(ChannelClosed):
         GrammarChecker(sock, log_level).serve()
 

@@ -20,7 +20,7 @@ from vllm.v1.structured_output.request import get_structured_output_key
 from gpupoold.frontend.adapter import engine_config
 from gpupoold.frontend.grammars.messages import Check, Verdict
 from gpupoold.grammar_backends import make_backend
-from gpupoold.process import yield_to_all
+from gpupoold.process import LONG_GRAMMAR_NICENESS, lower_priority
 
 MAX_CPU_S = 3
 ORDINARY_S = 0.1
@@ -63,7 +63,7 @@ def try_grammar(prepared: Prepared, check: Check) -> Verdict:
     thread.join(ORDINARY_S)
     while thread.is_alive():
         if time.process_time() > ORDINARY_S:
-            yield_to_all()
+            lower_priority(LONG_GRAMMAR_NICENESS, of_all_threads=True)
         thread.join(ORDINARY_S)
     return verdicts[0]
 

@@ -28,7 +28,7 @@ FRONTEND_OOM_SCORE_ADJ = 200
 
 # Who goes first on a machine with few cores: the daemon and the frontends, then the cores that play
 # a device, then grammars, whose cost is a client's to choose.
-EMULATED_DEVICE_NICENESS = 5
+EMULATED_DEVICE_NICENESS = 3
 GRAMMAR_NICENESS = 10
 LONG_GRAMMAR_NICENESS = 19
 _OOM_SCORE_ADJ = Path("/proc/self/oom_score_adj")

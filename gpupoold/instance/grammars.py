@@ -114,8 +114,9 @@ class _BackendGrammars(StructuredOutputManager):
 
     def clear_backend(self) -> None:
         """End the backend, and the threads that compile."""
+        self.executor.shutdown(cancel_futures=True)
+        _caches.forget(self)  # other engines' threads ask what is there for its size
         super().clear_backend()
-        _caches.forget(self)
 
 
 class EngineGrammars(StructuredOutputManager):

@@ -13,7 +13,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = frozenset({"torch", "vllm", "transformers", "textual"})
 # They are processes of their own, or run as one.
-EXEMPT = ("gpupoold.instance", "gpupoold.frontend", "gpupoold.checkpoints.tiny")
+EXEMPT = (
+    "gpupoold.checkpoints.tiny",
+    "gpupoold.frontend",
+    "gpupoold.grammar_backends",
+    "gpupoold.instance",
+)
 # Imports the modules one by one; prints which of the forbidden ones each was first to load.
 PROBE = """
 import importlib, json, sys

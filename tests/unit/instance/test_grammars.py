@@ -121,6 +121,8 @@ def test_each_grammar_by_its_own_backend(
     tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In vLLM the first one's would compile all that follow."""
+    caches = GrammarCaches(1 << 30)
+    monkeypatch.setattr("gpupoold.instance.grammars._caches", caches)
     grammars = engine_grammars(tiny_models, monkeypatch)
     schema = {"type": "integer", "multipleOf": 7}
     found = []
@@ -136,6 +138,7 @@ def test_each_grammar_by_its_own_backend(
     assert niceness > os.getpriority(os.PRIO_PROCESS, 0), "steps go before grammars"
     grammars.clear_backend()
     assert grammars.backend is None
+    caches.used(Cache())  # asks all engines' for their sizes
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -93,7 +93,7 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) 
         arguments.reserve_bytes,
         arguments.page_bytes,
     )
-    pool = PagePool(device.num_pages)
+    pool = PagePool(device.num_pages, device.table_pages)
     host = KvHostCache(arguments.kv_host_bytes)
     with prefer_node(device.numa_node):
         host.pin(device)

@@ -70,9 +70,8 @@ class Residency:
         self._device = device
         self.pool = pool
         self._host = host
-        may_hold = device.is_host_addressable
-        self._in = TransferQueue(device.open_lanes(Direction.IN), "copy-in", may_hold=may_hold)
-        self._out = TransferQueue(device.open_lanes(Direction.OUT), "copy-out")
+        self._in = TransferQueue.open(device, Direction.IN, "copy-in")
+        self._out = TransferQueue.open(device, Direction.OUT, "copy-out")
         self._room = Room(device, pool, host, self._out, use_of)
         self._models = self._room.models
         self._next: str | None = None  # being prefetched

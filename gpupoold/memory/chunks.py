@@ -117,7 +117,10 @@ class KvChunks:
     def cut(self, chunks: list[int]) -> Iterator[list[int]]:
         """``chunks`` in order, as many at a time as had better be paged out together."""
         group_bytes = min(_GROUP_BYTES, self.geometry.total_bytes // _MIN_GROUPS)
-        size = max(1, group_bytes // self.geometry.chunk_bytes)
+        most = max(1, group_bytes // self.geometry.chunk_bytes)
+        num_groups = -(-len(chunks) // most)
+        num_groups += num_groups % 2  # where two threads copy, none is left with the last
+        size = max(1, -(-len(chunks) // max(1, num_groups)))
         return (chunks[at : at + size] for at in range(0, len(chunks), size))
 
     def groups_on_host(self, blocks: Iterable[int]) -> Iterator[list[int]]:

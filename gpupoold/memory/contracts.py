@@ -90,6 +90,8 @@ class Device(ABC):
     page_bytes: int
     num_pages: int
     is_host_addressable: bool
+    table_pages: int = 1
+    """Pages that one page table maps, where tables that are moved whole are cheaper to map."""
     numa_node: int = -1
     """Whose host memory is nearest; -1 where that makes no difference."""
 

@@ -12,10 +12,15 @@ class PagePool:
 
     Mapping costs a call per run, so an allocation takes the smallest free run
     that fits whole (best fit), else the largest ones first.
+
+    Args:
+        num_pages: pages of the device.
+        table_pages: see :attr:`Device.table_pages`.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, table_pages: int = 1) -> None:
         self.num_pages = num_pages
+        self._table_pages = table_pages
         self._free: list[PageRun] = [PageRun(0, num_pages)] if num_pages else []
         self._num_free = num_pages
 
@@ -24,14 +29,19 @@ class PagePool:
         """Pages nobody owns."""
         return self._num_free
 
-    def allocate(self, num_pages: int) -> list[PageRun]:
+    def allocate(self, num_pages: int, at: int = 0) -> list[PageRun]:
         """Take ``num_pages``, all or nothing.
+
+        They are to be mapped from page ``at`` of a region on: a run that lies in its page tables
+        as those pages do in theirs is preferred, where the tables of such runs can be moved whole.
 
         Raises:
             OutOfPages: fewer are free; nothing was taken.
         """
         if num_pages > self._num_free:
             raise OutOfPages(f"{num_pages} pages asked, {self._num_free} of {self.num_pages} free")
+        if num_pages >= self._table_pages > 1 and (alike := self._allocate_alike(num_pages, at)):
+            return [alike]
         taken: list[PageRun] = []
         missing = num_pages
         while missing:
@@ -77,17 +87,27 @@ class PagePool:
         assert end <= self.num_pages
         assert sum(run.num_pages for run in self._free) == self._num_free
 
+    def _allocate_alike(self, num_pages: int, at: int) -> PageRun | None:
+        """A run whose first page is ``at`` modulo the pages of a table; None when there is none."""
+        skips = ((run, (at - run.first) % self._table_pages) for run in self._free)
+        fitting = [(run, skip) for run, skip in skips if run.num_pages - skip >= num_pages]
+        if not fitting:
+            return None
+        run, skip = min(fitting, key=lambda pair: pair[0].num_pages)
+        return self._take(run, num_pages, skip)
+
     def _best_fit(self, num_pages: int) -> PageRun | None:
         fitting = (run for run in self._free if run.num_pages >= num_pages)
         return min(fitting, key=_size, default=None)
 
-    def _take(self, run: PageRun, num_pages: int) -> PageRun:
-        """The first ``num_pages`` of a free run."""
+    def _take(self, run: PageRun, num_pages: int, skip: int = 0) -> PageRun:
+        """``num_pages`` of a free run, after ``skip`` that stay free."""
         index = bisect.bisect_left(self._free, run.first, key=_first)
-        rest = PageRun(run.first + num_pages, run.num_pages - num_pages)
-        self._free[index : index + 1] = [rest] if rest.num_pages else []
+        taken = PageRun(run.first + skip, num_pages)
+        rest = (PageRun(run.first, skip), PageRun(taken.end, run.end - taken.end))
+        self._free[index : index + 1] = [one for one in rest if one.num_pages]
         self._num_free -= num_pages
-        return PageRun(run.first, num_pages)
+        return taken
 
     def _free_run(self, run: PageRun) -> None:
         index = bisect.bisect_left(self._free, run.first, key=_first)

@@ -57,7 +57,8 @@ class Region:
             OutOfPages: nothing was changed; as for any error of the device.
         """
         missing = self._spans(pages, mapped=False)
-        runs = self._pool.allocate(sum(len(span) for span in missing))
+        first = missing[0].start if missing else 0
+        runs = self._pool.allocate(sum(len(span) for span in missing), first)
         mapped: list[tuple[range, list[PageRun]]] = []
         left = runs
         try:

@@ -18,10 +18,10 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from gpupoold.activity import WORKER, Phase
-from gpupoold.memory.contracts import Copy, Lane
+from gpupoold.memory.contracts import Copy, Device, Direction, Lane
 
 BATCH_BYTES = 8 << 20
 _MAX_UNDER_WAY = 2
@@ -42,6 +42,7 @@ class Transfer:
         copies: Sequence[Copy],
         batch_bytes: int,
         after: int,
+        help_queue: Callable[[], bool],
         on_end: Callable[[bool], None] | None = None,
     ) -> None:
         self.num_bytes = sum(copy.num_bytes for copy in copies)
@@ -49,6 +50,7 @@ class Transfer:
         self._batch_bytes = batch_bytes
         self._after = after
         self._on_end = on_end
+        self._help_queue = help_queue
         self._lock = threading.Lock()
         self._has_begun = False
         self._is_stopped = False
@@ -67,6 +69,9 @@ class Transfer:
         Raises:
             Exception: what went wrong with a copy.
         """
+        while not self.has_ended:
+            if not self._help_queue():
+                break
         self._ended.wait()
         if self._error is not None:
             raise self._error
@@ -132,6 +137,14 @@ class TransferQueue:
     As many at a time as there are lanes, each of which has a thread.
     """
 
+    @classmethod
+    def open(cls, device: Device, direction: Direction, name: str) -> TransferQueue:
+        """Open a queue over lanes of ``device``. Where cores of the host copy, it may hold, and
+        who waits for a transfer helps."""
+        by_host = device.is_host_addressable
+        helper = device.open_lane(direction) if by_host else None
+        return cls(device.open_lanes(direction), name, may_hold=by_host, helper=helper)
+
     def __init__(
         self,
         lanes: Sequence[Lane],
@@ -139,8 +152,21 @@ class TransferQueue:
         batch_bytes: int = BATCH_BYTES,
         *,
         may_hold: bool = True,
+        helper: Lane | None = None,
     ) -> None:
+        """Start the threads.
+
+        Args:
+            lanes: used by a thread each.
+            name: of the threads.
+            batch_bytes: copied at a time.
+            may_hold: see :meth:`held`.
+            helper: used by the thread that waits for a transfer, which copies meanwhile what
+                has not begun. Asleep, that thread would leave a core idle, and one that wakes
+                up on the core of another copy waits some milliseconds to be moved.
+        """
         self._lanes = lanes
+        self._helper = helper
         self._may_hold = may_hold
         self._batch_bytes = batch_bytes
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
@@ -176,7 +202,8 @@ class TransferQueue:
 
         See :class:`Transfer` for ``on_end``.
         """
-        transfer = Transfer(copies, self._batch_bytes, self._lanes[0].fence(), on_end)
+        after = self._lanes[0].fence()
+        transfer = Transfer(copies, self._batch_bytes, after, self._help, on_end)
         self._forget_ended()
         self._waiting.append(transfer)
         if self._held is None:
@@ -212,9 +239,25 @@ class TransferQueue:
         for thread, lane in zip(self._threads, self._lanes, strict=True):
             thread.join()
             lane.close()
+        if self._helper is not None:
+            self._helper.close()
 
     def _forget_ended(self) -> None:
         self._waiting = [transfer for transfer in self._waiting if not transfer.has_ended]
+
+    def _help(self) -> bool:
+        """Make the next transfer, in the calling thread; False when there is none to be had."""
+        if self._helper is None:
+            return False
+        try:
+            transfer = self._queue.get_nowait()
+        except Empty:
+            return False
+        if transfer is None:  # close() tells a thread to end
+            self._queue.put(None)
+            return False
+        transfer.run(self._helper)
+        return True
 
     def _run(self, lane: Lane) -> None:
         while (transfer := self._queue.get()) is not None:

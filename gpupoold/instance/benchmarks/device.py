@@ -54,7 +54,7 @@ def bench_device(loop: TurnLoop, rounds: int) -> dict[str, Any]:
     with contextlib.ExitStack() as undo:
         scratch = undo.enter_context(scratch_memory(device, pool, num_bytes))
         lanes = {way: device.open_lane(way) for way in Direction}
-        queues = {way: TransferQueue(device.open_lanes(way), f"bench-{way}") for way in Direction}
+        queues = {way: TransferQueue.open(device, way, f"bench-{way}") for way in Direction}
         for way in Direction:
             undo.callback(lanes[way].close)
             undo.callback(queues[way].close)

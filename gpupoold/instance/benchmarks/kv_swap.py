@@ -39,7 +39,7 @@ def bench_kv(loop: TurnLoop, models: list[str], rounds: int, kv_bytes: int) -> d
     moved, other = (loop.engine(name) for name in models)
     empty_device(loop)
     with contextlib.ExitStack() as undo:
-        queue = TransferQueue(loop.device.open_lanes(Direction.OUT), "bench-out")
+        queue = TransferQueue.open(loop.device, Direction.OUT, "bench-out")
         undo.callback(queue.close)
         lives = [
             LiveRequests(moved, loop.residency, kv_bytes),

@@ -125,7 +125,7 @@ class Rig:
 
     def __init__(self, num_pages: int = 64, host_pages: int = 64, page_bytes: int = PAGE) -> None:
         self.device = FailingDevice(num_pages * page_bytes, page_bytes)
-        self.pool = PagePool(num_pages)
+        self.pool = PagePool(num_pages, table_pages=4)
         self.host = KvHostCache(host_pages * page_bytes, page_bytes)
         self.in_lane = GatedLane(self.device.open_lane(Direction.IN))
         self.out_lane = GatedLane(self.device.open_lane(Direction.OUT))

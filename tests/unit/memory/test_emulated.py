@@ -50,6 +50,26 @@ def test_runs_may_be_unmapped_in_other_pieces_than_mapped(rig: Rig) -> None:
     rig.device.release(address, 4)
 
 
+def test_whole_page_tables_move_with_their_bytes() -> None:
+    """What begins and ends within a table moves entry by entry, the tables between as such."""
+    page_bytes = 64 << 10
+    device = EmulatedDevice(4 * (2 << 20), page_bytes)
+    assert device.table_pages == 32
+    address = device.reserve(128)
+    assert address % (2 << 20) == 0
+    for first, at in ((5, 5), (37, 5), (5, 6), (0, 0)):
+        runs, start = [PageRun(first, 80)], address + at * page_bytes
+        device.map(start, runs)
+        data = pattern(f"{first} {at}", 80 * page_bytes)
+        write(start, data)
+        device.unmap(start, runs)
+        device.map(address, runs)
+        assert read(address, 80 * page_bytes) == data
+        device.unmap(address, runs)
+    device.release(address, 128)
+    device.close()
+
+
 def test_map_and_fill_zeroes_or_copies(rig: Rig) -> None:
     rig.soil()
     source = HostBuffer.create("source", 4 * PAGE)

@@ -9,6 +9,7 @@ import pytest
 
 from gpupoold.memory.chunks import Place
 from gpupoold.memory.contracts import OutOfPages
+from gpupoold.memory.geometry import KvGeometry
 from gpupoold.memory.kv import KvMemory
 from tests.unit.memory.ledger import MemoryLedger
 from tests.unit.memory.rig import LAYOUTS, PAGE, Rig, fill_blocks, geometry_of, read_block
@@ -427,6 +428,19 @@ def test_neighbours_move_together(rig: Rig, layout: str) -> None:
         rig.finish(kv)
         check(rig, kv)
         assert {block: read_block(kv, block) for block in written} == written
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "sizes"), [(0, []), (1, [1]), (2, [1, 1]), (5, [2, 2, 1]), (16, [2] * 8)]
+)
+def test_groups_are_alike_and_even_in_number_where_they_can_be(
+    rig: Rig, num_chunks: int, sizes: list[int]
+) -> None:
+    """A group has at most an eighth of the KV: of 16 chunks two."""
+    per_chunk = geometry_of("blocks-outermost").blocks_per_chunk
+    rows = LAYOUTS["blocks-outermost"][1]
+    kv, _ = rig.kv(KvGeometry(16 * per_chunk, PAGE, rows))
+    assert [len(group) for group in kv.cut(list(range(num_chunks)))] == sizes
 
 
 def test_what_the_host_has_no_room_for_stays() -> None:

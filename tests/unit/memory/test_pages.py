@@ -28,6 +28,36 @@ def test_without_a_fitting_run_the_largest_go_first() -> None:
     pool.check_integrity()
 
 
+class TestPageTables:
+    """Runs that lie in tables of four pages as the region's pages that they are mapped to."""
+
+    @pytest.mark.parametrize(("at", "first"), [(0, 0), (1, 1), (7, 3), (8, 0)])
+    def test_a_run_begins_where_its_addresses_begin_in_their_table(
+        self, at: int, first: int
+    ) -> None:
+        pool = PagePool(16, table_pages=4)
+        assert pool.allocate(6, at) == [PageRun(first, 6)]
+        assert pool.num_free == 10
+        pool.check_integrity()
+        pool.free([PageRun(first, 6)])
+        assert pool.allocate(16) == [PageRun(0, 16)]
+
+    def test_the_smallest_run_that_has_such_a_place_is_taken(self) -> None:
+        pool = PagePool(40, table_pages=4)
+        pool.allocate(40)
+        pool.free([PageRun(1, 4), PageRun(9, 9), PageRun(24, 12)])
+        assert pool.allocate(4, 2) == [PageRun(10, 4)]  # page 1 + 4 pages have no room from 2 on
+        pool.check_integrity()
+
+    def test_less_than_a_table_is_taken_where_it_fits_best(self) -> None:
+        pool = PagePool(16, table_pages=4)
+        assert pool.allocate(3, 1) == [PageRun(0, 3)]
+
+    def test_without_such_a_place_any_will_do(self) -> None:
+        pool = PagePool(8, table_pages=4)
+        assert pool.allocate(8, 1) == [PageRun(0, 8)]
+
+
 def test_too_many_pages_take_nothing() -> None:
     pool = pool_with_holes()
     with pytest.raises(OutOfPages, match="7 pages asked, 6 of 10 free"):

@@ -188,6 +188,53 @@ def test_copies_that_mapping_does_not_disturb_are_not_held(link: Link) -> None:
     queue.close()
 
 
+class TestHelper:
+    """The thread that waits copies too."""
+
+    def test_it_makes_what_has_not_begun(self, link: Link) -> None:
+        helper = Link()
+        link.is_gated = True
+        queue = TransferQueue([link], "test", helper=helper)
+        told: list[bool] = []
+        first, second = queue.begin([Copy(1, 0, 1)]), queue.begin([Copy(2, 0, 1)], told.append)
+        link.waiting.acquire()  # the first is the queue's thread's
+        second.wait()
+        assert [copy.target for copy in helper.chunks] == [2]
+        assert told == [True]
+        assert not first.has_ended
+        link.permits.release()
+        first.wait()
+        queue.close()
+        assert helper.is_closed
+
+    def test_what_is_waited_for_may_be_behind_others(self, link: Link) -> None:
+        helper = Link()
+        link.is_gated = True
+        queue = TransferQueue([link], "test", helper=helper)
+        transfers = [queue.begin([Copy(at, 0, 1)]) for at in (1, 2, 3)]
+        link.waiting.acquire()
+        transfers[2].wait()
+        assert [copy.target for copy in helper.chunks] == [2, 3]
+        link.permits.release()
+        queue.close()
+        assert transfers[0].has_ended
+
+    def test_its_errors_are_raised_where_the_transfer_is_waited_for(self, link: Link) -> None:
+        helper = Link()
+        helper.fails_at = 0
+        link.is_gated = True
+        queue = TransferQueue([link], "test", helper=helper)
+        first, failing, last = (queue.begin([Copy(at, 0, 1)]) for at in (1, 2, 3))
+        link.waiting.acquire()
+        with pytest.raises(OSError, match="the link is broken"):
+            failing.wait()
+        helper.fails_at = -1
+        last.wait()
+        link.permits.release()
+        first.wait()
+        queue.close()
+
+
 def test_held_transfers_begin_even_if_the_block_fails(link: Link, queue: TransferQueue) -> None:
     transfers = []
 

@@ -67,6 +67,8 @@ class KvMemory(KvChunks):
 
     def unback(self, chunks: list[int]) -> None:
         """Take away ``chunks`` that have no live block; cached prefixes in them are forgotten."""
+        if not chunks:
+            return
         assert all(self.place(chunk) is Place.DEVICE for chunk in chunks)
         for chunk in chunks:
             self._engine().hold(self._real(self.geometry.blocks(chunk)))

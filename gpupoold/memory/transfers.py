@@ -14,7 +14,6 @@ it until the transfer has ended.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -139,11 +138,10 @@ class TransferQueue:
 
     @classmethod
     def open(cls, device: Device, direction: Direction, name: str) -> TransferQueue:
-        """Open a queue over lanes of ``device``. Where cores of the host copy, it may hold, and
-        who waits for a transfer helps."""
-        by_host = device.is_host_addressable
-        helper = device.open_lane(direction) if by_host else None
-        return cls(device.open_lanes(direction), name, may_hold=by_host, helper=helper)
+        """Open a queue over lanes of ``device``. Where cores of the host copy, the thread that
+        waits for a transfer helps."""
+        helper = device.open_lane(direction) if device.is_host_addressable else None
+        return cls(device.open_lanes(direction), name, helper=helper)
 
     def __init__(
         self,
@@ -151,7 +149,6 @@ class TransferQueue:
         name: str,
         batch_bytes: int = BATCH_BYTES,
         *,
-        may_hold: bool = True,
         helper: Lane | None = None,
     ) -> None:
         """Start the threads.
@@ -160,18 +157,15 @@ class TransferQueue:
             lanes: used by a thread each.
             name: of the threads.
             batch_bytes: copied at a time.
-            may_hold: see :meth:`held`.
             helper: used by the thread that waits for a transfer, which copies meanwhile what
                 has not begun. Asleep, that thread would leave a core idle, and one that wakes
                 up on the core of another copy waits some milliseconds to be moved.
         """
         self._lanes = lanes
         self._helper = helper
-        self._may_hold = may_hold
         self._batch_bytes = batch_bytes
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
         self._waiting: list[Transfer] = []
-        self._held: list[Transfer] | None = None
         self._threads = [
             threading.Thread(target=self._run, args=(lane,), name=name, daemon=True)
             for lane in lanes
@@ -190,11 +184,6 @@ class TransferQueue:
         self._forget_ended()
         return _MAX_WAITING_BYTES - sum(transfer.num_bytes for transfer in self._waiting)
 
-    @property
-    def may_hold(self) -> bool:
-        """Whether :meth:`held` delays copies."""
-        return self._may_hold
-
     def begin(
         self, copies: Sequence[Copy], on_end: Callable[[bool], None] | None = None
     ) -> Transfer:
@@ -206,31 +195,8 @@ class TransferQueue:
         transfer = Transfer(copies, self._batch_bytes, after, self._help, on_end)
         self._forget_ended()
         self._waiting.append(transfer)
-        if self._held is None:
-            self._queue.put(transfer)
-        else:
-            self._held.append(transfer)
+        self._queue.put(transfer)
         return transfer
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """What is begun inside is copied from the end of the block on; nothing may wait for it.
-
-        For owners that map between two ``begin``: beside a copy, an emulated device maps ten
-        times as slowly (each call interrupts the core that copies), and the copy suffers too.
-        A GPU's copies do not mind: with a queue that may not hold, they begin at once.
-        """
-        if not self._may_hold:
-            yield
-            return
-        assert self._held is None, "held() does not nest"
-        self._held = []
-        try:
-            yield
-        finally:
-            held, self._held = self._held, None
-            for transfer in held:
-                self._queue.put(transfer)
 
     def close(self) -> None:
         """Make what was asked for, then end the threads and the lanes."""

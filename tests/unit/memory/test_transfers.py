@@ -161,33 +161,6 @@ def test_a_queue_with_much_to_do_has_no_room(link: Link, queue: TransferQueue) -
     assert queue.has_room
 
 
-def test_held_transfers_begin_together_at_the_end(link: Link, queue: TransferQueue) -> None:
-    with queue.held():
-        transfers = [queue.begin([Copy(at, 0, 100)]) for at in (1, 2, 3)]
-        assert not link.waiting.acquire(timeout=0.02)
-        assert not any(transfer.has_ended for transfer in transfers)
-    for transfer in transfers:
-        transfer.wait()
-    assert [copy.target for copy in link.chunks] == [1, 2, 3]
-
-
-def test_a_held_transfer_can_be_stopped(link: Link, queue: TransferQueue) -> None:
-    with queue.held():
-        kept, stopped = (queue.begin([Copy(at, 0, 100)]) for at in (1, 2))
-        assert stopped.stop() == 0
-    kept.wait()
-    queue.begin([]).wait()
-    assert [copy.target for copy in link.chunks] == [1]
-
-
-def test_copies_that_mapping_does_not_disturb_are_not_held(link: Link) -> None:
-    queue = TransferQueue([link], "test", may_hold=False)
-    with queue.held():
-        queue.begin([Copy(1, 0, 100)]).wait()
-    assert len(link.batches) == 1
-    queue.close()
-
-
 class TestHelper:
     """The thread that waits copies too."""
 
@@ -233,20 +206,6 @@ class TestHelper:
         link.permits.release()
         first.wait()
         queue.close()
-
-
-def test_held_transfers_begin_even_if_the_block_fails(link: Link, queue: TransferQueue) -> None:
-    transfers = []
-
-    def begin_and_fail() -> None:
-        with queue.held():
-            transfers.append(queue.begin([Copy(1, 0, 100)]))
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        begin_and_fail()
-    transfers[0].wait()
-    assert len(link.chunks) == 1
 
 
 def test_nothing_to_copy_has_ended_at_once(queue: TransferQueue) -> None:

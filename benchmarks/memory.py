@@ -86,7 +86,7 @@ def make_figures(details: Mapping[str, Any], num_switches: int) -> Iterator[tupl
 def at_most(measured: float, limit: float) -> Figure:
     """A figure that is to be small."""
     reached = measured <= limit
-    ratio = measured / limit if limit else None
+    ratio = measured / limit if limit > 0 else None
     return {"measured": measured, "limit": limit, "ratio": ratio, "reached": reached}
 
 

@@ -113,8 +113,16 @@ class _BackendGrammars(StructuredOutputManager):
         trim_heap()
 
     def clear_backend(self) -> None:
-        """End the backend, and the threads that compile."""
-        self.executor.shutdown(cancel_futures=True)
+        """End the backend, and the threads that compile, when what they compile is done.
+
+        Returns at once: a grammar takes up to seconds and cannot be stopped, and other engines'
+        steps go on meanwhile.
+        """
+        self.executor.shutdown(wait=False, cancel_futures=True)
+        threading.Thread(target=self._end, name="grammars-end", daemon=True).start()
+
+    def _end(self) -> None:
+        self.executor.shutdown()
         _caches.forget(self)  # other engines' threads ask what is there for its size
         super().clear_backend()
 

@@ -49,6 +49,8 @@ class Model:
     image: bytes
     requests: list[list[int]] = field(default_factory=list)
     content: dict[int, bytes] = field(default_factory=dict)
+    had: set[bytes] = field(default_factory=set)
+    """Of any block, at any time."""
 
     @property
     def runnable(self) -> list[list[int]]:
@@ -332,6 +334,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.sent.remove(picked)
         model.requests.append(blocks)
         model.content |= dict(zip(blocks, picked.contents, strict=True))
+        model.had |= set(picked.contents)
 
     @rule(sent=WHICH)
     def forget(self, sent: int) -> None:
@@ -383,6 +386,7 @@ class MemoryMachine(RuleBasedStateMachine):
         data = pattern(self.num_written, model.kv.geometry.block_bytes)
         write_block(model.kv, block, data)
         model.content[block] = data
+        model.had.add(data)
 
     def model(self, which: int) -> Model:
         return self.models[which % len(self.models)]
@@ -418,10 +422,11 @@ class MemoryMachine(RuleBasedStateMachine):
                 self.shows_nothing_foreign(model, block)
 
     def shows_nothing_foreign(self, model: Model, block: int) -> None:
-        """Bytes that nobody wrote since the model got the page are zero or its own."""
-        others = b"".join(
-            data for other in self.models if other is not model for data in other.content.values()
-        ) + b"".join(other.image for other in self.models)
+        """Bytes that nobody wrote since the model got the page are zero or its own, which others
+        may have by adoption."""
+        contents = [data for other in self.models for data in other.content.values()]
+        images = [other.image for other in self.models]
+        others = b"".join([*(data for data in contents if data not in model.had), *images])
         data = read_block(model.kv, block)
         for start in range(0, len(data) - 32, 32):
             piece = data[start : start + 32]
@@ -438,6 +443,22 @@ MemoryMachine.TestCase.settings = settings(
     max_examples=OPERATIONS // STEPS, stateful_step_count=STEPS, deadline=None
 )
 TestMemoryMachine = MemoryMachine.TestCase
+
+
+def test_bytes_that_another_adopted_are_still_ones_own() -> None:
+    """A request ends while its blocks come back: they hold what somewhere else goes on with."""
+    machine = MemoryMachine()
+    machine.start(layouts=["blocks-outermost"] * 2, num_pages=24, host_pages=9)
+    machine.export(which=1, request=0, step=1, is_end=False)
+    machine.adopt(which=0, sent=0)
+    machine.page_out(which=1, chunk=0)
+    machine.finish(which=1)
+    machine.resume(which=1, fail_in=0)
+    machine.end(which=1, request=0)
+    machine.bytes_are_right()
+    machine.finish(which=1)
+    machine.accounts_are_right()
+    machine.teardown()
 
 
 def test_adoption_leaves_the_null_blocks_chunk_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,44 @@ def compiled(grammars: EngineGrammars, one: Request) -> object:
         assert time.monotonic() < deadline_s
         time.sleep(0.002)
     return structured.grammar
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_engine_that_ends_does_not_wait_for_its_grammars(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other engines step in the thread that ends this one."""
+    caches = GrammarCaches(1 << 30)
+    monkeypatch.setattr("gpupoold.instance.grammars._caches", caches)
+    grammars = engine_grammars(tiny_models, monkeypatch)
+    compiled(grammars, request("xgrammar", regex="a"))
+    manager = grammars._by_backend["xgrammar"]
+    backend = manager.backend
+    may_compile, is_compiling = threading.Event(), threading.Event()
+    destroyed: list[bool] = []
+    compile_grammar, destroy = backend.compile_grammar, backend.destroy
+
+    def wait_and_compile(*arguments: Any, **options: Any) -> Any:
+        is_compiling.set()
+        may_compile.wait(60)
+        return compile_grammar(*arguments, **options)
+
+    def note_and_destroy() -> None:
+        destroyed.append(late.structured_output_request.is_grammar_ready)
+        destroy()
+
+    monkeypatch.setattr(backend, "compile_grammar", wait_and_compile)
+    monkeypatch.setattr(backend, "destroy", note_and_destroy)
+    late: Any = request("xgrammar", regex="b")
+    grammars.grammar_init(late)
+    assert is_compiling.wait(60)
+    grammars.clear_backend()
+    assert not destroyed, "what compiles still uses the backend"
+    may_compile.set()
+    [ending] = [one for one in threading.enumerate() if one.name == "grammars-end"]
+    ending.join(60)
+    assert destroyed == [True]
+    assert manager not in caches._caches
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -7,6 +7,7 @@ device is emptied and looked at for pages and host memory that did not come back
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
 import time
@@ -39,6 +40,8 @@ kv_host = "64MiB"
 quota_max = "30ms"
 """
 _HISTORY_ROWS = 10_000
+ARENA_BYTES = 1 << 20
+"""What Python's allocator takes from the kernel at a time; it is touched as it is used."""
 HOST_MEMORY = ("kv_host_bytes", "shmem_bytes", "anon_bytes")
 
 Key = tuple[str, int]
@@ -101,10 +104,13 @@ def summary(
     as the kernel counts it: private, and shared (pages, images) without the KV host cache, a
     buffer of fixed size whose memory is taken as slots are first used. A heap grows and
     shrinks by a megabyte all the time, so what was gained is the difference of two medians:
-    of the last third of the rounds and of the first.
+    of the last third of the rounds and of the first. One arena, which an allocator takes once
+    in a while, is not a leak; a second would be.
     """
     moved = [switch for switch in switches if _num_bytes(switch)]
-    gained = {name: _gained([one[name] for one in leftovers]) for name in HOST_MEMORY}
+    held = {name: [one[name] for one in leftovers] for name in HOST_MEMORY}
+    held["anon_bytes"] = without_one_arena(held["anon_bytes"])
+    gained = {name: _gained(values) for name, values in held.items()}
     last = leftovers[-1]
     return {
         "switches": len(moved),
@@ -129,6 +135,17 @@ def _device_bytes_gained(leftovers: Sequence[Mapping[str, Any]]) -> int | None:
     free = [one.get("device_free_bytes") for one in leftovers]
     known = [-num_bytes for num_bytes in free if num_bytes is not None]
     return _gained(known) if known else None
+
+
+def without_one_arena(values: Sequence[int]) -> list[int]:
+    """Return ``values`` as if the largest rise between two of them had not been, unless it is
+    larger than an arena."""
+    rises = [after - before for before, after in itertools.pairwise(values)]
+    rise = max((rise for rise in rises if rise <= ARENA_BYTES), default=0)
+    if rise <= 0:
+        return list(values)
+    first = rises.index(rise) + 1
+    return [*values[:first], *(value - rise for value in values[first:])]
 
 
 def _gained(values: Sequence[int]) -> int:

@@ -109,8 +109,8 @@ def summary(
     """
     moved = [switch for switch in switches if _num_bytes(switch)]
     held = {name: [one[name] for one in leftovers] for name in HOST_MEMORY}
-    held["anon_bytes"] = without_one_arena(held["anon_bytes"])
     gained = {name: _gained(values) for name, values in held.items()}
+    gained["anon_bytes"] = heap_gained(held["anon_bytes"])
     last = leftovers[-1]
     return {
         "switches": len(moved),
@@ -137,15 +137,13 @@ def _device_bytes_gained(leftovers: Sequence[Mapping[str, Any]]) -> int | None:
     return _gained(known) if known else None
 
 
-def without_one_arena(values: Sequence[int]) -> list[int]:
-    """Return ``values`` as if the largest rise between two of them had not been, unless it is
-    larger than an arena."""
+def heap_gained(values: Sequence[int]) -> int:
+    """Return what was gained, less the largest rise that may be an arena; never less than nothing
+    by that, so that no other gain is hidden in a sum."""
+    gained = _gained(values)
     rises = [after - before for before, after in itertools.pairwise(values)]
-    rise = max((rise for rise in rises if rise <= ARENA_BYTES), default=0)
-    if rise <= 0:
-        return list(values)
-    first = rises.index(rise) + 1
-    return [*values[:first], *(value - rise for value in values[first:])]
+    arena = max((rise for rise in rises if 0 < rise <= ARENA_BYTES), default=0)
+    return gained - min(arena, max(0, gained))
 
 
 def _gained(values: Sequence[int]) -> int:

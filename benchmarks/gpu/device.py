@@ -81,7 +81,7 @@ def report_copies(report: Report, device: Device, num_bytes: int) -> None:
         scratch = undo.enter_context(scratch_memory(device, PagePool(device.num_pages), num_bytes))
         queues = {}
         for way in Direction:
-            queues[way] = TransferQueue(device.open_lanes(way), f"bench-{way}")
+            queues[way] = TransferQueue.open(device, way, f"bench-{way}")
             undo.callback(queues[way].close)
         copy_in, copy_out = plain_copies(device, scratch)["device_copy"]
         ways: dict[str, tuple[int, Callable[[], float]]] = {

@@ -96,7 +96,7 @@ def bench_layouts(
         undo.callback(host.unpin, device)
         queues = {}
         for way in Direction:
-            queues[way] = TransferQueue(device.open_lanes(way), f"layout-{way}")
+            queues[way] = TransferQueue.open(device, way, f"layout-{way}")
             undo.callback(queues[way].close)
         rows = []
         for layout in LAYOUTS:

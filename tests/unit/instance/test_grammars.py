@@ -97,9 +97,16 @@ def request(backend: str, **structured: Any) -> Request:
     return Request.from_engine_core_request(asked, None)
 
 
-def engine_grammars(
-    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> EngineGrammars:
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> GrammarCaches:
+    """Of the process, with no limit that matters."""
+    caches = GrammarCaches(1 << 30)
+    monkeypatch.setattr("gpupoold.instance.grammars._caches", caches)
+    return caches
+
+
+@pytest.fixture
+def grammars(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> EngineGrammars:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("VLLM_XGRAMMAR_CACHE_MB", "4096")
     arguments = EngineArgs(model=str(tiny_models["tiny-llama"]), enforce_eager=True)
@@ -117,14 +124,19 @@ def compiled(grammars: EngineGrammars, one: Request) -> object:
     return structured.grammar
 
 
+def wait_until_ended() -> None:
+    """Return when the backends that were cleared are gone."""
+    for one in threading.enumerate():
+        if one.name == "grammars-end":
+            one.join(60)
+            assert not one.is_alive()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_an_engine_that_ends_does_not_wait_for_its_grammars(
-    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    caches: GrammarCaches, grammars: EngineGrammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other engines step in the thread that ends this one."""
-    caches = GrammarCaches(1 << 30)
-    monkeypatch.setattr("gpupoold.instance.grammars._caches", caches)
-    grammars = engine_grammars(tiny_models, monkeypatch)
     compiled(grammars, request("xgrammar", regex="a"))
     manager = grammars._by_backend["xgrammar"]
     backend = manager.backend
@@ -149,20 +161,14 @@ def test_an_engine_that_ends_does_not_wait_for_its_grammars(
     grammars.clear_backend()
     assert not destroyed, "what compiles still uses the backend"
     may_compile.set()
-    [ending] = [one for one in threading.enumerate() if one.name == "grammars-end"]
-    ending.join(60)
+    wait_until_ended()
     assert destroyed == [True]
     assert manager not in caches._caches
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_each_grammar_by_its_own_backend(
-    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_grammar_by_its_own_backend(caches: GrammarCaches, grammars: EngineGrammars) -> None:
     """In vLLM the first one's would compile all that follow."""
-    caches = GrammarCaches(1 << 30)
-    monkeypatch.setattr("gpupoold.instance.grammars._caches", caches)
-    grammars = engine_grammars(tiny_models, monkeypatch)
     schema = {"type": "integer", "multipleOf": 7}
     found = []
     for one in (
@@ -177,16 +183,16 @@ def test_each_grammar_by_its_own_backend(
     assert niceness > os.getpriority(os.PRIO_PROCESS, 0), "steps go before grammars"
     grammars.clear_backend()
     assert grammars.backend is None
+    wait_until_ended()
     caches.used(Cache())  # asks all engines' for their sizes
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_memory_of_compiled_grammars_is_given_back(
-    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    grammars: EngineGrammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one compiler for all of them the process grows by 330 MB."""
     monkeypatch.setattr("gpupoold.instance.grammars._caches", GrammarCaches(LIMIT_BYTES))
-    grammars = engine_grammars(tiny_models, monkeypatch)
     process = psutil.Process()
     for number in range(300):
         if number == NUM_WARM_UP:

@@ -158,7 +158,7 @@ def num_of_all(box: PrivateDaemon) -> int:
     return sum(row.refused for row in ps(box).models)
 
 
-@pytest.fixture(params=[True, False])
+@pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.slow)])
 def drops(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 

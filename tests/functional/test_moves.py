@@ -154,6 +154,7 @@ def test_a_role_that_there_is_not_is_refused(daemon: PrivateDaemon) -> None:
     assert "there are 0 to 1" in done.stderr
 
 
+@pytest.mark.slow
 async def test_under_aegaeon_every_answer_moves(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -61,11 +61,11 @@ class Victim:
         os.close(writer)
         self._reader = reader
 
-    def kill_after(self, num_words: int, delay_s: float) -> bytes:
-        """All that it said before it was killed, the given time after so many bytes."""
+    def kill_after(self, num_words: int, delay_s: float, word: bytes = b"") -> bytes:
+        """All that it said before it was killed, the given time after so many bytes and a word."""
         said = b""
-        while len(said) < num_words:
-            piece = os.read(self._reader, num_words - len(said))
+        while len(said) < num_words or word not in said:
+            piece = os.read(self._reader, 1)
             assert piece, "the child ended by itself"
             said += piece
         time.sleep(delay_s)
@@ -198,8 +198,9 @@ def kill_during_upgrade(folder: Path, num_kills: int, rng: random.Random) -> dic
         path.write_bytes(original.read_bytes())
         victim = Victim(functools.partial(_upgrade, path))
         # After the word for: it begins to copy, the copy is whole, the schema is changed.
-        longest_s = 0.02 if (num_words := 1 + run % 3) == 1 else _LONGEST_DELAY_S
-        words = victim.kill_after(num_words, rng.uniform(0, longest_s)).decode()
+        word = (b"b", b"s", b"d")[run % 3]
+        longest_s = 0.02 if word == b"b" else _LONGEST_DELAY_S
+        words = victim.kill_after(1, rng.uniform(0, longest_s), word).decode()
         told.update([words])
         _check_upgrade(path, before, words)
         asyncio.run(_open(path))

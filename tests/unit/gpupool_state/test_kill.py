@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import ROOT
 
 NUM_KILLS = 1000
-NUM_UPGRADE_KILLS = 45
+NUM_UPGRADE_KILLS = 24
 
 
 def kill(folder: Path, what: str, num_kills: int) -> dict[str, int]:

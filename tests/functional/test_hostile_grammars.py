@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -278,3 +279,8 @@ async def test_compiler_that_crashes(peer: EnginePeer) -> None:
         "compiling it ends the compiler (SIGSEGV)",
     )
     assert (await verdict({"choice": ["a", "b"]})).outcome == "accepted"
+    (checker,) = (one for one in psutil.Process().children() if "checker" in str(one.cmdline()))
+    checker.kill()
+    async with asyncio.timeout(10):
+        while len(asyncio.all_tasks()) > 1:  # it is waited for
+            await asyncio.sleep(0.05)

@@ -21,6 +21,7 @@ import psutil
 from openai import AsyncOpenAI
 
 from benchmarks.load import Ask, Stream, ask_all, client_of
+from benchmarks.processes import module_of
 from gpupool_cli.bench_rig import emulated_config, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.admin.models import Ps
@@ -172,7 +173,7 @@ async def _kill(daemon: PrivateDaemon, every_s: float, kills: Kills) -> None:
 def _kill_frontend(daemon: PrivateDaemon) -> int:
     for process in psutil.Process(daemon.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if "-m gpupoold.frontend " in " ".join(process.cmdline()):
+            if module_of(process) == "gpupoold.frontend":
                 process.kill()
                 return 1
     return 0

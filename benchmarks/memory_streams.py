@@ -40,8 +40,8 @@ kv_host = "64MiB"
 quota_max = "30ms"
 """
 _HISTORY_ROWS = 10_000
-ARENA_BYTES = 1 << 20
-"""What Python's allocator takes from the kernel at a time; it is touched as it is used."""
+# What Python's allocator takes from the kernel at a time; it is touched as it is used.
+_ARENA_BYTES = 1 << 20
 HOST_MEMORY = ("kv_host_bytes", "shmem_bytes", "anon_bytes")
 
 Key = tuple[str, int]
@@ -108,9 +108,10 @@ def summary(
     in a while, is not a leak; a second would be.
     """
     moved = [switch for switch in switches if _num_bytes(switch)]
-    held = {name: [one[name] for one in leftovers] for name in HOST_MEMORY}
-    gained = {name: _gained(values) for name, values in held.items()}
-    gained["anon_bytes"] = heap_gained(held["anon_bytes"])
+    gained = {
+        name: (heap_gained if name == "anon_bytes" else _gained)([one[name] for one in leftovers])
+        for name in HOST_MEMORY
+    }
     last = leftovers[-1]
     return {
         "switches": len(moved),
@@ -142,7 +143,7 @@ def heap_gained(values: Sequence[int]) -> int:
     by that, so that no other gain is hidden in a sum."""
     gained = _gained(values)
     rises = [after - before for before, after in itertools.pairwise(values)]
-    arena = max((rise for rise in rises if 0 < rise <= ARENA_BYTES), default=0)
+    arena = max((rise for rise in rises if 0 < rise <= _ARENA_BYTES), default=0)
     return gained - min(arena, max(0, gained))
 
 

@@ -22,9 +22,19 @@ def processes(daemon: PrivateDaemon) -> list[psutil.Process]:
     return [root, *(one for one in descendants if _parent_pid(one) not in {None, *checkers})]
 
 
+def module_of(process: psutil.Process) -> str | None:
+    """Return the module that ``python -m`` runs, None for other programs.
+
+    Raises:
+        psutil.Error: the process has ended, or may not be looked at.
+    """
+    words = " ".join(process.cmdline()).split()  # of a forked process it is one text
+    return words[words.index("-m") + 1] if "-m" in words[:-1] else None
+
+
 def _is_checker(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return _CHECKER in " ".join(process.cmdline())
+        return module_of(process) == _CHECKER
     return False
 
 

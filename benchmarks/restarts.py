@@ -17,6 +17,7 @@ import httpx
 import psutil
 
 from benchmarks.load import client_of, token_ids_of
+from benchmarks.processes import module_of
 from gpupool_cli.bench_rig import device_config
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 
@@ -94,7 +95,7 @@ async def _stream(daemon: PrivateDaemon, model: str, token_times_s: list[float])
 
 def _process(daemon: PrivateDaemon, module: str) -> psutil.Process:
     everyone = psutil.Process(daemon.process.pid).children(recursive=True)
-    [found] = [one for one in everyone if f"-m {module} " in " ".join(one.cmdline())]
+    [found] = [one for one in everyone if module_of(one) == module]
     return found
 
 

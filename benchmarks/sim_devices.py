@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.processes import module_of
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.checkpoints.hollow import make_hollow_checkpoint
 from gpupoold.domain import Targets
@@ -126,10 +127,9 @@ def _cpu_seconds(daemon: PrivateDaemon) -> Iterator[tuple[str, float]]:
     total: defaultdict[str, float] = defaultdict(float)
     process = psutil.Process(daemon.process.pid)
     for one in [process, *process.children(recursive=True), psutil.Process()]:
-        words = " ".join(one.cmdline()).split()
-        modules = [word for word in words if word.startswith("gpupoold")]
+        module = module_of(one) or ""
         times = one.cpu_times()
-        total[modules[0] if modules else "client"] += times.user + times.system
+        total[module if module.startswith("gpupoold") else "client"] += times.user + times.system
     yield from sorted(total.items())
 
 

@@ -61,8 +61,8 @@ class Victim:
         os.close(writer)
         self._reader = reader
 
-    def kill_after(self, num_words: int, delay_s: float, word: bytes = b"") -> bytes:
-        """All that it said before it was killed, the given time after so many bytes and a word."""
+    def kill_after(self, delay_s: float, *, num_words: int = 0, word: bytes = b"") -> bytes:
+        """All that it said before it was killed, the given time after so many bytes or a word."""
         said = b""
         while len(said) < num_words or word not in said:
             piece = os.read(self._reader, 1)
@@ -141,7 +141,7 @@ def kill_during_changes(folder: Path, num_kills: int, rng: random.Random) -> dic
         # Some are killed before they have opened the database, most while they write.
         num_words = 0 if run % 10 == 0 else rng.randint(1, 8)
         longest_s = _LONGEST_DELAY_S * (5 if num_words == 0 else 1)
-        words = victim.kill_after(num_words, rng.uniform(0, longest_s)).decode()
+        words = victim.kill_after(rng.uniform(0, longest_s), num_words=num_words).decode()
         said.update(words)
         before = _check(path, run, words, before)
     return {"kills": num_kills, "changes": said["r"], "flushes": said["h"], "opened": said["o"]}
@@ -200,7 +200,7 @@ def kill_during_upgrade(folder: Path, num_kills: int, rng: random.Random) -> dic
         # After the word for: it begins to copy, the copy is whole, the schema is changed.
         word = (b"b", b"s", b"d")[run % 3]
         longest_s = 0.02 if word == b"b" else _LONGEST_DELAY_S
-        words = victim.kill_after(1, rng.uniform(0, longest_s), word).decode()
+        words = victim.kill_after(rng.uniform(0, longest_s), word=word).decode()
         told.update([words])
         _check_upgrade(path, before, words)
         asyncio.run(_open(path))

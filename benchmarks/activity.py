@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from gpupoold.activity import ActivityPage, Phase, create_page
+from gpupoold.system.activity import ActivityPage, Phase, create_page
 
 _NUM_CALLS = 20_000
 _SIZES = (1, 64, 256)

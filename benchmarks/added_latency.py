@@ -17,11 +17,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from gpupool_cli.bench_rig import emulated_config, weight_bytes
-from gpupool_cli.overhead import vllm_serve
+from gpupool_cli.bench.overhead import vllm_serve
+from gpupool_cli.bench.rig import emulated_config, weight_bytes
 from gpupool_cli.private_daemon import private_daemon
 from gpupoold.errors import Failed
-from gpupoold.stats import percentile
+from gpupoold.stats.percentile import percentile
 
 KINDS = ("whole", "streamed")
 """Kinds of requests that have a limit."""

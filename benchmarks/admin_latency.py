@@ -27,7 +27,7 @@ from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.domain import Targets
 from gpupoold.sim.boxes import box_models, parse_box
 from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload
-from gpupoold.stats import percentile
+from gpupoold.stats.percentile import percentile
 
 BOX, NUM_MODELS, REQUESTS_PER_S = "16xH800", 100, 50.0
 TARGETS = Targets(10.0, 0.1)

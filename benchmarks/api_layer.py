@@ -24,7 +24,7 @@ from benchmarks.frontend_rate import run_frontend_rate
 from benchmarks.memory import at_least, at_most
 from benchmarks.recovery import table
 from benchmarks.stream_client import PATHS
-from gpupool_cli.bench_rig import make_checkpoints
+from gpupool_cli.bench.rig import make_checkpoints
 
 ADDED_LATENCY_S = 0.001
 TOKENS_PER_S = 20_000

@@ -11,7 +11,7 @@ import psutil
 
 from benchmarks.stream_client import stream_apart
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.checkpoints.hollow import make_hollow_checkpoint
+from gpupoold.checkpoints.dummy import make_hollow_checkpoint
 
 NUM_IDLE, NUM_ACTIVE, ANSWER_TOKENS = 1_000, 500, 64
 # Longer than servers usually keep a connection that says nothing.

@@ -22,9 +22,9 @@ from openai import AsyncOpenAI
 
 from benchmarks.load import Ask, Stream, ask_all, client_of
 from benchmarks.processes import module_of
-from gpupool_cli.bench_rig import emulated_config, weight_bytes
+from gpupool_cli.bench.rig import emulated_config, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.admin.models import Ps
+from gpupoold.api.schemas import Ps
 from gpupoold.errors import GpupoolError
 
 NUM_DEVICES = 3

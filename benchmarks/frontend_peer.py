@@ -18,8 +18,8 @@ from typing import Any, Self
 
 import psutil
 
-from gpupoold.simdevice.made_up import seed_of
 from gpupoold.simdevice.models import know
+from gpupoold.simdevice.synthetic import seed_of
 from gpupoold.wire.channel import BlockingChannel
 from gpupoold.wire.messages import (
     AbortRequests,

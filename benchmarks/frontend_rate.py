@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.frontend_peer import MODEL, FrontendPeer
 from benchmarks.stream_client import PATHS, stream_apart
-from gpupoold.checkpoints.hollow import make_hollow_checkpoint
+from gpupoold.checkpoints.dummy import make_hollow_checkpoint
 from gpupoold.errors import Failed
 
 _SHAPE = "Qwen2.5-7B"

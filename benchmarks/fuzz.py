@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.mutants import Mutant
+from benchmarks.malformed_requests import Mutant
 
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 # An error inside a stream whose status had been sent before.

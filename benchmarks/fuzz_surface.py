@@ -25,7 +25,7 @@ import httpx
 
 from benchmarks.fuzz import Outcome, send_mutants
 from benchmarks.generated import generated
-from benchmarks.mutants import MAX_TOKENS, mutants
+from benchmarks.malformed_requests import MAX_TOKENS, mutants
 from benchmarks.near_limits import near_limits
 from benchmarks.noise import (
     MAX_BODY_BYTES,
@@ -35,9 +35,9 @@ from benchmarks.noise import (
     late_loops,
 )
 from benchmarks.processes import processes
-from gpupool_cli.bench_rig import emulated_config, make_checkpoints, weight_bytes
+from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.checkpoints.hollow import make_hollow_checkpoint
+from gpupoold.checkpoints.dummy import make_hollow_checkpoint
 from gpupoold.units import format_bytes
 
 MODELS = ("one", "two")

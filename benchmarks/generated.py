@@ -12,7 +12,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed as seeded, settings
 from hypothesis.errors import Unsatisfiable
 
-from benchmarks.mutants import Mutant, request_bytes
+from benchmarks.malformed_requests import Mutant, request_bytes
 
 _MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
 

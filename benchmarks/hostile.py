@@ -21,13 +21,13 @@ from typing import Any
 import psutil
 
 from benchmarks.fuzz import exchange
-from benchmarks.mutants import request_bytes
+from benchmarks.malformed_requests import request_bytes
 from benchmarks.neighbour import Felt, Neighbour
 from benchmarks.noise import MORE_PAUSE_S
 from benchmarks.processes import processes
-from gpupool_cli.bench_rig import emulated_config, make_checkpoints, weight_bytes
+from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.stats import percentile
+from gpupoold.stats.percentile import percentile
 from gpupoold.units import format_bytes, format_duration
 
 MODEL = "llama"

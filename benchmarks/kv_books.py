@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from gpupoold.instance.residency import Residency
-from gpupoold.instance.room import Use
-from gpupoold.memory.chunks import Place
+from gpupoold.memory.address_ranges import Region
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.kv import KvMemory
+from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.pages import PagePool
-from gpupoold.memory.regions import Region
 from gpupoold.memory.weights import WeightMemory
+from gpupoold.worker.kv.page_eviction import Use
+from gpupoold.worker.kv.residency import Residency
 from tests.unit.memory.ledger import MemoryLedger
 
 # Nothing is copied that is timed: small pages make the same books as large ones.

@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks.memory_streams import run_streams
 from benchmarks.values import value_text
-from gpupool_cli.bench_memory import run_memory_bench
-from gpupool_cli.bench_switch import run_switch_bench
+from gpupool_cli.bench.memory import run_memory_bench
+from gpupool_cli.bench.switch import run_switch_bench
 from gpupoold.units import parse_size_bytes
 
 KV_MODEL_BYTES = 30_000_000

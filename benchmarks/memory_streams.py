@@ -20,9 +20,9 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from benchmarks.load import token_ids_of
-from gpupool_cli.bench_rig import device_config, make_checkpoints, weight_bytes
+from gpupool_cli.bench.rig import device_config, make_checkpoints, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.admin.models import BenchMemoryRequest, SwitchInfo
+from gpupoold.api.schemas import BenchMemoryRequest, SwitchInfo
 
 ARCHITECTURES = ("llama", "mixtral", "qwen2", "qwen3")
 MODEL_BYTES = 10_000_000

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
-from benchmarks.mutants import MAX_TOKENS, Mutant, request_bytes
+from benchmarks.malformed_requests import MAX_TOKENS, Mutant, request_bytes
 
 _GREETING = [{"role": "user", "content": "hello"}]
 _Body = dict[str, Any]

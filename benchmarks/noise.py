@@ -15,7 +15,7 @@ from benchmarks.fuzz import Outcome, send_mutants
 from benchmarks.near_limits import near_limits
 from benchmarks.neighbour import Felt, Neighbour
 from gpupool_cli.private_daemon import PrivateDaemon
-from gpupoold.admin.models_top import TurnInfo
+from gpupoold.api.schemas_top import TurnInfo
 
 MAX_BODY_BYTES = 10_000_000
 MORE_PAUSE_S = 0.1

@@ -8,7 +8,7 @@ import psutil
 
 from gpupool_cli.private_daemon import PrivateDaemon
 
-_CHECKER = "gpupoold.frontend.grammars.checker"
+_CHECKER = "gpupoold.frontend.grammar_checker.checker"
 
 
 def processes(daemon: PrivateDaemon) -> list[psutil.Process]:

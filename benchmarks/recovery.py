@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults import run_faults
-from benchmarks.hand_over import run_hand_over
 from benchmarks.memory import at_least, at_most
+from benchmarks.migration import run_hand_over
 from benchmarks.recovery_sim import run_recovery_sim
 from benchmarks.restarts import run_restarts
 from benchmarks.role_changes import run_role_changes
 from benchmarks.values import value_text
-from gpupool_cli.bench_rig import make_checkpoints
+from gpupool_cli.bench.rig import make_checkpoints
 from gpupoold.units import format_duration
 
 ARCHITECTURES = ["llama", "mixtral", "qwen2", "qwen3"]

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.sim_devices import CappedLengths, Sent, add_models, send_all, sim_config
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.admin.models import RequestRecord
+from gpupoold.api.schemas import RequestRecord
 from gpupoold.domain import Targets
 from gpupoold.sim.boxes import box_models, parse_box
 from gpupoold.sim.workloads import equal_rates, poisson_workload

@@ -18,7 +18,7 @@ import psutil
 
 from benchmarks.load import client_of, token_ids_of
 from benchmarks.processes import module_of
-from gpupool_cli.bench_rig import device_config
+from gpupool_cli.bench.rig import device_config
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 
 MAX_MODEL_LEN = 1024
@@ -57,7 +57,7 @@ async def _kill_instance(daemon: PrivateDaemon, model: str) -> Times:
     streaming = asyncio.create_task(_stream(daemon, model, token_times_s))
     while not token_times_s:
         await asyncio.sleep(_POLL_S)
-    killed = _process(daemon, "gpupoold.instance")
+    killed = _process(daemon, "gpupoold.worker")
     killed_s = time.monotonic()
     killed.kill()
     ready_s = await asyncio.to_thread(_until, lambda: _is_back(daemon, killed.pid))

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpupool_cli.plot import save_plot
+from gpupool_cli.planning.plot import save_plot
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import box_models, parse_box
@@ -32,7 +32,7 @@ from gpupoold.sim.presets import preset_panels
 from gpupoold.sim.run import Row, run_point, run_points, sweep_goodput
 from gpupoold.sim.scenario import Overrides, Panel, Point
 from gpupoold.sim.workloads import equal_rates, poisson_workload
-from gpupoold.stats import percentile
+from gpupoold.stats.percentile import percentile
 
 FIGURES = (
     "aegaeon-fig4",

@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks.processes import module_of
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.checkpoints.hollow import make_hollow_checkpoint
+from gpupoold.checkpoints.dummy import make_hollow_checkpoint
 from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError
 from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, box_models, parse_box
@@ -36,7 +36,7 @@ from gpupoold.sim.metrics import summarise
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.policies import make_policy
 from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload
-from gpupoold.stats import percentile
+from gpupoold.stats.percentile import percentile
 
 MAX_MODEL_LEN = 8192
 _TOKEN_IDS = range(300, 2000)

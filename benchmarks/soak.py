@@ -30,7 +30,7 @@ from typing import Any
 import httpx
 
 from benchmarks.processes import module_of, processes
-from gpupool_cli.bench_rig import emulated_config, make_checkpoints, weight_bytes
+from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.units import format_bytes
 
@@ -42,7 +42,7 @@ _READ_EVERY_S = 5.0
 # By a minute, in the second half of the run.
 _LIMITS = {"rss_bytes": 3 << 20, "fds": 0.5, "threads": 0.5, "log_bytes": 1 << 20}
 # In all, of one process of a module.
-_CACHE_BYTES = {"gpupoold.instance": 64 << 20}
+_CACHE_BYTES = {"gpupoold.worker": 64 << 20}
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ from gpupoold.sim.engine import Simulation
 from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.presets import poisson_panel
 from gpupoold.sim.scenario import Overrides, Scenario, build_scenario
-from gpupoold.stats import percentile
+from gpupoold.stats.percentile import percentile
 
 # Box, models, requests/s of each, bound of live requests: from light load to far too much.
 LOADS = (

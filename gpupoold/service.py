@@ -26,28 +26,28 @@ from gpupool_state import (
     StateLock,
 )
 from gpupoold import __version__
-from gpupoold.access.listening import why_keys_are_required
 from gpupoold.access.peers import AdminGroups
 from gpupoold.access.tls import check_files
 from gpupoold.admin.app import build_app
 from gpupoold.admin.guard import Door, Guard
-from gpupoold.admin.paths import check_runtime_dir
-from gpupoold.config import ServerSettings, Settings
-from gpupoold.config_file import read_config_file
-from gpupoold.engine_variables import drop_unlisted
+from gpupoold.api.paths import check_runtime_dir
+from gpupoold.config.engine_variables import drop_unlisted
+from gpupoold.config.file import read_config_file
+from gpupoold.config.listening import why_keys_are_required
+from gpupoold.config.schema import ServerSettings, Settings
+from gpupoold.control.access.keyring import Keyring
+from gpupoold.control.build import build_pool
+from gpupoold.control.configuration import Configuration
+from gpupoold.control.control_plane import Pool
+from gpupoold.control.weights.fd_store import PREFIX as IMAGE_PREFIX
 from gpupoold.errors import Failed, GpupoolError
-from gpupoold.hangup import hangup_handler
-from gpupoold.http_protocol import KEEP_ALIVE_S
-from gpupoold.listeners import admin_listener, http_listener
-from gpupoold.logging_setup import start_logging
-from gpupoold.pool.build import build_pool
-from gpupoold.pool.configuration import Configuration
-from gpupoold.pool.keyring import Keyring
-from gpupoold.pool.parked_images import PREFIX as IMAGE_PREFIX
-from gpupoold.pool.pool import Pool
-from gpupoold.process import raise_file_limit, settle_collector
-from gpupoold.service_manager import informed
-from gpupoold.systemd import Environment, FdStore, Inherited, Notifier, take_environment
+from gpupoold.logs.setup import start_logging
+from gpupoold.system.hangup import hangup_handler
+from gpupoold.system.http_protocol import KEEP_ALIVE_S
+from gpupoold.system.listeners import admin_listener, http_listener
+from gpupoold.system.process import raise_file_limit, settle_collector
+from gpupoold.system.service_manager import informed
+from gpupoold.system.systemd import Environment, FdStore, Inherited, Notifier, take_environment
 
 _logger = logging.getLogger("gpupoold")
 

@@ -16,7 +16,7 @@ from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupool_tui.app import TopApp
 from gpupool_tui.once import ask_once
 from gpupool_tui.view import Panel, View
-from gpupoold.checkpoints.hollow import make_hollow_checkpoint
+from gpupoold.checkpoints.dummy import make_hollow_checkpoint
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.workloads import poisson_workload
 

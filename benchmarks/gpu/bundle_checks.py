@@ -87,7 +87,7 @@ def check_versions() -> str:
     import vllm
 
     from gpupoold.frontend import environment
-    from gpupoold.instance import engine
+    from gpupoold.worker.engine import engine
 
     environment.check_engine_version()
     engine.check_engine_version()
@@ -243,8 +243,8 @@ def _configs() -> Iterator[Any]:
                 skip_tokenizer_init=True,
                 gpu_memory_utilization=0.001,
                 async_scheduling=False,
-                worker_cls="gpupoold.instance.worker.CudaWorker",
-                scheduler_cls="gpupoold.instance.scheduler.PooledScheduler",
+                worker_cls="gpupoold.worker.engine.gpu_worker.CudaWorker",
+                scheduler_cls="gpupoold.worker.engine.scheduler.PooledScheduler",
             ).create_engine_config()
 
 
@@ -262,7 +262,7 @@ CHECKS: tuple[tuple[str, Callable[[], str]], ...] = (
 
 def main() -> int:
     """Run all checks; exit code 1 when one fails."""
-    from gpupoold.instance.environment import set_engine_environment
+    from gpupoold.worker.environment import set_engine_environment
 
     set_engine_environment("error")
     num_failed = 0

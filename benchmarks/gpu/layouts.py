@@ -14,13 +14,13 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu.shapes import Shape
-from gpupoold.memory.chunks import Place
+from gpupoold.memory.address_ranges import Region
 from gpupoold.memory.contracts import BlockWatcher, Device, Direction
 from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.kv import KvMemory
+from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.pages import PagePool
-from gpupoold.memory.regions import Region
 from gpupoold.memory.transfers import TransferQueue
 
 BLOCK_TOKENS = 16

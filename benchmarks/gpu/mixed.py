@@ -19,7 +19,7 @@ from benchmarks.gpu.synthetic import weights_of
 from benchmarks.sim_devices import CappedLengths, Sent, send_all
 from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.sim.workloads import equal_rates, poisson_workload
-from gpupoold.stats import percentile
+from gpupoold.stats.percentile import percentile
 
 POLICIES = ("gpupool", "request-level")
 # The largest first: host memory has the checkpoint of one size at a time beside the images.

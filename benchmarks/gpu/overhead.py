@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.gpu import figures
 from benchmarks.gpu.rig import MAX_MODEL_LEN, Setting, shape_main
-from gpupool_cli.overhead import OverheadPlan, measure_overhead
+from gpupool_cli.bench.overhead import OverheadPlan, measure_overhead
 
 _KV_BYTES = 8 << 30
 _DRY_KV_BYTES = 256 << 20

@@ -21,10 +21,10 @@ from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.pieces import add_dry_run
 from benchmarks.gpu.shapes import SHAPES, SMALL_SHAPES, TINY_SHAPES, Shape
 from benchmarks.gpu.synthetic import make_synthetic
-from gpupool_cli.bench_rig import emulated_config
+from gpupool_cli.bench.rig import emulated_config
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.config import CUDA_RESERVE_BYTES
-from gpupoold.instance.environment import ENGINE_ARGUMENTS
+from gpupoold.config.schema import CUDA_RESERVE_BYTES
+from gpupoold.worker.environment import ENGINE_ARGUMENTS
 
 MAX_MODEL_LEN = 4096
 # An emulated device computes in float32, in which answers do not depend on who shares a batch.

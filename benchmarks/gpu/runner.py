@@ -29,7 +29,7 @@ import psutil
 from benchmarks.gpu import figures, machine, results
 from benchmarks.gpu.pieces import TESTS, Piece, add_dry_run, allotted_s, chosen
 from gpupoold.errors import GpupoolError, UsageError
-from gpupoold.process import die_with_parent
+from gpupoold.system.process import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TERMINATE_S = 3.0

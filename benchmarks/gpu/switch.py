@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks.gpu import figures
 from benchmarks.gpu.rig import Setting, add_timed, shape_main
-from gpupoold.admin.client import AdminClient
-from gpupoold.admin.models import BenchMemoryRequest, BenchSwitchRequest, SwitchMode
+from gpupoold.api.client import AdminClient
+from gpupoold.api.schemas import BenchMemoryRequest, BenchSwitchRequest, SwitchMode
 
 _ROUNDS = 5
 _KV_ROUNDS = 10

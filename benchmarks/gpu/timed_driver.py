@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from gpupoold.memory.cuda_driver import CudaDriver
+from gpupoold.memory.cuda.driver import CudaDriver
 
 
 class TimedDriver:

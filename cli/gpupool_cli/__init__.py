@@ -1,1 +1,1 @@
-"""The `gpupool` command line; talks to the daemon through `gpupoold.admin.client` only."""
+"""The `gpupool` command line; talks to the daemon through `gpupoold.api.client` only."""

@@ -12,8 +12,8 @@ from gpupool_cli.models import print_model
 from gpupool_cli.options import TbtOption, TtftOption, model_name
 from gpupool_cli.progress import ProgressView
 from gpupool_cli.session import open_client
-from gpupoold.admin.client import AdminClient
-from gpupoold.admin.models import AddModelRequest, ModelInfo
+from gpupoold.api.client import AdminClient
+from gpupoold.api.schemas import AddModelRequest, ModelInfo
 from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S
 from gpupoold.errors import Failed
 from gpupoold.units import format_bytes

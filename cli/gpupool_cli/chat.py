@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from gpupoold.admin.calls import split_lines
+from gpupoold.api.calls import split_lines
 from gpupoold.errors import (
     Failed,
     GpupoolError,

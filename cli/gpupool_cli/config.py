@@ -14,10 +14,10 @@ from gpupool_cli.exit_codes import ExitCode
 from gpupool_cli.options import JsonOption
 from gpupool_cli.output import Column
 from gpupool_cli.session import open_client
-from gpupoold.admin.models_config import ChangeInfo
-from gpupoold.config import chosen_path, read_text
-from gpupoold.config_file import PlacedProblem, check_named_files, check_text, parsed_file
-from gpupoold.config_view import config_info
+from gpupoold.api.schemas_config import ChangeInfo
+from gpupoold.config.file import PlacedProblem, check_named_files, check_text, parsed_file
+from gpupoold.config.schema import chosen_path, read_text
+from gpupoold.config.view import config_info
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -6,7 +6,7 @@ import json
 import re
 
 from gpupool_cli.output import NOTHING
-from gpupoold.admin.models_config import ConfigInfo, SettingInfo
+from gpupoold.api.schemas_config import ConfigInfo, SettingInfo
 
 _LIST_INDEX = re.compile(r"\[\d+\]$")
 

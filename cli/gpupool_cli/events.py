@@ -8,7 +8,7 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.session import open_client
-from gpupoold.admin.models import EventInfo
+from gpupoold.api.schemas import EventInfo
 
 FollowOption = Annotated[
     bool, typer.Option("--follow", "-f", help="Go on with new ones until interrupted.")

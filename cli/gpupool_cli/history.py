@@ -10,8 +10,8 @@ from gpupool_cli import output
 from gpupool_cli.options import JsonOption, complete_model_name, duration_s
 from gpupool_cli.output import Column, duration_text, size_text
 from gpupool_cli.session import open_client
-from gpupoold.admin.models import RequestRecord, SwitchInfo
-from gpupoold.admin.models_explain import SpanInfo
+from gpupoold.api.schemas import RequestRecord, SwitchInfo
+from gpupoold.api.schemas_explain import SpanInfo
 from gpupoold.units import format_duration
 
 _HOUR_S = 3600.0

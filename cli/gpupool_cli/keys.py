@@ -13,7 +13,7 @@ from gpupool_cli.diagnostics import say
 from gpupool_cli.options import JsonOption, complete_model_name, model_name
 from gpupool_cli.output import Column
 from gpupool_cli.session import open_client
-from gpupoold.admin.models_access import AddKeyRequest, KeyInfo, NewKey, PriorityName, SetKeyRequest
+from gpupoold.api.schemas_access import AddKeyRequest, KeyInfo, NewKey, PriorityName, SetKeyRequest
 from gpupoold.errors import UsageError
 from gpupoold.units import format_duration, parse_duration_s
 

@@ -9,26 +9,25 @@ import typer
 
 from gpupool_cli import (
     add_model,
-    bench,
     cache,
     completion,
     config,
     doctor,
     events,
     history,
-    instances,
     keys,
     models,
-    plan,
     run,
-    simulate,
     status,
     tiny,
     top,
     unload,
     why,
+    workers as instances,
 )
+from gpupool_cli.bench import commands as bench
 from gpupool_cli.diagnostics import CliGroup
+from gpupool_cli.planning import plan, simulate
 from gpupool_cli.session import global_options
 
 app = typer.Typer(

@@ -17,8 +17,8 @@ from gpupool_cli.options import (
     model_name,
 )
 from gpupool_cli.session import open_client
-from gpupoold.admin.client import AdminClient, RemoveMode
-from gpupoold.admin.models import ModelInfo, SetModelRequest
+from gpupoold.api.client import AdminClient, RemoveMode
+from gpupoold.api.schemas import ModelInfo, SetModelRequest
 from gpupoold.errors import DaemonNotRunning, GpupoolError, UsageError
 from gpupoold.units import format_duration
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from gpupoold.admin.client import AdminClient
-from gpupoold.admin.paths import trusted_socket_path
+from gpupoold.api.client import AdminClient
+from gpupoold.api.paths import trusted_socket_path
 from gpupoold.errors import GpupoolError
 from gpupoold.units import parse_duration_s
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpupoold.admin.client import AdminClient
-from gpupoold.admin.models import AddModelRequest, ModelInfo
+from gpupoold.api.client import AdminClient
+from gpupoold.api.schemas import AddModelRequest, ModelInfo
 from gpupoold.errors import Failed, GpupoolError, TimedOut
-from gpupoold.process import die_with_parent
+from gpupoold.system.process import die_with_parent
 
 _START_TIMEOUT_S = 180.0
 _STOP_TIMEOUT_S = 30.0

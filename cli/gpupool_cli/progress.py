@@ -18,7 +18,7 @@ from rich.progress import (
 )
 
 from gpupool_cli.diagnostics import say
-from gpupoold.admin.models import Progress
+from gpupoold.api.schemas import Progress
 from gpupoold.units import format_bytes
 
 _WORDS = {

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from gpupoold.admin.client import AdminClient
-from gpupoold.admin.paths import trusted_socket_path
+from gpupoold.api.client import AdminClient
+from gpupoold.api.paths import trusted_socket_path
 
 
 @dataclass(frozen=True, slots=True)

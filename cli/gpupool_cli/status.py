@@ -8,12 +8,12 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.exit_codes import ExitCode
-from gpupool_cli.instances import role_text
 from gpupool_cli.options import JsonOption
 from gpupool_cli.output import Column, duration_text, size_text
 from gpupool_cli.session import open_client
+from gpupool_cli.workers import role_text
 from gpupoold import __version__
-from gpupoold.admin.models import DeviceInfo, FrontendInfo, ModelUsage, Status
+from gpupoold.api.schemas import DeviceInfo, FrontendInfo, ModelUsage, Status
 from gpupoold.errors import GpupoolError
 from gpupoold.units import format_bytes, format_duration
 

@@ -18,7 +18,7 @@ from gpupoold.units import format_bytes
 
 # Run by name: it needs torch, which this process must never load.
 _TINY_MAKER = "gpupoold.checkpoints.tiny"
-_HOLLOW_MAKER = "gpupoold.checkpoints.hollow"
+_HOLLOW_MAKER = "gpupoold.checkpoints.dummy"
 _COLUMNS = (output.Column("NAME"), output.Column("SIZE", right=True), output.Column("PATH"))
 
 

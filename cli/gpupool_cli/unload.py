@@ -9,7 +9,7 @@ import typer
 from gpupool_cli.diagnostics import say
 from gpupool_cli.options import NameArgument
 from gpupool_cli.session import open_client
-from gpupoold.admin.models_top import UnloadMode
+from gpupoold.api.schemas_top import UnloadMode
 from gpupoold.errors import UsageError
 from gpupoold.units import format_bytes
 

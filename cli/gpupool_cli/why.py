@@ -10,7 +10,7 @@ from gpupool_cli import output
 from gpupool_cli.options import JsonOption, complete_model_name, model_name
 from gpupool_cli.output import Column, duration_text
 from gpupool_cli.session import open_client
-from gpupoold.admin.models_explain import (
+from gpupoold.api.schemas_explain import (
     DeviceTurns,
     FinishedWhy,
     LatenessInfo,

@@ -16,7 +16,7 @@ from rich.table import Table
 from examples.demo.answers import Answer, OnToken, ask, make_prompts, num_differing, open_api
 from examples.demo.setting import TBT, TTFT, daemon_ps, new_table
 from gpupool_cli.private_daemon import PrivateDaemon
-from gpupoold.admin.models import Ps
+from gpupoold.api.schemas import Ps
 from gpupoold.units import format_bytes, format_duration
 
 NUM_REQUESTS = 32

@@ -19,7 +19,7 @@ from examples.demo.answers import Answer, ask, make_prompts, num_differing, open
 from examples.demo.bars import Bars
 from examples.demo.setting import bring_back, daemon_ps, new_table
 from gpupool_cli.private_daemon import PrivateDaemon
-from gpupoold.admin.models import RequestInfo
+from gpupoold.api.schemas import RequestInfo
 from gpupoold.errors import TimedOut
 from gpupoold.units import format_duration
 

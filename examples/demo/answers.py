@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 
 from examples.demo.setting import TARGETS
 from gpupool_cli.private_daemon import PrivateDaemon
-from gpupoold.admin.models import RequestInfo
+from gpupoold.api.schemas import RequestInfo
 
 QUESTIONS = (
     "What is the capital of a country that starts with the letter {letter}?",

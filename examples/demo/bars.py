@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from examples.demo.answers import Answer
-from gpupoold.admin.models import Ps
+from gpupoold.api.schemas import Ps
 
 BAR_WIDTH = 28
 

@@ -13,10 +13,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gpupool_cli.bench_rig import emulated_config, weight_bytes
+from gpupool_cli.bench.rig import emulated_config, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon
-from gpupoold.admin.models import Ps
-from gpupoold.config import default_devices
+from gpupoold.api.schemas import Ps
+from gpupoold.config.schema import default_devices
 from gpupoold.domain import Targets
 from gpupoold.units import format_bytes, format_duration
 

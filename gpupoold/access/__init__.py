@@ -1,1 +1,1 @@
-"""Who may do what: API keys, what they may use up, callers of the admin socket, TLS files."""
+"""Access control: API key secrets, token buckets, peers of the admin socket, TLS files."""

@@ -14,7 +14,12 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from gpupool_state import RequestRow
 from gpupoold import __version__
 from gpupoold.admin.log_reader import follow_logs
-from gpupoold.admin.models import (
+from gpupoold.admin.routes_access import add_access_routes
+from gpupoold.admin.routes_config import add_config_routes
+from gpupoold.admin.routes_explain import add_explain_routes
+from gpupoold.admin.routes_metrics import add_metrics_routes
+from gpupoold.admin.routes_top import add_top_routes
+from gpupoold.api.schemas import (
     AddModelRequest,
     BenchMemoryRequest,
     BenchSwitchRequest,
@@ -31,16 +36,12 @@ from gpupoold.admin.models import (
     SetModelRequest,
     Status,
 )
-from gpupoold.admin.routes_access import add_access_routes
-from gpupoold.admin.routes_config import add_config_routes
-from gpupoold.admin.routes_explain import add_explain_routes
-from gpupoold.admin.routes_metrics import add_metrics_routes
-from gpupoold.admin.routes_top import add_top_routes
+from gpupoold.control.control_plane import Pool
+from gpupoold.control.models.cache_control import CacheControl
+from gpupoold.control.models.info import model_info
+from gpupoold.control.views import bodies as views
 from gpupoold.domain import Role
 from gpupoold.errors import GpupoolError, UsageError
-from gpupoold.pool import views
-from gpupoold.pool.cache_control import CacheControl
-from gpupoold.pool.pool import Pool
 
 _NDJSON = "application/x-ndjson"
 _FOLLOW_WAIT_S = 10.0
@@ -82,13 +83,13 @@ def _add_model_routes(app: FastAPI, pool: Pool) -> None:
     @app.patch("/models/{name:path}")
     async def set_model(name: str, body: SetModelRequest) -> ModelInfo:
         row = await pool.lifecycle.set(name, body)
-        return views.model_info(row, pool.lifecycle.state_of(row))
+        return model_info(row, pool.lifecycle.state_of(row))
 
     @app.delete("/models/{name:path}")
     async def remove_model(
         name: str, mode: Literal["refuse", "drain", "force"] = "refuse"
     ) -> ModelInfo:
-        return views.model_info(await pool.lifecycle.remove(name, mode))
+        return model_info(await pool.lifecycle.remove(name, mode))
 
     @app.post("/bench/switch")
     async def bench_switch(body: BenchSwitchRequest) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gpupoold.access.peers import AdminGroups, Peer, Right, needed_for, peer_of
-from gpupoold.admin.models import ErrorBody
+from gpupoold.api.schemas import ErrorBody
 from gpupoold.errors import Forbidden, GpupoolError, TimedOut, Unavailable, UsageError
-from gpupoold.http_protocol import BoundedHttp
+from gpupoold.system.http_protocol import BoundedHttp
 
 _PEER = "peer"
 _ERRORS: dict[HTTPStatus, type[GpupoolError]] = {

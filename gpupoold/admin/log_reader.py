@@ -9,7 +9,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from gpupoold.log_files import old_file
+from gpupoold.logs.files import old_file
 
 _POLL_S = 0.25
 _MAX_TAIL_BYTES = 8 << 20

@@ -9,21 +9,21 @@ from typing import Any
 from fastapi import FastAPI
 
 from gpupool_state import KeyPowers, KeyRow
-from gpupoold.admin.models_access import (
+from gpupoold.api.schemas_access import (
     AddKeyRequest,
     KeyInfo,
     NewKey,
     RotateKeyRequest,
     SetKeyRequest,
 )
+from gpupoold.control.access.keyring import Keyring
+from gpupoold.control.control_plane import Pool
 from gpupoold.domain import Priority
 from gpupoold.errors import UsageError
-from gpupoold.pool.keyring import Keyring
-from gpupoold.pool.pool import Pool
 
 
 def add_access_routes(app: FastAPI, pool: Pool) -> None:
-    """Add the routes. What the keys are for is in :mod:`gpupoold.pool.keyring`."""
+    """Add the routes. What the keys are for is in :mod:`gpupoold.control.access.keyring`."""
     keyring = pool.keyring
 
     @app.get("/keys")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from gpupoold.admin.models_config import ConfigInfo, DiffInfo, DiffRequest, ReloadInfo
-from gpupoold.pool.pool import Pool
+from gpupoold.api.schemas_config import ConfigInfo, DiffInfo, DiffRequest, ReloadInfo
+from gpupoold.control.control_plane import Pool
 
 
 def add_config_routes(app: FastAPI, pool: Pool) -> None:

@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 
 from fastapi import FastAPI, Query
 
-from gpupoold.admin.models import RequestRecord, SwitchInfo
-from gpupoold.admin.models_explain import SpanInfo, Why
+from gpupoold.api.schemas import RequestRecord, SwitchInfo
+from gpupoold.api.schemas_explain import SpanInfo, Why
+from gpupoold.control.control_plane import Pool
+from gpupoold.control.views import bodies as views
+from gpupoold.control.views.spans import Spans, span_s
 from gpupoold.errors import Failed
-from gpupoold.pool import views
-from gpupoold.pool.pool import Pool
-from gpupoold.pool.spans import Spans, span_s
 
 Since = Annotated[float, Query(gt=0, le=10 * 365 * 86400)]
 Limit = Annotated[int, Query(gt=0, le=10_000)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import FastAPI
 from fastapi.responses import Response
 
+from gpupoold.control.control_plane import Pool
 from gpupoold.metrics.exposition import CONTENT_TYPE, Exporter
-from gpupoold.pool.pool import Pool
 
 
 def add_metrics_routes(app: FastAPI, pool: Pool) -> None:

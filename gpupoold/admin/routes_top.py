@@ -8,9 +8,9 @@ import msgspec
 from fastapi import FastAPI, Query
 from fastapi.responses import Response
 
-from gpupoold.admin.models_top import CancelledRequest, Top, TurnInfo, Unloaded, UnloadMode
-from gpupoold.pool import top_view
-from gpupoold.pool.pool import Pool
+from gpupoold.admin import top_view
+from gpupoold.api.schemas_top import CancelledRequest, Top, TurnInfo, Unloaded, UnloadMode
+from gpupoold.control.control_plane import Pool
 
 Id = Annotated[int, Query(ge=0)]
 Limit = Annotated[int, Query(gt=0, le=10_000)]

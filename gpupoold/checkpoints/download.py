@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gpupoold import durable
 from gpupoold.checkpoints import layout
 from gpupoold.checkpoints.check import check_config
 from gpupoold.checkpoints.hub import Hub, Interrupted, RangeRefused
@@ -32,6 +31,7 @@ from gpupoold.checkpoints.manifest import (
     write_manifest,
 )
 from gpupoold.errors import Failed, Refused
+from gpupoold.system import durable
 from gpupoold.units import format_bytes
 
 ProgressCallback = Callable[[int, int], None]

@@ -10,8 +10,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gpupoold import durable
 from gpupoold.errors import Refused
+from gpupoold.system import durable
 
 MANIFEST_FILE = ".gpupool-download.json"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpupoold.config import Settings
+from gpupoold.config.schema import Settings
 
 
 @dataclass(frozen=True, slots=True)

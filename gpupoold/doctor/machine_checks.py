@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpupoold.config import Settings
+from gpupoold.config.schema import Settings
 from gpupoold.doctor.check import Check, fault, ok, warning
 from gpupoold.doctor.facts import (
     DaemonFacts,

@@ -17,9 +17,9 @@ import psutil
 from gpupool_state import DATABASE_NAME
 from gpupool_state.migrations import MIGRATIONS
 from gpupoold import __version__
-from gpupoold.admin.client import AdminClient
-from gpupoold.admin.paths import SOCKET_FILE_NAME, default_socket_path
-from gpupoold.config import CONFIG_VARIABLE, SYSTEM_CONFIG, Settings, load_settings
+from gpupoold.api.client import AdminClient
+from gpupoold.api.paths import SOCKET_FILE_NAME, default_socket_path
+from gpupoold.config.schema import CONFIG_VARIABLE, SYSTEM_CONFIG, Settings, load_settings
 from gpupoold.doctor.facts import (
     DaemonFacts,
     DatabaseFacts,

@@ -10,9 +10,9 @@ import socket
 from pathlib import Path
 
 from gpupoold.access.tls import Tls
-from gpupoold.frontend.grammars.checker import fork_checker
+from gpupoold.frontend.grammar_checker.checker import fork_checker
 from gpupoold.frontend.server import Frontend, FrontendSettings
-from gpupoold.process import (
+from gpupoold.system.process import (
     FRONTEND_OOM_SCORE_ADJ,
     begin_child,
     raise_file_limit,

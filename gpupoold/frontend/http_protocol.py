@@ -5,7 +5,7 @@ from __future__ import annotations
 from http import HTTPStatus
 
 from gpupoold.frontend.errors import ApiError
-from gpupoold.http_protocol import BoundedHttp
+from gpupoold.system.http_protocol import BoundedHttp
 
 _KINDS = {
     HTTPStatus.REQUEST_TIMEOUT: "RequestTimeoutError",

@@ -28,9 +28,9 @@ from gpupoold.frontend.mounts import Mounts
 from gpupoold.frontend.preload import preload
 from gpupoold.frontend.rates import RateCalls
 from gpupoold.frontend.router import Bounds, Router
-from gpupoold.http_protocol import KEEP_ALIVE_S
-from gpupoold.loop_lag import measure_lag
-from gpupoold.process import importing, set_log_level
+from gpupoold.system.http_protocol import KEEP_ALIVE_S
+from gpupoold.system.loop_lag import measure_lag
+from gpupoold.system.process import importing, set_log_level
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
 from gpupoold.wire.messages import (
     AbortRequests,

@@ -18,12 +18,12 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpupoold.memory.chunks import AWAY, Group, KvChunks, Place
+from gpupoold.memory.address_ranges import Region
 from gpupoold.memory.contracts import BlockLedger, Copy, Device
 from gpupoold.memory.geometry import KvGeometry
 from gpupoold.memory.host import HostSlot, KvHostCache, Slot
+from gpupoold.memory.kv_extents import AWAY, Group, KvChunks, Place
 from gpupoold.memory.libc import memcpy
-from gpupoold.memory.regions import Region
 from gpupoold.memory.transfers import Transfer, TransferQueue
 
 

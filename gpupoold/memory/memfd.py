@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from gpupoold.sealed_memory import create_sealed_memfd
+from gpupoold.system.sealed_memory import create_sealed_memfd
 from gpupoold.units import format_bytes
 
 _MEMINFO = Path("/proc/meminfo")

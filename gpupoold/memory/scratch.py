@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from gpupoold.memory.address_ranges import Region
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.pages import PagePool
-from gpupoold.memory.regions import Region
 
 
 @dataclass(frozen=True, slots=True)

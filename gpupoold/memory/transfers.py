@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 
-from gpupoold.activity import WORKER, Phase
 from gpupoold.memory.contracts import Copy, Device, Direction, Lane
+from gpupoold.system.activity import WORKER, Phase
 
 BATCH_BYTES = 8 << 20
 _MAX_UNDER_WAY = 2

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from gpupoold.errors import Failed
+from gpupoold.memory.address_ranges import Region
 from gpupoold.memory.contracts import Copy, Device
 from gpupoold.memory.host import HostBuffer
-from gpupoold.memory.regions import Region
 from gpupoold.memory.transfers import Transfer, TransferQueue
 
 _HINT = "warm the model: `gpupool cache warm`"

@@ -1,0 +1,1 @@
+"""The metric families of ``/metrics``, read from the control plane at each scrape."""

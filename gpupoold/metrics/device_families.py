@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from gpupoold.control.accounting.meters import MOVED_KINDS, STAGES, SWITCH_KINDS
+from gpupoold.control.workers.worker import Instance
 from gpupoold.domain import Role
 from gpupoold.metrics.families import Family, counter, gauge, histogram
 from gpupoold.metrics.scrape import Scrape, memories
-from gpupoold.pool.instance import Instance
-from gpupoold.pool.meters import MOVED_KINDS, STAGES, SWITCH_KINDS
 from gpupoold.wire.messages import InstanceReady, InstanceStatus
 
 _DEVICE = ("device",)

@@ -13,12 +13,12 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from gpupool_state import ModelRow
+from gpupoold.control.control_plane import Pool
 from gpupoold.metrics.daemon_families import daemon_families
 from gpupoold.metrics.device_families import device_families
 from gpupoold.metrics.families import Family
 from gpupoold.metrics.model_families import model_families
 from gpupoold.metrics.scrape import Scrape
-from gpupoold.pool.pool import Pool
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 

@@ -14,8 +14,8 @@ from prometheus_client.core import (
     Metric,
 )
 
-from gpupoold.buckets import LATENCY_BOUNDS_S, Buckets
-from gpupoold.histogram import Histogram
+from gpupoold.stats.buckets import LATENCY_BOUNDS_S, Buckets
+from gpupoold.stats.histogram import Histogram
 
 # The values of a sample's labels, and its value; None: there is no such sample.
 Row = tuple[Sequence[str], float | None]

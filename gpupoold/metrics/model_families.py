@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from gpupoold.control.requests.admission import REFUSAL_REASONS
 from gpupoold.domain import FinishReason, ModelState
 from gpupoold.metrics.families import Family, counter, durations, gauge
 from gpupoold.metrics.scrape import Scrape, memories
-from gpupoold.pool.overload import REFUSAL_REASONS
 
 _MODEL = ("model",)
 

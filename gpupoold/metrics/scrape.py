@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gpupool_state import ModelRow
+from gpupoold.control.accounting.meters import DeviceMeter, ModelMeter
+from gpupoold.control.accounting.model_stats import Counts, ModelStats
+from gpupoold.control.control_plane import Pool
+from gpupoold.control.workers.worker import Instance
 from gpupoold.errors import Failed
-from gpupoold.pool.instance import Instance
-from gpupoold.pool.meters import DeviceMeter, ModelMeter
-from gpupoold.pool.pool import Pool
-from gpupoold.pool.stats import Counts, ModelStats
 from gpupoold.wire.messages import ModelMemory
 
 _logger = logging.getLogger(__name__)

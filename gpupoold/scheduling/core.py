@@ -12,7 +12,7 @@ from typing import Any
 
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, Send, Turn
-from gpupoold.scheduling.kv_room import admit, admits
+from gpupoold.scheduling.kv_admission import admit, admits
 from gpupoold.scheduling.phases import Phase, Trigger, phase_after
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.rules import Rule

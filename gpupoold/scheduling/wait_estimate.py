@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpupoold.scheduling.kv_room import admits
+from gpupoold.scheduling.kv_admission import admits
 from gpupoold.scheduling.phases import Phase
 from gpupoold.scheduling.policies.placement import choose
-from gpupoold.scheduling.policies.stages import stage
-from gpupoold.scheduling.policies.visits import (
+from gpupoold.scheduling.policies.planned_turns import (
     FIRST_TOKEN_SHARE,
     Loads,
     Switching,
@@ -29,6 +28,7 @@ from gpupoold.scheduling.policies.visits import (
     switching_of,
     work_of,
 )
+from gpupoold.scheduling.policies.stages import stage
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, Device, Model, Request, State
 

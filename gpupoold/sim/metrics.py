@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from gpupoold.domain import Targets
 from gpupoold.sim.workloads import SimRequest
-from gpupoold.stats import percentile
+from gpupoold.stats.percentile import percentile
 
 GOODPUT_ATTAINMENT = 0.9
 # Differences of times of day have lost their last digits.

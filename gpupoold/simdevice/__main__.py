@@ -8,11 +8,11 @@ import os
 import socket
 
 from gpupoold import __version__
-from gpupoold.activity import WORKER
 from gpupoold.latency.hardware import hardware
-from gpupoold.process import WORKER_OOM_SCORE_ADJ, begin_child, raise_oom_score
 from gpupoold.sim.boxes import Box
 from gpupoold.simdevice.server import PAGE_BYTES, SimServer
+from gpupoold.system.activity import WORKER
+from gpupoold.system.process import WORKER_OOM_SCORE_ADJ, begin_child, raise_oom_score
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 from gpupoold.wire.messages import InstanceReady, ToInstance
 
@@ -57,7 +57,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--instance", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--wire-fd", type=int, required=True)
-    parser.add_argument("--activity-fd", type=int, help="see gpupoold.activity")
+    parser.add_argument("--activity-fd", type=int, help="see gpupoold.system.activity")
     parser.add_argument("--gpu", required=True, help="a name of latency/hardware.toml")
     parser.add_argument("--device-bytes", type=int, default=0, help="0: the usable share")
     parser.add_argument("--log-level", default="info")

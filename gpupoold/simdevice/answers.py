@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gpupoold.simdevice.made_up import Vocabulary
+from gpupoold.simdevice.synthetic import Vocabulary
 
 
 @dataclass(slots=True, eq=False)

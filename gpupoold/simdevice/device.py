@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from gpupoold.activity import WORKER
 from gpupoold.domain import Targets
 from gpupoold.sim.memory import SimMemory
 from gpupoold.sim.model import SimModel
 from gpupoold.simdevice.answers import Answer, Work
-from gpupoold.simdevice.made_up import Vocabulary
 from gpupoold.simdevice.step_reports import StepReports
+from gpupoold.simdevice.synthetic import Vocabulary
+from gpupoold.system.activity import WORKER
 from gpupoold.wire import messages as m
 
 

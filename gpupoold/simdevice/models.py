@@ -18,7 +18,7 @@ from gpupoold.latency.profiles import latency_for
 from gpupoold.latency.shape import ModelShape, from_hf_config
 from gpupoold.latency.stored import Profile, StoredFit
 from gpupoold.sim.model import SimModel
-from gpupoold.simdevice.made_up import Vocabulary
+from gpupoold.simdevice.synthetic import Vocabulary
 from gpupoold.units import format_bytes
 from gpupoold.wire.messages import LoadedModel, ModelToLoad
 

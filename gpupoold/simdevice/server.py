@@ -7,14 +7,14 @@ import os
 import time
 from typing import Any
 
-from gpupoold.activity import WORKER, Phase
 from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError, NoSuchModel, Refused
-from gpupoold.process import set_log_level
 from gpupoold.simdevice.answers import Answer
 from gpupoold.simdevice.device import PacedDevice
+from gpupoold.simdevice.migrations import SimMoves
 from gpupoold.simdevice.models import KnownModel, know
-from gpupoold.simdevice.moves import SimMoves
+from gpupoold.system.activity import WORKER, Phase
+from gpupoold.system.process import set_log_level
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpupoold.simdevice.answers import Answer
-from gpupoold.simdevice.made_up import Vocabulary, seed_of
+from gpupoold.simdevice.synthetic import Vocabulary, seed_of
 from gpupoold.wire import messages as m
 
 LENGTH = "length"

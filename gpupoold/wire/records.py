@@ -72,7 +72,7 @@ class Parcel(msgspec.Struct, frozen=True, array_like=True):
     host cache of instance ``source``.
 
     With the message that names it comes an eventfd that tells when its bytes are there
-    (:mod:`gpupoold.memory.parcels`).
+    (:mod:`gpupoold.memory.kv_transfers`).
     """
 
     parcel_id: str

@@ -18,8 +18,8 @@ from gpupool_state.schema import (
     CREATE_SLO_MINUTES,
 )
 from gpupool_state.writer import Source, Writer
-from gpupoold import durable
 from gpupoold.errors import Failed, Refused
+from gpupoold.system import durable
 
 _BOOKKEEPING = """
 CREATE TABLE IF NOT EXISTS schema_migrations (

@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 
 from gpupool_cli.main import app
 from gpupool_cli.private_daemon import PrivateDaemon
-from gpupoold.admin.models_access import AddKeyRequest, KeyInfo
+from gpupoold.api.schemas_access import AddKeyRequest, KeyInfo
 from tests.functional.daemon_tools import (
     admin_http,
     ask,

@@ -19,10 +19,10 @@ import psutil
 from openai import AsyncOpenAI, AsyncStream
 from openai.types import Completion
 
-from gpupool_cli.bench_rig import emulated_config as emulated_config, weight_bytes as weight_bytes
+from gpupool_cli.bench.rig import emulated_config as emulated_config, weight_bytes as weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.admin.models import DeviceInfo, ModelUsage, Ps, RoleName
-from gpupoold.checkpoints.hollow import make_hollow_checkpoint
+from gpupoold.api.schemas import DeviceInfo, ModelUsage, Ps, RoleName
+from gpupoold.checkpoints.dummy import make_hollow_checkpoint
 from tests.conftest import PYTHON_PATH
 
 MODELS = ("tiny-llama", "tiny-mixtral", "tiny-qwen2", "tiny-qwen3")

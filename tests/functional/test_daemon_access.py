@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gpupool_cli.main import app
-from gpupoold.admin.models_access import SetKeyRequest
+from gpupoold.api.schemas_access import SetKeyRequest
 from tests.certificates import make_certificate
 from tests.functional.access_box import (
     ADMINS,

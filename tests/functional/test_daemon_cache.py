@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.admin.models import CachedModel, CacheInfo
+from gpupoold.api.schemas import CachedModel, CacheInfo
 from gpupoold.errors import Refused
 from tests.functional.daemon_tools import (
     LLAMA,

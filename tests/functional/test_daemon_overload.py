@@ -15,7 +15,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from gpupool_cli.private_daemon import PrivateDaemon
-from gpupoold.admin.models import EventInfo
+from gpupoold.api.schemas import EventInfo
 from tests.functional.daemon_tools import api_client, cli, ps, sim_daemon, until, usage
 
 ONE, TWO = "one", "two"

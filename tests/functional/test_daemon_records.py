@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.pool.stimulus_file import read, replay_file
+from gpupoold.control.event_log_file import read, replay_file
 from gpupoold.scheduling.actions import RunTurn, Send
 from gpupoold.scheduling.core import Core
 from gpupoold.sim.policies import make_policy

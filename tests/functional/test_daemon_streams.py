@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from gpupool_cli.private_daemon import PrivateDaemon
-from gpupoold.admin.models import SwitchInfo
+from gpupoold.api.schemas import SwitchInfo
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,

@@ -13,7 +13,7 @@ import pytest
 
 from gpupool_cli.private_daemon import PrivateDaemon
 from gpupool_state import DATABASE_NAME
-from gpupoold.admin.models_explain import RequestWhy, SpanInfo
+from gpupoold.api.schemas_explain import RequestWhy, SpanInfo
 from gpupoold.errors import NoSuchModel, UsageError
 from gpupoold.scheduling.explain import Standing
 from gpupoold.scheduling.rules import Rule

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from gpupool_cli.private_daemon import PrivateDaemon
-from gpupoold.admin.client import AdminClient
+from gpupoold.api.client import AdminClient
 from gpupoold.errors import GpupoolError
 from tests.functional.daemon_tools import (
     LLAMA,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpupoold.wire import messages as m
-from tests.functional.instance_peer import InstancePeer, encode_request
+from tests.functional.worker_peer import InstancePeer, encode_request
 
 MODELS = ("tiny-llama", "tiny-qwen3")
 NUM_PARALLEL = 32

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gpupoold.latency.stored import Profile
 from tests.functional.daemon_tools import weight_bytes
-from tests.functional.instance_peer import InstancePeer
+from tests.functional.worker_peer import InstancePeer
 
 BUDGET_S = 6.0
 PROMPT = list(range(5, 95))

@@ -13,7 +13,7 @@ import pytest
 from vllm.sampling_params import StructuredOutputsParams
 
 from gpupoold.wire import messages as m
-from tests.functional.instance_peer import InstancePeer
+from tests.functional.worker_peer import InstancePeer
 
 MODELS = ("tiny-llama", "tiny-mixtral")
 NUM_TOKENS = 60

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from gpupool_cli.private_daemon import PrivateDaemon
-from gpupoold.admin.models import DeviceInfo
-from gpupoold.checkpoints.hollow import make_hollow_checkpoint
+from gpupoold.api.schemas import DeviceInfo
+from gpupoold.checkpoints.dummy import make_hollow_checkpoint
 from gpupoold.errors import Refused
 from gpupoold.latency.shape import builtin_shape
 from tests.conftest import ROOT

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.fuzz import Outcome, send_mutants
 from benchmarks.generated import generated
-from benchmarks.mutants import MAX_TOKENS, mutants
+from benchmarks.malformed_requests import MAX_TOKENS, mutants
 from benchmarks.noise import beside_a_neighbour
 from benchmarks.processes import processes
 from benchmarks.stream_client import stream

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from gpupool_cli.bench_rig import weight_bytes
-from tests.functional.instance_peer import InstancePeer
+from gpupool_cli.bench.rig import weight_bytes
+from tests.functional.worker_peer import InstancePeer
 
 MAX_TOKENS = 24
 NUM_PROMPTS = 4

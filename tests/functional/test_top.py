@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from gpupool_cli.private_daemon import PrivateDaemon
-from gpupoold.admin.models import ModelUsage
-from gpupoold.admin.models_top import Top
+from gpupoold.api.schemas import ModelUsage
+from gpupoold.api.schemas_top import Top
 from gpupoold.errors import NoSuchRequest, Refused
 from tests.functional.daemon_tools import (
     Background,

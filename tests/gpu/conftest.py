@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from gpupoold.memory.cuda import CudaDevice
+from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.host import HostBuffer
 from tests.gpu.rig import LOGS, Checkpoints
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
-from gpupool_cli.bench_rig import weight_bytes
+from gpupool_cli.bench.rig import weight_bytes
 from tests.functional.daemon_tools import child_env
-from tests.functional.instance_peer import InstancePeer
+from tests.functional.worker_peer import InstancePeer
 
 LLAMA, QWEN2, QWEN3 = ("tiny-llama", "tiny-qwen2", "tiny-qwen3")
 MODELS = (LLAMA, QWEN2, QWEN3)

@@ -6,13 +6,13 @@ import ctypes
 
 import pytest
 
+from gpupoold.memory.address_ranges import Region
 from gpupoold.memory.bandwidth import measure_link
 from gpupoold.memory.contracts import PageRun
-from gpupoold.memory.cuda import CudaDevice
+from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.numa import num_nodes, prefer_node
 from gpupoold.memory.pages import PagePool
-from gpupoold.memory.regions import Region
 from tests.gpu.conftest import NUM_PAGES, PAGE
 from tests.gpu.rig import HAS_KERNELS
 
@@ -120,7 +120,7 @@ class TestWithTorch:
     def test_tensors_are_made_before_their_pages(
         self, device: CudaDevice, image: HostBuffer
     ) -> None:
-        from gpupoold.instance import tensors
+        from gpupoold.worker.weights import tensors
 
         address = device.reserve(2)
         tensor = tensors.over(device, address, 2 * PAGE)
@@ -136,8 +136,8 @@ class TestWithTorch:
         """Kernels wait for zeros; pages go only when kernels have ended."""
         import torch
 
-        from gpupoold.instance import tensors
-        from gpupoold.instance.device import compute_streams
+        from gpupoold.worker.device import compute_streams
+        from gpupoold.worker.weights import tensors
 
         device = CudaDevice(0, 8 * PAGE, 0, PAGE, compute_streams=compute_streams)
         address = device.reserve(1)

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gpupoold.memory import cuda_pinning
 from gpupoold.memory.contracts import Copy, Direction, PageRun
-from gpupoold.memory.cuda import CudaDevice
-from gpupoold.memory.cuda_driver import CudaError
+from gpupoold.memory.cuda import pinning as cuda_pinning
+from gpupoold.memory.cuda.device import CudaDevice
+from gpupoold.memory.cuda.driver import CudaError
 from gpupoold.memory.host import HostBuffer
 from tests.gpu.conftest import NUM_PAGES, PAGE
 
@@ -124,7 +124,7 @@ def test_an_event_is_not_opened_in_the_process_that_made_it(
 TAKER = """
 import ctypes, sys
 from gpupoold.memory.contracts import Copy, Direction, PageRun
-from gpupoold.memory.cuda import CudaDevice
+from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.host import HostBuffer
 
 fd, num_bytes = int(sys.argv[1]), int(sys.argv[2])

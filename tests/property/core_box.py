@@ -13,10 +13,10 @@ from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, Send, Turn
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.event_log import RecordedCore
 from gpupoold.scheduling.invariants import check_state
-from gpupoold.scheduling.kv_room import HOST_SHARE
+from gpupoold.scheduling.kv_admission import HOST_SHARE
 from gpupoold.scheduling.state import Device
-from gpupoold.scheduling.stimuli import RecordedCore
 from gpupoold.sim.policies import PolicyOptions, make_policy
 
 GB = 10**9

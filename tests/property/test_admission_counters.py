@@ -9,13 +9,13 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gpupool_state import History
-from gpupoold.config import DeviceSettings, LimitSettings
+from gpupoold.config.schema import DeviceSettings, LimitSettings
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.workers.worker import Instance
 from gpupoold.domain import Targets
-from gpupoold.pool.dispatch import Dispatcher
-from gpupoold.pool.instance import Instance
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
-from tests.unit.pool.loaded import loaded
+from tests.unit.control.loaded import loaded
 
 PER_MODEL, IN_ALL = 3, 7
 MODELS = ("a", "b", "c")

@@ -9,14 +9,14 @@ from typing import cast
 from hypothesis import given, settings, strategies as st
 
 from gpupool_state import History
-from gpupoold.config import DeviceSettings, LimitSettings
+from gpupoold.config.schema import DeviceSettings, LimitSettings
+from gpupoold.control.processes.crash_attribution import Candidates
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.workers.worker import Instance
 from gpupoold.domain import Targets
-from gpupoold.pool.crash_attribution import Candidates
-from gpupoold.pool.dispatch import Dispatcher
-from gpupoold.pool.instance import Instance
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
-from tests.unit.pool.loaded import WEIGHT_BYTES, loaded
+from tests.unit.control.loaded import WEIGHT_BYTES, loaded
 
 LIMIT_S = 10.0
 SWEEP_S = 1.0

@@ -6,9 +6,9 @@ from typing import Any
 
 from hypothesis import given, strategies as st
 
-from gpupoold.config import Settings, parse_settings
-from gpupoold.config_keys import changes_between, settings_of, with_changes
-from gpupoold.config_values import Effect
+from gpupoold.config.keys import changes_between, settings_of, with_changes
+from gpupoold.config.schema import Settings, parse_settings
+from gpupoold.config.values import Effect
 from gpupoold.units import exact_duration, exact_size, parse_duration_s, parse_size_bytes
 
 SIZES = st.one_of(

@@ -9,16 +9,16 @@ from typing import cast
 from hypothesis import event, given, settings, strategies as st
 
 from gpupool_state import History
-from gpupoold.activity import Activity, Phase, digest
-from gpupoold.config import DeviceSettings, LimitSettings
+from gpupoold.config.schema import DeviceSettings, LimitSettings
+from gpupoold.control.live_requests import LiveRequest
+from gpupoold.control.processes.crash_attribution import Death, candidates_of
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.workers.worker import Instance
 from gpupoold.domain import Targets
-from gpupoold.pool.crash_attribution import Death, candidates_of
-from gpupoold.pool.dispatch import Dispatcher
-from gpupoold.pool.instance import Instance
-from gpupoold.pool.requests import LiveRequest
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
+from gpupoold.system.activity import Activity, Phase, digest
 from gpupoold.wire import messages as m
-from tests.unit.pool.loaded import WEIGHT_BYTES, loaded
+from tests.unit.control.loaded import WEIGHT_BYTES, loaded
 
 MODELS = ("one", "two")
 NUM_WORKERS = 2

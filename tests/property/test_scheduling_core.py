@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from gpupoold.domain import Priority, Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.stimuli import replay
+from gpupoold.scheduling.event_log import replay
 from gpupoold.scheduling.wait_estimate import drain_of, first_token_in_s, next_token_in_s
 from gpupoold.sim.policies import POLICY_NAMES
 from tests.property.core_box import GB, Box, BoxDevice, Sizes

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from hypothesis import given, strategies as st
 
+from gpupoold.control.live_requests import LiveRequest
 from gpupoold.domain import Targets
-from gpupoold.pool.requests import LiveRequest
 from gpupoold.sim.metrics import (
     RequestResult,
     artifact_attainment,

@@ -27,25 +27,25 @@ from gpupoold.access.peers import AdminGroups
 from gpupoold.checkpoints import download as downloads
 from gpupoold.checkpoints.download import PART_FOLDER, download
 from gpupoold.checkpoints.manifest import HubFile, Manifest, read_manifest, write_manifest
-from gpupoold.config import Settings
-from gpupoold.config_file import read_config_file
+from gpupoold.config.file import read_config_file
+from gpupoold.config.schema import Settings
+from gpupoold.control import event_log_file as stimulus_file
+from gpupoold.control.configuration import Configuration
+from gpupoold.control.processes.child import Child
+from gpupoold.control.processes.forks import ForkServer
+from gpupoold.control.weights.cache import ImageCache
+from gpupoold.control.weights.fd_store import ParkedImages
+from gpupoold.control.weights.keys import ImageKeys
+from gpupoold.control.weights.saved_snapshots import SavedImages
+from gpupoold.control.weights.snapshot_files import ImageFiles
 from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
 from gpupoold.errors import ConfigError, Failed, GpupoolError, Refused
-from gpupoold.listeners import admin_listener
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.memfd import create_memfd
-from gpupoold.pool import stimulus_file
-from gpupoold.pool.child import Child
-from gpupoold.pool.configuration import Configuration
-from gpupoold.pool.forks import ForkServer
-from gpupoold.pool.image_cache import ImageCache
-from gpupoold.pool.image_files import ImageFiles
-from gpupoold.pool.image_keys import ImageKeys
-from gpupoold.pool.parked_images import ParkedImages
-from gpupoold.pool.saved_images import SavedImages
-from gpupoold.scheduling.stimuli import Stimulus
-from gpupoold.systemd import FdStore, Notifier
+from gpupoold.scheduling.event_log import Stimulus
+from gpupoold.system.listeners import admin_listener
+from gpupoold.system.systemd import FdStore, Notifier
 from gpupoold.wire import messages as m
 from gpupoold.wire.messages import InstanceReady, ModelToLoad
 from tests.syscall_faults.injector import Scenario

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.api_layer import make_figures
 from benchmarks.fuzz import Outcome, note
-from benchmarks.mutants import Mutant, mutants
+from benchmarks.malformed_requests import Mutant, mutants
 from benchmarks.stream_client import PATHS
 
 SLOW = {"paced": {"tokens_per_s": 1.0}}

@@ -10,8 +10,8 @@ import pytest
 from typer.main import get_command
 
 from gpupool_cli.main import app
-from gpupoold.config import sections
-from gpupoold.config_values import effect_of
+from gpupoold.config.schema import sections
+from gpupoold.config.values import effect_of
 from tests.unit.doc_pages import ROOT, Page, pages
 
 PAGES = pages()

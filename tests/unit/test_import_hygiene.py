@@ -17,7 +17,7 @@ EXEMPT = (
     "gpupoold.checkpoints.tiny",
     "gpupoold.frontend",
     "gpupoold.grammar_backends",
-    "gpupoold.instance",
+    "gpupoold.worker",
 )
 # Imports the modules one by one; prints which of the forbidden ones each was first to load.
 PROBE = """
@@ -59,7 +59,7 @@ def heavy_imports(
 
 def test_daemon_modules_load_nothing_heavy(project_env: dict[str, str]) -> None:
     modules = [name for name in modules_of("gpupoold", ROOT) if not is_exempt(name)]
-    assert "gpupoold.admin.client" in modules
+    assert "gpupoold.api.client" in modules
     assert heavy_imports(modules, HEAVY, project_env) == {}
 
 
@@ -102,7 +102,7 @@ def test_only_emulated_devices_import_vllms_cpu_worker() -> None:
     """With it torch's CUDA streams and events become such that do nothing, in the whole process."""
     named = {
         path.name
-        for path in (ROOT / "gpupoold" / "instance").rglob("*.py")
+        for path in (ROOT / "gpupoold" / "worker").rglob("*.py")
         if "import vllm.v1.worker.cpu" in (text := path.read_text())
         or "from vllm.v1.worker.cpu" in text
     }
@@ -111,6 +111,6 @@ def test_only_emulated_devices_import_vllms_cpu_worker() -> None:
         path.name
         for path in (ROOT / "gpupoold").rglob("*.py")
         if "import emulated_worker" in (text := path.read_text())
-        or "from gpupoold.instance.emulated_worker" in text
+        or "from gpupoold.worker.engine.emulated_worker" in text
     }
     assert importers == set()

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.memory import COUNT_LIMITS, at_least, at_most, make_figures, table
 from benchmarks.memory_streams import Answers, heap_gained, num_differing, summary
 from benchmarks.memory_table import rewritten
-from gpupoold.admin.models import SwitchInfo
+from gpupoold.api.schemas import SwitchInfo
 from gpupoold.errors import UsageError
 
 LEFT = {

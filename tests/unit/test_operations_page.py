@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 
-from gpupoold.admin.models_explain import LatenessInfo
-from gpupoold.pool.stats import Counts
+from gpupoold.api.schemas_explain import LatenessInfo
+from gpupoold.control.accounting.model_stats import Counts
 from gpupoold.scheduling.explain import Standing
 from gpupoold.scheduling.rules import Rule
 from tests.conftest import ROOT

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from gpupool_tui.dialogs import Choice
 from gpupool_tui.numbers import size
-from gpupoold.admin.client import AdminClient
-from gpupoold.admin.models import DeviceInfo, RequestInfo, SetModelRequest
-from gpupoold.admin.models_top import TopModel, UnloadMode
+from gpupoold.api.client import AdminClient
+from gpupoold.api.schemas import DeviceInfo, RequestInfo, SetModelRequest
+from gpupoold.api.schemas_top import TopModel, UnloadMode
 from gpupoold.units import format_duration
 
 Call = Callable[[AdminClient], str]

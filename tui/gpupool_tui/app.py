@@ -22,7 +22,7 @@ from gpupool_tui.compose import tables
 from gpupool_tui.dialogs import ChoiceDialog, TargetsDialog, TextDialog
 from gpupool_tui.looking_app import LookingApp
 from gpupool_tui.view import Panel
-from gpupoold.admin.client import AdminClient
+from gpupoold.api.client import AdminClient
 from gpupoold.errors import GpupoolError
 
 _ACTION_TIMEOUT_S = 10.0

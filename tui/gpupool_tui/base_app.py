@@ -19,7 +19,7 @@ from gpupool_tui.palette import Palette, palette_of, plain_palette
 from gpupool_tui.picture import Picture
 from gpupool_tui.poller import Poller, Question
 from gpupool_tui.view import View
-from gpupoold.admin.models_top import Top
+from gpupoold.api.schemas_top import Top
 
 THEMES = {"dark": "textual-dark", "light": "textual-light", "terminal": "ansi-dark"}
 _MESSAGE_S = 8.0

@@ -15,7 +15,7 @@ from gpupool_tui.picture import Picture
 from gpupool_tui.table import Column, Drawn, draw_table, sort_rows, window
 from gpupool_tui.text import Line, Span, as_ascii, fit, fit_line, restyled
 from gpupool_tui.view import Panel, View
-from gpupoold.admin.models import DeviceInfo
+from gpupoold.api.schemas import DeviceInfo
 
 _LANE_LEFT = 5
 _LANE_RIGHT = 6

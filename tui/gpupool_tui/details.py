@@ -10,9 +10,9 @@ from gpupool_tui.picture import Picture
 from gpupool_tui.requests_panel import due
 from gpupool_tui.text import plain
 from gpupool_tui.view import View
-from gpupoold.admin.models import DeviceInfo, EventInfo, ModelInfo, RequestInfo
-from gpupoold.admin.models_explain import DeviceTurns, Why
-from gpupoold.admin.models_top import TopModel
+from gpupoold.api.schemas import DeviceInfo, EventInfo, ModelInfo, RequestInfo
+from gpupoold.api.schemas_explain import DeviceTurns, Why
+from gpupoold.api.schemas_top import TopModel
 from gpupoold.printable import clean
 
 Fields = dict[str, str]

@@ -10,7 +10,7 @@ from gpupool_tui.numbers import NOTHING, duration, size
 from gpupool_tui.table import Column, or_least
 from gpupool_tui.text import Line, Span, fit
 from gpupool_tui.view import View
-from gpupoold.admin.models import DeviceInfo
+from gpupoold.api.schemas import DeviceInfo
 from gpupoold.printable import clean
 
 _GAUGE_CELLS = 6

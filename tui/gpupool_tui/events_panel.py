@@ -8,7 +8,7 @@ from gpupool_tui.numbers import clock
 from gpupool_tui.table import Column
 from gpupool_tui.text import Line, Span
 from gpupool_tui.view import View
-from gpupoold.admin.models import EventInfo
+from gpupoold.api.schemas import EventInfo
 from gpupoold.printable import clean
 
 _LEVELS = {"info": ("info", "dim"), "warning": ("warn", "warn"), "error": ("ERROR", "bad")}

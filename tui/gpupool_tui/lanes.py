@@ -11,8 +11,8 @@ from typing import NamedTuple
 from gpupool_tui.glyphs import Glyphs
 from gpupool_tui.numbers import duration
 from gpupool_tui.text import Line, Span, cell_len, fit
-from gpupoold.admin.models import DeviceInfo
-from gpupoold.admin.models_top import TurnInfo
+from gpupoold.api.schemas import DeviceInfo
+from gpupoold.api.schemas_top import TurnInfo
 from gpupoold.printable import clean
 
 NUM_COLOURS = 8

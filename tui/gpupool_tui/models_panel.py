@@ -12,7 +12,7 @@ from gpupool_tui.picture import Picture
 from gpupool_tui.table import Column, or_last, or_least
 from gpupool_tui.text import Line, Span
 from gpupool_tui.view import View
-from gpupoold.admin.models_top import TopModel
+from gpupoold.api.schemas_top import TopModel
 from gpupoold.printable import clean
 
 Cell = Callable[[TopModel, View, int], Line]

@@ -10,7 +10,7 @@ from gpupool_tui.layout import wishes
 from gpupool_tui.picture import Picture
 from gpupool_tui.text import plain
 from gpupool_tui.view import View
-from gpupoold.admin.client import AdminClient
+from gpupoold.api.client import AdminClient
 
 _NUM_TURNS = 2000
 _NUM_REQUESTS = 20

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from gpupool_tui.lanes import Cell, LaneCells, Stretch, first_cell, stretches
-from gpupoold.admin.models import DeviceInfo, EventInfo, RequestInfo, Status
-from gpupoold.admin.models_top import Top, TopModel, TurnInfo
+from gpupoold.api.schemas import DeviceInfo, EventInfo, RequestInfo, Status
+from gpupoold.api.schemas_top import Top, TopModel, TurnInfo
 
 NUM_EVENTS = 1000
 NUM_TURNS = 4000

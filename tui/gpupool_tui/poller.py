@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpupool_tui.picture import Picture
-from gpupoold.admin.client import AdminClient
-from gpupoold.admin.models_top import Top
+from gpupoold.api.client import AdminClient
+from gpupoold.api.schemas_top import Top
 from gpupoold.errors import GpupoolError
 
 _TIMEOUT_S = 5.0

@@ -9,7 +9,7 @@ from gpupool_tui.numbers import NOTHING, count, duration
 from gpupool_tui.table import Column
 from gpupool_tui.text import Line, Span
 from gpupool_tui.view import View
-from gpupoold.admin.models import RequestInfo
+from gpupoold.api.schemas import RequestInfo
 from gpupoold.printable import clean
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from gpupool_tui.glyphs import ASCII, UNICODE
 from gpupool_tui.once import ask_once, screen_text
 from gpupool_tui.view import View
-from gpupoold.admin.client import AdminClient
+from gpupoold.api.client import AdminClient
 from gpupoold.errors import UsageError
 
 

@@ -1,0 +1,4 @@
+"""Grammars of requests: bounds, messages to the checker, verdicts.
+
+Imports no engine.
+"""

@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from gpupoold.frontend.grammars.messages import Check, Verdict
-from gpupoold.process import as_words
+from gpupoold.system.process import as_words
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
 from gpupoold.wire.messages import LoadedModel, ModelToLoad
 
@@ -168,7 +168,7 @@ class GrammarVetting:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "gpupoold.frontend.grammars.checker",
+                "gpupoold.frontend.grammar_checker.checker",
                 *as_words(options),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),

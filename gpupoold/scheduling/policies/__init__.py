@@ -1,0 +1,1 @@
+"""Scheduling policies: the default one, and published ones to compare with."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from gpupoold.domain import Role
 from gpupoold.scheduling.actions import Turn
-from gpupoold.scheduling.kv_room import admits
+from gpupoold.scheduling.kv_admission import admits
 from gpupoold.scheduling.policies.base import (
     Choice,
     InLine,
@@ -26,13 +26,7 @@ from gpupoold.scheduling.policies.base import (
     waiting_for_kv,
 )
 from gpupoold.scheduling.policies.placement import choose, is_worth_a_copy
-from gpupoold.scheduling.policies.rebalancing import Rebalancer
-from gpupoold.scheduling.policies.stages import (
-    chunk_tokens,
-    stage,
-    would_delay_answers,
-)
-from gpupoold.scheduling.policies.visits import (
+from gpupoold.scheduling.policies.planned_turns import (
     FIRST_TOKEN_SHARE,
     Loads,
     Ranked,
@@ -48,6 +42,12 @@ from gpupoold.scheduling.policies.visits import (
     rank_visits,
     switching_of,
     work_of,
+)
+from gpupoold.scheduling.policies.rebalancing import Rebalancer
+from gpupoold.scheduling.policies.stages import (
+    chunk_tokens,
+    stage,
+    would_delay_answers,
 )
 from gpupoold.scheduling.roles import RolePlanner
 from gpupoold.scheduling.rules import Rule

@@ -7,8 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpupoold.scheduling.kv_room import admits
-from gpupoold.scheduling.policies.visits import LOAD_GRAIN, Loads, Tuning, load_of_batch, own_load
+from gpupoold.scheduling.kv_admission import admits
+from gpupoold.scheduling.policies.planned_turns import (
+    LOAD_GRAIN,
+    Loads,
+    Tuning,
+    load_of_batch,
+    own_load,
+)
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Device, Model, Request
 

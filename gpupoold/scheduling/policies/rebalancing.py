@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gpupoold.domain import Role
-from gpupoold.scheduling.kv_room import admits
+from gpupoold.scheduling.kv_admission import admits
 from gpupoold.scheduling.phases import Phase
-from gpupoold.scheduling.policies.visits import Loads, Tuning, more_load
+from gpupoold.scheduling.policies.planned_turns import Loads, Tuning, more_load
 from gpupoold.scheduling.state import Device, Request, State
 
 # The pause of a move may be so much of the time that an answer still takes at its target.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from gpupoold.scheduling.kv_room import admits
+from gpupoold.scheduling.kv_admission import admits
 from gpupoold.scheduling.policies.base import Choice, Placement, SimplePolicy, working
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Device, Request, State

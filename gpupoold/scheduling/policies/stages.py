@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from gpupoold.domain import Role
-from gpupoold.scheduling.kv_room import admits
-from gpupoold.scheduling.policies.visits import FIRST_TOKEN_SHARE, load_of_batch
+from gpupoold.scheduling.kv_admission import admits
+from gpupoold.scheduling.policies.planned_turns import FIRST_TOKEN_SHARE, load_of_batch
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, Device, Request, Speed, State
 from gpupoold.scheduling.velocity import (

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from gpupoold.scheduling.actions import Turn
-from gpupoold.scheduling.kv_room import admits
+from gpupoold.scheduling.kv_admission import admits
 from gpupoold.scheduling.phases import Phase
 from gpupoold.scheduling.policies.aegaeon import WeightedDecode
 from gpupoold.scheduling.policies.base import (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpupoold.admin.client import AdminClient
+from gpupoold.api.client import AdminClient
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from gpupoold.admin import log_reader
 from gpupoold.admin.log_reader import LogReader, follow_logs
-from gpupoold.log_files import RotatingFile
+from gpupoold.logs.files import RotatingFile
 
 
 def numbered(first: int, last: int) -> list[str]:

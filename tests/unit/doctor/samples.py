@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpupoold.config import Settings, parse_settings
+from gpupoold.config.schema import Settings, parse_settings
 from gpupoold.doctor.check import Check, Verdict
 from gpupoold.doctor.checks import check_all
 from gpupoold.doctor.facts import (

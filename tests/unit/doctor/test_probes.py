@@ -14,7 +14,7 @@ import pytest
 
 from gpupool_state.migrations import MIGRATIONS
 from gpupoold import __version__
-from gpupoold.config import parse_settings
+from gpupoold.config.schema import parse_settings
 from gpupoold.doctor import probes
 from gpupoold.doctor.facts import DaemonFacts, Gpu, GpuFacts
 from gpupoold.doctor.probe_gpu import gpu_facts

@@ -50,7 +50,7 @@ from gpupoold.frontend.grammars import checker
 from tests.unit.frontend.test_grammar_checker import Trials
 checker.preload = lambda _: None
 checker.TRIAL_TIMEOUT_S = 2.0
-sys.modules["gpupoold.frontend.grammars.trial"] = Trials("trial")
+sys.modules["gpupoold.frontend.grammar_checker.trial"] = Trials("trial")
 checker.run(socket.socket(fileno=int(sys.argv[1])), "error", os.getppid())
 """
 

@@ -20,7 +20,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 
-from gpupoold.admin.models import (
+from gpupoold.api.schemas import (
     AddModelRequest,
     CachedModel,
     CacheInfo,
@@ -37,11 +37,11 @@ from gpupoold.admin.models import (
     SetModelRequest,
     SwitchInfo,
 )
-from gpupoold.admin.models_config import (
+from gpupoold.api.schemas_config import (
     ChangeInfo,
 )
-from gpupoold.admin.models_explain import SpanInfo, Why
-from gpupoold.admin.models_top import TurnInfo
+from gpupoold.api.schemas_explain import SpanInfo, Why
+from gpupoold.api.schemas_top import TurnInfo
 from gpupoold.errors import (
     GpupoolError,
     NoSuchModel,

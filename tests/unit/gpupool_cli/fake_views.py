@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 
-from gpupoold.admin.models import (
+from gpupoold.api.schemas import (
     BenchMemoryRequest,
     BenchSwitchRequest,
     EventInfo,
@@ -20,14 +20,14 @@ from gpupoold.admin.models import (
     Status,
     SwitchInfo,
 )
-from gpupoold.admin.models_config import (
+from gpupoold.api.schemas_config import (
     ConfigInfo,
     DiffInfo,
     DiffRequest,
     ReloadInfo,
 )
-from gpupoold.admin.models_explain import SpanInfo, Why
-from gpupoold.admin.models_top import CancelledRequest, Top, TurnInfo, Unloaded
+from gpupoold.api.schemas_explain import SpanInfo, Why
+from gpupoold.api.schemas_top import CancelledRequest, Top, TurnInfo, Unloaded
 from gpupoold.errors import (
     Failed,
     NoSuchModel,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from gpupoold.admin.models import (
+from gpupoold.api.schemas import (
     CachedModel,
     CacheInfo,
     DeviceInfo,
@@ -17,8 +17,8 @@ from gpupoold.admin.models import (
     Status,
     SwitchInfo,
 )
-from gpupoold.admin.models_config import ConfigInfo, EffectName, SettingInfo
-from gpupoold.admin.models_top import TopModel, TurnInfo
+from gpupoold.api.schemas_config import ConfigInfo, EffectName, SettingInfo
+from gpupoold.api.schemas_top import TopModel, TurnInfo
 from gpupoold.latency.stored import StoredFit, StoredLatency
 
 GIB = 1024**3

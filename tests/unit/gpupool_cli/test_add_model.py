@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.admin.models import AddModelRequest
+from gpupoold.api.schemas import AddModelRequest
 from tests.unit.gpupool_cli.conftest import Cli, ProcessCli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gpupoold import config
-from gpupoold.admin.models_config import ChangeInfo, DiffRequest, EffectName
-from gpupoold.config import parse_settings
+from gpupoold.api.schemas_config import ChangeInfo, DiffRequest, EffectName
+from gpupoold.config import schema as config
+from gpupoold.config.schema import parse_settings
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 

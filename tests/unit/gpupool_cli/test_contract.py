@@ -66,7 +66,7 @@ def test_a_fresh_process_loads_nothing_heavy_and_starts_fast() -> None:
 
 def test_the_client_alone_is_light_too() -> None:
     code = (
-        "import sys, gpupoold.admin.client\n"
+        "import sys, gpupoold.api.client\n"
         "heavy = {'torch', 'vllm', 'textual', 'fastapi', 'typer', 'numpy'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from gpupool_cli import output
-from gpupoold.admin.models import RequestRecord
-from gpupoold.admin.models_explain import LatenessInfo, SpanInfo
+from gpupoold.api.schemas import RequestRecord
+from gpupoold.api.schemas_explain import LatenessInfo, SpanInfo
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon

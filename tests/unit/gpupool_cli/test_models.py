@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from gpupoold.admin.models import ModelInfo, SetModelRequest
+from gpupoold.api.schemas import ModelInfo, SetModelRequest
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gpupoold import __version__
-from gpupoold.admin.models import Ps, Status
+from gpupoold.api.schemas import Ps, Status
 from tests.unit.gpupool_cli.conftest import Cli, ProcessCli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 

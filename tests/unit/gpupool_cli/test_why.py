@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from gpupoold.admin.models import EventInfo
-from gpupoold.admin.models_explain import (
+from gpupoold.api.schemas import EventInfo
+from gpupoold.api.schemas_explain import (
     DeviceTurns,
     FinishedWhy,
     ModelOnDevice,

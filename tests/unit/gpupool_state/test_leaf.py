@@ -22,4 +22,10 @@ def test_importing_the_package_loads_nothing_else() -> None:
     loaded = set(shown.stdout.split())
     outside = {name for name in loaded if name.partition(".")[0] not in sys.stdlib_module_names}
     own = {name for name in outside if name.partition(".")[0] in ("gpupool_state", "aiosqlite")}
-    assert outside - own <= {"gpupoold", "gpupoold.domain", "gpupoold.durable", "gpupoold.errors"}
+    assert outside - own <= {
+        "gpupoold",
+        "gpupoold.domain",
+        "gpupoold.system",
+        "gpupoold.system.durable",
+        "gpupoold.errors",
+    }

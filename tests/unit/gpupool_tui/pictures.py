@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gpupool_tui.picture import Picture
-from gpupoold.admin.models import DeviceInfo, EventInfo, ModelUsage, RequestInfo
-from gpupoold.admin.models_top import Top, TopModel, TurnInfo
+from gpupoold.api.schemas import DeviceInfo, EventInfo, ModelUsage, RequestInfo
+from gpupoold.api.schemas_top import Top, TopModel, TurnInfo
 from tests.unit.gpupool_cli import samples
 
 GIB = samples.GIB

@@ -20,9 +20,9 @@ from gpupool_tui.keys import all_keys
 from gpupool_tui.picture import Picture
 from gpupool_tui.text import plain
 from gpupool_tui.view import Panel, View
-from gpupoold.admin.client import AdminClient
-from gpupoold.admin.models import SetModelRequest
-from gpupoold.admin.models_explain import Why
+from gpupoold.api.client import AdminClient
+from gpupoold.api.schemas import SetModelRequest
+from gpupoold.api.schemas_explain import Why
 from tests.unit.gpupool_cli import samples, test_why
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 

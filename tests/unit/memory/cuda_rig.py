@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from gpupoold.memory.contracts import PageRun
-from gpupoold.memory.cuda import CudaDevice
+from gpupoold.memory.cuda.device import CudaDevice
 
 PAGE = 4096
 NUM_PAGES = 64

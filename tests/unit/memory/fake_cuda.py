@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from gpupoold.memory.cuda_driver import CudaError
+from gpupoold.memory.cuda.driver import CudaError
 from tests.unit.memory.fake_page_tables import PageTables, require
 
 _MAX_REGISTRATION_BYTES = 64 << 30

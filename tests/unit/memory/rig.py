@@ -9,14 +9,14 @@ import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 
-from gpupoold.memory.chunks import Place
+from gpupoold.memory.address_ranges import Region
 from gpupoold.memory.contracts import Copy, Direction, Lane, PageRun
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.kv import KvMemory
+from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.pages import PagePool
-from gpupoold.memory.regions import Region
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.memory.weights import WeightMemory
 from tests.unit.memory.ledger import MemoryLedger

@@ -7,7 +7,7 @@ import pytest
 from gpupoold.memory import bandwidth
 from gpupoold.memory.bandwidth import LinkBandwidth, measure_link
 from gpupoold.memory.contracts import Copy, Direction, OutOfPages
-from gpupoold.memory.cuda import CudaDevice
+from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.pages import PagePool
 from tests.unit.memory.cuda_rig import NUM_PAGES, PAGE

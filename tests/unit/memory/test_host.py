@@ -7,7 +7,7 @@ import os
 import pytest
 
 from gpupoold.memory import host
-from gpupoold.memory.cuda import CudaDevice
+from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.host import HostBuffer, HostSlot, KvHostCache
 from tests.unit.memory.fake_cuda import FakeCuda

@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from gpupoold.memory.chunks import Place
 from gpupoold.memory.contracts import OutOfPages
 from gpupoold.memory.geometry import KvGeometry
 from gpupoold.memory.kv import KvMemory
+from gpupoold.memory.kv_extents import Place
 from tests.unit.memory.ledger import MemoryLedger
 from tests.unit.memory.rig import LAYOUTS, PAGE, Rig, fill_blocks, geometry_of, read_block
 

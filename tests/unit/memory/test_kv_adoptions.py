@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpupoold.memory.chunks import Place
+from gpupoold.memory.kv_extents import Place
 from tests.unit.memory.kv_pair import (
     ORDERS,
     Pair,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.memory.chunks import Place
+from gpupoold.memory.kv_extents import Place
 from tests.unit.memory.kv_pair import (
     ORDERS,
     all_chunks,

@@ -8,18 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gpupoold.memory import cuda_pinning
-from gpupoold.memory.chunks import Place
+from gpupoold.memory.address_ranges import Region
 from gpupoold.memory.contracts import Copy, Direction, Lane
-from gpupoold.memory.cuda import CudaDevice
+from gpupoold.memory.cuda import pinning as cuda_pinning
+from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.host import HostBuffer, KvHostCache
+from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.pages import PagePool
-from gpupoold.memory.regions import Region
 from gpupoold.memory.transfers import TransferQueue
+from tests.unit.memory.cuda.test_models import Model
 from tests.unit.memory.cuda_rig import COMPUTE, NUM_PAGES, PAGE, mapped
 from tests.unit.memory.fake_cuda import FakeCuda
 from tests.unit.memory.rig import GatedLane, Rig, fill_blocks, geometry_of, read, read_block
-from tests.unit.memory.test_cuda_models import Model
 
 NUM_CYCLES = 200
 # Driver calls that take long, or take memory: none of them belongs to a switch.

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest_asyncio
 
 from gpupool_state import DATABASE_NAME, ApiKeys, Database, History, Registry
-from gpupoold.config import parse_settings
-from gpupoold.config_file import ConfigFile
-from gpupoold.pool.build import build_pool
-from gpupoold.pool.configuration import Configuration
-from gpupoold.pool.keyring import Keyring
-from gpupoold.pool.pool import Pool
-from gpupoold.systemd import FdStore, Notifier
+from gpupoold.config.file import ConfigFile
+from gpupoold.config.schema import parse_settings
+from gpupoold.control.access.keyring import Keyring
+from gpupoold.control.build import build_pool
+from gpupoold.control.configuration import Configuration
+from gpupoold.control.control_plane import Pool
+from gpupoold.system.systemd import FdStore, Notifier
 
 
 @pytest_asyncio.fixture

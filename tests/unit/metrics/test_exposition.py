@@ -8,13 +8,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from gpupoold.control.accounting.model_stats import ModelStats
+from gpupoold.control.control_plane import Pool
+from gpupoold.control.workers.nvml import Reading
 from gpupoold.domain import ModelName, ModelSpec, Targets
 from gpupoold.errors import Failed
 from gpupoold.metrics import exposition
 from gpupoold.metrics.exposition import Exporter
-from gpupoold.pool.nvml import Reading
-from gpupoold.pool.pool import Pool
-from gpupoold.pool.stats import ModelStats
 from gpupoold.wire import messages as m
 
 MODEL = "org/llama-3:8b"

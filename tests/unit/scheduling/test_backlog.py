@@ -7,7 +7,7 @@ import pytest
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
-from gpupoold.scheduling.policies.visits import Loads
+from gpupoold.scheduling.policies.planned_turns import Loads
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import State
 from tests.unit.scheduling.driver import Driver, runs, sends

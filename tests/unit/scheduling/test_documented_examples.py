@@ -16,7 +16,7 @@ from gpupoold.scheduling.phases import TRANSITIONS, Phase
 from gpupoold.scheduling.policies.aegaeon import MAX_GROUP_SIZE, AegaeonPolicy
 from gpupoold.scheduling.policies.base import CannotServe
 from gpupoold.scheduling.policies.named import POLICY_NAMES, make_policy
-from gpupoold.scheduling.policies.visits import (
+from gpupoold.scheduling.policies.planned_turns import (
     Switching,
     Tuning,
     Visit,

@@ -13,7 +13,7 @@ from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
-from gpupoold.scheduling.policies.visits import Tuning, Visit, order_visits
+from gpupoold.scheduling.policies.planned_turns import Tuning, Visit, order_visits
 from tests.unit.scheduling.driver import GB, STEP_S, Driver, runs
 
 

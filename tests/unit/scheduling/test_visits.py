@@ -7,7 +7,7 @@ import pytest
 from gpupoold.domain import Targets
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.phases import Phase
-from gpupoold.scheduling.policies.visits import (
+from gpupoold.scheduling.policies.planned_turns import (
     Switching,
     Tuning,
     Visit,

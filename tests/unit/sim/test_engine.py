@@ -11,9 +11,9 @@ from gpupoold.domain import Role
 from gpupoold.errors import UsageError
 from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.core import Core
+from gpupoold.scheduling.event_log import RecordedCore, replay
 from gpupoold.scheduling.events import Event, Tick
 from gpupoold.scheduling.invariants import check_state
-from gpupoold.scheduling.stimuli import RecordedCore, replay
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.lengths import sharegpt_lengths
 from gpupoold.sim.metrics import summarise

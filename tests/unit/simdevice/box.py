@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from gpupoold.simdevice.answers import Answer
 from gpupoold.simdevice.device import PacedDevice
-from gpupoold.simdevice.made_up import Vocabulary
+from gpupoold.simdevice.synthetic import Vocabulary
 from gpupoold.wire import messages as m
 from tests.sim.box import GB, latency, models
 

@@ -19,7 +19,7 @@ from gpupoold.sim.policies import make_policy
 from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload
 from gpupoold.simdevice.answers import Answer
 from gpupoold.simdevice.device import PacedDevice
-from gpupoold.simdevice.made_up import Vocabulary
+from gpupoold.simdevice.synthetic import Vocabulary
 from gpupoold.wire import messages as m
 
 END_S = 200.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpupoold.checkpoints.hollow import make_hollow_checkpoint
+from gpupoold.checkpoints.dummy import make_hollow_checkpoint
 from gpupoold.errors import Refused
 from gpupoold.latency.models import DecodeBatch
 from gpupoold.latency.shape import builtin_shape

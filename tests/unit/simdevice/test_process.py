@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from gpupoold.activity import Activity, Phase, create_page, digest, read_page
-from gpupoold.checkpoints.hollow import make_hollow_checkpoint
+from gpupoold.checkpoints.dummy import make_hollow_checkpoint
 from gpupoold.latency.models import DecodeBatch
 from gpupoold.sim.boxes import Box
+from gpupoold.system.activity import Activity, Phase, create_page, digest, read_page
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 

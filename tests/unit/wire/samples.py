@@ -90,7 +90,7 @@ MESSAGES: list[m.Message] = [
     m.CallResult(7, {"seconds": [0.5, 1.5]}, "", "", ""),
     m.CallResult(8, None, "failed", "it did not work", "try again"),
     m.Shutdown(),
-    m.Fork(3, "gpupoold.instance", ["--instance", "0"], ["--wire-fd"], {"NAME": "value"}),
+    m.Fork(3, "gpupoold.worker", ["--instance", "0"], ["--wire-fd"], {"NAME": "value"}),
     m.Forked(3, 4242),
     m.ForkFailed(3, "[Errno 11] Resource temporarily unavailable"),
     m.KillForked(4242),

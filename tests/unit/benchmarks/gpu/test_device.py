@@ -18,7 +18,7 @@ from benchmarks.gpu.layouts import LAYOUTS, bench_layouts, geometry_of, used_blo
 from benchmarks.gpu.rig import Report, Setting
 from benchmarks.gpu.shapes import SHAPES, TINY_SHAPES
 from benchmarks.gpu.timed_driver import TimedDriver
-from gpupoold.memory.cuda_driver import CudaError
+from gpupoold.memory.cuda.driver import CudaError
 from tests.unit.memory.fake_cuda import FakeCuda
 
 PAGE = 64 << 10

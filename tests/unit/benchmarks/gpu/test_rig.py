@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks.gpu import rig
 from benchmarks.gpu.rig import Setting, arguments, setting_of
-from gpupoold.config import CUDA_RESERVE_BYTES
-from gpupoold.instance.environment import engine_arguments
+from gpupoold.config.schema import CUDA_RESERVE_BYTES
+from gpupoold.worker.environment import engine_arguments
 
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 MIB = 1 << 20

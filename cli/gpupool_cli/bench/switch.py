@@ -1,0 +1,82 @@
+"""Switches between two models on a daemon of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gpupool_cli.bench.cold import measure_cold
+from gpupool_cli.bench.rig import device_config, make_checkpoints
+from gpupool_cli.diagnostics import say
+from gpupool_cli.private_daemon import private_daemon
+from gpupoold.api.schemas import BenchSwitchRequest
+from gpupoold.config.schema import MemorySettings
+from gpupoold.units import format_bytes
+
+MAX_MODEL_LEN = 1024
+_MIN_KV_BYTES = 1 << 20
+# Live KV of each model in the rounds with KV: a tenth of its weights.
+_KV_SHARE = 0.1
+_SLACK_BYTES = 32 << 20
+# Starts from disk are slow, and a quarter of the others' rounds tells enough.
+_COLD_FACTOR = 4
+_OLD_COPY_SHARE = 1.3
+_OLD_EXTRA_S = 0.005
+
+
+def run_switch_bench(folder: Path, size_bytes: int, rounds: int) -> dict[str, Any]:
+    """Switch times of all modes, on a device that has room for two equal models.
+
+    The keys beside ``modes`` are those of the switch that a device with room for one of them
+    makes: everything of one out, everything of the other in, without KV.
+
+    Raises:
+        GpupoolError: the models could not be made or served.
+    """
+    say(f"making two checkpoints of {format_bytes(size_bytes)}")
+    checkpoints = make_checkpoints(folder, ["llama", "qwen3"], size_bytes)
+    kv_bytes = max(_MIN_KV_BYTES, int(_KV_SHARE * size_bytes))
+    with private_daemon(_config(size_bytes, kv_bytes)) as daemon:
+        names = [path.name for path in checkpoints]
+        for path in checkpoints:
+            say(f"loading {path.name}")
+            daemon.add_model(path.name, path, dtype="float32", max_model_len=MAX_MODEL_LEN)
+        request = BenchSwitchRequest(
+            models=(names[0], names[1]),
+            rounds=rounds,
+            modes=("resident", "prefetched", "host_cached"),
+            kv_bytes=kv_bytes,
+        )
+        say(f"switching {rounds} times each way, in three modes, without and with KV")
+        with daemon.client() as client:
+            measured = client.bench_switch(request)
+        warm = measured["modes"]["host_cached"]["without_kv"]
+        num_starts = max(1, rounds // _COLD_FACTOR)
+        say(f"starting each model {num_starts} times from disk")
+        cold = measure_cold(daemon, names, num_starts, warm["limit_s"])
+        measured["modes"]["cold_from_disk"] = {"without_kv": cold}
+    return _headline(measured) | measured
+
+
+def _config(size_bytes: int, kv_bytes: int) -> str:
+    kv_host_bytes = max(MemorySettings().kv_host_bytes, 8 * kv_bytes + _SLACK_BYTES)
+    memory = f"[memory]\nkv_host = {kv_host_bytes}\n"
+    memory += f"image_files = {3 * size_bytes + _SLACK_BYTES}\n"
+    # A checkpoint may have 5 % more than was asked for. Both models' KV grows by some tokens
+    # in every round, and prefetching leaves room for a turn's.
+    return device_config(int(2.3 * size_bytes) + 8 * kv_bytes + _SLACK_BYTES) + memory
+
+
+def _headline(measured: dict[str, Any]) -> dict[str, Any]:
+    row = measured["modes"]["host_cached"]["without_kv"]
+    memcpy_s = row["memcpy_p50_s"]
+    return {
+        "switches": row["samples"],
+        "bytes": row["bytes"],
+        "switch_p50_s": row["p50_s"],
+        "switch_p99_s": row["p99_s"],
+        "memcpy_p50_s": memcpy_s,
+        "ratio": row["p50_s"] / memcpy_s,
+        "limit_s": _OLD_COPY_SHARE * memcpy_s + _OLD_EXTRA_S,
+        "stages_p50_s": row["stages_p50_s"],
+    }

@@ -1,0 +1,1 @@
+"""``gpupool plan`` and ``gpupool simulate``: inputs, runs, tables and plots."""

@@ -1,0 +1,124 @@
+"""What ``gpupool plan`` is asked about: models and their load, with notes on what was changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from gpupoold.api.schemas import ModelInfo, RequestRecord
+from gpupoold.domain import Targets
+from gpupoold.errors import UsageError
+from gpupoold.sim.planner.file import read_models
+from gpupoold.sim.planner.load import Load, RecordedRequest, history_load, poisson_load, trace_load
+from gpupoold.sim.planner.models import PlannedModel, read_checkpoint, read_shape
+
+
+class Models(NamedTuple):
+    """Models to plan for, and what should be known about the choice."""
+
+    models: tuple[PlannedModel, ...]
+    notes: tuple[str, ...] = ()
+
+
+class Inputs(NamedTuple):
+    """Everything that the answers rest on."""
+
+    models: tuple[PlannedModel, ...]
+    load: Load
+    notes: tuple[str, ...]
+
+
+def models_of_file(path: Path) -> Models:
+    """Those a TOML file names. Raises UsageError."""
+    return Models(read_models(path))
+
+
+def registered_models(infos: Sequence[ModelInfo]) -> Models:
+    """Those of a daemon; one that failed to load is left out.
+
+    Raises:
+        UsageError: there is none.
+    """
+    failed = [info.name for info in infos if info.state == "failed"]
+    models = tuple(_planned(info) for info in infos if info.state != "failed")
+    if not models:
+        raise UsageError(
+            "the daemon has no models that work", "add one with `gpupool add-model NAME`"
+        )
+    return Models(models, tuple(f"{name} failed to load and is left out." for name in failed))
+
+
+def make_inputs(
+    found: Models,
+    trace: str | None,
+    rates: Sequence[float] | None,
+    duration_s: float | None,
+    history: Sequence[RequestRecord] | None = None,
+) -> Inputs:
+    """With the load: ``history`` if there is one, else the file ``trace``, else rates.
+
+    Raises:
+        UsageError: no load, too many or impossible rates, or what is wrong in the file.
+    """
+    models = found.models
+    names = [model.name for model in models]
+    if history is not None:
+        past = [
+            RecordedRequest(one.model, one.arrived_at, one.num_prompt_tokens, one.num_output_tokens)
+            for one in history
+        ]
+        load, num_left_out = history_load(past, names, duration_s)
+        left_out = f"Recorded requests left out, without tokens or of others: {num_left_out:,}."
+        return Inputs(models, load, (*found.notes, *([left_out] if num_left_out else [])))
+    if trace is not None:
+        requests = trace_load(Path(trace), names, duration_s)
+        drawn = "The trace names no models: each request goes to one by a draw, few get most."
+        notes = [drawn] if requests.spread_over else []
+        return Inputs(models, requests, (*found.notes, *notes))
+    by_name = dict(zip(names, _rates(models, rates), strict=True))
+    return Inputs(models, poisson_load(by_name, duration_s), found.notes)
+
+
+def _rates(models: Sequence[PlannedModel], rates: Sequence[float] | None) -> Sequence[float]:
+    """Requests per second of each model."""
+    if rates is None:
+        known = [model.rps for model in models if model.rps is not None]
+        missing = [model.name for model in models if model.rps is None]
+        if missing:
+            raise UsageError(
+                f"no load is known of {missing[0]}" if known else "no load to plan for",
+                "give --rps R, --trace FILE, --trace recorded, or rps in the file of models",
+            )
+        return known
+    if len(rates) == 1:
+        return list(rates) * len(models)
+    if len(rates) != len(models):
+        raise UsageError(
+            f"--rps has {len(rates)} rates for {len(models)} models",
+            f"give one, or one for each of {', '.join(model.name for model in models)}",
+        )
+    return rates
+
+
+def _planned(info: ModelInfo) -> PlannedModel:
+    shape, problem = None, ""
+    weight_bytes, kv_bytes_per_token = info.weight_bytes, info.kv_bytes_per_token
+    try:
+        shape = read_shape(Path(info.path), info.dtype)
+        weight_bytes = weight_bytes or read_checkpoint(Path(info.path), info.dtype).weight_bytes
+        kv_bytes_per_token = kv_bytes_per_token or shape.kv_bytes_per_token
+    except UsageError as error:
+        problem = error.message
+    if not (weight_bytes and kv_bytes_per_token):
+        raise UsageError(f"{info.name}: was never loaded, and {problem}")
+    return PlannedModel(
+        info.name,
+        Targets(info.ttft_s, info.tbt_s),
+        weight_bytes,
+        kv_bytes_per_token,
+        shape,
+        problem,
+        info.latency,
+        info.max_model_len,
+    )

@@ -1,0 +1,115 @@
+"""``gpupool plan``: whether a load fits a box before anybody buys it, and what would help."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpupool_cli import lists
+from gpupool_cli.exit_codes import ExitCode
+from gpupool_cli.options import JsonOption, duration_s
+from gpupool_cli.output import print_json
+from gpupool_cli.planning.inputs import Inputs, make_inputs, models_of_file, registered_models
+from gpupool_cli.planning.view import Planned, PlanProgress, plan_document, print_plan
+from gpupool_cli.session import open_client
+from gpupoold.errors import UsageError
+from gpupoold.sim.boxes import parse_box
+from gpupoold.sim.planner.models import place
+from gpupoold.sim.planner.plan import Question, check_question, make_plan
+
+REGISTERED, RECORDED = "registered", "recorded"
+# Runs of a load that is drawn: one alone may be lucky.
+_NUM_RUNS = 3
+
+
+def plan(
+    ctx: typer.Context,
+    devices: Annotated[str, typer.Option(help="The box, such as 4xA10 or 16xH800.")],
+    models: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|registered",
+            help="A TOML file of models, or those of the running daemon.",
+        ),
+    ],
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|recorded",
+            help="Requests to plan for: a .csv or .csv.gz file, or the running daemon's history.",
+        ),
+    ] = None,
+    rps: Annotated[
+        str | None,
+        typer.Option(help="Requests per second of each model: one number, or one per model."),
+    ] = None,
+    target: Annotated[
+        float, typer.Option(help="Share of tokens that must come in time, above 0 and up to 1.")
+    ] = 0.99,
+    policies: Annotated[
+        str, typer.Option("--policy", help="Policies to compare, separated by commas.")
+    ] = "gpupool",
+    tensor_parallel: Annotated[
+        int, typer.Option(metavar="N", help="GPUs that hold a model together.")
+    ] = 1,
+    duration: Annotated[
+        float | None,
+        typer.Option(
+            parser=duration_s,
+            metavar="DURATION",
+            help="How long requests arrive; of a recording, the busiest stretch of that length.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same requests.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Find out whether models and their load fit a box, and how many devices they need.
+
+    Everything is simulated, with the daemon's own scheduling. Exit status 0 if it fits, 1
+    if it does not.
+    """
+    started_s = time.monotonic()
+    names = lists.names(policies)
+    check_question(target, names)
+    box = parse_box(devices, tensor_parallel)
+    inputs = _inputs(ctx, models, trace, rps, duration)
+    placed = place(inputs.models, box)
+    question = Question(
+        box=box,
+        models=placed.models,
+        load=inputs.load,
+        target=target,
+        policies=names,
+        seeds=tuple(range(seed, seed + _NUM_RUNS)),
+        max_lens={one.name: one.max_len for one in inputs.models if one.max_len is not None},
+        models_on=lambda other: place(inputs.models, other).models,
+    )
+    with PlanProgress() as progress:
+        answers = make_plan(question, progress.show)
+    wall_s = time.monotonic() - started_s
+    planned = Planned(question, answers, placed.basis, inputs.models, inputs.notes, wall_s)
+    if as_json:
+        print_json(plan_document(planned))
+    else:
+        print_plan(planned)
+    raise typer.Exit(ExitCode.OK if answers.fits else ExitCode.FAILED)
+
+
+def _inputs(
+    ctx: typer.Context, models: str, trace: str | None, rps: str | None, duration: float | None
+) -> Inputs:
+    """The models and the load, from files or from the daemon."""
+    if trace is not None and rps is not None:
+        raise UsageError("both --trace and --rps: give one of them")
+    example = "0.1, or 0.1,0.2,0.5 for three models"
+    rates = None if rps is None else lists.numbers("--rps", rps, float, example)
+    given = None if models == REGISTERED else models_of_file(Path(models))
+    if given is not None and trace != RECORDED:
+        return make_inputs(given, trace, rates, duration)
+    with open_client(ctx) as client:
+        found = given or registered_models(client.models())
+        history = list(client.requests()) if trace == RECORDED else None
+    return make_inputs(found, trace, rates, duration, history)

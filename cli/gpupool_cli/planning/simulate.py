@@ -1,0 +1,171 @@
+"""``gpupool simulate``: a box that is not there, under a policy, in virtual time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpupool_cli import lists
+from gpupool_cli.diagnostics import say
+from gpupool_cli.options import JsonOption, TbtOption, TtftOption, duration_s
+from gpupool_cli.output import Column, print_line, print_table
+from gpupool_cli.planning.plot import check_plot, save_plot
+from gpupool_cli.planning.simulation_view import PointsView, print_rows
+from gpupoold.config.schema import load_settings
+from gpupoold.errors import UsageError
+from gpupoold.sim.boxes import parse_box
+from gpupoold.sim.presets import poisson_panel, preset_names, preset_panels, trace_panel
+from gpupoold.sim.roles_text import parse_roles
+from gpupoold.sim.run import Row, run_points
+from gpupoold.sim.scenario import Overrides, Panel, Point
+
+_LIST_COLUMNS = (Column("PRESET"), Column("WHAT"))
+
+
+def _complete_preset(incomplete: str) -> list[str]:
+    return [name for name in preset_names() if name.startswith(incomplete)]
+
+
+def simulate(
+    preset: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PRESET",
+            help="An experiment by name; see --list.",
+            autocompletion=_complete_preset,
+        ),
+    ] = None,
+    list_presets: Annotated[
+        bool, typer.Option("--list", help="List the presets and what they are.")
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Requests to play: a .csv or .csv.gz file."),
+    ] = None,
+    policies: Annotated[
+        str | None, typer.Option("--policy", help="Policies to compare, separated by commas.")
+    ] = None,
+    models: Annotated[
+        str | None, typer.Option(help="Numbers of models, separated by commas.")
+    ] = None,
+    rps: Annotated[
+        str | None, typer.Option(help="Requests per second and model, separated by commas.")
+    ] = None,
+    devices: Annotated[str | None, typer.Option(help="The box, such as 16xH800 or 4xA10.")] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(metavar="N", help="GPUs that hold a model together.")
+    ] = None,
+    prefill: Annotated[
+        int | None,
+        typer.Option(metavar="K", help="Devices that prefill, for policies that split roles."),
+    ] = None,
+    roles: Annotated[
+        str | None,
+        typer.Option(help="Roles of the devices: auto, mixed, or such as 2xprefill,6xdecode."),
+    ] = None,
+    ttft: TtftOption = None,
+    tbt: TbtOption = None,
+    switch_overhead: Annotated[
+        float | None,
+        typer.Option(parser=duration_s, metavar="DURATION", help="Added to every switch."),
+    ] = None,
+    duration: Annotated[
+        float | None,
+        typer.Option(parser=duration_s, metavar="DURATION", help="How long requests arrive."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same requests.")] = None,
+    workloads: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", envvar="GPUPOOL_WORKLOADS", help="Where presets find recorded workloads."
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option(metavar="N", help="Processes to run points in.")] = 1,
+    as_json: JsonOption = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw attainment: a .svg or .png file.")
+    ] = None,
+) -> None:
+    """Simulate a box of GPUs: a preset, a file of requests, or Poisson arrivals.
+
+    A preset brings its own values for all options but --jobs, --json and --plot.
+    Without one they are those of aegaeon-fig11a, with 40 and 70 models.
+    """
+    if list_presets:
+        _print_presets()
+        return
+    if plot is not None:
+        check_plot(plot)
+    wanted = Overrides(
+        policies=None if policies is None else lists.names(policies),
+        models=None if models is None else lists.numbers("--models", models, int, "40,70,100"),
+        rps=None if rps is None else lists.numbers("--rps", rps, float, "0.1,0.2"),
+        box=None if devices is None else parse_box(devices),
+        tensor_parallel_size=tensor_parallel,
+        num_prefill=prefill,
+        roles=None if roles is None else parse_roles(roles),
+        ttft_s=ttft,
+        tbt_s=tbt,
+        duration_s=duration,
+        seed=seed,
+        switch_overhead_s=switch_overhead,
+    )
+    points = _points(_panels(preset, trace), wanted, workloads)
+    rows = _run(points, jobs, as_json)
+    if not as_json:
+        print_rows(rows)
+    if plot is not None:
+        save_plot(rows, {point.preset: point.panel.title for point in points}, plot)
+        say(f"plot: {plot}")
+
+
+def _panels(preset: str | None, trace: Path | None) -> tuple[Panel, ...]:
+    if preset is not None and trace is not None:
+        raise UsageError("both a preset and --trace: give one of them")
+    if trace is not None:
+        return (trace_panel(trace),)
+    return (poisson_panel(),) if preset is None else preset_panels(preset)
+
+
+def _points(panels: Sequence[Panel], wanted: Overrides, workloads: Path | None) -> list[Point]:
+    if workloads is None and any(panel.workload.needs_folder for panel in panels):
+        workloads = load_settings().paths.workloads_dir
+    wanted = replace(wanted, workloads_dir=workloads)
+    return [point for panel in panels for point in panel.changed(wanted).points()]
+
+
+def _run(points: Sequence[Point], jobs: int, as_json: bool) -> list[Row]:
+    """The rows of all points; printed one by one as JSON if asked for."""
+    rows: list[Row] = []
+    with PointsView(points, jobs, keeps_stdout=as_json) as view:
+        for row in run_points(points, jobs=jobs, on_progress=view.show):
+            rows.append(row)
+            view.finished(len(rows))
+            if as_json and "refused" not in row:
+                print_line(json.dumps(row))
+    _tell_refusals(rows)
+    return rows
+
+
+def _tell_refusals(rows: Sequence[Row]) -> None:
+    """Say which points were refused; raises UsageError if all were."""
+    refusals = [row for row in rows if "refused" in row]
+    if len(refusals) == len(rows):
+        raise UsageError(refusals[0]["refused"])
+    for row in refusals:
+        say(f"{row['preset']}: {row['policy']}, {row['models']} models: {row['refused']}")
+
+
+def _print_presets() -> None:
+    rows = []
+    for name in preset_names():
+        panels = preset_panels(name)
+        names = [panel.name for panel in panels]
+        several = f"{len(names)} panels, {names[0]} to {names[-1]}"
+        rows.append((name, panels[0].title if len(panels) == 1 else several))
+    print_table(_LIST_COLUMNS, rows)

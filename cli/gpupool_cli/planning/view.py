@@ -1,0 +1,341 @@
+"""What ``gpupool plan`` prints: answers in plain words, or one JSON document."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.progress import SpinnerColumn, TimeElapsedColumn
+
+from gpupool_cli.output import NOTHING, Column, duration_text, print_line, print_table
+from gpupool_cli.progress import BarView, description_column
+from gpupoold.sim.metrics import Summary
+from gpupoold.sim.planner.models import Basis, PlannedModel
+from gpupoold.sim.planner.notes import notes_on
+from gpupoold.sim.planner.plan import MAX_DEVICES, Plan, PolicyResult, Question, Tried, models_below
+from gpupoold.sim.planner.run import Attained
+from gpupoold.units import format_duration
+
+_MAX_ROWS = 20
+_MAX_NAMED = 3
+_MAX_NOT_ENOUGH = 3
+_COLUMNS = (
+    Column("MODEL"),
+    Column("REQUESTS", right=True),
+    Column("SLO%", right=True),
+    Column("TTFT-p50", right=True),
+    Column("TTFT-p99", right=True),
+    Column("TARGET", right=True),
+    Column("TBT-p50", right=True),
+    Column("TBT-p99", right=True),
+    Column("TARGET", right=True),
+    Column("STEP TIMES"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan and everything its report needs."""
+
+    question: Question
+    plan: Plan
+    basis: Mapping[str, Basis]
+    models: Sequence[PlannedModel]
+    notes: Sequence[str]
+    wall_s: float
+
+    def all_notes(self) -> list[str]:
+        """Those on the inputs, then those on the answers."""
+        return [*self.notes, *notes_on(self.question, self.plan, self.basis, self.models)]
+
+
+class PlanProgress(BarView):
+    """What is being simulated, on stderr if that is a terminal; use as a context manager."""
+
+    def __init__(self) -> None:
+        super().__init__(SpinnerColumn(), description_column(), TimeElapsedColumn())
+        if self._bar is not None:
+            self._task = self._bar.add_task("simulating", total=None)
+
+    def show(self, what: str, num_runs: int) -> None:
+        """``num_runs`` are done; next is ``what``."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=f"run {num_runs + 1}: {what}")
+
+
+def plan_document(planned: Planned) -> dict[str, object]:
+    """Everything as one JSON object; ``docs/planning.md`` has its keys."""
+    question, plan = planned.question, planned.plan
+    shown, box, best = plan.forecast, question.box, plan.policies[0]
+    size = box.tensor_parallel_size
+    return {
+        "devices": box.name,
+        "num_devices": box.num_devices,
+        "tensor_parallel": size,
+        "load": question.load.text,
+        "duration_s": question.load.duration_s,
+        "target": question.target,
+        "fits": plan.fits,
+        **_attained_document(plan.attained),
+        "requests": shown.num_requests,
+        "devices_needed": plan.needed,
+        "gpus_needed": None if plan.needed is None else plan.needed * size,
+        "devices_tried": [_tried_document(one, question.target) for one in plan.counts],
+        "policy": best.policy,
+        "num_prefill": best.num_prefill,
+        "policies": [
+            {"policy": one.policy, "num_prefill": one.num_prefill}
+            | _attained_document(one.attained)
+            | ({"refused": one.attained.refused} if one.attained.refused else {})
+            for one in plan.policies
+        ],
+        "models": [
+            _model_document(planned, name, summary) for name, summary in _worst_first(planned)
+        ],
+        "growth": plan.growth,
+        "growth_limit": plan.growth_limit,
+        "changes": [_tried_document(one, question.target) for one in plan.changes],
+        "requests_refused": shown.num_refused,
+        "requests_cut": shown.num_cut,
+        "requests_never_begun": shown.num_late,
+        "notes": planned.all_notes(),
+        "num_runs": plan.num_runs,
+        "wall_s": round(planned.wall_s, 3),
+    }
+
+
+def print_plan(planned: Planned) -> None:
+    """The answers in the order in which they are asked."""
+    question = planned.question
+    writer = _Writer(question.target)
+    box, num_models = question.box, len(question.models)
+    groups = f" in groups of {size}" if (size := box.tensor_parallel_size) > 1 else ""
+    writer.paragraph(f"{box.name}{groups}, {_count(num_models, 'model')}, {question.load.text}")
+    writer.section("Does it fit?", writer.fit_lines(planned))
+    writer.section(f"How many {box.gpu}?", writer.device_lines(planned))
+    if len(planned.plan.policies) > 1:
+        lines = [writer.policy_line(one, box.num_devices) for one in planned.plan.policies]
+        writer.section("Which policy?", lines)
+    writer.section("What will users see?", ())
+    _print_models(planned, writer)
+    writer.section("What to change first?", writer.change_lines(planned))
+    writer.section("How sure is this?", planned.all_notes())
+
+
+class _Writer:
+    """Lines of the report, with shares rounded down so that none looks like a target it missed."""
+
+    def __init__(self, target: float) -> None:
+        self._target = target
+        self._decimals = max(1, len(f"{100 * target:.6f}".rstrip("0").partition(".")[2]))
+        tty = sys.stdout.isatty()
+        self._width = shutil.get_terminal_size().columns if tty else None
+
+    def percent(self, share: float | None) -> str:
+        """``98.7 %``."""
+        return "nothing" if share is None else f"{self.number(share)} %"
+
+    def number(self, share: float | None) -> str:
+        """The same for a column that says so."""
+        if share is None:
+            return NOTHING
+        return f"{self._floored(share):g}"
+
+    def cell(self, share: float | None) -> str:
+        """The same with all decimals, to stand below others."""
+        return NOTHING if share is None else f"{self._floored(share):.{self._decimals}f}"
+
+    def _floored(self, share: float) -> float:
+        scale = 10.0**self._decimals
+        return math.floor(100 * share * scale + 1e-6) / scale
+
+    def attained(self, attained: Attained, after: str = "") -> str:
+        """With the range of several runs, if they differ; ``after`` comes between. Or why not."""
+        if attained.refused:
+            return attained.refused
+        bounds = [bound(attained.by_run, default=None) for bound in (min, max)]
+        low, high = map(self.number, bounds)
+        spread = f" ({low} to {high})" if low != high else ""
+        return self.percent(attained.overall) + after + spread
+
+    def section(self, title: str, lines: Iterator[str] | Sequence[str]) -> None:
+        """A title and lines below it."""
+        print_line("")
+        print_line(title)
+        for line in lines:
+            self.paragraph(line, "  ")
+
+    def paragraph(self, text: str, indent: str = "") -> None:
+        """Wrapped on a terminal, else one line."""
+        if self._width is None:
+            print_line(indent + text)
+            return
+        more = indent + ("  " if indent else "")
+        wrapped = textwrap.wrap(
+            text, self._width, initial_indent=indent, subsequent_indent=more,
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+        for line in wrapped:
+            print_line(line)
+
+    def fit_lines(self, planned: Planned) -> Iterator[str]:
+        """Attainment against target, and the worst models."""
+        plan = planned.plan
+        wanted = self.percent(self._target)
+        num_runs = len(plan.attained.by_run)
+        yield (
+            f"{'Yes' if plan.fits else 'No'}: "
+            f"{self.attained(plan.attained, ' of the tokens come in time')}; "
+            f"wanted {'are' if num_runs < 2 else f'in each of {num_runs} runs are'} {wanted}."
+        )
+        below = models_below(plan.forecast, self._target)
+        if not below:
+            yield f"Every model by itself has at least {wanted}."
+            return
+        shares = [
+            f"{name} {self.percent(plan.forecast.models[name].attainment)}"
+            for name in below[:_MAX_NAMED]
+        ]
+        more = ", ..." if len(below) > _MAX_NAMED else ""
+        of = f"{len(below)} of {_count(len(plan.forecast.models), 'model')}"
+        yield f"{of} by {_itself(below)} below {wanted}: {', '.join(shares)}{more}"
+
+    def device_lines(self, planned: Planned) -> Iterator[str]:
+        """How many are needed, with the numbers around it."""
+        question, plan = planned.question, planned.plan
+        size, now = question.box.tensor_parallel_size, question.box.num_devices
+        by_count = {one.num_devices: one for one in plan.counts}
+        if plan.needed is None:
+            most = plan.counts[-1]
+            best = max(plan.counts, key=lambda one: one.attained.worst)
+            at_most = f"with up to {most.text} at most {self.attained(best.attained)} is reached"
+            yield (
+                f"Not known: {at_most}, and more than {MAX_DEVICES} devices are not tried."
+                if most.num_devices >= MAX_DEVICES
+                else f"More do not help enough: {at_most}. What lacks is not devices but speed."
+            )
+            return
+        needed = by_count[plan.needed]
+        verb = "is" if plan.needed * size == 1 else "are"
+        enough = "" if plan.needed != now else ", as many as there are"
+        yield (
+            f"{plan.needed * size} {verb} needed{enough}: {needed.text} gives "
+            f"{self.attained(needed.attained)}."
+        )
+        fewer = [one for one in plan.counts if one.num_devices < plan.needed]
+        if fewer:
+            fewer_text = "One fewer" if size == 1 else "One group fewer"
+            yield f"{fewer_text} is not enough: {self.attained(fewer[-1].attained)}."
+
+    def policy_line(self, result: PolicyResult, num_devices: int) -> str:
+        """A policy's attainment and its split."""
+        if refused := result.attained.refused:
+            return f"{result.policy}: {refused.removeprefix(f'{result.policy} ')}"
+        split = ""
+        if result.num_prefill is not None:
+            num_decode = num_devices - result.num_prefill
+            split = f", best with {result.num_prefill} to prefill and {num_decode} to decode"
+        return f"{result.policy}: {self.attained(result.attained)}{split}"
+
+    def change_lines(self, planned: Planned) -> Iterator[str]:
+        """Changes that are enough, cheapest first; or how much more the box takes."""
+        plan = planned.plan
+        if plan.growth is not None:
+            yield f"Nothing. {_growth_text(plan.growth, plan.growth_limit)}"
+            return
+        enough = [one for one in plan.changes if one.attained.reaches(self._target)]
+        short = [one for one in plan.changes if not one.attained.reaches(self._target)]
+        if enough:
+            yield "Each of these alone was simulated and is enough; the cheapest comes first:"
+            for number, one in enumerate(enough, start=1):
+                yield f"{number}. {one.text}: {self.attained(one.attained)}"
+        best: dict[str, Tried] = {}
+        for one in sorted(short, key=lambda one: -one.attained.worst):
+            if one.kind not in {other.kind for other in enough}:
+                best.setdefault(one.kind, one)
+        if best:
+            yield "Not enough alone:" if enough else "Nothing tried is enough alone. The best were:"
+            for one in list(best.values())[:_MAX_NOT_ENOUGH]:
+                yield f"- {one.text}: {self.attained(one.attained)}"
+
+
+def _print_models(planned: Planned, writer: _Writer) -> None:
+    rows = [
+        (
+            name,
+            str(summary.num_requests),
+            writer.cell(summary.attainment),
+            duration_text(summary.ttft_s.p50),
+            duration_text(summary.ttft_s.p99),
+            format_duration(planned.question.models[name].targets.ttft_s),
+            duration_text(summary.tbt_s.p50),
+            duration_text(summary.tbt_s.p99),
+            format_duration(planned.question.models[name].targets.tbt_s),
+            planned.basis[name],
+        )
+        for name, summary in _worst_first(planned)
+    ]
+    print_table(_COLUMNS, rows[:_MAX_ROWS])
+    if len(rows) > _MAX_ROWS:
+        writer.paragraph(f"and {len(rows) - _MAX_ROWS} models that do better (--json has all)")
+
+
+def _worst_first(planned: Planned) -> list[tuple[str, Summary]]:
+    summaries = planned.plan.forecast.models
+    return sorted(
+        summaries.items(),
+        key=lambda item: (1.0 if item[1].attainment is None else item[1].attainment, item[0]),
+    )
+
+
+def _model_document(planned: Planned, name: str, summary: Summary) -> dict[str, object]:
+    model = planned.question.models[name]
+    return {
+        "name": name,
+        "requests": summary.num_requests,
+        "finished": summary.num_finished,
+        "attainment": summary.attainment,
+        "ttft_p50_s": summary.ttft_s.p50,
+        "ttft_p99_s": summary.ttft_s.p99,
+        "ttft_s": model.targets.ttft_s,
+        "tbt_p50_s": summary.tbt_s.p50,
+        "tbt_p99_s": summary.tbt_s.p99,
+        "tbt_s": model.targets.tbt_s,
+        "weight_bytes": model.weight_bytes,
+        "step_times": planned.basis[name],
+        "step_times_source": model.latency.source,
+    }
+
+
+def _tried_document(tried: Tried, target: float) -> dict[str, object]:
+    return {
+        "kind": tried.kind,
+        "text": tried.text,
+        "num_devices": tried.num_devices,
+        **_attained_document(tried.attained),
+        "reaches": tried.attained.reaches(target),
+    }
+
+
+def _attained_document(attained: Attained) -> dict[str, object]:
+    return {"attainment": attained.overall, "attainment_by_run": list(attained.by_run)}
+
+
+def _growth_text(growth: float, limit: float | None) -> str:
+    if limit is None:
+        return f"Even {growth:g} times this load fits."
+    if growth == 1:
+        return f"But {limit:g} times this load would not fit any more."
+    return f"The load may grow to {growth:g} times this; {limit:g} times is too much."
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _itself(names: Sequence[str]) -> str:
+    return "itself is" if len(names) == 1 else "themselves are"

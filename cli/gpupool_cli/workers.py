@@ -1,0 +1,68 @@
+"""``role``, ``drain`` and ``undrain``: what a device is to do, and taking one out of service."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from gpupool_cli.diagnostics import say
+from gpupool_cli.session import open_client
+from gpupoold.api.schemas import DeviceInfo
+
+app = typer.Typer(no_args_is_help=True, help="What a device does: prompts, answers or both.")
+
+DeviceArgument = Annotated[
+    int, typer.Argument(metavar="DEVICE", min=0, help="Its number in `gpupool ps`.")
+]
+
+
+class RoleChoice(StrEnum):
+    """Roles, and leaving the choice to the policy."""
+
+    AUTO = "auto"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+@app.command("set")
+def set_role(
+    ctx: typer.Context,
+    device: DeviceArgument,
+    role: Annotated[
+        RoleChoice,
+        typer.Argument(
+            metavar="ROLE", help="auto, prefill, decode or mixed; auto: as the policy says."
+        ),
+    ],
+) -> None:
+    """Give a device a role, until the daemon ends. A device that only prefills gives its answers
+    to others, which go on with them."""
+    with open_client(ctx) as client:
+        answer = client.set_role(device, role.value)
+    say(f"device {device}: {role_text(answer)}")
+
+
+def drain(ctx: typer.Context, device: DeviceArgument) -> None:
+    """Empty a device: it gets nothing new, and its requests go on on others.
+
+    Returns when it has none left. It stays out of service until `gpupool undrain`.
+    """
+    with open_client(ctx) as client:
+        client.drain(device)
+    say(f"device {device}: has no requests and gets none until `gpupool undrain {device}`")
+
+
+def undrain(ctx: typer.Context, device: DeviceArgument) -> None:
+    """Let a device that was drained have work again."""
+    with open_client(ctx) as client:
+        client.undrain(device)
+    say(f"device {device}: has work again")
+
+
+def role_text(device: DeviceInfo) -> str:
+    """As `gpupool ps` shows it: who chose the role, and whether the device is being emptied."""
+    text = device.role if device.is_role_fixed else f"{device.role} (auto)"
+    return f"{text}, draining" if device.is_draining else text

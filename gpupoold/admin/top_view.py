@@ -1,0 +1,110 @@
+"""One picture of everything for ``gpupool top``, cheap enough to be asked for every second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gpupool_state import ModelRow
+from gpupoold.control.accounting.turns import Turn
+from gpupoold.control.views import bodies as views
+
+if TYPE_CHECKING:
+    from gpupoold.control.control_plane import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class TopLimits:
+    """How much of what grows is wanted: turns and events after these ids, and how many."""
+
+    turns_after: int
+    events_after: int | None
+    num_turns: int
+    num_events: int
+    num_requests: int
+    has_minutes: bool
+
+
+async def top(pool: Pool, limits: TopLimits) -> bytes:
+    """Everything at this moment: ``Top`` as JSON."""
+    rows = await pool.registry.list()
+    dispatcher, history = pool.dispatcher, pool.history
+    after = limits.events_after
+    if after is None or history.last_event_id - after > limits.num_events:
+        after = max(0, history.last_event_id - limits.num_events)
+    has_news = limits.num_events and history.last_event_id > after
+    events = await history.events_after(after, limits.num_events) if has_news else []
+    now_s = time.monotonic()
+    live = islice(dispatcher.live, limits.num_requests)
+    return msgspec.json.encode(
+        {
+            "at": time.time(),
+            "status": views.raw(pool.status_of(len(rows))),
+            "devices": [views.raw(one) for one in pool.devices()],
+            "models": _models(pool, rows, has_minutes=limits.has_minutes),
+            "requests": [views.live_request(request, now_s) for request in live],
+            "turns": turns(dispatcher.turns.after(limits.turns_after, limits.num_turns)),
+            "last_turn_id": dispatcher.turns.last_id,
+            "events": events,
+            "last_event_id": history.last_event_id,
+            "num_switches": dispatcher.switches.count,
+            "switched_bytes": dispatcher.switches.moved_bytes,
+        }
+    )
+
+
+def turns(ended: Iterable[Turn]) -> list[msgspec.Raw]:
+    """Turns with their times on the wall clock: each a ``TurnInfo`` as JSON."""
+    offset_s = time.time() - time.monotonic()
+    return [turn.told or _tell(turn, offset_s) for turn in ended]
+
+
+def _tell(turn: Turn, offset_s: float) -> msgspec.Raw:
+    values = {
+        "id": turn.id,
+        "instance": turn.instance,
+        "model": turn.model,
+        "began_at": turn.began_s + offset_s,
+        "seconds": turn.seconds,
+        "num_tokens": turn.num_tokens,
+        "switch_kind": turn.switch_kind,
+        "switch_s": turn.switch.total_s if turn.switch is not None else 0.0,
+        "did_run": turn.did_run,
+    }
+    turn.told = msgspec.Raw(msgspec.json.encode(values))
+    return turn.told
+
+
+def _models(pool: Pool, rows: Iterable[ModelRow], *, has_minutes: bool) -> list[views.Values]:
+    memories = views.memories_of(pool.supervisor.instances)
+    found = []
+    for row in rows:
+        name, targets = row.spec.name, row.spec.targets
+        state = pool.lifecycle.state_of(row).value
+        held_by = memories.get(name, ())
+        found.append(
+            {
+                "usage": views.usage(
+                    name,
+                    state,
+                    pool.dispatcher,
+                    memories,
+                    pool.cache,
+                    has_minutes=has_minutes,
+                ),
+                "ttft_s": targets.ttft_s,
+                "tbt_s": targets.tbt_s,
+                "is_pinned": row.is_pinned,
+                "devices": [
+                    number
+                    for number, held in held_by
+                    if 0 < held.weights_total_bytes <= held.weights_resident_bytes
+                ],
+            }
+        )
+    return found

@@ -1,0 +1,335 @@
+"""The admin API from the outside: what the CLI and the TUI talk to the daemon with.
+
+Synchronous, over the unix socket. Every failure is one of ``gpupoold.errors``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, TypeVar
+from urllib.parse import quote
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from gpupoold.api.answers import (
+    as_error,
+    not_understood,
+)
+from gpupoold.api.calls import given
+from gpupoold.api.client_access import KeyCalls
+from gpupoold.api.client_top import TopCalls
+from gpupoold.api.schemas import (
+    AddModelRequest,
+    BenchMemoryRequest,
+    BenchSwitchRequest,
+    CachedModel,
+    CacheInfo,
+    DeviceInfo,
+    EventInfo,
+    ModelInfo,
+    Progress,
+    Ps,
+    RequestRecord,
+    RoleName,
+    SetCachedRequest,
+    SetInstanceRequest,
+    SetModelRequest,
+    Status,
+    SwitchInfo,
+)
+from gpupoold.api.schemas_config import ConfigInfo, DiffInfo, DiffRequest, ReloadInfo
+from gpupoold.api.schemas_explain import SpanInfo, Why
+from gpupoold.errors import (
+    Failed,
+)
+
+RemoveMode = Literal["refuse", "drain", "force"]
+SwitchOrder = Literal["latest", "slowest"]
+
+_MODELS = TypeAdapter(list[ModelInfo])
+_SWITCHES = TypeAdapter(list[SwitchInfo])
+_SPANS = TypeAdapter(list[SpanInfo])
+_RECORDS = TypeAdapter(list[RequestRecord])
+_WHY = TypeAdapter(Why)
+_EVENTS = TypeAdapter(list[EventInfo])
+_OBJECT = TypeAdapter(dict[str, Any])
+_STATUS = TypeAdapter(Status)
+_ACCOUNTS = TypeAdapter(list[dict[str, int]])
+_DEVICE = TypeAdapter(DeviceInfo)
+_PS = TypeAdapter(Ps)
+_MODEL = TypeAdapter(ModelInfo)
+_CACHE = TypeAdapter(CacheInfo)
+_CACHED = TypeAdapter(CachedModel)
+_CONFIG = TypeAdapter(ConfigInfo)
+_DIFF = TypeAdapter(DiffInfo)
+_RELOAD = TypeAdapter(ReloadInfo)
+
+
+class AdminClient(KeyCalls, TopCalls):
+    """One connection pool to the daemon behind ``socket_path``; use as a context manager.
+
+    ``timeout_s`` bounds connecting and each plain answer. Operations that last
+    as long as they must (adding, draining, following, benchmarks) have no limit
+    on the answer.
+
+    Every method raises ``DaemonNotRunning`` if nothing answers at the socket,
+    ``TimedOut`` if the answer takes too long, ``Refused`` if the socket may not
+    be opened, and whatever error the daemon answers with.
+    """
+
+    def status(self) -> Status:
+        """One look at the daemon."""
+        return self._call(_STATUS, "GET", "/status")
+
+    def models(self) -> list[ModelInfo]:
+        """All registered models."""
+        return self._call(_MODELS, "GET", "/models")
+
+    def model(self, name: str) -> ModelInfo:
+        """The model with this name or alias.
+
+        Raises:
+            NoSuchModel: there is none.
+        """
+        return self._call(_MODEL, "GET", _model_path(name))
+
+    def add_model(self, request: AddModelRequest) -> Iterator[Progress]:
+        """Register a model and follow the work; the last ``Progress`` has ``model``.
+
+        Raises:
+            GpupoolError: while iterating, when the daemon reports that it failed.
+        """
+        finished = False
+        for line in self._stream("POST", "/models", body=request):
+            progress = _parsed(Progress, line, "POST /models")
+            if progress.error is not None:
+                raise as_error(progress.error)
+            finished = progress.model is not None
+            yield progress
+        if not finished:
+            raise Failed(
+                f"the daemon ended the work on model {request.name!r} without a result",
+                "see `gpupool logs` and `gpupool events`",
+            )
+
+    def set_model(self, name: str, request: SetModelRequest) -> ModelInfo:
+        """Change a model's targets or aliases; the answer is the model as it is now.
+
+        Changes are made one at a time: this one may wait for a model that is being loaded.
+
+        Raises:
+            NoSuchModel: there is no such model.
+            Refused: an alias is taken.
+        """
+        return self._call(_MODEL, "PATCH", _model_path(name), body=request, unbounded=True)
+
+    def remove_model(self, name: str, mode: RemoveMode = "refuse") -> ModelInfo:
+        """Take a model out of the registry; the answer is the model as it was.
+
+        ``mode`` says what happens to its live requests: ``refuse`` keeps the
+        model if there are any, ``drain`` waits for them, ``force`` aborts them. Waits for
+        another change that is under way.
+
+        Raises:
+            NoSuchModel: there is no such model.
+            Refused: it has live requests and ``mode`` is ``refuse``.
+        """
+        return self._call(_MODEL, "DELETE", _model_path(name), query={"mode": mode}, unbounded=True)
+
+    def cache(self) -> CacheInfo:
+        """The models' weight images, and how much of the budgets they use."""
+        return self._call(_CACHE, "GET", "/cache")
+
+    def pin(self, name: str, is_pinned: bool = True) -> CachedModel:
+        """Keep a model's image in host memory once it is there, or do so no more.
+
+        Raises:
+            NoSuchModel: there is no such model.
+            Refused: the pinned images would not fit together.
+        """
+        body = SetCachedRequest(is_pinned=is_pinned)
+        return self._call(_CACHED, "PATCH", _cache_path(name), body=body)
+
+    def drop_image(self, name: str) -> CachedModel:
+        """Let a model's image go from host memory; it comes back with the next request.
+
+        Raises:
+            NoSuchModel: there is no such model.
+            Refused: it is pinned, in use or being loaded.
+        """
+        return self._call(_CACHED, "DELETE", _cache_path(name), unbounded=True)
+
+    def warm(self, name: str) -> CachedModel:
+        """Return when a model's image is in host memory; takes its time.
+
+        Raises:
+            NoSuchModel: there is no such model.
+            GpupoolError: why it cannot be had.
+        """
+        return self._call(_CACHED, "POST", _cache_path(name), unbounded=True)
+
+    def set_role(self, instance: int, role: RoleName) -> DeviceInfo:
+        """Give an instance a role; ``auto`` leaves it to the policy.
+
+        Raises:
+            UsageError: there is no such instance.
+        """
+        body = SetInstanceRequest(role=role)
+        return self._call(_DEVICE, "PATCH", f"/instances/{instance}", body=body)
+
+    def drain(self, instance: int) -> DeviceInfo:
+        """Return when an instance has no requests; it gets nothing new until ``undrain``.
+
+        Raises:
+            UsageError: there is no such instance.
+            TimedOut: some are still there after the configured time.
+        """
+        return self._call(_DEVICE, "POST", f"/instances/{instance}/drain", unbounded=True)
+
+    def undrain(self, instance: int) -> DeviceInfo:
+        """Let an instance have work again.
+
+        Raises:
+            UsageError: there is no such instance.
+        """
+        return self._call(_DEVICE, "DELETE", f"/instances/{instance}/drain")
+
+    def config(self) -> ConfigInfo:
+        """Every key of the configuration, with the value that the daemon uses."""
+        return self._call(_CONFIG, "GET", "/config")
+
+    def config_diff(self, text: str | None = None, name: str = "") -> DiffInfo:
+        """What the ``text`` of a file called ``name`` would change; without one, the daemon's.
+
+        Raises:
+            ConfigError: something is wrong in it.
+        """
+        body = DiffRequest(text=text, name=name)
+        return self._call(_DIFF, "POST", "/config/diff", body=body)
+
+    def reload(self) -> ReloadInfo:
+        """Have the daemon read its configuration again.
+
+        Raises:
+            ConfigError: something is wrong in it, and nothing has changed.
+            Refused: it cannot be heeded now, and nothing has changed.
+        """
+        return self._call(_RELOAD, "POST", "/reload")
+
+    def check(self) -> list[dict[str, int]]:
+        """Pages of every instance, whose accounts agree with what its device has mapped.
+
+        Raises:
+            Failed: they do not, or an instance is down.
+        """
+        return self._call(_ACCOUNTS, "POST", "/check")
+
+    def ps(self) -> Ps:
+        """Devices, models and live requests now."""
+        return self._call(_PS, "GET", "/ps")
+
+    def switches(
+        self,
+        limit: int = 20,
+        *,
+        model: str | None = None,
+        device: int | None = None,
+        since_s: float | None = None,
+        order: SwitchOrder = "latest",
+    ) -> list[SwitchInfo]:
+        """The latest or slowest ``limit`` switches: to a model, on a device, so recent."""
+        query = given(limit=limit, model=model, device=device, since_s=since_s, order=order)
+        return self._call(_SWITCHES, "GET", "/switches", query=query)
+
+    def why(self, name: str) -> Why:
+        """Where a model or a request is, and why; a part of the request's id will do.
+
+        Raises:
+            NoSuchModel: neither a model nor a request has that name or id.
+            UsageError: several live requests have this in their id.
+        """
+        return self._call(_WHY, "GET", f"/why/{quote(name, safe='/')}")
+
+    def history(self, model: str | None = None, since_s: float = 3600.0) -> list[SpanInfo]:
+        """What happened to the requests of one model or of all, oldest first; the longer the
+        time, the longer the spans."""
+        return self._call(_SPANS, "GET", "/history", query=given(model=model, since_s=since_s))
+
+    def past_requests(
+        self, model: str | None = None, since_s: float = 3600.0, limit: int = 100
+    ) -> list[RequestRecord]:
+        """Requests that have ended, latest arrival first."""
+        query = given(model=model, since_s=since_s, limit=limit)
+        return self._call(_RECORDS, "GET", "/history/requests", query=query)
+
+    def stimuli(self) -> Iterator[bytes]:
+        """What the scheduling core was told and did since the daemon's start, line by line.
+
+        Raises:
+            Refused: the beginning has been forgotten.
+        """
+        yield from self._stream("GET", "/stimuli")
+
+    def requests(self, limit: int = 10_000) -> Iterator[RequestRecord]:
+        """The latest ``limit`` finished requests (at most 10,000), latest arrival first."""
+        for line in self._stream("GET", "/requests", query={"limit": limit}):
+            yield _parsed(RequestRecord, line, "GET /requests")
+
+    def events(self, after: int | None = None, limit: int = 100) -> list[EventInfo]:
+        """Up to ``limit`` events in order of id: those after ``after``, else the latest."""
+        return self._call(_EVENTS, "GET", "/events", query=given(after=after, limit=limit))
+
+    def follow_events(self, after: int | None = None) -> Iterator[EventInfo]:
+        """Events as they happen, those after ``after`` first; ends when the daemon stops."""
+        query = {"follow": "true", **given(after=after)}
+        for line in self._stream("GET", "/events", query=query):
+            yield _parsed(EventInfo, line, "GET /events")
+
+    def logs(
+        self, lines: int = 100, process: str | None = None, follow: bool = False
+    ) -> Iterator[str]:
+        """The last ``lines`` lines of the daemon's (or one process's) log.
+
+        With ``follow`` new lines come as they are written, until the daemon stops.
+        """
+        query = given(lines=lines, process=process, follow="true" if follow else None)
+        for line in self._stream("GET", "/logs", query=query):
+            yield _parsed(_LogLine, line, "GET /logs").line
+
+    def bench_switch(self, request: BenchSwitchRequest) -> dict[str, Any]:
+        """Alternate between two models on an idle instance and measure; takes its time.
+
+        Raises:
+            Refused: no instance is idle, or the models are not loaded.
+        """
+        return self._call(_OBJECT, "POST", "/bench/switch", body=request, unbounded=True)
+
+    def bench_memory(self, request: BenchMemoryRequest) -> dict[str, Any]:
+        """Measure an idle instance's memory operations; takes its time.
+
+        Raises:
+            Refused: no instance is idle, or it has too little memory for this.
+        """
+        return self._call(_OBJECT, "POST", "/bench/memory", body=request, unbounded=True)
+
+
+class _LogLine(BaseModel):
+    line: str
+
+
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+def _parsed(kind: type[_Body], line: bytes, what: str) -> _Body:
+    try:
+        return kind.model_validate_json(line)
+    except ValidationError as error:
+        raise not_understood(what, error) from error
+
+
+def _model_path(name: str) -> str:
+    return f"/models/{quote(name, safe='/')}"
+
+
+def _cache_path(name: str) -> str:
+    return f"/cache/{quote(name, safe='/')}"

@@ -1,0 +1,67 @@
+"""Calls of the admin API about API keys."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from pydantic import TypeAdapter
+
+from gpupoold.api.calls import AdminCalls
+from gpupoold.api.schemas_access import (
+    AddKeyRequest,
+    KeyInfo,
+    NewKey,
+    RotateKeyRequest,
+    SetKeyRequest,
+)
+
+_KEY = TypeAdapter(KeyInfo)
+_KEYS = TypeAdapter(list[KeyInfo])
+_NEW_KEY = TypeAdapter(NewKey)
+
+
+class KeyCalls(AdminCalls):
+    """API keys; errors as of :class:`gpupoold.api.client.AdminClient`."""
+
+    def api_keys(self, *, with_revoked: bool = False) -> list[KeyInfo]:
+        """All API keys by name, and what they have used."""
+        query = {"revoked": "true"} if with_revoked else None
+        return self._call(_KEYS, "GET", "/keys", query=query)
+
+    def add_key(self, request: AddKeyRequest) -> NewKey:
+        """Make a key; its text is in this answer and nowhere else.
+
+        Raises:
+            UsageError, Refused: the name cannot be had.
+            NoSuchModel: the key would be for a model that there is not.
+        """
+        return self._call(_NEW_KEY, "POST", "/keys", body=request)
+
+    def set_key(self, name: str, request: SetKeyRequest) -> KeyInfo:
+        """Change what a key may do, from its next request on.
+
+        Raises:
+            NoSuchKey, NoSuchModel: there is no such key or model.
+        """
+        return self._call(_KEY, "PATCH", _path(name), body=request)
+
+    def rotate_key(self, name: str, grace_s: float) -> NewKey:
+        """Give a key a new secret; the one it has works for ``grace_s`` more.
+
+        Raises:
+            NoSuchKey: there is no key of this name.
+        """
+        body = RotateKeyRequest(grace_s=grace_s)
+        return self._call(_NEW_KEY, "POST", f"{_path(name)}/rotate", body=body)
+
+    def remove_key(self, name: str) -> KeyInfo:
+        """End a key; its requests under way go on.
+
+        Raises:
+            NoSuchKey: there is no key of this name.
+        """
+        return self._call(_KEY, "DELETE", _path(name))
+
+
+def _path(name: str) -> str:
+    return f"/keys/{quote(name, safe='/')}"

@@ -1,0 +1,82 @@
+"""Bodies of the admin API about API keys."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from gpupoold.api.schemas import Body
+
+PriorityName = Literal["high", "normal", "low"]
+
+
+class AddKeyRequest(Body):
+    """``POST /keys``. Limits of None are none.
+
+    ``models`` None: all of them; none: only the metrics. ``expires_at`` is wall-clock seconds.
+    """
+
+    name: str
+    models: list[str] | None = None
+    priority: PriorityName = "normal"
+    requests_per_minute: int | None = Field(default=None, gt=0)
+    tokens_per_minute: int | None = Field(default=None, gt=0)
+    max_live: int | None = Field(default=None, gt=0)
+    expires_at: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+
+class SetKeyRequest(Body):
+    """``PATCH /keys/{name}``; None leaves a value as it is.
+
+    0 takes a limit or the expiry away; ``all_models`` the restriction to some models.
+    """
+
+    models: list[str] | None = None
+    all_models: bool = False
+    priority: PriorityName | None = None
+    requests_per_minute: int | None = Field(default=None, ge=0)
+    tokens_per_minute: int | None = Field(default=None, ge=0)
+    max_live: int | None = Field(default=None, ge=0)
+    expires_at: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+
+
+class RotateKeyRequest(Body):
+    """``POST /keys/{name}/rotate``: how long the secret that it has works beside the new one."""
+
+    grace_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+
+class KeyInfo(Body):
+    """An API key; all that can be told of it. Times are wall-clock seconds.
+
+    ``id`` is the public part of its text. ``previous_until``: until then the secret before
+    the last rotation works too. ``num_tokens`` are those of prompts and answers.
+    ``requests_left`` and ``tokens_left`` of this minute's are about a second old; below zero
+    they are a debt.
+    """
+
+    id: str
+    name: str
+    models: list[str] | None
+    priority: PriorityName
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    max_live: int | None
+    created_at: float
+    expires_at: float | None
+    rotated_at: float | None
+    previous_until: float | None
+    revoked_at: float | None
+    last_used_at: float | None
+    num_requests: int
+    num_tokens: int
+    requests_left: float | None = None
+    tokens_left: float | None = None
+
+
+class NewKey(Body):
+    """A key that was made or rotated: the only answer that ever has its text."""
+
+    key: KeyInfo
+    text: str = Field(repr=False)

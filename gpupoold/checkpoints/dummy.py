@@ -1,0 +1,163 @@
+"""Checkpoints of real dimensions with no weights in them, made offline in a moment.
+
+``python -m gpupoold.checkpoints.dummy DIR --shape Qwen2.5-7B`` writes a folder that
+reads like the real checkpoint: its ``config.json``, a small tokenizer, and a weight file
+whose header is complete and whose data is a hole, which takes no disk. Devices without
+an engine serve it; an engine would read zeros.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpupoold.checkpoints.maker import maker_parser, print_made, whole_folder, write_metadata
+from gpupoold.checkpoints.tiny_tokenizer import write_tokenizer
+from gpupoold.errors import Refused, UsageError
+from gpupoold.latency.errors import LatencyError
+from gpupoold.latency.shape import ModelShape, builtin_shape
+
+DEFAULT_SHAPE = "Qwen2.5-7B"
+RECIPE_FILE = "gpupool_hollow.json"
+MAX_POSITION_EMBEDDINGS = 32768
+
+_WEIGHT_FILE = "model.safetensors"
+_DTYPE = "bfloat16"
+
+
+class _Family(NamedTuple):
+    hf_class: str
+    model_type: str
+    qkv_bias: bool
+
+
+_LLAMA = _Family("LlamaForCausalLM", "llama", qkv_bias=False)
+_QWEN2 = _Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True)
+
+
+class Tensor(NamedTuple):
+    """A tensor of the checkpoint under its Hugging Face name."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def make_hollow_checkpoint(parent: Path, shape_name: str) -> Path:
+    """Make (or keep, if it is there already) ``parent/hollow-SHAPE``.
+
+    ``shape_name`` is one of ``latency/shapes.toml``. Families with code of their own on the
+    Hugging Face hub are written as Llamas of the same dimensions.
+
+    Raises:
+        UsageError: nothing is known of that shape, or no folder can be made there.
+        Refused: the folder exists and was not made by this program.
+    """
+    try:
+        shape = builtin_shape(shape_name)
+    except LatencyError as error:
+        raise UsageError(str(error)) from error
+    target = parent / f"hollow-{shape_name.lower()}"
+    if target.exists():
+        if not (target / RECIPE_FILE).exists():
+            raise Refused(f"{target} exists and is no hollow checkpoint", "choose another folder")
+        return target
+    with whole_folder(target) as folder:
+        _write(folder, shape_name, shape)
+    return target
+
+
+def tensors_of(shape: ModelShape, *, qkv_bias: bool) -> list[Tensor]:
+    """All tensors; together they have exactly ``shape.num_parameters`` elements.
+
+    Raises:
+        UsageError: no size of vocabulary makes up that number.
+    """
+    layers = [tensor for i in range(shape.num_layers) for tensor in _layer(shape, i, qkv_bias)]
+    inner = [*layers, Tensor("model.norm.weight", (shape.hidden_size,))]
+    left = shape.num_parameters - sum(math.prod(tensor.shape) for tensor in inner)
+    vocab_size, over = divmod(left, 2 * shape.hidden_size)
+    if over or vocab_size <= 0:
+        raise UsageError(f"the parameters of {shape} do not add up")
+    table = (vocab_size, shape.hidden_size)
+    return [Tensor("model.embed_tokens.weight", table), *inner, Tensor("lm_head.weight", table)]
+
+
+def _layer(shape: ModelShape, index: int, qkv_bias: bool) -> Iterator[Tensor]:
+    prefix, hidden = f"model.layers.{index}.", shape.hidden_size
+    widths = {
+        "q": shape.num_heads * shape.head_dim,
+        "k": shape.num_kv_heads * shape.head_dim,
+        "v": shape.num_kv_heads * shape.head_dim,
+    }
+    for name, width in widths.items():
+        yield Tensor(f"{prefix}self_attn.{name}_proj.weight", (width, hidden))
+        if qkv_bias:
+            yield Tensor(f"{prefix}self_attn.{name}_proj.bias", (width,))
+    yield Tensor(f"{prefix}self_attn.o_proj.weight", (hidden, widths["q"]))
+    for name in ("gate", "up"):
+        yield Tensor(f"{prefix}mlp.{name}_proj.weight", (shape.intermediate_size, hidden))
+    yield Tensor(f"{prefix}mlp.down_proj.weight", (hidden, shape.intermediate_size))
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        yield Tensor(f"{prefix}{name}.weight", (hidden,))
+
+
+def _family(shape_name: str) -> _Family:
+    return _QWEN2 if shape_name.startswith("Qwen") else _LLAMA
+
+
+def _write(folder: Path, shape_name: str, shape: ModelShape) -> None:
+    family = _family(shape_name)
+    tensors = tensors_of(shape, qkv_bias=family.qkv_bias)
+    write_tokenizer(folder)
+    _write_hole(folder / _WEIGHT_FILE, tensors)
+    config = _config(family, shape, tensors[0].shape[0])
+    write_metadata(folder, config, RECIPE_FILE, {"shape": shape_name})
+
+
+def _write_hole(path: Path, tensors: Sequence[Tensor]) -> None:
+    """A safetensors file whose data was never written: it reads as zeros."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + 2 * math.prod(tensor.shape)
+        entry = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": (begin, end)}
+        header[tensor.name] = entry
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+def _config(family: _Family, shape: ModelShape, vocab_size: int) -> dict[str, Any]:
+    return {
+        "architectures": [family.hf_class],
+        "model_type": family.model_type,
+        "vocab_size": vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": MAX_POSITION_EMBEDDINGS,
+        "dtype": _DTYPE,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; prints one line per checkpoint, errors to stderr, returns the exit code."""
+    parser = maker_parser("gpupoold.checkpoints.dummy", "Make checkpoints without weights.")
+    parser.add_argument("--shape", action="append", help="a model of latency/shapes.toml")
+    args = parser.parse_args(argv)
+    made = (make_hollow_checkpoint(args.dir, name) for name in args.shape or [DEFAULT_SHAPE])
+    # What a file takes on the disk: its holes take nothing.
+    return print_made(made, lambda file: file.st_blocks * 512, as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""A configuration file as it was read: its settings, and which keys it writes."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpupoold.access.tls import TlsError, check_files
+from gpupoold.config.lines import line_of, line_of_error, lines_of
+from gpupoold.config.problems import Problem
+from gpupoold.config.schema import (
+    Settings,
+    chosen_path,
+    examine,
+    parse_settings,
+    read_text,
+    with_device_tables,
+)
+from gpupoold.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """``path`` is None where there is no file and defaults hold; ``written``: dotted keys."""
+
+    path: Path | None
+    settings: Settings
+    written: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedProblem:
+    """A problem and the line where it stands, from 1; None for what is written nowhere."""
+
+    problem: Problem
+    line: int | None
+
+    def __str__(self) -> str:
+        place = "" if self.line is None else f"line {self.line}: "
+        hint = f" ({self.problem.hint})" if self.problem.hint else ""
+        return f"{place}{self.problem}{hint}"
+
+
+def read_config_file(path: Path | None = None) -> ConfigFile:
+    """The file at ``path``, else the one that :func:`chosen_path` finds, else defaults.
+
+    Raises:
+        ConfigError: it cannot be read, is not TOML, or says something wrong.
+    """
+    path = path or chosen_path()
+    if path is None:
+        return parsed_file("", None)
+    return parsed_file(read_text(path), path)
+
+
+def parsed_file(text: str, path: Path | None) -> ConfigFile:
+    """The file with this text.
+
+    Raises:
+        ConfigError: it is not TOML, or says something wrong; the message has all that is.
+    """
+    problems = check_text(text)
+    if problems:
+        told = "; ".join(map(str, problems))
+        raise ConfigError(f"{path}: {told}", f"see `gpupool config check {path}`")
+    raw = tomllib.loads(text)
+    settings = parse_settings(raw, str(path or "defaults"))
+    return ConfigFile(path, settings, frozenset(_written(with_device_tables(raw))))
+
+
+def check_text(text: str) -> list[PlacedProblem]:
+    """All that is wrong in the text of a configuration file, in the order of its lines."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        problem = Problem((), f"is not valid TOML: {error}")
+        return [PlacedProblem(problem, line_of_error(error) or text.count("\n") + 1)]
+    _, problems = examine(raw)
+    if not problems:
+        return []
+    lines = lines_of(text)
+    placed = [PlacedProblem(one, _line(one, lines)) for one in problems]
+    return sorted(placed, key=lambda one: one.line or 0)
+
+
+def check_named_files(text: str) -> list[PlacedProblem]:
+    """What is wrong with the files that the text names, if nothing is wrong in itself."""
+    server = parsed_file(text, None).settings.server
+    if server.tls_cert is None or server.tls_key is None:
+        return []
+    try:
+        check_files(server.tls_cert, server.tls_key)
+    except TlsError as error:
+        problem = Problem(("server", error.key), error.what, error.hint)
+        return [PlacedProblem(problem, _line(problem, lines_of(text)))]
+    return []
+
+
+def _line(problem: Problem, lines: dict[tuple[str | int, ...], int]) -> int | None:
+    line = line_of(problem.where, lines)
+    # What is wrong with a device that ``devices`` names in short stands there.
+    return lines.get(("devices",)) if line is None and problem.where[:1] == ("device",) else line
+
+
+def _written(raw: dict[str, Any]) -> Iterator[str]:
+    for section, table in raw.items():
+        tables = {section: table}
+        if isinstance(table, list):
+            tables = {f"{section}[{index}]": one for index, one in enumerate(table)}
+        for name, keys in tables.items():
+            yield from (f"{name}.{key}" for key in keys)

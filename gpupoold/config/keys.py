@@ -1,0 +1,126 @@
+"""The configuration key by key: what a key's value is, and what another file would change. Pure.
+
+Keys are dotted as the file spells them: ``server.port``, ``device[0].memory``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from gpupoold.config.schema import Settings
+from gpupoold.config.values import Effect, Section, effect_of, is_hidden
+
+S = TypeVar("S", bound=Section)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A key and its value: ``value`` as it is, ``spelled`` as the file writes it.
+
+    None is a key that is not set. ``spelled`` is None too where ``is_hidden``.
+    """
+
+    key: str
+    value: object
+    spelled: object
+    effect: Effect
+    is_hidden: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key that has another value in another file; None on the side that has no such key."""
+
+    before: Setting | None
+    after: Setting | None
+
+    @property
+    def key(self) -> str:
+        """Its name."""
+        return self._side.key
+
+    @property
+    def effect(self) -> Effect:
+        """When a running daemon would heed it."""
+        return self._side.effect
+
+    @property
+    def _side(self) -> Setting:
+        side = self.after or self.before
+        assert side is not None
+        return side
+
+
+def settings_of(settings: Settings) -> list[Setting]:
+    """All keys, in the order of the sections."""
+    spelled = settings.model_dump(mode="json", by_alias=True)
+    found: list[Setting] = []
+    for name, field in type(settings).model_fields.items():
+        section, shown = getattr(settings, name), spelled[field.alias or name]
+        if isinstance(section, Section):
+            found += _of_section(field.alias or name, section, shown)
+        else:
+            for index, (one, as_written) in enumerate(zip(section, shown, strict=True)):
+                found += _of_section(f"{field.alias or name}[{index}]", one, as_written)
+    return found
+
+
+def changes_between(now: Settings, wanted: Settings) -> list[Change]:
+    """What differs, in the order of ``now``; each with the effect that it has there.
+
+    Roles are given to devices by their order: they wait for devices that have changed.
+    """
+    before, after = _by_key(now), _by_key(wanted)
+    keys = [*before, *(key for key in after if key not in before)]
+    differing = [key for key in keys if _value(before, key) != _value(after, key)]
+    if any(key.startswith("device[") for key in differing):
+        for side in (before, after):
+            roles = side["scheduling.roles"]
+            side["scheduling.roles"] = replace(roles, effect=Effect.RESTART)
+    return [Change(before.get(key), after.get(key)) for key in differing]
+
+
+def with_changes(now: Settings, wanted: Settings, changes: list[Change]) -> Settings:
+    """``now`` with those of the ``changes`` to ``wanted`` that a running daemon can heed."""
+    keys = {one.key for one in changes if one.effect is not Effect.RESTART}
+    updated = {}
+    for name, field in type(now).model_fields.items():
+        section = getattr(now, name)
+        if isinstance(section, Section):
+            section = _updated(section, getattr(wanted, name), field.alias or name, keys)
+        updated[name] = section
+    return now.model_copy(update=updated)
+
+
+def _updated(section: S, wanted: S, name: str, keys: set[str]) -> S:
+    fields = type(section).model_fields.items()
+    new = {
+        field_name: getattr(wanted, field_name)
+        for field_name, field in fields
+        if f"{name}.{field.alias or field_name}" in keys
+    }
+    return section.model_copy(update=new)
+
+
+def _of_section(name: str, section: Section, spelled: Mapping[str, object]) -> Iterator[Setting]:
+    for field_name, field in type(section).model_fields.items():
+        key = field.alias or field_name
+        hidden = is_hidden(field)
+        yield Setting(
+            f"{name}.{key}",
+            getattr(section, field_name),
+            None if hidden else spelled[key],
+            effect_of(field, section),
+            hidden,
+        )
+
+
+def _by_key(settings: Settings) -> dict[str, Setting]:
+    return {one.key: one for one in settings_of(settings)}
+
+
+def _value(settings: Mapping[str, Setting], key: str) -> tuple[bool, object]:
+    one = settings.get(key)
+    return one is not None, one.value if one is not None else None

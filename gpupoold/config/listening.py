@@ -1,0 +1,32 @@
+"""Whether a listening socket can be reached from other machines, and needs keys then."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from gpupoold.config.access import AccessSettings
+
+
+def is_local(listener: socket.socket) -> bool:
+    """Whether only processes of this machine can connect: by the address it really has.
+
+    True for a unix socket too: who may open it is up to its file.
+    """
+    if listener.family == socket.AF_UNIX:
+        return True
+    host = listener.getsockname()[0].partition("%")[0]
+    address = ipaddress.ip_address(host)
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped.is_loopback
+    return address.is_loopback
+
+
+def why_keys_are_required(access: AccessSettings, listener: socket.socket) -> str:
+    """Why every request at this socket needs an API key; empty if it does not."""
+    if not is_local(listener):
+        host, port = listener.getsockname()[:2]
+        return f"the API listens at {host} port {port}, beyond this machine, so it needs API keys"
+    if access.require_keys == "always":
+        return 'the API needs keys (access.require_keys = "always")'
+    return ""

@@ -1,0 +1,355 @@
+"""One TOML file becomes frozen settings, one object per component.
+
+A component is handed its own section only. Sizes and durations are kept in
+bytes and seconds whatever the file wrote; every problem in the file is a
+``ConfigError`` that names the file, the key and what to write instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from gpupoold.api.paths import SYSTEM_RUNTIME_DIR, default_socket_path
+from gpupoold.config.access import AccessSettings
+from gpupoold.config.device_names import named_devices
+from gpupoold.config.problems import Problem, config_error, problems_of
+from gpupoold.config.sections import (
+    CUDA_RESERVE_BYTES,
+    DeviceSettings,
+    HistorySettings,
+    LimitSettings,
+    LogSettings,
+    MemorySettings,
+    PathSettings,
+    SchedulingSettings,
+    SecuritySettings,
+    ServerSettings,
+)
+from gpupoold.config.values import Section, as_tuple, is_hidden
+from gpupoold.errors import ConfigError
+from gpupoold.units import format_bytes
+
+__all__ = [
+    "CUDA_RESERVE_BYTES",
+    "AccessSettings",
+    "DeviceSettings",
+    "LimitSettings",
+    "MemorySettings",
+    "RunningSettings",
+    "ServerSettings",
+    "Settings",
+    "default_devices",
+    "known_keys",
+    "load_settings",
+    "parse_settings",
+]
+
+CONFIG_VARIABLE = "GPUPOOL_CONFIG"
+SYSTEM_CONFIG = Path("/etc/gpupool/gpupool.toml")
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+class Settings(Section):
+    """Everything the file can say. ``devices`` is never empty."""
+
+    paths: PathSettings
+    devices: Annotated[tuple[DeviceSettings, ...], BeforeValidator(as_tuple)] = Field(
+        alias="device"
+    )
+    server: ServerSettings = ServerSettings()
+    memory: MemorySettings = MemorySettings()
+    scheduling: SchedulingSettings = SchedulingSettings()
+    access: AccessSettings = AccessSettings()
+    security: SecuritySettings = SecuritySettings()
+    history: HistorySettings = HistorySettings()
+    limits: LimitSettings = LimitSettings()
+    log: LogSettings = LogSettings()
+
+    @field_validator("devices")
+    @classmethod
+    def _number_cuda(cls, devices: tuple[DeviceSettings, ...]) -> tuple[DeviceSettings, ...]:
+        """Every CUDA device without an index gets the lowest that is free.
+
+        Devices share a GPU if each says how much of it is its own.
+        """
+        if not devices:
+            raise ValueError("an empty list; leave [[device]] out to have the GPUs found")
+        named = [device.index for device in devices if device.index is not None]
+        for device in devices:
+            is_shared = device.index is not None and named.count(device.index) > 1
+            if is_shared and device.memory_bytes is None:
+                raise ValueError("two devices have the same index; to share it each needs memory")
+        free = (index for index in range(len(devices) + len(named)) if index not in named)
+        return tuple(
+            device.model_copy(update={"index": next(free)})
+            if device.kind == "cuda" and device.index is None
+            else device
+            for device in devices
+        )
+
+    @model_validator(mode="after")
+    def _a_role_for_each_device(self) -> Self:
+        roles = self.scheduling.roles
+        if roles != "auto" and len(roles) != len(self.devices):
+            raise _at_key(
+                "scheduling.roles",
+                f"has {len(roles)} entries for {len(self.devices)} devices; "
+                'write one for each, or "auto" for all',
+            )
+        if set(roles) in ({"prefill"}, {"decode"}):
+            raise _at_key(
+                "scheduling.roles",
+                "needs devices for prompts and for answers: prefill and decode, or mixed",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reserve_leaves_memory(self) -> Self:
+        for device in self.devices:
+            reserve = self.memory.reserve_for(device.kind)
+            if device.memory_bytes is not None and reserve >= device.memory_bytes:
+                raise _at_key(
+                    "memory.reserve",
+                    f"{format_bytes(reserve)} leaves nothing of a device of "
+                    f"{format_bytes(device.memory_bytes)}; lower it or raise device.memory",
+                )
+        return self
+
+
+class RunningSettings(Settings):
+    """A daemon's settings: a reload of the configuration replaces sections of them.
+
+    Who holds them asks for a value when it is needed, or is told of changes.
+    """
+
+    model_config = ConfigDict(frozen=False)
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """The same settings, to run with."""
+        return cls.model_construct(**_fields(settings))
+
+    def take(self, settings: Settings) -> None:
+        """Be as ``settings`` are."""
+        for name, section in _fields(settings).items():
+            setattr(self, name, section)
+
+
+def _fields(settings: Settings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in type(settings).model_fields}
+
+
+def _at_key(key: str, message: str) -> PydanticCustomError:
+    """A problem between sections, to be told of this key."""
+    return PydanticCustomError("at_key", "{message}", {"key": key, "message": message})
+
+
+def load_settings(path: Path | None = None) -> Settings:
+    """Settings from ``path``, else from the file that :func:`chosen_path` finds, else defaults.
+
+    Raises:
+        ConfigError: the file is missing, is not TOML, or says something wrong.
+    """
+    path = path or chosen_path()
+    if path is None:
+        return parse_settings({}, "defaults")
+    return parse_settings(parse_toml(read_text(path), path), str(path))
+
+
+def chosen_path() -> Path | None:
+    """The file that is read when none is named: ``$GPUPOOL_CONFIG``, else the system's if there."""
+    if chosen := os.environ.get(CONFIG_VARIABLE):
+        return Path(chosen)
+    # os.path.exists, because Path.exists raises where the folder may not be searched.
+    return SYSTEM_CONFIG if os.path.exists(SYSTEM_CONFIG) else None
+
+
+def parse_settings(raw: Mapping[str, Any], origin: str) -> Settings:
+    """Check parsed TOML and fill in what it leaves out; ``origin`` is named in errors.
+
+    Raises:
+        ConfigError: naming the first wrong key, and how many more there are.
+    """
+    settings, problems = examine(raw)
+    if settings is None:
+        raise config_error(origin, problems)
+    return settings
+
+
+def examine(raw: Mapping[str, Any]) -> tuple[Settings | None, list[Problem]]:
+    """Settings, with what parsed TOML leaves out filled in; or all that is wrong in it."""
+    problems: list[Problem] = []
+    try:
+        data = with_device_tables(raw)
+    except ValueError as error:
+        problems = [Problem(("devices",), str(error))]
+        data = {key: value for key, value in raw.items() if key not in ("devices", "device")}
+    paths = data.get("paths", {})
+    if isinstance(paths, dict):
+        data["paths"] = _with_default_paths(paths)
+    data.setdefault("device", default_devices())
+    try:
+        settings = Settings.model_validate(data)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        problems += problems_of([*found, *_covered(data, found)], known_keys(), hidden_keys())
+    return (None, problems) if problems else (settings, [])
+
+
+def with_device_tables(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of parsed TOML in which ``devices`` has become ``[[device]]`` tables.
+
+    Raises:
+        ValueError: that is not what it should be, or both are there.
+    """
+    data = dict(raw)
+    if "devices" in data:
+        data["device"] = named_devices(data.pop("devices"), "device" in data)
+    return data
+
+
+def _covered(data: Mapping[str, Any], found: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """What is wrong between sections, which is not looked at while one of them is wrong.
+
+    Not where devices or their memory are wrong: what is left of them says nothing.
+    """
+    places = [problem["loc"] for problem in found if problem["loc"]]
+    if any(place[0] in ("device", "memory") for place in places) or len(places) < len(found):
+        return []
+    rest = copy.deepcopy(dict(data))
+    for place in places:
+        _without(rest, place)
+    try:
+        Settings.model_validate(rest)
+    except ValidationError as error:
+        return [one for one in error.errors(include_url=False) if one["type"] == "at_key"]
+    return []
+
+
+def _without(table: dict[str, Any], place: Sequence[int | str]) -> None:
+    """Remove the key at ``place``, as a whole where what is wrong is inside of its value."""
+    section, *names = place
+    inner = table.get(str(section))
+    if names and isinstance(inner, dict):
+        inner.pop(names[0], None)
+    else:
+        table.pop(str(section), None)
+
+
+def default_devices() -> list[dict[str, object]]:
+    """A CUDA device per visible NVIDIA GPU, or one emulated device without any."""
+    try:
+        num_gpus = len(list(NVIDIA_GPUS.iterdir()))
+    except OSError:
+        num_gpus = 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        num_gpus = min(num_gpus, _num_visible(visible))
+    return [{"kind": "cuda", "index": index} for index in range(num_gpus)] or [{"kind": "emulated"}]
+
+
+def _num_visible(variable: str) -> int:
+    """CUDA reads ``CUDA_VISIBLE_DEVICES`` up to the first entry that names no device."""
+    count = 0
+    for entry in variable.split(","):
+        if entry.strip() in ("", "-1"):
+            break
+        count += 1
+    return count
+
+
+def _with_default_paths(paths: dict[str, Any]) -> dict[str, Any]:
+    is_root = os.geteuid() == 0
+    filled = {
+        "state_dir": str(_default_state_dir(is_root)),
+        "runtime_dir": str(_default_runtime_dir(is_root)),
+        "model_dirs": ["/var/lib/gpupool/models", "~/.local/share/gpupool/models"],
+    } | paths
+    state_dir = filled["state_dir"]
+    if not isinstance(state_dir, str) or not state_dir.startswith(("/", "~/")):
+        state_dir = "/"  # state_dir is refused below; these two need not be refused as well
+    return {"log_dir": f"{state_dir}/logs", "download_dir": f"{state_dir}/models"} | filled
+
+
+def _default_state_dir(is_root: bool) -> Path:
+    if is_root:
+        return Path("/var/lib/gpupool")
+    home = os.environ.get("XDG_STATE_HOME")
+    return (Path(home) if home else Path.home() / ".local" / "state") / "gpupool"
+
+
+def _default_runtime_dir(is_root: bool) -> Path:
+    if is_root and not os.environ.get("GPUPOOL_RUNTIME_DIR"):
+        return SYSTEM_RUNTIME_DIR
+    return default_socket_path().parent
+
+
+def read_text(path: Path) -> str:
+    """What a configuration file has.
+
+    Raises:
+        ConfigError: it is missing or cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror}",
+            f"give another file with --config or ${CONFIG_VARIABLE}",
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not valid TOML: {error}") from error
+
+
+def parse_toml(text: str, path: Path) -> dict[str, Any]:
+    """The tables of a file.
+
+    Raises:
+        ConfigError: it is not TOML; the message names the line.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: is not valid TOML: {error}") from error
+
+
+def sections() -> dict[str, type[Section]]:
+    """The sections as the file spells them; of ``[[device]]`` one for all devices."""
+    kinds: dict[str, type[Section]] = {"device": DeviceSettings}
+    for name, field in Settings.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            kinds[name] = field.annotation
+    return kinds
+
+
+def known_keys() -> dict[str, tuple[str, ...]]:
+    """Section → its keys, as the file spells them."""
+    return {
+        section: tuple(field.alias or name for name, field in kind.model_fields.items())
+        for section, kind in sections().items()
+    }
+
+
+def hidden_keys() -> set[str]:
+    """Dotted keys whose values are shown to nobody."""
+    return {
+        f"{section}.{field.alias or name}"
+        for section, kind in sections().items()
+        for name, field in kind.model_fields.items()
+        if is_hidden(field)
+    }

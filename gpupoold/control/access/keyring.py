@@ -1,0 +1,283 @@
+"""The API keys: which there are, what they have used; the frontends are told of each change."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator
+from typing import Self
+
+from gpupool_state import ApiKeys, History, KeyPowers, KeyRow, KeyUse, Registry
+from gpupoold.access.secret import make_key
+from gpupoold.control.access.rates import KeyLeft, KeyRates
+from gpupoold.control.frontends.frontends import Frontends
+from gpupoold.control.requests.admission import RefusalEvents
+from gpupoold.domain import Priority
+from gpupoold.errors import Failed, NoSuchModel
+from gpupoold.wire import messages as m
+
+_logger = logging.getLogger(__name__)
+
+_SAVE_EVERY_S = 10.0
+_LOCKED_OUT = (
+    "{reason}, and nobody has one: all requests are answered with 401. "
+    "Make a key: `gpupool key add NAME`"
+)
+
+
+class Keyring:
+    """All keys that are not revoked; one per daemon, on its event loop.
+
+    What keys use is written to the disk every few seconds: a daemon that is killed forgets
+    those. Changes of keys are on the disk before anybody is told of them.
+    """
+
+    def __init__(
+        self,
+        store: ApiKeys,
+        registry: Registry,
+        history: History,
+        required_because: str,
+        host_names: tuple[str, ...] = (),
+    ) -> None:
+        """``required_because`` says why every request needs a key; empty: none does.
+
+        ``host_names``: see :class:`AccessRules`.
+        """
+        self._store = store
+        self._registry = registry
+        self._history = history
+        self._required_because = required_because
+        self._host_names = host_names
+        self._refusals = RefusalEvents(history)
+        self._rows: dict[str, KeyRow] = {}
+        self._unsaved: dict[str, KeyUse] = {}
+        self._rates = KeyRates()
+        self._was_locked_out = False
+        self.frontends: Frontends | None = None
+
+    @property
+    def are_required(self) -> bool:
+        """Whether every request needs a key."""
+        return bool(self._required_because)
+
+    @property
+    def num_valid(self) -> int:
+        """Keys that can be used now."""
+        return sum(1 for _ in self._valid())
+
+    @property
+    def has_high(self) -> bool:
+        """Whether anybody has a key of high priority."""
+        return any(row.powers.priority is Priority.HIGH for row in self._valid())
+
+    def max_live(self, key_id: str) -> int | None:
+        """How many requests of a key may wait or run; None: any number."""
+        row = self._rows.get(key_id)
+        return None if row is None else row.powers.max_live
+
+    def left(self, row: KeyRow) -> KeyLeft:
+        """What a key may still use now."""
+        return self._rates.left(row.id, time.monotonic())
+
+    @classmethod
+    async def load(
+        cls,
+        store: ApiKeys,
+        registry: Registry,
+        history: History,
+        required_because: str,
+        host_names: tuple[str, ...] = (),
+    ) -> Self:
+        """A keyring with the keys of the database; warns if nobody can get in.
+
+        Raises:
+            Failed: the database cannot be read.
+        """
+        keyring = cls(store, registry, history, required_because, host_names)
+        for row in await store.list():
+            keyring._keep(row)
+        keyring._warn_if_locked_out()
+        return keyring
+
+    async def run(self) -> None:
+        """Write what keys have used, again and again."""
+        while True:
+            await asyncio.sleep(_SAVE_EVERY_S)
+            await self.save()
+
+    async def save(self) -> None:
+        """Write what keys have used since the last time; it is kept if the disk has no room."""
+        uses, self._unsaved = self._unsaved, {}
+        if not uses:
+            return
+        try:
+            await self._store.note_use(uses.values())
+        except Failed as error:
+            _logger.warning("what API keys have used cannot be written now: %s", error)
+            for use in uses.values():
+                self._add_use(use)
+
+    async def list(self, *, with_revoked: bool = False) -> list[KeyRow]:
+        """The keys by name, and what they have used until now."""
+        await self.save()
+        return await self._store.list(with_revoked=with_revoked)
+
+    async def add(self, name: str, powers: KeyPowers) -> tuple[KeyRow, str]:
+        """A new key: as it is kept, and its text, which nobody can tell again.
+
+        Raises:
+            UsageError, Refused: the name cannot be had.
+            NoSuchModel: the key would be for a model that there is not.
+        """
+        key = make_key()
+        row = await self._store.add(key.id, name, key.digest, await self._resolved(powers))
+        self._note_change(row, "key_added")
+        return row, key.text
+
+    async def set(self, name: str, powers: KeyPowers) -> KeyRow:
+        """Give a key other powers, from its next request on.
+
+        Raises:
+            NoSuchKey, NoSuchModel: there is no such key or model.
+        """
+        row = await self._store.set(name, await self._resolved(powers))
+        self._note_change(row, "key_changed")
+        return row
+
+    async def find(self, name: str) -> KeyRow:
+        """The key of this name, and what it has used until now.
+
+        Raises:
+            NoSuchKey: there is none.
+        """
+        await self.save()
+        return await self._store.find(name)
+
+    async def rotate(self, name: str, grace_s: float) -> tuple[KeyRow, str]:
+        """Give a key a new secret; the one that it has works for ``grace_s`` more.
+
+        Raises:
+            NoSuchKey: there is no key of this name.
+        """
+        key = make_key((await self._store.find(name)).id)
+        until = time.time() + grace_s if grace_s > 0 else None
+        row = await self._store.rotate(name, key.digest, until)
+        self._note_change(row, "key_rotated")
+        return row, key.text
+
+    async def revoke(self, name: str) -> KeyRow:
+        """End a key: its next request is refused. Requests under way go on.
+
+        Raises:
+            NoSuchKey: there is no key of this name.
+        """
+        await self.save()
+        row = await self._store.revoke(name)
+        self._note_change(row, "key_revoked")
+        return row
+
+    def publish(self) -> None:
+        """Tell the frontends who may ask."""
+        if self.frontends is not None:
+            keys = [_record(row) for row in self._rows.values()]
+            self.frontends.send(m.AccessRules(keys, self.are_required, self._host_names))
+
+    def begin(self, message: m.AskRate) -> m.RateAnswer:
+        """Count an HTTP request of a key, unless that is refused for the key's rates."""
+        limit, wait_s = self._rates.begin(message.key_id, time.monotonic())
+        return m.RateAnswer(message.call_id, limit, wait_s)
+
+    def charge(self, key_id: str, num_tokens: int) -> None:
+        """Count tokens of a prompt or an answer for the rate of a key."""
+        self._rates.charge(key_id, num_tokens, time.monotonic())
+
+    def reported(self, message: m.AccessReport) -> None:
+        """A frontend tells how many requests it has refused."""
+        if message.num_unauthorised:
+            self._refusals.note(
+                "api", "no valid API key", time.monotonic(), message.num_unauthorised
+            )
+
+    def tick(self, now_s: float) -> None:
+        """Record the events that are due; to be called every second."""
+        self._refusals.tell(now_s)
+        self._warn_if_locked_out()  # the last key may have expired
+
+    def used(self, key_id: str, *, num_requests: int = 0, num_tokens: int = 0) -> None:
+        """A key has begun requests, or one of them has ended with so many tokens."""
+        if key_id:
+            self._add_use(KeyUse(key_id, num_requests, num_tokens, time.time()))
+
+    def _add_use(self, use: KeyUse) -> None:
+        known = self._unsaved.get(use.key_id)
+        if known is not None:
+            use = KeyUse(
+                use.key_id,
+                known.num_requests + use.num_requests,
+                known.num_tokens + use.num_tokens,
+                max(known.last_used_at, use.last_used_at),
+            )
+        self._unsaved[use.key_id] = use
+
+    async def _resolved(self, powers: KeyPowers) -> KeyPowers:
+        """The same, with the names of models in the place of their aliases."""
+        if powers.models is None:
+            return powers
+        names = []
+        for name in powers.models:
+            model = await self._registry.get(name)
+            if model is None:
+                raise NoSuchModel(f"no model is named {name!r}", "see `gpupool list`")
+            names.append(model.spec.name)
+        return dataclasses.replace(powers, models=tuple(dict.fromkeys(names)))
+
+    def _note_change(self, row: KeyRow, kind: str) -> None:
+        if row.revoked_at is None:
+            self._keep(row)
+        else:
+            self._rows.pop(row.id, None)
+            self._rates.forget(row.id)
+        self._history.record_event("info", kind, row.name, f"the API key {row.id}")
+        self.publish()
+        self._warn_if_locked_out()
+
+    def _keep(self, row: KeyRow) -> None:
+        powers, now_s = row.powers, time.monotonic()
+        self._rows[row.id] = row
+        self._rates.set(row.id, powers.requests_per_minute, powers.tokens_per_minute, now_s)
+
+    def _warn_if_locked_out(self) -> None:
+        """Say it once when everyone is refused because nobody has a key."""
+        is_locked_out = self.are_required and not self.num_valid
+        if is_locked_out and not self._was_locked_out:
+            self._history.record_event(
+                "warning", "no_api_key", "api", _LOCKED_OUT.format(reason=self._required_because)
+            )
+            _logger.warning(_LOCKED_OUT.format(reason=self._required_because))
+        self._was_locked_out = is_locked_out
+
+    def _valid(self) -> Iterator[KeyRow]:
+        now = time.time()
+        for row in self._rows.values():
+            expires_at = row.powers.expires_at
+            if expires_at is None or now < expires_at:
+                yield row
+
+
+def _record(row: KeyRow) -> m.KeyRecord:
+    powers = row.powers
+    return m.KeyRecord(
+        row.id,
+        row.name,
+        row.digest,
+        row.previous_digest or "",
+        row.previous_until or 0.0,
+        powers.models,
+        powers.priority,
+        powers.requests_per_minute is not None or powers.tokens_per_minute is not None,
+        powers.expires_at,
+        powers.max_live,
+    )

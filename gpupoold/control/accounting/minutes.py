@@ -1,0 +1,106 @@
+"""Each model's minutes: ended on time, kept in the history, known again after a restart."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import fields
+
+from gpupool_state import History, MinuteRow
+from gpupoold.control.accounting.model_stats import NUM_MINUTES, Counts, ModelStats
+from gpupoold.errors import Failed
+from gpupoold.stats.histogram import Histogram
+
+_logger = logging.getLogger(__name__)
+MINUTE_S = 60
+
+
+class Minutes:
+    """Ends the minutes of all models with those of the clock, wall-clock seconds in ``now``."""
+
+    def __init__(
+        self,
+        history: History,
+        stats: dict[str, ModelStats],
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._history = history
+        self._stats = stats
+        self._now = now
+        self._minute = self._minute_now()
+
+    async def restore(self) -> None:
+        """Know the last hour's minutes again, those of the daemon before this one."""
+        try:
+            since = (self._minute - NUM_MINUTES + 2) * MINUTE_S - 1
+            rows = [row async for part in self._history.minutes(since) for row in part]
+            known = minutes_of(rows)
+        except (Failed, ValueError) as error:
+            _logger.warning("the last hour's minutes cannot be read: %s", error)
+            return
+        for model, minutes in known.items():
+            numbers = range(self._minute - NUM_MINUTES + 1, self._minute)
+            found = [minutes.get(number * MINUTE_S) for number in numbers]
+            self._stats.setdefault(model, ModelStats()).remember(found)
+
+    def tick(self, now_s: float) -> None:
+        """A second has passed; ``now_s`` is monotonic."""
+        for stats in self._stats.values():
+            stats.second_over(now_s)
+        minute = self._minute_now()
+        if minute != self._minute:
+            # A clock that was put back begins some minutes again: they get a second row.
+            self._end(max(1, minute - self._minute))
+            self._minute = minute
+
+    def under_way(self, model: str | None = None) -> list[MinuteRow]:
+        """The minute that is not over, as it will be kept: of one model or of all."""
+        stats = self._stats if model is None else {model: self._stats.get(model, ModelStats())}
+        return [
+            _row(self._minute * MINUTE_S, name, one.now)
+            for name, one in stats.items()
+            if not one.now.is_empty
+        ]
+
+    def close(self) -> None:
+        """Keep the minute under way, as far as it has come."""
+        self._end(1)
+
+    def _end(self, num_minutes: int) -> None:
+        for model, stats in self._stats.items():
+            over = stats.minute_over(num_minutes)
+            if not over.is_empty:
+                self._history.record_minute(_row(self._minute * MINUTE_S, model, over))
+
+    def _minute_now(self) -> int:
+        return int(self._now() // MINUTE_S)
+
+
+def minutes_of(rows: list[MinuteRow]) -> dict[str, dict[int, Counts]]:
+    """Rows of the history by model and by when their minute began.
+
+    Raises:
+        ValueError: a row that does not hold what it should.
+    """
+    found: dict[str, dict[int, Counts]] = {}
+    for row in rows:
+        found.setdefault(row.model, {}).setdefault(row.minute_at, Counts()).merge(counts_of(row))
+    return found
+
+
+def _row(minute_at: int, model: str, counts: Counts) -> MinuteRow:
+    values = {one.name: getattr(counts, one.name) for one in fields(Counts)}
+    texts = {"ttft": counts.ttft.text(), "tbt": counts.tbt.text()}
+    return MinuteRow(minute_at, model, **values | texts)
+
+
+def counts_of(row: MinuteRow) -> Counts:
+    """What a row of the history says.
+
+    Raises:
+        ValueError: it does not hold what it should.
+    """
+    values = {one.name: getattr(row, one.name) for one in fields(Counts)}
+    read = {"ttft": Histogram.parse(row.ttft), "tbt": Histogram.parse(row.tbt)}
+    return Counts(**values | read)

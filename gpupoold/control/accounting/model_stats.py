@@ -1,0 +1,248 @@
+"""What ``gpupool ps`` tells of each model: counts since the start, and of the last hour."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from operator import add, attrgetter, itemgetter
+from typing import NamedTuple, Self
+
+from gpupoold.control.live_requests import LiveRequest
+from gpupoold.domain import FinishReason
+from gpupoold.stats.histogram import Histogram
+from gpupoold.wire.messages import SwitchRecord
+
+NUM_MINUTES = 60
+_NUM_SECONDS = 60
+_RATE_SECONDS = 10
+# Percentiles of an hour are counted anew when this many more tokens have come.
+_MISSING_SHARE = 0.01
+
+
+class Percentiles(NamedTuple):
+    """In seconds; None where nothing was measured."""
+
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    tbt_p50_s: float | None
+    tbt_p99_s: float | None
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened to one model's requests in some span of time.
+
+    Requests count when they come, their outcomes when they end, tokens when they go out.
+    ``refused`` requests were not taken and are none of ``requests``; ``dropped`` ones ended
+    before they began, as it was too late for them, and are among the ``failed``.
+    ``late_by_*``: seconds by which answers got later than they were, by what they spent the
+    time on: until the model was in host memory, until its turn, its switch, its steps.
+    """
+
+    requests: int = 0
+    completed: int = 0
+    aborted: int = 0
+    failed: int = 0
+    refused: int = 0
+    dropped: int = 0
+    tokens: int = 0
+    tokens_in_time: int = 0
+    late_by_loading_s: float = 0.0
+    late_by_queueing_s: float = 0.0
+    late_by_switching_s: float = 0.0
+    late_by_computing_s: float = 0.0
+    ttft: Histogram = field(default_factory=Histogram)
+    tbt: Histogram = field(default_factory=Histogram)
+
+    def merge(self, other: Self, sign: int = 1) -> None:
+        """Count what another has counted; with -1 no more of it."""
+        for name in _NUMBERS:
+            setattr(self, name, getattr(self, name) + sign * getattr(other, name))
+        self.ttft.merge(other.ttft, sign)
+        self.tbt.merge(other.tbt, sign)
+
+    def numbers_with(self, other: Self) -> Self:
+        """The sums of both, without latencies."""
+        return type(self)(*map(add, _numbers_of(self), _numbers_of(other)))
+
+    def percentiles(self) -> Percentiles:
+        """Of both latencies."""
+        return Percentiles(*self.ttft.p50_and_p99(), *self.tbt.p50_and_p99())
+
+    @property
+    def attainment(self) -> float | None:
+        """Share of tokens that met their deadline; None before any token."""
+        return self.tokens_in_time / self.tokens if self.tokens else None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not any(_numbers_of(self))
+
+
+_NUMBERS = tuple(one.name for one in fields(Counts) if one.name not in ("ttft", "tbt"))
+_numbers_of = attrgetter(*_NUMBERS)
+
+
+class ModelStats:
+    """One model's numbers since the daemon started, by the minute for the last hour.
+
+    ``now`` counts the minute under way and is where all is counted.
+    """
+
+    def __init__(self) -> None:
+        self.now = Counts()
+        self._closed = Counts()  # minutes that are over, since the start
+        self._hour = Counts()  # the same, those in _minutes
+        self._minutes: deque[Counts | None] = deque([None] * (NUM_MINUTES - 1))
+        self._attainments: list[float | None] | None = None  # of _minutes, once asked for
+        # Of the last hour, and up to how many of its tokens they count as its percentiles.
+        self._percentiles = Percentiles(None, None, None, None)
+        self._num_they_hold = 0.0
+        # (monotonic seconds, tokens, tokens in time) since the start, one a second.
+        self._seconds: deque[tuple[float, int, int]] = deque(maxlen=_NUM_SECONDS + 1)
+
+    def add_tokens(self, request: LiveRequest, token_ids: Sequence[int], at_s: float) -> float:
+        """Tokens of ``request`` went out at ``at_s``: they are counted, and added to it.
+
+        Returns by how many seconds the answer is later than it was.
+        """
+        num_tokens = len(token_ids)
+        if not num_tokens:
+            return 0.0
+        now, times_s, num_in_time = self.now, request.token_times_s, request.num_in_time
+        if times_s:
+            now.tbt.add(at_s - times_s[-1])
+        else:
+            now.ttft.add(at_s - request.arrival_s)
+        if num_tokens > 1:
+            now.tbt.add(0.0, num_tokens - 1)
+        late_s = request.late_s
+        request.add_tokens(token_ids, at_s)
+        now.tokens += num_tokens
+        now.tokens_in_time += request.num_in_time - num_in_time
+        return request.late_s - late_s if request.late_s > late_s else 0.0
+
+    def end(self, reason: FinishReason) -> None:
+        """Count a request that ended."""
+        now = self.now
+        if reason is FinishReason.ERROR:
+            now.failed += 1
+        elif reason is FinishReason.ABORT:
+            now.aborted += 1
+        else:
+            now.completed += 1
+
+    def second_over(self, now_s: float) -> None:
+        """Remember how many tokens there were by ``now_s``; called once a second."""
+        tokens, in_time = self._tokens()
+        self._seconds.append((now_s, tokens, in_time))
+
+    def minute_over(self, num_minutes: int = 1) -> Counts:
+        """The counts of the minute that is over; the next begins.
+
+        ``num_minutes`` is more than 1 where the daemon slept through some.
+        """
+        over, self.now = self.now, Counts()
+        self._closed.merge(over)
+        self.remember([None if over.is_empty else over])
+        self.remember([None] * (min(num_minutes, NUM_MINUTES) - 1))
+        return over
+
+    def remember(self, minutes: Sequence[Counts | None]) -> None:
+        """Minutes of the last hour that follow those known, oldest first; None: nothing in it."""
+        self._attainments, self._num_they_hold = None, 0.0
+        for minute in minutes:
+            gone = self._minutes.popleft()
+            if gone is not None:
+                self._hour.merge(gone, -1)
+            self._minutes.append(minute)
+            if minute is not None:
+                self._hour.merge(minute)
+
+    def so_far(self) -> Counts:
+        """Since the daemon's start, without latencies."""
+        return self._closed.numbers_with(self.now)
+
+    def so_far_with_latencies(self) -> Counts:
+        """The same with them, which costs more."""
+        total = Counts()
+        total.merge(self._closed)
+        total.merge(self.now)
+        return total
+
+    def last_hour(self) -> Counts:
+        """Of the last hour's minutes and the one under way."""
+        hour, now = self._hour, self.now
+        total = hour.numbers_with(now)
+        total.ttft, total.tbt = hour.ttft.plus(now.ttft), hour.tbt.plus(now.tbt)
+        return total
+
+    def hour_percentiles(self) -> Percentiles:
+        """Of the last hour; the latest hundredth of its tokens may be missing."""
+        num_tokens = self._hour.tokens + self.now.tokens
+        if num_tokens > self._num_they_hold:
+            self._percentiles = self.last_hour().percentiles()
+            self._num_they_hold = num_tokens * (1 + _MISSING_SHARE)
+        return self._percentiles
+
+    def hour_attainment(self) -> float | None:
+        """Share of the last hour's tokens that met their deadline; None without any."""
+        hour, now = self._hour, self.now
+        num_tokens = hour.tokens + now.tokens
+        return (hour.tokens_in_time + now.tokens_in_time) / num_tokens if num_tokens else None
+
+    def attainment_1m(self, now_s: float) -> float | None:
+        """Share of the last minute's tokens that met their deadline; None without any."""
+        _, tokens, in_time = self._since(now_s - _NUM_SECONDS)
+        all_tokens, all_in_time = self._tokens()
+        return (all_in_time - in_time) / (all_tokens - tokens) if all_tokens > tokens else None
+
+    def attainment_minutes(self) -> list[float | None]:
+        """The same by the minute for the last hour, the one under way last; with four digits, as
+        sixty for each of a hundred models are most of what ``gpupool top`` is told."""
+        if self._attainments is None:
+            self._attainments = [None if one is None else _short(one) for one in self._minutes]
+        return [*self._attainments, _short(self.now)]
+
+    def tokens_per_s(self, now_s: float) -> float:
+        """Over the last seconds, or since the start if that was later."""
+        at_s, tokens, _ = self._since(now_s - _RATE_SECONDS)
+        return (self._tokens()[0] - tokens) / max(now_s - at_s, 1.0)
+
+    def _tokens(self) -> tuple[int, int]:
+        closed, now = self._closed, self.now
+        return closed.tokens + now.tokens, closed.tokens_in_time + now.tokens_in_time
+
+    def _since(self, since_s: float) -> tuple[float, int, int]:
+        """The newest of the remembered seconds up to ``since_s``; before the first, nothing."""
+        num_before = bisect_right(self._seconds, since_s, key=itemgetter(0))
+        if num_before:
+            return self._seconds[num_before - 1]
+        return self._seconds[0][0] - 1.0 if self._seconds else math.inf, 0, 0
+
+
+def _short(counts: Counts) -> float | None:
+    attainment = counts.attainment
+    return None if attainment is None else round(attainment, 4)
+
+
+@dataclass(slots=True)
+class SwitchStats:
+    """Totals over all switches since the daemon started."""
+
+    count: int = 0
+    moved_bytes: int = 0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("total", "evict", "map", "weights", "kv"), 0.0)
+    )
+
+    def add(self, switch: SwitchRecord) -> None:
+        """Count a switch."""
+        self.count += 1
+        self.moved_bytes += switch.weight_bytes + switch.kv_in_bytes + switch.kv_out_bytes
+        for stage in self.seconds:
+            self.seconds[stage] += getattr(switch, f"{stage}_s")

@@ -1,0 +1,139 @@
+"""Wires the parts of the control plane together."""
+
+from __future__ import annotations
+
+import socket
+
+from gpupool_state import History, Registry
+from gpupoold.config.schema import Settings
+from gpupoold.control.access.keyring import Keyring
+from gpupoold.control.accounting.minutes import Minutes
+from gpupoold.control.configuration import Configuration
+from gpupoold.control.control_plane import Pool
+from gpupoold.control.event_log_file import Header
+from gpupoold.control.frontends.frontend import Frontend
+from gpupoold.control.frontends.frontends import Frontends
+from gpupoold.control.health import Health
+from gpupoold.control.models.cache_control import CacheControl
+from gpupoold.control.models.lifecycle import ModelLifecycle
+from gpupoold.control.models.unloading import ModelUnloader
+from gpupoold.control.processes.engine_environment import engine_environment
+from gpupoold.control.processes.forks import ForkServer
+from gpupoold.control.reload import Reloader, configured_roles
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.views.explain import Explainer
+from gpupoold.control.weights.cache import ImageCache
+from gpupoold.control.weights.fd_store import ParkedImages
+from gpupoold.control.weights.keys import ImageKeys
+from gpupoold.control.weights.saved_snapshots import SavedImages
+from gpupoold.control.worker_operations import InstanceControl
+from gpupoold.control.workers.nvml import GpuReadings
+from gpupoold.control.workers.workers import InstanceSupervisor
+from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
+from gpupoold.system.systemd import FdStore
+from gpupoold.wire import messages as m
+
+
+def build_pool(
+    configuration: Configuration,
+    registry: Registry,
+    history: History,
+    listener: socket.socket,
+    fd_store: FdStore,
+    keyring: Keyring,
+) -> Pool:
+    """Wire the parts together; nothing is started yet."""
+    settings = configuration.settings
+    options = PolicyOptions(quota_max_s=settings.scheduling.quota_max_s)
+    header = Header(settings.scheduling.policy, options)
+    policy = make_policy(header.policy, header.options)
+    dispatcher = Dispatcher(settings.limits, history, policy, configured_roles(settings), keyring)
+    cache = ImageCache(settings.memory.model_cache_bytes)
+    images_dir = settings.paths.state_dir / "images"
+    keys = ImageKeys()
+    saved = SavedImages(images_dir, settings.memory.image_files_bytes, keys)
+    cache.shelf = parked = ParkedImages(fd_store, keys)
+
+    forks = ForkServer(settings, engine_environment(settings), _preloaded(settings))
+    supervisor = InstanceSupervisor(
+        settings,
+        forks,
+        dispatcher.from_instance,
+        lambda instance: lifecycle.instance_up(instance),
+        lambda *ended: lifecycle.instance_down(*ended),
+    )
+    lifecycle = ModelLifecycle(
+        settings, registry, history, dispatcher, supervisor, cache, saved, parked
+    )
+    frontends = Frontends(
+        settings,
+        forks,
+        listener,
+        lambda frontend, message: _from_frontend(keyring, dispatcher, frontend, message),
+        lambda frontend: _set_up_frontend(keyring, lifecycle, frontend),
+        lambda frontend, death: lifecycle.frontend_down(frontend, death),
+    )
+    dispatcher.replies.send = frontends.send_to
+    dispatcher.warmth = lifecycle.warmer
+    dispatcher.isolation.verdicts = lifecycle.quarantine
+    lifecycle.loader.frontends = keyring.frontends = frontends
+    control = InstanceControl(settings.limits, dispatcher, supervisor.instances)
+    cache_control = CacheControl(registry, lifecycle, dispatcher.live, cache, saved)
+    return Pool(
+        settings=settings,
+        registry=registry,
+        history=history,
+        dispatcher=dispatcher,
+        forks=forks,
+        supervisor=supervisor,
+        frontends=frontends,
+        lifecycle=lifecycle,
+        cache=cache,
+        saved=saved,
+        cache_control=cache_control,
+        instances=control,
+        unloader=ModelUnloader(lifecycle, dispatcher, supervisor, cache, history),
+        configuration=configuration,
+        reloader=Reloader(
+            configuration, history, dispatcher, supervisor, frontends, control, cache_control
+        ),
+        policy=header,
+        health=Health(dispatcher, supervisor),
+        minutes=Minutes(history, dispatcher.stats),
+        explainer=Explainer(registry, history, dispatcher, lifecycle, supervisor.instances, cache),
+        keyring=keyring,
+        http_url=_url(listener, settings),
+        gpu_readings=GpuReadings(settings.devices),
+    )
+
+
+def _from_frontend(
+    keyring: Keyring, dispatcher: Dispatcher, frontend: Frontend, message: m.FromFrontend
+) -> None:
+    match message:
+        case m.AskRate():
+            frontend.send(keyring.begin(message))
+        case m.AccessReport():
+            keyring.reported(message)
+        case _:
+            dispatcher.from_frontend(message)
+
+
+async def _set_up_frontend(keyring: Keyring, lifecycle: ModelLifecycle, frontend: Frontend) -> None:
+    """Who may ask is told before what there is to ask: until then the frontend refuses all."""
+    keyring.publish()
+    await lifecycle.frontend_up(frontend)
+
+
+def _url(listener: socket.socket, settings: Settings) -> str:
+    scheme = "http" if settings.server.tls_cert is None else "https"
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{shown}:{port}"
+
+
+def _preloaded(settings: Settings) -> list[str]:
+    """What processes that are forked have in common."""
+    has_emulated = any(device.kind == "emulated" for device in settings.devices)
+    instance = ["gpupoold.worker.preload"] if has_emulated else []
+    return ["gpupoold.frontend.preload", *instance]

@@ -1,0 +1,311 @@
+"""The pool as the admin API sees it: one object that knows all parts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+import psutil
+
+from gpupool_state import History, Registry
+from gpupoold import __version__
+from gpupoold.api.schemas import (
+    BenchMemoryRequest,
+    BenchSwitchRequest,
+    DeviceInfo,
+    ModelInfo,
+    ModelUsage,
+    Status,
+)
+from gpupoold.config.schema import Settings
+from gpupoold.control.access.keyring import Keyring
+from gpupoold.control.accounting.minutes import Minutes
+from gpupoold.control.configuration import Configuration
+from gpupoold.control.event_log_file import Header, lines
+from gpupoold.control.frontends.frontend import Frontend
+from gpupoold.control.frontends.frontends import Frontends
+from gpupoold.control.health import Health
+from gpupoold.control.models.cache_control import CacheControl
+from gpupoold.control.models.info import model_info
+from gpupoold.control.models.lifecycle import ModelLifecycle
+from gpupoold.control.models.unloading import ModelUnloader
+from gpupoold.control.processes.forks import ForkServer
+from gpupoold.control.processes.watchdog import Watchdog
+from gpupoold.control.reload import Reloader
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.ticker import tick
+from gpupoold.control.views import bodies as views
+from gpupoold.control.views.explain import Explainer
+from gpupoold.control.weights.cache import ImageCache
+from gpupoold.control.weights.saved_snapshots import SavedImages
+from gpupoold.control.worker_operations import InstanceControl
+from gpupoold.control.workers.nvml import GpuReadings
+from gpupoold.control.workers.worker import Instance
+from gpupoold.control.workers.workers import InstanceSupervisor
+from gpupoold.errors import Failed, Refused
+from gpupoold.stats.buckets import WORK_BOUNDS_S, Buckets
+from gpupoold.system.loop_lag import measure_lag
+
+_logger = logging.getLogger(__name__)
+_CHECK_INTERVAL_S = 5.0
+_BENCH_TIMEOUT_S = 3600.0
+
+PoolState = Literal["starting", "ready", "stopping"]
+
+
+@dataclass(slots=True)
+class Pool:
+    """The parts of the control plane, see :func:`gpupoold.control.build.build_pool`."""
+
+    settings: Settings
+    registry: Registry
+    history: History
+    dispatcher: Dispatcher
+    forks: ForkServer
+    supervisor: InstanceSupervisor
+    frontends: Frontends
+    lifecycle: ModelLifecycle
+    cache: ImageCache
+    saved: SavedImages
+    cache_control: CacheControl
+    instances: InstanceControl
+    configuration: Configuration
+    reloader: Reloader
+    policy: Header
+    health: Health
+    unloader: ModelUnloader
+    minutes: Minutes
+    explainer: Explainer
+    keyring: Keyring
+    http_url: str
+    gpu_readings: GpuReadings
+    stopping: bool = False
+    loop_lag: Buckets = field(default_factory=lambda: Buckets(WORK_BOUNDS_S))
+    _started_s: float = field(default_factory=time.monotonic)
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Start the instances and the frontends; they come up in the background."""
+        self.supervisor.start()
+        self.frontends.start()
+        self.gpu_readings.start()
+        looks = (
+            self._note_readings,
+            self.supervisor.oom_kills.look,
+            self.frontends.look,
+            *(watchdog.look for watchdog in self._watchdogs()),
+            self.dispatcher.end_overdue,
+            self.dispatcher.tick,
+            self.lifecycle.quarantine.look,
+            self.health.look,
+            self.keyring.tick,
+            self.minutes.tick,
+        )
+        self._tasks = [
+            asyncio.create_task(self._check_when_idle(), name="check-core"),
+            asyncio.create_task(tick(looks), name="tick"),
+            asyncio.create_task(measure_lag(self.loop_lag.add), name="loop-lag"),
+            asyncio.create_task(self.keyring.run(), name="keys"),
+        ]
+
+    async def stop(self) -> None:
+        """Stop the frontends, then the instances."""
+        self.stopping = True
+        self.gpu_readings.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.frontends.stop()
+        await self.supervisor.stop()
+        self.minutes.close()
+        await self.forks.stop()
+        await self.lifecycle.stop()
+        await self.saved.stop()
+        await self.keyring.save()
+        self.cache.close()
+
+    @property
+    def state(self) -> PoolState:
+        """Whether requests can be served."""
+        if self.stopping:
+            return "stopping"
+        ready = self.supervisor.any_ready and self.frontends.any_ready
+        return "ready" if ready else "starting"
+
+    async def models(self) -> list[ModelInfo]:
+        """All registered models by name, with their states now."""
+        return [model_info(row, self.lifecycle.state_of(row)) for row in await self.registry.list()]
+
+    async def model(self, name: str) -> ModelInfo:
+        """One model with what it has and does now.
+
+        Raises:
+            NoSuchModel: it is not registered.
+        """
+        row = await self.lifecycle.find(name)
+        info = model_info(row, self.lifecycle.state_of(row))
+        memories = views.memories_of(self.supervisor.instances)
+        now = views.usage(info.name, info.state, self.dispatcher, memories, self.cache)
+        return info.model_copy(update={"usage": ModelUsage(**now)})
+
+    async def ps(self) -> bytes:
+        """What runs now: ``Ps`` as JSON."""
+        rows = await self.registry.list()
+        states = {str(row.spec.name): self.lifecycle.state_of(row).value for row in rows}
+        instances = self.supervisor.instances
+        return msgspec.json.encode(views.ps(states, self.dispatcher, instances, self.cache))
+
+    def devices(self) -> list[DeviceInfo]:
+        """All devices."""
+        return views.devices(self.supervisor.instances, self.dispatcher)
+
+    async def status(self) -> Status:
+        """One look at the daemon."""
+        return self.status_of(len(await self.registry.list()))
+
+    def status_of(self, num_models: int) -> Status:
+        """The same, for who knows how many models are registered."""
+        tls_cert = self.settings.server.tls_cert
+        readies = [i.ready for i in self.supervisor.instances if i.ready is not None]
+        return Status(
+            version=__version__,
+            engine_version=readies[0].engine_version if readies else "",
+            pid=os.getpid(),
+            uptime_s=time.monotonic() - self._started_s,
+            state=self.state,
+            http_url=self.http_url,
+            state_dir=str(self.settings.paths.state_dir),
+            model_cache_bytes=self.cache.used_bytes,
+            model_cache_limit_bytes=self.cache.budget_bytes,
+            rss_bytes=psutil.Process().memory_info().rss,
+            num_models=num_models,
+            num_live_requests=len(self.dispatcher.live),
+            num_refused_requests=sum(
+                one.so_far().refused for one in self.dispatcher.stats.values()
+            ),
+            dropped_history_rows=self.history.dropped_rows,
+            are_keys_required=self.keyring.are_required,
+            num_keys=self.keyring.num_valid,
+            tls_cert=None if tls_cert is None else str(tls_cert),
+            frontends=views.frontends(self.frontends, self.dispatcher.live),
+        )
+
+    async def bench_switch(self, request: BenchSwitchRequest) -> dict[str, Any]:
+        """Switch between two loaded models on an idle instance.
+
+        Raises:
+            Refused: fewer than two different models, or the device is busy.
+        """
+        instance, models = await self._shared(request.models)
+        result = await self.supervisor.call(
+            instance,
+            "bench_switch",
+            limit_s=_BENCH_TIMEOUT_S,
+            models=models,
+            rounds=request.rounds,
+            modes=list(request.modes),
+            kv_bytes=request.kv_bytes,
+        )
+        assert isinstance(result, dict)
+        return result
+
+    async def bench_memory(self, request: BenchMemoryRequest) -> dict[str, Any]:
+        """Measure memory operations on the first instance, or on one with two given models.
+
+        Raises:
+            Refused: fewer than two different models, or the device is busy or too small.
+        """
+        method = "leftovers" if request.part == "leftovers" else f"bench_{request.part}"
+        arguments: dict[str, object] = {}
+        instance = self.supervisor.instances[0]
+        if request.part == "kv":
+            if request.models is None:
+                raise Refused("KV is measured with two models", "name them in `models`")
+            instance, models = await self._shared(request.models)
+            arguments = {"models": models, "kv_bytes": request.kv_bytes}
+        if request.part != "leftovers":
+            arguments["rounds"] = request.rounds
+        result = await self.supervisor.call(instance, method, limit_s=_BENCH_TIMEOUT_S, **arguments)
+        assert isinstance(result, dict)
+        return result
+
+    async def _shared(self, names: tuple[str, str]) -> tuple[Instance, list[str]]:
+        """An instance that has two models loaded, and their names without aliases.
+
+        Raises:
+            Refused: fewer than two different models, or no instance has both.
+        """
+        first, second = [(await self.lifecycle.find(name)).spec.name for name in names]
+        if first == second:
+            raise Refused("a switch needs two different models")
+        routes = self.dispatcher.routes
+        shared = [i for i in routes.get(first, []) if i in routes.get(second, [])]
+        if not shared:
+            raise Refused(f"no instance has both {first} and {second} loaded")
+        for name in (first, second):
+            await self.lifecycle.warmer.warm(name)
+        return shared[0], [first, second]
+
+    def stimuli(self) -> Iterator[bytes]:
+        """What the scheduling core was told and what it did since the start, as JSON lines
+        that :mod:`gpupoold.control.event_log_file` reads.
+
+        Raises:
+            Refused: it was so much that the beginning has been forgotten.
+        """
+        core = self.dispatcher.scheduler.core
+        if not core.is_from_start:
+            raise Refused(
+                "the beginning of the core's log has been forgotten",
+                "ask sooner after the daemon's start",
+            )
+        return lines(self.policy, core.stimuli())
+
+    def _watchdogs(self) -> tuple[Watchdog[Instance], Watchdog[Frontend]]:
+        def limits_s() -> tuple[float, float]:
+            limits = self.settings.limits
+            return limits.hang_timeout_s, limits.load_timeout_s
+
+        supervisor = self.supervisor
+        return (
+            Watchdog(supervisor.instances, supervisor.end, limits_s),
+            Watchdog(self.frontends, Frontend.end, limits_s),
+        )
+
+    def _note_readings(self, _: float) -> None:
+        for instance in self.supervisor.instances:
+            instance.reading = self.gpu_readings.of(instance.number)
+
+    async def _check_when_idle(self) -> None:
+        """An idle daemon looks at the core's books, and says once when they disagree."""
+        told = ""
+        while True:
+            await asyncio.sleep(_CHECK_INTERVAL_S)
+            if len(self.dispatcher.live):
+                continue
+            try:
+                self.dispatcher.scheduler.check_state()
+            except AssertionError as error:
+                if str(error) != told:
+                    told = str(error)
+                    _logger.error("the scheduling core's books disagree: %s", error)
+                    self.history.record_event("error", "core_inconsistent", "core", told)
+
+    async def check_integrity(self) -> list[object]:
+        """The scheduling core's books and every instance's accounts.
+
+        Raises:
+            Failed: naming what disagrees, or an instance that is down.
+        """
+        try:
+            self.dispatcher.scheduler.check_state()
+        except AssertionError as error:
+            raise Failed(f"the scheduling core's books disagree: {error}") from error
+        calls = (self.supervisor.call(i, "check_integrity") for i in self.supervisor.instances)
+        return [await call for call in calls]

@@ -1,0 +1,4 @@
+"""The frontend processes: start, configuration, end.
+
+Imports ``processes`` only.
+"""

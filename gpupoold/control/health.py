@@ -1,0 +1,51 @@
+"""Whether the control plane makes progress, and how it is in one line."""
+
+from __future__ import annotations
+
+import time
+
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.workers.workers import InstanceSupervisor
+
+# A round of looks is due every second; a busy machine may delay some.
+_ROUND_TIMEOUT_S = 10.0
+# Requests without tokens are ended after their time by the same rounds.
+_OVERDUE_S = 30.0
+
+
+class Health:
+    """Hears of every round in which workers and requests were looked after."""
+
+    def __init__(self, dispatcher: Dispatcher, supervisor: InstanceSupervisor) -> None:
+        self._dispatcher = dispatcher
+        self._supervisor = supervisor
+        self._round_s = time.monotonic()
+
+    def look(self, now_s: float) -> None:
+        """A round has been made; to be called at its end."""
+        self._round_s = now_s
+
+    def complaint(self, now_s: float) -> str:
+        """Why the daemon does not work any more, empty when it does.
+
+        Workers that hang are the pool's to end, and no complaint: this is about the pool.
+        """
+        late_s = now_s - self._round_s
+        if late_s > _ROUND_TIMEOUT_S:
+            return f"workers and requests have not been looked after for {late_s:.0f} s"
+        limit_s = self._dispatcher.token_timeout_s + _OVERDUE_S
+        stuck = self._dispatcher.live.silent_since(now_s - limit_s)
+        if stuck:
+            first = stuck[0]
+            return f"{first.request_id} of {first.model} has had no token and no end for too long"
+        return ""
+
+    def summary(self) -> str:
+        """Devices, models and requests, for ``systemctl status``."""
+        instances = self._supervisor.instances
+        num_ready = sum(instance.is_ready for instance in instances)
+        num_models = sum(bool(hosts) for hosts in self._dispatcher.routes.values())
+        return (
+            f"{num_ready} of {len(instances)} devices ready, {num_models} models served, "
+            f"{len(self._dispatcher.live)} live requests"
+        )

@@ -1,0 +1,4 @@
+"""Models from registration to removal: intake, loading, quarantine, unloading.
+
+May import every other room except ``views``.
+"""

@@ -1,0 +1,138 @@
+"""The model cache as the admin API sees it: looked at, pinned, dropped, warmed."""
+
+from __future__ import annotations
+
+from gpupool_state import ModelRow, Registry
+from gpupoold.api.schemas import CachedModel, CacheInfo
+from gpupoold.control.live_requests import LiveRequests
+from gpupoold.control.models.lifecycle import ModelLifecycle
+from gpupoold.control.weights.cache import ImageCache
+from gpupoold.control.weights.saved_snapshots import SavedImages
+from gpupoold.errors import Refused
+from gpupoold.units import format_bytes
+
+
+class CacheControl:
+    """What a user can do with the images of registered models."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        lifecycle: ModelLifecycle,
+        live: LiveRequests,
+        cache: ImageCache,
+        saved: SavedImages,
+    ) -> None:
+        self._registry = registry
+        self._lifecycle = lifecycle
+        self._live = live
+        self._cache = cache
+        self._room = lifecycle.loader.room
+        self._saved = saved
+
+    async def info(self) -> CacheInfo:
+        """All models' images by name, and how much of the budgets is used."""
+        saved_bytes = await self._saved.sizes()
+        return CacheInfo(
+            host_bytes=self._cache.used_bytes,
+            host_limit_bytes=self._cache.budget_bytes,
+            disk_bytes=await self._saved.used_bytes(),
+            disk_limit_bytes=self._saved.budget_bytes,
+            models=[self._view(row, saved_bytes) for row in await self._registry.list()],
+        )
+
+    async def set_pinned(self, name: str, is_pinned: bool) -> CachedModel:
+        """Keep a model's image in host memory once it is there, or let it go when others need
+        the room; survives a restart.
+
+        Raises:
+            NoSuchModel: it is not registered.
+            Refused: the pinned images would not fit into the cache together.
+        """
+        row = await self._lifecycle.find(name)
+        model = row.spec.name
+        saved_bytes = await self._saved.sizes()
+        if is_pinned:
+            await self._check_pin(row, saved_bytes)
+        row = await self._registry.set_pinned(model, is_pinned)
+        if is_pinned:
+            self._cache.pinned.add(model)
+        else:
+            self._cache.pinned.discard(model)
+            self._room.changed()
+        return self._view(row, saved_bytes)
+
+    async def drop(self, name: str) -> CachedModel:
+        """Let a model's image go from host memory; a saved one stays on the disk.
+
+        Raises:
+            NoSuchModel: it is not registered.
+            Refused: it is pinned, in use or being loaded.
+        """
+        row = await self._lifecycle.find(name)
+        await self._room.drop(row.spec.name)
+        return self._view(row, await self._saved.sizes())
+
+    async def warm(self, name: str) -> CachedModel:
+        """Return when a model's image is in host memory and its instances can use it.
+
+        Raises:
+            NoSuchModel: it is not registered.
+            GpupoolError: why it cannot be had.
+        """
+        row = await self._lifecycle.warm(name)
+        return self._view(row, await self._saved.sizes())
+
+    def set_host_budget(self, num_bytes: int) -> None:
+        """Let the model cache have so many bytes; images that do not fit go as they may."""
+        self._cache.budget_bytes = num_bytes
+        self._room.changed()
+        self._room.shrink()
+
+    def set_disk_budget(self, num_bytes: int) -> None:
+        """Let saved images have so many bytes; those that do not fit are deleted."""
+        self._saved.budget_bytes = num_bytes
+        self._saved.shrink(self._cache.last_used_at)
+
+    async def check_budget(self, num_bytes: int) -> None:
+        """See that all pinned images fit into a model cache of ``num_bytes``.
+
+        Raises:
+            Refused: they do not.
+        """
+        saved_bytes = await self._saved.sizes()
+        views = [self._view(one, saved_bytes) for one in await self._registry.list()]
+        pinned = [view for view in views if view.is_pinned]
+        pinned_bytes = sum(view.num_bytes for view in pinned)
+        if pinned_bytes > num_bytes:
+            raise Refused(
+                f"memory.model_cache: {format_bytes(num_bytes)} are too little for the pinned "
+                f"images of {', '.join(view.name for view in pinned)}, "
+                f"{format_bytes(pinned_bytes)}",
+                "unpin a model (`gpupool cache unpin`) or leave the cache larger",
+            )
+
+    async def _check_pin(self, row: ModelRow, saved_bytes: dict[str, int]) -> None:
+        views = [self._view(one, saved_bytes) for one in await self._registry.list()]
+        pinned = {view.name: view.num_bytes for view in views if view.is_pinned}
+        pinned[row.spec.name] = self._view(row, saved_bytes).num_bytes
+        if sum(pinned.values()) > self._cache.budget_bytes:
+            raise Refused(
+                f"{row.spec.name} cannot be pinned: pinned images would take "
+                f"{format_bytes(sum(pinned.values()))} of a model cache of "
+                f"{format_bytes(self._cache.budget_bytes)}",
+                "unpin another model or raise memory.model_cache",
+            )
+
+    def _view(self, row: ModelRow, saved_bytes: dict[str, int]) -> CachedModel:
+        name = row.spec.name
+        image, saved = self._cache.get(name), saved_bytes.get(name)
+        return CachedModel(
+            name=name,
+            state="host" if image is not None else "none" if saved is None else "disk",
+            num_bytes=image.num_bytes if image is not None else saved or row.weight_bytes,
+            is_saved=saved is not None,
+            is_pinned=row.is_pinned,
+            num_live=self._live.num_of(name),
+            last_used_at=self._cache.last_used_at(name),
+        )

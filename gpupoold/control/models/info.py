@@ -1,0 +1,31 @@
+"""Registry rows as the admin API shows models."""
+
+from __future__ import annotations
+
+from gpupool_state import ModelRow
+from gpupoold.api.schemas import ModelInfo
+from gpupoold.control.models.profiles import latency_on
+from gpupoold.domain import ModelState
+
+
+def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
+    """A registry row as ``gpupool show`` has it; ``state`` replaces the recorded one."""
+    spec = row.spec
+    return ModelInfo(
+        name=spec.name,
+        source=spec.source,
+        path=spec.path,
+        revision=spec.revision,
+        dtype=spec.dtype,
+        max_model_len=row.loaded_max_model_len or spec.max_model_len,
+        ttft_s=spec.targets.ttft_s,
+        tbt_s=spec.targets.tbt_s,
+        aliases=list(spec.aliases),
+        state=(state or row.state).value,
+        error=row.error,
+        architecture=row.architecture,
+        weight_bytes=row.weight_bytes,
+        kv_bytes_per_token=row.kv_bytes_per_token,
+        created_at=row.created_at,
+        latency=latency_on(row.profiles),
+    )

@@ -1,0 +1,130 @@
+"""Before a model is registered: found, downloaded, checked against this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from gpupoold.api.schemas import AddModelRequest, ModelInfo, Progress
+from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint
+from gpupoold.checkpoints.download import checkpoint_dir, download
+from gpupoold.checkpoints.fit import estimate_weight_bytes, fits
+from gpupoold.checkpoints.resolve import HubSource, resolve
+from gpupoold.config.schema import Settings
+from gpupoold.control.models.specs import checked_info, spec_of
+from gpupoold.control.weights.host_budget import ImageRoom
+from gpupoold.control.workers.workers import InstanceSupervisor
+from gpupoold.domain import ModelSpec
+
+# Room for the KV of a short request must be left beside the weights.
+_MIN_KV_SHARE = 0.02
+
+
+class Intake:
+    """One request to add a model, until it is known what to load. Changes nothing.
+
+    ``steps`` must have been read to its end before ``spec`` and ``info``.
+    """
+
+    def __init__(
+        self,
+        request: AddModelRequest,
+        settings: Settings,
+        supervisor: InstanceSupervisor,
+        room: ImageRoom,
+    ) -> None:
+        self._request = request
+        self._settings = settings
+        self._supervisor = supervisor
+        self._room = room
+        self._info: CheckpointInfo | None = None
+        self._spec: ModelSpec | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What to register."""
+        assert self._spec is not None
+        return self._spec
+
+    @property
+    def weight_bytes(self) -> int:
+        """Device bytes of the weights, estimated from the files."""
+        assert self._info is not None
+        return estimate_weight_bytes(self._info, self._request.dtype)
+
+    async def steps(self) -> AsyncIterator[Progress]:
+        """Resolve, download if needed, and check.
+
+        Raises:
+            GpupoolError: what was wrong, at the step where it showed.
+        """
+        request = self._request
+        yield Progress(stage="resolve")
+        found = resolve(request.name, request.source, self._settings.paths.model_dirs)
+        if isinstance(found, HubSource):
+            lines: asyncio.Queue[Progress] = asyncio.Queue()
+            task = asyncio.create_task(self._download(found.repo_id, lines))
+            async for line in _until_done(task, lines):
+                yield line
+            path, source = await task, found.repo_id
+        else:
+            path, source = found.path, request.source or str(found.path)
+        yield Progress(stage="check")
+        self._info = await self._check(path)
+        self._spec = spec_of(request, source, path)
+
+    def preview(self) -> ModelInfo:
+        """What the model would look like, for a request that only checks."""
+        assert self._info is not None
+        return checked_info(self.spec, self._info, self._request.dtype)
+
+    async def _check(self, path: Path) -> CheckpointInfo:
+        security = self._settings.security
+        info = await asyncio.to_thread(
+            check_checkpoint,
+            path,
+            allow_pickle=security.allow_pickle,
+            allow_remote_code=security.allow_remote_code,
+        )
+        weight_bytes = estimate_weight_bytes(info, self._request.dtype)
+        sizes = [await self._supervisor.device_bytes(i) for i in self._supervisor.instances]
+        least_kv_bytes = int(weight_bytes * _MIN_KV_SHARE)
+        fits(info, self._request.dtype, max(sizes), kv_bytes=least_kv_bytes)
+        if any(device.kind != "sim" for device in self._settings.devices):
+            self._room.check(self._request.name, weight_bytes)
+        return info
+
+    async def _download(self, repo_id: str, lines: asyncio.Queue[Progress]) -> Path:
+        def report(done_bytes: int, total_bytes: int) -> None:
+            lines.put_nowait(
+                Progress(stage="download", done_bytes=done_bytes, total_bytes=total_bytes)
+            )
+
+        revision = self._request.revision
+        return await download(
+            repo_id,
+            revision,
+            checkpoint_dir(self._settings.paths.download_dir, repo_id, revision),
+            report,
+            allow_pickle=self._settings.security.allow_pickle,
+            allow_remote_code=self._settings.security.allow_remote_code,
+            model_dirs=self._settings.paths.model_dirs,
+        )
+
+
+async def _until_done(
+    task: asyncio.Task[Path], progress: asyncio.Queue[Progress]
+) -> AsyncIterator[Progress]:
+    """Lines of ``progress`` until the task ends; the task is cancelled with its reader."""
+    try:
+        while not task.done() or not progress.empty():
+            waiter = asyncio.ensure_future(progress.get())
+            await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
+            if waiter.done():
+                yield waiter.result()
+            else:
+                waiter.cancel()
+    finally:
+        if not task.done():
+            task.cancel()

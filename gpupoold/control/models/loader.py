@@ -1,0 +1,340 @@
+"""Loaded models: on which instances, with which image, mounted in the frontends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import defaultdict
+
+from gpupool_state import History, Registry
+from gpupoold.config.schema import Settings
+from gpupoold.control.frontends.frontend import Frontend
+from gpupoold.control.frontends.frontends import Frontends
+from gpupoold.control.models.circuit_breaker import CircuitBreakers
+from gpupoold.control.models.profiles import is_profiled, latency_model_of, profile_rows
+from gpupoold.control.models.specs import to_load
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.weights.cache import CachedImage, ImageCache
+from gpupoold.control.weights.host_budget import ImageRoom
+from gpupoold.control.weights.saved_snapshots import SavedImages
+from gpupoold.control.workers.worker import Instance
+from gpupoold.control.workers.workers import InstanceSupervisor
+from gpupoold.domain import ModelSpec
+from gpupoold.errors import Failed, GpupoolError
+from gpupoold.latency.errors import LatencyError
+from gpupoold.scheduling.costs import ModelCosts, costs_of
+from gpupoold.units import format_bytes
+from gpupoold.wire import messages as m
+
+_logger = logging.getLogger(__name__)
+
+# How long a model may keep a device to itself while its steps are timed. What is played by
+# a CPU is small and for trying things out: adding a model shall be quick there.
+# What is simulated keeps to a law that it can tell at once.
+_PROFILING_BUDGET_S = {"cuda": 3.0, "emulated": 1.0, "sim": 1.0}
+
+
+class ModelLoader:
+    """Puts models on instances and takes them off; routes requests to those that have them."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        registry: Registry,
+        history: History,
+        dispatcher: Dispatcher,
+        supervisor: InstanceSupervisor,
+        cache: ImageCache,
+        saved: SavedImages,
+        breakers: CircuitBreakers,
+    ) -> None:
+        self._breakers = breakers
+        self._settings = settings
+        self._registry = registry
+        self._history = history
+        self._dispatcher = dispatcher
+        self._supervisor = supervisor
+        self._cache = cache
+        self._saved = saved
+        self.room = ImageRoom(cache, self._is_in_use, self._let_go)
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._cleaning: set[asyncio.Task[None]] = set()
+        self._loaded: dict[str, m.LoadedModel] = {}
+        self._served: set[str] = set()
+        self.frontends: Frontends | None = None
+
+    def is_loaded(self, name: str) -> bool:
+        """Whether the model has been loaded since the daemon started."""
+        return name in self._loaded
+
+    def is_open(self, name: str) -> bool:
+        """Whether an instance has the model and its API has been mounted."""
+        return name in self._served and bool(self._dispatcher.routes.get(name))
+
+    def lock(self, name: str) -> asyncio.Lock:
+        """Held by whoever changes on which instances the model is, or what image it has."""
+        return self._locks[name]
+
+    async def load_everywhere(self, spec: ModelSpec, expected_bytes: int = 0) -> None:
+        """Load on every instance; see :meth:`load`.
+
+        Raises:
+            GpupoolError: the first reason why not; call ``unload`` then.
+        """
+        with self.room.holding(spec.name):
+            for instance in self._supervisor.instances:
+                await self._supervisor.wait_ready(instance)
+                await self.load(spec, instance, expected_bytes)
+        self._dispatcher.check_servable()
+
+    async def load(self, spec: ModelSpec, instance: Instance, expected_bytes: int = 0) -> None:
+        """Load on one instance; does nothing when it has the model already.
+
+        An image that is still to be made takes about ``expected_bytes``; others go for it.
+
+        Raises:
+            NoRoom: too few others may go now.
+            GpupoolError: the instance's reason.
+        """
+        with self.room.holding(spec.name):
+            async with self.lock(spec.name):
+                if spec.name not in instance.models:
+                    await self._load(spec, instance, expected_bytes)
+
+    async def wait_for_room(
+        self, spec: ModelSpec, instance: Instance, expected_bytes: int, wait_s: float
+    ) -> None:
+        """Keep room for the model's image, unless it is there; for who holds the model.
+
+        Nobody may hold a lock meanwhile: others may need it to come to an end, which is what
+        is waited for.
+
+        Raises:
+            NoRoom, TimedOut: see :meth:`ImageRoom.reserve`.
+        """
+        is_sim = instance.device.kind == "sim"
+        if is_sim or instance.ready is None or self._cache.get(spec.name) is not None:
+            return
+        saved_bytes = await self._saved.look_up(to_load(spec, self._settings), instance.ready)
+        num_bytes = saved_bytes or _whole_pages(expected_bytes, instance)
+        await self.room.reserve(spec.name, num_bytes, wait_s)
+
+    async def reload(self, spec: ModelSpec, instance: Instance, expected_bytes: int) -> None:
+        """Make the model's engine on an instance anew: with the image that there is, else with
+        one that is made on the way. For who holds the model and its lock.
+
+        Raises:
+            GpupoolError: the instance's reason; the model is not there any more.
+        """
+        try:
+            await self._supervisor.unload(instance, spec.name)
+            await self._load(spec, instance, expected_bytes)
+        except BaseException:
+            self._dispatcher.unhost(spec.name, instance)
+            raise
+
+    async def read_image(self, spec: ModelSpec, ready: m.InstanceReady) -> CachedImage | None:
+        """The model's image, brought into the cache from the disk; None when it is not there.
+
+        For who holds the model and its lock.
+
+        Raises:
+            NoRoom: too few others may go for it now.
+        """
+        num_bytes = await self._saved.look_up(to_load(spec, self._settings), ready)
+        if num_bytes is None:
+            return None
+        await self.room.reserve(spec.name, num_bytes)
+        started_s = time.monotonic()
+        saved = await self._saved.read(spec.name)
+        if saved is None:
+            return None
+        _logger.info(
+            "%s: its image of %s was read in %.2f s",
+            spec.name,
+            format_bytes(saved.num_bytes),
+            time.monotonic() - started_s,
+        )
+        return self._cache.put(spec.name, saved.fd, saved.layout_digest, saved.canary)
+
+    def forget_image(self, name: str) -> None:
+        """Let the daemon's image of a model go, and the saved one."""
+        self._cache.drop(name)
+        self._saved.forget(name)
+
+    def _is_in_use(self, name: str) -> bool:
+        return self._dispatcher.live.num_of(name) > 0
+
+    async def _let_go(self, name: str) -> None:
+        """Return when no process but the daemon has the model's image."""
+        await self._saved.settled(name)  # else its writer would keep the memory
+        instances = self._supervisor.instances
+        await asyncio.gather(*(self._supervisor.drop_image(one, name) for one in instances))
+
+    async def _load(self, spec: ModelSpec, instance: Instance, expected_bytes: int) -> None:
+        name = spec.name
+        self._check_quarantine(name)
+        image = await self._image(spec, instance, expected_bytes)
+        budget_s = await self._profiling_budget_s(spec, instance)
+        model = to_load(spec, self._settings)
+        started_s = time.monotonic()
+        try:
+            loaded, fd = await self._supervisor.load(instance, model, image, budget_s)
+            self._check_quarantine(name)  # another instance may have died of it meanwhile
+            if fd is not None:
+                kept = await self._keep_image(fd, loaded)
+                if image is None or loaded.image_problem:
+                    self._saved.keep(name, kept)
+        except BaseException:
+            self._clean_up(instance, name)  # something may still come of it
+            raise
+        self._loaded[name] = loaded.model
+        await self._registry.set_loaded(
+            name,
+            architecture=loaded.model.architecture,
+            weight_bytes=loaded.model.weight_bytes,
+            kv_bytes_per_token=loaded.model.kv_bytes_per_token,
+            max_model_len=loaded.model.max_model_len,
+        )
+        await self._keep_profile(spec, instance, loaded)
+        costs = await self._costs(name, instance)
+        self._dispatcher.host(spec.targets, loaded.model, costs, instance)
+        _logger.info(
+            "%s loaded on instance %d in %.2f s: %s of weights",
+            name,
+            instance.number,
+            time.monotonic() - started_s,
+            format_bytes(loaded.model.weight_bytes),
+        )
+
+    def _check_quarantine(self, name: str) -> None:
+        reason = self._breakers.reason(name)
+        if reason is not None:
+            raise Failed(f"{name} {reason}", f"`gpupool cache warm {name}` tries it again")
+
+    async def _costs(self, name: str, instance: Instance) -> ModelCosts | None:
+        """What the scheduling core is told of the model's speed; None while it is not known."""
+        row = await self._registry.get(name)
+        if row is None or instance.ready is None:
+            return None
+        try:
+            latency = latency_model_of(row, instance.ready.device_name)
+        except LatencyError as error:
+            _logger.warning("%s: what is stored of its latency is unusable: %s", name, error)
+            return None
+        return costs_of(latency) if latency is not None else None
+
+    async def _image(
+        self, spec: ModelSpec, instance: Instance, expected_bytes: int
+    ) -> CachedImage | None:
+        """The model's image, from the disk if need be; None when it is to be made, for which
+        there is room then."""
+        name, ready = spec.name, instance.ready
+        if instance.device.kind == "sim" or ready is None:
+            return None
+        image = self._cache.get(name) or await self.read_image(spec, ready)
+        if image is None:
+            await self.room.reserve(name, _whole_pages(expected_bytes, instance))
+        return image
+
+    async def _keep_image(self, fd: int, loaded: m.ModelLoaded) -> CachedImage:
+        name = loaded.model.name
+        if loaded.image_problem:
+            self._history.record_event("error", "image_refused", name, loaded.image_problem)
+        try:
+            # What was expected was an estimate.
+            await self.room.reserve(name, os.fstat(fd).st_size)
+        except BaseException:
+            os.close(fd)
+            raise
+        return self._cache.put(name, fd, loaded.layout_digest, loaded.canary)
+
+    def _clean_up(self, instance: Instance, name: str) -> None:
+        """Take what is left of a model off an instance; a later load waits for that."""
+        task = asyncio.create_task(self._unload_quietly(instance, name))
+        self._cleaning.add(task)
+        task.add_done_callback(self._cleaning.discard)
+
+    async def _unload_quietly(self, instance: Instance, name: str) -> None:
+        try:
+            await self._supervisor.unload(instance, name)
+        except GpupoolError as error:
+            _logger.error("%s", error)
+
+    async def _profiling_budget_s(self, spec: ModelSpec, instance: Instance) -> float:
+        """Models are measured once on each kind of device, when they are registered."""
+        row = await self._registry.get(spec.name)
+        known = row is None or instance.ready is None or is_profiled(row, instance.ready)
+        return 0.0 if known else _PROFILING_BUDGET_S[instance.device.kind]
+
+    async def _keep_profile(
+        self, spec: ModelSpec, instance: Instance, loaded: m.ModelLoaded
+    ) -> None:
+        """Store what the instance measured. A model whose latency is unknown serves as well."""
+        measured, ready = loaded.profile, instance.ready
+        if measured is None or ready is None:
+            return
+        problem = measured.problem
+        try:
+            rows = profile_rows(measured, loaded.model, spec.revision, ready, time.time())
+            await self._registry.set_profiles(spec.name, rows)
+        except GpupoolError as error:
+            problem = f"{problem}; {error}" if problem else str(error)
+        if problem:
+            self._history.record_event("warning", "profile_incomplete", spec.name, problem)
+
+    async def serve(self, spec: ModelSpec) -> None:
+        """Mount or remount the model's API on all frontends.
+
+        Raises:
+            GpupoolError: the frontends' reason.
+        """
+        if self.frontends is not None:
+            await self.frontends.serve(to_load(spec, self._settings), self._loaded[spec.name])
+        self._served.add(spec.name)
+
+    async def serve_on(self, frontend: Frontend, spec: ModelSpec) -> None:
+        """Mount the model's API on a frontend that has just come up.
+
+        Raises:
+            GpupoolError: the frontend's reason.
+        """
+        await frontend.serve(to_load(spec, self._settings), self._loaded[spec.name])
+        self._served.add(spec.name)
+
+    async def unload(self, name: str) -> None:
+        """Take the model off all frontends and instances; its images are dropped."""
+        self._dispatcher.forget(name)
+        async with self.lock(name):
+            await self._take_off(name)
+            self._cache.forget(name)
+            self._saved.forget(name)
+        self.room.changed()
+
+    async def withdraw(self, name: str) -> None:
+        """Take the model off all frontends and instances; what is saved of it stays.
+
+        Raises:
+            TimedOut: an instance did not answer.
+        """
+        self._dispatcher.forget(name)
+        async with self.lock(name):
+            await self._take_off(name)
+            self._cache.drop(name)
+        self.room.changed()
+
+    async def _take_off(self, name: str) -> None:
+        self._loaded.pop(name, None)
+        self._served.discard(name)
+        if self.frontends is not None:
+            self.frontends.send(m.StopServing(name))
+        for instance in self._supervisor.instances:
+            await self._supervisor.unload(instance, name)
+
+
+def _whole_pages(num_bytes: int, instance: Instance) -> int:
+    """What an image of ``num_bytes`` takes in host memory."""
+    page_bytes = instance.ready.page_bytes if instance.ready is not None else 1
+    return -(-num_bytes // page_bytes) * page_bytes

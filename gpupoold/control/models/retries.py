@@ -1,0 +1,51 @@
+"""Models that were shut out are loaded again when their wait is over."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.workers.worker import Instance
+from gpupoold.control.workers.workers import InstanceEnded, InstanceSupervisor
+from gpupoold.errors import GpupoolError, Unavailable
+
+
+class Retries:
+    """Tries models again. ``load`` loads a model on an instance and lets it serve, unless it is
+    being removed."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        supervisor: InstanceSupervisor,
+        load: Callable[[str, Instance], Awaitable[None]],
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._supervisor = supervisor
+        self._load = load
+
+    async def try_again(self, name: str) -> None:
+        """Load a model on the instance with the fewest requests, then on all that are ready.
+
+        Raises:
+            InstanceEnded: an instance died meanwhile; no other has been tried.
+            Unavailable: no instance is ready.
+            GpupoolError: why no instance can load it.
+        """
+        problem: GpupoolError | None = None
+        for instance in self._ready():
+            try:
+                await self._load(name, instance)
+            except InstanceEnded:
+                raise
+            except GpupoolError as error:
+                problem = error
+        if problem is not None and not self._dispatcher.routes.get(name):
+            raise problem
+
+    def _ready(self) -> list[Instance]:
+        ready = [one for one in self._supervisor.instances if one.is_ready]
+        if not ready:
+            raise Unavailable("no instance is ready")
+        live = self._dispatcher.live
+        return sorted(ready, key=lambda one: len(live.on_instance(one.number)))

@@ -1,0 +1,59 @@
+"""A model's description in the words of its neighbours. Pure conversions."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from gpupool_state import ModelRow
+from gpupoold.api.schemas import AddModelRequest, ModelInfo
+from gpupoold.checkpoints.check import CheckpointInfo
+from gpupoold.checkpoints.fit import estimate_weight_bytes
+from gpupoold.config.schema import Settings
+from gpupoold.control.models.info import model_info
+from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
+from gpupoold.wire import messages as m
+
+
+def spec_of(request: AddModelRequest, source: str, path: Path) -> ModelSpec:
+    """What the registry will keep of an accepted request."""
+    return ModelSpec(
+        name=ModelName(request.name),
+        source=source,
+        path=str(path),
+        revision=request.revision,
+        dtype=request.dtype,
+        max_model_len=request.max_model_len,
+        targets=Targets(request.ttft_s, request.tbt_s),
+        aliases=tuple(request.aliases),
+    )
+
+
+def checked_info(spec: ModelSpec, info: CheckpointInfo, dtype: str) -> ModelInfo:
+    """A model that was only looked at, as ``gpupool show`` would have it."""
+    row = ModelRow(
+        spec=spec,
+        state=ModelState.REGISTERED,
+        error="",
+        architecture=info.architecture,
+        weight_bytes=estimate_weight_bytes(info, dtype),
+        kv_bytes_per_token=0,
+        loaded_max_model_len=info.max_position_embeddings,
+        created_at=time.time(),
+    )
+    return model_info(row)
+
+
+def to_load(spec: ModelSpec, settings: Settings) -> m.ModelToLoad:
+    """What instances and frontends are told of a registered model."""
+    return m.ModelToLoad(
+        name=spec.name,
+        path=spec.path,
+        dtype=spec.dtype,
+        max_model_len=spec.max_model_len,
+        aliases=spec.aliases,
+        ttft_s=spec.targets.ttft_s,
+        tbt_s=spec.targets.tbt_s,
+        allow_remote_code=settings.security.allow_remote_code,
+        media_hosts=settings.security.media_hosts,
+    )

@@ -1,0 +1,47 @@
+"""The order in which an instance that comes up loads the registered models."""
+
+from __future__ import annotations
+
+import logging
+
+from gpupool_state import History, ModelRow, Registry
+from gpupoold.control.weights.cache import ImageCache
+from gpupoold.control.weights.lru import Candidate, start_order
+from gpupoold.errors import GpupoolError
+
+_logger = logging.getLogger(__name__)
+
+
+async def rows_in_start_order(
+    registry: Registry, history: History, cache: ImageCache
+) -> list[ModelRow]:
+    """All models, so that those with pinned images and then those used last are in the cache
+    at the end.
+
+    The cache learns of pins, and of uses before the daemon started.
+
+    Raises:
+        Failed: the registry cannot be read.
+    """
+    rows = {str(row.spec.name): row for row in await registry.list()}
+    cache.pinned = {name for name, row in rows.items() if row.is_pinned}
+    await _recall_use(rows, history, cache)
+    candidates = [
+        Candidate(name, row.weight_bytes, cache.last_used_at(name) or 0.0, row.is_pinned)
+        for name, row in rows.items()
+    ]
+    return [rows[name] for name in start_order(candidates, cache.budget_bytes)]
+
+
+async def _recall_use(rows: dict[str, ModelRow], history: History, cache: ImageCache) -> None:
+    """When models were last used as far as that is recorded, or else when they were added."""
+    unknown = [name for name in rows if cache.last_used_at(name) is None]
+    if not unknown:
+        return
+    try:
+        last_requests = await history.last_requests()
+    except GpupoolError as error:
+        _logger.warning("which models were used last is not known: %s", error)
+        last_requests = {}
+    for name in unknown:
+        cache.touch(name, last_requests.get(name, rows[name].created_at))

@@ -1,0 +1,85 @@
+"""Taking a model out of memory by hand; it stays registered, and its next request loads it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gpupool_state import History
+from gpupoold.api.schemas_top import Unloaded, UnloadMode
+from gpupoold.control.models.lifecycle import ModelLifecycle
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.weights.cache import ImageCache
+from gpupoold.control.workers.worker import Instance
+from gpupoold.control.workers.workers import InstanceSupervisor
+from gpupoold.errors import Refused
+from gpupoold.units import format_bytes
+
+
+class ModelUnloader:
+    """Frees what a model takes on devices and in host memory."""
+
+    def __init__(
+        self,
+        lifecycle: ModelLifecycle,
+        dispatcher: Dispatcher,
+        supervisor: InstanceSupervisor,
+        cache: ImageCache,
+        history: History,
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._dispatcher = dispatcher
+        self._supervisor = supervisor
+        self._cache = cache
+        self._history = history
+
+    async def unload(self, name: str, mode: UnloadMode, *, keep_host: bool = False) -> Unloaded:
+        """Take a model's weights and KV off all devices, and its image out of host memory
+        unless that is to be kept. Its engines stay.
+
+        ``mode`` says what happens to its live requests: ``refuse`` changes nothing if there
+        are any, ``drain`` takes no new ones and waits for them, ``force`` ends them.
+
+        Raises:
+            NoSuchModel: it is not registered.
+            Refused: it has live requests and ``mode`` is "refuse", or its image is pinned.
+            TimedOut: they did not end within the drain timeout.
+            Failed: an instance does not answer.
+        """
+        model = (await self._lifecycle.find(name)).spec.name
+        if model in self._cache.pinned and not keep_host:
+            raise Refused(
+                f"{model} is pinned",
+                f"`gpupool cache unpin {model}` first, or keep its image with --keep-host",
+            )
+        num_live = self._dispatcher.live.num_of(model)
+        if num_live and mode == "refuse":
+            raise Refused(
+                f"{model} has {num_live} live requests", "use --drain to wait or --force to cancel"
+            )
+        async with self._lifecycle.closed(model):
+            if mode == "force":
+                self._dispatcher.fail_model(model, f"{model} is being unloaded")
+            await self._lifecycle.wait_idle(model)
+            freed = await self._free(model, keep_host=keep_host)
+        text = f"{format_bytes(freed.device_bytes)} on devices, "
+        text += f"{format_bytes(freed.host_bytes)} of host memory freed, by hand"
+        self._history.record_event("info", "model_unloaded", model, text)
+        return freed
+
+    async def _free(self, model: str, *, keep_host: bool) -> Unloaded:
+        hosts = self._dispatcher.routes.get(model, [])
+        ready = [instance for instance in hosts if instance.is_ready]
+        device_bytes = sum(_held_bytes(instance, model) for instance in ready)
+        calls = (self._supervisor.call(one, "page_out", model=model) for one in ready)
+        await asyncio.gather(*calls)
+        image = self._cache.get(model)
+        host_bytes = 0 if image is None or keep_host else image.num_bytes
+        if host_bytes:
+            await self._lifecycle.loader.room.drop(model)
+        return Unloaded(name=model, device_bytes=device_bytes, host_bytes=host_bytes)
+
+
+def _held_bytes(instance: Instance, model: str) -> int:
+    models = instance.status.models if instance.status else []
+    held = [one for one in models if one.model == model]
+    return sum(one.weights_resident_bytes + one.kv_resident_bytes for one in held)

@@ -1,0 +1,219 @@
+"""Images of models that are asked for come back into host memory, and onto the instances."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from gpupool_state import History, ModelRow, Registry
+from gpupoold.config.schema import Settings
+from gpupoold.control.models.loader import ModelLoader
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.weights.cache import CachedImage, ImageCache
+from gpupoold.control.workers.worker import Instance
+from gpupoold.control.workers.workers import InstanceEnded, InstanceSupervisor
+from gpupoold.domain import ModelSpec
+from gpupoold.errors import GpupoolError, NoSuchModel, Unavailable
+from gpupoold.wire import messages as m
+
+_logger = logging.getLogger(__name__)
+
+Bring = Callable[[ModelRow, list[Instance]], Awaitable[None]]
+
+
+class Warmer:
+    """Warms models: one attempt at a time for each, for all requests that wait for it.
+
+    A model is warm when its image is in host memory and all instances that have its engine
+    can bring it in. What is missing comes from a saved image; without one, an instance makes
+    the engine anew from the checkpoint.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        registry: Registry,
+        history: History,
+        dispatcher: Dispatcher,
+        supervisor: InstanceSupervisor,
+        cache: ImageCache,
+        loader: ModelLoader,
+        on_lost: Callable[[str, GpupoolError], Awaitable[None]],
+    ) -> None:
+        """``on_lost`` is told the name of a model that no instance has any more, and why."""
+        self._settings = settings
+        self._registry = registry
+        self._history = history
+        self._dispatcher = dispatcher
+        self._supervisor = supervisor
+        self._cache = cache
+        self._room = loader.room
+        self._loader = loader
+        self._on_lost = on_lost
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def is_warm(self, model: str) -> bool:
+        """See :class:`Warmth`. One whose instances need no image always is."""
+        if model in self._tasks:
+            return False
+        hosts = self._hosts(model)
+        if not hosts:
+            return True
+        return self._cache.get(model) is not None and all(model in one.images for one in hosts)
+
+    def begin(self, model: str) -> asyncio.Task[None]:
+        """See :class:`Warmth`; the task raises what kept the model from being warmed."""
+        return self._begin(model, self._bring)
+
+    def damaged(self, message: m.WrongAnswer) -> None:
+        """See :class:`Warmth`. What is on the disk is not trusted either: the checkpoint is."""
+        model = message.model
+        text = f"its canary answered {list(message.answered)}, not {list(message.expected)}"
+        self._history.record_event("error", "canary_failed", model, text)
+        self._dispatcher.meters.model(model).canary_failures += 1
+        self._dispatcher.fail_model(model, f"the weights of {model} were damaged; it is reloaded")
+        self._begin(model, self._renew)
+
+    def used(self, model: str) -> None:
+        """See :class:`Warmth`."""
+        self._cache.touch(model)
+
+    def left(self, model: str) -> None:
+        """See :class:`Warmth`."""
+        self._cache.touch(model)
+        if not self._dispatcher.live.num_of(model):
+            self._room.changed()
+
+    async def warm(self, model: str) -> None:
+        """Return when the model is warm.
+
+        Raises:
+            GpupoolError: why it could not be warmed.
+        """
+        if not self.is_warm(model):
+            # Others may wait for it too: who gives up does not end it.
+            await asyncio.shield(self.begin(model))
+
+    async def cancel(self, model: str) -> None:
+        """Give a model up that is being removed; its requests have ended before."""
+        task = self._tasks.get(model)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def stop(self) -> None:
+        """Give all up; the instances have stopped before."""
+        for model in list(self._tasks):
+            await self.cancel(model)
+
+    def _least_busy(self, instances: list[Instance]) -> Instance:
+        return min(instances, key=lambda one: len(self._dispatcher.live.on_instance(one.number)))
+
+    def _hosts(self, model: str) -> list[Instance]:
+        """The instances that need the model's image to run it."""
+        hosts = self._dispatcher.routes.get(model, [])
+        return [instance for instance in hosts if instance.device.kind != "sim"]
+
+    def _begin(self, model: str, bring: Bring) -> asyncio.Task[None]:
+        if model not in self._tasks:
+            task = asyncio.create_task(self._warm(model, bring), name=f"warm-{model}")
+            task.add_done_callback(_retrieve)
+            self._tasks[model] = task
+        return self._tasks[model]
+
+    async def _warm(self, model: str, bring: Bring) -> None:
+        started_s = time.monotonic()
+        hosts = self._hosts(model)
+        was_cached = self._cache.get(model) is not None and bring == self._bring
+        try:
+            row = await self._registry.get(model)
+            if row is None:
+                raise NoSuchModel(f"no model is named {model!r}")
+            with self._room.holding(model):
+                await bring(row, hosts)
+        except GpupoolError as error:
+            del self._tasks[model]
+            if isinstance(error, InstanceEnded) and self._hosts(model):
+                # On another that is there. Who dies of it again and again is in quarantine.
+                self._begin(model, bring)
+            elif hosts and not any(instance.is_ready for instance in hosts):
+                # They load it when they come back: its requests wait for that.
+                self._dispatcher.go_on(model)
+            else:
+                await self._failed(model, error)
+            raise
+        except BaseException:
+            del self._tasks[model]
+            self._dispatcher.fail_waiting(model, f"{model} could not be warmed")
+            raise
+        del self._tasks[model]
+        _logger.info("%s is warm after %.2f s", model, time.monotonic() - started_s)
+        if not was_cached:
+            self._dispatcher.meters.warmed(model, [one.number for one in self._hosts(model)])
+        self._dispatcher.go_on(model)
+
+    async def _failed(self, model: str, error: GpupoolError) -> None:
+        self._history.record_event("error", "warm_failed", model, str(error))
+        self._dispatcher.fail_waiting(model, f"{model} could not be warmed: {error}")
+        if not self._dispatcher.routes.get(model):
+            await self._on_lost(model, error)
+
+    async def _bring(self, row: ModelRow, hosts: list[Instance]) -> None:
+        """Let all instances that have the model have its image."""
+        model = row.spec.name
+        if not hosts:
+            raise Unavailable(f"no instance has {model}", "see `gpupool ps` and `gpupool logs`")
+        size = row.weight_bytes
+        patience_s = self._settings.limits.load_timeout_s
+        await self._loader.wait_for_room(row.spec, hosts[0], size, patience_s)
+        async with self._loader.lock(model):
+            hosts = self._hosts(model)
+            if not hosts:
+                return  # they have died meanwhile, and load it when they come back
+            image = self._cache.get(model) or await self._read(row.spec, hosts)
+            if image is None:
+                await self._loader.reload(row.spec, self._least_busy(hosts), size)
+                image = self._cache.get(model)
+            if image is not None:
+                await self._hand_out(row, image)
+
+    async def _renew(self, row: ModelRow, hosts: list[Instance]) -> None:
+        """Make the model's image anew and let all its instances have that one."""
+        async with self._loader.lock(row.spec.name):
+            self._loader.forget_image(row.spec.name)
+            for instance in self._hosts(row.spec.name):
+                await self._loader.reload(row.spec, instance, row.weight_bytes)
+
+    async def _read(self, spec: ModelSpec, hosts: list[Instance]) -> CachedImage | None:
+        ready = hosts[0].ready
+        assert ready is not None
+        return await self._loader.read_image(spec, ready)
+
+    async def _hand_out(self, row: ModelRow, image: CachedImage) -> None:
+        """Let all instances have the image; an engine of another layout is made anew."""
+        model = row.spec.name
+        lacking = [one for one in self._hosts(model) if model not in one.images]
+        fitting = [one for one in lacking if one.layouts.get(model) == image.digest]
+        given = (self._give(instance, model, image) for instance in fitting)
+        for error in await asyncio.gather(*given, return_exceptions=True):
+            if error is not None:
+                raise error
+        for instance in lacking:
+            if instance not in fitting:
+                await self._loader.reload(row.spec, instance, row.weight_bytes)
+
+    async def _give(self, instance: Instance, model: str, image: CachedImage) -> None:
+        try:
+            await self._supervisor.give_image(instance, model, image)
+        except GpupoolError:
+            if instance.is_ready:
+                raise
+            # It has died, and has the image when it has loaded the model again.
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """Who waits for a warming gets its error; often nobody does."""
+    if not task.cancelled():
+        task.exception()

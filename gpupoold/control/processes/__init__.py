@@ -1,0 +1,4 @@
+"""Supervision of child processes: start, fork, watchdog, crash attribution, backoff.
+
+Owns no request and no model; imported by ``workers`` and ``frontends``.
+"""

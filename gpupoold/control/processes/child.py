@@ -1,0 +1,209 @@
+"""A supervised child process with a message channel and a log file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from gpupoold.logs.files import LogPipe
+from gpupoold.system.process import as_words
+from gpupoold.wire.channel import AsyncChannel
+
+T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
+
+# After it has hung up, and after it has been killed.
+_LEAVING_S = 5.0
+_DYING_S = 10.0
+# For the last lines of a child that has ended, on a disk that is slow.
+_LAST_LINES_S = 5.0
+
+
+class Process(Protocol):
+    """A process that runs, or has run."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    async def wait(self) -> int:
+        """Its exit status, once it has ended (negative: the signal that ended it)."""
+
+    def kill(self) -> None:
+        """End it now, if it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A Python module to run, and what it is given.
+
+    Its options are ``arguments``, ``fd_options``, whose values are descriptors, and
+    ``--parent-pid``. stdout and stderr go to ``log_fd``. ``environment`` is added to the
+    daemon's. The descriptors stay the caller's, who may close them once it is started.
+    """
+
+    module: str
+    arguments: Sequence[str]
+    log_fd: int
+    fd_options: Mapping[str, int] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+Starter = Callable[[Launch], Awaitable[Process]]
+"""Starts a module; raises OSError when it could not be started."""
+
+
+class Executed:
+    """A child process of the daemon's own."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """See :class:`Process`."""
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """See :meth:`Process.wait`."""
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        """See :meth:`Process.kill`."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)
+
+
+async def execute(launch: Launch) -> Executed:
+    """``python -m MODULE``, see :data:`Starter`."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        launch.module,
+        *launch.arguments,
+        *as_words({**launch.fd_options, "--parent-pid": os.getpid()}),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=launch.log_fd,
+        stderr=launch.log_fd,
+        pass_fds=tuple(launch.fd_options.values()),
+        env=_environment() | dict(launch.environment),
+    )
+    return Executed(process)
+
+
+class Child(Generic[T]):
+    """One run of ``python -m MODULE``; a restart makes a new object.
+
+    The channel is a socketpair whose other end the child inherits as
+    ``--wire-fd``. stdout and stderr go to ``log_path``, by way of a pipe.
+    """
+
+    def __init__(self, name: str, process: Process, channel: AsyncChannel[T], log: LogPipe) -> None:
+        self.name = name
+        self.channel = channel
+        self._process = process
+        self._log: LogPipe | None = log
+
+    @classmethod
+    async def start(
+        cls,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        receives: Any,
+        log_path: Path,
+        *,
+        fd_options: Mapping[str, int] | None = None,
+        environment: Mapping[str, str] | None = None,
+        starter: Starter = execute,
+    ) -> Child[T]:
+        """Start the module; the child says by message when it is ready.
+
+        ``fd_options`` are more options whose values are descriptors; ``starter`` is how it is
+        started, by default as a program of its own.
+
+        Raises:
+            OSError: no process or no log file could be made.
+        """
+        ours, theirs = socket.socketpair()
+        channel: AsyncChannel[T] | None = None
+        try:
+            channel = AsyncChannel(ours, receives)
+            log = LogPipe(log_path)
+            try:
+                passed = {"--wire-fd": theirs.fileno(), **(fd_options or {})}
+                launch = Launch(module, arguments, log.write_fd, passed, environment or {})
+                process = await starter(launch)
+            except BaseException:
+                log.finish()
+                raise
+            finally:
+                log.close_writing()
+        except BaseException:
+            if channel is not None:
+                channel.close()
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        _logger.info("%s started as process %d", name, process.pid)
+        return cls(name, process, channel, log)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """See :meth:`Process.kill`."""
+        self._process.kill()
+
+    async def ended(self) -> int | None:
+        """The exit status of a child that has hung up, or is to be ended; it is killed when it
+        stays. None: it is not known, as not even that was answered in time."""
+        self.channel.close()
+        for wait_s in (_LEAVING_S, _DYING_S):
+            with contextlib.suppress(TimeoutError):
+                status = await asyncio.wait_for(self._process.wait(), wait_s)
+                await self._finish_log()
+                return status
+            self.kill()
+        _logger.error("%s (process %d) has been killed and does not end", self.name, self.pid)
+        return None
+
+    async def stop(self, message: Any, grace_s: float) -> None:
+        """Ask it to leave with ``message``; after ``grace_s`` it is killed."""
+        if not self.channel.closed:
+            self.channel.send(message)
+        try:
+            await asyncio.wait_for(self._process.wait(), grace_s)
+            await self._finish_log()
+        except TimeoutError:
+            _logger.warning("%s did not stop within %g s and is killed", self.name, grace_s)
+            self.kill()
+            await self.ended()
+        self.channel.close()
+        _logger.info("%s stopped", self.name)
+
+    async def _finish_log(self) -> None:
+        """Wait until all that the child has written is in its log."""
+        log, self._log = self._log, None
+        if log is None:
+            return
+        await asyncio.wait([asyncio.wrap_future(log.finish())], timeout=_LAST_LINES_S)
+
+
+def _environment() -> dict[str, str]:
+    """The daemon's environment, with its import path so that a source checkout works too."""
+    paths = [path for path in sys.path if path]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

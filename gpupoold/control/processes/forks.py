@@ -1,0 +1,170 @@
+"""Children forked from a process that has imported vLLM (:mod:`gpupoold.system.fork_server`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Mapping, Sequence
+
+from gpupoold.config.schema import Settings
+from gpupoold.control.processes.child import Child, Launch
+from gpupoold.wire import messages as m
+from gpupoold.wire.channel import ChannelClosed, DescriptorsLost
+
+_logger = logging.getLogger(__name__)
+
+# The first answer comes after everything has been imported. All that it has forked dies with
+# a fork server that is killed.
+_ANSWER_TIMEOUT_S = 180.0
+
+
+class ForkedProcess:
+    """A grandchild: its parent, the fork server, tells when it has ended."""
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        """``pidfd`` belongs to this object from now on."""
+        self.pid = pid
+        self._pidfd = pidfd
+        self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> int:
+        """See :meth:`Process.wait`."""
+        return await asyncio.shield(self._status)
+
+    def kill(self) -> None:
+        """See :meth:`Process.kill`."""
+        if not self._status.done():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def ended(self, status: int) -> None:
+        """It is no more."""
+        if not self._status.done():
+            self._status.set_result(status)
+            os.close(self._pidfd)
+
+
+class ForkServer:
+    """Starts Python modules by forking; begun with the first of them, and anew if it dies."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        environment: Mapping[str, str],
+        preloaded: Sequence[str],
+    ) -> None:
+        """``environment`` is added to the daemon's before anything is imported; ``preloaded``
+        are modules with a ``preload(log_level)``."""
+        self._settings = settings
+        self._environment = environment
+        self._preloaded = preloaded
+        self._starting = asyncio.Lock()
+        self._server: Child[m.FromForkServer] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._asked: dict[int, asyncio.Future[ForkedProcess]] = {}
+        self._num_asked = 0
+        self._running: dict[int, ForkedProcess] = {}
+
+    async def fork(self, launch: Launch) -> ForkedProcess:
+        """Run a module, see :data:`Starter`.
+
+        Raises:
+            OSError: the fork server could not be started, could not fork, or has died.
+        """
+        async with self._starting:
+            if self._server is None:
+                await self._start()
+        server = self._server
+        if server is None:
+            raise OSError("the fork server has died")
+        self._num_asked += 1
+        call_id = self._num_asked
+        asked: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
+        self._asked[call_id] = asked
+        order = m.Fork(
+            call_id,
+            launch.module,
+            list(launch.arguments),
+            list(launch.fd_options),
+            dict(launch.environment),
+        )
+        try:
+            server.channel.send(order, (launch.log_fd, *launch.fd_options.values()))
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                return await asked
+        except TimeoutError:
+            server.kill()
+            raise OSError(
+                f"the fork server did not answer within {_ANSWER_TIMEOUT_S:g} s and is killed"
+            ) from None
+        finally:
+            del self._asked[call_id]
+
+    async def stop(self) -> None:
+        """End it, and what it has forked."""
+        if self._server is not None:
+            self._server.kill()
+        if self._reader is not None:
+            await self._reader
+
+    async def _start(self) -> None:
+        arguments = ["--log-level", self._settings.log.level]
+        for name in self._preloaded:
+            arguments += ["--preload", name]
+        self._server = await Child.start(
+            "fork server",
+            "gpupoold.system.fork_server",
+            arguments,
+            m.FromForkServer,
+            self._settings.paths.log_dir / "fork-server.log",
+            environment=self._environment,
+        )
+        self._reader = asyncio.create_task(self._read(self._server), name="fork-server")
+
+    async def _read(self, server: Child[m.FromForkServer]) -> None:
+        try:
+            while True:
+                self._note(server, await server.channel.receive())
+        except ChannelClosed:
+            server.kill()
+        await server.ended()
+        self._server = None
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(OSError("the fork server has died"))
+        for process in self._running.values():
+            process.ended(-signal.SIGKILL)  # the kernel sees to it: they die with their parent
+        self._running.clear()
+
+    def _note(self, server: Child[m.FromForkServer], message: m.FromForkServer) -> None:
+        match message:
+            case m.ForkEnded():
+                # One whose pidfd was lost is not known here.
+                if (process := self._running.pop(message.pid, None)) is not None:
+                    process.ended(message.status)
+            case m.ForkFailed():
+                self._refuse(message.call_id, message.reason)
+            case m.Forked():
+                self._note_forked(server, message)
+
+    def _note_forked(self, server: Child[m.FromForkServer], message: m.Forked) -> None:
+        try:
+            process = ForkedProcess(message.pid, server.channel.take_fd())
+        except DescriptorsLost as error:
+            server.channel.send(m.KillForked(message.pid))
+            self._refuse(message.call_id, str(error))
+            return
+        self._running[message.pid] = process
+        asked = self._asked.get(message.call_id)
+        if asked is None or asked.done():
+            process.kill()  # who asked for it has left
+        else:
+            asked.set_result(process)
+
+    def _refuse(self, call_id: int, reason: str) -> None:
+        asked = self._asked.get(call_id)
+        if asked is not None and not asked.done():
+            asked.set_exception(OSError(f"the fork server could not fork: {reason}"))

@@ -1,0 +1,163 @@
+"""The configuration is read again, and the parts of the pool heed what has changed.
+
+All or nothing: a file in which anything is wrong changes nothing. What a running daemon can
+heed it heeds at once; the rest is named, and waits for a restart. No model and no process is
+started again. Which keys are which is said beside them (:class:`gpupoold.config.values.Effect`);
+those that no part is told of here are looked up by their readers whenever they need them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from gpupool_state import History
+from gpupoold.api.schemas_config import ReloadInfo
+from gpupoold.config.keys import Change, changes_between, with_changes
+from gpupoold.config.schema import Settings
+from gpupoold.config.values import Effect
+from gpupoold.config.view import change_info
+from gpupoold.control.configuration import Configuration
+from gpupoold.control.frontends.frontends import Frontends
+from gpupoold.control.models.cache_control import CacheControl
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.worker_operations import InstanceControl
+from gpupoold.control.workers.workers import InstanceSupervisor
+from gpupoold.domain import Role
+from gpupoold.errors import GpupoolError
+from gpupoold.system.process import set_log_level
+
+
+class Reloader:
+    """Reloads one at a time, while serving goes on."""
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        history: History,
+        dispatcher: Dispatcher,
+        supervisor: InstanceSupervisor,
+        frontends: Frontends,
+        instances: InstanceControl,
+        cache: CacheControl,
+    ) -> None:
+        self._configuration = configuration
+        self._settings = configuration.settings
+        self._history = history
+        self._dispatcher = dispatcher
+        self._supervisor = supervisor
+        self._frontends = frontends
+        self._instances = instances
+        self._cache = cache
+        self._reloading = asyncio.Lock()
+        self._is_asked = False
+        self._task: asyncio.Task[None] | None = None
+        # Who has to be told, by the beginnings of the keys.
+        self._told: dict[tuple[str, ...], Callable[[Settings], None]] = {
+            (
+                "log.",
+                "memory.canary_interval",
+                "server.max_body",
+                "limits.max_",
+            ): self._tell_processes,
+            ("limits.",): self._tell_limits,
+            ("history.",): self._tell_history,
+            ("memory.model_cache",): self._tell_cache,
+            ("memory.image_files",): self._tell_saved,
+            ("scheduling.quota_max",): self._tell_quota_max,
+            ("scheduling.roles",): self._tell_roles,
+        }
+
+    async def reload(self) -> ReloadInfo:
+        """Read the file, and heed it.
+
+        Raises:
+            ConfigError: something is wrong in it; nothing has changed.
+            Refused: it cannot be heeded now; nothing has changed.
+        """
+        async with self._reloading:
+            try:
+                file = await self._configuration.read()
+                changes = changes_between(self._settings, file.settings)
+                settings = with_changes(self._settings, file.settings, changes)
+                if settings.memory.model_cache_bytes < self._settings.memory.model_cache_bytes:
+                    await self._cache.check_budget(settings.memory.model_cache_bytes)
+            except GpupoolError as error:
+                text = f"the configuration stays as it was: {error}"
+                self._history.record_event("error", "config_refused", "gpupoold", text)
+                raise
+            before = self._settings.model_copy()
+            self._configuration.take(file, settings)
+            changed = [one for one in changes if one.effect is not Effect.RESTART]
+            waiting = [one for one in changes if one.effect is Effect.RESTART]
+            for beginnings, tell in self._told.items():
+                if any(one.key.startswith(beginnings) for one in changed):
+                    tell(before)
+        text = _summary(changed, waiting)
+        self._history.record_event("info", "config_reloaded", "gpupoold", text)
+        path = self._configuration.path
+        return ReloadInfo(
+            path=None if path is None else str(path),
+            changed=[change_info(one) for one in changed],
+            waiting=[change_info(one) for one in waiting],
+        )
+
+    def begin(self, around: Callable[[], AbstractContextManager[None]]) -> None:
+        """Reload when a signal says so, inside of ``around()``; what is wrong is in the log.
+
+        While one is under way, another follows: the file may have changed meanwhile.
+        """
+        self._is_asked = True
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._reload_while_asked(around), name="reload")
+
+    async def _reload_while_asked(self, around: Callable[[], AbstractContextManager[None]]) -> None:
+        while self._is_asked:
+            self._is_asked = False
+            with around(), contextlib.suppress(GpupoolError):
+                await self.reload()
+
+    def _tell_processes(self, before: Settings) -> None:
+        set_log_level(self._settings.log.level)
+        self._frontends.reconfigure()
+        self._supervisor.reconfigure()
+
+    def _tell_limits(self, before: Settings) -> None:
+        self._dispatcher.set_limits(self._settings.limits)
+        self._instances.limits = self._settings.limits
+
+    def _tell_history(self, before: Settings) -> None:
+        now = self._settings.history
+        self._history.keep(now.max_requests, now.max_switches, now.max_events, now.max_minutes)
+
+    def _tell_cache(self, before: Settings) -> None:
+        self._cache.set_host_budget(self._settings.memory.model_cache_bytes)
+
+    def _tell_saved(self, before: Settings) -> None:
+        self._cache.set_disk_budget(self._settings.memory.image_files_bytes)
+
+    def _tell_quota_max(self, before: Settings) -> None:
+        self._dispatcher.scheduler.set_quota_max(self._settings.scheduling.quota_max_s)
+
+    def _tell_roles(self, before: Settings) -> None:
+        pairs = zip(configured_roles(before), configured_roles(self._settings), strict=True)
+        for number, (old, new) in enumerate(pairs):
+            if new is not old:
+                self._dispatcher.set_role(number, new, "by the configuration")
+
+
+def configured_roles(settings: Settings) -> list[Role | None]:
+    """The roles of the devices by number; None: the policy's to choose."""
+    names = settings.scheduling.roles
+    if names == "auto":
+        return [None] * len(settings.devices)
+    return [None if name == "auto" else Role(name) for name in names]
+
+
+def _summary(changed: list[Change], waiting: list[Change]) -> str:
+    parts = [f"changed {', '.join(one.key for one in changed)}"] if changed else []
+    if waiting:
+        parts.append(f"after a restart {', '.join(one.key for one in waiting)}")
+    return "; ".join(parts) or "nothing has changed"

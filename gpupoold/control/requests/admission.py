@@ -1,0 +1,260 @@
+"""Which requests are not taken, and when their clients are to come again."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from typing import Literal, Protocol, get_args
+
+from gpupool_state import History
+from gpupoold.config.schema import LimitSettings
+from gpupoold.control.accounting.model_stats import ModelStats
+from gpupoold.control.live_requests import LiveRequest, LiveRequests
+from gpupoold.domain import KEY_BYTES_SHARE, Priority
+from gpupoold.scheduling.state import State
+from gpupoold.scheduling.wait_estimate import Drain, drain_of, first_token_in_s
+from gpupoold.units import format_duration
+from gpupoold.wire import messages as m
+
+# Estimates for a full queue hold for so long: in a flood they cost more than what they say.
+_DRAIN_HOLDS_S = 1.0
+# So many times the bound of those who were told when to come are taken to come.
+_MAX_TURNS = 3
+# Where nothing is known of when it will be better.
+_UNKNOWN_S = 5.0
+_UNROUTED_S = 1.0
+_EVENT_EVERY_S = 60.0
+
+RefusalReason = Literal[
+    "not_served", "model_queue_full", "queue_full", "key_full", "bytes_full", "too_late"
+]
+REFUSAL_REASONS: tuple[RefusalReason, ...] = get_args(RefusalReason)
+
+# Of one model, or "" for all: an empty string is no model's name.
+_ALL = ""
+
+# Of each bound, what requests of higher priority find free. Nothing is kept for keys of high
+# priority where there are none; requests without a key have normal priority.
+_KEPT_FROM_LOW = 0.25
+_KEPT_FROM_NORMAL = 0.1
+
+
+class KeyBounds(Protocol):
+    """What is to be known of API keys to take their requests or not."""
+
+    @property
+    def has_high(self) -> bool:
+        """Whether anybody has a key of high priority."""
+
+    def max_live(self, key_id: str) -> int | None:
+        """How many requests of a key may wait or run; None: any number."""
+
+
+def bound_for(priority: Priority, bound: int, keys: KeyBounds | None) -> int:
+    """How many requests there may be before one more of this priority is refused; at least 1."""
+    kept_share = 0.0
+    if priority is Priority.LOW:
+        kept_share = _KEPT_FROM_LOW
+    elif priority is Priority.NORMAL and keys is not None and keys.has_high:
+        kept_share = _KEPT_FROM_NORMAL
+    return max(1, bound - math.ceil(kept_share * bound))
+
+
+class Overload:
+    """Bounds of the queues, and what becomes of requests beyond them.
+
+    ``limits`` may be replaced at any time. ``max_tokens`` gives the most tokens that a live
+    request may get; ``on_refused`` is told the model of each request that is not taken, and why.
+    Not for several threads.
+    """
+
+    def __init__(
+        self,
+        limits: LimitSettings,
+        history: History,
+        live: LiveRequests,
+        stats: dict[str, ModelStats],
+        state: State,
+        max_tokens: Callable[[str], int | None],
+        on_refused: Callable[[str, str], None],
+        keys: KeyBounds | None = None,
+    ) -> None:
+        self.limits = limits
+        self._keys = keys
+        self._live = live
+        self._stats = stats
+        self._state = state
+        self._max_tokens = max_tokens
+        self._on_refused = on_refused
+        self._events = RefusalEvents(history)
+        self._drains: dict[str, tuple[float, Drain]] = {}
+        self._promised_s: dict[tuple[str, int], list[float]] = {}
+
+    def admission(self, message: m.AddRequest, *, is_routed: bool, is_warm: bool) -> m.Admission:
+        """Whether a request is taken; one that is not is counted.
+
+        ``is_routed``: some instance has its model; ``is_warm``: and needs no image first.
+        """
+        now_s = time.monotonic()
+        model = message.model
+        if not is_routed:
+            self._on_refused(model, "not_served")
+            text = f"The model `{model}` cannot be served right now."
+            return _refusal(message, HTTPStatus.SERVICE_UNAVAILABLE, text, _UNROUTED_S)
+        found = self._full(message, now_s) or self._late(message, now_s, is_warm=is_warm)
+        if found is None:
+            return m.Admission(model, message.request_id)
+        reason, text, retry_after_s = found
+        self._on_refused(model, reason)
+        self._stats.setdefault(model, ModelStats()).now.refused += 1
+        self._events.note(model, text, now_s)
+        return _refusal(message, HTTPStatus.TOO_MANY_REQUESTS, text, retry_after_s)
+
+    def too_late(self, now_s: float) -> list[LiveRequest]:
+        """Requests to drop, as no instance was told of them before their first token was due;
+        none unless ``[limits] drop_late`` says so. They are counted."""
+        if not self.limits.drop_late:
+            return []
+        late = [
+            one
+            for one in self._live.all()
+            if one.instance is None and not one.token_times_s and now_s > one.next_deadline_s
+        ]
+        for one in late:
+            self._stats.setdefault(one.model, ModelStats()).now.dropped += 1
+        return late
+
+    def tell(self, now_s: float) -> None:
+        """Record the events that are due."""
+        self._events.tell(now_s)
+
+    def forget(self, model: str) -> None:
+        """A model is gone."""
+        self._drains.pop(model, None)
+        for key in [key for key in self._promised_s if key[0] == model]:
+            del self._promised_s[key]
+
+    def _full(self, message: m.AddRequest, now_s: float) -> tuple[RefusalReason, str, float] | None:
+        """Why there is no room, in a word and in a sentence, and when there will be."""
+        limits, model = self.limits, message.model
+        num_live = self._live.num_of(model)
+        bound = bound_for(message.priority, limits.max_live_requests_per_model, self._keys)
+        if num_live >= bound:
+            text = f"The model `{model}` already has {num_live} requests waiting or running."
+            return "model_queue_full", text, self._room_in_s(model, num_live, bound, now_s)
+        num_live = len(self._live)
+        bound = bound_for(message.priority, limits.max_live_requests, self._keys)
+        if num_live >= bound:
+            text = f"{num_live} requests are already waiting or running."
+            return "queue_full", text, self._room_in_s(_ALL, num_live, bound, now_s)
+        return self._full_key(message.key_id) or self._full_bytes(message)
+
+    def _full_key(self, key_id: str) -> tuple[RefusalReason, str, float] | None:
+        """Why a key may have no more requests at once, and when it may."""
+        bound = self._keys.max_live(key_id) if self._keys is not None and key_id else None
+        num_live = self._live.num_of_key(key_id)
+        if bound is None or num_live < bound:
+            return None
+        text = f"This API key already has {num_live} requests waiting or running."
+        # Those of one key are too few, and of too many models, for an estimate of their own.
+        return "key_full", text, _UNKNOWN_S
+
+    def _full_bytes(self, message: m.AddRequest) -> tuple[RefusalReason, str, float] | None:
+        """Why the requests that are live leave no room for the bytes of one more."""
+        num_bytes, bound = num_bytes_of(message), self.limits.max_bytes_in_flight
+        key_id = message.key_id
+        if key_id and self._live.bytes_of_key(key_id) + num_bytes > bound * KEY_BYTES_SHARE:
+            bound, whose = int(bound * KEY_BYTES_SHARE), " of this API key"
+        elif self._live.num_bytes + num_bytes > bound:
+            whose = ""
+        else:
+            return None
+        text = f"The requests{whose} that wait or run may have {bound:,} bytes in all."
+        return "bytes_full", text, _UNKNOWN_S
+
+    def _room_in_s(self, key: str, num_live: int, bound: int, now_s: float) -> float:
+        """Until there is room for one more, after all who were told to come before it.
+
+        Told the same time, all would come together, and all but one in vain. But some never
+        come and others come too soon and are told again, so only so many count.
+        """
+        promised_s = self._promised_s.setdefault((key, bound), [])
+        while promised_s and (promised_s[0] <= now_s or len(promised_s) > _MAX_TURNS * bound):
+            heapq.heappop(promised_s)
+        drain = self._drain(key, now_s)
+        room_in_s = drain.seconds_until(num_live - bound + 1 + len(promised_s))
+        if room_in_s is None:
+            return _UNKNOWN_S
+        heapq.heappush(promised_s, now_s + room_in_s)
+        return room_in_s
+
+    def _drain(self, key: str, now_s: float) -> Drain:
+        known = self._drains.get(key)
+        if known is not None and now_s - known[0] < _DRAIN_HOLDS_S:
+            return known[1]
+        drain = drain_of(self._state, self._state.models.get(key), now_s, self._max_tokens)
+        self._drains[key] = now_s, drain
+        return drain
+
+    def _late(
+        self, message: m.AddRequest, now_s: float, *, is_warm: bool
+    ) -> tuple[RefusalReason, str, float] | None:
+        """Why its first token cannot come in time, and when that of another could.
+
+        How long it takes to warm a model is not known: such a request may still be dropped.
+        """
+        if not self.limits.drop_late or not is_warm:
+            return None
+        model = self._state.models[message.model]
+        wait_s = first_token_in_s(self._state, model, message.num_prompt_tokens, now_s)
+        ttft_s = model.targets.ttft_s
+        if wait_s is None or now_s + wait_s <= message.arrival_s + ttft_s:
+            return None
+        text = (
+            f"The first token of `{model.name}` would take {format_duration(wait_s)}, "
+            f"more than its target of {format_duration(ttft_s)}."
+        )
+        return "too_late", text, max(wait_s - ttft_s, 0.0)
+
+
+def num_bytes_of(message: m.AddRequest) -> int:
+    """Bytes of a request as it is kept."""
+    return sum(map(len, message.frames))
+
+
+class RefusalEvents:
+    """Of refused requests one event per model and minute."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._told_s: dict[str, float] = {}
+        self._untold: dict[str, tuple[int, str]] = {}
+
+    def note(self, model: str, reason: str, now_s: float, num_requests: int = 1) -> None:
+        """Requests were refused."""
+        num, _ = self._untold.get(model, (0, ""))
+        self._untold[model] = num + num_requests, reason
+        self._tell((model,), now_s)
+
+    def tell(self, now_s: float) -> None:
+        """Record what was held back, as far as the minute is over."""
+        self._tell(tuple(self._untold), now_s)
+
+    def _tell(self, models: Iterable[str], now_s: float) -> None:
+        for model in models:
+            told_s = self._told_s.get(model)
+            if told_s is not None and now_s - told_s < _EVENT_EVERY_S:
+                continue
+            num, reason = self._untold.pop(model)
+            self._told_s[model] = now_s
+            requests = "1 request was refused" if num == 1 else f"{num} requests were refused"
+            self._history.record_event("warning", "refused", model, f"{requests}: {reason}")
+
+
+def _refusal(
+    message: m.AddRequest, status: HTTPStatus, text: str, retry_after_s: float
+) -> m.Admission:
+    return m.Admission(message.model, message.request_id, status.value, text, retry_after_s)

@@ -1,0 +1,156 @@
+"""Requests on their way from one instance to another.
+
+The *source* is told to let a request go. It answers when the copy of the KV to its host memory
+has begun, and the *target* is given the request, with where its KV will be. From then on the
+source is not needed: if it dies, the target computes what did not come. If the target dies, the
+request starts from its tokens like any other that has lost its instance.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from gpupoold.control.live_requests import LiveRequest, LiveRequests
+from gpupoold.control.workers.worker import Instance
+from gpupoold.wire import messages as m
+
+
+@dataclass(slots=True)
+class _Move:
+    """``target`` None: it has died before the request had left its source."""
+
+    source: int
+    target: int | None
+    has_left: bool = False
+
+
+class Moves:
+    """Carries out hand-overs; one per daemon."""
+
+    def __init__(
+        self,
+        instances: Mapping[int, Instance],
+        live: LiveRequests,
+        order_of: Callable[[LiveRequest], m.AddRequest],
+        start_anew: Callable[[LiveRequest], None],
+    ) -> None:
+        """``order_of`` is what an instance needs to go on with a request; ``start_anew`` schedules
+        one that no instance has."""
+        self._instances = instances
+        self._live = live
+        self._order_of = order_of
+        self._start_anew = start_anew
+        self._moves: dict[str, _Move] = {}
+        self._parcels: dict[str, tuple[int, int]] = {}  # source and target of each
+        self._introduced: set[tuple[int, int]] = set()  # source and target of each
+        self.num_moved = 0
+        self.num_unknown = 0  # not with their source when it was told to let them go
+
+    def introduce(self, sources: Iterable[int], targets: Iterable[int]) -> None:
+        """Let these targets read the host caches of these sources, whose requests will come.
+
+        Done once for each pair, and only where requests do move: a GPU pins the whole cache,
+        0.1 s per GB, and takes requests without KV until then.
+        """
+        numbers = list(targets)
+        for source in sources:
+            for target in numbers:
+                if source != target and (source, target) not in self._introduced:
+                    self._introduce(source, target)
+
+    def begin(self, request: LiveRequest, source: int, target: int) -> None:
+        """Move a request; whoever sends it to the target comes to ``left``."""
+        self.introduce([source], [target])
+        self._moves[request.request_id] = _Move(source, target)
+        self._instances[source].send(m.MoveOut(request.model, request.request_id))
+
+    def left(self, instance: Instance, message: m.Moved) -> None:
+        """A request has left its source; its tokens so far are known."""
+        self.num_unknown += not message.is_known
+        fds = (instance.take_fd(),) if message.parcel is not None else ()
+        try:
+            self._pass_on(instance, message, fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def adopted(self, request_id: str) -> LiveRequest | None:
+        """A request can go on at its target; None if it has ended."""
+        move = self._moves.pop(request_id, None)
+        self.num_moved += move is not None
+        return None if move is None else self._live.get(request_id)
+
+    def parcel_used(self, parcel_id: str) -> None:
+        """A target does not need a parcel any more."""
+        parcel = self._parcels.pop(parcel_id, None)
+        if parcel is not None:
+            self._send(parcel[0], m.FreeParcel(parcel_id))
+
+    def ended(self, request_id: str) -> None:
+        """A request has ended, wherever it was."""
+        self._moves.pop(request_id, None)
+
+    def lost(self, number: int) -> list[LiveRequest]:
+        """An instance has died. The requests that it was to get, and that will come back when
+        their source has let them go: until then nobody is to schedule them."""
+        for parcel_id, (source, target) in list(self._parcels.items()):
+            if number in (source, target):
+                del self._parcels[parcel_id]
+            if number == target:
+                self._send(source, m.FreeParcel(parcel_id))
+        for source, target in list(self._introduced):
+            if number in (source, target):
+                self._introduced.discard((source, target))
+            if number == source:
+                self._send(target, m.PeerDown(number))
+        waiting = []
+        for request_id, move in list(self._moves.items()):
+            if move.target == number and not move.has_left:
+                move.target = None
+                waiting.append(self._live.get(request_id))
+            elif number == (move.target if move.has_left else move.source):
+                del self._moves[request_id]
+        return [request for request in waiting if request is not None]
+
+    def _pass_on(self, instance: Instance, message: m.Moved, fds: tuple[int, ...]) -> None:
+        move = self._moves.get(message.request_id)
+        request = self._live.get(message.request_id)
+        if move is None or request is None or move.has_left:
+            self._let_go(instance, message.parcel)
+            return
+        if move.target is None:
+            self._let_go(instance, message.parcel)
+            del self._moves[message.request_id]
+            self._start_anew(request)
+            return
+        move.has_left = True
+        request.instance = move.target
+        if message.parcel is not None:
+            self._parcels[message.parcel.parcel_id] = move.source, move.target
+        order = msgspec.structs.replace(
+            self._order_of(request), is_moving=True, parcel=message.parcel
+        )
+        self._instances[move.target].send(order, fds)
+
+    def _let_go(self, source: Instance, parcel: m.Parcel | None) -> None:
+        """Nobody will read what has come along."""
+        if parcel is not None:
+            source.send(m.FreeParcel(parcel.parcel_id))
+
+    def _introduce(self, source: int, target: int) -> None:
+        instance, to = self._instances.get(source), self._instances.get(target)
+        if instance is None or to is None or not (instance.is_ready and to.is_ready):
+            return
+        ready = instance.ready
+        if instance.kv_host_fd is not None and ready is not None and ready.kv_host_bytes:
+            to.send(m.PeerHost(source, ready.kv_host_bytes), (instance.kv_host_fd,))
+            self._introduced.add((source, target))
+
+    def _send(self, number: int, message: m.Message) -> None:
+        instance = self._instances.get(number)
+        if instance is not None:
+            instance.send(message)

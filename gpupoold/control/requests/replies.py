@@ -1,0 +1,73 @@
+"""What concerns live requests goes to the frontends that the requests came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from gpupoold.control.live_requests import LiveRequest, LiveRequests
+from gpupoold.wire import messages as m
+
+
+class Replies:
+    """Sends admissions, outputs and failures, each to one frontend.
+
+    ``send`` takes a frontend's number and a message for it; requests that have ended are
+    nobody's any more.
+    """
+
+    def __init__(self, live: LiveRequests) -> None:
+        self._live = live
+        self.send: Callable[[int, m.Message], None] = _discard
+
+    def outputs(self, message: m.StepOutputs) -> None:
+        """Send each frontend its part of one step's outputs."""
+        for number, part in parts_of(message, self._frontend_of).items():
+            self.send(number, part)
+
+    def failed(self, requests: Iterable[LiveRequest], reason: str) -> None:
+        """Send that these requests end with an error; they are live still."""
+        ids: dict[tuple[int, str], list[str]] = {}
+        for one in requests:
+            ids.setdefault((one.frontend, one.model), []).append(one.request_id)
+        for (number, model), request_ids in ids.items():
+            self.send(number, m.RequestsFailed(model, request_ids, reason))
+
+    def _frontend_of(self, request_id: str) -> int | None:
+        request = self._live.get(request_id)
+        return None if request is None else request.frontend
+
+
+def parts_of(
+    message: m.StepOutputs, frontend_of: Callable[[str], int | None]
+) -> dict[int, m.StepOutputs]:
+    """Divide one step's outputs by the numbers of the frontends; ``frontend_of`` gives that of
+    a request, None of one that has ended."""
+    progress: dict[int, list[m.RequestProgress]] = {}
+    for item in message.progress:
+        number = frontend_of(item.request_id)
+        if number is not None:
+            progress.setdefault(number, []).append(item)
+    if len(progress) == 1 and len(message.frame_counts) <= 1:
+        return dict.fromkeys(progress, message)
+    frames = _frames_by_frontend(message)
+    return {
+        number: msgspec.structs.replace(
+            message, frames=frames.get(number, []), progress=items, frame_counts={}
+        )
+        for number, items in progress.items()
+    }
+
+
+def _frames_by_frontend(message: m.StepOutputs) -> dict[int, list[bytes]]:
+    found: dict[int, list[bytes]] = {}
+    begin = 0
+    for number, count in message.frame_counts.items():
+        found[number] = message.frames[begin : begin + count]
+        begin += count
+    return found
+
+
+def _discard(_: int, __: m.Message) -> None:
+    """Nobody is there to be told."""

@@ -1,0 +1,54 @@
+"""What is kept in the database of a request that has ended, and of a switch."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from gpupool_state import RequestRow, SwitchRow
+from gpupoold.control.live_requests import LiveRequest
+from gpupoold.domain import FinishReason, InstanceId, ModelName
+from gpupoold.stats.percentile import percentile
+from gpupoold.wire import messages as m
+
+
+def finish_reason(text: str) -> FinishReason:
+    """The engine's word for why an answer ended, as one of ours."""
+    try:
+        return FinishReason(text)
+    except ValueError:
+        return FinishReason.STOP  # vLLM's newer reasons ("repetition") are kinds of stopping
+
+
+def _wall_clock(monotonic_s: float) -> float:
+    return time.time() - (time.monotonic() - monotonic_s)
+
+
+def request_row(request: LiveRequest, reason: FinishReason, error: str = "") -> RequestRow:
+    """Of a request that has just ended; ``error`` is what its client was told."""
+    gaps_s = request.gaps_s
+    return RequestRow(
+        request_id=request.request_id,
+        model=ModelName(request.model),
+        instance=None if request.instance is None else InstanceId(request.instance),
+        arrived_at=_wall_clock(request.arrival_s),
+        ttft_s=request.ttft_s,
+        tbt_p50_s=percentile(gaps_s, 0.5),
+        tbt_p99_s=percentile(gaps_s, 0.99),
+        tbt_max_s=max(gaps_s, default=None),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=len(request.token_times_s),
+        num_tokens_in_time=request.num_in_time,
+        finish_reason=reason,
+        total_s=time.monotonic() - request.arrival_s,
+        error=error,
+        api_key=request.key_id or None,
+    )
+
+
+def switch_row(switch: m.SwitchRecord) -> SwitchRow:
+    """Of a switch that an instance told of."""
+    fields = msgspec.structs.asdict(switch)
+    del fields["prefetched_bytes"]  # in the metrics only
+    return SwitchRow(at=_wall_clock(fields.pop("at_s")), **fields)

@@ -1,0 +1,33 @@
+"""Why a request has had no token for long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gpupoold.control.live_requests import LiveRequest
+
+
+def waits_for(
+    request: LiveRequest,
+    *,
+    is_cold: bool,
+    is_held: bool,
+    has_hosts: bool,
+    on_turn: Callable[[int], str | None],
+) -> str:
+    """What a request waits for, in words.
+
+    ``is_cold``: for its model to be in host memory; ``is_held``: to be tried alone;
+    ``has_hosts``: some instance has its model; ``on_turn`` returns the model on turn there.
+    """
+    if is_cold:
+        return f"{request.model} is not in host memory yet"
+    if is_held:
+        return "it may have ended a worker, and is tried alone after others that may have"
+    if not has_hosts:
+        return f"no device has {request.model} now"
+    if request.instance is None:
+        return "no device has taken the request"
+    if on_turn(request.instance) != request.model:
+        return f"it waits for the turn of {request.model} on device {request.instance}"
+    return f"device {request.instance} is at it and does not answer"

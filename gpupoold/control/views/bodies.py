@@ -1,0 +1,219 @@
+"""What the admin API shows of the pool's state. Pure conversions."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel
+
+from gpupool_state import EventRow, RequestRow, SwitchRow
+from gpupoold.api.schemas import (
+    DeviceInfo,
+    EventInfo,
+    FrontendInfo,
+    RequestRecord,
+    SwitchInfo,
+)
+from gpupoold.control.accounting.model_stats import ModelStats
+from gpupoold.control.frontends.frontend import Frontend
+from gpupoold.control.live_requests import LiveRequest, LiveRequests
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.weights.cache import ImageCache
+from gpupoold.control.workers.worker import Instance
+from gpupoold.wire.messages import InstanceStatus, ModelMemory
+
+Memories = Mapping[str, Sequence[tuple[int, ModelMemory]]]
+Values = dict[str, Any]
+"""What a body of the admin API has. To make the body itself takes five times as long: with
+hundreds of models and requests that is more than all the rest."""
+
+
+def frontends(found: Iterable[Frontend], live: LiveRequests) -> list[FrontendInfo]:
+    """All frontends as ``GET /status`` has them."""
+    return [
+        FrontendInfo(
+            number=one.number,
+            state="ready" if one.is_ready else "starting" if one.pid is not None else "down",
+            pid=one.pid,
+            num_restarts=one.num_restarts,
+            num_live_requests=len(live.of_frontend(one.number)),
+        )
+        for one in found
+    ]
+
+
+def switch_info(row: SwitchRow) -> SwitchInfo:
+    """A switch from the history."""
+    return SwitchInfo(**{name: getattr(row, name) for name in SwitchInfo.model_fields})
+
+
+def request_record(row: RequestRow) -> RequestRecord:
+    """A finished request from the history."""
+    return RequestRecord(**{name: getattr(row, name) for name in RequestRecord.model_fields})
+
+
+def event_info(row: EventRow) -> EventInfo:
+    """An event from the history."""
+    return EventInfo(**{name: getattr(row, name) for name in EventInfo.model_fields})
+
+
+def ps(
+    states: Mapping[str, str],
+    dispatcher: Dispatcher,
+    instances: Sequence[Instance],
+    cache: ImageCache,
+) -> Values:
+    """What runs now over all instances, as ``Ps`` has it; ``states`` are the models'."""
+    now_s = time.monotonic()
+    switches = dispatcher.switches
+    memories = memories_of(instances)
+    return {
+        "devices": [raw(one) for one in devices(instances, dispatcher)],
+        "models": [
+            usage(name, state, dispatcher, memories, cache) for name, state in states.items()
+        ],
+        "requests": [live_request(request, now_s) for request in dispatcher.live],
+        "num_switches": switches.count,
+        "switched_bytes": switches.moved_bytes,
+        "switch_seconds": switches.seconds,
+    }
+
+
+def raw(body: BaseModel) -> msgspec.Raw:
+    """A body as part of a larger one that is made of values."""
+    return msgspec.Raw(body.model_dump_json().encode())
+
+
+def devices(instances: Sequence[Instance], dispatcher: Dispatcher) -> list[DeviceInfo]:
+    """All devices and their instances as they were when they last reported."""
+    nums = dispatcher.nums_of_requests(instance.number for instance in instances)
+    return [
+        _device(instance, dispatcher, num) for instance, num in zip(instances, nums, strict=True)
+    ]
+
+
+def _finite(seconds: float) -> float | None:
+    return seconds if math.isfinite(seconds) else None
+
+
+def _device(instance: Instance, dispatcher: Dispatcher, num_requests: int) -> DeviceInfo:
+    ready, status, number = instance.ready, instance.status, instance.number
+    role, is_role_fixed = dispatcher.roles.of(number)
+    quota_s, used_s = _quota(status)
+    weights_bytes = kv_bytes = 0
+    for held in status.models if status else ():
+        weights_bytes += held.weights_resident_bytes
+        kv_bytes += held.kv_resident_bytes
+    return DeviceInfo(
+        instance=instance.number,
+        kind=instance.device.kind,
+        pid=instance.child.pid if instance.child else None,
+        state=instance.state,
+        device_bytes=ready.device_bytes if ready else 0,
+        free_bytes=status.free_bytes if status else 0,
+        page_bytes=ready.page_bytes if ready else 0,
+        bandwidth_bytes_per_s=ready.bandwidth_bytes_per_s if ready else 0.0,
+        link_in_bytes_per_s=ready.link_in_bytes_per_s if ready else 0.0,
+        link_out_bytes_per_s=ready.link_out_bytes_per_s if ready else 0.0,
+        on_turn=status.on_turn if status else None,
+        quota_s=quota_s,
+        kv_host_bytes=status.kv_host_bytes if status else 0,
+        kv_host_limit_bytes=ready.kv_host_bytes if ready else None,
+        num_waiting_for_kv=dispatcher.scheduler.num_waiting_for_kv(instance.number),
+        num_recomputed=status.num_recomputed if status else 0,
+        num_steps=status.num_steps if status else 0,
+        role=role.value,
+        is_role_fixed=is_role_fixed,
+        is_draining=dispatcher.roles.is_draining(number),
+        num_requests=num_requests,
+        weights_bytes=weights_bytes,
+        kv_bytes=kv_bytes,
+        prefetched_bytes=status.prefetched_bytes if status else 0,
+        quota_used_s=used_s,
+        quota_left_s=None if quota_s is None else max(0.0, quota_s - used_s),
+        utilisation=instance.reading.utilisation,
+        temperature_c=instance.reading.temperature_c,
+        power_w=instance.reading.power_w,
+    )
+
+
+def _quota(status: InstanceStatus | None) -> tuple[float | None, float]:
+    """How long the turn may take, None where it has no end, and how long it has taken."""
+    if status is None or status.on_turn is None:
+        return 0.0, 0.0
+    began_s = status.turn_began_s
+    used_s = 0.0 if began_s is None else max(0.0, status.at_s - began_s)
+    return _finite(status.quota_s), used_s
+
+
+def usage(
+    name: str,
+    state: str,
+    dispatcher: Dispatcher,
+    memories_of: Memories,
+    cache: ImageCache,
+    *,
+    has_minutes: bool = True,
+) -> Values:
+    """What a model has and does now over all instances, as ``ModelUsage`` has it; its attainment
+    by the minute only if that is wanted."""
+    image = cache.get(name)
+    num_waiting = weights_bytes = total_bytes = kv_bytes = kv_host_bytes = 0
+    for _, held in memories_of.get(name, ()):
+        num_waiting += held.num_waiting
+        weights_bytes += held.weights_resident_bytes
+        total_bytes = max(total_bytes, held.weights_total_bytes)
+        kv_bytes += held.kv_resident_bytes
+        kv_host_bytes += held.kv_host_bytes
+    stats = dispatcher.stats.get(name) or ModelStats()
+    now_s, so_far, hour = time.monotonic(), stats.so_far(), stats.hour_percentiles()
+    return {
+        "name": name,
+        "state": state,
+        "num_live": dispatcher.live.num_of(name),
+        "num_waiting": dispatcher.num_waiting(name) + num_waiting,
+        "weights_resident_bytes": weights_bytes,
+        "weights_total_bytes": total_bytes,
+        "kv_resident_bytes": kv_bytes,
+        "kv_host_bytes": kv_host_bytes,
+        "cached_bytes": image.num_bytes if image else 0,
+        "requests": so_far.requests,
+        "completed": so_far.completed,
+        "refused": so_far.refused,
+        "dropped": so_far.dropped,
+        "tokens": so_far.tokens,
+        "tokens_in_time": so_far.tokens_in_time,
+        "attainment": so_far.attainment,
+        **hour._asdict(),
+        "attainment_1m": stats.attainment_1m(now_s),
+        "attainment_1h": stats.hour_attainment(),
+        "attainment_minutes": stats.attainment_minutes() if has_minutes else [],
+        "tokens_per_s": stats.tokens_per_s(now_s),
+    }
+
+
+def memories_of(instances: Iterable[Instance]) -> Memories:
+    """Every model's memory, with the number of the instance that it is on."""
+    found: defaultdict[str, list[tuple[int, ModelMemory]]] = defaultdict(list)
+    for instance in instances:
+        for held in instance.status.models if instance.status else ():
+            found[held.model].append((instance.number, held))
+    return found
+
+
+def live_request(request: LiveRequest, now_s: float) -> Values:
+    """A live request as it is now, as ``RequestInfo`` has it."""
+    return {
+        "request_id": request.request_id,
+        "model": request.model,
+        "instance": request.instance,
+        "age_s": now_s - request.arrival_s,
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "num_output_tokens": len(request.token_times_s),
+        "next_deadline_in_s": request.next_deadline_s - now_s,
+    }

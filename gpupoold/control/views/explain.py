@@ -1,0 +1,296 @@
+"""Where a request is and why, how a model does: the daemon's knowledge put into words."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from gpupool_state import History, ModelRow, Registry, RequestRow
+from gpupoold.api.schemas_explain import (
+    DeviceTurns,
+    FinishedWhy,
+    ModelOnDevice,
+    ModelWhy,
+    RequestWhy,
+    WaitingTurn,
+    Why,
+)
+from gpupoold.control.accounting.model_stats import NUM_MINUTES, ModelStats
+from gpupoold.control.live_requests import LiveRequest, request_id_of
+from gpupoold.control.models.lifecycle import ModelLifecycle
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.views import bodies as views
+from gpupoold.control.views.advice import advice, main_cause
+from gpupoold.control.views.spans import span_info
+from gpupoold.control.weights.cache import ImageCache
+from gpupoold.control.workers.worker import Instance
+from gpupoold.domain import FinishReason, ModelState
+from gpupoold.errors import NoSuchModel, UsageError
+from gpupoold.scheduling.explain import Standing, Turns, standing_of, turns_of, why_request
+from gpupoold.scheduling.state import State
+from gpupoold.scheduling.wait_estimate import first_token_in_s
+from gpupoold.units import format_bytes, format_duration
+from gpupoold.wire.messages import ModelMemory
+
+# A prompt to tell how long the first token of a new request would take.
+_PROMPT_TOKENS = 256
+_MAX_EVENTS = 1000
+_LOADING = "loading"
+_SUSPECT = "suspect"
+
+_STANDINGS = {
+    _LOADING: "waits until {model} is in host memory",
+    _SUSPECT: "waits to be tried alone, after others: a worker died that it may have ended",
+    Standing.NO_DEVICE: "waits: no device has {model} now",
+    Standing.HELD: "has no device yet: the policy lets it wait",
+    Standing.KV_ROOM: "waits for room for its KV on device {device}",
+    Standing.WAITS_FOR_TURN: "waits for the turn of {model} on device {device}",
+    Standing.PREFILLING: "is on turn on device {device}: its prompt is processed",
+    Standing.PAUSED: "is paused on device {device} until the next turn of {model}",
+    Standing.ON_TURN: "is on turn on device {device}",
+    Standing.MOVING: "is on its way to device {device} with its KV",
+}
+
+
+class Explainer:
+    """Answers ``GET /why``. Reads everything and changes nothing."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        history: History,
+        dispatcher: Dispatcher,
+        lifecycle: ModelLifecycle,
+        instances: list[Instance],
+        cache: ImageCache,
+    ) -> None:
+        self._registry = registry
+        self._history = history
+        self._dispatcher = dispatcher
+        self._lifecycle = lifecycle
+        self._instances = instances
+        self._cache = cache
+
+    async def why(self, name: str) -> Why:
+        """What there is to say of a model, a live request or one that has ended.
+
+        A part of a request's id will do if only one live request has it.
+
+        Raises:
+            NoSuchModel: there is none of that name or id.
+            UsageError: several live requests have this in their id.
+        """
+        row = await self._registry.get(name)
+        if row is not None:
+            return Why(model=self.model(row))
+        request_id = request_id_of(name)
+        request = self._live(request_id)
+        if request is not None:
+            return Why(request=self.request(request))
+        await self._history.flush()
+        ended = await self._history.find_request(request_id)
+        if ended is None:
+            raise NoSuchModel(
+                f"neither a model nor a request is named {name!r}",
+                "see `gpupool list`, and `gpupool history --requests` for those that have ended",
+            )
+        return Why(finished=await self._finished(ended))
+
+    def request(self, request: LiveRequest) -> RequestWhy:
+        """A live request, now."""
+        now_s, state = time.monotonic(), self._state
+        known = state.requests.get(request.request_id)
+        why = None if known is None else why_request(state, known, now_s)
+        number = None if why is None else why.device
+        rule = None if why is None else why.rule
+        standing = self._unscheduled(request) if why is None else why.standing.value
+        return RequestWhy(
+            request_id=request.request_id,
+            model=request.model,
+            standing=standing,
+            text=self._text(request, standing, number),
+            instance=number,
+            rule=None if rule is None else rule.value,
+            why=None if rule is None else rule.why,
+            num_before=0 if why is None else why.num_before,
+            age_s=now_s - request.arrival_s,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=len(request.token_times_s),
+            next_deadline_in_s=request.next_deadline_s - now_s,
+            next_token_in_s=None if why is None else why.next_token_in_s,
+            late_s=request.late_s,
+            device=None if number is None else self._turns(number, now_s),
+        )
+
+    def model(self, row: ModelRow) -> ModelWhy:
+        """A model, now and over the last hour."""
+        name, now_s, targets = row.spec.name, time.monotonic(), row.spec.targets
+        stats = self._dispatcher.stats.get(name, ModelStats())
+        hour = stats.last_hour()
+        devices = self._devices_of(name, now_s)
+        known = self._state.models.get(name)
+        first_s = first_token_in_s(self._state, known, _PROMPT_TOKENS, now_s) if known else None
+        image = self._cache.get(name)
+        span_s = NUM_MINUTES * 60.0
+        return ModelWhy(
+            name=name,
+            state=self._lifecycle.state_of(row).value,
+            text=self._model_text(row),
+            ttft_s=targets.ttft_s,
+            tbt_s=targets.tbt_s,
+            attainment_1m=stats.attainment_1m(now_s),
+            hour=span_info(time.time() - span_s, span_s, hour),
+            cached_bytes=image.num_bytes if image else 0,
+            weight_bytes=row.weight_bytes,
+            standings=dict(self._standings(name)),
+            devices=devices,
+            prompt_tokens=_PROMPT_TOKENS,
+            first_token_in_s=first_s,
+            main_cause=main_cause(hour),
+            advice=advice(name, targets, hour),
+        )
+
+    @property
+    def _state(self) -> State:
+        return self._dispatcher.scheduler.core.core.state
+
+    def _live(self, text: str) -> LiveRequest | None:
+        exact = self._dispatcher.live.get(text)
+        if exact is not None:
+            return exact
+        found = [one for one in self._dispatcher.live.all() if text in one.request_id]
+        if len(found) > 1:
+            ids = ", ".join(one.request_id for one in found[:5])
+            raise UsageError(
+                f"{len(found)} live requests have {text!r} in their id", f"among them: {ids}"
+            )
+        return found[0] if found else None
+
+    def _turns(self, number: int, now_s: float) -> DeviceTurns:
+        core = self._dispatcher.scheduler.core.core
+        device = core.state.devices[number]
+        turns = turns_of(core.policy, core.state, device, now_s)
+        return _turns_body(turns, device.num_waiting_for_kv)
+
+    def _text(self, request: LiveRequest, standing: str, number: int | None) -> str:
+        text = _STANDINGS[standing].format(model=request.model, device=number)
+        if standing != Standing.PAUSED or number is None:
+            return text
+        held = _memory_of(self._instances[number], request.model)
+        if held is None or not held.kv_host_bytes:
+            return f"{text}; its KV is on the device"
+        return (
+            f"{text}; of the KV of {request.model} {format_bytes(held.kv_resident_bytes)} are on "
+            f"the device and {format_bytes(held.kv_host_bytes)} in host memory"
+        )
+
+    def _standings(self, model: str) -> Counter[str]:
+        state = self._state
+        standings: Counter[str] = Counter()
+        for request in self._dispatcher.live.of_model(model):
+            known = state.requests.get(request.request_id)
+            if known is None:
+                standings[self._unscheduled(request)] += 1
+            else:
+                standings[standing_of(state, known).value] += 1
+        return standings
+
+    def _unscheduled(self, request: LiveRequest) -> str:
+        """The standing of a request that the scheduling core does not know."""
+        is_held = self._dispatcher.isolation.is_held(request.request_id)
+        return _SUSPECT if is_held else _LOADING
+
+    def _devices_of(self, model: str, now_s: float) -> list[ModelOnDevice]:
+        hosts = self._dispatcher.routes.get(model, [])
+        return [
+            self._on_device(instance, model, now_s)
+            for instance in sorted(hosts, key=lambda one: one.number)
+            if instance.number in self._state.devices
+        ]
+
+    def _on_device(self, instance: Instance, model: str, now_s: float) -> ModelOnDevice:
+        held = _memory_of(instance, model)
+        live = self._dispatcher.live.of_model(model)
+        return ModelOnDevice(
+            instance=instance.number,
+            weights_resident_bytes=held.weights_resident_bytes if held else 0,
+            weights_total_bytes=held.weights_total_bytes if held else 0,
+            kv_resident_bytes=held.kv_resident_bytes if held else 0,
+            kv_host_bytes=held.kv_host_bytes if held else 0,
+            num_requests=sum(one.instance == instance.number for one in live),
+            device=self._turns(instance.number, now_s),
+        )
+
+    def _model_text(self, row: ModelRow) -> str:
+        name, state = row.spec.name, self._lifecycle.state_of(row)
+        if state is ModelState.FAILED:
+            return f"failed: {row.error or 'see `gpupool events`'}; try `gpupool cache warm {name}`"
+        if state is not ModelState.READY:
+            return f"{state.value}: it takes no requests"
+        if self._dispatcher.num_waiting(name):
+            return "its requests wait until it is in host memory"
+        if not self._dispatcher.routes.get(name):
+            return "no device has it now"
+        num_live = self._dispatcher.live.num_of(name)
+        return f"ready: {num_live or 'no'} live request{'s' * (num_live != 1)}"
+
+    async def _finished(self, row: RequestRow) -> FinishedWhy:
+        end = row.arrived_at + row.total_s
+        last_id = self._history.last_event_id
+        events = await self._history.events_after(max(0, last_id - _MAX_EVENTS), _MAX_EVENTS)
+        return FinishedWhy(
+            request=views.request_record(row),
+            instance=row.instance,
+            text=_ended_text(row),
+            events=[
+                views.event_info(one)
+                for one in events
+                if one.subject == row.model and row.arrived_at - 1 <= one.at <= end + 1
+            ],
+        )
+
+
+def _ended_text(row: RequestRow) -> str:
+    num_late = row.num_output_tokens - row.num_tokens_in_time
+    ended = {
+        FinishReason.STOP: "it came to its end",
+        FinishReason.LENGTH: "it reached the most tokens it may have",
+        FinishReason.ABORT: "its client left, or cancelled it",
+        FinishReason.ERROR: f"it failed ({row.error})",
+    }[row.finish_reason]
+    if not row.num_output_tokens:
+        return f"{ended}, after {format_duration(row.total_s)} and without a token"
+    late = (
+        f"{num_late} of {row.num_output_tokens} tokens were late"
+        if num_late
+        else (f"all {row.num_output_tokens} tokens were in time")
+    )
+    return f"{ended}, after {format_duration(row.total_s)}: {late}"
+
+
+def _memory_of(instance: Instance, model: str) -> ModelMemory | None:
+    models = instance.status.models if instance.status else []
+    return next((one for one in models if one.model == model), None)
+
+
+def _turns_body(turns: Turns, num_waiting_for_kv: int) -> DeviceTurns:
+    return DeviceTurns(
+        instance=turns.device,
+        on_turn=turns.model,
+        rule=None if turns.rule is None else turns.rule.value,
+        why=None if turns.rule is None else turns.rule.why,
+        used_s=turns.used_s,
+        left_s=turns.left_s,
+        line=[
+            WaitingTurn(
+                model=one.model,
+                rule=one.rule.value,
+                why=one.rule.why,
+                starts_in_s=one.starts_in_s,
+                duration_s=one.duration_s,
+                num_requests=one.num_requests,
+            )
+            for one in turns.line
+        ],
+        num_waiting_for_kv=num_waiting_for_kv,
+    )

@@ -1,0 +1,215 @@
+"""Room in the model cache: images go for others, or one waits until some can go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+
+from gpupoold.control.weights.cache import ImageCache
+from gpupoold.control.weights.lru import Candidate, choose_victims
+from gpupoold.errors import GpupoolError, Refused, TimedOut
+from gpupoold.units import format_bytes
+
+_logger = logging.getLogger(__name__)
+
+
+class NoRoom(Refused):
+    """Images that may not go leave too little room for another."""
+
+
+class ImageRoom:
+    """Makes room in ``cache``, least recently used images first.
+
+    An image does not go while it is pinned, while the model ``is_in_use``, or while it is
+    held. ``let_go`` returns when no instance has the image any more.
+    """
+
+    def __init__(
+        self,
+        cache: ImageCache,
+        is_in_use: Callable[[str], bool],
+        let_go: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._cache = cache
+        self._is_in_use = is_in_use
+        self._let_go = let_go
+        self._holds: Counter[str] = Counter()
+        # One at a time makes room: else two would let images go for the same bytes.
+        self._making = asyncio.Lock()
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        self._change = asyncio.Event()
+        self._shrinking: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def holding(self, model: str) -> Iterator[None]:
+        """The model's image does not go inside; room that was reserved is given up at the end."""
+        self._holds[model] += 1
+        try:
+            yield
+        finally:
+            self._holds[model] -= 1
+            if not self._holds[model]:
+                del self._holds[model]
+                self._cache.release(model)
+                self.changed()
+
+    def changed(self) -> None:
+        """Something may go now that might not before."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+    def check(self, model: str, num_bytes: int) -> None:
+        """See that an image of ``num_bytes`` may come in now, when others go for it.
+
+        Raises:
+            NoRoom: pinned images and those in use leave too little.
+        """
+        short_bytes = self._cache.short_bytes(model, num_bytes)
+        if choose_victims(self._candidates(model), short_bytes) is None:
+            raise self._refusal(model, num_bytes)
+
+    async def reserve(self, model: str, num_bytes: int, wait_s: float = 0.0) -> None:
+        """Make and keep room for the image of a model that is being held.
+
+        Raises:
+            NoRoom: pinned images leave too little; or those in use, when ``wait_s`` is 0.
+            TimedOut: those in use have left too little for ``wait_s``.
+        """
+        deadline_s = time.monotonic() + wait_s
+        leaving = self._leaving.get(model)
+        if leaving is not None:
+            await asyncio.shield(leaving)
+        while True:
+            change = self._change
+            async with self._making:
+                if await self._make(model, num_bytes):
+                    self._cache.reserve(model, num_bytes)
+                    return
+            left_s = deadline_s - time.monotonic()
+            if not wait_s or not self._would_fit(model, num_bytes):
+                raise self._refusal(model, num_bytes)
+            if left_s <= 0:
+                raise TimedOut(
+                    f"{model}: no room for its image of {format_bytes(num_bytes)} came free in "
+                    f"the model cache within {wait_s:g} s: all others are pinned or in use",
+                    "raise memory.model_cache, or unpin a model (`gpupool cache unpin`)",
+                )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(change.wait(), left_s)
+
+    async def drop(self, model: str) -> None:
+        """Let a model's image go; does nothing when it is not in host memory.
+
+        Raises:
+            Refused: it is pinned, in use, or being loaded.
+        """
+        async with self._making:
+            if model in self._cache.pinned:
+                raise Refused(f"{model} is pinned", f"`gpupool cache unpin {model}` first")
+            if self._is_in_use(model):
+                raise Refused(f"{model} has live requests", "wait until they have ended")
+            if self._holds[model]:
+                raise Refused(f"{model} is being loaded", "wait until it has been")
+            if self._cache.get(model) is not None:
+                await self._drop_all([model])
+
+    def shrink(self) -> None:
+        """The cache's budget has become smaller: what is over it goes, idle images now, others
+        when they are needed no more."""
+        if self._shrinking is None or self._shrinking.done():
+            self._shrinking = asyncio.create_task(self._shrink(), name="shrink-cache")
+
+    async def stop(self) -> None:
+        """Wait for images on their way out; the instances have stopped before."""
+        if self._shrinking is not None:
+            self._shrinking.cancel()
+            await asyncio.wait({self._shrinking})
+        await asyncio.gather(*self._leaving.values(), return_exceptions=True)
+
+    async def _make(self, model: str, num_bytes: int) -> bool:
+        """Let others go until there is room; False when there are too few that may."""
+        while (short_bytes := self._cache.short_bytes(model, num_bytes)) > 0:
+            victims = choose_victims(self._candidates(model), short_bytes)
+            if victims is None:
+                return False
+            _logger.info("%s: room for its image is made by those of %s", model, victims)
+            await self._drop_all(victims)
+        return True
+
+    async def _shrink(self) -> None:
+        while True:
+            change = self._change
+            async with self._making:
+                short_bytes = self._cache.short_bytes("", 0)
+                if not short_bytes:
+                    return
+                others = self._candidates("")
+                idle_bytes = sum(
+                    one.num_bytes for one in others if not (one.is_pinned or one.is_busy)
+                )
+                victims = choose_victims(others, min(short_bytes, idle_bytes))
+                if victims:
+                    _logger.info("the model cache has become smaller: %s go", victims)
+                    await self._drop_all(victims)
+                    continue
+            await change.wait()
+
+    async def _drop_all(self, models: list[str]) -> None:
+        for model in models:
+            # From here on the model has no image, whatever becomes of who asked for this.
+            self._cache.retire(model)
+            self._leaving[model] = asyncio.create_task(self._leave(model))
+        await asyncio.shield(asyncio.gather(*(self._leaving[model] for model in models)))
+
+    async def _leave(self, model: str) -> None:
+        try:
+            await self._let_go(model)
+        except GpupoolError as error:
+            _logger.error("%s: its image may still take memory: %s", model, error)
+        finally:
+            self._cache.drop_retired(model)
+            del self._leaving[model]
+            self.changed()
+
+    def _candidates(self, model: str) -> list[Candidate]:
+        return [
+            Candidate(
+                name,
+                image.num_bytes,
+                self._cache.last_used_at(name) or 0.0,
+                name in self._cache.pinned,
+                self._holds[name] > 0 or self._is_in_use(name),
+            )
+            for name, image in self._cache.images.items()
+            if name != model
+        ]
+
+    def _would_fit(self, model: str, num_bytes: int) -> bool:
+        """Whether there was room if all others went that are not pinned."""
+        return num_bytes <= self._cache.budget_bytes - self._bytes_of(model, pinned=True)
+
+    def _bytes_of(self, model: str, *, pinned: bool) -> int:
+        """Bytes of other models' images: of the pinned ones, or of the busy ones beside them."""
+        others = self._candidates(model)
+        if pinned:
+            return sum(one.num_bytes for one in others if one.is_pinned)
+        return sum(one.num_bytes for one in others if one.is_busy and not one.is_pinned)
+
+    def _refusal(self, model: str, num_bytes: int) -> NoRoom:
+        pinned_bytes = self._bytes_of(model, pinned=True)
+        text = (
+            f"{model}: an image of {format_bytes(num_bytes)} does not fit in the model cache "
+            f"of {format_bytes(self._cache.budget_bytes)}"
+        )
+        if pinned_bytes:
+            text += f", where {format_bytes(pinned_bytes)} are pinned"
+        if self._would_fit(model, num_bytes):
+            busy = format_bytes(self._bytes_of(model, pinned=False))
+            text += f"{' and' if pinned_bytes else ', where'} {busy} in use"
+            return NoRoom(text, "try again when less is in use, or raise memory.model_cache")
+        unpin = "unpin a model (`gpupool cache unpin`) or " if pinned_bytes else ""
+        return NoRoom(text, f"{unpin}raise memory.model_cache")

@@ -1,0 +1,97 @@
+"""What decides which weight image a model has: the key under which it is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterator
+
+import msgspec
+from blake3 import blake3
+
+from gpupoold.control.weights.snapshot_files import FORMAT
+from gpupoold.errors import Failed, GpupoolError
+from gpupoold.wire.messages import InstanceReady, ModelToLoad
+
+_logger = logging.getLogger(__name__)
+
+# Names, targets and what its requests may fetch change nothing in a model's weights.
+_NOT_IN_IMAGE = frozenset({"name", "aliases", "ttft_s", "tbt_s", "media_hosts"})
+
+
+def image_key(model: ModelToLoad, engine_version: str, device_name: str, page_bytes: int) -> str:
+    """Hex digest of all that decides what is in the model's image.
+
+    A checkpoint counts by the paths, sizes and modification times of its files, not hidden
+    ones. Take the key before the engine reads them: else a change meanwhile goes unseen.
+
+    Raises:
+        Failed: the checkpoint's folder cannot be read.
+    """
+    fields = msgspec.structs.asdict(model)
+    decisive = sorted((name, fields[name]) for name in fields.keys() - _NOT_IN_IMAGE)
+    try:
+        files = sorted(_checkpoint_files(model.path))
+    except OSError as error:
+        raise Failed(
+            f"{model.name}: cannot look through the checkpoint {model.path}: {error}",
+            "mend the folder or add the model again",
+        ) from error
+    what = (FORMAT, engine_version, device_name, page_bytes, decisive, files)
+    return blake3(msgspec.json.encode(what)).hexdigest()
+
+
+class ImageKeys:
+    """The keys of models' images, each as it was when its model was last looked at."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, str] = {}
+
+    async def note(self, model: ModelToLoad, ready: InstanceReady) -> str | None:
+        """Look at a model's checkpoint: the key of its image for such an instance, None (and a
+        line in the log) when its folder cannot be read."""
+        try:
+            key = await asyncio.to_thread(
+                image_key, model, ready.engine_version, ready.device_name, ready.page_bytes
+            )
+        except GpupoolError as error:
+            _logger.warning("%s", error)
+            self.forget(model.name)
+            return None
+        self._keys[model.name] = key
+        return key
+
+    def get(self, model: str) -> str | None:
+        """The model's key; None when it was not looked at."""
+        return self._keys.get(model)
+
+    def all(self) -> dict[str, str]:
+        """All keys by model."""
+        return dict(self._keys)
+
+    def forget(self, model: str) -> None:
+        """The model is gone, or its image is to be made anew."""
+        self._keys.pop(model, None)
+
+
+def _checkpoint_files(folder: str) -> Iterator[tuple[bytes, int, int]]:
+    """Relative path, bytes and mtime in ns of each file; every folder once, for links may loop."""
+    seen = set()
+    for parent, folders, names in os.walk(folder, onerror=_reraise, followlinks=True):
+        status = os.stat(parent)
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in names:
+            if not name.startswith("."):
+                path = os.path.join(parent, name)
+                status = os.stat(path)
+                relative = os.fsencode(os.path.relpath(path, folder))
+                yield relative, status.st_size, status.st_mtime_ns
+
+
+def _reraise(error: OSError) -> None:
+    raise error

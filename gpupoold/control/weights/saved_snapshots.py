@@ -1,0 +1,155 @@
+"""Images on disk as the daemon uses them: looked for before a load, written after one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from gpupoold.control.weights.cache import CachedImage
+from gpupoold.control.weights.keys import ImageKeys
+from gpupoold.control.weights.snapshot_files import ImageFiles, SavedImage
+from gpupoold.errors import GpupoolError
+from gpupoold.units import format_bytes
+from gpupoold.wire.messages import InstanceReady, ModelToLoad
+
+_logger = logging.getLogger(__name__)
+
+
+class SavedImages:
+    """The registered models' images in a folder, within a byte budget; 0 bytes: there are none.
+
+    Saving goes on in the background and never fails a load. When ``budget_bytes`` has
+    become smaller, call ``shrink``.
+    """
+
+    def __init__(self, folder: Path, budget_bytes: int, keys: ImageKeys) -> None:
+        self.budget_bytes = budget_bytes
+        self._files = ImageFiles(folder)
+        self._keys = keys
+        self._saving: dict[str, asyncio.Task[None]] = {}
+        self._shrinking: set[asyncio.Task[None]] = set()
+
+    async def look_up(self, model: ModelToLoad, ready: InstanceReady) -> int | None:
+        """Bytes of the model's image for such an instance; None when there is none.
+
+        From now on it is this image that ``read`` and ``keep`` are about.
+        """
+        if await self._keys.note(model, ready) is None:
+            return None
+        return (await self.sizes()).get(model.name)
+
+    async def read(self, name: str) -> SavedImage | None:
+        """The image of a model that was looked up, its descriptor the caller's; None without."""
+        key = self._keys.get(name)
+        if key is None or not self.budget_bytes:
+            return None
+        return await asyncio.to_thread(self._files.load, key)
+
+    async def sizes(self) -> dict[str, int]:
+        """Bytes of the saved images of all models that were looked up and have one."""
+        if not self.budget_bytes:
+            return {}
+        found = {file.key: file.num_bytes for file in await asyncio.to_thread(self._files.list)}
+        return {name: found[key] for name, key in self._keys.all().items() if key in found}
+
+    async def used_bytes(self) -> int:
+        """Bytes of all images in the folder."""
+        if not self.budget_bytes:
+            return 0
+        return sum(file.num_bytes for file in await asyncio.to_thread(self._files.list))
+
+    def keep(self, name: str, image: CachedImage) -> None:
+        """Save the image of a model that was looked up before; in the background."""
+        key = self._keys.get(name)
+        if key is None or not self.budget_bytes:
+            return
+        try:
+            copy = _copy(image)
+        except OSError as error:
+            _logger.warning("%s: its image could not be saved: %s", name, error)
+            return
+        before = self._saving.get(name)
+        task = asyncio.create_task(self._save_after(before, name, key, copy))
+        self._saving[name] = task
+        task.add_done_callback(lambda done: self._saved(name, done))
+
+    async def settled(self, name: str) -> None:
+        """Return when the model's image is not being saved: until then it takes memory."""
+        if name in self._saving:
+            await asyncio.wait({self._saving[name]})
+
+    def forget(self, name: str) -> None:
+        """The model has been removed: its file goes, unless another model has the same."""
+        key = self._keys.get(name)
+        self._keys.forget(name)
+        if self.budget_bytes and key is not None and key not in self._keys.all().values():
+            self._files.drop(key)
+
+    async def tidy(self, names: list[str]) -> None:
+        """Delete what belongs to none of the models there are: to changed checkpoints, say.
+
+        Nothing happens before all of them have been looked for.
+        """
+        keys = self._keys.all()
+        if self.budget_bytes and all(name in keys for name in names):
+            await asyncio.to_thread(self._files.remove_others, set(keys.values()))
+
+    def shrink(self, last_used_at: Callable[[str], float | None]) -> None:
+        """The budget has become smaller: what is over it is deleted in the background, first
+        images of no model that is known, then of those used least recently."""
+        used_at = {key: last_used_at(name) or 0.0 for name, key in self._keys.all().items()}
+        task = asyncio.create_task(asyncio.to_thread(self._fit, used_at), name="shrink-images")
+        self._shrinking.add(task)
+        task.add_done_callback(self._shrinking.discard)
+
+    def _fit(self, used_at: Mapping[str, float]) -> None:
+        files = self._files.list()
+        left_bytes = sum(file.num_bytes for file in files)
+        for file in sorted(files, key=lambda one: (used_at.get(one.key, -1.0), one.saved_at)):
+            if left_bytes <= self.budget_bytes:
+                return
+            self._files.drop(file.key)
+            left_bytes -= file.num_bytes
+
+    async def stop(self) -> None:
+        """Wait for what is being saved or deleted."""
+        waits = [*self._saving.values(), *self._shrinking]
+        await asyncio.gather(*waits, return_exceptions=True)
+
+    def _saved(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._saving.get(name) is task:
+            del self._saving[name]
+
+    async def _save_after(
+        self, before: asyncio.Task[None] | None, name: str, key: str, image: CachedImage
+    ) -> None:
+        if before is not None:
+            await asyncio.wait({before})
+        await asyncio.to_thread(self._save, name, key, image)
+
+    def _save(self, name: str, key: str, image: CachedImage) -> None:
+        try:
+            others = [file for file in self._files.list() if file.key != key]
+            used_bytes = sum(file.num_bytes for file in others)
+            if used_bytes + image.num_bytes > self.budget_bytes:
+                _logger.warning(
+                    "%s: its image of %s is not saved: %s of %s are used (memory.image_files)",
+                    name,
+                    format_bytes(image.num_bytes),
+                    format_bytes(used_bytes),
+                    format_bytes(self.budget_bytes),
+                )
+                return
+            self._files.save(key, image.fd, image.digest, image.canary)
+        except (GpupoolError, OSError) as error:
+            _logger.warning("%s: its image could not be saved: %s", name, error)
+        finally:
+            os.close(image.fd)
+
+
+def _copy(image: CachedImage) -> CachedImage:
+    """The same with a descriptor of its own: the cache may drop the image meanwhile."""
+    return CachedImage(os.dup(image.fd), image.num_bytes, image.digest, image.canary)

@@ -1,0 +1,333 @@
+"""Weight images saved on disk, so that a daemon that starts again reads no checkpoint.
+
+A file is named ``<key>.image`` after all that decides what is in the image. It has a header
+of 4096 bytes, so that the data begins on a page, and then the image as it lies in memory:
+
+====== ===== ==========================================================================
+offset bytes what
+====== ===== ==========================================================================
+0      16    magic
+16     32    BLAKE3 of the rest of the header
+48     4048  JSON: format, key, num_bytes, layout_digest, canary, checksum (hex); padded
+             with spaces
+4096         the data
+====== ===== ==========================================================================
+
+The checksum is the BLAKE3 of the BLAKE3s of the data's chunks of 16 MiB, in order: so each
+thread that reads chunks can check its own, while they are in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+import msgspec
+from blake3 import blake3
+
+from gpupoold.errors import Failed
+from gpupoold.memory.memfd import create_memfd
+from gpupoold.system import durable
+from gpupoold.units import format_bytes
+
+_logger = logging.getLogger(__name__)
+
+FORMAT = 2
+_MAGIC = b"gpupool image\r\n\0"
+_TEXT_OFFSET = len(_MAGIC) + blake3.digest_size
+_HEADER_BYTES = 4096
+_CHUNK_BYTES = 16 << 20
+# What a thread reads, checks and writes at a time stays in its core's cache meanwhile.
+_PIECE_BYTES = 256 << 10
+# A few per disk keep it busy; a core takes 1 to 2 GB/s from one end to the other.
+_NUM_READERS = min(16, max(4, len(os.sched_getaffinity(0))))
+_IMAGE_SUFFIX = ".image"
+_DRAFT_SUFFIX = ".new"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedImage:
+    """An image read from disk; ``fd`` is a new memfd with its bytes, owned by the caller."""
+
+    fd: int
+    num_bytes: int
+    layout_digest: str
+    canary: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """A file as the folder lists it, unchecked; ``saved_at`` is in seconds since the epoch."""
+
+    key: str
+    num_bytes: int
+    saved_at: float
+
+
+class _Versioned(msgspec.Struct, frozen=True, kw_only=True):
+    format: int = FORMAT
+
+
+class _Header(_Versioned, frozen=True, kw_only=True):
+    key: str
+    num_bytes: int
+    layout_digest: str
+    canary: tuple[int, ...]
+    checksum: str
+
+
+class _Damaged(Exception):
+    """What is wrong with a file."""
+
+
+class ImageFiles:
+    """The saved images in a folder, which belongs to one daemon. Every method blocks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        # Saving two at once is no quicker, and one key may belong to two models.
+        self._writing = threading.Lock()
+
+    def save(self, key: str, fd: int, layout_digest: str, canary: tuple[int, ...]) -> None:
+        """Write the image behind the memfd ``fd``, which stays the caller's, or nothing at all.
+
+        Raises:
+            Failed: no room on the disk, or it could not be written.
+        """
+        path = self._path(key)
+        draft = path.with_name(path.name + _DRAFT_SUFFIX)
+        num_bytes = os.fstat(fd).st_size
+        with self._writing:
+            try:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _check_room(path, num_bytes)
+                draft.unlink(missing_ok=True)
+                _write_draft(draft, key, fd, layout_digest, canary)
+                durable.replace(draft, path)
+            except (OSError, ValueError) as error:
+                raise Failed(
+                    f"{path}: saving an image of {format_bytes(num_bytes)} failed: {error}",
+                    f"see that {self._folder} can be written to and has room",
+                ) from error
+            finally:
+                _remove(draft)
+
+    def load(self, key: str) -> SavedImage | None:
+        """The image in a new memfd; None if there is none that is as it was saved.
+
+        What is damaged is deleted; what cannot be read now stays. The log says why.
+        """
+        path = self._path(key)
+        try:
+            return _read(path, key)
+        except FileNotFoundError:
+            return None
+        except _Damaged as damage:
+            _logger.warning("%s is damaged and will be deleted: %s", path, damage)
+            _remove(path)
+        except OSError as error:
+            _logger.warning("%s could not be read: %s", path, error)
+        return None
+
+    def drop(self, key: str) -> None:
+        """Delete an image; one that cannot be deleted is logged."""
+        _remove(self._path(key))
+
+    def remove_others(self, keys: set[str]) -> None:
+        """Delete the images that have none of the ``keys``, and what an ended save left."""
+        with self._writing:
+            for path in self._folder.glob(f"*{_IMAGE_SUFFIX}{_DRAFT_SUFFIX}"):
+                _remove(path)
+            for path in self._folder.glob(f"*{_IMAGE_SUFFIX}"):
+                if path.stem not in keys:
+                    _remove(path)
+
+    def list(self) -> list[ImageFile]:
+        """All images by key, as the folder lists them: nothing is read or checked."""
+        found = []
+        for path in sorted(self._folder.glob(f"*{_IMAGE_SUFFIX}")):
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                continue  # deleted meanwhile
+            num_bytes = max(0, status.st_size - _HEADER_BYTES)
+            found.append(ImageFile(path.stem, num_bytes, status.st_mtime))
+        return found
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key}{_IMAGE_SUFFIX}"
+
+
+def _check_room(path: Path, num_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(path.parent).free
+    if _HEADER_BYTES + num_bytes > free_bytes:
+        raise Failed(
+            f"{path}: an image of {format_bytes(num_bytes)} does not fit on the disk, "
+            f"{format_bytes(free_bytes)} are free",
+            f"make room in {path.parent}; until then the checkpoint is read at every start",
+        )
+
+
+def _write_draft(
+    draft: Path, key: str, fd: int, layout_digest: str, canary: tuple[int, ...]
+) -> None:
+    """The header comes last: before that the file has no magic.
+
+    Raises:
+        OSError: it could not be written.
+        ValueError: the image is empty, or the canary does not fit in the header.
+    """
+    digests = []
+    with (
+        open(draft, "xb", buffering=0, opener=_private) as file,
+        mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as data,
+    ):
+        file.seek(_HEADER_BYTES)
+        for start in range(0, len(data), _CHUNK_BYTES):
+            with data[start : start + _CHUNK_BYTES] as chunk:
+                digests.append(blake3(chunk, max_threads=blake3.AUTO).digest())
+                _write_all(file, chunk)
+        header = _Header(
+            key=key,
+            num_bytes=len(data),
+            layout_digest=layout_digest,
+            canary=canary,
+            checksum=_combined(digests),
+        )
+        file.seek(0)
+        _write_all(file, memoryview(_encode(header)))
+
+
+def _write_all(file: FileIO, data: memoryview) -> None:
+    written = 0
+    while written < len(data):
+        written += file.write(data[written:])
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _read(path: Path, key: str) -> SavedImage:
+    """The image in a new memfd.
+
+    Raises:
+        _Damaged: it is not what was saved under that key.
+        OSError: it could not be read, or there is not enough memory.
+    """
+    with open(path, "rb", buffering=0) as file:
+        header = _decode(os.pread(file.fileno(), _HEADER_BYTES, 0))
+        if header.key != key:
+            raise _Damaged(f"it was saved as {header.key}")
+        wanted_bytes, file_bytes = _HEADER_BYTES + header.num_bytes, os.fstat(file.fileno()).st_size
+        if file_bytes != wanted_bytes:
+            raise _Damaged(f"it has {file_bytes} bytes instead of {wanted_bytes}")
+        fd = create_memfd("gpupool-image", header.num_bytes)
+        try:
+            _fill(fd, file.fileno(), header)
+        except BaseException:
+            os.close(fd)
+            raise
+    return SavedImage(fd, header.num_bytes, header.layout_digest, header.canary)
+
+
+def _fill(fd: int, source: int, header: _Header) -> None:
+    """Read the data of the file ``source`` into the memfd ``fd`` and check it."""
+
+    def read_chunk(start: int) -> bytes:
+        num_bytes = min(_CHUNK_BYTES, header.num_bytes - start)
+        return _copy_chunk(fd, source, start, num_bytes)
+
+    with ThreadPoolExecutor(_NUM_READERS, "read-image") as readers:
+        digests = readers.map(read_chunk, range(0, header.num_bytes, _CHUNK_BYTES))
+        checksum = _combined(digests)
+    if checksum != header.checksum:
+        raise _Damaged(f"its data has the checksum {checksum} instead of {header.checksum}")
+
+
+def _copy_chunk(fd: int, source: int, start: int, num_bytes: int) -> bytes:
+    """Digest of the data from byte ``start`` on, after copying it to the same place in ``fd``.
+
+    By way of a small buffer: into a mapping of the memfd the kernel would write twice, zeros
+    first, and the digest would fetch it all from memory again.
+    """
+    digest = blake3()
+    with memoryview(bytearray(min(_PIECE_BYTES, num_bytes))) as buffer:
+        for offset in range(start, start + num_bytes, _PIECE_BYTES):
+            with buffer[: min(_PIECE_BYTES, start + num_bytes - offset)] as piece:
+                _read_at(source, piece, _HEADER_BYTES + offset)
+                digest.update(piece)
+                _write_at(fd, piece, offset)
+    return digest.digest()
+
+
+def _combined(digests: Iterable[bytes]) -> str:
+    """The checksum of data whose chunks have these digests."""
+    return blake3(b"".join(digests)).hexdigest()
+
+
+def _read_at(source: int, piece: memoryview, offset: int) -> None:
+    num_read = 0
+    while num_read < len(piece):
+        step = os.preadv(source, [piece[num_read:]], offset + num_read)
+        if step == 0:
+            raise _Damaged(f"it ends at byte {offset + num_read}")
+        num_read += step
+
+
+def _write_at(fd: int, piece: memoryview, offset: int) -> None:
+    written = 0
+    while written < len(piece):
+        written += os.pwrite(fd, piece[written:], offset + written)
+
+
+def _encode(header: _Header) -> bytes:
+    """The 4096 bytes of a header.
+
+    Raises:
+        ValueError: they are not enough.
+    """
+    text = msgspec.json.encode(header).ljust(_HEADER_BYTES - _TEXT_OFFSET)
+    block = _MAGIC + blake3(text).digest() + text
+    if len(block) > _HEADER_BYTES:
+        raise ValueError(f"the header has {len(block)} bytes, {_HEADER_BYTES} are its limit")
+    return block
+
+
+def _decode(block: bytes) -> _Header:
+    """The header of which these are the 4096 bytes.
+
+    Raises:
+        _Damaged: it is not one, not as it was written, or not of this format.
+    """
+    if len(block) < _HEADER_BYTES:
+        raise _Damaged(f"it has only {len(block)} bytes")
+    if not block.startswith(_MAGIC):
+        raise _Damaged("it does not begin like an image")
+    text = block[_TEXT_OFFSET:]
+    if blake3(text).digest() != block[len(_MAGIC) : _TEXT_OFFSET]:
+        raise _Damaged("its header has a wrong checksum")
+    try:
+        found = msgspec.json.decode(text, type=_Versioned).format
+        if found != FORMAT:
+            raise _Damaged(f"it has format {found}, this gpupoold reads {FORMAT}")
+        return msgspec.json.decode(text, type=_Header)
+    except msgspec.DecodeError as error:
+        raise _Damaged(f"its header is wrong: {error}") from error
+
+
+def _remove(path: Path) -> None:
+    """Delete a file if it is there. One that cannot be deleted only takes space."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _logger.warning("%s could not be deleted: %s", path, error)

@@ -1,0 +1,181 @@
+"""Utilisation, temperature and power of GPUs, as NVIDIA's management library (NVML) tells them.
+
+The driver may take long to answer, or hang. So a thread of its own asks it, and everybody else
+reads what it said last; a reading that has become old is none. Nothing here ever fails: where
+there is no driver, no such device or no such sensor, the value is None.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pynvml
+
+from gpupoold.config.schema import DeviceSettings
+
+_logger = logging.getLogger(__name__)
+
+_INTERVAL_S = 1.0
+# A driver or a device that was not there is looked for again after so long.
+_RETRY_S = 60.0
+# The driver has not answered for so long: nobody knows any more.
+_STALE_S = 10.0
+_WATTS_PER_MILLIWATT = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the driver said of a GPU: ``utilisation`` from 0 to 1; None: it does not say."""
+
+    utilisation: float | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+
+
+NO_READING = Reading()
+
+
+class GpuReadings:
+    """The latest reading of each CUDA device of the configuration."""
+
+    def __init__(
+        self,
+        devices: Sequence[DeviceSettings],
+        environment: Mapping[str, str] = os.environ,
+        nvml: Any = pynvml,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``environment`` says which GPUs are visible, and in which order."""
+        self._nvml = nvml
+        self._clock = clock
+        self._entries = {
+            number: entry
+            for number, device in enumerate(devices)
+            if device.kind == "cuda"
+            and (entry := visible_entry(device.index or 0, environment)) is not None
+        }
+        self._is_order_known = environment.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID") == "PCI_BUS_ID"
+        self._handles: dict[int, Any] = {}
+        self._retry_at_s: float | None = None
+        self._is_connected = False
+        self._readings: dict[int, Reading] = {}
+        self._read_at_s = 0.0
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Ask the driver every second from now on, if there is a CUDA device."""
+        if self._entries:
+            # A daemon thread: one that hangs in the driver shall not keep the process alive.
+            threading.Thread(target=self._run, name="nvml", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ask no more; returns at once."""
+        self._stopped.set()
+
+    def of(self, number: int) -> Reading:
+        """What is known now of the device with this number."""
+        if self._clock() - self._read_at_s > _STALE_S:
+            return NO_READING
+        return self._readings.get(number, NO_READING)
+
+    def refresh(self) -> None:
+        """Ask the driver once; may take as long as the driver likes."""
+        self._find_handles()
+        self._readings = {number: self._read(handle) for number, handle in self._handles.items()}
+        self._read_at_s = self._clock()
+        for number, reading in self._readings.items():
+            if reading == NO_READING:
+                del self._handles[number]  # it may be lost, or have been reset
+
+    def _run(self) -> None:
+        has_told = False
+        while not self._stopped.wait(_INTERVAL_S):
+            try:
+                self.refresh()
+            except Exception:  # whatever a driver's bindings may do, it is only a gauge
+                if not has_told:
+                    _logger.exception("reading GPUs failed")
+                has_told = True
+
+    def _find_handles(self) -> None:
+        """Look for devices that have none, not too often."""
+        missing = self._entries.keys() - self._handles.keys()
+        now_s = self._clock()
+        if not missing or (self._retry_at_s is not None and now_s < self._retry_at_s):
+            return
+        is_first, self._retry_at_s = self._retry_at_s is None, now_s + _RETRY_S
+        try:
+            if not self._is_connected:
+                self._nvml.nvmlInit()
+                self._is_connected = True
+        except self._nvml.NVMLError as error:
+            if is_first:
+                _logger.warning("no utilisation or temperature of GPUs: %s", error)
+            return
+        for number in sorted(missing):
+            try:
+                self._handles[number] = self._handle_of(self._entries[number])
+            except self._nvml.NVMLError as error:
+                _logger.warning("GPU %s cannot be read: %s", self._entries[number], error)
+                # Where the driver has been loaded anew, it has to be connected to anew.
+                self._is_connected = False
+
+    def _handle_of(self, entry: str) -> Any:
+        """The device of an entry of ``CUDA_VISIBLE_DEVICES``.
+
+        Raises:
+            NVMLError: there is none, or it cannot be told which one.
+        """
+        nvml = self._nvml
+        if entry.isdecimal():
+            if not self._is_order_known and nvml.nvmlDeviceGetCount() > 1:
+                raise nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
+            return nvml.nvmlDeviceGetHandleByIndex(int(entry))
+        if entry.startswith("MIG-"):
+            return nvml.nvmlDeviceGetHandleByUUID(entry)
+        # CUDA takes the beginning of a UUID for the whole; NVML does not.
+        handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+        for handle in handles:
+            if nvml.nvmlDeviceGetUUID(handle).startswith(entry):
+                return handle
+        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
+
+    def _read(self, handle: Any) -> Reading:
+        nvml = self._nvml
+        power_mw = self._value(nvml.nvmlDeviceGetPowerUsage, handle)
+        percent = self._value(lambda one: nvml.nvmlDeviceGetUtilizationRates(one).gpu, handle)
+        return Reading(
+            None if percent is None else percent / 100,
+            self._value(self._temperature, handle),
+            None if power_mw is None else power_mw * _WATTS_PER_MILLIWATT,
+        )
+
+    def _temperature(self, handle: Any) -> float:
+        """Drivers of CUDA 14 will only know the second way, those before 12.9 only the first."""
+        nvml = self._nvml
+        try:
+            return float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+        except nvml.NVMLError_FunctionNotFound:
+            return float(nvml.nvmlDeviceGetTemperatureV(handle, nvml.NVML_TEMPERATURE_GPU))
+
+    def _value(self, read: Callable[[Any], float], handle: Any) -> float | None:
+        try:
+            return float(read(handle))
+        except self._nvml.NVMLError:
+            return None
+
+
+def visible_entry(index: int, environment: Mapping[str, str]) -> str | None:
+    """What NVML has to look for to find the CUDA device ``index``: an index or (the beginning
+    of) a UUID. None: ``CUDA_VISIBLE_DEVICES`` has no such device. Pure."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(index)
+    entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
+    return entries[index] if index < len(entries) else None

@@ -1,0 +1,227 @@
+"""A process that checks grammars for a frontend, each in a child that it forks and may lose.
+
+It is forked by the frontend before that has threads, and has then imported what the frontend
+has; or it is started as ``python -m`` to replace one that died. One thread, no event loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import logging
+import os
+import select
+import signal
+import socket
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from gpupoold.frontend.grammars.messages import Check, Verdict
+from gpupoold.frontend.preload import preload
+from gpupoold.system.process import (
+    GRAMMAR_NICENESS,
+    begin_child,
+    die_with_parent,
+    end_at_faults,
+    importing,
+    lower_priority,
+    show_as,
+)
+from gpupoold.wire.channel import BlockingChannel, ChannelClosed
+
+_logger = logging.getLogger(__name__)
+
+TRIAL_TIMEOUT_S = 60.0
+"""Of the clock, for a child that waits for a core; the CPU time that it may use is less."""
+_MAX_PREPARED = 8
+_MAX_VERDICT_BYTES = 4096
+_M_ARENA_MAX = -8
+_MODULE = "gpupoold.frontend.grammar_checker.checker"
+
+
+@dataclass(slots=True)
+class _Trial:
+    check_id: int
+    pid: int
+    result_fd: int
+    deadline_s: float
+    is_late: bool = False
+
+
+class GrammarChecker:
+    """Forks a child for each check and tells how it ended."""
+
+    def __init__(self, sock: socket.socket, log_level: str) -> None:
+        self._sock = sock
+        self._log_level = log_level
+        self._channel: BlockingChannel[Check] = BlockingChannel(sock, Check)
+        self._prepared: OrderedDict[int, Any] = OrderedDict()
+        self._trials: dict[int, _Trial] = {}  # by the descriptor that tells the child's end
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    def serve(self) -> None:
+        """Check grammars until the frontend is gone.
+
+        Raises:
+            ChannelClosed: the frontend is gone.
+        """
+        while True:
+            for fd, _ in self._poll.poll(self._until_deadline_ms()):
+                if fd in self._trials:
+                    self._end(fd)
+            self._kill_late()
+            while (check := self._channel.receive(0)) is not None:
+                self._begin(check)
+
+    def _until_deadline_ms(self) -> float | None:
+        if not self._trials:
+            return None
+        first_s = min(trial.deadline_s for trial in self._trials.values())
+        return max(0.0, first_s - time.monotonic()) * 1000 + 1
+
+    def _kill_late(self) -> None:
+        now_s = time.monotonic()
+        for trial in self._trials.values():
+            if now_s >= trial.deadline_s:
+                trial.is_late, trial.deadline_s = True, now_s + TRIAL_TIMEOUT_S
+                os.kill(trial.pid, signal.SIGKILL)
+
+    def _begin(self, check: Check) -> None:
+        try:
+            prepared = self._prepare(check)
+            read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        except Exception as error:
+            _logger.exception("%s: its grammars cannot be checked", check.model.name)
+            self._channel.send(Verdict(check.check_id, "unknown", reason=str(error)[:200]))
+            return
+        parent_pid = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(read_fd)
+            os.close(write_fd)
+            self._channel.send(Verdict(check.check_id, "unknown", reason=str(error)))
+            return
+        if pid == 0:
+            self._try(prepared, check, write_fd, parent_pid)
+        os.close(write_fd)
+        ended_fd = os.pidfd_open(pid)
+        deadline_s = time.monotonic() + TRIAL_TIMEOUT_S
+        self._trials[ended_fd] = _Trial(check.check_id, pid, read_fd, deadline_s)
+        self._poll.register(ended_fd, select.POLLIN)
+
+    def _prepare(self, check: Check) -> Any:
+        if check.mount_id not in self._prepared:
+            with importing():
+                preload(self._log_level)
+                trial = importlib.import_module("gpupoold.frontend.grammar_checker.trial")
+            self._prepared[check.mount_id] = trial.Prepared(check)
+            if len(self._prepared) > _MAX_PREPARED:
+                self._prepared.popitem(last=False)
+        self._prepared.move_to_end(check.mount_id)
+        return self._prepared[check.mount_id]
+
+    def _try(self, prepared: Any, check: Check, result_fd: int, parent_pid: int) -> None:
+        """Be the child; does not return."""
+        try:
+            die_with_parent(parent_pid)
+            _be_first_to_go()
+            end_at_faults()
+            faulthandler.disable()  # clients would fill the log
+            self._sock.close()
+            trial = importlib.import_module("gpupoold.frontend.grammar_checker.trial")
+            verdict = trial.try_grammar(prepared, check)
+            os.write(result_fd, msgspec.msgpack.encode(verdict))
+        finally:
+            os._exit(0)
+
+    def _end(self, ended_fd: int) -> None:
+        trial = self._trials.pop(ended_fd)
+        self._poll.unregister(ended_fd)
+        os.close(ended_fd)
+        _, status = os.waitpid(trial.pid, 0)
+        with os.fdopen(trial.result_fd, "rb") as result:
+            data = result.read(_MAX_VERDICT_BYTES)
+        if trial.is_late:
+            reason = f"it could not be checked within {TRIAL_TIMEOUT_S:g} s"
+            verdict = Verdict(trial.check_id, "unknown", reason=reason)
+        elif data:
+            verdict = msgspec.msgpack.decode(data, type=Verdict)
+        else:
+            verdict = _of_death(trial.check_id, os.waitstatus_to_exitcode(status))
+        self._channel.send(verdict)
+
+
+def _of_death(check_id: int, status: int) -> Verdict:
+    if status == -signal.SIGKILL:  # the kernel's, for want of memory: others may have taken it
+        return Verdict(check_id, "unknown", reason="there is no memory to check it")
+    if status == -signal.SIGXCPU:
+        reason = "compiling it takes more CPU time than a request may use"
+    else:
+        name = signal.Signals(-status).name if status < 0 else f"status {status}"
+        reason = f"compiling it ends the compiler ({name})"
+    return Verdict(check_id, "refused", reason=reason)
+
+
+def _be_first_to_go() -> None:
+    """Let the kernel end this process before others when memory is short."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")
+
+
+def fork_checker(log_level: str) -> socket.socket:
+    """Fork a checker; the caller's end of the channel. Only while there is a single thread."""
+    ours, theirs = socket.socketpair()
+    parent_pid = os.getpid()
+    if os.fork() == 0:
+        status = 1
+        try:
+            show_as(_MODULE, ["--log-level", log_level])
+            run(theirs, log_level, parent_pid)
+            status = 0
+        except Exception:
+            _logger.exception("the grammar checker failed")
+        finally:
+            os._exit(status)
+    theirs.close()
+    return ours
+
+
+def _close_others(kept_fd: int) -> None:
+    """Close what is the frontend's: its channel and the listening socket."""
+    os.closerange(3, kept_fd)
+    os.closerange(kept_fd + 1, os.sysconf("SC_OPEN_MAX"))
+
+
+def run(sock: socket.socket, log_level: str, parent_pid: int) -> None:
+    """Check grammars until the frontend is gone."""
+    begin_child("grammar-checker", log_level, parent_pid)
+    _close_others(sock.fileno())
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # A thread's own arena reserves address space, which a child's limit counts.
+    ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+    lower_priority(GRAMMAR_NICENESS)
+    with contextlib.suppress(ChannelClosed):
+        GrammarChecker(sock, log_level).serve()
+
+
+def main() -> None:
+    """Run a checker that was started as a program."""
+    parser = argparse.ArgumentParser(prog=_MODULE, description=__doc__)
+    parser.add_argument("--wire-fd", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("--log-level", default="info")
+    found = parser.parse_args()
+    run(socket.socket(fileno=found.wire_fd), found.log_level, found.parent_pid)
+
+
+if __name__ == "__main__":
+    main()

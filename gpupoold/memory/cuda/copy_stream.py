@@ -1,0 +1,190 @@
+"""Copies beside the engines' kernels: a CUDA stream for each lane.
+
+A batch of copies is one call to the driver where it has one for that: 4 us for each copy of a
+loop add up, so that blocks of 32 KiB would come at 8 GB/s. Inside such a call host-to-device
+copies of less than 28 KiB are slow again (7 GB/s, 44 from there on), so whoever asks for
+copies joins what lies side by side. A bad copy fails the whole call, hence nothing empty and
+nothing across two registrations gets there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from gpupoold.memory.contracts import Copy, Direction
+from gpupoold.memory.cuda.driver import CudaDriver
+
+# Drivers have crashed and hung on batches of 50,000 copies (vllm#49276). One of 8 MiB has
+# 300 copies when none is smaller than 28 KiB.
+_MAX_COPIES_PER_CALL = 1024
+
+
+class StreamLane:
+    """See :class:`~gpupoold.memory.contracts.Lane`; every method raises ``CudaError``.
+
+    ``split`` parts a host range where registrations meet. ``fence`` is called from the turn
+    loop's thread, ``close`` from any, all else from the lane's own.
+    """
+
+    def __init__(
+        self,
+        driver: CudaDriver,
+        direction: Direction,
+        compute_streams: Callable[[], Iterable[int]],
+        split: Callable[[int, int], Iterable[tuple[int, int]]],
+    ) -> None:
+        self._driver = driver
+        self._is_in = direction is Direction.IN
+        self._compute_streams = compute_streams
+        self._split = split
+        self._is_bound = False
+        self._can_batch = driver.can_copy_batches()
+        self._stream = driver.create_stream()
+        self._fence_events = _EventPool(driver.create_event)
+        self._batch_events = _EventPool(driver.create_host_event)
+        # What the stream has not been told to wait for yet. One thread appends, the other takes.
+        self._fences: deque[tuple[int, list[int]]] = deque()
+        self._num_fences = 0
+        self._batches: deque[tuple[int, int]] = deque()  # of which it is not known they are made
+        self._num_batches = 0
+        self._exports = _Exports(driver)
+        self._imported: dict[bytes, int] = {}
+
+    def fence(self) -> int:
+        """See :meth:`Lane.fence`."""
+        events = []
+        for stream in self._compute_streams():
+            events.append(self._fence_events.take())
+            self._driver.record_event(events[-1], stream)
+        self._num_fences += 1
+        self._fences.append((self._num_fences, events))
+        return self._num_fences
+
+    def begin(self, copies: Sequence[Copy], after: int) -> int:
+        """See :meth:`Lane.begin`."""
+        self._bind_thread()
+        self._pass_fences(after)
+        parts = [part for copy in copies for part in self._parts(copy)]
+        if self._can_batch and len(parts) > 1:
+            for first in range(0, len(parts), _MAX_COPIES_PER_CALL):
+                self._driver.copy_batch(parts[first : first + _MAX_COPIES_PER_CALL], self._stream)
+        else:
+            copy_one = self._driver.copy_in if self._is_in else self._driver.copy_out
+            for target, source, num_bytes in parts:
+                copy_one(target, source, num_bytes, self._stream)
+        event = self._batch_events.take()
+        self._driver.record_event(event, self._stream)
+        self._num_batches += 1
+        self._batches.append((self._num_batches, event))
+        return self._num_batches
+
+    def wait(self, batch: int) -> None:
+        """See :meth:`Lane.wait`."""
+        assert batch <= self._num_batches, f"batch {batch} has not been begun"
+        events = []
+        while self._batches and self._batches[0][0] <= batch:
+            events.append(self._batches.popleft()[1])
+        if events:
+            self._driver.synchronize_event(events[-1])  # a stream's work ends in order
+            self._batch_events.give_back(events)
+
+    def export(self, batch: int) -> bytes:
+        """A handle with which a lane of another process can come after ``batch``.
+
+        It stands for the batches begun up to now, so ask for it before the next one. To be
+        taken back with ``end_export``; it must not be used once this lane is closed.
+        """
+        assert batch <= self._num_batches, f"batch {batch} has not been begun"
+        return self._exports.record(self._stream)
+
+    def end_export(self, handle: bytes) -> None:
+        """What the other process has begun after the batch has been made."""
+        self._exports.give_back(handle)
+
+    def wait_for(self, handle: bytes) -> None:
+        """Batches begun from now on come after what another process's lane has exported."""
+        self._bind_thread()
+        if handle not in self._imported:  # opening is slow, and a handle comes again and again
+            self._imported[handle] = self._driver.open_ipc_event(handle)
+        self._driver.wait_event(self._stream, self._imported[handle])
+
+    def close(self) -> None:
+        """See :meth:`Lane.close`. What nobody has waited for is waited for here."""
+        self._driver.bind_thread()
+        self._driver.synchronize_stream(self._stream)
+        fences = (event for _, events in self._fences for event in events)
+        batches = (event for _, event in self._batches)
+        pooled = (*self._fence_events.events, *self._batch_events.events)
+        for event in (*fences, *batches, *pooled, *self._exports.events, *self._imported.values()):
+            self._driver.destroy_event(event)
+        self._driver.destroy_stream(self._stream)
+
+    def _bind_thread(self) -> None:
+        if not self._is_bound:
+            self._driver.bind_thread()
+            self._is_bound = True
+
+    def _pass_fences(self, last: int) -> None:
+        """Let the stream wait for all fences up to ``last``.
+
+        All, because the streams engines launch on change: the last may not cover the others.
+        """
+        assert last <= self._num_fences, f"there is no fence {last}"
+        while self._fences and self._fences[0][0] <= last:
+            _, events = self._fences.popleft()
+            for event in events:
+                self._driver.wait_event(self._stream, event)
+            # The stream waits for what they stand for now, whatever they are used for next.
+            self._fence_events.give_back(events)
+
+    def _parts(self, copy: Copy) -> Iterator[Copy]:
+        target, source, num_bytes = copy
+        for offset, length in self._split(source if self._is_in else target, num_bytes):
+            yield Copy(target + offset, source + offset, length)
+
+
+class _EventPool:
+    """Events used again and again; two threads may take and give back."""
+
+    def __init__(self, create: Callable[[], int]) -> None:
+        self._create = create
+        self.events: deque[int] = deque()
+
+    def take(self) -> int:
+        try:
+            return self.events.popleft()
+        except IndexError:
+            return self._create()
+
+    def give_back(self, events: Iterable[int]) -> None:
+        self.events.extend(events)
+
+
+class _Exports:
+    """Events that other processes have the handles of."""
+
+    def __init__(self, driver: CudaDriver) -> None:
+        self._driver = driver
+        self._event_of: dict[bytes, int] = {}
+        self._spare: list[bytes] = []
+
+    @property
+    def events(self) -> Iterable[int]:
+        return self._event_of.values()
+
+    def record(self, stream: int) -> bytes:
+        """The handle of an event that stands for the work the stream has now."""
+        if self._spare:
+            handle = self._spare.pop()
+        else:
+            event = self._driver.create_ipc_event()
+            handle = self._driver.ipc_event_handle(event)
+            self._event_of[handle] = event
+        self._driver.record_event(self._event_of[handle], stream)
+        return handle
+
+    def give_back(self, handle: bytes) -> None:
+        assert handle in self._event_of, "this lane has not exported it"
+        assert handle not in self._spare, "it was given back before"
+        self._spare.append(handle)

@@ -1,0 +1,286 @@
+"""An NVIDIA GPU's memory: pages made once, mapped and filled when a model is switched in.
+
+Order between our copies and the engines' kernels:
+
+- pages are unmapped, and copied out, only after the compute streams have run dry;
+- copies into a region are visible after ``synchronize``; zeros need no call,
+  because the compute streams themselves wait for them;
+- copies in and copies out have a stream each, so that they can overlap;
+- a lane's copies have streams of their own and are waited for by whoever began them, before
+  their pages are unmapped or their host memory is unpinned: nothing here waits for all.
+
+One process makes all page-table calls of a GPU, and one thread of it: two at once hang or
+crash the driver (vllm#36753). An instance owns its GPU, and its turn loop the calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from gpupoold.errors import Failed
+from gpupoold.memory.contracts import Device, Direction, PageRun
+from gpupoold.memory.cuda.copy_stream import StreamLane
+from gpupoold.memory.cuda.driver import BindingsDriver, CudaDriver, CudaError
+from gpupoold.memory.cuda.pinning import PinnedMemory
+from gpupoold.memory.numa import node_of, prefer_node
+from gpupoold.memory.pages import split_runs
+from gpupoold.units import format_bytes
+
+# Between what switches want and what KV wants. The driver does its work page by page, however
+# many one call is for (pytorch#96995): with access 40 us to map one, 26 us to unmap it, on an
+# A100 (kvcached). In pages of 2 MiB, the smallest, 16 GB would take 0.2 s to evict and 0.3 s to
+# map, as long as the copy itself; in these a quarter of it. A page has KV of 64 tokens of an 8B
+# model; but where attention wants layers outermost, a KV chunk takes a page per layer: of 32
+# layers 256 MiB, and 1 GiB with 32 MiB pages. Making pages (0.2 ms each, 4 s for 140 GB) happens
+# at start-up only.
+_PAGE_BYTES = 8 << 20
+# Copied while the next piece is being mapped: 5 ms on PCIe 5, so that mapping hides behind it.
+_PIECE_BYTES = 256 << 20
+_LEGACY_STREAM = 0
+
+
+def _legacy_stream() -> tuple[int, ...]:
+    return (_LEGACY_STREAM,)
+
+
+class CudaDevice(Device):
+    """Memory of one GPU in the device's primary context, which torch uses too.
+
+    ``device_bytes`` caps the memory taken (0: all that is free), ``reserve_bytes``
+    stay free for torch in any case. ``compute_streams`` names the streams engines
+    launch kernels on; it is asked again each time. ``page_bytes`` is a multiple of
+    the device's granularity. Memory for copies is made near ``numa_node`` (see
+    :func:`~gpupoold.memory.numa.prefer_node`).
+
+    Raises:
+        Failed: no page fits, or ``page_bytes`` cannot be mapped.
+        CudaError: the driver refused something.
+    """
+
+    is_host_addressable = False
+
+    def __init__(
+        self,
+        device_index: int,
+        device_bytes: int,
+        reserve_bytes: int,
+        page_bytes: int | None = None,
+        driver: CudaDriver | None = None,
+        compute_streams: Callable[[], Iterable[int]] = _legacy_stream,
+    ) -> None:
+        super().__init__()
+        self._driver: CudaDriver = BindingsDriver() if driver is None else driver
+        self._compute_streams = compute_streams
+        self._handles: list[int | None] = []  # of each page; None while it is lent
+        self._pinned = PinnedMemory(self._driver)
+        self._driver.open(device_index)
+        try:
+            self.numa_node = node_of(self._driver.pci_bus_id())
+            granularity = self._driver.granularity()
+            self.page_bytes = page_bytes or max(_PAGE_BYTES, granularity)
+            self.num_pages = self._plan(granularity, device_bytes, reserve_bytes)
+            self._handles = [None] * self.num_pages
+            self._make(range(self.num_pages))
+            self._in_stream = self._driver.create_stream()
+            self._out_stream = self._driver.create_stream()
+            self._filled = self._driver.create_event()
+        except BaseException:
+            self._release(range(len(self._handles)))
+            self._driver.close()
+            raise
+        self._pages_per_piece = max(1, _PIECE_BYTES // self.page_bytes)
+
+    def free_bytes(self) -> int:
+        """Device memory nobody has taken: what is left of the reserve."""
+        return self._driver.memory_info()[0]
+
+    def reserve(self, num_pages: int) -> int:
+        """See :meth:`Device.reserve`."""
+        return self._driver.reserve_addresses(num_pages * self.page_bytes, self.page_bytes)
+
+    def release(self, address: int, num_pages: int) -> None:
+        """See :meth:`Device.release`."""
+        self._driver.free_addresses(address, num_pages * self.page_bytes)
+
+    def map(self, address: int, runs: list[PageRun]) -> None:
+        """See :meth:`Device.map`. A page may be mapped in several places."""
+        at = address
+        try:
+            for run in runs:
+                for handle in self._handles[run.first : run.end]:
+                    assert handle is not None, f"{run} is lent"
+                    self._driver.map(at, self.page_bytes, handle)
+                    at += self.page_bytes
+            self._driver.allow_access(address, at - address)
+        except CudaError:
+            if at > address:
+                self._driver.unmap(address, at - address)
+            raise
+
+    def unmap(self, address: int, runs: list[PageRun]) -> None:
+        """See :meth:`Device.unmap`. Waits for kernels and copies, which may use the pages."""
+        self.unmap_each([(address, runs)])
+
+    def unmap_each(self, mappings: Sequence[tuple[int, list[PageRun]]]) -> None:
+        """See :meth:`Device.unmap_each`."""
+        self._wait_for_compute()
+        self.synchronize()
+        for address, runs in mappings:
+            self._driver.unmap(address, _num_pages(runs) * self.page_bytes)
+
+    def map_and_fill(self, address: int, runs: list[PageRun], source: int | None) -> None:
+        """See :meth:`Device.map_and_fill`. The next piece is mapped while one is being copied."""
+        at, left = address, runs
+        try:
+            while left:
+                piece, left = split_runs(left, self._pages_per_piece)
+                num_bytes = _num_pages(piece) * self.page_bytes
+                started_s = time.perf_counter()
+                self.map(at, piece)
+                mapped_s = time.perf_counter()
+                at += num_bytes
+                self._fill(at - num_bytes, source, num_bytes)
+                source = None if source is None else source + num_bytes
+                self.spent.map_s += mapped_s - started_s
+                self.spent.copy_s += time.perf_counter() - mapped_s
+            if source is None:
+                self._let_compute_wait()
+        except CudaError:
+            if at > address:
+                mapped, _ = split_runs(runs, (at - address) // self.page_bytes)
+                self.unmap(address, mapped)
+            raise
+
+    def zero(self, address: int, num_bytes: int) -> None:
+        """See :meth:`Device.zero`. No kernel may still use the bytes: it is not waited for."""
+        if num_bytes:
+            self._driver.fill(address, 0, num_bytes, self._in_stream)
+            self._let_compute_wait()
+
+    def copy_in(self, address: int, source: int, num_bytes: int) -> None:
+        """See :meth:`Device.copy_in`."""
+        for offset, length in self._pinned.split(source, num_bytes):
+            self._driver.copy_in(address + offset, source + offset, length, self._in_stream)
+
+    def copy_out(self, target: int, address: int, num_bytes: int) -> None:
+        """See :meth:`Device.copy_out`. Kernels asked for before have written what is copied."""
+        self._wait_for_compute()
+        for offset, length in self._pinned.split(target, num_bytes):
+            self._driver.copy_out(target + offset, address + offset, length, self._out_stream)
+
+    def open_lane(self, direction: Direction) -> StreamLane:
+        """See :meth:`Device.open_lane`: a stream of its own."""
+        split = self._pinned.split
+        return StreamLane(self._driver, direction, self._compute_streams, split)
+
+    def synchronize(self) -> None:
+        """See :meth:`Device.synchronize`. The wait counts as time of copying."""
+        started_s = time.perf_counter()
+        self._driver.synchronize_stream(self._in_stream)
+        self._driver.synchronize_stream(self._out_stream)
+        self.spent.copy_s += time.perf_counter() - started_s
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """See :meth:`Device.pin`. Pages that are not there yet are made near the device."""
+        with prefer_node(self.numa_node):
+            self._pinned.pin(address, num_bytes)
+
+    def unpin(self, address: int, num_bytes: int) -> None:
+        """See :meth:`Device.unpin`.
+
+        Raises:
+            ValueError: the range was not pinned as a whole.
+        """
+        self.synchronize()
+        self._pinned.unpin(address, num_bytes)
+
+    def lend(self, runs: list[PageRun]) -> None:
+        """See :meth:`Device.lend`."""
+        for page in _pages(runs):
+            handle = self._handles[page]
+            assert handle is not None, f"page {page} is lent already"
+            self._driver.release(handle)
+            self._handles[page] = None
+
+    def reclaim(self, runs: list[PageRun]) -> None:
+        """See :meth:`Device.reclaim`."""
+        self._make(_pages(runs))
+
+    def close(self) -> None:
+        """See :meth:`Device.close`."""
+        self._wait_for_compute()
+        self.synchronize()
+        self._pinned.close()
+        self._driver.destroy_event(self._filled)
+        self._driver.destroy_stream(self._in_stream)
+        self._driver.destroy_stream(self._out_stream)
+        self._release(range(self.num_pages))
+        self._driver.close()
+
+    def _plan(self, granularity: int, device_bytes: int, reserve_bytes: int) -> int:
+        """How many pages to make."""
+        if self.page_bytes % granularity:
+            raise Failed(
+                f"page_bytes of {format_bytes(self.page_bytes)} is no multiple of "
+                f"{format_bytes(granularity)}, the least this GPU maps",
+                "change page_bytes of the device in the configuration",
+            )
+        free_bytes, total_bytes = self._driver.memory_info()
+        usable_bytes = free_bytes - reserve_bytes
+        if device_bytes:
+            usable_bytes = min(usable_bytes, device_bytes)
+        if usable_bytes < self.page_bytes:
+            raise Failed(
+                f"{format_bytes(free_bytes)} of {format_bytes(total_bytes)} are free on the GPU, "
+                f"and {format_bytes(reserve_bytes)} of them are to stay free",
+                "end other users of the GPU or lower memory.reserve",
+            )
+        return usable_bytes // self.page_bytes
+
+    def _make(self, pages: Iterable[int]) -> None:
+        """Make physical memory for pages without.
+
+        Raises:
+            CudaError: others have the memory; what was made here is given back.
+        """
+        made: list[int] = []
+        try:
+            for page in pages:
+                assert self._handles[page] is None, f"page {page} exists"
+                self._handles[page] = self._driver.create(self.page_bytes)
+                made.append(page)
+        except CudaError:
+            self._release(made)
+            raise
+
+    def _release(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            handle = self._handles[page]
+            if handle is not None:
+                self._driver.release(handle)
+                self._handles[page] = None
+
+    def _fill(self, address: int, source: int | None, num_bytes: int) -> None:
+        if source is None:
+            self._driver.fill(address, 0, num_bytes, self._in_stream)
+        else:
+            self.copy_in(address, source, num_bytes)
+
+    def _wait_for_compute(self) -> None:
+        for stream in self._compute_streams():
+            self._driver.synchronize_stream(stream)
+
+    def _let_compute_wait(self) -> None:
+        """Kernels launched from now on run after what the in-stream has been given."""
+        self._driver.record_event(self._filled, self._in_stream)
+        for stream in self._compute_streams():
+            self._driver.wait_event(stream, self._filled)
+
+
+def _num_pages(runs: list[PageRun]) -> int:
+    return sum(run.num_pages for run in runs)
+
+
+def _pages(runs: list[PageRun]) -> Iterator[int]:
+    return (page for run in runs for page in range(run.first, run.end))

@@ -1,0 +1,352 @@
+"""The CUDA driver's calls that device memory needs; nothing else in the project makes them.
+
+``CudaDriver`` is what :class:`gpupoold.memory.cuda.device.CudaDevice` asks for: plain
+integers in and out, an exception instead of an error code. ``BindingsDriver``
+does it with ``cuda-bindings``, which is imported when one is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from gpupoold.errors import Failed
+from gpupoold.memory import libc
+
+_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED: ordinary device memory
+_ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit order with the legacy default stream
+_SLEEPS = 1  # CU_EVENT_BLOCKING_SYNC: a thread that waits for the event does not spin
+_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_INTERPROCESS = 4  # CU_EVENT_INTERPROCESS
+_OWN_CAPTURES = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: captures of other threads are ignored
+_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_IPC_HANDLE_BYTES = 64
+_BUS_ID_BYTES = 32
+# The first with the ``cuMemcpyBatchAsync`` that takes no index of a failed copy (CUDA 12.8 had
+# another one), which is the one cuda-bindings 13 calls.
+_BATCH_COPY_VERSION = 13000
+
+
+class CudaError(RuntimeError):
+    """A driver call failed. The device's state is unknown, so the process had better end."""
+
+    def __init__(self, call: str, code: str, message: str) -> None:
+        super().__init__(f"{call} failed: {code}: {message}")
+        self.call = call
+        self.code = code
+
+
+class CudaDriver(Protocol):
+    """Driver calls on one device's primary context; handles, addresses and streams are ints.
+
+    Every method raises :class:`CudaError`. Copies and fills are asynchronous.
+    """
+
+    def open(self, device_index: int) -> None:
+        """Retain the device's primary context, the one torch uses, and make it current here."""
+
+    def bind_thread(self) -> None:
+        """Make the context current in the calling thread too, one that captures no graphs.
+
+        Its calls are allowed, and break nothing, while another thread captures one.
+        """
+
+    def close(self) -> None:
+        """Let the primary context go."""
+
+    def pci_bus_id(self) -> str:
+        """Where the device is, as ``domain:bus:device.function``."""
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total bytes of the device."""
+
+    def granularity(self) -> int:
+        """Bytes that sizes and addresses of mappings must be multiples of."""
+
+    def create(self, num_bytes: int) -> int:
+        """Physical memory; returns its handle."""
+
+    def release(self, handle: int) -> None:
+        """Give physical memory back once it is mapped nowhere."""
+
+    def reserve_addresses(self, num_bytes: int, alignment: int) -> int:
+        """Addresses without memory."""
+
+    def free_addresses(self, address: int, num_bytes: int) -> None:
+        """Give reserved addresses back."""
+
+    def map(self, address: int, num_bytes: int, handle: int) -> None:
+        """Put physical memory behind addresses; inaccessible until ``allow_access``."""
+
+    def allow_access(self, address: int, num_bytes: int) -> None:
+        """Let the device read and write a fully mapped range."""
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        """Undo all mappings of a range."""
+
+    def copy_in(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """Host to device, in stream order."""
+
+    def copy_out(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """Device to host, in stream order."""
+
+    def can_copy_batches(self) -> bool:
+        """Whether ``copy_batch`` works with this driver."""
+
+    def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
+        """Copies ``(target, source, num_bytes)`` in stream order, among themselves in any.
+
+        The stream must not be the legacy default stream, and no copy empty. One bad copy
+        fails the whole call.
+        """
+
+    def fill(self, address: int, value: int, num_bytes: int, stream: int) -> None:
+        """Set bytes, in stream order."""
+
+    def create_stream(self) -> int:
+        """A stream without implicit order to any other."""
+
+    def destroy_stream(self, stream: int) -> None:
+        """End a stream."""
+
+    def synchronize_stream(self, stream: int) -> None:
+        """Return when all work of a stream has ended; 0 is the legacy default stream."""
+
+    def create_event(self) -> int:
+        """An event that streams wait for."""
+
+    def create_host_event(self) -> int:
+        """An event that threads wait for, asleep."""
+
+    def create_ipc_event(self) -> int:
+        """An event that streams of other processes can wait for too."""
+
+    def ipc_event_handle(self, event: int) -> bytes:
+        """What another process opens the event with; always the same for an event."""
+
+    def open_ipc_event(self, handle: bytes) -> int:
+        """The event of another process, which must outlive the use of this one.
+
+        To be destroyed as one's own. The process that made the event cannot open it.
+        """
+
+    def destroy_event(self, event: int) -> None:
+        """End an event."""
+
+    def record_event(self, event: int, stream: int) -> None:
+        """The event then stands for all work the stream has now.
+
+        Who waits for what it stood for before is not affected, so that it can be used anew.
+        """
+
+    def synchronize_event(self, event: int) -> None:
+        """Return when the work that the event stands for has ended."""
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """Later work of the stream waits for what the event stands for now."""
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        """Pin host memory."""
+
+    def unregister_host(self, address: int) -> None:
+        """Undo ``register_host`` of the same address."""
+
+
+class BindingsDriver:
+    """:class:`CudaDriver` by NVIDIA's ``cuda-bindings``.
+
+    Raises:
+        Failed: the package is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise Failed(
+                f"CUDA devices need the package cuda-bindings: {error}", "pip install gpupool[cuda]"
+            ) from error
+        self._driver: Any = driver
+        self._device: Any = None
+        self._context: Any = None
+        self._allocation: Any = None
+        self._access: Any = None
+        self._attributes: Any = None
+
+    def open(self, device_index: int) -> None:
+        """See :class:`CudaDriver`."""
+        cuda = self._driver
+        self._call("cuInit", 0)
+        self._device = self._call("cuDeviceGet", device_index)
+        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        self._call("cuCtxSetCurrent", self._context)
+        location = cuda.CUmemLocation()
+        location.type = cuda.CUmemLocationType(_ON_DEVICE)
+        location.id = device_index
+        self._allocation = cuda.CUmemAllocationProp()
+        self._allocation.type = cuda.CUmemAllocationType(_PINNED)
+        self._allocation.location = location
+        self._access = cuda.CUmemAccessDesc()
+        self._access.location = location
+        self._access.flags = cuda.CUmemAccess_flags(_READ_WRITE)
+        self._attributes = cuda.CUmemcpyAttributes()
+        self._attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder(_STREAM_ORDER)
+
+    def bind_thread(self) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuCtxSetCurrent", self._context)
+        mode = self._driver.CUstreamCaptureMode(_OWN_CAPTURES)
+        self._call("cuThreadExchangeStreamCaptureMode", mode)
+
+    def close(self) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuDevicePrimaryCtxRelease", self._device)
+
+    def pci_bus_id(self) -> str:
+        """See :class:`CudaDriver`."""
+        found: bytes = self._call("cuDeviceGetPCIBusId", _BUS_ID_BYTES, self._device)
+        return found.partition(b"\0")[0].decode()  # what follows is padding
+
+    def memory_info(self) -> tuple[int, int]:
+        """See :class:`CudaDriver`."""
+        free, total = self._call("cuMemGetInfo")
+        return int(free), int(total)
+
+    def granularity(self) -> int:
+        """See :class:`CudaDriver`."""
+        minimum = self._driver.CUmemAllocationGranularity_flags(0)
+        return int(self._call("cuMemGetAllocationGranularity", self._allocation, minimum))
+
+    def create(self, num_bytes: int) -> int:
+        """See :class:`CudaDriver`."""
+        return int(self._call("cuMemCreate", num_bytes, self._allocation, 0))
+
+    def release(self, handle: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemRelease", handle)
+
+    def reserve_addresses(self, num_bytes: int, alignment: int) -> int:
+        """See :class:`CudaDriver`."""
+        return int(self._call("cuMemAddressReserve", num_bytes, alignment, 0, 0))
+
+    def free_addresses(self, address: int, num_bytes: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemAddressFree", address, num_bytes)
+
+    def map(self, address: int, num_bytes: int, handle: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemMap", address, num_bytes, 0, handle, 0)
+
+    def allow_access(self, address: int, num_bytes: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemSetAccess", address, num_bytes, [self._access], 1)
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemUnmap", address, num_bytes)
+
+    def copy_in(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemcpyHtoDAsync", target, source, num_bytes, stream)
+
+    def copy_out(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemcpyDtoHAsync", target, source, num_bytes, stream)
+
+    def can_copy_batches(self) -> bool:
+        """See :class:`CudaDriver`."""
+        return int(self._call("cuDriverGetVersion")) >= _BATCH_COPY_VERSION
+
+    def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
+        """See :class:`CudaDriver`."""
+        pointer = self._driver.CUdeviceptr
+        targets = [pointer(target) for target, _, _ in copies]
+        sources = [pointer(source) for _, source, _ in copies]
+        sizes = [num_bytes for _, _, num_bytes in copies]
+        # The one set of attributes is that of all copies from the first on.
+        self._call(
+            "cuMemcpyBatchAsync",
+            *(targets, sources, sizes, len(copies)),
+            *([self._attributes], [0], 1),
+            stream,
+        )
+
+    def fill(self, address: int, value: int, num_bytes: int, stream: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemsetD8Async", address, value, num_bytes, stream)
+
+    def create_stream(self) -> int:
+        """See :class:`CudaDriver`."""
+        return int(self._call("cuStreamCreate", _NON_BLOCKING))
+
+    def destroy_stream(self, stream: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuStreamDestroy", stream)
+
+    def synchronize_stream(self, stream: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuStreamSynchronize", stream)
+
+    def create_event(self) -> int:
+        """See :class:`CudaDriver`."""
+        return int(self._call("cuEventCreate", _NO_TIMING))
+
+    def create_host_event(self) -> int:
+        """See :class:`CudaDriver`."""
+        return int(self._call("cuEventCreate", _NO_TIMING | _SLEEPS))
+
+    def create_ipc_event(self) -> int:
+        """See :class:`CudaDriver`."""
+        return int(self._call("cuEventCreate", _NO_TIMING | _INTERPROCESS))
+
+    def ipc_event_handle(self, event: int) -> bytes:
+        """See :class:`CudaDriver`."""
+        handle = self._call("cuIpcGetEventHandle", event)
+        return libc.read(handle.getPtr(), _IPC_HANDLE_BYTES)
+
+    def open_ipc_event(self, handle: bytes) -> int:
+        """See :class:`CudaDriver`."""
+        opened = self._driver.CUipcEventHandle()
+        libc.write(opened.getPtr(), handle)
+        return int(self._call("cuIpcOpenEventHandle", opened))
+
+    def destroy_event(self, event: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuEventDestroy", event)
+
+    def record_event(self, event: int, stream: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuEventRecord", event, stream)
+
+    def synchronize_event(self, event: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuEventSynchronize", event)
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemHostRegister", address, num_bytes, 0)
+
+    def unregister_host(self, address: int) -> None:
+        """See :class:`CudaDriver`."""
+        self._call("cuMemHostUnregister", address)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Call; a failure becomes an exception, the results lose their status code."""
+        try:
+            status, *results = getattr(self._driver, name)(*arguments)
+        except RuntimeError as error:  # the bindings find no driver library
+            raise CudaError(name, "no CUDA driver", str(error)) from error
+        if int(status) != 0:
+            raise CudaError(name, *self._describe(status))
+        return results[0] if len(results) == 1 else results
+
+    def _describe(self, status: Any) -> tuple[str, str]:
+        _, text = self._driver.cuGetErrorString(status)
+        message = text.decode() if text else "the driver has no text for it"
+        return str(status.name), message

@@ -1,0 +1,257 @@
+"""Where the chunks of one model's KV are: what can be asked of them, without changing any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+from gpupoold.memory.address_ranges import Region
+from gpupoold.memory.contracts import BlockLedger, Device
+from gpupoold.memory.extent_index import AWAY, ChunkIndex, Place
+from gpupoold.memory.geometry import KvGeometry
+from gpupoold.memory.host import HostSlot, Slot
+from gpupoold.memory.transfers import Transfer
+
+__all__ = ["AWAY", "Group", "KvChunks", "Place"]
+
+# Moved together: each row is then mapped by one call, and copied in one piece. A few
+# milliseconds of an emulated link, less than a chunk of most models on a GPU.
+_GROUP_BYTES = 32 << 20
+# Of a small device: so that not all requests wait for one copy.
+_MIN_GROUPS = 8
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """Chunks that are away, together from when they left until they are back.
+
+    ``blocks`` had bytes when they left; the slot has them row by row, so that neighbours are
+    copied in one piece. ``held`` are those that the engine must not have until then.
+    """
+
+    chunks: list[int]
+    slot: Slot
+    blocks: list[int]
+    held: set[int] = field(default_factory=set)
+    transfer: Transfer | None = None
+    place: Place = Place.DEVICE
+    """Of all its chunks."""
+
+
+class KvChunks:
+    """The chunks of a KV region, and the engine's account of the blocks in them."""
+
+    def __init__(self, geometry: KvGeometry, region: Region, device: Device) -> None:
+        self.geometry = geometry
+        self._region = region
+        self._device = device
+        self._index = ChunkIndex(geometry)
+        self._away: dict[int, Group] = {}  # by chunk
+        self._all_groups: dict[Group, None] = {}  # in the order in which they left
+        self._moving: dict[Group, None] = {}  # those being copied, in the order in which that began
+        self._host_bytes = self._missing_bytes = 0
+        self._pages_known: dict[str, tuple[int, int]] = {}  # version of the index, and the answer
+        self._ledger: BlockLedger | None = None
+
+    @property
+    def address(self) -> int:
+        """Start of the KV buffer."""
+        return self._region.address
+
+    @property
+    def physical_pages(self) -> list[int]:
+        """Pages of the pool that it has."""
+        return self._region.physical_pages
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device bytes of this region."""
+        return self._region.num_mapped * self._device.page_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Host bytes of the chunks that are away."""
+        return self._host_bytes
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """Those of them that are in another instance's host memory."""
+        slots = (group.slot for group in self._groups())
+        return sum(slot.num_bytes for slot in slots if not isinstance(slot, HostSlot))
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that are neither on the device nor on their way to it."""
+        return self._missing_bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no chunk is away, so that every request can run."""
+        return not self._away
+
+    def is_here(self, blocks: Iterable[int]) -> bool:
+        """Whether the bytes of all these blocks are on the device."""
+        size, away = self.geometry.blocks_per_chunk, self._away
+        return not away or not any(block // size in away for block in blocks)
+
+    def place(self, chunk: int) -> Place:
+        """Where a chunk is."""
+        return self._index.place(chunk)
+
+    def chunks(self, place: Place) -> list[int]:
+        """Chunks at ``place``, lowest first."""
+        return self._index.chunks(place)
+
+    def first_chunks(self, place: Place, count: int) -> list[int]:
+        """The lowest ``count`` chunks at ``place``, or all."""
+        return list(islice(self._index.each(place), count))
+
+    def chunks_in_order(self, place: Place, blocks: Iterable[int]) -> list[int]:
+        """Chunks at ``place``: those of ``blocks`` first, in their order, then the others."""
+        size, at = self.geometry.blocks_per_chunk, self._index.place
+        wanted = dict.fromkeys(block // size for block in blocks)
+        first = [chunk for chunk in wanted if at(chunk) is place]
+        return first + [chunk for chunk in self.chunks(place) if chunk not in wanted]
+
+    def cut(self, chunks: list[int]) -> Iterator[list[int]]:
+        """``chunks`` in order, as many at a time as had better be paged out together."""
+        group_bytes = min(_GROUP_BYTES, self.geometry.total_bytes // _MIN_GROUPS)
+        most = max(1, group_bytes // self.geometry.chunk_bytes)
+        num_groups = -(-len(chunks) // most)
+        num_groups += num_groups % 2  # where two threads copy, none is left with the last
+        size = max(1, -(-len(chunks) // max(1, num_groups)))
+        return (chunks[at : at + size] for at in range(0, len(chunks), size))
+
+    def groups_on_host(self, blocks: Iterable[int]) -> Iterator[list[int]]:
+        """Chunks that can be paged in, together: those of ``blocks`` first, in their order.
+
+        Found one by one, so that who wants the first need not wait for all.
+        """
+        size, seen = self.geometry.blocks_per_chunk, set[Group]()
+        wanted = (self._away.get(block // size) for block in blocks)
+        for group in chain(wanted, self._groups(Place.HOST) if self._missing_bytes else ()):
+            if group is not None and group.place is Place.HOST and group not in seen:
+                seen.add(group)
+                yield group.chunks
+
+    def whereabouts(self, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """``(address, num_bytes)`` of the bytes of blocks, row by row in their order.
+
+        In the region, or in host memory where they are away. Nothing of them may be on its way.
+        """
+        on_host: dict[int, tuple[int, int]] = {}
+        size = self.geometry.blocks_per_chunk
+        away = (self._away.get(block // size) for block in blocks)
+        for group in dict.fromkeys(group for group in away if group is not None):
+            places = self._extents(group.blocks)
+            on_host |= {at: (host, n) for at, host, n in group.slot.beside(places)}
+        for address, num_bytes in self._extents(blocks):
+            while num_bytes:
+                here, length = on_host.get(address, (address, num_bytes))
+                yield here, length
+                address, num_bytes = address + length, num_bytes - length
+
+    def _extents(self, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+        for row in self.geometry.rows:
+            for block in blocks:
+                yield self.address + row.offset + block * row.stride, row.num_bytes
+
+    def num_missing_pages(self, chunks: list[int]) -> int:
+        """Pages that mapping ``chunks`` would take from the pool."""
+        if self.geometry.is_aligned:
+            return sum(map(self._region.num_missing, self.geometry.spans(chunks)))
+        pages = self.geometry.uses(chunks)
+        return sum(1 for page in pages if not self._region.num_holders(page))
+
+    def num_resident_pages(self, chunks: list[int]) -> int:
+        """Pages that dropping all of ``chunks`` would free: those no other chunk lies on."""
+        if self.geometry.is_aligned:
+            return sum(map(len, self.geometry.spans(chunks)))
+        uses = self.geometry.uses(chunks)
+        return sum(1 for page, count in uses.items() if self._region.num_holders(page) == count)
+
+    @property
+    def num_leaving_pages(self) -> int:
+        """Pages that come free when what is being copied to the host has got there."""
+        if self.geometry.is_aligned:
+            return self._index.num_pages(Place.LEAVING)
+        return self._known("leaving", lambda: self.num_resident_pages(self.chunks(Place.LEAVING)))
+
+    @property
+    def num_idle_pages(self) -> int:
+        """Pages that taking all of ``free_chunks`` away would free."""
+        if self.geometry.is_aligned:
+            return self._index.num_idle_pages
+        return self._known("idle", lambda: self.num_resident_pages(self.free_chunks()))
+
+    @property
+    def num_returning_pages(self) -> int:
+        """Pages that bringing in all that is on the host would take from the pool."""
+        if self.geometry.is_aligned:
+            return self._index.num_pages(Place.HOST)
+        return self._known("host", lambda: self.num_missing_pages(self.chunks(Place.HOST)))
+
+    def _known(self, name: str, count: Callable[[], int]) -> int:
+        """What ``count`` says, asked again only after something has changed."""
+        version, answer = self._pages_known.get(name, (-1, 0))
+        if version != self._index.version:
+            version, answer = self._index.version, count()
+            self._pages_known[name] = version, answer
+        return answer
+
+    def live_blocks(self, chunk: int) -> list[int]:
+        """Blocks of a chunk that requests use."""
+        group = self._away.get(chunk)
+        blocks = self._engine().live(self._real(self.geometry.blocks(chunk)))
+        return [b for b in blocks if b not in group.held] if group else blocks
+
+    @property
+    def num_live_blocks(self) -> int:
+        """Blocks of chunks on the device that requests use."""
+        return self._index.num_used_on_device
+
+    def free_chunks(self) -> list[int]:
+        """Chunks on the device without a live block, highest first: cheap to take away."""
+        return self._index.idle()
+
+    def _groups(self, place: Place | None = None) -> list[Group]:
+        """Those at ``place``, or all, in the order in which they left or began to be copied."""
+        among = self._moving if place in (Place.LEAVING, Place.ARRIVING) else self._all_groups
+        return [group for group in among if place is None or group.place is place]
+
+    def _put(self, group: Group, place: Place) -> None:
+        """Note where all of a group is: away, on the device, or nowhere."""
+        size = group.slot.num_bytes
+        if group.place is Place.HOST:
+            self._missing_bytes -= size
+        if place is Place.HOST:
+            self._missing_bytes += size
+        if place in AWAY and group not in self._all_groups:
+            self._all_groups[group] = None
+            self._away |= dict.fromkeys(group.chunks, group)
+            self._host_bytes += size
+        elif place not in AWAY:
+            del self._all_groups[group]
+            self._host_bytes -= size
+            for chunk in group.chunks:
+                del self._away[chunk]
+        self._moving.pop(group, None)
+        if place in (Place.LEAVING, Place.ARRIVING):
+            self._moving[group] = None
+        group.place = place
+        self._index.put(group.chunks, place)
+
+    def _is_dead(self, group: Group) -> bool:
+        """Whether no request needs any block of it."""
+        return len(group.held) == len(self._real_of(group.chunks))
+
+    def _real(self, blocks: range) -> range:
+        return blocks if blocks.start else blocks[1:]
+
+    def _real_of(self, chunks: list[int]) -> list[int]:
+        return [b for chunk in chunks for b in self._real(self.geometry.blocks(chunk))]
+
+    def _engine(self) -> BlockLedger:
+        assert self._ledger is not None, "attach() comes first"
+        return self._ledger

@@ -1,0 +1,1 @@
+"""The planner: whether given models fit given devices, and what to change first."""

@@ -1,0 +1,257 @@
+"""The planner: does a load fit a box, how many devices does it need, what would help.
+
+Every number is a simulation's, and so is every advice: a change that was not simulated is
+not named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from gpupoold.errors import UsageError
+from gpupoold.sim.boxes import Box
+from gpupoold.sim.model import SimModel
+from gpupoold.sim.planner.changes import Change, chains
+from gpupoold.sim.planner.load import Load
+from gpupoold.sim.planner.run import (
+    SPLITTING,
+    Attained,
+    Forecast,
+    NothingToServe,
+    OnProgress,
+    Runner,
+    Setup,
+)
+from gpupoold.sim.policies import PolicyOptions, make_policy
+
+MAX_DEVICES = 256
+# Doubling the devices that closes less than this part of the gap to the target will not do it.
+_LEAST_GAIN = 0.05
+_GROWTHS = (1.1, 1.25, 1.5, 2.0, 3.0)
+_EXHAUSTIVE_SPLITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What to plan for; ``models`` are those of ``box``.
+
+    ``max_lens`` bounds prompt and answer together, in tokens. ``models_on`` gives the
+    models on another kind of device (UsageError: not known there); without it other kinds
+    are not tried. ``seeds`` are the runs of a load that is drawn; a recorded one is run once.
+    """
+
+    box: Box
+    models: Mapping[str, SimModel]
+    load: Load
+    target: float
+    policies: tuple[str, ...] = ("gpupool",)
+    seeds: tuple[int, ...] = (0, 1)
+    max_lens: Mapping[str, int] = field(default_factory=dict)
+    models_on: Callable[[Box], Mapping[str, SimModel]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyResult:
+    """A policy on the box as it is; ``num_prefill`` is the best split of its devices."""
+
+    policy: str
+    attained: Attained
+    num_prefill: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A change, or a number of devices, and what it gave."""
+
+    kind: str
+    text: str
+    num_devices: int
+    attained: Attained
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answers, about the best of the policies asked for.
+
+    ``needed`` is the least number of devices that reaches the target, None if none up to the
+    largest of ``counts`` does. ``growth`` is the largest multiple of the load tried that
+    still fits (1: none), ``growth_limit`` the next, which does not (None: all fit); both None
+    if it does not fit as it is. ``changes`` are all that were tried, cheapest first.
+    """
+
+    fits: bool
+    attained: Attained
+    forecast: Forecast
+    policies: tuple[PolicyResult, ...]
+    needed: int | None
+    counts: tuple[Tried, ...]
+    growth: float | None
+    growth_limit: float | None
+    changes: tuple[Tried, ...]
+    num_runs: int
+
+
+def check_question(target: float, policies: Sequence[str]) -> None:
+    """Raise UsageError for a target or policies that mean nothing."""
+    if not 0 < target <= 1:
+        hint = "write 0.99 for 99 % of the tokens"
+        raise UsageError(f"target {target:g}: must be above 0 and at most 1", hint)
+    for policy in policies:
+        make_policy(policy, PolicyOptions())
+
+
+def make_plan(question: Question, on_progress: OnProgress | None = None) -> Plan:
+    """Simulate until everything is answered.
+
+    Raises:
+        UsageError: an impossible question, no requests, or no policy that would run.
+    """
+    check_question(question.target, question.policies)
+    return _Planner(question, on_progress).plan()
+
+
+class _Planner:
+    def __init__(self, question: Question, on_progress: OnProgress | None) -> None:
+        self._question = question
+        self._target = question.target
+        self._runner = Runner(on_progress)
+        self._counts: dict[int, Tried] = {}
+
+    def plan(self) -> Plan:
+        """Policies first: all other answers are about the best of them."""
+        results = [self._policy_result(name) for name in dict.fromkeys(self._question.policies)]
+        results.sort(key=lambda result: -result.attained.worst)
+        best = results[0]
+        if best.attained.overall is None:
+            problem = f"{best.policy} cannot run here: {best.attained.refused}"
+            raise UsageError(problem, "name another --policy, or more devices")
+        base = self._setup(best.policy, best.num_prefill)
+        shown = self._runner.forecast(base)
+        fits = best.attained.reaches(self._target)
+        self._counts[base.box.num_devices] = _tried_devices(base, best.attained)
+        needed = self._needed(base, fits)
+        growth, growth_limit = self._growth(base) if fits else (None, None)
+        changes = () if fits else self._changes(base, shown, needed)
+        return Plan(
+            fits=fits,
+            attained=best.attained,
+            forecast=shown,
+            policies=tuple(results),
+            needed=needed,
+            counts=tuple(self._counts[number] for number in sorted(self._counts)),
+            growth=growth,
+            growth_limit=growth_limit,
+            changes=changes,
+            num_runs=self._runner.num_runs,
+        )
+
+    def _setup(self, policy: str, num_prefill: int | None = None) -> Setup:
+        asked = self._question
+        return Setup(
+            asked.box, asked.models, asked.load, asked.seeds, policy, num_prefill, asked.max_lens
+        )
+
+    def _policy_result(self, policy: str) -> PolicyResult:
+        setup = self._setup(policy)
+        if policy in SPLITTING and setup.box.num_devices > 1:
+            return self._best_split(setup)
+        return PolicyResult(policy, self._runner.attained(setup, f"policy {policy}"))
+
+    def _best_split(self, setup: Setup) -> PolicyResult:
+        """All splits of a small box; of a large one every so many, then around the best.
+
+        They are compared by one run each, the best is run in full.
+        """
+        quick = replace(setup, seeds=setup.seeds[:1])
+        last = setup.box.num_devices - 1
+        step = -(-last // _EXHAUSTIVE_SPLITS)
+        tried: dict[int, Attained] = {}
+        candidates = list(range(step, last + 1, step))
+        while candidates:
+            for count in candidates:
+                what = f"policy {setup.policy}, {count} of {last + 1} devices prefill"
+                tried[count] = self._runner.attained(replace(quick, num_prefill=count), what)
+            best = max(tried, key=lambda count: tried[count].worst)
+            step //= 2
+            near = (best - step, best + step) if step else ()
+            candidates = [count for count in near if 1 <= count <= last and count not in tried]
+        full = replace(setup, num_prefill=best)
+        return PolicyResult(setup.policy, self._runner.attained(full, setup.policy), best)
+
+    def _needed(self, base: Setup, fits: bool) -> int | None:
+        """The least number of devices: by doubling until it is enough, then by bisection."""
+        enough = base.box.num_devices
+        too_few = 0
+        while not fits:
+            too_few = enough
+            if too_few >= MAX_DEVICES or self._is_hopeless(base, too_few):
+                return None
+            enough = min(2 * too_few, MAX_DEVICES)
+            fits = self._reaches(base, enough)
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            if self._reaches(base, middle):
+                enough = middle
+            else:
+                too_few = middle
+        return enough
+
+    def _is_hopeless(self, base: Setup, num_devices: int) -> bool:
+        """The last doubling, with a device for each model already, gained next to nothing."""
+        before = self._counts.get(num_devices // 2)
+        if before is None or num_devices // 2 < len(base.models):
+            return False
+        gap = self._target - before.attained.worst
+        gained = self._counts[num_devices].attained.worst - before.attained.worst
+        return gained < _LEAST_GAIN * gap
+
+    def _reaches(self, base: Setup, num_devices: int) -> bool:
+        if num_devices not in self._counts:
+            setup = base.on(num_devices)
+            attained = self._runner.attained(setup, setup.box.name)
+            self._counts[num_devices] = _tried_devices(setup, attained)
+        return self._counts[num_devices].attained.reaches(self._target)
+
+    def _growth(self, base: Setup) -> tuple[float, float | None]:
+        """How much the load may grow, and where it is too much."""
+        reached = 1.0
+        for factor in _GROWTHS:
+            setup = replace(base, load=base.load.scaled(factor))
+            attained = self._runner.attained(setup, f"{factor:g} times the load")
+            if not attained.reaches(self._target):
+                return reached, factor
+            reached = factor
+        return reached, None
+
+    def _changes(self, base: Setup, shown: Forecast, needed: int | None) -> tuple[Tried, ...]:
+        # Each may be above over all runs together, and all of them below in the worst run.
+        worst = models_below(shown, self._target) or models_below(shown, math.inf)[:1]
+        tried: list[Tried] = []
+        for chain in chains(base, worst, needed, self._question.models_on):
+            for change in chain:
+                try:
+                    tried.append(self._try(change))
+                except NothingToServe:  # it takes all requests away, which is no advice
+                    break
+                if tried[-1].attained.reaches(self._target):
+                    break
+        return tuple(tried)
+
+    def _try(self, change: Change) -> Tried:
+        num_devices = change.setup.box.num_devices
+        known = self._counts.get(num_devices) if change.kind == "devices" else None
+        attained = known.attained if known else self._runner.attained(change.setup, change.text)
+        return Tried(change.kind, change.text, num_devices, attained)
+
+
+def models_below(forecast: Forecast, target: float) -> tuple[str, ...]:
+    """Models that by themselves do not reach the target, the worst first."""
+    attained = {name: summary.attainment for name, summary in forecast.models.items()}
+    below = [(share, name) for name, share in attained.items() if share is not None]
+    return tuple(name for share, name in sorted(below) if share < target)
+
+
+def _tried_devices(setup: Setup, attained: Attained) -> Tried:
+    return Tried("devices", setup.box.name, setup.box.num_devices, attained)

@@ -1,0 +1,193 @@
+"""Runs of a planned box: the same simulator as ``gpupool simulate``, over several seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from gpupoold.errors import UsageError
+from gpupoold.sim.boxes import Box
+from gpupoold.sim.engine import Simulation
+from gpupoold.sim.metrics import RequestResult, Summary, count_tokens, summarise
+from gpupoold.sim.model import SimModel
+from gpupoold.sim.planner.load import Admitted, Load, admit
+from gpupoold.sim.policies import PolicyOptions, make_policy
+from gpupoold.sim.scenario import end_of_run_s
+from gpupoold.units import format_duration
+
+# Policies that split devices into prefill and decode.
+SPLITTING = frozenset({"aegaeon"})
+# Multiplexing ends where memory does, and a split where there is one device: both are answers.
+_MAY_REFUSE = frozenset({"static"}) | SPLITTING
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Everything that one forecast depends on.
+
+    ``models`` are those of the box's GPU. ``max_lens`` bounds prompt and answer together, in
+    tokens; so does the memory beside the weights.
+    """
+
+    box: Box
+    models: Mapping[str, SimModel]
+    load: Load
+    seeds: tuple[int, ...]
+    policy: str = "gpupool"
+    num_prefill: int | None = None
+    max_lens: Mapping[str, int] = field(default_factory=dict)
+
+    def limits(self) -> dict[str, int]:
+        """Tokens that a request of each model may have."""
+        room = self.box.device_bytes
+        kv_tokens = {
+            name: (room - model.weight_bytes) // model.kv_bytes_per_token
+            for name, model in self.models.items()
+        }
+        return {name: min(room, self.max_lens.get(name, room)) for name, room in kv_tokens.items()}
+
+    def on(self, num_devices: int) -> Setup:
+        """With another number of devices, roles in the same proportion."""
+        num_prefill = self.num_prefill
+        if num_prefill is not None:
+            share = num_prefill / self.box.num_devices
+            num_prefill = min(max(1, round(share * num_devices)), max(1, num_devices - 1))
+        return replace(
+            self, box=replace(self.box, num_devices=num_devices), num_prefill=num_prefill
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Attained:
+    """Share of tokens in time: all runs together and each run. Or why nothing was run."""
+
+    overall: float | None
+    by_run: tuple[float, ...] = ()
+    refused: str = ""
+
+    @property
+    def worst(self) -> float:
+        """Of the worst run; below all others if nothing was run."""
+        return min(self.by_run, default=-1.0)
+
+    def reaches(self, target: float) -> bool:
+        """Every run did."""
+        return self.worst >= target
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What users of each model will see, all runs together.
+
+    ``num_refused`` prompts were longer than their model can take, ``num_cut`` answers were
+    shortened for that reason; ``num_late`` requests had not begun when the run ended, so
+    that no percentile has them.
+    """
+
+    overall: Summary
+    models: dict[str, Summary]
+    num_requests: int
+    num_refused: int
+    num_cut: int
+    num_late: int
+
+
+# Gets what is being looked for and the number of runs done so far.
+OnProgress = Callable[[str, int], None]
+
+
+class NothingToServe(UsageError):
+    """A load without a request that can be served."""
+
+
+class Runner:
+    """Runs setups, counts the runs and tells about them."""
+
+    def __init__(self, on_progress: OnProgress | None = None) -> None:
+        self._on_progress = on_progress
+        self._latest: tuple[Setup, list[_Run]] | None = None
+        self.num_runs = 0
+
+    def attained(self, setup: Setup, what: str) -> Attained:
+        """Share of tokens in time.
+
+        Raises:
+            NothingToServe: one of the runs has no request.
+            UsageError: what the simulator cannot run.
+        """
+        try:
+            runs = self._runs(setup, what)
+        except UsageError as error:
+            if setup.policy not in _MAY_REFUSE or isinstance(error, NothingToServe):
+                raise
+            return Attained(None, refused=error.message)
+        counts = [[count_tokens(result, run.end_s) for result in run.results] for run in runs]
+        due = [sum(one.num_due for one in tokens) for tokens in counts]
+        in_time = [sum(one.num_in_time for one in tokens) for tokens in counts]
+        by_run = tuple(part / whole for part, whole in zip(in_time, due, strict=True))
+        return Attained(sum(in_time) / sum(due), by_run)
+
+    def forecast(self, setup: Setup) -> Forecast:
+        """The same in full. Raises as ``attained`` does."""
+        runs = self._runs(setup, "what each model gets")
+        results = [result for run in runs for result in run.results]
+        report = summarise(results, max(run.end_s for run in runs))
+        return Forecast(
+            report.overall,
+            report.models,
+            num_requests=len(results),
+            num_refused=sum(run.num_refused for run in runs),
+            num_cut=sum(run.num_cut for run in runs),
+            num_late=sum(not result.token_times_s for result in results),
+        )
+
+    def _runs(self, setup: Setup, what: str) -> list[_Run]:
+        """One run per seed; those of the latest setup are remembered, and not run again."""
+        if self._latest is None or self._latest[0] != setup:
+            self._latest = None  # so that never two setups' results are in memory
+            if self._on_progress is not None:
+                self._on_progress(what, self.num_runs)
+            seeds = setup.seeds if setup.load.is_random else setup.seeds[:1]
+            self.num_runs += len(seeds)
+            self._latest = setup, [_run(setup, seed) for seed in seeds]
+        return self._latest[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    results: tuple[RequestResult, ...]
+    end_s: float
+    num_refused: int
+    num_cut: int
+
+
+def _run(setup: Setup, seed: int) -> _Run:
+    admitted = _admitted(setup, seed)
+    if setup.policy in SPLITTING and setup.box.num_devices < 2:
+        raise UsageError("needs two devices, one for each role")
+    simulation = Simulation(
+        setup.models,
+        make_policy(setup.policy, PolicyOptions(num_prefill=setup.num_prefill)),
+        setup.box.num_devices,
+        setup.box.device_bytes,
+    )
+    end_s = end_of_run_s(
+        admitted.requests, lambda name: setup.models[name].targets, setup.load.duration_s
+    )
+    outcome = simulation.run(admitted.requests, end_s)
+    return _Run(outcome.results, end_s, admitted.num_refused, admitted.num_cut)
+
+
+def _admitted(setup: Setup, seed: int) -> Admitted:
+    admitted = admit(setup.load.draw(seed), setup.limits())
+    if admitted.requests:
+        return admitted
+    if admitted.num_refused:
+        raise NothingToServe(
+            f"every request is longer than its model can take on {setup.box.gpu}",
+            "allow a longer max_len, or take devices with more memory",
+        )
+    raise NothingToServe(
+        f"no request arrives in {format_duration(setup.load.duration_s)}",
+        "give a longer --duration or a higher rate",
+    )

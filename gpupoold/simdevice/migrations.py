@@ -1,0 +1,88 @@
+"""Requests that leave a device without an engine, or come to it: at the time their KV takes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable
+
+from gpupoold.simdevice.answers import Answer
+from gpupoold.simdevice.device import PacedDevice
+from gpupoold.wire import messages as m
+from gpupoold.wire.channel import BlockingChannel
+
+
+class SimMoves:
+    """What :mod:`gpupoold.worker.kv.migrations` is to an engine; times instead of bytes."""
+
+    def __init__(
+        self, instance: int, device: PacedDevice, channel: BlockingChannel[m.ToInstance]
+    ) -> None:
+        self._instance = instance
+        self._device = device
+        self._channel = channel
+        self._leaving: list[tuple[float, m.Moved]] = []
+        self._coming: list[tuple[float, Answer]] = []
+        self._numbers = itertools.count()
+
+    @property
+    def next_due_s(self) -> float | None:
+        """When ``advance`` has something to do next."""
+        return min((at_s for at_s, _ in (*self._leaving, *self._coming)), default=None)
+
+    def move_out(self, message: m.MoveOut, *, is_known: bool) -> None:
+        """Let a request go; tells of it when its KV is in host memory."""
+        given = self._device.give_up(message.model, message.request_id) if is_known else None
+        if given is None:
+            self._channel.send(m.Moved(message.model, message.request_id, is_known=False))
+            return
+        answer, ready_s = given
+        parcel_id = f"{os.getpid()}-{next(self._numbers)}"
+        parcel = m.Parcel(parcel_id, self._instance, answer.context_tokens, [])
+        has_kv = answer.num_tokens > 0
+        moved = m.Moved(message.model, message.request_id, True, parcel if has_kv else None)
+        self._leaving.append((ready_s, moved))
+
+    def take_over(self, answer: Answer, parcel: m.Parcel | None) -> None:
+        """A request that comes with its KV, or has to be prefilled anew."""
+        if parcel is None:
+            self._device.add(answer)
+            self._channel.send(m.Adopted(answer.model, answer.request_id))
+            return
+        self._channel.send(m.ParcelUsed(parcel.parcel_id, parcel.source))
+        self._coming.append((self._device.take_over(answer), answer))
+
+    def advance(self, now_s: float) -> None:
+        """Tell of those that have left, and let those that have come be decoded."""
+        for at_s, moved in list(self._leaving):
+            if at_s <= now_s:
+                self._leaving.remove((at_s, moved))
+                self._tell(moved)
+        for at_s, answer in list(self._coming):
+            if at_s <= now_s:
+                self._coming.remove((at_s, answer))
+                self._device.join(answer)
+                self._channel.send(m.Adopted(answer.model, answer.request_id))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Requests on their way here have ended; others are ignored."""
+        wanted = set(request_ids)
+        for at_s, answer in [one for one in self._coming if one[1].request_id in wanted]:
+            self._coming.remove((at_s, answer))
+            self._device.drop_taken(answer)
+
+    def forget(self, model: str) -> list[str]:
+        """A model goes; ids of its requests that were on their way here."""
+        lost = [answer.request_id for _, answer in self._coming if answer.model == model]
+        self.abort(lost)
+        return lost
+
+    def _tell(self, moved: m.Moved) -> None:
+        if moved.parcel is None:
+            self._channel.send(moved)
+            return
+        fd = os.eventfd(1, os.EFD_CLOEXEC)
+        try:
+            self._channel.send(moved, (fd,))
+        finally:
+            os.close(fd)

@@ -1,0 +1,1 @@
+"""Histograms and percentiles. Pure, standard library only."""

@@ -1,0 +1,132 @@
+"""The daemon's two sockets: made here, or taken from systemd, which had them before."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from gpupoold.access.peers import AdminGroups
+from gpupoold.access.socket_file import share_socket
+from gpupoold.api.paths import SOCKET_FILE_NAME
+from gpupoold.config.schema import ServerSettings
+from gpupoold.errors import Failed, Refused
+
+_logger = logging.getLogger(__name__)
+
+HTTP_SOCKET = "http"
+ADMIN_SOCKET = "admin"
+"""What systemd calls them (``FileDescriptorName=``)."""
+
+_HTTP_BACKLOG = 2048
+_ADMIN_BACKLOG = 128
+
+TakeSocket = Callable[[str], socket.socket | None]
+"""Gives the listening socket of a name that systemd has handed over; None without one."""
+
+
+@contextlib.contextmanager
+def http_listener(server: ServerSettings, take: TakeSocket) -> Iterator[socket.socket]:
+    """The socket of the public API.
+
+    Raises:
+        Failed: the address cannot be had.
+    """
+    given = take(HTTP_SOCKET)
+    if given is not None:
+        _check_address(given, server)
+    with given or _bound(server) as listener:
+        yield listener
+
+
+@contextlib.contextmanager
+def admin_listener(
+    runtime_dir: Path, groups: AdminGroups, take: TakeSocket
+) -> Iterator[socket.socket]:
+    """The socket of the admin API; its file goes at the end, unless it is systemd's.
+
+    Raises:
+        Refused: another daemon answers there.
+        Failed: the socket cannot be made.
+    """
+    given = take(ADMIN_SOCKET)
+    if given is not None:
+        with given:
+            yield given
+        return
+    path = runtime_dir / SOCKET_FILE_NAME
+    with _bound_unix(path, groups) as listener:
+        try:
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _bound(server: ServerSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((server.host, server.port))
+        listener.listen(_HTTP_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise Failed(
+            f"cannot listen on {server.host}:{server.port}: {error.strerror or error}",
+            "change server.host or server.port, or stop what uses the port",
+        ) from error
+    return listener
+
+
+def _bound_unix(path: Path, groups: AdminGroups) -> socket.socket:
+    try:
+        if _is_answered(path):
+            raise Refused(
+                f"another daemon answers at the admin socket {path}",
+                "stop it first, or give this one another paths.runtime_dir",
+            )
+        return _made_unix(path, groups)
+    except OSError as error:
+        raise Failed(
+            f"{path}: the admin socket cannot be made: {error.strerror or error}",
+            "change paths.runtime_dir or its permissions",
+        ) from error
+
+
+def _made_unix(path: Path, groups: AdminGroups) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.unlink(missing_ok=True)  # left by a daemon that was killed
+        sock.bind(str(path))
+        share_socket(path, groups)
+        sock.listen(_ADMIN_BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _is_answered(path: Path) -> bool:
+    """Raises OSError where there can be no socket at all."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def _check_address(given: socket.socket, server: ServerSettings) -> None:
+    """systemd's socket is used whatever the configuration says: tell where they differ."""
+    host, port = given.getsockname()[:2]
+    if (host, port) != (server.host, server.port):
+        _logger.warning(
+            "the API listens at %s:%d, as gpupoold.socket says; server.host and server.port "
+            "(%s:%d) count only without it: `systemctl edit gpupoold.socket` changes the address",
+            host,
+            port,
+            server.host,
+            server.port,
+        )

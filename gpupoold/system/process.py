@@ -1,0 +1,178 @@
+"""What every child process of the daemon does first: little is imported for it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from gpupoold.logs.limits import LogLimit
+from gpupoold.printable import LineFormatter
+
+OUT_OF_MEMORY_STATUS = 71
+"""Exit status of a worker that had no memory to go on (``EX_OSERR`` of ``sysexits.h``)."""
+
+# Added by the kernel, in thousandths of the machine's memory, to what a process uses when it
+# chooses whom to kill for want of memory. A worker's death costs a pause, a frontend's the
+# connections, the daemon's everything; the fork server's takes all that it has forked.
+WORKER_OOM_SCORE_ADJ = 500
+FRONTEND_OOM_SCORE_ADJ = 200
+
+# Who goes first on a machine with few cores: the daemon and the frontends, then the cores that play
+# a device, then grammars, whose cost is a client's to choose.
+EMULATED_DEVICE_NICENESS = 3
+GRAMMAR_NICENESS = 10
+LONG_GRAMMAR_NICENESS = 19
+_OOM_SCORE_ADJ = Path("/proc/self/oom_score_adj")
+_PR_SET_PDEATHSIG = 1
+_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+# Of the daemon's collector: how many objects may come and stay before the young are walked, how
+# many such walks before the middle-aged are, and how many of those before all are.
+_THRESHOLDS = (4_000, 25, 200)
+
+
+def begin_child(name: str, log_level: str, parent_pid: int | None = None) -> None:
+    """Die with the daemon, leave the terminal's signals to it, and log to standard error as
+    ``name``.
+
+    Raises:
+        OSError, SystemExit: see :func:`die_with_parent`.
+    """
+    die_with_parent(parent_pid)
+    # A terminal's Ctrl-C, and its end, reach the whole process group; the daemon decides what
+    # they mean.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(LogLimit())
+    handler.setFormatter(LineFormatter(f"%(asctime)s %(levelname)s {name} %(name)s: %(message)s"))
+    # Forced: a process that was forked has the handler of the one it comes from.
+    logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
+    faulthandler.enable()  # a crash writes the stacks of all threads to the log
+
+
+def raise_oom_score(oom_score_adj: int, path: Path = _OOM_SCORE_ADJ) -> None:
+    """Let the kernel kill this process, when memory runs out, before those with a lower score.
+
+    A score that is higher already stays. Raising it needs no privilege.
+    """
+    try:
+        if int(path.read_text()) < oom_score_adj:
+            path.write_text(str(oom_score_adj))
+    except OSError as error:  # such as a /proc that is read-only
+        logging.getLogger(__name__).warning("%s cannot be changed: %s", path, error)
+
+
+def show_as(module: str, arguments: Sequence[str]) -> None:
+    """Let ``ps`` show this process, which was forked, as ``python -m MODULE`` started by hand."""
+    try:
+        from setproctitle import setproctitle
+    except ImportError:
+        return
+    setproctitle(" ".join([sys.executable, "-m", module, *arguments]))
+
+
+def lower_priority(niceness: int, *, of_all_threads: bool = False) -> None:
+    """Let the calling thread, and those that it starts, or all threads of this process, go after
+    others that want a core."""
+    threads = map(int, os.listdir("/proc/self/task")) if of_all_threads else [0]
+    with contextlib.suppress(OSError):  # a container may forbid it
+        for thread_id in threads:
+            os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
+
+
+def trim_heap() -> None:
+    """Give the pages that the C library's heap does not use back to the system."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # glibc
+        trim(0)
+
+
+def set_log_level(log_level: str) -> None:
+    """Log from this level on."""
+    logging.getLogger().setLevel(log_level.upper())
+
+
+def die_with_parent(expected_parent_pid: int | None = None) -> None:
+    """Ask the kernel to kill this process when the parent's spawning thread ends.
+
+    Call it first thing in a child. ``expected_parent_pid`` closes the gap
+    between the fork and this call: if the parent is already another process,
+    the real one died in between and nobody would ever signal us. None trusts
+    the present parent.
+
+    Raises:
+        OSError: the kernel refused the request.
+        SystemExit: the expected parent is already gone.
+    """
+    parent_pid = os.getppid() if expected_parent_pid is None else expected_parent_pid
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        errno = ctypes.get_errno()
+        raise OSError(errno, f"prctl(PR_SET_PDEATHSIG): {os.strerror(errno)}")
+    if os.getppid() != parent_pid:
+        raise SystemExit(f"the parent process {parent_pid} is gone")
+
+
+def raise_file_limit() -> None:
+    """Let this process have as many files, and so connections, as the system allows it.
+
+    The usual soft limit of 1,024 is for programs that use ``select``.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def as_words(options: Mapping[str, object]) -> list[str]:
+    """Options and their values as a command line has them."""
+    return [str(word) for option in options.items() for word in option]
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Around imports of a million objects that live as long as the process.
+
+    The collector does not walk them, neither meanwhile, which takes a seventh of the time of
+    importing vLLM, nor later in the middle of a stream.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def end_at_faults() -> None:
+    """Let a fault such as SIGSEGV end this process at once, with a Python traceback on stderr.
+
+    To be called in the main thread when vLLM has been imported; forked children inherit it. A
+    library that vLLM imports (``tvm_ffi``) installs a handler of SIGSEGV that looks up the line
+    numbers of the native stack first. That takes seconds, in which the process is neither dead
+    nor alive, and allocates memory, which may never return after a fault.
+    """
+    for number in _FAULTS:
+        signal.signal(number, signal.SIG_DFL)
+    # faulthandler raises the signal again for the handler that it found when it was enabled.
+    faulthandler.disable()
+    faulthandler.enable()
+
+
+def settle_collector() -> None:
+    """What is there now lives as long as the process, and what comes seldom makes cycles.
+
+    A walk over all of the daemon's modules and routes held its event loop up for 50 ms, one over
+    the requests, turns and stimuli of a busy box for 30 ms, several times a minute.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_THRESHOLDS)

@@ -1,0 +1,62 @@
+"""Keeping the service manager informed: the watchdog and the status line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+
+from gpupoold.system.systemd import Notifier
+
+_logger = logging.getLogger(__name__)
+
+_STATUS_INTERVAL_S = 5.0
+# As sd_watchdog_enabled(3) advises: at least twice in the time.
+_PINGS_PER_TIMEOUT = 3
+
+
+@contextlib.asynccontextmanager
+async def informed(
+    notifier: Notifier,
+    watchdog_s: float | None,
+    summary: Callable[[], str],
+    complaint: Callable[[float], str],
+) -> AsyncIterator[None]:
+    """Tell the service manager how the daemon is, inside; it ends a daemon that does not say
+    for ``watchdog_s`` that it is well (None: it does not).
+
+    ``complaint`` is given the monotonic time and says why the daemon is not well, or nothing.
+    It is asked from the event loop, so one that does not turn is not well either.
+    """
+    if not notifier.is_heard:
+        yield
+        return
+    task = asyncio.create_task(_inform(notifier, watchdog_s, summary, complaint), name="informing")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def _inform(
+    notifier: Notifier,
+    watchdog_s: float | None,
+    summary: Callable[[], str],
+    complaint: Callable[[float], str],
+) -> None:
+    interval_s = _STATUS_INTERVAL_S
+    if watchdog_s is not None:
+        interval_s = min(interval_s, watchdog_s / _PINGS_PER_TIMEOUT)
+    told = ""
+    while True:
+        problem = complaint(time.monotonic())
+        if problem and problem != told:
+            _logger.error("the watchdog is not fed: %s", problem)
+        told = problem
+        if not problem and watchdog_s is not None:
+            notifier.is_well()
+        notifier.status(f"stuck: {problem}" if problem else summary())
+        await asyncio.sleep(interval_s)

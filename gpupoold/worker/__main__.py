@@ -1,0 +1,173 @@
+"""``python -m gpupoold.worker``: started by the daemon, one per device."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+
+from gpupoold.errors import Failed
+from gpupoold.system.activity import WORKER
+from gpupoold.system.process import (
+    EMULATED_DEVICE_NICENESS,
+    OUT_OF_MEMORY_STATUS,
+    WORKER_OOM_SCORE_ADJ,
+    begin_child,
+    end_at_faults,
+    importing,
+    lower_priority,
+    raise_oom_score,
+)
+from gpupoold.wire.channel import BlockingChannel, ChannelClosed
+from gpupoold.wire.messages import InstanceReady, ToInstance
+from gpupoold.worker.environment import set_engine_environment
+from gpupoold.worker.out_of_memory import is_out_of_memory
+
+_logger = logging.getLogger("gpupoold.worker")
+
+# So long a thread that copies waits for the interpreter between two pieces while another
+# computes in Python. Pieces of 1 MiB, 6.0 GB/s alone: 0.2 GB/s with the usual 5 ms, 1.3 with
+# 0.5 ms, 2.5 with this, and the computing thread was as fast with each.
+_SWITCH_INTERVAL_S = 0.0001
+
+
+def main() -> None:
+    """Own the device until the daemon says stop or is gone."""
+    arguments = _parse()
+    begin_child("instance", arguments.log_level, arguments.parent_pid)
+    raise_oom_score(WORKER_OOM_SCORE_ADJ)
+    if arguments.device_kind == "emulated":
+        lower_priority(EMULATED_DEVICE_NICENESS)
+    if arguments.activity_fd is not None:
+        WORKER.attach(arguments.activity_fd)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    os.environ.setdefault("OMP_NUM_THREADS", str(arguments.compute_threads))
+    set_engine_environment(arguments.log_level)
+    if arguments.device_kind == "cuda":
+        _show_one_gpu(arguments.device_index)
+    channel: BlockingChannel[ToInstance] = BlockingChannel(
+        socket.socket(fileno=arguments.wire_fd), ToInstance
+    )
+    try:
+        _serve(arguments, channel)
+    except ChannelClosed as closed:
+        _logger.info("the daemon is gone (%s), leaving", closed)
+    except Exception as error:
+        _leave_if_out_of_memory(error)
+        raise
+    logging.shutdown()
+    # An ordinary exit would spend seconds tearing down engines whose memory goes anyway.
+    os._exit(0)
+
+
+def _leave_if_out_of_memory(error: Exception) -> None:
+    if not is_out_of_memory(error):
+        return
+    try:
+        _logger.exception("out of memory")
+        logging.shutdown()
+    finally:
+        os._exit(OUT_OF_MEMORY_STATUS)  # whatever of that there was no memory for
+
+
+def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) -> None:
+    with importing():
+        from gpupoold.worker.calls import answer
+        from gpupoold.worker.device import device_name, open_device
+        from gpupoold.worker.engine import engine
+        from gpupoold.worker.kv.residency import Residency
+        from gpupoold.worker.turns.loop import TurnLoop
+    end_at_faults()
+    from gpupoold.memory.bandwidth import measure_fill, measure_link
+    from gpupoold.memory.host import KvHostCache
+    from gpupoold.memory.numa import prefer_node
+    from gpupoold.memory.pages import PagePool
+
+    version = engine.check_engine_version()
+    if arguments.device_kind == "emulated":
+        engine.use_plain_linear_layers()
+    device = open_device(
+        arguments.device_kind,
+        arguments.device_bytes,
+        arguments.reserve_bytes,
+        arguments.page_bytes,
+    )
+    pool = PagePool(device.num_pages, device.table_pages)
+    host = KvHostCache(arguments.kv_host_bytes)
+    with prefer_node(device.numa_node):
+        host.pin(device)
+        link = measure_link(device, pool)
+        bandwidth = measure_fill(device, pool)
+    loop = TurnLoop(
+        arguments.instance,
+        device,
+        host,
+        lambda use_of: Residency(device, pool, host, bandwidth, use_of),
+        channel,
+        answer,
+        arguments.canary_interval,
+        has_gpu_alone=arguments.num_sharing == 1,
+    )
+    channel.send(
+        InstanceReady(
+            arguments.instance,
+            os.getpid(),
+            device.num_pages * device.page_bytes,
+            device.page_bytes,
+            bandwidth,
+            version,
+            device_name(arguments.device_kind),
+            arguments.kv_host_bytes,
+            link.in_bytes_per_s,
+            link.out_bytes_per_s,
+            shares_kv_host=bool(host.budget_bytes),
+        ),
+        (host.fd,) if host.budget_bytes else (),
+    )
+    loop.run()
+
+
+def _show_one_gpu(index: int) -> None:
+    """Hide all GPUs but the ``index``-th visible one; before vLLM and torch look for them.
+
+    vLLM puts an engine of one rank on the first GPU it sees, and a GPU that cannot be
+    seen cannot get a context by accident.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        chosen = str(index)
+    else:
+        entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
+        if index >= len(entries):
+            raise Failed(
+                f"there is no CUDA device {index}: CUDA_VISIBLE_DEVICES is {visible!r}",
+                "change the variable, or the device's index in the configuration",
+            )
+        chosen = entries[index]
+    os.environ["CUDA_VISIBLE_DEVICES"] = chosen
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # indices as nvidia-smi shows them
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gpupoold.worker")
+    parser.add_argument("--instance", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("--wire-fd", type=int, required=True)
+    parser.add_argument("--activity-fd", type=int, help="see gpupoold.system.activity")
+    parser.add_argument("--device-kind", choices=["emulated", "cuda"], default="emulated")
+    parser.add_argument("--device-index", type=int, default=0)
+    parser.add_argument("--num-sharing", type=int, default=1, help="instances on the GPU")
+    parser.add_argument("--device-bytes", type=int, required=True, help="0: all but the reserve")
+    parser.add_argument("--reserve-bytes", type=int, default=0)
+    parser.add_argument("--page-bytes", type=int, default=0)
+    parser.add_argument("--kv-host-bytes", type=int, required=True)
+    parser.add_argument("--compute-threads", type=int, required=True)
+    parser.add_argument("--canary-interval", type=int, default=0, help="0: no canary")
+    parser.add_argument("--log-level", default="info")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""An empty device to measure on, and what is still held when it should be empty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpupoold.errors import Refused
+
+if TYPE_CHECKING:
+    from gpupoold.worker.turns.loop import TurnLoop
+
+_KV_HOST_CACHE = "/memfd:gpupool-kv "
+_SHARED = ("/memfd:", "/dev/shm/", "/dev/zero")
+
+
+def empty_device(loop: TurnLoop) -> None:
+    """Take all models off a device that serves nobody.
+
+    Raises:
+        Refused: it serves requests.
+    """
+    if not loop.ledger.is_idle():
+        raise Refused("the device is serving requests", "run the benchmark on an idle daemon")
+    loop.interrupt_turn()
+    for name in loop.engines:
+        loop.residency.page_out(name)
+
+
+def leftovers(loop: TurnLoop) -> dict[str, Any]:
+    """What is held when no request is live and no model is on the device.
+
+    Pages that are not free then, and bytes in use of the KV host cache, are lost for good.
+    ``anon_bytes`` and ``shmem_bytes`` are this process's private and shared memory, as the
+    kernel counts it, without the KV host cache: that takes its memory from the system bit by
+    bit, within its budget, and keeps it (``kv_host_touched_bytes``). ``device_free_bytes`` is
+    what the driver has free beside the pages, None on a device without.
+
+    Raises:
+        Refused: the device serves requests.
+    """
+    empty_device(loop)
+    loop.residency.check_integrity()
+    pool = loop.residency.pool
+    with Path("/proc/self/smaps").open() as smaps:
+        memory = process_memory(smaps)
+    return {
+        "pages": pool.num_pages,
+        "free_pages": pool.num_free,
+        "page_bytes": loop.device.page_bytes,
+        "kv_host_bytes": loop.host.used_bytes,
+        "device_free_bytes": loop.device.free_bytes(),
+        **memory,
+    }
+
+
+def process_memory(smaps: Iterable[str]) -> dict[str, int]:
+    """Resident bytes by kind, of the lines of ``/proc/PID/smaps``: a headline for each mapping,
+    then its fields."""
+    totals = dict.fromkeys(("anon_bytes", "shmem_bytes", "kv_host_touched_bytes"), 0)
+    kind = ""
+    for line in smaps:
+        name, *values = line.split()
+        if not name.endswith(":"):
+            kind = _kind(values)
+        elif name == "Anonymous:":
+            totals["anon_bytes"] += int(values[0]) << 10
+        elif name == "Rss:" and kind:
+            totals[kind] += int(values[0]) << 10
+    return totals
+
+
+def _kind(headline: list[str]) -> str:
+    """What a mapping's pages count as, by its permissions, offset, device, inode and path."""
+    path = " ".join(headline[4:])
+    if path.startswith(_KV_HOST_CACHE):
+        return "kv_host_touched_bytes"
+    return "shmem_bytes" if path.startswith(_SHARED) else ""

@@ -1,0 +1,221 @@
+"""A model's KV to the host and back: how fast, and what another model's steps notice of it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from gpupoold.errors import Failed
+from gpupoold.memory.contracts import Direction
+from gpupoold.memory.kv_extents import Place
+from gpupoold.memory.scratch import Scratch, scratch_memory
+from gpupoold.memory.transfers import TransferQueue
+from gpupoold.worker.benchmarks import figures
+from gpupoold.worker.benchmarks.copies import plain_copies
+from gpupoold.worker.benchmarks.idle import empty_device
+from gpupoold.worker.benchmarks.live import LiveRequests
+from gpupoold.worker.kv.digests import kv_digest
+
+if TYPE_CHECKING:
+    from gpupoold.worker.turns.loop import TurnLoop
+
+_WARM_UP = 1
+# Some hundred tokens: what decodes beside the copies.
+_OTHER_KV_BYTES = 4 << 20
+_MAX_STEPS = 2_000
+
+
+def bench_kv(loop: TurnLoop, models: list[str], rounds: int, kv_bytes: int) -> dict[str, Any]:
+    """Page the first model's KV out and in, alone and while the second one decodes.
+
+    Both stay resident. The bytes are compared at the end; plain copies of as many are made
+    in between.
+
+    Raises:
+        Refused: the device is busy, or has no room for so much.
+    """
+    moved, other = (loop.engine(name) for name in models)
+    empty_device(loop)
+    with contextlib.ExitStack() as undo:
+        queue = TransferQueue.open(loop.device, Direction.OUT, "bench-out")
+        undo.callback(queue.close)
+        lives = [
+            LiveRequests(moved, loop.residency, kv_bytes),
+            LiveRequests(other, loop.residency, min(kv_bytes, _OTHER_KV_BYTES)),
+        ]
+        for live in lives:
+            undo.callback(live.stop)
+            live.start()
+        loop.residency.switch_in(moved.name)
+        bench = _Bench(loop, lives[0], lives[1], queue)
+        before = kv_digest(loop.device, moved)
+        with scratch_memory(loop.device, loop.residency.pool, bench.num_bytes) as scratch:
+            swap = bench.swap(rounds, scratch, plain_copies(loop.device, scratch))
+        overlap = bench.overlap(rounds, swap["out_p50_s"] + swap["in_p50_s"])
+        is_intact = kv_digest(loop.device, moved) == before
+    return {"kv_swap": swap | {"is_intact": is_intact}, "kv_overlap": overlap}
+
+
+class _Bench:
+    """The KV of ``moved`` goes out by ``queue`` and comes back as at a switch."""
+
+    def __init__(
+        self, loop: TurnLoop, moved: LiveRequests, other: LiveRequests, queue: TransferQueue
+    ) -> None:
+        self._residency = loop.residency
+        self._moved = moved.engine
+        self._other = other
+        self._queue = queue
+        self.num_bytes = moved.kv_bytes
+
+    def swap(
+        self,
+        rounds: int,
+        scratch: Scratch,
+        plain: dict[str, tuple[Callable[[], float], Callable[[], float]]],
+    ) -> dict[str, Any]:
+        """Out and in with nothing else going on; in each round also ``plain`` copies of as many
+        bytes of ``scratch``, and its pages unmapped and mapped again, all at once."""
+        outs_s, ins_s, maps_s = [], [], []
+        memcpys_s: dict[str, list[float]] = {name: [] for name in plain}
+        for index in range(_WARM_UP + rounds):
+            out_s, in_s, map_s = self._out_s(), self._in_s(), _map_again_s(scratch)
+            copies_s = {name: sum(copy() for copy in way) for name, way in plain.items()}
+            if index < _WARM_UP:
+                continue
+            outs_s.append(out_s)
+            ins_s.append(in_s)
+            maps_s.append(map_s)
+            for name, seconds in copies_s.items():
+                memcpys_s[name].append(seconds)
+        return _swap_summary(2 * self.num_bytes, outs_s, ins_s, maps_s, memcpys_s)
+
+    def overlap(self, rounds: int, alone_s: float) -> dict[str, Any]:
+        """Steps of the other model with nothing under way, and with the KV going out and in.
+
+        ``alone_s`` is what out and in take when they are waited for.
+        """
+        quiet_s, busy_s, extras_s = [], [], []
+        for index in range(_WARM_UP + rounds):
+            during = [*self._steps_during_out(), *self._steps_during_in()]
+            quiet = [self._step_s() for _ in during]
+            if index < _WARM_UP:
+                continue
+            busy_s += during
+            quiet_s += quiet
+            extras_s.append(sum(during) - sum(quiet))
+        share = figures.hidden_share(figures.p50(extras_s), alone_s)
+        return {
+            "bytes": 2 * self.num_bytes,
+            "step_p50_s": figures.p50(quiet_s),
+            "step_during_p50_s": figures.p50(busy_s),
+            "step_during_p99_s": figures.p99(busy_s),
+            "steps_during": len(busy_s) / rounds,
+            "bytes_per_s": 2 * self.num_bytes * rounds / sum(busy_s),
+            "transfer_alone_s": alone_s,
+            "hidden_share": share,
+            "rounds": rounds,
+        }
+
+    def _out_s(self) -> float:
+        kv = self._moved.kv
+        started_s = time.perf_counter()
+        for group in kv.cut(kv.chunks(Place.DEVICE)):
+            self._begin_out(group)
+        kv.finish(Place.LEAVING)
+        return time.perf_counter() - started_s
+
+    def _in_s(self) -> float:
+        started_s = time.perf_counter()
+        self._residency.switch_in(self._moved.name)
+        self._residency.bring_all(self._moved.name)
+        return time.perf_counter() - started_s
+
+    def _steps_during_out(self) -> Iterator[float]:
+        """The other model's steps until all KV is on the host."""
+        kv = self._moved.kv
+        while kv.chunks(Place.DEVICE) or kv.chunks(Place.LEAVING):
+            yield self._step_s(self._begin_some_out)
+
+    def _steps_during_in(self) -> Iterator[float]:
+        """The other model's steps until all KV is back."""
+        residency, moved, other = self._residency, self._moved.name, self._other.engine.name
+        residency.switch_in(other)
+        for _ in range(_MAX_STEPS):
+            yield self._step_s(lambda: residency.prefetch(moved, other))
+            if self._moved.kv.is_whole:
+                residency.stop_prefetch()  # else it would come back as soon as it leaves
+                return
+        raise Failed(f"the KV of {moved} does not come in beside other work")
+
+    def _step_s(self, before: Callable[[], None] | None = None) -> float:
+        """One step of the other model as the turn loop makes it, transfers looked after."""
+        started_s = time.perf_counter()
+        if before is not None:
+            before()
+        self._residency.advance(self._other.engine.name)
+        if not self._other.can_step:
+            raise Failed(f"the requests of {self._other.engine.name} are too short")
+        self._other.step()
+        return time.perf_counter() - started_s
+
+    def _begin_some_out(self) -> None:
+        """As much as the queue takes before the next step."""
+        kv = self._moved.kv
+        for group in kv.cut(kv.chunks(Place.DEVICE)):
+            if not self._queue.has_room:
+                return
+            self._begin_out(group)
+
+    def _begin_out(self, chunks: list[int]) -> None:
+        if self._moved.kv.begin_page_out(chunks, self._queue) < len(chunks):
+            raise Failed("the KV host cache is full", "raise memory.kv_host")
+
+
+def _map_again_s(scratch: Scratch) -> float:
+    """Seconds to unmap all pages of ``scratch`` and to map as many again."""
+    pages = range(scratch.region.num_pages)
+    started_s = time.perf_counter()
+    scratch.region.drop(pages)
+    scratch.region.retain(pages, is_filled=False)
+    return time.perf_counter() - started_s
+
+
+def _swap_summary(
+    num_bytes: int,
+    outs_s: list[float],
+    ins_s: list[float],
+    maps_s: list[float],
+    plain_s: dict[str, list[float]],
+) -> dict[str, Any]:
+    """The figures. Each round is held against what the machine can do in the same round: the
+    plain copies and the mapping. So what slows it down for a while slows both; the ratios'
+    median counts."""
+    both_s = [out_s + in_s for out_s, in_s in zip(outs_s, ins_s, strict=True)]
+    measured = figures.bandwidth(num_bytes, both_s)
+    ratios = {
+        name: figures.p50(
+            [
+                (copy_s + map_s) / swap_s
+                for copy_s, map_s, swap_s in zip(taken, maps_s, both_s, strict=True)
+            ]
+        )
+        for name, taken in plain_s.items()
+    }
+    # What memcpy is on this host: one thread. A GPU copies by itself.
+    ratio = ratios.get("memcpy_one_thread", ratios["device_copy"])
+    limit = figures.KV_SWAP_SHARE * measured / ratio
+    summary = figures.times(both_s) | {
+        "bytes": num_bytes,
+        "out_p50_s": figures.p50(outs_s),
+        "in_p50_s": figures.p50(ins_s),
+        "map_p50_s": figures.p50(maps_s),
+        "bytes_per_s": measured,
+        "memcpy_bytes_per_s": {
+            name: figures.bandwidth(num_bytes, taken) for name, taken in plain_s.items()
+        },
+        "ratio_to_device_copy": ratios["device_copy"],  # and its mapping
+    }
+    return summary | figures.at_least(measured, limit, "bytes_per_s")

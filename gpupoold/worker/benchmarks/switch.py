@@ -1,0 +1,265 @@
+"""How long until another model runs, by where its bytes are; each mode beside its limit."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from gpupoold.errors import Failed, Refused, UsageError
+from gpupoold.memory import libc
+from gpupoold.memory.kv_extents import Place
+from gpupoold.worker.benchmarks import figures
+from gpupoold.worker.benchmarks.idle import empty_device
+from gpupoold.worker.benchmarks.live import LiveRequests
+from gpupoold.worker.kv.residency import SwitchStages
+
+if TYPE_CHECKING:
+    from gpupoold.worker.engine.engine import ModelEngine
+    from gpupoold.worker.turns.loop import TurnLoop
+
+MODES = ("resident", "prefetched", "host_cached")
+# Switches that touch pages and caches for the first time.
+_WARM_UP = 2
+# A resident switch takes no time, and its limit is one for the slowest of a hundred.
+_RESIDENT_FACTOR = 25
+_POLL_S = 0.0005
+_PREFETCH_TIMEOUT_S = 60.0
+_STAGES = ("evict_s", "map_s", "weights_s", "kv_s")
+
+
+@dataclass(frozen=True, slots=True)
+class _Switch:
+    """One measured switch. ``ready_s``: a request can run; ``total_s``: all KV is there too."""
+
+    ready_s: float
+    total_s: float
+    stages: SwitchStages
+    evict_s: float
+    kv_out_bytes: int
+    kv_in_bytes: int
+    first_step_s: float | None = None
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV that went out and came in while the clock ran."""
+        return self.kv_in_bytes + self.stages.kv_out_bytes + self.kv_out_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Everything that moved while the clock ran."""
+        return self.stages.weight_bytes + self.kv_bytes
+
+
+def bench_switch(
+    loop: TurnLoop, models: list[str], rounds: int, modes: list[str], kv_bytes: int
+) -> dict[str, Any]:
+    """Alternate between two models of an idle device, mode by mode.
+
+    ``resident``: both are on the device. ``prefetched``: the next model comes in while the
+    other runs, then the switch is timed. ``host_cached``: the one on the device is paged out
+    and the other brought in, all of it timed. Each without KV and, with ``kv_bytes``, with
+    live requests of both models that have at least so much. Plain copies of the weights are
+    made in between.
+
+    Raises:
+        Refused: the device is busy, or too small for a mode.
+        UsageError: a mode there is not.
+    """
+    if unknown := sorted(set(modes) - set(MODES)):
+        raise UsageError(f"no switch mode {unknown[0]!r}", f"choose of {', '.join(MODES)}")
+    first, second = (loop.engine(name) for name in models)
+    empty_device(loop)
+    bench = _Bench(loop, (first, second), rounds)
+    bench.check_fits(modes, kv_bytes)
+    measured: dict[str, dict[str, Any]] = {mode: {} for mode in modes}
+    for mode in modes:
+        measured[mode]["without_kv"] = bench.measure(mode)
+    if kv_bytes:
+        with bench.live_kv(kv_bytes):
+            for mode in modes:
+                measured[mode]["with_kv"] = bench.measure(mode)
+    bench.judge(measured)
+    return {"weight_bytes": bench.weight_bytes, "modes": measured}
+
+
+class _Bench:
+    """Two engines that take turns, and plain copies of their weights made meanwhile."""
+
+    def __init__(
+        self, loop: TurnLoop, engines: tuple[ModelEngine, ModelEngine], rounds: int
+    ) -> None:
+        self._loop = loop
+        self._residency = loop.residency
+        self._engines = engines
+        self._rounds = rounds
+        self._live: dict[str, LiveRequests] = {}
+        self._copies_s: list[float] = []  # as fast as the device can
+        self._memcpys_s: list[float] = []  # by one thread, where copies are threads'
+        self.weight_bytes = max(engine.weights.num_bytes for engine in engines)
+
+    def check_fits(self, modes: Sequence[str], kv_bytes: int) -> None:
+        """See that both models have room where that is wanted.
+
+        Raises:
+            Refused: they have not.
+        """
+        page_bytes, num_pages = self._loop.device.page_bytes, self._residency.pool.num_pages
+        wanted = sum(e.weights.num_pages + -(-kv_bytes // page_bytes) for e in self._engines)
+        if wanted > num_pages and set(modes) & {"resident", "prefetched"}:
+            raise Refused(
+                f"both models together want {wanted} pages, the device has {num_pages}",
+                "choose smaller models, a larger device, or the mode host_cached alone",
+            )
+
+    @contextlib.contextmanager
+    def live_kv(self, kv_bytes: int) -> Iterator[None]:
+        """Inside this context both models have requests under way."""
+        try:
+            for engine in self._engines:
+                live = LiveRequests(engine, self._residency, kv_bytes)
+                self._live[engine.name] = live
+                live.start()
+            yield
+        finally:
+            for live in self._live.values():
+                live.stop()
+            self._live.clear()
+
+    def measure(self, mode: str) -> dict[str, Any]:
+        """All switches of one mode; the verdict needs the copies of the whole run."""
+        factor = _RESIDENT_FACTOR if mode == "resident" else 1
+        switches: list[_Switch] = []
+        for index in range(_WARM_UP + 2 * self._rounds * factor):
+            incoming, outgoing = self._engines[index % 2], self._engines[(index + 1) % 2]
+            _PREPARE[mode](self, incoming, outgoing)
+            switch = self._timed(incoming, outgoing if mode == "host_cached" else None)
+            if index // 2 % factor == 0:  # a token per round, else the KV would outgrow the device
+                switch = replace(switch, first_step_s=self._step(incoming))
+            if index >= _WARM_UP:
+                switches.append(switch)
+                if mode == "host_cached":
+                    self._copy_plainly(incoming)
+        return _summary(switches)
+
+    def judge(self, measured: dict[str, dict[str, Any]]) -> None:
+        """Put beside each mode its limit, and the copy that it is derived from."""
+        for mode, rows in measured.items():
+            for row in rows.values():
+                if mode == "resident":
+                    row |= figures.at_most(row["p99_s"], figures.RESIDENT_P99_S, "p99_s")
+                elif mode == "prefetched":
+                    row |= figures.at_most(row["p50_s"], figures.PREFETCHED_P50_S, "p50_s")
+                else:
+                    copying = figures.bandwidth(self.weight_bytes, self._copies_s)
+                    memcpy = figures.bandwidth(self.weight_bytes, self._memcpys_s)
+                    kv_bytes = row["kv_bytes"]
+                    limit_s = figures.host_cached_limit_s(
+                        row["bytes"] - kv_bytes, kv_bytes, copying, memcpy
+                    )
+                    row |= figures.at_most(row["p50_s"], limit_s, "p50_s")
+                    row |= {"memcpy_p50_s": row["bytes"] / copying}
+
+    def prepare_resident(self, incoming: ModelEngine, outgoing: ModelEngine) -> None:
+        """Both are there, and some time has passed, as between two turns: a thread that never
+        rests is made to rest by the system, now and then in the middle of a switch."""
+        self._bring(incoming)
+        self._bring(outgoing)
+        time.sleep(_POLL_S)
+
+    def prepare_prefetched(self, incoming: ModelEngine, outgoing: ModelEngine) -> None:
+        """The next one comes in during the other's turn, until it has arrived."""
+        self._bring(outgoing)
+        self._residency.page_out(incoming.name)
+        self._residency.prefetch(incoming.name, outgoing.name)
+        deadline_s = time.monotonic() + _PREFETCH_TIMEOUT_S
+        while self._residency.missing_bytes(incoming.name) or _is_arriving(incoming):
+            if time.monotonic() > deadline_s:
+                raise Failed(f"{incoming.name} does not come in beside {outgoing.name}")
+            self._residency.advance(outgoing.name)
+            if self._step(outgoing) is None:
+                time.sleep(_POLL_S)
+
+    def prepare_host_cached(self, incoming: ModelEngine, outgoing: ModelEngine) -> None:
+        """Only the one that runs is there."""
+        self._bring(outgoing)
+        self._residency.page_out(incoming.name)
+
+    def _timed(self, incoming: ModelEngine, evicted: ModelEngine | None) -> _Switch:
+        kv_out_bytes, arrived_bytes = 0, incoming.kv.arrived_bytes
+        started_s = time.perf_counter()
+        if evicted is not None:
+            kv_out_bytes = self._residency.page_out(evicted.name)
+        evicted_s = time.perf_counter()
+        stages = self._loop.switch_to(incoming.name)
+        ready_s = time.perf_counter()
+        self._residency.bring_all(incoming.name)
+        total_s = time.perf_counter()
+        return _Switch(
+            ready_s=ready_s - started_s,
+            total_s=total_s - started_s,
+            stages=stages or SwitchStages(),
+            evict_s=evicted_s - started_s,
+            kv_out_bytes=kv_out_bytes,
+            kv_in_bytes=incoming.kv.arrived_bytes - arrived_bytes,
+        )
+
+    def _bring(self, engine: ModelEngine) -> None:
+        self._residency.switch_in(engine.name)
+        self._residency.bring_all(engine.name)
+
+    def _step(self, engine: ModelEngine) -> float | None:
+        """A step if the model has requests, which must not come to their ends."""
+        live = self._live.get(engine.name)
+        return live.step() if live is not None and live.can_step else None
+
+    def _copy_plainly(self, engine: ModelEngine) -> None:
+        """Copy the image into its mapped region and note the time, by each way there is."""
+        weights, device = engine.weights, self._loop.device
+        started_s = time.perf_counter()
+        device.copy_in(weights.address, weights.image.address, weights.num_bytes)
+        device.synchronize()
+        self._copies_s.append(time.perf_counter() - started_s)
+        if device.is_host_addressable:
+            started_s = time.perf_counter()
+            libc.memcpy(weights.address, weights.image.address, weights.num_bytes)
+        self._memcpys_s.append(time.perf_counter() - started_s)
+
+
+_PREPARE: dict[str, Callable[[_Bench, ModelEngine, ModelEngine], None]] = {
+    "resident": _Bench.prepare_resident,
+    "prefetched": _Bench.prepare_prefetched,
+    "host_cached": _Bench.prepare_host_cached,
+}
+
+
+def _is_arriving(engine: ModelEngine) -> bool:
+    return engine.weights.is_arriving or bool(engine.kv.chunks(Place.ARRIVING))
+
+
+def _summary(switches: Sequence[_Switch]) -> dict[str, Any]:
+    steps_s = [switch.first_step_s for switch in switches if switch.first_step_s is not None]
+    stages = {
+        stage: figures.p50([_stage_s(switch, stage) for switch in switches]) for stage in _STAGES
+    }
+    summary = figures.times([switch.total_s for switch in switches]) | {
+        "ready_p50_s": figures.p50([switch.ready_s for switch in switches]),
+        "bytes": figures.p50([switch.num_bytes for switch in switches]),
+        "kv_bytes": figures.p50([switch.kv_bytes for switch in switches]),
+        "stages_p50_s": stages,
+    }
+    if steps_s:
+        summary["first_step_p50_s"] = figures.p50(steps_s)
+    return summary
+
+
+def _stage_s(switch: _Switch, stage: str) -> float:
+    """Seconds of a stage; paging the other out is part of evicting, waiting for all KV of KV."""
+    seconds: float = getattr(switch.stages, stage)
+    if stage == "evict_s":
+        return seconds + switch.evict_s
+    if stage == "kv_s":
+        return seconds + switch.total_s - switch.ready_s
+    return seconds

@@ -1,0 +1,70 @@
+"""Named operations on a running instance: benchmarks and checks, asked for by the daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gpupoold.errors import GpupoolError, UsageError
+from gpupoold.memory.contracts import OutOfPages
+from gpupoold.wire.messages import Call, CallResult
+from gpupoold.worker.benchmarks.device import bench_device
+from gpupoold.worker.benchmarks.idle import leftovers
+from gpupoold.worker.benchmarks.kv_swap import bench_kv
+from gpupoold.worker.benchmarks.switch import bench_switch
+from gpupoold.worker.kv.digests import kv_digest, live_blocks, weights_digest
+from gpupoold.worker.turns.loop import TurnLoop
+
+
+def answer(loop: TurnLoop, call: Call) -> CallResult:
+    """Run ``call`` between two steps; errors become part of the answer."""
+    try:
+        operation = _OPERATIONS.get(call.method)
+        if operation is None:
+            raise UsageError(f"instances have no operation {call.method!r}")
+        return CallResult(call.call_id, operation(loop, **call.args))
+    except GpupoolError as error:
+        return CallResult(call.call_id, None, error.code, error.message, error.hint)
+    except (TypeError, AssertionError, OutOfPages) as error:
+        return CallResult(call.call_id, None, "failed", f"{call.method}: {error!r}")
+
+
+def _check_integrity(loop: TurnLoop) -> dict[str, Any]:
+    """Counters, page tables, host slots and the driver agree, or an AssertionError says where
+    they do not."""
+    num_owned = loop.residency.check_integrity(loop.moves.sent_bytes)
+    pool = loop.residency.pool
+    driver = loop.driver_memory.check()
+    pages = {"free_pages": pool.num_free, "owned_pages": num_owned, "pages": pool.num_pages}
+    return {**pages, **driver}
+
+
+def _checksum(loop: TurnLoop, model: str) -> dict[str, Any]:
+    """SHA-256 of a model's weights and live KV blocks; makes it resident first."""
+    engine = loop.engine(model)
+    loop.interrupt_turn()
+    loop.switch_to(model)
+    loop.residency.bring_all(model)
+    return {
+        "weights": weights_digest(loop.device, engine),
+        "kv": kv_digest(loop.device, engine),
+        "num_live_blocks": len(live_blocks(engine)),
+    }
+
+
+def _page_out(loop: TurnLoop, model: str) -> dict[str, Any]:
+    """Take everything of a model off the device, as a switch under pressure would."""
+    engine = loop.engine(model)
+    loop.interrupt_turn()
+    return {"kv_out_bytes": loop.residency.page_out(engine.name)}
+
+
+_OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    "check_integrity": _check_integrity,
+    "checksum": _checksum,
+    "page_out": _page_out,
+    "leftovers": leftovers,
+    "bench_device": bench_device,
+    "bench_kv": bench_kv,
+    "bench_switch": bench_switch,
+}

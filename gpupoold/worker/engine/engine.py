@@ -1,0 +1,474 @@
+"""The only importer of vLLM's engine: one in-process ``EngineCore`` per model.
+
+Written for vLLM 0.32.0. Seams used: ``worker_cls``, ``scheduler_cls``, ``EngineCore.step_fn``,
+``structured_output_manager``, the scheduler's queues (read only),
+``BlockPool.touch/free_blocks/evict_blocks``, and its ``free_block_queue``, which is replaced before
+the first request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import vllm
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers import rotary_embedding
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackDecoder
+
+from gpupoold.errors import Failed, GpupoolError, Refused
+from gpupoold.memory.contracts import BlockWatcher, Device
+from gpupoold.memory.geometry import KvGeometry, KvRow
+from gpupoold.memory.host import KvHostCache, Slot
+from gpupoold.memory.kv import KvMemory
+from gpupoold.memory.weights import WeightMemory
+from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress
+from gpupoold.worker.engine.compiled import forget_compiled
+from gpupoold.worker.engine.grammars import use_engine_grammars
+from gpupoold.worker.engine.load_errors import check_kind, refusal
+from gpupoold.worker.engine.resume import resume
+from gpupoold.worker.engine.steps import EngineSteps, Step
+from gpupoold.worker.environment import engine_arguments
+from gpupoold.worker.weights import snapshot_loader as image_loader
+from gpupoold.worker.weights.loading import ModelLoad
+
+SUPPORTED_VERSION = "0.32.0"
+# 32 tokens: what the CPU attention kernel wants at least, and small pages waste less.
+_CPU_BLOCK_TOKENS = 32
+_SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
+_WORKERS = {True: "emulated_worker.EmulatedWorker", False: "worker.CudaWorker"}
+
+
+def check_engine_version() -> str:
+    """The installed vLLM's version.
+
+    Raises:
+        Failed: it is not the one whose internals this module was written for.
+    """
+    installed = str(vllm.__version__)
+    if not installed.startswith(SUPPORTED_VERSION):
+        raise Failed(
+            f"vLLM {installed} is installed, gpupool was written for {SUPPORTED_VERSION}",
+            f"install vllm=={SUPPORTED_VERSION}",
+        )
+    return installed
+
+
+class WatchedFreeQueue(FreeKVCacheBlockQueue):
+    """vLLM's list of free blocks, which tells a watcher what leaves it and what comes back.
+
+    A block is in the list exactly while nobody references it.
+    """
+
+    def __init__(self, blocks: list[KVCacheBlock], watcher: BlockWatcher) -> None:
+        super().__init__(blocks)
+        self._watcher = watcher
+
+    def popleft(self) -> KVCacheBlock:
+        """As vLLM's."""
+        block = super().popleft()
+        self._watcher.taken([block.block_id])
+        return block
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        """As vLLM's."""
+        blocks = super().popleft_n(n)
+        self._watcher.taken([block.block_id for block in blocks])
+        return blocks
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """As vLLM's."""
+        super().remove(block)
+        self._watcher.taken([block.block_id])
+
+    def append(self, block: KVCacheBlock) -> None:
+        """As vLLM's."""
+        super().append(block)
+        self._watcher.freed([block.block_id])
+
+    def append_n(self, blocks: list[KVCacheBlock]) -> None:
+        """As vLLM's."""
+        super().append_n(blocks)
+        self._watcher.freed([block.block_id for block in blocks])
+
+    def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
+        """As vLLM's."""
+        super().prepend_n(blocks)
+        self._watcher.freed([block.block_id for block in blocks])
+
+
+class BlockPoolLedger:
+    """vLLM's block pool as the KV memory sees it, through its public verbs."""
+
+    def __init__(self, block_pool: Any) -> None:
+        self._pool = block_pool
+
+    def watch(self, watcher: BlockWatcher) -> None:
+        """Tell ``watcher`` of every change from now on."""
+        free = [block for block in self._pool.blocks if not block.is_null]
+        assert self.num_free == len(free), "blocks are in use before there are requests"
+        self._pool.free_block_queue = WatchedFreeQueue(free, watcher)
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Take free blocks out of the engine's reach."""
+        self._pool.evict_blocks(set(block_ids))
+        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def keep(self, block_ids: Sequence[int]) -> None:
+        """Let blocks that a request uses outlive it."""
+        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def give(self, block_ids: Sequence[int]) -> None:
+        """Put held blocks back on the free list."""
+        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def live(self, block_ids: Iterable[int]) -> list[int]:
+        """Those of the blocks that somebody references."""
+        blocks = self._pool.blocks
+        return [block_id for block_id in block_ids if blocks[block_id].ref_cnt > 0]
+
+    @property
+    def num_free(self) -> int:
+        """Blocks the engine could hand out now."""
+        return int(self._pool.get_num_free_blocks())
+
+
+class ModelEngine:
+    """One model's engine with its memory; stepped only while its weights are resident."""
+
+    def __init__(self, core: EngineCore, load: ModelLoad, kv: KvMemory, info: LoadedModel) -> None:
+        assert load.weights is not None and load.layout is not None
+        self._core: Any = core
+        self.info = info
+        self.weights: WeightMemory = load.weights
+        self.layout_digest = load.layout.digest
+        self.kv = kv
+        self._ledger = BlockPoolLedger(_block_pool(core))
+        kv.attach(self._ledger)
+        self._scheduler: Any = core.scheduler
+        self._scheduler.kv = kv
+        self._scheduler.name = info.name
+        self._steps = EngineSteps(core, info.name)
+        self._decoder = MsgpackDecoder(EngineCoreRequest)
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.info.name
+
+    def add(
+        self,
+        frames: list[bytes],
+        output_token_ids: Sequence[int] = (),
+        kv: tuple[Slot, int] | None = None,
+        frontend: int = 0,
+    ) -> None:
+        """Queue a request that ``frontend`` encoded; it goes on after ``output_token_ids``.
+
+        ``kv`` has the bytes of its first blocks, and how many they are; freed when not needed.
+
+        Raises:
+            Refused: the engine does not accept it.
+        """
+        blocks = self._adopt(*kv) if kv is not None else []
+        claimed: list[str] = []
+
+        def claim(request: Request) -> None:
+            self._scheduler.claim(request, blocks)
+            claimed.append(request.request_id)
+
+        try:
+            decoded = self._decoder.decode(frames)
+            decoded.client_index = frontend  # the engine sorts its outputs by these
+            request, wave = self._core.preprocess_add_request(decoded)
+            if output_token_ids:
+                resume(self._core, request, wave, output_token_ids, claim)
+            else:
+                self._core.add_request(request, wave)
+        except Exception as error:  # whatever one request does must not end the others
+            if not claimed:
+                self._ledger.give(blocks)
+            for request_id in claimed:
+                self._scheduler.release(request_id)
+            self.kv.discard_dead()
+            raise Refused(f"{self.name}: the engine refused the request: {error}") from error
+
+    def isolate(self, request_id: str) -> None:
+        """Let a request that is about to be added share no step with others."""
+        self._scheduler.isolate(request_id)
+
+    def end_isolation(self, request_id: str) -> None:
+        """Let a request share steps with others again."""
+        self._steps.wait()
+        self._scheduler.end_isolation(request_id)
+
+    def has_grammar(self, request_id: str) -> bool:
+        """Whether the grammar of a request has been compiled, or is not needed."""
+        request = self._core.scheduler.requests.get(request_id)
+        structured = None if request is None else request.structured_output_request
+        return structured is None or structured.grammar is not None
+
+    def _adopt(self, slot: Slot, num_blocks: int) -> list[int]:
+        """Blocks whose bytes are in ``slot``; none, and the slot freed, if that cannot be."""
+        if slot.num_bytes == num_blocks * self.kv.geometry.block_bytes:
+            blocks = self.kv.adopt(slot, num_blocks)
+            if blocks is not None:
+                return blocks
+        slot.free()
+        return []
+
+    def full_blocks(self, request_id: str) -> list[int] | None:
+        """Blocks of a request whose KV can be copied, from the first on; None if it is not here."""
+        request = self._core.scheduler.requests.get(request_id)
+        if request is None or request.is_finished():
+            return None
+        blocks: list[int] = self._scheduler.full_blocks(request)
+        return blocks
+
+    @property
+    def max_batched_tokens(self) -> int:
+        """Tokens of one step at most; longer prompts are prefilled in pieces."""
+        return int(self._core.scheduler.max_num_scheduled_tokens)
+
+    @property
+    def max_sequences(self) -> int:
+        """Requests of one step at most."""
+        return int(self._core.scheduler.max_num_running_reqs)
+
+    def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Queue a request with a made-up prompt, greedy, of exactly ``max_tokens`` tokens.
+
+        No prefix of it is another's, so it is always prefilled in full.
+        """
+        size = self._core.vllm_config.model_config.get_vocab_size()
+        tokens = random.Random(request_id)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=tokens.choices(range(size), k=num_prompt_tokens),
+            mm_features=None,
+            sampling_params=sampling,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self._core.add_request(*self._core.preprocess_add_request(request))
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests; their blocks are free at once."""
+        self._core.abort_requests(request_ids)
+
+    def has_requests(self) -> bool:
+        """Whether a step would do something (ended requests may need one to be cleared)."""
+        return bool(self._core.scheduler.has_requests())
+
+    @contextlib.contextmanager
+    def only(self, request_id: str) -> Iterator[None]:
+        """Inside this context the other requests sit out."""
+        self._scheduler.alone = request_id
+        try:
+            yield
+        finally:
+            self._scheduler.alone = None
+
+    def is_ready(self) -> bool:
+        """Whether a step would do something now: some request has all of its KV here."""
+        if self.kv.is_whole:
+            return self.has_requests()
+        return self._scheduler.can_schedule()
+
+    def wanted_blocks(self) -> Iterator[int]:
+        """Blocks of the requests under way, in the order in which they would best run."""
+        found: Iterator[int] = self._scheduler.blocks_under_way()
+        return found
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step has been begun that has not been waited for."""
+        return self._steps.are_under_way
+
+    def begin_step(self, chunk_tokens: int | None = None) -> list[Step]:
+        """Begin a step and wait for the one before it, see :meth:`EngineSteps.begin`.
+
+        It takes ``chunk_tokens`` at most, prompt tokens and one for each answer.
+        """
+        return self._steps.begin(chunk_tokens)
+
+    def settle(self) -> list[Step]:
+        """Wait for what is under way, see :meth:`EngineSteps.settle`."""
+        return self._steps.settle()
+
+    def step(self) -> list[RequestProgress]:
+        """One whole step; what the requests got. Nothing may be under way before."""
+        steps = [*self._steps.begin(), *self._steps.settle()]
+        return [item for step in steps for item in step.progress]
+
+    def num_missing_blocks(self) -> int:
+        """Blocks the next step may want beyond the free ones (an upper bound, at least 0)."""
+        scheduler, size = self._core.scheduler, self.info.block_size
+        wanted = 0
+        for request in scheduler.running:
+            wanted += 1 + -(-(request.num_tokens - request.num_computed_tokens) // size)
+        for request in scheduler.waiting:
+            wanted += 1 + -(-request.num_tokens // size)
+        wanted -= self._scheduler.num_claimed
+        groups = len(scheduler.kv_cache_config.kv_cache_groups)
+        limit = self.kv.geometry.num_blocks - 1
+        return max(0, min(wanted * groups, limit) - self._ledger.num_free)
+
+    def preempt(self) -> None:
+        """Drop the KV of all requests; the engine recomputes it when they run again."""
+        self._steps.wait()
+        self.kv.finish_exports()
+        with self.kv.without_ballast():
+            self._core.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def close(self) -> None:
+        """Drop the engine and give its memory back. Shared state of other engines is kept:
+        vLLM's own shutdown would tear down the process groups all engines use."""
+        core = self._core
+        core.structured_output_manager.clear_backend()
+        core.scheduler.shutdown()
+        runner = _runner(core)
+        runner.compilation_config.static_forward_context.clear()
+        forget_compiled(runner.get_model())
+        runner.model = None
+        runner.kv_caches.clear()
+        self._scheduler = self._core = None
+        self._steps.close()
+        del core, runner
+        # vLLM freezes the heap after each engine start; a frozen engine would never be freed.
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+        torch.cuda.empty_cache()  # no-op without a GPU
+        self.kv.close()
+        self.weights.close()
+
+
+def load_engine(
+    model: ModelToLoad, load: ModelLoad, device: Device, host: KvHostCache
+) -> ModelEngine:
+    """Build a model's engine on our memory.
+
+    Raises:
+        GpupoolError: the checkpoint cannot be served here, with vLLM's reason.
+    """
+    started_s = time.monotonic()
+    # Rotary modules are shared through this cache; relocated buffers of one
+    # model must not show up in another.
+    rotary_embedding._ROPE_DICT.clear()
+    with load.active():
+        try:
+            core = _build_core(model, device, skips_checkpoint=load.skips_checkpoint)
+            geometry = _geometry(core, device.page_bytes)
+            assert load.kv_region is not None
+            kv = KvMemory(geometry, load.kv_region, device, host)
+            info = _describe(model, core, load, time.monotonic() - started_s)
+            return ModelEngine(core, load, kv, info)
+        except GpupoolError:
+            raise
+        except Exception as error:
+            raise refusal(model.name, error) from error
+
+
+def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -> EngineCore:
+    emulated = device.is_host_addressable
+    arguments: dict[str, Any] = {
+        "model": model.path,
+        "served_model_name": [model.name],
+        "trust_remote_code": model.allow_remote_code,
+        "dtype": model.dtype,
+        "max_model_len": model.max_model_len,
+        "enforce_eager": emulated,
+        "block_size": _CPU_BLOCK_TOKENS if emulated else None,
+        # Ours is the memory accounting; vLLM's check of what is free (on a GPU only the
+        # reserve, the rest being pages) must not stand in the way.
+        "gpu_memory_utilization": 0.01 if emulated else 0.001,
+        "worker_cls": f"gpupoold.worker.{_WORKERS[emulated]}",
+    }
+    if skips_checkpoint:
+        image_loader.register()
+        arguments["load_format"] = image_loader.LOAD_FORMAT
+    # Batches as large as vLLM's own server makes on the device; its other default is for old GPUs.
+    arguments |= engine_arguments()
+    config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    kind = config.model_config  # its own ``architecture`` may be a stand-in of vLLM's
+    check_kind(model.name, kind.architectures[0], kind)
+    scheduling = config.scheduler_config
+    if arguments.get("async_scheduling"):
+        scheduling.async_scheduling = True  # vLLM does not take that for a CPU, but can do it
+    scheduler = _SCHEDULERS[bool(scheduling.async_scheduling)]
+    scheduling.scheduler_cls = f"gpupoold.worker.{scheduler}"
+    core = EngineCore(config, Executor.get_class(config), log_stats=False)
+    use_engine_grammars(core, model.name)
+    return core
+
+
+def _geometry(core: Any, page_bytes: int) -> KvGeometry:
+    config = _runner(core).kv_cache_config
+    rows: set[KvRow] = set()
+    for tensor in config.kv_cache_tensors:
+        if tensor.layer_stride < tensor.block_stride:  # blocks outermost: one piece per block
+            rows.add(KvRow(tensor.offset, tensor.block_stride, tensor.block_stride))
+            continue
+        for layer in range(len(tensor.layers)):
+            start = tensor.offset + layer * tensor.layer_stride
+            rows.add(KvRow(start, tensor.block_stride, tensor.block_stride))
+    ordered = sorted(rows, key=lambda row: row.offset)
+    return KvGeometry(config.num_blocks, page_bytes, tuple(ordered))
+
+
+def _describe(model: ModelToLoad, core: Any, load: ModelLoad, load_s: float) -> LoadedModel:
+    assert load.layout is not None
+    config = core.vllm_config
+    blocks = config.cache_config.num_gpu_blocks
+    block_size = config.cache_config.block_size
+    kv_bytes = max(1, _geometry(core, 1).block_bytes // block_size)
+    return LoadedModel(
+        name=model.name,
+        architecture=config.model_config.architecture,
+        max_model_len=config.model_config.max_model_len,
+        dtype=str(config.model_config.dtype).removeprefix("torch."),
+        block_size=block_size,
+        num_gpu_blocks=blocks,
+        weight_bytes=load.layout.num_bytes,
+        kv_bytes_per_token=kv_bytes,
+        supported_tasks=tuple(core.get_supported_tasks()),
+        load_s=load_s,
+    )
+
+
+def _block_pool(core: Any) -> Any:
+    return core.scheduler.kv_cache_manager.block_pool
+
+
+def _runner(core: Any) -> Any:
+    return core.model_executor.driver_worker.worker.model_runner
+
+
+def use_plain_linear_layers() -> None:
+    """Keep linear weights in torch tensors on the CPU.
+
+    vLLM repacks them into oneDNN handles outside torch's sight otherwise, where
+    no page of ours would hold them; without oneDNN it falls back to ``F.linear``.
+    """
+    import vllm._custom_ops as custom_ops
+
+    custom_ops._supports_onednn = False

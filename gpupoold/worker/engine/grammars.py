@@ -1,0 +1,160 @@
+"""The grammars of an engine's requests: vLLM's manager, with two changes.
+
+A request's grammar is compiled by the backend that was chosen for the request. In vLLM 0.32.0
+the first grammar decides for all that follow: its schema may need a backend that understands
+others differently.
+
+What xgrammar caches of compiled grammars is bounded for all engines of the process together.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any, Protocol
+
+from vllm.config import VllmConfig
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+from gpupoold.grammar_backends import make_backend, renew_compiler
+from gpupoold.system.activity import WORKER, Phase
+from gpupoold.system.process import GRAMMAR_NICENESS, lower_priority, trim_heap
+
+CACHE_BYTES = 16 << 20
+"""Of compiled grammars, for all engines of a process, as xgrammar counts them. In memory they
+take two to three times as much."""
+
+
+class GrammarCache(Protocol):
+    """What an engine's compiler keeps of grammars."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the grammars, as the compiler counts them."""
+        ...
+
+    def renew(self) -> None:
+        """Drop the grammars; those in use live on with their requests."""
+        ...
+
+
+class GrammarCaches:
+    """The caches of all engines of a process, within one limit in bytes."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._caches: OrderedDict[GrammarCache, None] = OrderedDict()  # the latest used last
+        self._lock = threading.Lock()
+
+    def used(self, cache: GrammarCache) -> None:
+        """Note a use, and renew the caches that were used longest ago while all are too large."""
+        with self._lock:
+            self._caches[cache] = None
+            self._caches.move_to_end(cache)
+            sizes = [(one, one.num_bytes) for one in self._caches]
+            total = sum(num_bytes for _, num_bytes in sizes)
+            for one, num_bytes in sizes:
+                if total <= self._limit_bytes:
+                    return
+                one.renew()
+                total -= num_bytes
+
+    def forget(self, cache: GrammarCache) -> None:
+        """An engine has ended."""
+        with self._lock:
+            self._caches.pop(cache, None)
+
+
+_caches = GrammarCaches(CACHE_BYTES)
+
+
+class _BackendGrammars(StructuredOutputManager):
+    """Compiles the grammars of one backend; the activity page says for which request.
+
+    The backend too is made by a thread that compiles: vLLM makes it between two steps.
+    """
+
+    backend: Any
+
+    def __init__(self, engine: EngineGrammars, name: str) -> None:
+        super().__init__(engine.vllm_config)
+        self._engine = engine
+        self._name = name
+        self._making = threading.Lock()
+
+    def grammar_init(self, request: Request) -> None:
+        """Begin to compile a request's grammar."""
+        structured = request.structured_output_request
+        assert structured is not None
+        structured.grammar = self.executor.submit(self._create_grammar, request)
+
+    def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
+        lower_priority(GRAMMAR_NICENESS)  # this thread only compiles
+        with WORKER.beside(Phase.GRAMMAR, self._engine.model, [request.request_id]):
+            with self._making:
+                if self.backend is None:
+                    self.backend = make_backend(self._name, self.vllm_config, self.tokenizer)
+                    self._engine.backend = self.backend  # it makes the bitmask, alike for all
+            grammar = super()._create_grammar(request)
+        if self._name == "xgrammar":
+            _caches.used(self)
+        return grammar
+
+    @property
+    def num_bytes(self) -> int:
+        """See :class:`GrammarCache`."""
+        return int(self.backend.compiler.get_cache_size_bytes())
+
+    def renew(self) -> None:
+        """See :class:`GrammarCache`."""
+        renew_compiler(self.backend)
+        trim_heap()
+
+    def clear_backend(self) -> None:
+        """End the backend, and the threads that compile, when what they compile is done.
+
+        Returns at once: a grammar takes up to seconds and cannot be stopped, and other engines'
+        steps go on meanwhile.
+        """
+        self.executor.shutdown(wait=False, cancel_futures=True)
+        threading.Thread(target=self._end, name="grammars-end", daemon=True).start()
+
+    def _end(self) -> None:
+        self.executor.shutdown()
+        _caches.forget(self)  # other engines' threads ask what is there for its size
+        super().clear_backend()
+
+
+class EngineGrammars(StructuredOutputManager):
+    """vLLM's manager for one engine, over one for each backend that its requests name."""
+
+    def __init__(self, config: VllmConfig, model: str) -> None:
+        super().__init__(config)
+        self.model = model
+        self._by_backend: dict[str, _BackendGrammars] = {}
+
+    def grammar_init(self, request: Request) -> None:
+        """Begin to compile a request's grammar with the request's backend."""
+        structured = request.sampling_params and request.sampling_params.structured_outputs
+        if request.structured_output_request is None or not structured:
+            return
+        name = str(structured._backend)
+        if name not in self._by_backend:
+            self._by_backend[name] = _BackendGrammars(self, name)
+        self._by_backend[name].grammar_init(request)
+
+    def clear_backend(self) -> None:
+        """End all backends."""
+        for one in self._by_backend.values():
+            one.clear_backend()
+        self._by_backend.clear()
+        self.backend = None  # it was one of theirs
+        super().clear_backend()
+
+
+def use_engine_grammars(core: Any, model: str) -> None:
+    """Give an ``EngineCore`` this manager; it has no option for that."""
+    grammars = EngineGrammars(core.vllm_config, model)
+    core.structured_output_manager = core.scheduler.structured_output_manager = grammars

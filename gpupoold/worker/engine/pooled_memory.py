@@ -1,0 +1,62 @@
+"""What our worker classes have in common: weights and KV in our regions."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.platforms import current_platform
+
+from gpupoold.worker.weights.loading import current_load
+
+
+class PooledMemory:
+    """Mixed in before vLLM's worker: the three places where it takes device memory."""
+
+    model_runner: Any
+    local_rank: int
+    distributed_init_method: str
+
+    def init_device(self) -> None:
+        """Make the process groups all models share, then go on as vLLM does."""
+        _ensure_process_groups(self.distributed_init_method, self.local_rank)
+        super().init_device()  # type: ignore[misc]
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load as vLLM does, then move the weights into the model's region."""
+        super().load_model(load_dummy_weights=load_dummy_weights)  # type: ignore[misc]
+        current_load().take_weights(self.model_runner.get_model())
+
+    def determine_available_memory(self) -> int:
+        """The device's memory less the weights: what the model could have when alone."""
+        specs = self.model_runner.get_kv_cache_spec().values()
+        return current_load().kv_budget_bytes([spec.page_size_bytes for spec in specs])
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> contextlib.AbstractContextManager[Any]:
+        if tag == "kv_cache":
+            return current_load().kv_allocation()
+        return contextlib.nullcontext()
+
+
+def _ensure_process_groups(init_method: str, local_rank: int) -> None:
+    """Groups of one rank for every kind of model.
+
+    vLLM makes them for the first model of a process, and leaves the expert
+    group out when that one is dense; without any model it makes them all.
+    """
+    if parallel_state.model_parallel_is_initialized():
+        return
+    if current_platform.is_cuda():
+        current_platform.set_device(torch.device(f"cuda:{local_rank}"))
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(
+            world_size=1,
+            rank=0,
+            distributed_init_method=init_method,
+            local_rank=local_rank,
+            backend=current_platform.dist_backend,
+        )
+        parallel_state.initialize_model_parallel()

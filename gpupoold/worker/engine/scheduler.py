@@ -1,0 +1,238 @@
+"""vLLM's scheduler for a model whose KV may be partly away (vLLM's ``scheduler_cls`` option).
+
+Requests with blocks that are not on the device sit a step out, as requests do for which
+vLLM's token budget does not suffice; the others go on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import Request, RequestStatus
+
+from gpupoold.memory.kv import KvMemory
+from gpupoold.system.activity import WORKER, Phase
+from gpupoold.worker.engine.resume import after_grammar
+
+# So long an isolated request waits for other threads of the process to come to rest.
+_MAX_PUT_OFF_S = 1.0
+
+
+class PooledScheduler(Scheduler):
+    """``kv`` knows what is on the device; ``alone`` is the one request that may run, if any.
+
+    ``isolated`` are requests that share no step with others, see ``take_turns``; ``name`` is the
+    model's, for the activity page.
+    ``chunk_tokens`` limits the next step, if it is given. While ``is_held`` no step is made.
+    ``num_updates`` counts the steps whose tokens have come, ``was_decode`` tells whether the
+    last of them was the next token of every request in it.
+    """
+
+    running: list[Request]
+    max_num_running_reqs: int
+    max_num_active_reqs: int
+    max_num_scheduled_tokens: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kv: KvMemory | None = None
+        self.name = ""
+        self.alone: str | None = None
+        self.isolated: dict[str, None] = {}  # in the order in which they have steps
+        self._on_trial: str | None = None
+        self._isolated_s = 0.0  # the last step of an isolated request
+        self.chunk_tokens: int | None = None
+        self.is_held = False
+        self.num_updates = 0
+        self.was_decode = False
+        self._claims: dict[str, list[int]] = {}
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """vLLM's step, without the requests under way that may not run."""
+        limit = self.max_num_scheduled_tokens
+        if self.chunk_tokens is not None:  # never less than every answer and a token more
+            wanted = max(self.chunk_tokens, len(self.running) + 1)
+            self.max_num_scheduled_tokens = min(limit, wanted)
+        try:
+            output = self._schedule(*args, **kwargs)
+        finally:
+            self.max_num_scheduled_tokens = limit
+        WORKER.begin_step(self.name, list(output.num_scheduled_tokens))
+        if WORKER.main.phase == Phase.STEP:
+            WORKER.main.clear()
+        if self._claims:
+            for request in self.running:
+                self.release(request.request_id)
+        return output
+
+    def has_requests(self) -> bool:
+        """As vLLM's; none while no step is to be made."""
+        return not self.is_held and super().has_requests()
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> dict[int, EngineCoreOutputs]:
+        """As vLLM's."""
+        self.num_updates += 1
+        num_requests = len(scheduler_output.num_scheduled_tokens)
+        is_one_each = scheduler_output.total_num_scheduled_tokens == num_requests > 0
+        self.was_decode = is_one_each and not scheduler_output.scheduled_new_reqs
+        return super().update_from_output(scheduler_output, *args, **kwargs)
+
+    def isolate(self, request_id: str) -> None:
+        """Let a request, which may still have to come, share no step with others."""
+        self.isolated[request_id] = None
+
+    def end_isolation(self, request_id: str) -> None:
+        """Let a request share steps again; does nothing for others."""
+        self.isolated.pop(request_id, None)
+        self._on_trial = None
+
+    def take_turns(self, *, may_isolate: bool) -> None:
+        """Choose whose step is next: of one isolated request, or of all others; by turns.
+
+        Not ``may_isolate``: of the others for up to a second, if there are any.
+        """
+        for request_id in [one for one in self.isolated if one not in self.requests]:
+            del self.isolated[request_id]
+        was_isolated, self._on_trial = self._on_trial is not None, None
+        if not self.isolated:
+            return
+        now_s = time.monotonic()
+        has_waited = now_s - self._isolated_s > _MAX_PUT_OFF_S
+        has_others = len(self.requests) > len(self.isolated)
+        if has_others and (was_isolated or not (may_isolate or has_waited)):
+            return
+        self._isolated_s = now_s
+        self._on_trial = next(iter(self.isolated))
+        self.isolated[self._on_trial] = self.isolated.pop(self._on_trial)  # to the end of the line
+
+    def claim(self, request: Request, blocks: list[int]) -> None:
+        """A request is about to come whose first blocks these are; the references are its."""
+        if not blocks:
+            return
+        pool = self.kv_cache_manager.block_pool
+        full = [pool.blocks[block] for block in blocks]
+        pool.cache_full_blocks(request, full, 0, len(full), self.block_size, 0)
+        self._claims[request.request_id] = blocks
+
+    @property
+    def num_claimed(self) -> int:
+        """Blocks of requests that have come with KV and wait to run."""
+        return sum(map(len, self._claims.values()))
+
+    def full_blocks(self, request: Request) -> list[int]:
+        """Blocks of a request, from the first on, that are full and will not be written again.
+
+        Empty where KV is not a list of blocks of the same kind for all layers.
+        """
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+        if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
+            return []
+        if request.request_id in self._claims:
+            return list(self._claims[request.request_id])
+        num_full = min(request.num_computed_tokens, request.num_tokens - 1) // self.block_size
+        return self._blocks(request)[:num_full]
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
+        """As vLLM's; what they claimed is free too."""
+        finished = super().finish_requests(*args, **kwargs)
+        for request in finished:
+            self.release(request.request_id)
+        return finished
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """As vLLM's; nobody has KV afterwards."""
+        for request_id in list(self._claims):
+            self.release(request_id)
+        return super().reset_prefix_cache(*args, **kwargs)
+
+    def release(self, request_id: str) -> None:
+        """A request has its blocks itself now, or needs none."""
+        blocks = self._claims.pop(request_id, None)
+        if blocks is None:
+            return
+        pool = self.kv_cache_manager.block_pool
+        pool.free_blocks([pool.blocks[block] for block in reversed(blocks)])
+        if self.kv is not None:
+            self.kv.discard_dead()
+
+    def _schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if not self._is_restricted:
+            return super().schedule(*args, **kwargs)
+        everybody, limits = self.running, (self.max_num_running_reqs, self.max_num_active_reqs)
+        out = {request.request_id for request in everybody if not self._may_run(request)}
+        self.running = [one for one in everybody if one.request_id not in out]
+        self.max_num_running_reqs -= len(out)
+        self.max_num_active_reqs -= len(out)
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            self.max_num_running_reqs, self.max_num_active_reqs = limits
+            # In the old order, then who is new: vLLM preempts the last ones.
+            ran = {request.request_id: request for request in self.running}
+            old = [one for one in everybody if one.request_id in out or one.request_id in ran]
+            new = ran.keys() - {one.request_id for one in everybody}
+            self.running = [*old, *(one for one in self.running if one.request_id in new)]
+
+    def can_schedule(self) -> bool:
+        """Whether a request could run now."""
+        waiting = any(self._is_claim_here(one) for one in self.waiting)
+        return waiting or any(self._is_here(one) for one in self.running)
+
+    def blocks_under_way(self) -> Iterator[int]:
+        """Blocks of the running requests, those that came first first; then of who came with KV."""
+        for request in self.running:
+            yield from self._blocks(request)
+        for blocks in self._claims.values():
+            yield from blocks
+
+    @property
+    def _is_restricted(self) -> bool:
+        is_whole = self.kv is None or self.kv.is_whole
+        return not is_whole or self.alone is not None or bool(self.isolated)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """A waiting request whose cached prefix is not on the device waits for it."""
+        is_waiting = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        if not super()._handle_blocked_waiting_request(request):
+            return False
+        if is_waiting:
+            after_grammar(request)
+        if self._sits_out(request.request_id):
+            return False
+        if self.kv is None or self.kv.is_whole:
+            return True
+        hit = self.kv_cache_manager.get_computed_blocks(request)[0]
+        return self.kv.is_here(block for group in hit.get_block_ids() for block in group)
+
+    def _is_claim_here(self, request: Request) -> bool:
+        """Whether the blocks that a waiting request claims are here; it may claim none."""
+        claimed = self._claims.get(request.request_id)
+        return claimed is None or self.kv is None or self.kv.is_here(claimed)
+
+    def _may_run(self, request: Request) -> bool:
+        return not self._sits_out(request.request_id) and self._is_here(request)
+
+    def _sits_out(self, request_id: str) -> bool:
+        """Whether the next step is of other requests only."""
+        alone = self.alone or self._on_trial
+        return request_id in self.isolated if alone is None else request_id != alone
+
+    def _is_here(self, request: Request) -> bool:
+        return self.kv is None or self.kv.is_here(self._blocks(request))
+
+    def _blocks(self, request: Request) -> list[int]:
+        groups = self.kv_cache_manager.get_block_ids(request.request_id)
+        return [block for group in groups for block in group]
+
+
+class AsyncPooledScheduler(PooledScheduler, AsyncScheduler):
+    """The same for steps that are begun before the tokens of the last one are known."""

@@ -1,0 +1,159 @@
+"""An engine's steps: one after the other, or each prepared while the device computes another.
+
+With vLLM's asynchronous scheduling (its default on a GPU) a step is scheduled and launched
+before the tokens of the one before it are known: they stay on the device. The device then never
+waits for the host. What has been launched is *under way* until its tokens have come; whoever
+wants to end requests or to take memory away settles it first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.serial_utils import MsgpackEncoder
+from vllm.v1.worker import workspace
+
+from gpupoold.system.activity import WORKER, Phase
+from gpupoold.wire.codec import MAX_FRAME_BYTES
+from gpupoold.wire.messages import RequestProgress
+
+_MAX_STEP_BYTES = MAX_FRAME_BYTES // 2
+"""Of encoded outputs in one message; what the requests got of tokens is beside them."""
+
+
+class Step(NamedTuple):
+    """What a step has made: encoded outputs for the frontends (maybe none), and their gist."""
+
+    frames: list[bytes]
+    progress: list[RequestProgress]
+    is_decode: bool
+    """It was the next token of every request in it: no prompt was computed."""
+    frame_counts: dict[int, int]
+    """How many of ``frames`` are for each frontend, in their order."""
+
+
+class EngineSteps:
+    """Makes the steps of ``core``, whose scheduler is a :class:`PooledScheduler`.
+
+    The requests of a step are written to the activity page for as long as the step can end the
+    process; ``name`` is the model's.
+    """
+
+    def __init__(self, core: EngineCore, name: str = "") -> None:
+        self._name = name
+        self._core: Any = core
+        self._scheduler: Any = core.scheduler
+        self._workspace = workspace._manager
+        self._encoder = MsgpackEncoder()
+        self._made: list[Step] = []
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether something has been launched whose tokens have not come."""
+        return bool(self._core.batch_queue)
+
+    def begin(self, chunk_tokens: int | None = None) -> list[Step]:
+        """Launch a step, of ``chunk_tokens`` at most; then wait for the one before it.
+
+        Returns what has come since the last call: nothing when none was under way before.
+        Without asynchronous scheduling it is the step itself that is waited for, and while some
+        request is isolated, whose steps are made alone.
+        """
+        self._scheduler.chunk_tokens = chunk_tokens
+        if not self._scheduler.isolated:
+            self._call()
+            return self._take()
+        self.wait()
+        self._scheduler.take_turns(may_isolate=WORKER.is_alone)
+        self._call()
+        self.wait()
+        return self._take()
+
+    def settle(self) -> list[Step]:
+        """Return when nothing is under way, with what has come since the last call."""
+        self.wait()
+        return self._take()
+
+    def wait(self) -> None:
+        """Return when nothing is under way; the next call of the others has what has come."""
+        if not self.are_under_way:
+            return
+        self._scheduler.is_held = True
+        try:
+            while self.are_under_way:
+                self._call()
+        finally:
+            self._scheduler.is_held = False
+
+    def close(self) -> None:
+        """Let go of the engine."""
+        self._core = self._scheduler = None
+        self._workspace = workspace._manager = None
+
+    def _call(self) -> None:
+        # vLLM has one scratch manager per process and makes a new one for each engine on a GPU,
+        # while CUDA graphs keep addresses in the one they were captured with.
+        workspace._manager = self._workspace
+        num_updates = self._scheduler.num_updates
+        if WORKER.main.phase == Phase.IDLE:  # until the scheduler has chosen the requests
+            WORKER.main.set(Phase.STEP, self._name, None)
+        outputs, executed = self._core.step_fn()
+        self._core.post_step(executed)
+        if self._scheduler.num_updates > num_updates:
+            made = (outputs or {}).items()
+            told = {number: result for number, result in made if result.outputs}
+            self._made += self._told(told, is_decode=bool(self._scheduler.was_decode))
+        WORKER.end_steps(len(self._core.batch_queue or ()))
+        if WORKER.main.phase == Phase.STEP:
+            WORKER.main.clear()
+
+    def _told(self, by_frontend: dict[int, EngineCoreOutputs], *, is_decode: bool) -> list[Step]:
+        """What a step has made; as several where one message has no room for all of it."""
+        frames: list[bytes] = []
+        progress: list[RequestProgress] = []
+        frame_counts: dict[int, int] = {}
+        for number, result in by_frontend.items():
+            encoded: Any = self._encoder.encode(result)
+            frames += [bytes(frame) for frame in encoded]
+            frame_counts[number] = len(encoded)
+            progress += _gist(result)
+        if len(progress) > 1 and sum(map(len, frames)) > _MAX_STEP_BYTES:
+            halves = _halves(by_frontend)
+            return [step for half in halves for step in self._told(half, is_decode=False)]
+        return [Step(frames, progress, is_decode, frame_counts)]
+
+    def _take(self) -> list[Step]:
+        made, self._made = self._made, []
+        return made
+
+
+def _gist(result: EngineCoreOutputs) -> list[RequestProgress]:
+    return [
+        RequestProgress(
+            output.request_id,
+            list(output.new_token_ids),
+            str(output.finish_reason) if output.finish_reason is not None else None,
+        )
+        for output in result.outputs
+    ]
+
+
+def _halves(by_frontend: dict[int, EngineCoreOutputs]) -> tuple[dict[int, EngineCoreOutputs], ...]:
+    """The outputs of a step in two parts, each with outputs in it."""
+    pairs = [(number, one) for number, made in by_frontend.items() for one in made.outputs]
+    middle = len(pairs) // 2
+    halves = []
+    for half in (pairs[:middle], pairs[middle:]):
+        outputs: dict[int, list[EngineCoreOutput]] = {}
+        for number, one in half:
+            outputs.setdefault(number, []).append(one)
+        halves.append(
+            {
+                number: msgspec.structs.replace(by_frontend[number], outputs=part)
+                for number, part in outputs.items()
+            }
+        )
+    return tuple(halves)

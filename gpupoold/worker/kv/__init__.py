@@ -1,0 +1,1 @@
+"""Which models' bytes are on the device: switches, page eviction, KV migration."""

@@ -1,0 +1,33 @@
+"""Digests of a model's bytes on the device, to see that moving them changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from gpupoold.memory.contracts import Device
+from gpupoold.memory.kv_extents import Place
+from gpupoold.worker.weights import tensors
+
+if TYPE_CHECKING:
+    from gpupoold.worker.engine.engine import ModelEngine
+
+
+def weights_digest(device: Device, engine: ModelEngine) -> str:
+    """SHA-256 of a resident model's weights."""
+    weights = tensors.over(device, engine.weights.address, engine.info.weight_bytes)
+    return hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()
+
+
+def live_blocks(engine: ModelEngine) -> list[int]:
+    """Blocks on the device that requests use, lowest first."""
+    return [b for c in engine.kv.chunks(Place.DEVICE) for b in engine.kv.live_blocks(c)]
+
+
+def kv_digest(device: Device, engine: ModelEngine) -> str:
+    """SHA-256 of the live KV blocks, none of which may be away."""
+    digest = hashlib.sha256()
+    buffer = tensors.over(device, engine.kv.address, engine.kv.geometry.total_bytes)
+    for offset, num_bytes in engine.kv.geometry.extents(live_blocks(engine)):
+        digest.update(buffer[offset : offset + num_bytes].cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,171 @@
+"""Requests that leave for another device with their KV, and those that come from one."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gpupoold.memory.contracts import Device
+from gpupoold.memory.device_thread import DeviceThread
+from gpupoold.memory.host import HostSlot, KvHostCache
+from gpupoold.memory.kv_transfers import Arrival, PeerCache, PeerSlot
+from gpupoold.memory.transfers import Transfer
+from gpupoold.wire import messages as m
+from gpupoold.worker.kv.residency import Residency
+
+if TYPE_CHECKING:
+    from gpupoold.worker.engine.engine import ModelEngine
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Sent:
+    slot: HostSlot
+    transfer: Transfer
+    arrival: Arrival
+
+    def close(self) -> None:
+        """Once nothing is copied there any more."""
+        self.slot.free()
+        self.arrival.close()
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A request whose KV is on its way. ``slot`` None: it will not come."""
+
+    message: m.AddRequest
+    slot: PeerSlot | None
+    arrival: Arrival
+
+
+class Moves:
+    """Parcels of this instance that others read, and parcels of others for requests here."""
+
+    def __init__(
+        self,
+        instance: int,
+        device: Device,
+        host: KvHostCache,
+        send: Callable[[m.Message, tuple[int, ...]], None],
+    ) -> None:
+        self._instance = instance
+        self._device = device
+        self._host = host
+        self._send = send
+        self._thread = DeviceThread(device, "peers")
+        self._peers: dict[int, PeerCache] = {}
+        self._sent: dict[str, _Sent] = {}
+        self._doomed: list[_Sent] = []  # not needed, but still being copied to
+        self._coming: dict[str, _Coming] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def wake_fds(self) -> list[int]:
+        """Descriptors that become readable when ``arrived`` has something new."""
+        return [one.arrival.fd for one in self._coming.values()]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Host memory of parcels that others may read."""
+        return sum(one.slot.num_bytes for one in (*self._sent.values(), *self._doomed))
+
+    def move_out(self, engine: ModelEngine, residency: Residency, request_id: str) -> None:
+        """Let a request go, its KV being copied meanwhile; tells of it."""
+        blocks = engine.full_blocks(request_id)
+        if blocks is None:
+            self._send(m.Moved(engine.name, request_id, is_known=False), ())
+            return
+        arrival = Arrival()
+        copied = residency.export(engine.name, blocks, arrival.tell) if blocks else None
+        engine.abort([request_id])
+        if copied is None:
+            arrival.close()
+            self._send(m.Moved(engine.name, request_id), ())
+            return
+        slot, transfer = copied
+        parcel_id = f"{os.getpid()}-{next(self._numbers)}"
+        self._sent[parcel_id] = _Sent(slot, transfer, arrival)
+        parcel = m.Parcel(parcel_id, self._instance, len(blocks), self._host.offsets(slot))
+        self._send(m.Moved(engine.name, request_id, parcel=parcel), (arrival.fd,))
+
+    def free(self, parcel_id: str) -> None:
+        """Nobody reads a parcel any more; an unknown one is ignored."""
+        sent = self._sent.pop(parcel_id, None)
+        if sent is not None:
+            self._doomed.append(sent)
+            self._settle()
+
+    def _settle(self) -> None:
+        for sent in [one for one in self._doomed if one.transfer.has_ended]:
+            self._doomed.remove(sent)
+            sent.close()
+
+    def peer_up(self, instance: int, fd: int, num_bytes: int) -> None:
+        """Another instance's host cache, in place of what it had before."""
+        self.peer_down(instance)
+        try:
+            self._peers[instance] = PeerCache(fd, num_bytes, self._device, self._thread)
+        except OSError as error:  # requests from there are computed anew
+            _logger.error("the host cache of instance %d cannot be mapped: %s", instance, error)
+
+    def peer_down(self, instance: int) -> None:
+        """An instance has died: what has not arrived from there never will."""
+        for coming in self._coming.values():
+            parcel = coming.message.parcel
+            if parcel is not None and parcel.source == instance and not coming.arrival.is_told():
+                coming.arrival.tell(False)
+        cache = self._peers.pop(instance, None)
+        if cache is not None:
+            cache.leave()
+
+    def expect(self, message: m.AddRequest, arrival: Arrival) -> None:
+        """A request whose parcel is on its way; ``arrived`` has it when its bytes are there.
+
+        Without KV, and at once, when its sender's host cache is not usable (yet).
+        """
+        parcel = message.parcel
+        assert parcel is not None
+        peer = self._peers.get(parcel.source)
+        if peer is None or not peer.is_usable:
+            arrival.tell(False)
+            self._used(parcel)
+            self._coming[message.request_id] = _Coming(message, None, arrival)
+            return
+        slot = peer.slot(parcel.offsets, lambda: self._used(parcel))
+        self._coming[message.request_id] = _Coming(message, slot, arrival)
+
+    def arrived(self) -> list[tuple[m.AddRequest, PeerSlot | None]]:
+        """Requests that can go on, in the order in which they came, with their KV if it came."""
+        self._settle()
+        told = [one for one in self._coming.values() if one.arrival.is_told()]
+        for coming in told:
+            del self._coming[coming.message.request_id]
+            if coming.slot is not None and not coming.arrival.has_arrived():
+                coming.slot.free()
+                coming.slot = None
+            coming.arrival.close()
+        return [(coming.message, coming.slot) for coming in told]
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Requests that have ended need no KV; others than those on their way are ignored."""
+        for request_id in request_ids:
+            coming = self._coming.pop(request_id, None)
+            if coming is not None:
+                coming.arrival.close()
+                if coming.slot is not None:
+                    coming.slot.free()
+
+    def close(self) -> None:
+        """Let the peers' host caches go, and wait until that is done."""
+        for instance in list(self._peers):
+            self.peer_down(instance)
+        self._thread.close()
+
+    def _used(self, parcel: m.Parcel) -> None:
+        self._send(m.ParcelUsed(parcel.parcel_id, parcel.source), ())

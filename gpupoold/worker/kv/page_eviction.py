@@ -1,0 +1,206 @@
+"""Making room on a device: who gives pages up, and when those on their way out have come free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+from gpupoold.memory.contracts import Device
+from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.kv import KvMemory
+from gpupoold.memory.kv_extents import Place
+from gpupoold.memory.pages import PagePool
+from gpupoold.memory.transfers import Transfer, TransferQueue
+from gpupoold.memory.weights import WeightMemory
+from gpupoold.scheduling.eviction import Eviction, Holding, Victim, plan_evictions
+
+
+class PooledModel(Protocol):
+    """What residency needs of a model's engine."""
+
+    weights: WeightMemory
+    kv: KvMemory
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+
+    def is_ready(self) -> bool:
+        """Whether a step would do something now."""
+
+    def wanted_blocks(self) -> Iterable[int]:
+        """Blocks of its requests, in the order in which they are wanted."""
+
+    def preempt(self) -> None:
+        """Drop the KV of all requests, to be recomputed."""
+
+    def num_missing_blocks(self) -> int:
+        """Blocks the next step may want beyond the free ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What the scheduler knows about a model, for the order of eviction."""
+
+    num_live: int
+    last_used_s: float
+    ttft_s: float
+    next_deadline_s: float
+
+
+class Room:
+    """The pages of a device among its models; KV leaves by ``out`` while engines compute."""
+
+    def __init__(
+        self,
+        device: Device,
+        pool: PagePool,
+        host: KvHostCache,
+        out: TransferQueue,
+        use_of: Callable[[str], Use],
+    ) -> None:
+        self.pool = pool
+        self.models: dict[str, PooledModel] = {}
+        self.num_recomputed = 0
+        self._page_bytes = device.page_bytes
+        self._host = host
+        self._out = out
+        self._use_of = use_of
+
+    def settle(self) -> None:
+        """Take note of every transfer of KV that has ended."""
+        for model in self.models.values():
+            model.kv.settle()
+
+    def make(self, num_pages: int, keep: set[str], *, untouched: str | None = None) -> int:
+        """See that ``num_pages`` of models not in ``keep`` are or come free, if possible.
+
+        ``untouched`` is counted as a model that gives way too, but does not: it will later,
+        and so far nobody's KV is dropped. Returns the bytes of KV that are on their way out.
+        """
+        moved = 0
+        is_host_full = False
+        while (short := num_pages - self.num_coming_pages) > 0:
+            holdings = [self._holding(n, is_host_full) for n in self.models if n not in keep]
+            before = self.num_coming_pages
+            for eviction in plan_evictions(short, holdings):
+                short = num_pages - self.num_coming_pages
+                if short <= 0:
+                    break
+                if self._is_meant(eviction, untouched):
+                    moved += self._evict(eviction, short)
+            # Sizes were estimates: go round until nothing more comes free.
+            if self.num_coming_pages == before:
+                if is_host_full:
+                    break
+                is_host_full = True
+        return moved
+
+    def _is_meant(self, eviction: Eviction, untouched: str | None) -> bool:
+        if untouched is None:
+            return True
+        return eviction.model != untouched and eviction.victim is not Victim.RECOMPUTE
+
+    def wait_for(self, num_pages: int) -> bool:
+        """Wait for pages that are coming free; whether there are ``num_pages`` then."""
+        while self.pool.num_free < num_pages:
+            transfer = self.oldest_leaving()
+            if transfer is None:
+                return False
+            transfer.wait()
+            self.settle()
+        return True
+
+    def oldest_leaving(self) -> Transfer | None:
+        """A transfer to the host under way; the first one of the first model that has any."""
+        transfers = (m.kv.oldest_transfer(Place.LEAVING) for m in self.models.values())
+        return next((one for one in transfers if one is not None), None)
+
+    @property
+    def num_coming_pages(self) -> int:
+        """Free pages, and those that come free when the copies under way have ended."""
+        leaving = sum(model.kv.num_leaving_pages for model in self.models.values())
+        return self.pool.num_free + leaving
+
+    def recompute_later(self, model: PooledModel) -> None:
+        """These requests lose their KV, not their tokens."""
+        self.num_recomputed += 1
+        model.kv.stop_leaving()
+        model.kv.stop_arriving()
+        model.preempt()
+        model.kv.discard_dead()
+        model.kv.unback(spare_chunks(model.kv))
+
+    def _holding(self, name: str, is_host_full: bool) -> Holding:
+        model, use = self.models[name], self._use_of(name)
+        kv = model.kv
+        free = kv.num_idle_pages
+        live = kv.resident_bytes // self._page_bytes - kv.num_leaving_pages - free
+        return Holding(
+            model=name,
+            num_live=use.num_live,
+            idle_s=time.monotonic() - use.last_used_s,
+            ttft_s=use.ttft_s,
+            next_deadline_s=use.next_deadline_s,
+            weight_pages=model.weights.num_mapped_pages,
+            free_kv_pages=free,
+            live_kv_pages=live,
+            movable_kv_pages=0 if is_host_full else self._num_movable(kv, live),
+        )
+
+    def _num_movable(self, kv: KvMemory, live_pages: int) -> int:
+        """How many pages of live KV the host has room for, if it has no other KV to take."""
+        live_blocks = kv.num_live_blocks
+        room = self._host.num_free_blocks(kv.geometry.block_bytes)
+        return live_pages if room >= live_blocks else live_pages * room // live_blocks
+
+    def _evict(self, eviction: Eviction, short: int) -> int:
+        """Carry an eviction out until ``short`` more pages are or come free.
+
+        Returns the bytes of KV that are on their way to the host.
+        """
+        model = self.models[eviction.model]
+        match eviction.victim:
+            case Victim.WEIGHTS:
+                # Only as much as is needed: the rest need not come in again.
+                model.weights.evict(short)
+            case Victim.FREE_KV:
+                enough = self.pool.num_free + short
+                for chunk in model.kv.free_chunks():
+                    if self.pool.num_free >= enough:
+                        break
+                    model.kv.unback([chunk])
+            case Victim.RECOMPUTE:
+                self.recompute_later(model)
+            case Victim.LIVE_KV:
+                return self._page_out(model, short)
+        return 0
+
+    def _page_out(self, model: PooledModel, short: int) -> int:
+        model.kv.stop_arriving()
+        before = model.kv.host_bytes
+        # Who runs first when the model is back keeps its KV longest.
+        chunks = model.kv.chunks_in_order(Place.DEVICE, chain([0], model.wanted_blocks()))
+        for group in model.kv.cut(chunks[::-1]):
+            leaving = _enough(model.kv, group, short)
+            # Less than what comes free in the end where chunks share pages: planned anew.
+            short -= model.kv.num_resident_pages(leaving)
+            if model.kv.begin_page_out(leaving, self._out) < len(leaving) or short <= 0:
+                break  # the host is full, or enough is on its way
+        return model.kv.host_bytes - before
+
+
+def spare_chunks(kv: KvMemory) -> list[int]:
+    """Chunks that a model which runs can give up: not the null block's, which kernels touch."""
+    return [chunk for chunk in kv.free_chunks() if chunk]
+
+
+def _enough(kv: KvMemory, chunks: list[int], num_pages: int) -> list[int]:
+    """As many of ``chunks`` as give ``num_pages``, or all."""
+    for count in range(1, len(chunks)):
+        if kv.num_resident_pages(chunks[:count]) >= num_pages:
+            return chunks[:count]
+    return chunks

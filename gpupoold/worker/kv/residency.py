@@ -1,0 +1,392 @@
+"""Which models' bytes are on the device: switching, making room, giving KV pages."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from gpupoold.memory.contracts import Device, Direction, OutOfPages
+from gpupoold.memory.host import HostSlot, KvHostCache
+from gpupoold.memory.kv import KvMemory
+from gpupoold.memory.kv_extents import Place
+from gpupoold.memory.pages import PagePool
+from gpupoold.memory.transfers import BATCH_BYTES, Transfer, TransferQueue
+from gpupoold.worker.kv.page_eviction import PooledModel, Room, Use, spare_chunks
+
+_BANDWIDTH_SMOOTHING = 0.2
+_MIN_BYTES_FOR_BANDWIDTH = 1 << 20
+# What is mapped at a time of a model that is being prefetched: the model that runs waits for it,
+# on a GPU 5 ms for 20 ms of copying.
+_PREFETCH_BYTES = 1 << 30
+# What a turn adds to its model's KV: some 200 tokens to contexts of about a thousand.
+_GROWTH_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchStages:
+    """Where a switch's time went; bytes are what moved.
+
+    ``prefetched_bytes`` of weights were there, or on their way, thanks to a prefetch.
+    """
+
+    evict_s: float = 0.0
+    map_s: float = 0.0
+    weights_s: float = 0.0
+    kv_s: float = 0.0
+    weight_bytes: int = 0
+    kv_in_bytes: int = 0
+    kv_out_bytes: int = 0
+    prefetched_bytes: int = 0
+
+    @property
+    def total_s(self) -> float:
+        """All stages."""
+        return self.evict_s + self.map_s + self.weights_s + self.kv_s
+
+    @property
+    def num_bytes(self) -> int:
+        """All that moved in the switch itself, in and out."""
+        return self.weight_bytes + self.kv_in_bytes + self.kv_out_bytes
+
+
+class Residency:
+    """The device's pages among its models. One thread; a running turn is never evicted under.
+
+    KV is copied by two queues, in and out, while engines compute; ``advance`` goes on with
+    what has become possible since, between two steps.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        pool: PagePool,
+        host: KvHostCache,
+        bandwidth_bytes_per_s: float,
+        use_of: Callable[[str], Use],
+    ) -> None:
+        self._device = device
+        self.pool = pool
+        self._host = host
+        self._in = TransferQueue.open(device, Direction.IN, "copy-in")
+        self._out = TransferQueue.open(device, Direction.OUT, "copy-out")
+        self._room = Room(device, pool, host, self._out, use_of)
+        self._models = self._room.models
+        self._next: str | None = None  # being prefetched
+        self._had_before_bytes = 0  # of its weights
+        self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
+        """Of switches, mapping included: as measured at the start, then by each switch."""
+
+    @property
+    def num_recomputed(self) -> int:
+        """How often a model's KV was dropped because the host had no room for it."""
+        return self._room.num_recomputed
+
+    @property
+    def prefetched_bytes(self) -> int:
+        """Bytes of weights that have come, or are on their way, for a turn still to come."""
+        if self._next is None:
+            return 0
+        return max(0, self._models[self._next].weights.mapped_bytes - self._had_before_bytes)
+
+    def add(self, model: PooledModel) -> None:
+        """A model to look after."""
+        self._models[model.name] = model
+
+    def remove(self, name: str) -> None:
+        """A model's memory is going to be given back."""
+        if self._next == name:
+            self.stop_prefetch()
+        del self._models[name]
+
+    def close(self) -> None:
+        """End the threads that copy; the models' memory is given back by others."""
+        self.stop_prefetch()
+        self._in.close()
+        self._out.close()
+
+    def missing_bytes(self, name: str) -> int:
+        """Bytes that must move to make the model resident now."""
+        model = self._models[name]
+        return model.weights.missing_bytes + model.kv.missing_bytes
+
+    def switch_in(self, name: str) -> SwitchStages | None:
+        """Let a model run, evicting others as needed; None when nothing had to be done.
+
+        Its weights are there afterwards, and the KV of one of its requests if it has any;
+        the others' comes with ``advance``.
+
+        Raises:
+            OutOfPages: the model does not fit even alone.
+        """
+        model = self._models[name]
+        if self._next != name:
+            self.stop_prefetch()
+        prefetched_bytes, self._next = self.prefetched_bytes, None
+        model.kv.settle()
+        model.kv.stop_leaving()
+        model.weights.settle()
+        first = self._first_chunk(model)
+        if model.weights.is_resident and model.kv.is_whole and not first:
+            return SwitchStages(prefetched_bytes=prefetched_bytes) if prefetched_bytes else None
+        arrived_bytes = model.kv.arrived_bytes
+        started_s = time.monotonic()
+        moved = self._room.make(self._num_wanted_pages(model), {name})
+        stages = SwitchStages(
+            evict_s=time.monotonic() - started_s,
+            kv_out_bytes=moved,
+            prefetched_bytes=prefetched_bytes,
+        )
+        stages = self._load_weights(model, stages)
+        started_s = time.monotonic()
+        self._back(model, first)
+        self.wait_ready(name)
+        return replace(
+            stages,
+            kv_s=time.monotonic() - started_s,
+            kv_in_bytes=model.kv.arrived_bytes - arrived_bytes,
+        )
+
+    def advance(self, name: str) -> None:
+        """Between two steps of a model: bring in more of its KV, then of the next model."""
+        self._room.settle()
+        model = self._models[name]
+        if model.kv.missing_bytes:
+            self._bring(model)
+            if not self._is_coming(model):
+                self._room.recompute_later(model)  # there is no other way for it to go on
+        elif self._next is not None:
+            self._go_on_prefetching(self._next, name)
+
+    def wait_ready(self, name: str) -> None:
+        """Return when a step of the model would do something, or all its KV has come."""
+        model = self._models[name]
+        self._bring(model)
+        while not model.kv.is_whole and not model.is_ready():
+            if not self._wait_arrival(model):
+                self._room.recompute_later(model)  # there is no other way for it to go on
+            self._bring(model)
+
+    def bring_all(self, name: str) -> None:
+        """Return when all KV of a model that was switched in has come."""
+        model = self._models[name]
+        self._bring(model)
+        while not model.kv.is_whole and self._wait_arrival(model):
+            self._bring(model)
+
+    def prefetch(self, name: str, current: str) -> None:
+        """Begin to bring in a model while ``current`` runs; returns at once.
+
+        As much as there is room for without touching the current model and what its KV may
+        grow by; others give way as they would at the switch. Whatever was being prefetched
+        for another model is stopped.
+        """
+        if name == self._next:
+            return
+        self.stop_prefetch()
+        model = self._models[name]
+        model.kv.stop_leaving()
+        self._next, self._had_before_bytes = name, model.weights.mapped_bytes
+        wanted = self._num_wanted_pages(model)
+        if wanted:
+            growth = self._growth_pages(self._models[current].kv)
+            self._room.make(wanted + growth, {name}, untouched=current)
+            self._go_on_prefetching(name, current)
+
+    def stop_prefetch(self) -> None:
+        """Plans have changed: end what is on its way; what has arrived stays."""
+        if self._next is None:
+            return
+        model, self._next = self._models[self._next], None
+        model.weights.stop()
+        model.kv.stop_arriving()
+        for other in self._models.values():
+            other.kv.stop_leaving()
+
+    def make_room(self, num_pages: int) -> None:
+        """Evict, whichever the model, until ``num_pages`` are free or nothing is left to evict."""
+        self._room.make(num_pages, set())
+        self._room.wait_for(num_pages)
+
+    def page_out(self, name: str) -> int:
+        """Take everything of a model off the device; returns the KV bytes moved."""
+        model = self._models[name]
+        if self._next == name:
+            self.stop_prefetch()
+        model.kv.stop_arriving()
+        model.kv.unback(model.kv.free_chunks())
+        before = model.kv.host_bytes
+        for group in model.kv.cut(model.kv.chunks(Place.DEVICE)):
+            model.kv.begin_page_out(group, self._out)
+        model.kv.finish(Place.LEAVING)
+        model.weights.evict()
+        return model.kv.host_bytes - before
+
+    def ensure_kv(self, name: str) -> None:
+        """Back as many blocks as the next step may want, or as many as can be had.
+
+        When pages are short the engine keeps requests waiting or preempts by
+        itself; that is slower, never wrong.
+        """
+        model = self._models[name]
+        missing = model.num_missing_blocks()
+        if not missing:
+            return
+        # What is away comes back first: else requests that run could keep it out for ever.
+        reserved = model.kv.num_returning_pages
+        count = -(-missing // model.kv.geometry.blocks_per_chunk)
+        unbacked = model.kv.first_chunks(Place.UNBACKED, count)
+        wanted = model.kv.num_missing_pages(unbacked) + reserved
+        if wanted > self.pool.num_free:
+            self._room.make(wanted, {name})
+            self._room.wait_for(wanted)
+        model.kv.back(self._fitting(model.kv, unbacked, reserved))
+
+    def export(
+        self, name: str, blocks: Sequence[int], on_end: Callable[[bool], None]
+    ) -> tuple[HostSlot, Transfer] | None:
+        """Copy blocks of a model to the host for another device, see :meth:`KvMemory.export`."""
+        return self._models[name].kv.export(blocks, self._out, on_end)
+
+    def settle_exports(self) -> None:
+        """Let go of what has been copied for other devices, whichever model it is of."""
+        for model in self._models.values():
+            model.kv.settle_exports()
+
+    def check_integrity(self, sent_bytes: int = 0) -> int:
+        """Raise AssertionError when pool, page tables, chunks and host slots disagree.
+
+        ``sent_bytes`` of the host are others' to read. Returns the pages that models have.
+        """
+        self.pool.check_integrity()
+        self._host.check_integrity()
+        owned: list[int] = []
+        for model in self._models.values():
+            model.kv.check_integrity()
+            owned += model.kv.physical_pages + model.weights.physical_pages
+        self.pool.check_owned(owned)
+        kvs = [model.kv for model in self._models.values()]
+        own_bytes = sum(kv.host_bytes - kv.borrowed_bytes for kv in kvs)
+        assert self._host.used_bytes == own_bytes + sent_bytes
+        return len(owned)
+
+    def _load_weights(self, model: PooledModel, stages: SwitchStages) -> SwitchStages:
+        """Bring in what is missing, in as many pieces as pages come free; adds to ``stages``."""
+        started_s = time.monotonic()
+        model.weights.wait()
+        waited_s = time.monotonic() - started_s  # for bytes that were begun to be copied before
+        weights_s, evict_s, map_s = waited_s, stages.evict_s, 0.0
+        num_bytes = 0
+        while missing := model.weights.num_missing_pages:
+            waited_from_s = time.monotonic()
+            if not self._room.wait_for(min(missing, self._pages_per_load)):
+                short = f"{model.name} needs {missing} more pages, {self.pool.num_free} are free"
+                raise OutOfPages(short)
+            before, started_s = replace(self._device.spent), time.monotonic()
+            num_bytes += model.weights.load(min(missing, self.pool.num_free))
+            took_s = time.monotonic() - started_s
+            mapping_s = took_s * self._device.spent.map_share_since(before)
+            evict_s += started_s - waited_from_s
+            weights_s += took_s - mapping_s
+            map_s += mapping_s
+        self._learn_bandwidth(num_bytes, weights_s - waited_s + map_s)
+        return replace(
+            stages, evict_s=evict_s, map_s=map_s, weights_s=weights_s, weight_bytes=num_bytes
+        )
+
+    @property
+    def _pages_per_load(self) -> int:
+        return max(1, BATCH_BYTES // self._device.page_bytes)
+
+    @property
+    def _pages_per_prefetch(self) -> int:
+        return max(1, _PREFETCH_BYTES // self._device.page_bytes)
+
+    def _back(self, model: PooledModel, chunks: list[int]) -> None:
+        if chunks and self._room.wait_for(model.kv.num_missing_pages(chunks)):
+            model.kv.back(chunks)
+        elif chunks:
+            raise OutOfPages(f"{model.name} has no page for its first block")
+
+    def _bring(self, model: PooledModel, keep_free: int | None = None) -> None:
+        """Begin to bring in KV in the order in which it is wanted, while the queue is short.
+
+        With ``keep_free`` only as far as that many pages stay free; else others give way.
+        """
+        if not model.kv.missing_bytes or not self._in.has_room:
+            return
+        room_bytes, num_pages, ready = self._in.room_bytes, 0, list[int]()
+        # Beside a copy by the host's cores mapping is ten times as slow: all is mapped before.
+        maps_first = self._device.is_host_addressable
+        for group in model.kv.groups_on_host(chain([0], model.wanted_blocks())):
+            num_pages += model.kv.num_missing_pages(group)
+            if num_pages > self.pool.num_free and keep_free is None:
+                model.kv.unback(spare_chunks(model.kv))
+                self._room.make(num_pages, {model.name})
+            if num_pages + (keep_free or 0) > self.pool.num_free or room_bytes <= 0:
+                break
+            ready.append(group[0])
+            room_bytes -= len(group) * model.kv.geometry.chunk_bytes
+            if not maps_first:
+                model.kv.begin_page_in(ready, self._in)
+                num_pages, ready = 0, []
+        model.kv.begin_page_in(ready, self._in)
+
+    def _fitting(self, kv: KvMemory, chunks: list[int], keep_free: int) -> list[int]:
+        """As many of ``chunks`` as there are free pages for."""
+        room = self.pool.num_free - keep_free
+        counts = range(1, len(chunks) + 1)  # the more chunks, the more pages
+        return chunks[: bisect_right(counts, room, key=lambda n: kv.num_missing_pages(chunks[:n]))]
+
+    def _is_coming(self, model: PooledModel) -> bool:
+        """Whether more of a model's KV is on its way, or pages for it are."""
+        leaving = self._room.oldest_leaving()
+        arriving = model.kv.oldest_transfer(Place.ARRIVING)
+        return bool(arriving or leaving) or not self._in.has_room
+
+    def _wait_arrival(self, model: PooledModel) -> bool:
+        """Wait until more of a model's KV has come or can be brought; False when none can."""
+        transfer = model.kv.oldest_transfer(Place.ARRIVING) or self._room.oldest_leaving()
+        if transfer is None:
+            return False
+        transfer.wait()
+        self._room.settle()
+        return True
+
+    def _go_on_prefetching(self, name: str, current: str) -> None:
+        model = self._models[name]
+        keep_free = self._growth_pages(self._models[current].kv)
+        first = self._first_chunk(model)
+        if first and model.kv.num_missing_pages(first) + keep_free <= self.pool.num_free:
+            model.kv.back(first)
+        missing = model.weights.num_missing_pages
+        if not missing:
+            self._bring(model, keep_free)
+        elif not model.weights.is_arriving:
+            count = min(missing, self.pool.num_free - keep_free, self._pages_per_prefetch)
+            # Each piece is a transfer of its own: small ones only if no more pages come.
+            is_enough = count >= min(missing, self._pages_per_load)
+            if count > 0 and (is_enough or self._room.oldest_leaving() is None):
+                model.weights.begin_load(self._in, count)
+
+    def _first_chunk(self, model: PooledModel) -> list[int]:
+        """Kernels may touch the null block, block 0, whichever blocks are in use."""
+        return [0] if model.kv.place(0) is Place.UNBACKED else []
+
+    def _num_wanted_pages(self, model: PooledModel) -> int:
+        first = model.kv.num_missing_pages(self._first_chunk(model))
+        return model.weights.num_missing_pages + model.kv.num_returning_pages + first
+
+    def _growth_pages(self, kv: KvMemory) -> int:
+        """Pages that a running model's KV may want during its turn: a guess."""
+        resident = kv.resident_bytes // self._device.page_bytes
+        return kv.geometry.chunk_pages + int(_GROWTH_SHARE * resident)
+
+    def _learn_bandwidth(self, num_bytes: int, seconds: float) -> None:
+        if num_bytes < _MIN_BYTES_FOR_BANDWIDTH or seconds <= 0:
+            return
+        measured = num_bytes / seconds
+        change = measured - self.bandwidth_bytes_per_s
+        self.bandwidth_bytes_per_s += _BANDWIDTH_SMOOTHING * change

@@ -1,0 +1,385 @@
+"""Measuring a model's steps when it is registered: a short series of made-up requests.
+
+Prefills of growing length give the prefill law; a growing batch, decoding at a few context
+lengths, the decode law. Both series go from cheap to dear and end where the next point
+would not fit into the budget, so a slow model gets fewer points and not a longer wait.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from gpupoold.errors import Failed
+from gpupoold.latency.errors import FitError, LatencyError, ShapeError
+from gpupoold.latency.fit import DecodeSample, Fit, PrefillSample, fit_decode, fit_prefill
+from gpupoold.latency.models import (
+    DecodeBatch,
+    Law,
+    LinearDecode,
+    LinearPrefill,
+    PrefillBatch,
+    PrefillModel,
+)
+from gpupoold.latency.shape import ModelShape, from_hf_config
+from gpupoold.latency.stored import Profile, StoredFit
+from gpupoold.memory.contracts import OutOfPages
+from gpupoold.memory.pages import PagePool
+from gpupoold.wire.messages import LoadedModel, RequestProgress
+from gpupoold.worker.engine.load_errors import failure
+from gpupoold.worker.kv.page_eviction import PooledModel
+from gpupoold.worker.kv.residency import SwitchStages
+
+_logger = logging.getLogger(__name__)
+
+# Timed steps of a point, after one that only warms up; decode steps are cheap.
+_PREFILL_REPETITIONS = 2
+_DECODE_REPETITIONS = 3
+_PREFILL_SHARE = 0.5
+# The next point's steps are foreseen in proportion to their tokens, with this margin.
+_MARGIN = 1.5
+_PREFILLS: tuple[PrefillBatch, ...] = (
+    (16,),
+    (32,),
+    (64,),
+    (128,),
+    (256,),
+    (64,) * 4,
+    (512,),
+    (1024,),
+    (256,) * 4,
+    (2048,),
+    (4096,),
+    (1024,) * 4,
+    (8192,),
+)
+_CONTEXTS = (32, 256, 1024, 4096)
+_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+# Tokens that a decoding request may add while its batch grows.
+_DECODE_ROOM = 64
+_MAX_CLEARING_STEPS = 8
+# KV of the runs together. What is free on the device may be less; then this much is taken.
+_MAX_KV_TOKENS = 8_192
+_MIN_KV_TOKENS = 2_048
+# Points beyond the number of constants: with none, noise would pass for a perfect fit.
+_SPARE_POINTS = 2
+
+
+class ProfiledModel(PooledModel, Protocol):
+    """What profiling needs of a model's engine."""
+
+    info: LoadedModel
+
+    @property
+    def max_batched_tokens(self) -> int:
+        """Tokens of one step."""
+
+    @property
+    def max_sequences(self) -> int:
+        """Requests of one step."""
+
+    def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Queue a request with made-up tokens that nobody waits for."""
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests."""
+
+    def has_requests(self) -> bool:
+        """Whether a step would do something."""
+
+    def step(self) -> list[RequestProgress]:
+        """One engine step; what the requests got."""
+
+
+class Pages(Protocol):
+    """What profiling needs of the device: the part of ``Residency`` that gives pages."""
+
+    pool: PagePool
+
+    def switch_in(self, name: str) -> SwitchStages | None:
+        """Make a model resident."""
+
+    def ensure_kv(self, name: str) -> None:
+        """Back what the next step wants."""
+
+
+def profile(
+    engine: ProfiledModel,
+    residency: Pages,
+    budget_s: float,
+    path: str,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Profile | None:
+    """Time steps of a model that serves nobody yet, and fit its latency.
+
+    Makes the model resident, so whoever has the turn must be switched in again. Afterwards
+    the engine has no request, no cached prefix and no KV. Too little time or room, or points
+    that fit no law, are no error: the result then says what is missing.
+
+    Args:
+        engine: the model.
+        residency: gives it pages.
+        budget_s: the whole run ends within it, as far as that can be foreseen; 0 for none.
+        path: the checkpoint's folder, whose ``config.json`` has the dimensions.
+        clock: seconds.
+
+    Raises:
+        Failed: the engine raised an error in a step, as it would for a user's request.
+    """
+    if budget_s <= 0:
+        return None
+    started_s = clock()
+    if "generate" not in engine.info.supported_tasks:
+        return Profile(None, None, 0.0, "the model does not generate text")
+    run = _Run(engine, residency, started_s + budget_s, clock)
+    problem = ""
+    try:
+        residency.switch_in(engine.name)
+        run.measure(started_s + _PREFILL_SHARE * budget_s)
+        run.leave()
+    except OutOfPages as error:  # others have the memory now, which says nothing of the model
+        _logger.warning("profiling %s ended early: %s", engine.name, error)
+        problem = str(error)
+        run.leave()
+    except Exception as error:
+        raise failure(engine.name, "steps of it were timed", error) from error
+    measured = _fits(run, _shape(path), clock() - started_s, problem)
+    _log(engine.name, measured)
+    return measured
+
+
+class _Run:
+    """The synthetic requests of one profiling run, and what their steps took."""
+
+    def __init__(
+        self, engine: ProfiledModel, pages: Pages, end_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._engine = engine
+        self._pages = pages
+        self._end_s = end_s
+        self._clock = clock
+        self._num_requests = 0
+        self._generated: dict[str, int] = {}
+        self._warm_up_s = 0.0  # the first step of the last prefill point
+        self.prefills: list[PrefillSample] = []
+        self.decodes: list[DecodeSample] = []
+        self.decode_contexts: set[int] = set()
+
+    def measure(self, prefill_end_s: float) -> None:
+        """Both series."""
+        kv_tokens = self._kv_tokens()
+        step_tokens = min(kv_tokens, self._engine.max_batched_tokens)
+        longest = self._engine.info.max_model_len - 1
+        for batch in _PREFILLS:
+            if max(batch) > longest or sum(batch) > step_tokens:
+                continue
+            if not self._measure_prefill(batch, prefill_end_s):
+                break
+        contexts = _contexts(self._engine.info.max_model_len) if self.prefills else []
+        for index, context in enumerate(contexts):
+            now_s = self._clock()
+            share_s = (self._end_s - now_s) / (len(contexts) - index)
+            self._measure_decodes(context, kv_tokens, now_s + share_s)
+
+    def leave(self) -> None:
+        """End all requests and give back their KV, and with it every prefix they left."""
+        self._clear()
+        self._engine.kv.unback(self._engine.kv.free_chunks())
+
+    def _measure_prefill(self, batch: PrefillBatch, end_s: float) -> bool:
+        """One point of the prefill series; False when there is no time or room for it."""
+        expected_s = 0.0
+        if self.prefills:
+            last = self.prefills[-1]
+            expected_s = _MARGIN * self._warm_up_s * max(1.0, sum(batch) / sum(last.batch))
+        times_s: list[float] = []
+        while len(times_s) < 1 + _PREFILL_REPETITIONS:
+            num_needed = max(1, 2 - len(times_s))  # the first is worth nothing without a second
+            if self._clock() + num_needed * expected_s > end_s:
+                break
+            ids = self._add(batch, max_tokens=1)
+            duration_s, progressed = self._step()
+            if progressed != ids:  # in pieces, or no pages: that is no prefill in one step
+                self._clear()
+                break
+            self._generated.clear()
+            times_s.append(duration_s)
+            expected_s = duration_s
+        if len(times_s) < 2:
+            return False
+        self._warm_up_s = times_s[0]
+        self.prefills.append(PrefillSample(batch, min(times_s[1:])))
+        return True
+
+    def _measure_decodes(self, context: int, kv_tokens: int, end_s: float) -> None:
+        """Points of one context length: a batch that grows until time or room ends."""
+        max_tokens = _room(self._engine.info.max_model_len)
+        for batch_size in _BATCH_SIZES:
+            num_new = batch_size - len(self._generated)
+            if batch_size > self._engine.max_sequences:
+                break
+            if batch_size * (context + max_tokens) > kv_tokens and batch_size > 1:
+                break
+            if self._clock() + self._decode_cost_s(num_new, context) > end_s:
+                break
+            self._add((context,) * num_new, max_tokens)
+            if not self._start_all(num_new * context):
+                break
+            sample = self._time_decode(context)
+            if sample is None:
+                break
+            self.decodes.append(sample)
+            self.decode_contexts.add(context)
+        self._clear()
+
+    def _decode_cost_s(self, num_new: int, context: int) -> float:
+        """Seconds until the next decode point is measured, foreseen with a margin."""
+        # New prompts run in steps of new sizes: those may have to be warmed up for.
+        prefill_s = num_new * context * self._warm_up_s / sum(self.prefills[-1].batch)
+        step_s = max(
+            self.prefills[0].duration_s,
+            max((sample.duration_s for sample in self.decodes), default=0.0),
+        )
+        return _MARGIN * (prefill_s + (2 + _DECODE_REPETITIONS) * step_s)
+
+    def _start_all(self, num_prompt_tokens: int) -> bool:
+        """Step until every request has its first token; False when some will not start."""
+        max_steps = 2 + len(self._generated)
+        max_steps += 2 * num_prompt_tokens // self._engine.max_batched_tokens
+        for _ in range(max_steps):
+            if all(self._generated.values()):
+                return True
+            self._step()
+        return all(self._generated.values())
+
+    def _time_decode(self, context: int) -> DecodeSample | None:
+        best: DecodeSample | None = None
+        for repetition in range(1 + _DECODE_REPETITIONS):
+            batch = DecodeBatch(
+                len(self._generated),
+                len(self._generated) * context + sum(self._generated.values()),
+            )
+            duration_s, progressed = self._step()
+            if progressed != set(self._generated):  # preempted, or at an end
+                return None
+            if repetition and (best is None or duration_s < best.duration_s):
+                best = DecodeSample(batch, duration_s)
+        return best
+
+    def _add(self, lengths: PrefillBatch, max_tokens: int) -> set[str]:
+        added = set()
+        for length in lengths:
+            self._num_requests += 1
+            request_id = f"profiling-{self._num_requests}"
+            self._engine.add_synthetic(request_id, length, max_tokens)
+            self._generated[request_id] = 0
+            added.add(request_id)
+        return added
+
+    def _step(self) -> tuple[float, set[str]]:
+        """Seconds of one step, and the requests that gained a token."""
+        self._pages.ensure_kv(self._engine.name)
+        started_s = self._clock()
+        progress = self._engine.step()
+        duration_s = self._clock() - started_s
+        for item in progress:
+            if item.request_id in self._generated:
+                self._generated[item.request_id] += len(item.new_token_ids)
+        return duration_s, {item.request_id for item in progress if item.new_token_ids}
+
+    def _clear(self) -> None:
+        self._engine.abort(list(self._generated))
+        self._generated.clear()
+        for _ in range(_MAX_CLEARING_STEPS):  # the engine learns of ended requests by a step
+            if not self._engine.has_requests():
+                return
+            self._engine.step()
+        raise Failed(f"{self._engine.name}: the engine does not let go of synthetic requests")
+
+    def _kv_tokens(self) -> int:
+        """Tokens whose KV fits into free pages; a little more than that is taken if need be."""
+        geometry = self._engine.kv.geometry
+        pages_per_chunk = max(1, sum(len(span) for span in geometry.pages(0)))
+        blocks = self._pages.pool.num_free // pages_per_chunk * geometry.blocks_per_chunk
+        free_tokens = blocks * self._engine.info.block_size
+        return min(_MAX_KV_TOKENS, max(_MIN_KV_TOKENS, free_tokens))
+
+
+def _contexts(max_model_len: int) -> list[int]:
+    limit = max_model_len - _room(max_model_len)
+    chosen = [context for context in _CONTEXTS if 2 * context <= limit]
+    return [*chosen, min(limit, _CONTEXTS[-1])] if len(chosen) < len(_CONTEXTS) else chosen
+
+
+def _room(max_model_len: int) -> int:
+    return min(_DECODE_ROOM, max_model_len // 2)
+
+
+def _shape(path: str) -> ModelShape | None:
+    """The model's dimensions; None where equation 5 does not know its kind."""
+    try:
+        return from_hf_config(json.loads((Path(path) / "config.json").read_text("utf-8")))
+    except (OSError, ValueError, ShapeError) as error:
+        _logger.info("%s: %s; its prefill is fitted without dimensions", path, error)
+        return None
+
+
+def _fits(run: _Run, shape: ModelShape | None, duration_s: float, problem: str) -> Profile:
+    problems = [problem] if problem else []
+    prefill = decode = None
+    try:
+        prefill = StoredFit.of(_fit_prefill(run.prefills, shape))
+    except LatencyError as error:
+        problems.append(f"prefill: {error}")
+    try:
+        if len(run.decode_contexts) < 2:
+            raise FitError("steps were timed at fewer than two context lengths")
+        _check_enough(LinearDecode(), run.decodes)
+        decode = StoredFit.of(fit_decode(LinearDecode(), run.decodes))
+    except LatencyError as error:
+        problems.append(f"decode: {error}")
+    return Profile(prefill, decode, duration_s, "; ".join(problems))
+
+
+def _fit_prefill(
+    samples: list[PrefillSample], shape: ModelShape | None
+) -> Fit[PrefillModel] | Fit[LinearPrefill]:
+    """Equation 5 where the points determine it, else the straight line."""
+    if shape is not None:
+        try:
+            law = PrefillModel.of(shape)
+            _check_enough(law, samples)
+            return fit_prefill(law, samples)
+        except FitError as error:
+            _logger.info("equation 5 cannot be fitted: %s", error)
+    _check_enough(LinearPrefill(), samples)
+    return fit_prefill(LinearPrefill(), samples)
+
+
+def _check_enough(law: Law[Any], samples: Sequence[PrefillSample | DecodeSample]) -> None:
+    wanted = len(law.constants) + _SPARE_POINTS
+    if len(samples) < wanted:
+        raise FitError(
+            f"only {len(samples)} points could be measured in the time there was, "
+            f"{type(law).__name__} wants {wanted}"
+        )
+
+
+def _log(name: str, measured: Profile) -> None:
+    for phase, fit in (("prefill", measured.prefill), ("decode", measured.decode)):
+        if fit is not None:
+            _logger.info(
+                "%s: %s fitted to %d points, R2 %.3f, mean error %.1f %%",
+                name,
+                phase,
+                fit.num_points,
+                fit.r_squared,
+                100 * fit.mean_relative_error,
+            )
+    if measured.problem:
+        _logger.warning("%s: not all of its latency is known: %s", name, measured.problem)
+    _logger.info("%s: profiled in %.2f s", name, measured.duration_s)

@@ -1,0 +1,1 @@
+"""The worker's serving thread: messages in, turns, steps, outputs out."""

@@ -1,0 +1,437 @@
+"""The instance's only thread: messages in, turns, steps, outputs out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from gpupoold.domain import Targets
+from gpupoold.errors import GpupoolError, NoSuchModel, Refused
+from gpupoold.memory.contracts import Device, OutOfPages
+from gpupoold.memory.host import HostBuffer, KvHostCache, Slot
+from gpupoold.memory.kv_transfers import Arrival
+from gpupoold.system.activity import WORKER, Phase
+from gpupoold.system.process import set_log_level
+from gpupoold.wire import messages as m
+from gpupoold.wire.channel import BlockingChannel
+from gpupoold.worker.device import DriverMemory
+from gpupoold.worker.engine.engine import ModelEngine
+from gpupoold.worker.kv.migrations import Moves
+from gpupoold.worker.kv.page_eviction import Use
+from gpupoold.worker.kv.residency import Residency, SwitchStages
+from gpupoold.worker.turns.isolation import ALONE_S, GRAMMAR_S, wait_until
+from gpupoold.worker.turns.ledger import RequestLedger
+from gpupoold.worker.turns.model_loads import EngineLoader
+from gpupoold.worker.turns.orders import Orders
+from gpupoold.worker.turns.reports import status, switch_record
+from gpupoold.worker.turns.self_check import Canaries
+from gpupoold.worker.turns.steps import TurnSteps, may_come_between
+from gpupoold.worker.weights.snapshots import Images
+
+_logger = logging.getLogger(__name__)
+
+_STATUS_INTERVAL_S = 0.25
+_IMAGES_POLL_S = 0.005
+
+
+class TurnLoop:
+    """Owns the device for as long as the process runs; the daemon's core says who runs."""
+
+    def __init__(
+        self,
+        instance: int,
+        device: Device,
+        host: KvHostCache,
+        residency_of: Callable[[Callable[[str], Use]], Residency],
+        channel: BlockingChannel[m.ToInstance],
+        answer_call: Callable[[TurnLoop, m.Call], m.CallResult],
+        canary_interval: int = 0,
+        *,
+        has_gpu_alone: bool = True,
+    ) -> None:
+        self.instance = instance
+        self.device = device
+        self.host = host
+        self.ledger = RequestLedger()
+        self.steps = TurnSteps(self.ledger, channel.send)
+        self.residency = residency_of(self._use)
+        self.engines: dict[str, ModelEngine] = {}
+        self._loader = EngineLoader(device, host, self.residency)
+        self._canaries = Canaries(canary_interval)
+        self._images = Images(device)
+        self.moves = Moves(instance, device, host, channel.send)
+        self.driver_memory = DriverMemory(device, has_gpu_alone=has_gpu_alone)
+        self._channel = channel
+        self._answer_call = answer_call
+        self._last_used_s: dict[str, float] = {}
+        self.orders = Orders()
+        self._told_missing: dict[str, int] = {}
+        self.previous: str | None = None
+        self._prefetching_for: str | None = None
+        self._status_at_s = 0.0
+        self._interrupted = False
+        self._stopping = False
+
+    def run(self) -> None:
+        """Serve until told to stop.
+
+        Raises:
+            ChannelClosed: the daemon is gone.
+        """
+        while not self._stopping:
+            self._receive(block=self.orders.turn is None)
+            if self.orders.turn is not None:
+                self._run_turn(self.orders.turn.turn_id, self.orders.turn.model)
+
+    def switch_to(self, name: str) -> SwitchStages | None:
+        """Make a model resident and report the switch, if there was one to make."""
+        started_s = time.monotonic()
+        with WORKER.main.doing(Phase.SWITCH, name):
+            stages = self.residency.switch_in(name)
+        # A model that goes on while its last KV comes in has not been switched to.
+        if stages is not None and (name != self.previous or stages.num_bytes):
+            record = switch_record(self.instance, name, self.previous, stages, started_s)
+            self._channel.send(m.Switched(record, self.residency.bandwidth_bytes_per_s))
+            if stages.weight_bytes or stages.prefetched_bytes:
+                self._canaries.moved(name)
+        self.previous = name
+        self._last_used_s[name] = time.monotonic()
+        return stages
+
+    def engine(self, name: str) -> ModelEngine:
+        """A loaded model's engine.
+
+        Raises:
+            NoSuchModel: it is not loaded here.
+        """
+        if name not in self.engines:
+            raise NoSuchModel(f"{name} is not loaded on instance {self.instance}")
+        return self.engines[name]
+
+    def interrupt_turn(self) -> None:
+        """What is resident has been changed: make the turn's model resident again."""
+        self._interrupted = True
+
+    def _run_turn(self, turn_id: int, model: str) -> None:
+        """Switch in, then step until the turn is over, or something else is to be done."""
+        self._interrupted = False
+        if not self._can_run(model):
+            self._end_turn()
+            return
+        engine = self.engines[model]
+        try:
+            self.switch_to(model)
+        except OutOfPages as error:
+            self._fail_all(model, f"no room on the device for {model}: {error}")
+            self._end_turn()
+            return
+        if self._canaries.is_due(model) and not self._is_right(engine):
+            self._end_turn()
+            return
+        self.orders.began(time.monotonic())
+        self._prefetching_for = None
+        self._report_memory()
+        is_over = self._run_steps(turn_id, engine)
+        self.steps.settle()
+        if not is_over:
+            return
+        self._last_used_s[model] = time.monotonic()
+        if self.orders.turn is not None and self.orders.turn.turn_id == turn_id:
+            self._end_turn()
+
+    def _run_steps(self, turn_id: int, engine: ModelEngine) -> bool:
+        """Step a resident model; False when the turn is not over and something else is to be
+        done."""
+        while self.ledger.num_live(engine.name):
+            self.residency.advance(engine.name)
+            self._prefetch(engine.name)
+            if not engine.is_ready():
+                self.residency.wait_ready(engine.name)
+            self._step(engine)
+            self._receive(block=False)
+            turn = self.orders.turn
+            if turn is None or turn.turn_id != turn_id:
+                break
+            if self._stopping or self._interrupted or not self._can_run(engine.name):
+                return False
+            if self.orders.is_quota_used(time.monotonic()):
+                break
+        return True
+
+    def _is_right(self, engine: ModelEngine) -> bool:
+        """Whether a model still answers the canary's prompt as it did; else its requests end."""
+        with WORKER.main.doing(Phase.SELF_CHECK, engine.name):
+            wrong = self._canaries.check(engine, self.residency)
+        if wrong is None:
+            return True
+        _logger.error("%s: %s instead of %s", engine.name, wrong.answered, wrong.expected)
+        self._fail_all(engine.name, f"the weights of {engine.name} are damaged; it is reloaded")
+        self._channel.send(m.WrongAnswer(engine.name, wrong.expected, wrong.answered))
+        return False
+
+    def _prefetch(self, current: str) -> None:
+        """Let the next model come in beside the current one's steps; again if it is another."""
+        then = self.orders.then
+        if then == self._prefetching_for:
+            return
+        self._prefetching_for = then
+        if then is None or not self._can_run(then):
+            self.residency.stop_prefetch()
+        else:
+            self.residency.prefetch(then, current)
+            self._report_memory()
+
+    def _end_turn(self) -> None:
+        """Tell the daemon, and make ready for who comes next while its answer is on the way."""
+        assert self.orders.turn is not None
+        model, began_s = self.orders.turn.model, self.orders.began_s
+        turn_id, then = self.orders.end()
+        ended = m.TurnEnded(turn_id, self._changed_missing(), model, began_s, time.monotonic())
+        self._channel.send(ended)
+        if then is None or not self._can_run(then):
+            return
+        try:
+            self.switch_to(then)
+        except OutOfPages:
+            _logger.info("no room yet for %s", then)  # told to its requests on its turn
+        self._report_memory()
+
+    def _step(self, engine: ModelEngine) -> None:
+        if engine.is_under_way and self.orders.is_quota_used(self.steps.expected_end_s()):
+            self.steps.settle()  # the turn's last step: the next model need not wait for another
+            return
+        self.residency.ensure_kv(engine.name)
+        turn = self.orders.turn
+        if not self.steps.begin(engine, turn.chunk_tokens if turn is not None else None):
+            self._fail_all(engine.name, f"the engine of {engine.name} lost the request")
+
+    def _receive(self, *, block: bool) -> None:
+        """Handle every message that is there; with ``block`` wait for one, but report status."""
+        WORKER.main.clear()  # what failed before has been handled
+        self._maybe_report()
+        self._tell_images()
+        wait_s = _IMAGES_POLL_S if self._images.is_busy else _STATUS_INTERVAL_S
+        message = self._channel.receive(wait_s if block else 0.0, self.moves.wake_fds)
+        while message is not None and not self._stopping:
+            if not may_come_between(message):
+                self.steps.settle()
+            self._handle(message)
+            WORKER.main.clear()
+            message = self._channel.receive(0.0)
+        for failed in self.steps.take_unsendable():
+            self.steps.settle()
+            self._abort(failed.model, failed.request_ids)
+            self._channel.send(failed)
+        self.residency.settle_exports()
+        for arrived, slot in self.moves.arrived():
+            self.steps.settle()
+            self._add_request(arrived, slot)
+
+    def _handle(self, message: m.ToInstance) -> None:
+        match message:
+            case m.AddRequest() if message.parcel is not None:
+                self.moves.expect(message, Arrival(self._channel.take_fd()))
+            case m.AddRequest():
+                self._add_request(message)
+            case m.MoveOut():
+                self._move_out(message)
+            case m.PeerHost():
+                self.moves.peer_up(message.instance, self._channel.take_fd(), message.num_bytes)
+            case m.PeerDown():
+                self.moves.peer_down(message.instance)
+            case m.FreeParcel():
+                self.moves.free(message.parcel_id)
+            case m.AbortRequests():
+                self._abort(message.model, message.request_ids)
+            case m.LoadModel():
+                self._load(message)
+            case m.UnloadModel():
+                self._unload(message.name)
+            case m.DropImage():
+                self._drop_image(message.model)
+            case m.TakeImage():
+                self._take_image(message.model)
+            case m.SetTargets():
+                if message.name in self.engines:
+                    targets = Targets(message.ttft_s, message.tbt_s)
+                    self.ledger.set_targets(message.name, targets)
+            case m.RunTurn():
+                self.orders.take(message)
+            case m.EndIsolation():
+                if message.model in self.engines:
+                    self.engines[message.model].end_isolation(message.request_id)
+            case m.Reconfigure():
+                set_log_level(message.log_level)
+                self._canaries.interval = message.canary_interval
+            case m.Call():
+                self._channel.send(self._answer_call(self, message))
+            case m.Shutdown():
+                self._stopping = True
+
+    def _add_request(self, message: m.AddRequest, slot: Slot | None = None) -> None:
+        """A request, and where its KV is if it comes with some."""
+        engine = self.engines.get(message.model)
+        kv = (slot, message.parcel.num_blocks) if slot is not None and message.parcel else None
+        try:
+            if engine is None or not engine.weights.has_image:
+                if slot is not None:
+                    slot.free()
+                lacks = "is not loaded" if engine is None else "has no image"
+                raise Refused(f"{message.model} {lacks} on instance {self.instance}")
+            with WORKER.main.doing(Phase.ADD_REQUEST, message.model, [message.request_id]):
+                self._add_to(engine, message, kv)
+        except GpupoolError as error:
+            failed = m.RequestsFailed(message.model, [message.request_id], str(error))
+            self._channel.send(failed)
+            return
+        self.ledger.arrive(message.model, message.request_id, message.arrival_s)
+        self.ledger.progress(message.model, message.request_id, len(message.output_token_ids))
+        if message.is_moving:
+            self._report_memory()
+            self._channel.send(m.Adopted(message.model, message.request_id))
+
+    def _add_to(
+        self, engine: ModelEngine, message: m.AddRequest, kv: tuple[Slot, int] | None
+    ) -> None:
+        """Add a request to its engine; an isolated one while no other thread works."""
+        if not message.is_isolated:
+            engine.add(message.frames, message.output_token_ids, kv, message.frontend)
+            return
+        wait_until(lambda: WORKER.is_alone, ALONE_S)
+        engine.isolate(message.request_id)
+        engine.add(message.frames, message.output_token_ids, kv, message.frontend)
+        wait_until(lambda: engine.has_grammar(message.request_id), GRAMMAR_S)
+
+    def _move_out(self, message: m.MoveOut) -> None:
+        engine = self.engines.get(message.model)
+        if engine is None:
+            self._channel.send(m.Moved(message.model, message.request_id, is_known=False))
+            return
+        self.moves.move_out(engine, self.residency, message.request_id)
+        self.ledger.finish(message.model, message.request_id)
+        engine.kv.discard_dead()
+
+    def _abort(self, model: str, request_ids: list[str]) -> None:
+        self.moves.abort(request_ids)
+        engine = self.engines.get(model)
+        if engine is None:
+            return
+        engine.abort(request_ids)
+        for request_id in request_ids:
+            self.ledger.finish(model, request_id)
+        engine.kv.discard_dead()
+
+    def _load(self, message: m.LoadModel) -> None:
+        fd = self._channel.take_fd() if message.has_image else -1
+        model = message.model
+        self.interrupt_turn()  # a load takes pages
+        # The residency asks for these as soon as it has the model.
+        self._last_used_s[model.name] = time.monotonic()
+        self.ledger.add_model(model.name, Targets(model.ttft_s, model.tbt_s))
+        try:
+            image = HostBuffer(fd, os.fstat(fd).st_size) if message.has_image else None
+            with WORKER.main.doing(Phase.LOAD, model.name):
+                loaded = self._loader.load(message, image)
+        except (GpupoolError, OSError) as error:
+            _logger.exception("loading %s failed", model.name)
+            self.ledger.remove_model(model.name)
+            self._channel.send(_failure(model.name, error))
+            return
+        engine = loaded.engine
+        self.engines[model.name] = engine
+        self._canaries.expect(model.name, loaded.canary)
+        answer = m.ModelLoaded(
+            engine.info,
+            engine.layout_digest,
+            True,
+            loaded.profile,
+            loaded.canary,
+            loaded.image_problem,
+        )
+        self._channel.send(answer, (engine.weights.image.fd,))
+        self._report_memory()
+
+    def _unload(self, name: str) -> None:
+        self._images.forget(name)
+        engine = self.engines.pop(name, None)
+        if engine is not None:
+            self.ledger.remove_model(name)
+            self._canaries.forget(name)
+            self.residency.remove(name)
+            engine.close()
+        self._channel.send(m.ModelUnloaded(name))
+
+    def _drop_image(self, model: str) -> None:
+        if model == self._prefetching_for:
+            self.residency.stop_prefetch()
+        engine = self.engines.get(model)
+        self._images.drop(model, engine.weights if engine is not None else None)
+        self._report_memory()
+
+    def _take_image(self, model: str) -> None:
+        fd = self._channel.take_fd()
+        engine = self.engines.get(model)
+        if engine is None:
+            os.close(fd)
+            problem = f"{model} is not loaded on instance {self.instance}"
+            self._channel.send(m.ImageTaken(model, problem))
+        else:
+            self._images.take(model, engine.weights, fd)
+
+    def _tell_images(self) -> None:
+        for message in self._images.finished():
+            self._channel.send(message)
+
+    def _can_run(self, model: str) -> bool:
+        engine = self.engines.get(model)
+        return engine is not None and engine.weights.has_image
+
+    def _fail_all(self, model: str, reason: str) -> None:
+        request_ids = self.ledger.live_requests(model)
+        self._abort(model, request_ids)
+        if request_ids:
+            self._channel.send(m.RequestsFailed(model, request_ids, reason))
+
+    def _use(self, name: str) -> Use:
+        return Use(
+            num_live=self.ledger.num_live(name),
+            last_used_s=self._last_used_s[name],
+            ttft_s=self.ledger.ttft_s(name),
+            next_deadline_s=self.ledger.next_deadline_s(name),
+        )
+
+    def _changed_missing(self) -> dict[str, int]:
+        """Missing bytes of the models for which they have changed since they were last told."""
+        now = {name: self.residency.missing_bytes(name) for name in self.engines}
+        told, self._told_missing = self._told_missing, now
+        return {name: missing for name, missing in now.items() if told.get(name) != missing}
+
+    def _report_memory(self) -> None:
+        changed = self._changed_missing()
+        if changed:
+            self._channel.send(m.MemoryChanged(changed))
+
+    def _maybe_report(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._status_at_s:
+            self._status_at_s = now_s + _STATUS_INTERVAL_S
+            report = status(
+                self.instance,
+                self.orders,
+                self.residency,
+                self.host,
+                self.engines.values(),
+                self.ledger,
+                num_steps=self.steps.num_begun,
+                free_bytes=self.residency.pool.num_free * self.device.page_bytes,
+                now_s=now_s,
+            )
+            self._channel.send(report)
+
+
+def _failure(name: str, error: GpupoolError | OSError) -> m.ModelFailed:
+    if isinstance(error, GpupoolError):
+        return m.ModelFailed(name, error.code, error.message, error.hint)
+    return m.ModelFailed(name, "failed", f"{name}: {error}", "free host memory and try again")

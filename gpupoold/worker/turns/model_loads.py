@@ -1,0 +1,133 @@
+"""Bringing a model up: from its image if that can be trusted, else from the checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import NamedTuple
+
+from gpupoold.errors import GpupoolError
+from gpupoold.latency.stored import Profile
+from gpupoold.memory.contracts import Device
+from gpupoold.memory.host import HostBuffer, KvHostCache
+from gpupoold.system.activity import WORKER, Phase
+from gpupoold.wire.messages import LoadModel
+from gpupoold.worker.engine.engine import ModelEngine, load_engine
+from gpupoold.worker.engine.load_errors import failure
+from gpupoold.worker.kv.residency import Residency
+from gpupoold.worker.profiling import profile
+from gpupoold.worker.turns.self_check import run_canary
+from gpupoold.worker.weights.loading import ModelLoad
+from gpupoold.worker.weights.torch_release import pages_to_lend
+
+_logger = logging.getLogger(__name__)
+
+
+class Loaded(NamedTuple):
+    """A model that is up, what it answered to the canary's prompt, why not from its image, and
+    what was measured of its speed."""
+
+    engine: ModelEngine
+    canary: tuple[int, ...]
+    image_problem: str
+    profile: Profile | None = None
+
+
+class EngineLoader:
+    """Loads models onto one device."""
+
+    def __init__(self, device: Device, host: KvHostCache, residency: Residency) -> None:
+        self._device = device
+        self._host = host
+        self._residency = residency
+
+    def load(self, message: LoadModel, image: HostBuffer | None) -> Loaded:
+        """The model, known to the residency. Owns ``image`` from now on, even if it fails.
+
+        With an image the checkpoint is not read. If the image is of another layout, or the
+        model with it does not answer as it did before, the checkpoint is read after all.
+
+        Raises:
+            GpupoolError: the checkpoint cannot be served here.
+            OSError: no host memory for an image.
+        """
+        loaded = self._load(message, image)
+        engine, budget_s = loaded.engine, message.profiling_budget_s
+        try:
+            with WORKER.main.doing(Phase.PROFILE, engine.name):
+                measured = profile(engine, self._residency, budget_s, message.model.path)
+        except BaseException:
+            self._give_up(engine)
+            raise
+        return loaded._replace(profile=measured)
+
+    def _load(self, message: LoadModel, image: HostBuffer | None) -> Loaded:
+        if image is None:
+            return self._from_checkpoint(message, None, "")
+        spare = os.dup(image.fd)  # the image is closed by a load that fails
+        try:
+            engine = self._build(message, image, skips_checkpoint=True)
+            canary = self._try(engine)
+            if message.canary in ((), canary):
+                os.close(spare)
+                return Loaded(engine, canary, "")
+        except GpupoolError as error:
+            problem = f"not loaded from its image: {error.message}"
+            _logger.warning("%s: %s", message.model.name, problem)
+            return self._from_checkpoint(message, HostBuffer(spare, image.num_bytes), problem)
+        except BaseException:
+            os.close(spare)
+            raise
+        os.close(spare)
+        self._give_up(engine)
+        problem = f"with its image it answers {list(canary)} instead of {list(message.canary)}"
+        _logger.error("%s: %s", message.model.name, problem)
+        return self._from_checkpoint(message, None, problem)
+
+    def _from_checkpoint(
+        self, message: LoadModel, image: HostBuffer | None, problem: str
+    ) -> Loaded:
+        engine = self._build(message, image, skips_checkpoint=False)
+        return Loaded(engine, self._try(engine), problem)
+
+    def _build(
+        self, message: LoadModel, image: HostBuffer | None, *, skips_checkpoint: bool
+    ) -> ModelEngine:
+        model = message.model
+        try:
+            num_lent = pages_to_lend(model, self._device)
+            if num_lent:
+                self._residency.make_room(num_lent)
+        except BaseException:
+            if image is not None:
+                image.close()
+            raise
+        load = ModelLoad(
+            model.name,
+            self._device,
+            self._residency.pool,
+            image,
+            message.layout_digest,
+            num_lent,
+            skips_checkpoint=skips_checkpoint,
+        )
+        engine = load_engine(model, load, self._device, self._host)
+        self._residency.add(engine)
+        return engine
+
+    def _try(self, engine: ModelEngine) -> tuple[int, ...]:
+        """The canary's answer; a model that gives none is given up."""
+        try:
+            with WORKER.main.doing(Phase.SELF_CHECK, engine.name):
+                canary = run_canary(engine, self._residency)
+            engine.kv.unback(engine.kv.free_chunks())
+            return canary
+        except Exception as error:
+            self._give_up(engine)
+            if isinstance(error, GpupoolError):
+                raise
+            raise failure(engine.name, "it was asked for a few tokens", error) from error
+
+    def _give_up(self, engine: ModelEngine) -> None:
+        self._residency.remove(engine.name)
+        engine.close()

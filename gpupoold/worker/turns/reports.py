@@ -1,0 +1,72 @@
+"""A worker's reports to the daemon: its status a few times a second, and every switch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from gpupoold.memory.host import KvHostCache
+from gpupoold.wire import messages as m
+from gpupoold.worker.kv.residency import Residency, SwitchStages
+from gpupoold.worker.turns.ledger import RequestLedger
+from gpupoold.worker.turns.orders import Orders
+
+if TYPE_CHECKING:
+    from gpupoold.worker.engine.engine import ModelEngine
+
+
+def status(
+    instance: int,
+    orders: Orders,
+    residency: Residency,
+    host: KvHostCache,
+    engines: Iterable[ModelEngine],
+    ledger: RequestLedger,
+    *,
+    num_steps: int,
+    free_bytes: int,
+    now_s: float,
+) -> m.InstanceStatus:
+    """Return the state that the daemon takes as a sign of life and ``gpupool ps`` shows."""
+    turn = orders.turn
+    return m.InstanceStatus(
+        instance=instance,
+        at_s=now_s,
+        on_turn=turn.model if turn else None,
+        quota_s=turn.quota_s if turn else 0.0,
+        num_steps=num_steps,
+        free_bytes=free_bytes,
+        kv_host_bytes=host.used_bytes,
+        models=[_memory_of(engine, ledger) for engine in engines],
+        num_recomputed=residency.num_recomputed,
+        turn_began_s=orders.began_s,
+        prefetched_bytes=residency.prefetched_bytes,
+    )
+
+
+def switch_record(
+    instance: int, name: str, previous: str | None, stages: SwitchStages, started_s: float
+) -> m.SwitchRecord:
+    """Return the record of a switch from ``previous`` to ``name`` that began at ``started_s``."""
+    return m.SwitchRecord(
+        instance=instance,
+        model=name,
+        previous=previous,
+        at_s=started_s,
+        total_s=stages.total_s,
+        **dataclasses.asdict(stages),
+    )
+
+
+def _memory_of(engine: ModelEngine, ledger: RequestLedger) -> m.ModelMemory:
+    weights = engine.weights
+    return m.ModelMemory(
+        model=engine.name,
+        weights_resident_bytes=weights.mapped_bytes,
+        weights_total_bytes=weights.num_bytes,
+        kv_resident_bytes=engine.kv.resident_bytes,
+        kv_host_bytes=engine.kv.host_bytes,
+        num_live=ledger.num_live(engine.name),
+        num_waiting=ledger.num_waiting(engine.name),
+    )

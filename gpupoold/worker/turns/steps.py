@@ -1,0 +1,83 @@
+"""The steps of a turn: begun, waited for, told to the daemon with the time that they took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from gpupoold.system.activity import WORKER, Phase
+from gpupoold.wire import messages as m
+from gpupoold.wire.codec import FrameTooLong
+from gpupoold.worker.engine.engine import ModelEngine
+from gpupoold.worker.engine.steps import Step
+from gpupoold.worker.turns.ledger import RequestLedger
+
+
+def may_come_between(message: m.ToInstance) -> bool:
+    """Whether a message leaves what is on the device, and requests under way, as they are: it
+    may then be dealt with while a step is under way."""
+    if isinstance(message, m.AddRequest):
+        return not message.output_token_ids and not message.is_isolated
+    return isinstance(message, m.RunTurn | m.SetTargets | m.FreeParcel | m.Reconfigure)
+
+
+class TurnSteps:
+    """Of whichever model is on its turn; ``send`` takes what the daemon is told."""
+
+    def __init__(self, ledger: RequestLedger, send: Callable[[m.StepOutputs], None]) -> None:
+        self._ledger = ledger
+        self._send = send
+        self._engine: ModelEngine | None = None  # which may have a step under way
+        self._since_s = 0.0  # when the device began what it computes
+        self._last_s = 0.0  # what the step before that took
+        self.num_begun = 0
+        self._unsendable: list[m.RequestsFailed] = []
+
+    def begin(self, engine: ModelEngine, chunk_tokens: int | None) -> bool:
+        """Begin a step and tell of the one before; whether the engine still has requests."""
+        if not engine.is_under_way:
+            self._tell(engine, engine.settle())  # one may have been waited for by others
+            self._since_s = time.monotonic()
+        self._engine = engine
+        self.num_begun += 1
+        steps = engine.begin_step(chunk_tokens)
+        self._tell(engine, steps)
+        has_told = any(step.frames for step in steps)
+        return has_told or engine.is_under_way or engine.has_requests()
+
+    def expected_end_s(self) -> float:
+        """When the step under way ends, on ``time.monotonic``, if it is like the one before."""
+        return self._since_s + self._last_s
+
+    def settle(self) -> None:
+        """Return when no step is under way and all have been told."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._tell(engine, engine.settle())
+
+    def take_unsendable(self) -> list[m.RequestsFailed]:
+        """The requests whose outputs were too long for a message: to be ended, and then told."""
+        taken, self._unsendable = self._unsendable, []
+        return taken
+
+    def _tell(self, engine: ModelEngine, steps: Sequence[Step]) -> None:
+        for step in steps:
+            ended_s = time.monotonic()
+            # Steps under way follow each other on the device: one begins when the other ends.
+            step_s = self._last_s = ended_s - self._since_s
+            self._since_s = ended_s
+            for item in step.progress:
+                self._ledger.progress(engine.name, item.request_id, len(item.new_token_ids))
+                if item.finish_reason is not None:
+                    self._ledger.finish(engine.name, item.request_id)
+            if step.frames:
+                decode_s = step_s if step.is_decode else None
+                outputs = m.StepOutputs(
+                    engine.name, ended_s, step.frames, step.progress, decode_s, step.frame_counts
+                )
+                ids = [item.request_id for item in step.progress]
+                try:
+                    with WORKER.main.doing(Phase.STEP, engine.name, ids):
+                        self._send(outputs)
+                except FrameTooLong as error:
+                    self._unsendable.append(m.RequestsFailed(engine.name, ids, str(error)))

@@ -1,0 +1,219 @@
+"""What a model that is being loaded gets from us: regions under its weights and KV.
+
+vLLM builds its worker itself, so the worker finds the load in progress here.
+Loads never overlap; the turn loop is one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.overrides import TorchFunctionMode
+
+from gpupoold.errors import Refused, ServerError
+from gpupoold.memory.address_ranges import Region
+from gpupoold.memory.contracts import Device
+from gpupoold.memory.geometry import in_whole_chunks
+from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.numa import prefer_node
+from gpupoold.memory.pages import PagePool
+from gpupoold.memory.weights import WeightMemory
+from gpupoold.units import format_bytes
+from gpupoold.worker.weights import tensors
+from gpupoold.worker.weights.relocation import WeightLayout, copy_out, plan_layout, relocate
+from gpupoold.worker.weights.torch_release import PageLoan
+
+if TYPE_CHECKING:
+    import torch
+
+_current: list[ModelLoad] = []
+
+
+def current_load() -> ModelLoad:
+    """The load in progress.
+
+    Raises:
+        RuntimeError: a worker was built outside :meth:`ModelLoad.active`.
+    """
+    if not _current:
+        raise RuntimeError("no model is being loaded: this worker class belongs to gpupool")
+    return _current[-1]
+
+
+class StaleImage(ServerError):
+    """The image does not belong to the model as it is loaded now."""
+
+
+class ModelLoad:
+    """One model's memory while vLLM loads it; ``weights`` and ``kv_region`` are its yield.
+
+    A load that ``skips_checkpoint`` takes all from the image.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: Device,
+        pool: PagePool,
+        image: HostBuffer | None,
+        digest: str,
+        num_lent_pages: int = 0,
+        *,
+        skips_checkpoint: bool = False,
+    ) -> None:
+        self._name = name
+        self._device = device
+        self._pool = pool
+        self._image = image
+        self._image_digest = digest
+        self._num_lent_pages = num_lent_pages
+        self.skips_checkpoint = skips_checkpoint
+        self._loan = PageLoan(device, pool)
+        self.weights: WeightMemory | None = None
+        self.kv_region: Region | None = None
+        self.layout: WeightLayout | None = None
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Make this the load in progress; on failure everything taken is given back."""
+        _current.append(self)
+        try:
+            self._loan.lend(self._num_lent_pages)
+            yield
+        except BaseException as error:
+            self._give_back()
+            self._loan.take_back(error)
+            raise
+        finally:
+            _current.pop()
+
+    def take_weights(self, model: torch.nn.Module) -> None:
+        """Move the weights of a loaded model into its region, by way of the host image.
+
+        The weights are not resident afterwards: the first switch brings them.
+        """
+        layout = plan_layout(model)
+        num_pages = -(-layout.num_bytes // self._device.page_bytes)
+        self._check_fits(layout.num_bytes, num_pages)
+        image, is_new = self._usable_image(layout, num_pages)
+        region = Region(self._device, self._pool, num_pages)
+        self.layout = layout
+        try:
+            self.weights = WeightMemory(region, self._device, image)
+        except BaseException:
+            region.close()
+            raise
+        if is_new:  # not before it is pinned: a GPU's copies to other memory are ten times slower
+            copy_out(layout, image.address, self._device)
+        relocate(layout, region.address, self._device)
+        self._loan.take_back()
+
+    def bring_weights(self) -> None:
+        """Make the weights resident, for phases of loading that compute.
+
+        Raises:
+            OutOfPages: other models have the memory.
+        """
+        assert self.weights is not None
+        self.weights.load()
+
+    @contextlib.contextmanager
+    def kv_scratch(self) -> Iterator[None]:
+        """Inside this context every KV address is valid, on a device that allows it.
+
+        Warm-up and graph capture touch many blocks, and what they read and write does not
+        matter: one page is mapped all over the region.
+        """
+        region = self.kv_region
+        if region is None:
+            yield
+            return
+        [page] = self._pool.allocate(1)
+        runs = [page] * region.num_pages
+        try:
+            self._device.map_and_fill(region.address, [page], None)
+            self._device.unmap(region.address, [page])
+            self._device.map(region.address, runs)
+            try:
+                yield
+            finally:
+                self._device.unmap(region.address, runs)
+        finally:
+            self._pool.free([page])
+
+    def kv_budget_bytes(self, strides: Collection[int]) -> int:
+        """Bytes of KV the model could have if it had the device to itself.
+
+        ``strides`` are the bytes of a block, layer by layer.
+        """
+        assert self.weights is not None, "weights are loaded before KV is sized"
+        page_bytes = self._device.page_bytes
+        num_bytes = (self._device.num_pages - self.weights.num_pages) * page_bytes
+        return in_whole_chunks(num_bytes, page_bytes, strides)
+
+    def kv_allocation(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside this context vLLM's KV buffer comes from a region of ours."""
+        return _KvAllocation(self)
+
+    def make_kv(self, num_bytes: int) -> torch.Tensor:
+        """Reserve the KV region; its pages are mapped later, chunk by chunk."""
+        assert self.kv_region is None, "vLLM allocates one KV buffer per model"
+        num_pages = -(-num_bytes // self._device.page_bytes)
+        self.kv_region = Region(self._device, self._pool, num_pages)
+        return tensors.over(self._device, self.kv_region.address, num_bytes)
+
+    def _usable_image(self, layout: WeightLayout, num_pages: int) -> tuple[HostBuffer, bool]:
+        """The image, and whether it is one that nothing has been written to yet."""
+        if self._image is not None and self._image_digest == layout.digest:
+            return self._image, False
+        if self.skips_checkpoint:
+            raise StaleImage(f"{self._name}: the image is of another layout")
+        if self._image is not None:
+            self._image.close()
+        with prefer_node(self._device.numa_node):
+            self._image = HostBuffer.create(
+                f"gpupool-image-{self._name}", num_pages * self._device.page_bytes
+            )
+        return self._image, True
+
+    def _check_fits(self, weight_bytes: int, num_pages: int) -> None:
+        if num_pages >= self._device.num_pages:
+            device_bytes = self._device.num_pages * self._device.page_bytes
+            raise Refused(
+                f"{self._name}: weights of {format_bytes(weight_bytes)} leave no room for KV "
+                f"on a device of {format_bytes(device_bytes)}",
+                "use a smaller dtype or a larger device",
+            )
+
+    def _give_back(self) -> None:
+        if self.kv_region is not None:
+            self.kv_region.close()
+        if self.weights is not None:
+            self.weights.close()
+        elif self._image is not None:
+            self._image.close()
+
+
+class _KvAllocation(TorchFunctionMode):
+    """Redirects the one ``torch.zeros`` that makes the KV buffer (PyTorch's own hook)."""
+
+    def __init__(self, load: ModelLoad) -> None:
+        super().__init__()
+        self._load = load
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        import torch
+
+        options = kwargs or {}
+        is_buffer = func is torch.zeros and options.get("dtype") is torch.int8
+        if is_buffer and len(args) == 1 and isinstance(args[0], int):
+            return self._load.make_kv(args[0])
+        return func(*args, **options)

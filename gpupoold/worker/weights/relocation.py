@@ -1,0 +1,91 @@
+"""Where each weight of a model lies in its region, and moving the weights there.
+
+vLLM loads and post-processes a model into ordinary torch memory. What it left
+there, storage by storage, is the image; parameters and buffers then become
+views of the region under the same shapes and strides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from gpupoold.memory.contracts import Device
+from gpupoold.worker.weights import tensors
+from gpupoold.worker.weights.snapshot_loader import loose_digest
+
+_ALIGNMENT_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLayout:
+    """The tensors of a model and the place of each one's storage in the region."""
+
+    tensors: tuple[torch.Tensor, ...]
+    offsets: dict[int, int]  # address of a storage → its offset in the region
+    num_bytes: int
+    digest: str
+
+
+def plan_layout(model: torch.nn.Module) -> WeightLayout:
+    """Lay the storages of all parameters and buffers out one behind the other.
+
+    Two loads of one checkpoint with one configuration have the same digest, so
+    an image made by one can be used by the other. What the model keeps outside of the
+    image counts, so an image without it is not taken for the whole.
+    """
+    found: dict[int, torch.Tensor] = {}
+    offsets: dict[int, int] = {}
+    num_bytes = 0
+    digest = hashlib.sha256()
+    for name, tensor in _named_tensors(model):
+        storage = tensor.untyped_storage()
+        if id(tensor) in found or not storage.nbytes():
+            continue
+        found[id(tensor)] = tensor
+        if storage.data_ptr() not in offsets:
+            offsets[storage.data_ptr()] = num_bytes
+            num_bytes += -(-storage.nbytes() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        place = (offsets[storage.data_ptr()], storage.nbytes(), tensor.storage_offset())
+        shape = (tuple(tensor.shape), tensor.stride(), str(tensor.dtype))
+        digest.update(repr((name, place, shape)).encode())
+    digest.update(loose_digest(model).encode())
+    return WeightLayout(tuple(found.values()), offsets, num_bytes, digest.hexdigest())
+
+
+def copy_out(layout: WeightLayout, image_address: int, device: Device) -> None:
+    """Write the image: every storage at its offset in host memory, which ``device`` has pinned."""
+    done: set[int] = set()
+    for tensor in layout.tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in done:
+            continue
+        done.add(storage.data_ptr())
+        address = image_address + layout.offsets[storage.data_ptr()]
+        if tensor.is_cuda:  # torch would copy across two registrations, which CUDA refuses
+            device.copy_out(address, storage.data_ptr(), storage.nbytes())
+        else:
+            source = torch.empty(0, dtype=torch.int8).set_(storage)
+            tensors.host_bytes(address, storage.nbytes()).copy_(source)
+    device.synchronize()
+
+
+def relocate(layout: WeightLayout, address: int, device: Device) -> None:
+    """Make every tensor a view of the region at ``address``; its old memory is let go."""
+    region = tensors.over(device, address, layout.num_bytes)
+    for tensor in layout.tensors:
+        storage = tensor.untyped_storage()
+        start = layout.offsets[storage.data_ptr()]
+        flat = region[start : start + storage.nbytes()].view(tensor.dtype)
+        tensor.data = flat.as_strided(tensor.shape, tensor.stride(), _at(flat, tensor))
+
+
+def _at(flat: torch.Tensor, tensor: torch.Tensor) -> int:
+    return int(flat.storage_offset() + tensor.storage_offset())
+
+
+def _named_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    parameters = list(model.named_parameters(remove_duplicate=True))
+    return [*parameters, *model.named_buffers(remove_duplicate=True)]

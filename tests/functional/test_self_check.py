@@ -1,0 +1,49 @@
+"""A model whose bytes have changed in host memory is found out, and says no more."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from gpupoold.wire import messages as m
+from tests.functional.worker_peer import InstancePeer
+
+INTERVAL = 3
+PROMPT = [11, 7, 42, 5]
+
+
+def test_a_damaged_image_is_noticed(tiny_models: dict[str, Path]) -> None:
+    paths = {name: tiny_models[name] for name in ("tiny-llama", "tiny-qwen3")}
+    size = max((path / "model.safetensors").stat().st_size for path in paths.values())
+    peer = InstancePeer(int(2.6 * size), canary_interval=INTERVAL)
+    try:
+        for name, path in paths.items():
+            peer.load(name, path, max_model_len=256)
+        first = {name: _answer(peer, name, f"first-{name}") for name in paths}
+        for turn in range(2 * INTERVAL):  # the canary is asked, and nobody notices
+            for name in paths:
+                assert _answer(peer, name, f"{turn}-{name}") == first[name]
+        assert not peer.wrong_answers
+        image = peer.images["tiny-llama"]
+        os.pwrite(image.fd, b"\x3f" * (os.fstat(image.fd).st_size // 2), 0)
+        for turn in range(INTERVAL + 1):
+            if peer.wrong_answers:
+                break
+            for name in reversed(paths):
+                _answer(peer, name, f"damaged-{turn}-{name}")
+        [wrong] = peer.wrong_answers
+        assert isinstance(wrong, m.WrongAnswer)
+        assert (wrong.model, wrong.expected) == ("tiny-llama", image.canary)
+        assert wrong.answered != image.canary
+        assert _answer(peer, "tiny-qwen3", "other") == first["tiny-qwen3"]
+        assert any("damaged" in reason for reason in peer.ended.values())
+        peer.call("check_integrity")
+    finally:
+        peer.close()
+
+
+def _answer(peer: InstancePeer, model: str, request_id: str) -> list[int]:
+    peer.call("page_out", model=model)  # so that its weights have to come in
+    peer.ask(model, request_id, PROMPT, max_tokens=4)
+    peer.run_until_ended(request_id)
+    return peer.tokens[request_id]

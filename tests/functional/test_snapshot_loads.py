@@ -1,0 +1,75 @@
+"""A model comes up from its image without its checkpoint, and only if it is the same model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.functional.worker_peer import InstancePeer
+
+MODELS = ("tiny-llama", "tiny-mixtral")
+PROMPT = list(range(5, 95))
+
+
+@pytest.fixture(scope="module")
+def peer(tiny_models: dict[str, Path]) -> Iterator[InstancePeer]:
+    peer = InstancePeer(40 << 20)
+    for name in MODELS:
+        peer.load(name, tiny_models[name])
+    yield peer
+    peer.close()
+
+
+def answer(peer: InstancePeer, model: str) -> list[int]:
+    request_id = f"{model} {len(peer.tokens)}"
+    peer.ask(model, request_id, PROMPT, max_tokens=40)
+    peer.run_until_ended(request_id)
+    return peer.tokens[request_id]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_weights_are_not_read_from_the_checkpoint(
+    name: str, peer: InstancePeer, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    without_weights = tmp_path / name
+    shutil.copytree(
+        tiny_models[name], without_weights, ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    again = f"{name}-again"
+    loaded = peer.load(again, without_weights, image=peer.images[name])
+    assert loaded.image_problem == ""
+    assert len(loaded.canary) == 8
+    assert loaded.canary == peer.images[name].canary
+    assert loaded.layout_digest == peer.images[name].layout_digest
+    assert os.fstat(peer.images[again].fd).st_ino == os.fstat(peer.images[name].fd).st_ino
+    assert answer(peer, again) == answer(peer, name)
+
+
+def test_a_damaged_image_is_found_by_the_canary(
+    peer: InstancePeer, tiny_models: dict[str, Path]
+) -> None:
+    first = peer.load("before", tiny_models["tiny-llama"])
+    damaged = peer.images["before"]
+    os.pwrite(damaged.fd, os.urandom(4 << 20), 1 << 20)
+    loaded = peer.load("after", tiny_models["tiny-llama"], image=damaged)
+    assert "with its image it answers" in loaded.image_problem
+    assert loaded.canary == first.canary
+    assert answer(peer, "after") == answer(peer, "tiny-llama")
+    peer.call("check_integrity")
+
+
+def test_an_image_of_something_else_is_not_used(
+    peer: InstancePeer, tiny_models: dict[str, Path]
+) -> None:
+    path = tiny_models["tiny-mixtral"]
+    other = peer.load("other", path, image=peer.images["tiny-llama"])
+    assert "the image is of another layout" in other.image_problem
+    assert other.layout_digest == peer.images["tiny-mixtral"].layout_digest
+    unlike = peer.images["tiny-mixtral"]._replace(layout_digest="made by another version")
+    assert "another layout" in peer.load("unlike", path, image=unlike).image_problem
+    assert answer(peer, "other") == answer(peer, "unlike") == answer(peer, "tiny-mixtral")
+    peer.call("check_integrity")

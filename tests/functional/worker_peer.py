@@ -1,0 +1,261 @@
+"""Plays the daemon towards a real instance process, for tests below the control plane."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpupoold.control.requests.core_shell import Scheduler
+from gpupoold.domain import Role, Targets
+from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
+from gpupoold.wire import messages as m
+from gpupoold.wire.channel import BlockingChannel, ChannelClosed
+from tests.conftest import PYTHON_PATH
+
+_START_TIMEOUT_S = 120.0
+_CALL_TIMEOUT_S = 120.0
+_STOP_TIMEOUT_S = 30.0
+
+
+class Image(NamedTuple):
+    """A model's image as the daemon keeps it."""
+
+    fd: int
+    layout_digest: str
+    canary: tuple[int, ...]
+
+
+class InstancePeer:
+    """An instance process on an emulated device, and the daemon's end of its channel.
+
+    ``options`` are more of its command line, ``environment`` is added to this process's. What
+    it says goes to ``log_path``, or where this process's messages go.
+    """
+
+    def __init__(
+        self,
+        device_bytes: int,
+        kv_host_bytes: int = 256 << 20,
+        quota_max_s: float = 4.0,
+        canary_interval: int = 0,
+        *,
+        options: Mapping[str, object] | None = None,
+        environment: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
+    ) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "gpupoold.worker", "--instance", "0"]
+        told: dict[str, object] = {
+            "--parent-pid": os.getpid(),
+            "--wire-fd": theirs.fileno(),
+            "--device-bytes": device_bytes,
+            "--kv-host-bytes": kv_host_bytes,
+            "--canary-interval": canary_interval,
+            "--compute-threads": 1,
+            "--log-level": "warning",
+        }
+        told |= options or {}
+        command += [text for pair in told.items() for text in map(str, pair)]
+        with contextlib.ExitStack() as stack:
+            log = None if log_path is None else stack.enter_context(log_path.open("wb"))
+            self.process = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(),),
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"PYTHONPATH": PYTHON_PATH} | dict(environment or {}),
+            )
+        theirs.close()
+        self.channel: BlockingChannel[m.FromInstance] = BlockingChannel(ours, m.FromInstance)
+        self.images: dict[str, Image] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+        self.switches: list[m.SwitchRecord] = []
+        self.wrong_answers: list[m.WrongAnswer] = []
+        self.status: m.InstanceStatus | None = None
+        self._calls = 0
+        policy = make_policy("gpupool", PolicyOptions(quota_max_s=quota_max_s))
+        self.scheduler = Scheduler(
+            policy,
+            lambda _, message: self.channel.send(message),
+            lambda *_: None,
+            lambda *_: None,
+            lambda *_: None,
+        )
+        try:
+            self.ready = self.wait(m.InstanceReady, _START_TIMEOUT_S)
+        except BaseException:
+            self.process.kill()  # it may hold a whole device
+            self.process.wait()
+            raise
+        if self.ready.shares_kv_host:
+            os.close(self.channel.take_fd())  # there is nobody to share it with
+        self.scheduler.device_up(0, self.ready, Role.MIXED, is_fixed=True)
+
+    def wait(self, kind: type[Any], timeout_s: float = 60.0) -> Any:
+        """The next message of ``kind``; the others are taken note of."""
+        deadline_s = time.monotonic() + timeout_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            message = self.channel.receive(left_s)
+            if message is None:
+                break
+            self._note(message)
+            if isinstance(message, kind):
+                return message
+        raise TimeoutError(f"no {kind.__name__} within {timeout_s} s")
+
+    def load(
+        self,
+        name: str,
+        path: Path,
+        *,
+        profiling_budget_s: float = 0.0,
+        image: Image | None = None,
+        timeout_s: float = 60.0,
+        **options: Any,
+    ) -> m.ModelLoaded:
+        """Load a checkpoint in float32, from its image if there is one; fails the test with the
+        instance's reason. The image it has then is in ``images``."""
+        fields: dict[str, Any] = {
+            "dtype": "float32",
+            "max_model_len": 1024,
+            "ttft_s": 10.0,
+            "tbt_s": 0.1,
+        }
+        model = m.ModelToLoad(name=name, path=str(path), **(fields | options))
+        if image is None:
+            self.channel.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
+        else:
+            order = m.LoadModel(model, True, image.layout_digest, profiling_budget_s, image.canary)
+            self.channel.send(order, (image.fd,))
+        answer = self.wait(m.ModelLoaded | m.ModelFailed, timeout_s)  # type: ignore[arg-type]
+        assert isinstance(answer, m.ModelLoaded), answer
+        self.images[name] = Image(self.channel.take_fd(), answer.layout_digest, answer.canary)
+        self.scheduler.add_model(Targets(model.ttft_s, model.tbt_s), answer.model)
+        self.scheduler.host(0, name)
+        return answer
+
+    def ask(
+        self,
+        model: str,
+        request_id: str,
+        prompt: list[int],
+        output_token_ids: Sequence[int] = (),
+        cache_salt: str | None = None,
+        **sampling: Any,
+    ) -> None:
+        """Send a greedy request (``sampling`` as vLLM's SamplingParams), or the rest of one
+        that has had ``output_token_ids``. It finds prefixes of others with its salt only."""
+        frames = encode_request(request_id, prompt, cache_salt=cache_salt, **sampling)
+        self.tokens[request_id] = []
+        arrival_s = time.monotonic()
+        self.scheduler.arrived(
+            m.AddRequest(
+                model, request_id, arrival_s, len(prompt), 0, frames, list(output_token_ids)
+            )
+        )
+
+    def abort(self, model: str, *request_ids: str) -> None:
+        """Cancel requests."""
+        self.channel.send(m.AbortRequests(model, list(request_ids)))
+        for request_id in request_ids:
+            self.scheduler.ended(request_id)
+
+    def run_until_ended(self, *request_ids: str, timeout_s: float = 120.0) -> None:
+        """Pump until the requests have ended."""
+        deadline_s = time.monotonic() + timeout_s
+        while not set(request_ids) <= set(self.ended):
+            running = set(request_ids) - set(self.ended)
+            assert time.monotonic() < deadline_s, f"still running: {running}"
+            self.pump(0.5)
+
+    def pump(self, timeout_s: float) -> None:
+        """Take note of one message, if one comes."""
+        message = self.channel.receive(timeout_s)
+        if message is not None:
+            self._note(message)
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """A named operation; its error fails the test."""
+        self._calls += 1
+        self.channel.send(m.Call(self._calls, method, arguments))
+        result = self.wait(m.CallResult, _CALL_TIMEOUT_S)
+        assert not result.error_code, result.error_message
+        return result.result
+
+    def call_many(self, calls: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+        """Several operations with no engine step in between."""
+        for method, arguments in calls:
+            self._calls += 1
+            self.channel.send(m.Call(self._calls, method, arguments))
+        results = [self.wait(m.CallResult) for _ in calls]
+        assert not any(result.error_code for result in results), results
+        return [result.result for result in results]
+
+    def close(self) -> None:
+        """Stop the process as the daemon does; one that does not listen is killed."""
+        try:
+            with contextlib.suppress(ChannelClosed):
+                self.channel.send(m.Shutdown())
+            assert self.process.wait(_STOP_TIMEOUT_S) == 0
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.channel.close()
+            for image in self.images.values():
+                os.close(image.fd)
+
+    def _note(self, message: m.FromInstance) -> None:
+        if isinstance(message, m.StepOutputs):
+            for item in message.progress:
+                self.tokens.setdefault(item.request_id, []).extend(item.new_token_ids)
+                if item.finish_reason:
+                    self.ended[item.request_id] = item.finish_reason
+            self.scheduler.stepped(0, message)
+            self.scheduler.check_state()
+        elif isinstance(message, m.MemoryChanged):
+            self.scheduler.memory_changed(0, message)
+        elif isinstance(message, m.TurnEnded):
+            self.scheduler.turn_ended(0, message)
+            self.scheduler.check_state()
+        elif isinstance(message, m.RequestsFailed):
+            self.ended |= dict.fromkeys(message.request_ids, message.message)
+            for request_id in message.request_ids:
+                self.scheduler.ended(request_id)
+        elif isinstance(message, m.Switched):
+            self.switches.append(message.switch)
+        elif isinstance(message, m.WrongAnswer):
+            self.wrong_answers.append(message)
+        elif isinstance(message, m.InstanceStatus):
+            self.status = message
+
+
+def encode_request(
+    request_id: str, prompt: list[int], cache_salt: str | None = None, **sampling: Any
+) -> list[bytes]:
+    """A request as a frontend encodes it."""
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.serial_utils import MsgpackEncoder
+
+    fields = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True} | sampling
+    request = EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        mm_features=None,
+        sampling_params=SamplingParams(**fields),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=cache_salt,
+        data_parallel_rank=None,
+    )
+    frames: Any = MsgpackEncoder().encode(request)
+    return [bytes(frame) for frame in frames]

@@ -1,0 +1,27 @@
+"""Which variables of vLLM's get from the daemon's environment into workers and frontends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from gpupoold.config.engine_variables import KNOWN_VARIABLES, drop_unlisted
+
+
+def test_only_listed_variables_are_left() -> None:
+    environment = {
+        "PATH": "/bin",
+        "VLLM_API_KEY": "secret",
+        "VLLM_CACHE_ROOT": "/c",
+        "VLLM_DEBUG_LOG_API_SERVER_RESPONSE": "1",
+        "VLLM_RINGBUFFER_WARNING_INTERVAL": "5",
+    }
+    dropped = drop_unlisted(environment, ["VLLM_RINGBUFFER_WARNING_INTERVAL"])
+    assert dropped == ["VLLM_API_KEY", "VLLM_DEBUG_LOG_API_SERVER_RESPONSE"]
+    assert sorted(environment) == ["PATH", "VLLM_CACHE_ROOT", "VLLM_RINGBUFFER_WARNING_INTERVAL"]
+
+
+def test_vllm_has_what_is_known() -> None:
+    script = "from vllm.envs import environment_variables as v; print(*v)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert set(done.stdout.split()) >= KNOWN_VARIABLES

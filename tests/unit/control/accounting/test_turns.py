@@ -1,0 +1,132 @@
+"""Turns as they happened: what a device tells becomes turns with their switches."""
+
+from __future__ import annotations
+
+import msgspec
+
+from gpupoold.control.accounting.turns import TurnLog, switch_kind
+from gpupoold.wire import messages as m
+from tests.unit.wire.samples import SWITCH
+
+
+def switch(model: str, *, total_s: float = 0.5, weights: int = 1, kv: int = 0) -> m.SwitchRecord:
+    return msgspec.structs.replace(
+        SWITCH,
+        instance=0,
+        model=model,
+        at_s=1.0,
+        total_s=total_s,
+        weight_bytes=weights,
+        kv_in_bytes=kv,
+        kv_out_bytes=0,
+    )
+
+
+def outputs(model: str, *counts: int) -> m.StepOutputs:
+    progress = [m.RequestProgress(f"r{i}", [7] * n) for i, n in enumerate(counts)]
+    return m.StepOutputs(model, 2.0, [], progress)
+
+
+def ended(
+    model: str, began_s: float | None = 2.0, ended_s: float = 3.5, turn_id: int = 9
+) -> m.TurnEnded:
+    return m.TurnEnded(turn_id, {}, model, began_s, ended_s)
+
+
+def test_a_turn_with_its_switch_and_tokens() -> None:
+    log = TurnLog()
+    log.switched(switch("a"))
+    log.stepped(0, outputs("a", 1, 1))
+    log.stepped(1, outputs("b", 5))
+    log.stepped(0, outputs("a", 2))
+    log.ended(0, ended("a"))
+    [turn] = log.after(0, 10)
+    assert (turn.id, turn.instance, turn.model) == (1, 0, "a")
+    assert (turn.began_s, turn.seconds, turn.num_tokens) == (2.0, 1.5, 4)
+    assert (turn.switch_kind, turn.did_run) == ("weights", True)
+
+
+def test_the_next_turn_starts_from_nothing() -> None:
+    log = TurnLog()
+    log.switched(switch("a"))
+    log.stepped(0, outputs("a", 1))
+    log.ended(0, ended("a"))
+    log.ended(0, ended("b"))
+    _, second = log.after(0, 10)
+    assert (second.model, second.num_tokens, second.switch) == ("b", 0, None)
+    assert second.switch_kind == "none"
+
+
+def test_news_of_memory_and_turns_that_never_ran_are_no_turns() -> None:
+    log = TurnLog()
+    log.switched(switch("a"))
+    log.ended(0, ended("a", began_s=None))
+    assert log.after(0, 10) == []
+    log.ended(0, ended("a"))
+    assert log.after(0, 10)[0].switch is not None  # it was for this one all along
+
+
+def test_a_switch_in_two_parts_is_one() -> None:
+    log = TurnLog()
+    log.switched(switch("a", total_s=0.5))
+    log.switched(switch("a", total_s=0.25, weights=0, kv=3))
+    log.ended(0, ended("a"))
+    [turn] = log.after(0, 10)
+    assert turn.switch is not None
+    assert (turn.switch.total_s, turn.switch.weight_bytes, turn.switch.kv_in_bytes) == (0.75, 1, 3)
+
+
+def test_a_switch_in_vain_is_kept_as_a_turn_that_did_not_run() -> None:
+    log = TurnLog()
+    log.switched(switch("a"))
+    log.switched(switch("b"))
+    log.ended(0, ended("b"))
+    log.switched(switch("a"))
+    log.ended(0, ended("c"))
+    found = [(turn.model, turn.did_run, turn.switch_kind) for turn in log.after(0, 10)]
+    assert found == [
+        ("a", False, "weights"),
+        ("b", True, "weights"),
+        ("a", False, "weights"),
+        ("c", True, "none"),
+    ]
+    assert log.after(0, 10)[0].began_s == 1.5
+
+
+def test_tokens_of_a_turn_that_was_called_off_are_not_the_next_ones() -> None:
+    log = TurnLog()
+    log.stepped(0, outputs("a", 3))
+    log.stepped(0, outputs("b", 1))
+    log.ended(0, ended("b"))
+    assert log.after(0, 10)[0].num_tokens == 1
+    log.stepped(0, outputs("a", 3))
+    log.ended(0, ended("c"))
+    assert log.after(0, 10)[1].num_tokens == 0
+
+
+def test_a_device_that_dies_leaves_nothing_under_way() -> None:
+    log = TurnLog()
+    log.switched(switch("a"))
+    log.stepped(0, outputs("a", 3))
+    log.instance_down(0)
+    log.ended(0, ended("a"))
+    [turn] = log.after(0, 10)
+    assert (turn.num_tokens, turn.switch) == (0, None)
+
+
+def test_the_latest_are_kept_and_given() -> None:
+    log = TurnLog(num_kept=3)
+    for _ in range(5):
+        log.ended(0, ended("a"))
+    assert log.last_id == 5
+    assert [turn.id for turn in log.after(0, 10)] == [3, 4, 5]
+    assert [turn.id for turn in log.after(0, 2)] == [4, 5]
+    assert [turn.id for turn in log.after(4, 10)] == [5]
+    assert log.after(5, 10) == log.after(99, 10) == []
+
+
+def test_kinds_of_switches() -> None:
+    assert switch_kind(None) == "none"
+    assert switch_kind(switch("a", weights=0)) == "pages"
+    assert switch_kind(switch("a", weights=0, kv=1)) == "kv"
+    assert switch_kind(switch("a", weights=1, kv=1)) == "weights"

@@ -1,0 +1,106 @@
+"""Which models are measured, and what becomes of the measurements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gpupool_state import ModelRow, Phase
+from gpupoold.api.schemas import ModelInfo
+from gpupoold.control.models.info import model_info
+from gpupoold.control.models.profiles import is_profiled, latency_model_of, latency_on, profile_rows
+from gpupoold.domain import ModelName, ModelSpec, ModelState
+from gpupoold.latency.fit import Fit, FitQuality
+from gpupoold.latency.models import LinearDecode, PrefillModel
+from gpupoold.latency.stored import Profile, StoredFit
+from gpupoold.wire.messages import InstanceReady, LoadedModel
+
+A10 = InstanceReady(0, 1, 24 << 30, 2 << 20, 2e10, "0.32.0", "NVIDIA A10")
+H100 = InstanceReady(1, 2, 80 << 30, 2 << 20, 5e10, "0.32.0", "NVIDIA H100")
+LOADED = LoadedModel(
+    name="a",
+    architecture="LlamaForCausalLM",
+    max_model_len=4096,
+    dtype="bfloat16",
+    block_size=16,
+    num_gpu_blocks=100,
+    weight_bytes=10**9,
+    kv_bytes_per_token=1000,
+    supported_tasks=("generate",),
+    load_s=1.0,
+)
+PREFILL = PrefillModel(4096, 14336, 1e-13, 2e-9, 0.004)
+DECODE = LinearDecode(2e-7, 1e-4, 0.01)
+QUALITY = FitQuality(0.99, 0.02, 0.05, 9)
+MEASURED = Profile(
+    StoredFit.of(Fit(PREFILL, QUALITY)), StoredFit.of(Fit(DECODE, QUALITY)), duration_s=1.0
+)
+SPEC = ModelSpec(ModelName("a"), "org/a", "/models/a", revision="main")
+ROW = ModelRow(SPEC, ModelState.READY, "", "LlamaForCausalLM", 10**9, 1000, 4096, 0.0)
+
+
+def measured_on(*devices: InstanceReady, profile: Profile = MEASURED) -> ModelRow:
+    rows = [
+        row
+        for at, ready in enumerate(devices, start=1_700_000_000)
+        for row in profile_rows(profile, LOADED, "main", ready, at)
+    ]
+    return replace(ROW, profiles=tuple(rows))
+
+
+def test_rows_become_the_model_again() -> None:
+    row = measured_on(A10)
+    assert {profile.phase for profile in row.profiles} == set(Phase)
+    model = latency_model_of(row)
+    assert model is not None
+    assert (model.prefill, model.decode) == (PREFILL, DECODE)
+    assert model.switch.bandwidth_bytes_per_s == 2e10
+    stored = latency_on(row.profiles)
+    assert stored is not None
+    assert (stored.prefill, stored.decode) == (MEASURED.prefill, MEASURED.decode)
+    assert (stored.device, stored.dtype) == ("NVIDIA A10", "bfloat16")
+
+
+def test_each_device_has_its_own() -> None:
+    row = measured_on(A10, H100)
+    bandwidths = {
+        device: model.switch.bandwidth_bytes_per_s
+        for device in ("NVIDIA A10", "NVIDIA H100")
+        if (model := latency_model_of(row, device))
+    }
+    assert bandwidths == {"NVIDIA A10": 2e10, "NVIDIA H100": 5e10}
+    last = latency_on(row.profiles)
+    assert last is not None
+    assert last.device == "NVIDIA H100"
+    assert latency_model_of(row, "NVIDIA L40S") is None
+
+
+@pytest.mark.parametrize("missing", ["prefill", "decode"])
+def test_a_missing_fit_is_no_model_and_measured_again(missing: str) -> None:
+    half = Profile(
+        None if missing == "prefill" else MEASURED.prefill,
+        None if missing == "decode" else MEASURED.decode,
+        1.0,
+        f"{missing}: too slow",
+    )
+    row = measured_on(A10, profile=half)
+    assert latency_model_of(row) is None
+    assert latency_on(row.profiles) is not None
+    assert not is_profiled(row, A10)
+
+
+def test_only_the_same_circumstances_count() -> None:
+    row = measured_on(A10)
+    assert is_profiled(row, A10)
+    assert not is_profiled(ROW, A10)
+    assert not is_profiled(row, H100)
+    newer = InstanceReady(0, 1, 24 << 30, 2 << 20, 2e10, "0.33.0", "NVIDIA A10")
+    assert not is_profiled(row, newer)
+    assert not is_profiled(replace(row, spec=replace(SPEC, revision="v2")), A10)
+
+
+def test_the_admin_api_carries_it() -> None:
+    info = ModelInfo.model_validate_json(model_info(measured_on(A10)).model_dump_json())
+    assert info.latency == latency_on(measured_on(A10).profiles)
+    assert model_info(ROW).latency is None

@@ -1,0 +1,199 @@
+"""Models that crash workers are shut out, and tried again by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
+
+import pytest
+
+from gpupool_state import History, Registry
+from gpupoold.control.models.circuit_breaker import FIRST_WAIT_S, MAX_CONVICTED, CircuitBreakers
+from gpupoold.control.models.loader import ModelLoader
+from gpupoold.control.models.quarantine import Quarantine
+from gpupoold.control.models.warming import Warmer
+from gpupoold.control.processes.crash_attribution import Death
+from gpupoold.control.workers.workers import InstanceEnded
+from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
+from gpupoold.errors import Failed, GpupoolError, Unavailable
+from gpupoold.system.activity import Activity, Phase, digest
+from gpupoold.wire import messages as m
+from tests.unit.control.requests.test_dispatcher import NAME, Bench
+
+
+class Models:
+    """What takes a model off the instances, and loads it again; ``errors`` are of its loads."""
+
+    def __init__(self) -> None:
+        self.withdrawn: list[str] = []
+        self.num_published = 0
+        self.num_tried = 0
+        self.errors: list[GpupoolError] = []
+        self.works: Callable[[str], None] = lambda _: None
+
+    async def cancel(self, model: str) -> None:
+        """Nothing is being warmed."""
+
+    async def withdraw(self, model: str) -> None:
+        self.withdrawn.append(model)
+
+    async def publish(self) -> None:
+        self.num_published += 1
+
+    async def try_again(self, model: str) -> None:
+        self.num_tried += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        self.works(model)
+
+
+class Rig:
+    def __init__(self, registry: Registry, history: History) -> None:
+        self.registry, self.history = registry, history
+        self.bench, self.models, self.breakers = Bench(history), Models(), CircuitBreakers()
+        self.quarantine = Quarantine(
+            self.breakers,
+            registry,
+            history,
+            self.bench.dispatcher,
+            cast(ModelLoader, self.models),
+            cast(Warmer, self.models),
+            self.models.publish,
+            self.models.try_again,
+        )
+        self.models.works = self.quarantine.works
+        self.bench.dispatcher.isolation.verdicts = self.quarantine
+        self.bench.cold.warm.add(NAME)
+
+    def die(self, *activities: Activity) -> None:
+        death = Death("signal 11", True, activities)
+        candidates = self.quarantine.crashed(0, death)
+        self.bench.dispatcher.instance_down(self.bench.instance, "died", candidates)
+        self.bench.come_back()
+
+    async def state(self) -> tuple[ModelState, str]:
+        """Of the model, when all that has been begun is done."""
+        await asyncio.gather(*self.quarantine._tasks)
+        row = await self.registry.get(NAME)
+        assert row is not None
+        return row.state, row.error
+
+    async def events(self, kind: str) -> list[Any]:
+        await self.history.flush()
+        return [one for one in await self.history.events_after(0, 1000) if one.kind == kind]
+
+
+@pytest.fixture
+async def rig(registry: Registry, history: History) -> AsyncIterator[Rig]:
+    await registry.add(ModelSpec(name=ModelName(NAME), source="s", path="/p", targets=Targets()))
+    await registry.set_state(NAME, ModelState.READY)
+    made = Rig(registry, history)
+    yield made
+    await made.quarantine.stop()
+
+
+LOADING = Activity(Phase.LOAD, NAME)
+
+
+def step(*ids: str) -> Activity:
+    return Activity(Phase.STEP, NAME, frozenset(map(digest, ids)))
+
+
+async def test_a_model_whose_load_crashes_twice(rig: Rig) -> None:
+    rig.bench.ask("a")
+    rig.die(LOADING)
+    assert await rig.state() == (ModelState.READY, "")
+    rig.die(LOADING)
+    state, error = await rig.state()
+    assert state is ModelState.FAILED
+    assert error.startswith("ended the worker of device 0 twice: signal 11, in the load of llama;")
+    assert "it is tried again at" in error
+    assert rig.models.withdrawn == [NAME]
+    assert isinstance(rig.bench.frontend.sent[-1], m.RequestsFailed)
+    [told] = await rig.events("model_quarantined")
+    assert told.message == error
+    downs = await rig.events("instance_down")
+    assert downs[-1].message.endswith("it was in the load of llama")
+
+
+async def test_it_is_tried_again_when_its_wait_is_over(rig: Rig) -> None:
+    rig.die(LOADING)
+    rig.die(LOADING)
+    await rig.state()
+    now_s = time.monotonic()
+    rig.quarantine.look(now_s + FIRST_WAIT_S - 5.0)
+    assert rig.models.num_tried == 0
+    rig.quarantine.look(now_s + FIRST_WAIT_S + 1.0)
+    rig.quarantine.look(now_s + FIRST_WAIT_S + 2.0)
+    await rig.state()
+    assert rig.models.num_tried == 1
+    assert not rig.breakers.is_shut_out(NAME)
+    assert len(await rig.events("model_recovered")) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "wait_s"),
+    [
+        (Failed("no such file"), 2 * FIRST_WAIT_S),
+        (Unavailable("no instance is ready"), FIRST_WAIT_S),
+        (InstanceEnded("killed by somebody"), FIRST_WAIT_S),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+async def test_a_retry_that_fails(rig: Rig, error: GpupoolError, wait_s: float) -> None:
+    rig.die(LOADING)
+    rig.die(LOADING)
+    await rig.state()
+    rig.models.errors = [error]
+    rig.quarantine.look(time.monotonic() + FIRST_WAIT_S + 1.0)
+    state, _ = await rig.state()
+    assert state is ModelState.FAILED
+    retry_in_s = (rig.breakers.retry_at_s(NAME) or 0.0) - time.monotonic()
+    assert wait_s - 10.0 < retry_in_s <= wait_s
+    rig.quarantine.look(time.monotonic() + wait_s + 1.0)
+    await rig.state()
+    assert not rig.breakers.is_shut_out(NAME)
+
+
+async def test_a_model_that_no_instance_could_load(rig: Rig) -> None:
+    await rig.quarantine.failed(NAME, "no such file")
+    await rig.quarantine.failed(NAME, "no such file")  # on the next instance
+    state, error = await rig.state()
+    assert (state, error.partition("; ")[0]) == (ModelState.FAILED, "no such file")
+    assert not rig.breakers.is_shut_out(NAME), "an instance that comes up may load it"
+    rig.quarantine.look(time.monotonic() + FIRST_WAIT_S + 1.0)
+    await rig.state()
+    assert rig.models.num_tried == 1
+
+
+async def test_a_bystander_on_turn_is_not_charged(rig: Rig) -> None:
+    rig.bench.ask("a")
+    grammar = Activity(Phase.GRAMMAR, "another", frozenset({digest("gone")}))
+    for _ in range(5):
+        rig.die(grammar)
+    assert await rig.state() == (ModelState.READY, "")
+    assert rig.bench.frontend.sent == []
+
+
+async def test_requests_that_each_crash_alone_are_the_models_fault_at_last(rig: Rig) -> None:
+    for number in range(MAX_CONVICTED):
+        assert (await rig.state())[0] is ModelState.READY
+        rig.bench.ask(f"{number}")
+        rig.die(step(f"{number}"))
+        rig.die(step(f"{number}"))
+        assert len(await rig.events("request_convicted")) == number + 1
+    assert (await rig.state())[0] is ModelState.FAILED
+
+
+async def test_a_request_that_crashes_among_others_is_not(rig: Rig) -> None:
+    for number in range(2 * MAX_CONVICTED):
+        rig.bench.ask(f"{number}")
+        rig.die(step(f"{number}"))
+        rig.die(step(f"{number}"))
+        rig.bench.ask(f"good {number}")
+        progress = [m.RequestProgress(f"good {number}", [1], "stop")]
+        outputs = m.StepOutputs(NAME, time.monotonic(), [], progress)
+        rig.bench.dispatcher.from_instance(rig.bench.instance, outputs)
+    assert (await rig.state())[0] is ModelState.READY

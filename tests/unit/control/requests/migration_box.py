@@ -1,0 +1,361 @@
+"""A dispatcher and instances that answer as real ones do, when the test lets them.
+
+Messages wait on both ways until they are heard. What must hold at any time is checked against
+what the instances have.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
+
+from gpupool_state import History
+from gpupoold.config.schema import DeviceSettings, LimitSettings
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.workers.worker import Instance
+from gpupoold.domain import FinishReason, Role, Targets
+from gpupoold.scheduling.policies.named import make_policy
+from gpupoold.wire import messages as m
+from tests.unit.control.loaded import loaded
+
+MODELS = ("llama", "mixtral")
+
+
+class Records:
+    """A history that keeps how requests ended."""
+
+    def __init__(self) -> None:
+        self.ends: dict[str, FinishReason] = {}
+
+    def record_request(self, row: object) -> None:
+        ended = cast(SimpleNamespace, row)
+        assert ended.request_id not in self.ends, f"{ended.request_id} ended twice"
+        self.ends[ended.request_id] = ended.finish_reason
+
+    def record_event(self, *_: object) -> None:
+        """Not looked at here."""
+
+
+@dataclass(eq=False)
+class Answer:
+    """A request on an instance. Its n-th token is n."""
+
+    order: m.AddRequest
+    num_tokens: int
+    borrowed: m.Parcel | None = None
+
+
+class FakeInstance(Instance):
+    """Heeds messages and says what it would, in order, one at a time.
+
+    ``coming`` are requests whose KV is on its way, ``parcels`` those that others may read.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, DeviceSettings(kind="emulated"), state="down")
+        self._num_parcels = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """As after a death."""
+        self.inbox: deque[m.Message] = deque()
+        self.outbox: deque[m.FromInstance] = deque()
+        self.answers: dict[str, Answer] = {}
+        self.coming: dict[str, m.AddRequest] = {}
+        self.parcels: set[str] = set()
+        self.peers: set[int] = set()
+        self.turn: m.RunTurn | None = None
+
+    def send(self, message: m.Message, fds: tuple[int, ...] = ()) -> None:
+        if self.is_ready:
+            assert len(fds) == _num_fds(message)
+            self.inbox.append(message)
+
+    def take_fd(self) -> int:
+        return os.eventfd(0)
+
+    def heed(self, *, has_kv: bool = True) -> m.Message:
+        """The next message is taken note of; ``has_kv``: who has to go can take its KV along."""
+        message = self.inbox.popleft()
+        match message:
+            case m.AddRequest() if message.parcel is not None:
+                assert message.parcel.source in self.peers
+                self.coming[message.request_id] = message
+            case m.AddRequest():
+                self._go_on(message, None)
+            case m.MoveOut():
+                self._move_out(message, has_kv)
+            case m.AbortRequests():
+                for request_id in message.request_ids:
+                    self._drop(request_id)
+            case m.FreeParcel():
+                self.parcels.remove(message.parcel_id)
+            case m.PeerHost():
+                self.peers.add(message.instance)
+            case m.PeerDown():
+                self.peers.discard(message.instance)
+                for one in list(self.coming.values()):
+                    if one.parcel is not None and one.parcel.source == message.instance:
+                        self.arrive(one.request_id, is_there=False)
+            case m.RunTurn():
+                self._take_turn(message)
+        return message
+
+    def arrive(self, request_id: str, *, is_there: bool = True) -> None:
+        """KV has come, or never will."""
+        order = self.coming.pop(request_id)
+        if order.parcel is not None and not is_there:
+            self._used(order.parcel)
+        self._go_on(order, order.parcel if is_there else None)
+
+    def refuse(self, request_id: str) -> None:
+        """KV has come, but the engine does not take the request."""
+        order = self.coming.pop(request_id)
+        if order.parcel is not None:
+            self._used(order.parcel)
+        self.outbox.append(m.RequestsFailed(order.model, [request_id], "refused"))
+
+    def use(self, request_id: str) -> None:
+        """KV of a request has come to the device."""
+        answer = self.answers[request_id]
+        if answer.borrowed is not None:
+            self._used(answer.borrowed)
+            answer.borrowed = None
+
+    def step(self, model: str) -> None:
+        """Every request of a model has one more token; some end with it."""
+        progress = []
+        for request_id, answer in list(self.answers.items()):
+            if answer.order.model != model:
+                continue
+            answer.num_tokens += 1
+            is_done = answer.num_tokens == answer.order.max_tokens
+            tokens = [answer.num_tokens - 1]
+            progress.append(m.RequestProgress(request_id, tokens, "length" if is_done else None))
+            if is_done:
+                self._drop(request_id)
+        if progress:
+            self.outbox.append(m.StepOutputs(model, 0.0, [], progress, 0.01))
+
+    def end_turn(self) -> None:
+        """The turn under way is over."""
+        if self.turn is not None:
+            self.outbox.append(m.TurnEnded(self.turn.turn_id))
+            self.turn = None
+
+    def parcels_in_use(self) -> Iterator[str]:
+        """Parcels that it reads, or will."""
+        orders = [one for one in self.inbox if isinstance(one, m.AddRequest)]
+        for order in (*orders, *self.coming.values()):
+            if order.parcel is not None:
+                yield order.parcel.parcel_id
+        for answer in self.answers.values():
+            if answer.borrowed is not None:
+                yield answer.borrowed.parcel_id
+
+    def num_places(self, request_id: str) -> int:
+        """How often it has a request, or is to get it."""
+        orders = [one for one in self.inbox if isinstance(one, m.AddRequest)]
+        waiting = sum(one.request_id == request_id for one in orders)
+        return waiting + (request_id in self.answers) + (request_id in self.coming)
+
+    def tells_of(self, request_id: str) -> bool:
+        """Whether the daemon will hear that it has no longer got a request."""
+        return any(_is_end_of(message, request_id) for message in self.outbox)
+
+    def _take_turn(self, order: m.RunTurn) -> None:
+        if self.turn is not None and (order.model is None or order.turn_id > self.turn.turn_id):
+            self.end_turn()
+        if order.model is not None:
+            self.turn = order
+
+    def _go_on(self, order: m.AddRequest, borrowed: m.Parcel | None) -> None:
+        assert order.request_id not in self.answers
+        assert order.output_token_ids == list(range(len(order.output_token_ids)))
+        answer = Answer(order, len(order.output_token_ids), borrowed)
+        self.answers[order.request_id] = answer
+        if order.is_moving:
+            self.outbox.append(m.Adopted(order.model, order.request_id))
+
+    def _move_out(self, message: m.MoveOut, has_kv: bool) -> None:
+        if message.request_id not in self.answers:
+            self.outbox.append(m.Moved(message.model, message.request_id, is_known=False))
+            return
+        self._drop(message.request_id)
+        parcel = None
+        if has_kv:
+            self._num_parcels += 1
+            parcel = m.Parcel(f"{self.number}-{self._num_parcels}", self.number, 1, [(0, 1)])
+            self.parcels.add(parcel.parcel_id)
+        self.outbox.append(m.Moved(message.model, message.request_id, parcel=parcel))
+
+    def _drop(self, request_id: str) -> None:
+        answer, order = self.answers.pop(request_id, None), self.coming.pop(request_id, None)
+        if answer is not None and answer.borrowed is not None:
+            self._used(answer.borrowed)
+        if order is not None and order.parcel is not None:
+            self._used(order.parcel)
+
+    def _used(self, parcel: m.Parcel) -> None:
+        self.outbox.append(m.ParcelUsed(parcel.parcel_id, parcel.source))
+
+
+class Box:
+    """A daemon's requests on some instances, all of which have all models."""
+
+    def __init__(self, num_instances: int) -> None:
+        self.now_s = 0.0
+        self.records = Records()
+        self.dispatcher = Dispatcher(
+            LimitSettings(),
+            cast(History, self.records),
+            make_policy("gpupool"),
+            clock=lambda: self.now_s,
+        )
+        self.sent: list[m.Message] = []
+        self.dispatcher.replies.send = lambda _, message: self.sent.append(message)
+        self.moves = self.dispatcher.moves
+        self.instances = [FakeInstance(number) for number in range(num_instances)]
+        self._num_asked = 0
+        for number in range(num_instances):
+            self.come_up(number)
+
+    @property
+    def live(self) -> list[str]:
+        """Ids of the requests that have not ended."""
+        return [one.request_id for one in self.dispatcher.live.all()]
+
+    def come_up(self, number: int) -> None:
+        """An instance starts, and has all models."""
+        instance = self.instances[number]
+        instance.forget()
+        instance.state, instance.kv_host_fd = "ready", 0
+        instance.ready = m.InstanceReady(
+            number, 1, 1 << 30, 4096, 1e9, "0.32.0", kv_host_bytes=1 << 40
+        )
+        self.dispatcher.instance_up(instance)
+        for name in MODELS:
+            self.dispatcher.host(Targets(), loaded(name), None, instance)
+
+    def die(self, number: int, num_heard: int = 1_000) -> None:
+        """An instance ends. So many of the messages that it had sent are still heard."""
+        instance = self.instances[number]
+        for _ in range(min(num_heard, len(instance.outbox))):
+            self.hear(number)
+        instance.state, instance.kv_host_fd = "down", None
+        instance.forget()
+        self.dispatcher.instance_down(instance, "died")
+
+    def ask(self, max_tokens: int, model: str = MODELS[0]) -> str:
+        """A request comes; its id."""
+        self._num_asked += 1
+        request_id = f"r{self._num_asked}"
+        order = m.AddRequest(model, request_id, self.now_s, 2, max_tokens, [b""])
+        self.dispatcher.from_frontend(order)
+        return request_id
+
+    def cancel(self, request_id: str) -> None:
+        """The client leaves."""
+        model = next(
+            one.model for one in self.dispatcher.live.all() if one.request_id == request_id
+        )
+        self.dispatcher.from_frontend(m.AbortRequests(model, [request_id]))
+
+    def hear(self, number: int) -> m.Message:
+        """The daemon hears the next message of an instance."""
+        message = self.instances[number].outbox.popleft()
+        self.dispatcher.from_instance(self.instances[number], message)
+        return message
+
+    def heed(self, number: int, *, has_kv: bool = True) -> m.Message:
+        """An instance takes note of its next message; of no parcel in use that it is free."""
+        message = self.instances[number].heed(has_kv=has_kv)
+        if isinstance(message, m.FreeParcel):
+            for instance in self.instances:
+                assert message.parcel_id not in instance.parcels_in_use()
+        return message
+
+    def exchange(self) -> bool:
+        """All that has been said is heard, on both sides; whether anything was."""
+        was_any = False
+        while any(one.inbox or one.outbox for one in self.instances):
+            was_any = True
+            for instance in self.instances:
+                while instance.inbox:
+                    self.heed(instance.number)
+                while instance.outbox:
+                    self.hear(instance.number)
+        return was_any
+
+    def settle(self) -> None:
+        """All instances are there and do what they are to; in the end nobody has anything."""
+        for instance in self.instances:
+            if not instance.is_ready:
+                self.come_up(instance.number)
+            self.dispatcher.set_role(instance.number, Role.MIXED)
+            self.dispatcher.set_draining(instance.number, is_draining=False)
+        for _ in range(1_000):
+            self.exchange()
+            if not self.live:
+                break
+            for instance in self.instances:
+                for request_id in list(instance.coming):
+                    instance.arrive(request_id)
+                for request_id in list(instance.answers):
+                    instance.use(request_id)
+                for name in MODELS:
+                    instance.step(name)
+                instance.end_turn()
+            self.tick()
+        self.exchange()
+        self.check()
+        self.check_empty()
+
+    def tick(self) -> None:
+        """Time passes."""
+        self.now_s += 1.5
+        self.dispatcher.tick(self.now_s)
+
+    def check(self) -> None:
+        """No request is lost or in two places, no token is lost or told twice."""
+        self.dispatcher.scheduler.check_state()
+        unsent = self.dispatcher.scheduler._unsent
+        for request in self.dispatcher.live.all():
+            name = request.request_id
+            assert request.output_token_ids == list(range(len(request.output_token_ids)))
+            num_places = sum(one.num_places(name) for one in self.instances) + (name in unsent)
+            assert num_places <= 1, f"{name} is in {num_places} places"
+            is_told_of = any(one.tells_of(name) for one in self.instances)
+            assert num_places or is_told_of, f"{name} is lost"
+        assert self.moves._moves.keys() <= set(self.live)
+        there = {parcel for one in self.instances for parcel in one.parcels}
+        assert self.moves._parcels.keys() <= there
+
+    def check_empty(self) -> None:
+        """Nobody has a request, or anything that was for one."""
+        assert self.live == []
+        assert (self.moves._moves, self.moves._parcels) == ({}, {})
+        assert self.dispatcher.scheduler.core.core.state.requests == {}
+        for instance in self.instances:
+            assert (instance.answers, instance.coming, instance.parcels) == ({}, {}, set())
+
+
+def _num_fds(message: m.Message) -> int:
+    has_parcel = isinstance(message, m.AddRequest) and message.parcel is not None
+    return int(has_parcel or isinstance(message, m.PeerHost))
+
+
+def _is_end_of(message: m.Message, request_id: str) -> bool:
+    match message:
+        case m.Moved():
+            return message.request_id == request_id
+        case m.RequestsFailed():
+            return request_id in message.request_ids
+        case m.StepOutputs():
+            ended = [one.request_id for one in message.progress if one.finish_reason]
+            return request_id in ended
+    return False

@@ -1,0 +1,112 @@
+"""The shell around the scheduling core: what messages become events."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpupoold.control.requests.core_shell import Scheduler
+from gpupoold.domain import Role, Targets
+from gpupoold.scheduling import events as e
+from gpupoold.scheduling.policies.named import make_policy
+from gpupoold.wire import messages as m
+from tests.unit.control.loaded import loaded
+
+NAME = "llama"
+READY = m.InstanceReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0")
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    """With one instance that has a model."""
+    made = Scheduler(
+        make_policy("gpupool"),
+        lambda *_: None,
+        lambda *_: None,
+        lambda *_: None,
+        lambda *_: None,
+        clock=lambda: 5.0,
+    )
+    made.add_model(Targets(), loaded(NAME))
+    made.device_up(0, READY, Role.MIXED, is_fixed=False)
+    made.host(0, NAME)
+    return made
+
+
+def add(request_id: str, max_tokens: int = 50, output_tokens: int = 0) -> m.AddRequest:
+    return m.AddRequest(NAME, request_id, 1.0, 7, max_tokens, [b""], list(range(output_tokens)))
+
+
+def last_events(scheduler: Scheduler) -> tuple[e.Event, ...]:
+    stimulus = scheduler.core.stimuli()[-1]
+    assert stimulus.now_s == 5.0
+    return stimulus.events
+
+
+def stepped(scheduler: Scheduler, *progress: m.RequestProgress) -> tuple[e.Event, ...]:
+    scheduler.stepped(0, m.StepOutputs(NAME, 5.0, [], list(progress), 0.02))
+    return last_events(scheduler)
+
+
+def test_a_request_comes_with_the_limit_of_its_answer(scheduler: Scheduler) -> None:
+    scheduler.arrived(add("r", 20))
+    assert last_events(scheduler) == (e.Arrived("r", NAME, 1.0, 7, max_tokens=20),)
+    scheduler.arrived(add("unbounded", 0))
+    assert last_events(scheduler) == (e.Arrived("unbounded", NAME, 1.0, 7),)
+
+
+def test_tokens_made_before_a_death_belong_to_the_answer(scheduler: Scheduler) -> None:
+    scheduler.arrived(add("r", 20, output_tokens=3))
+    assert last_events(scheduler) == (e.Arrived("r", NAME, 1.0, 7, num_tokens=3, max_tokens=20),)
+
+
+def test_only_an_answer_that_ends_by_itself_or_by_its_limit_is_complete(
+    scheduler: Scheduler,
+) -> None:
+    for request_id in "abcdefg":
+        scheduler.arrived(add(request_id))
+    ended = stepped(
+        scheduler,
+        m.RequestProgress("a", [1], "stop"),
+        m.RequestProgress("b", [1], "length"),
+        m.RequestProgress("c", [1], "abort"),
+        m.RequestProgress("d", [1], "error"),
+    )[1:]
+    assert ended == (
+        e.Ended("a", is_complete=True),
+        e.Ended("b", is_complete=True),
+        e.Ended("c", is_complete=False),
+        e.Ended("d", is_complete=False),
+    )
+    scheduler.ended("e")
+    assert last_events(scheduler) == (e.Ended("e", is_complete=False),)
+    scheduler.device_down(0, ["f"])
+    assert last_events(scheduler) == (e.Ended("f", is_complete=False), e.DeviceDown(0))
+
+
+def test_memory_that_has_changed_is_told_alone_or_with_the_end_of_a_turn(
+    scheduler: Scheduler,
+) -> None:
+    changed = e.MemoryChanged(0, ((NAME, 5),))
+    scheduler.memory_changed(0, m.MemoryChanged({NAME: 5}))
+    assert last_events(scheduler) == (changed,)
+    scheduler.turn_ended(0, m.TurnEnded(3, {NAME: 5}))
+    assert last_events(scheduler) == (changed, e.TurnEnded(0, 3))
+
+
+def test_the_time_of_a_step_is_told_once(scheduler: Scheduler) -> None:
+    """Also where requests gain different numbers of tokens, by speculative decoding."""
+    for request_id in "abc":
+        scheduler.arrived(add(request_id))
+    one = stepped(scheduler, m.RequestProgress("a", [1]), m.RequestProgress("c", [1]))
+    assert one == (e.Stepped(0, NAME, ("a", "c"), 1, 0.02),)
+    several = stepped(
+        scheduler,
+        m.RequestProgress("a", [2]),
+        m.RequestProgress("b", [1, 2]),
+        m.RequestProgress("c", [3]),
+    )
+    assert several == (
+        e.Stepped(0, NAME, ("a", "c", "b"), 0, 0.02),
+        e.Stepped(0, NAME, ("a", "c"), 1),
+        e.Stepped(0, NAME, ("b",), 2),
+    )

@@ -1,0 +1,145 @@
+"""Logs of stimuli as files: what is read is what was written, and bad files are named."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from gpupoold.control.event_log_file import Header, read, replay_file, write
+from gpupoold.domain import Role, Targets
+from gpupoold.errors import UsageError
+from gpupoold.scheduling import events as e
+from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, Send, Turn
+from gpupoold.scheduling.core import Core
+from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.event_log import RecordedCore, Stimulus
+from gpupoold.sim.policies import POLICY_NAMES, PolicyOptions, make_policy
+
+HEADER = '{"policy":"gpupool","options":{"num_prefill":null},"format":"gpupool-stimuli-1"}\n'
+EVENTS: tuple[e.Event, ...] = (
+    e.ModelAdded("a", Targets(0.1, 1 / 3), 1 << 40, 7, ModelCosts(decode_context_s=1e-9)),
+    e.TargetsChanged("a", Targets(2.0, 1e-3)),
+    e.ModelRemoved("a"),
+    e.DeviceUp(0, 80 * 10**9, 2.5e10),
+    e.DeviceUp(1, 80 * 10**9, 2.5e10, False, 2 << 30),
+    e.DeviceUp(2, 80 * 10**9, 2.5e10, role=Role.DECODE, is_role_fixed=True),
+    e.DeviceUp(3, 80 * 10**9, 2.5e10, kind="NVIDIA H200"),
+    e.DeviceDown(1),
+    e.RoleSet(0, Role.PREFILL, False),
+    e.DrainSet(0, True),
+    e.BandwidthMeasured(0, 1.25e10),
+    e.QuotaMaxSet(2.5),
+    e.Tick(),
+    e.Hosted(0, "a"),
+    e.Hosted(3, "a", ModelCosts(decode_base_s=0.01)),
+    e.Unhosted(0, "ä\n"),
+    e.Arrived("r", "a", 0.1 + 0.2, 5, None),
+    e.Arrived("r", "a", 12345.678901234567, 5, 9),
+    e.Arrived("r", "a", 1.0, 5, num_tokens=3, max_tokens=16),
+    e.Stepped(0, "a", ("r", "s"), 3, 0.02),
+    e.Stepped(0, "a", (), 1, None),
+    e.Adopted("r"),
+    e.Adopted("r", 12),
+    e.Ended("12"),
+    e.Ended("13", is_complete=False),
+    e.MemoryChanged(0, (("a", 0), ("b", 1 << 35))),
+    e.TurnEnded(0, 77),
+)
+ACTIONS: tuple[Action, ...] = (
+    Send("r", 3),
+    HandOver("r", 0, 1),
+    RunTurn(0, Turn(1, "a", math.inf), "b"),
+    RunTurn(0, Turn(1, "a", 0.1), None),
+    RunTurn(0, Turn(1, "a", 0.1, 256), None),
+    ChangeRole(1, Role.MIXED),
+    RunTurn(0, None, None),
+)
+
+
+def test_every_kind_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert {type(one) for one in EVENTS} == set(get_args(e.Event))
+    assert {type(one) for one in ACTIONS} == set(get_args(Action))
+    stimuli = [Stimulus(1e9 + 1 / 3, EVENTS, ACTIONS), Stimulus(2e9, (), (), "KeyError: 'x'")]
+    header = Header("aegaeon", PolicyOptions(num_prefill=6))
+    write(tmp_path / "log", header, stimuli)
+    assert read(tmp_path / "log") == (header, stimuli)
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_a_file_replays(tmp_path: Path, policy: str) -> None:
+    options = PolicyOptions(num_prefill=2)
+    core = RecordedCore(Core(make_policy(policy, options)))
+    core.handle([e.ModelAdded(m, Targets(), 10**10, 10**5, ModelCosts()) for m in "abc"], 0.0)
+    for number in range(3):
+        core.handle([e.DeviceUp(number, 80 * 10**9, 2e10)], 0.0)
+        core.handle([e.Hosted(number, model) for model in "abc"], 0.1)
+    for number in range(50):
+        model = "abc"[number * number % 3]
+        core.handle([e.Arrived(f"r{number}", model, number / 3, number)], number / 3)
+        for device in core.core.state.devices.values():
+            if device.turn is not None:
+                ids = tuple(device.batches[device.turn.model].requests)
+                stepped = e.Stepped(device.number, device.turn.model, ids, 1, 0.03)
+                core.handle([stepped, e.TurnEnded(device.number, device.turn.turn_id)], number / 3)
+    assert core.is_from_start
+    path = tmp_path / "log"
+    write(path, Header(policy, options), core.stimuli())
+    assert replay_file(path) is None
+
+
+def test_a_file_of_a_version_without_kv_limits_has_unlimited_devices(tmp_path: Path) -> None:
+    told = (
+        '{"type":"ModelAdded","model":"a","targets":{"ttft_s":10.0,"tbt_s":0.1},'
+        '"weight_bytes":79000000000,"kv_bytes_per_token":1000000,"costs":{}}',
+        '{"type":"DeviceUp","device":0,"capacity_bytes":80000000000,'
+        '"bandwidth_bytes_per_s":2e10,"prefetches":true}',
+        '{"type":"Hosted","device":0,"model":"a"}',
+        *(
+            f'{{"type":"Arrived","request_id":"{name}","model":"a","arrival_s":0.0,'
+            '"prompt_tokens":900,"output_tokens":null}'
+            for name in "rs"
+        ),
+    )
+    path = tmp_path / "log"
+    path.write_text(HEADER + f'{{"now_s":0.0,"events":[{",".join(told)}]}}\n')
+    _, [stimulus] = read(path)
+    assert stimulus.events[1] == e.DeviceUp(0, 80 * 10**9, 2e10)
+    difference = replay_file(path)
+    assert difference is not None
+    sent = [one for one in difference.replayed.actions if isinstance(one, Send)]
+    assert sent == [Send("r", 0), Send("s", 0)]
+
+
+def test_a_difference_is_found(tmp_path: Path) -> None:
+    told = Stimulus(0.0, (e.DeviceUp(0, 1, 1.0),), (Send("r", 0),))
+    write(tmp_path / "log", Header("gpupool"), [Stimulus(0.0, (), ()), told])
+    difference = replay_file(tmp_path / "log")
+    assert difference is not None
+    assert (difference.index, difference.recorded) == (1, told)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not a log of stimuli"),
+        ("{}", "not a log of stimuli: .*policy"),
+        ('{"policy":"gpupool","format":"other"}', "in format 'other'.*reads gpupool-stimuli-1"),
+        ('{"policy":"best"}\n', "no policy is named 'best'"),
+        (HEADER + '{"now_s":1}\n{"now_s":', "line 3: "),
+        (HEADER + '{"now_s":"x"}', "line 2: "),
+        (HEADER + '{"now_s":1,"events":[{"device":1}]}', "line 2: type None is none of ModelAdd"),
+        (HEADER + '{"now_s":1,"events":[{"type":["a"]}]}', r"line 2: type \['a'\] is none of"),
+        (HEADER + '{"now_s":1,"events":[{"type":"DeviceDown"}]}', "line 2: .*`device`"),
+        (HEADER + '{"now_s":1,"actions":[{"type":"DeviceDown"}]}', "line 2: .*none of Send"),
+        (HEADER + "\n", "line 2: "),
+    ],
+)
+def test_a_bad_file_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "log"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        replay_file(path)

@@ -1,0 +1,50 @@
+"""What the watchdog of the service manager is told of the pool."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from gpupoold.control.health import Health
+from gpupoold.control.live_requests import LiveRequest, LiveRequests
+from gpupoold.domain import Targets
+
+TOKEN_TIMEOUT_S = 600.0
+
+
+def health(live: LiveRequests, routes: dict[str, list[object]] | None = None) -> Health:
+    dispatcher = SimpleNamespace(live=live, routes=routes or {}, token_timeout_s=TOKEN_TIMEOUT_S)
+    instances = [SimpleNamespace(is_ready=True), SimpleNamespace(is_ready=False)]
+    supervisor = SimpleNamespace(instances=instances)
+    return Health(cast(Any, dispatcher), cast(Any, supervisor))
+
+
+def request(arrival_s: float) -> LiveRequest:
+    return LiveRequest("r1", "qwen", None, arrival_s, Targets(1.0, 0.1), 1)
+
+
+def test_rounds_have_to_be_made() -> None:
+    watched = health(LiveRequests())
+    watched.look(1000.0)
+    assert watched.complaint(1009.0) == ""
+    assert "not been looked after for 11 s" in watched.complaint(1011.0)
+    watched.look(1012.0)
+    assert watched.complaint(1013.0) == ""
+
+
+def test_a_request_that_nobody_ends() -> None:
+    live = LiveRequests()
+    live.add(request(1000.0))
+    watched = health(live)
+    for now_s, is_stuck in ((1000.0 + TOKEN_TIMEOUT_S, False), (1100.0 + TOKEN_TIMEOUT_S, True)):
+        watched.look(now_s)
+        assert ("r1 of qwen" in watched.complaint(now_s)) == is_stuck
+    live.pop("r1")
+    assert watched.complaint(1100.0 + TOKEN_TIMEOUT_S) == ""
+
+
+def test_the_line_for_the_status() -> None:
+    live = LiveRequests()
+    live.add(request(0.0))
+    watched = health(live, {"qwen": [object()], "gone": []})
+    assert watched.summary() == "1 of 2 devices ready, 1 models served, 1 live requests"

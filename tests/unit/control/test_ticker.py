@@ -1,0 +1,30 @@
+"""Looks that are taken again and again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gpupoold.control.ticker import tick
+
+
+async def test_one_that_fails_keeps_no_other_from_looking(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    looks: list[float] = []
+    enough = asyncio.Event()
+
+    def fail(_: float) -> None:
+        raise ValueError("on purpose")
+
+    def look(now_s: float) -> None:
+        looks.append(now_s)
+        if len(looks) == 3:
+            enough.set()
+
+    ticking = asyncio.create_task(tick((fail, look), 0.001))
+    await asyncio.wait_for(enough.wait(), 20)
+    ticking.cancel()
+    assert looks == sorted(looks)
+    assert caplog.text.count("on purpose") >= 3

@@ -1,0 +1,170 @@
+"""What the daemon says of requests that no scheduling core knows of, and of models."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import pytest_asyncio
+
+from gpupool_state import DATABASE_NAME, Database, History, Registry
+from gpupoold.control.models.lifecycle import ModelLifecycle
+from gpupoold.control.views.explain import Explainer
+from gpupoold.control.weights.cache import ImageCache
+from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
+from gpupoold.errors import NoSuchModel, UsageError
+from gpupoold.wire import messages as m
+from tests.unit.control.requests.test_dispatcher import NAME, Bench, due_to
+
+
+class Told:
+    """A dispatcher with one instance that has one cold model, and who explains it."""
+
+    def __init__(self, db: Database, history: History) -> None:
+        self.registry, self.history = Registry(db), history
+        self.bench = Bench(history)
+        self.lifecycle = SimpleNamespace(state_of=lambda row: row.state)
+        self.explainer = Explainer(
+            self.registry,
+            history,
+            self.bench.dispatcher,
+            cast(ModelLifecycle, self.lifecycle),
+            [self.bench.instance],
+            ImageCache(1 << 30),
+        )
+
+
+@pytest_asyncio.fixture
+async def told(tmp_path: Path) -> AsyncIterator[Told]:
+    async with await Database.open(tmp_path / DATABASE_NAME) as db:
+        history = History(db, flush_interval_s=60)
+        await history.start()
+        made = Told(db, history)
+        await made.registry.add(ModelSpec(ModelName(NAME), "s", "/p", targets=Targets()))
+        await made.registry.set_state(NAME, ModelState.READY)
+        yield made
+        await history.stop()
+
+
+async def test_a_request_whose_model_is_not_in_host_memory(told: Told) -> None:
+    told.bench.ask("cmpl-1")
+    request = (await told.explainer.why("cmpl-1")).request
+    assert request is not None
+    assert (request.standing, request.instance, request.next_token_in_s) == ("loading", None, None)
+    assert request.text == f"waits until {NAME} is in host memory"
+    model = (await told.explainer.why(NAME)).model
+    assert model is not None
+    assert model.standings == {"loading": 1}
+    assert model.text == "its requests wait until it is in host memory"
+
+
+async def test_a_request_that_may_have_crashed_a_worker(told: Told) -> None:
+    told.bench.cold.warm.add(NAME)
+    for request_id in ("cmpl-1", "cmpl-2"):
+        told.bench.ask(request_id)
+    crashed = due_to("cmpl-1", "cmpl-2")
+    told.bench.dispatcher.instance_down(told.bench.instance, "died", crashed)
+    told.bench.come_back()
+    request = (await told.explainer.why("cmpl-2")).request
+    assert request is not None
+    assert request.standing == "suspect"
+    assert "tried alone" in request.text
+    model = (await told.explainer.why(NAME)).model
+    assert model is not None
+    assert model.standings == {"suspect": 1, "prefilling": 1}
+
+
+async def test_a_request_that_is_scheduled(told: Told) -> None:
+    told.bench.cold.warm.add(NAME)
+    told.bench.ask("cmpl-1")
+    request = (await told.explainer.why("cmpl-1")).request
+    assert request is not None
+    assert request.device is not None
+    assert (request.standing, request.rule, request.device.on_turn) == (
+        "prefilling",
+        "only-device",
+        NAME,
+    )
+    model = (await told.explainer.why(NAME)).model
+    assert model is not None
+    assert (model.text, model.standings) == ("ready: 1 live request", {"prefilling": 1})
+    assert model.first_token_in_s is not None
+
+
+async def test_a_part_of_an_id_will_do_if_it_is_one_requests(told: Told) -> None:
+    told.bench.ask("ab12")
+    told.bench.ask("ab123")
+    assert (await told.explainer.why("b123")).request is not None
+    for name in ("ab12", "cmpl-ab12", "chatcmpl-ab12"):
+        exact = (await told.explainer.why(name)).request
+        assert exact is not None
+        assert exact.request_id == "ab12"
+    with pytest.raises(UsageError, match="2 live requests have 'ab' in their id"):
+        await told.explainer.why("ab")
+
+
+async def test_a_request_that_failed_is_told_of_with_what_happened(told: Told) -> None:
+    told.bench.ask("cmpl-1", time.monotonic() - 3.0)
+    told.history.record_event("error", "warm_failed", NAME, "no checkpoint")
+    told.history.record_event("info", "kind", "another", "of no interest")
+    told.bench.dispatcher.fail_waiting(NAME, "it could not be warmed")
+    finished = (await told.explainer.why("pl-1")).finished
+    assert finished is not None
+    assert finished.text.startswith("it failed (it could not be warmed), after 3")
+    assert finished.text.endswith("s and without a token")
+    assert finished.request.error == "it could not be warmed"
+    assert [one.kind for one in finished.events] == ["warm_failed"]
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "says"),
+    [
+        (ModelState.FAILED, "ended the worker twice", "failed: ended the worker twice; try"),
+        (ModelState.FAILED, "", "failed: see `gpupool events`; try"),
+        (ModelState.LOADING, "", "loading: it takes no requests"),
+        (ModelState.READY, "", "no device has it now"),
+    ],
+)
+async def test_models_that_do_not_serve(
+    told: Told, state: ModelState, error: str, says: str
+) -> None:
+    told.bench.dispatcher.unhost(NAME, told.bench.instance)
+    await told.registry.set_state(NAME, state, error)
+    model = (await told.explainer.why(NAME)).model
+    assert model is not None
+    assert model.text.startswith(says)
+    assert (model.devices, model.first_token_in_s) == ([], None)
+
+
+async def test_a_paused_requests_kv_is_found(told: Told) -> None:
+    told.bench.cold.warm.add(NAME)
+    told.bench.ask("r")
+    dispatcher, instance = told.bench.dispatcher, told.bench.instance
+    progress = [m.RequestProgress("r", [1])]
+    dispatcher.from_instance(instance, m.StepOutputs(NAME, time.monotonic(), [], progress))
+    core = dispatcher.scheduler.core.core
+    turn = core.state.devices[0].turn
+    assert turn is not None
+    core.state.devices[0].turn = None
+    request = (await told.explainer.why("r")).request
+    assert request is not None
+    assert request.text.endswith("its KV is on the device")
+    held = m.ModelMemory(model=NAME, **_memory(kv_resident_bytes=1 << 20, kv_host_bytes=3 << 20))
+    instance.status = m.InstanceStatus(0, 0.0, None, 0.0, 0, 0, 0, [held])
+    request = (await told.explainer.why("r")).request
+    assert request is not None
+    assert "1 MiB are on the device and 3 MiB in host memory" in request.text
+
+
+def _memory(**some: int) -> dict[str, int]:
+    numbers = {name: 0 for name in m.ModelMemory.__struct_fields__ if name != "model"}
+    return numbers | some
+
+
+async def test_nothing_of_that_name(told: Told) -> None:
+    with pytest.raises(NoSuchModel, match="neither a model nor a request is named 'x'"):
+        await told.explainer.why("x")

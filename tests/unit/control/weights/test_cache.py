@@ -1,0 +1,125 @@
+"""The model cache: what counts as used, and who closes descriptors."""
+
+from __future__ import annotations
+
+import os
+
+from gpupoold.control.weights.cache import CachedImage, ImageCache
+
+
+def image(num_bytes: int) -> int:
+    fd = os.memfd_create("image")
+    os.ftruncate(fd, num_bytes)
+    return fd
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def test_images_come_and_go() -> None:
+    cache = ImageCache(10_000)
+    first, second = image(3000), image(4000)
+    cache.put("a", first, "d1")
+    cache.put("b", second, "d2")
+    assert cache.get("a") == CachedImage(first, 3000, "d1")
+    assert cache.get("c") is None
+    assert cache.used_bytes == 7000
+    cache.drop("a")
+    cache.drop("a")
+    assert not is_open(first)
+    assert cache.used_bytes == 4000
+    assert list(cache.images) == ["b"]
+    cache.close()
+    assert not is_open(second)
+    assert cache.used_bytes == 0
+
+
+def test_a_new_image_replaces_the_old_one() -> None:
+    cache = ImageCache(10_000)
+    old, new = image(3000), image(5000)
+    cache.put("a", old, "d1")
+    cache.put("a", new, "d2")
+    assert not is_open(old)
+    assert cache.get("a") == CachedImage(new, 5000, "d2")
+    cache.close()
+
+
+def test_room_that_is_kept_is_used() -> None:
+    cache = ImageCache(10_000)
+    assert (cache.short_bytes("a", 10_000), cache.short_bytes("a", 10_001)) == (0, 1)
+    cache.reserve("a", 6000)
+    assert cache.used_bytes == 6000
+    assert cache.short_bytes("a", 10_000) == 0  # its own
+    assert cache.short_bytes("b", 5000) == 1000
+    cache.put("a", image(5500), "d")
+    assert cache.used_bytes == 5500
+    cache.reserve("a", 7000)  # to be replaced by a larger one
+    assert cache.used_bytes == 7000
+    assert cache.short_bytes("b", 5000) == 2000
+    cache.release("a")
+    cache.release("a")
+    assert cache.used_bytes == 5500
+    cache.close()
+
+
+def test_an_image_on_its_way_out_is_used_but_nobodys() -> None:
+    cache = ImageCache(10_000)
+    old, new = image(3000), image(4000)
+    cache.put("a", old, "d")
+    cache.retire("a")
+    assert cache.get("a") is None
+    assert cache.images == {}
+    assert cache.used_bytes == 3000
+    assert is_open(old)
+    cache.put("a", new, "d")
+    assert cache.used_bytes == 7000
+    cache.drop_retired("a")
+    cache.drop_retired("a")
+    assert not is_open(old)
+    assert cache.used_bytes == 4000
+    cache.retire("a")
+    cache.close()
+    assert not is_open(new)
+
+
+def test_when_models_were_used() -> None:
+    now_s = 100.0
+    cache = ImageCache(0, now=lambda: now_s)
+    assert cache.last_used_at("a") is None
+    cache.touch("a")
+    cache.touch("b", at=50.0)
+    now_s = 200.0
+    assert (cache.last_used_at("a"), cache.last_used_at("b")) == (100.0, 50.0)
+    cache.touch("b")
+    assert cache.last_used_at("b") == 200.0
+
+
+def test_a_model_that_is_gone_leaves_nothing() -> None:
+    cache = ImageCache(10_000)
+    fd = image(3000)
+    cache.put("a", fd, "d")
+    cache.reserve("a", 4000)
+    cache.touch("a")
+    cache.pinned.add("a")
+    cache.forget("a")
+    cache.forget("a")
+    assert not is_open(fd)
+    assert (cache.used_bytes, cache.pinned, cache.last_used_at("a")) == (0, set(), None)
+
+
+def test_an_image_that_is_there_already_stays() -> None:
+    cache = ImageCache(10_000)
+    fd = image(3000)
+    first = cache.put("a", fd, "d1", (1,))
+    again = os.dup(fd)
+    assert cache.put("a", again, "d1", (1,)) is first
+    assert not is_open(again)
+    other = os.dup(fd)
+    assert cache.put("a", other, "d1", (2,)) == CachedImage(other, 3000, "d1", (2,))
+    assert not is_open(fd)
+    cache.close()

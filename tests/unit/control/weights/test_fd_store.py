@@ -1,0 +1,192 @@
+"""Images that a service manager keeps: which come back, and which are let go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gpupoold.control.weights.cache import ImageCache
+from gpupoold.control.weights.fd_store import Label, ParkedImages, _sealed
+from gpupoold.control.weights.keys import ImageKeys
+from gpupoold.memory.memfd import create_memfd
+from gpupoold.system.systemd import FdStore, NamedFd, Notifier
+from gpupoold.wire.messages import InstanceReady, ModelToLoad
+from tests.service_manager import FakeManager
+
+READY = InstanceReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
+SIZE = 8192
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[FakeManager]:
+    with FakeManager(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelToLoad:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return ModelToLoad(name="a", path=str(folder), ttft_s=1.0, tbt_s=0.1)
+
+
+class Daemon:
+    """The parts of one run that images are about; the manager outlives it."""
+
+    def __init__(self, manager: FakeManager, budget_bytes: int = 10 * SIZE) -> None:
+        # As at a start: what was handed over is this process's own.
+        stored = [NamedFd(os.dup(fd), name) for name, fds in manager.stored.items() for fd in fds]
+        self.keys = ImageKeys()
+        self.parked = ParkedImages(FdStore(Notifier(manager.address), stored), self.keys)
+        self.cache = ImageCache(budget_bytes)
+        self.cache.shelf = self.parked
+
+    async def put(self, model: ModelToLoad, data: bytes = b"weights") -> None:
+        await self.keys.note(model, READY)
+        fd = create_memfd("image", SIZE)
+        os.pwrite(fd, data, 0)
+        self.cache.put(model.name, fd, "layout", (1, 2))
+
+    async def take_back(self, *models: ModelToLoad) -> dict[str, bytes]:
+        await self.parked.take_back(models, READY, self.cache)
+        return {name: os.pread(one.fd, 7, 0) for name, one in self.cache.images.items()}
+
+    def end(self) -> None:
+        self.cache.close()
+
+
+async def park_one(manager: FakeManager, model: ModelToLoad) -> None:
+    daemon = Daemon(manager)
+    await daemon.put(model)
+    manager.wait_for("FDSTORE")
+    daemon.end()
+    assert len(manager.stored) == 1
+
+
+async def test_an_image_outlives_daemons(manager: FakeManager, model: ModelToLoad) -> None:
+    await park_one(manager, model)
+    for _ in range(2):
+        daemon = Daemon(manager)
+        assert await daemon.take_back(model) == {"a": b"weights"}
+        image = daemon.cache.get("a")
+        assert image is not None
+        assert (image.num_bytes, image.digest, image.canary) == (SIZE, "layout", (1, 2))
+        daemon.end()
+    assert len(manager.values("FDSTORE")) == 1  # it is there and need not be given again
+
+
+@pytest.mark.parametrize("how", ["drop", "retire", "replace"])
+async def test_what_leaves_the_cache_is_not_kept(
+    manager: FakeManager, model: ModelToLoad, how: str
+) -> None:
+    await park_one(manager, model)
+    [before] = manager.stored
+    daemon = Daemon(manager)
+    await daemon.take_back(model)
+    if how == "replace":
+        await daemon.put(model, b"other")
+        manager.wait_for("FDSTORE", 2)
+        assert before not in manager.stored
+        assert len(manager.stored) == 1
+    else:
+        daemon.cache.drop("a") if how == "drop" else daemon.cache.retire("a")
+        manager.wait_for("FDSTOREREMOVE")
+        assert manager.stored == {}
+    daemon.end()
+
+
+async def refused(manager: FakeManager, *models: ModelToLoad, budget_bytes: int = SIZE) -> bool:
+    """Whether a new daemon takes nothing and has the manager let everything go."""
+    daemon = Daemon(manager, budget_bytes)
+    taken = await daemon.take_back(*models)
+    manager.wait_for("FDSTOREREMOVE")
+    return not taken and not manager.stored
+
+
+async def test_a_checkpoint_that_has_changed(manager: FakeManager, model: ModelToLoad) -> None:
+    await park_one(manager, model)
+    Path(model.path, "config.json").write_text('{"changed": true}')
+    assert await refused(manager, model)
+
+
+async def test_a_model_that_is_gone(manager: FakeManager, model: ModelToLoad) -> None:
+    await park_one(manager, model)
+    other = msgspec.structs.replace(model, name="b")
+    assert await refused(manager, other)
+
+
+async def test_a_budget_that_has_shrunk(manager: FakeManager, model: ModelToLoad) -> None:
+    await park_one(manager, model)
+    assert await refused(manager, model, budget_bytes=SIZE - 1)
+
+
+async def test_the_budget_is_for_the_first(manager: FakeManager, model: ModelToLoad) -> None:
+    other = msgspec.structs.replace(model, name="b")
+    daemon = Daemon(manager)
+    await daemon.put(model, b"first..")
+    await daemon.put(other, b"second.")
+    manager.wait_for("FDSTORE", 2)
+    daemon.end()
+    daemon = Daemon(manager, SIZE)
+    assert await daemon.take_back(other, model) == {"b": b"second."}
+    manager.wait_for("FDSTOREREMOVE")
+    assert len(manager.stored) == 1
+    daemon.end()
+
+
+def label(**changes: object) -> bytes:
+    fields = {"model": "a", "key": "k", "num_bytes": SIZE, "digest": "d", "canary": ()}
+    return msgspec.json.encode(msgspec.convert(fields | changes, Label))
+
+
+def loose() -> int:
+    fd = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, SIZE)
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: [create_memfd("i", SIZE)], "1 images and 0 labels in 1 descriptors"),
+        (lambda: [_sealed(label())], "0 images and 1 labels"),
+        (lambda: [loose(), _sealed(label())], "0 images and 1 labels in 2"),
+        (lambda: [create_memfd("i", SIZE), _sealed(b"{")], "its label is wrong"),
+        (lambda: [create_memfd("i", SIZE), _sealed(label(format=9))], "has format 9"),
+        (lambda: [create_memfd("i", 4096), _sealed(label())], "4096 bytes instead of 8192"),
+        (lambda: [os.open("/dev/null", os.O_RDONLY)], "Invalid argument"),
+    ],
+    ids=["no label", "no image", "not sealed", "no JSON", "other format", "other size", "no memfd"],
+)
+async def test_what_is_no_image_is_let_go(
+    manager: FakeManager, caplog: pytest.LogCaptureFixture, make: object, why: str
+) -> None:
+    assert callable(make)
+    fds = make()
+    FdStore(Notifier(manager.address)).keep("image-1", fds)
+    manager.wait_for("FDSTORE")
+    for fd in fds:
+        os.close(fd)
+    num_before = len(os.listdir("/proc/self/fd"))
+    daemon = Daemon(manager)
+    manager.wait_for("FDSTOREREMOVE")
+    assert manager.stored == {}
+    assert "what systemd kept as image-1 is not used" in caplog.text
+    assert why in caplog.text
+    assert await daemon.take_back() == {}
+    assert len(os.listdir("/proc/self/fd")) == num_before - len(fds)
+
+
+async def test_nothing_is_kept_without_a_manager(model: ModelToLoad) -> None:
+    keys = ImageKeys()
+    cache = ImageCache(SIZE)
+    cache.shelf = ParkedImages(FdStore(Notifier()), keys)
+    await keys.note(model, READY)
+    cache.put("a", create_memfd("image", SIZE), "layout")
+    cache.drop("a")
+    assert cache.used_bytes == 0

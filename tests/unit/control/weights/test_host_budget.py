@@ -1,0 +1,283 @@
+"""Room for images: who goes, who waits, what is refused, and that bytes are counted once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from gpupoold.control.weights.cache import ImageCache
+from gpupoold.control.weights.host_budget import ImageRoom
+from gpupoold.errors import Refused, TimedOut
+
+MIB = 1 << 20
+
+
+class Bench:
+    """A cache of 4 MiB; instances let images go while ``gate`` is open."""
+
+    def __init__(self) -> None:
+        self.cache = ImageCache(4 * MIB)
+        self.in_use: set[str] = set()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.gone: list[str] = []
+        self.error: Exception | None = None
+        self.room = ImageRoom(self.cache, self.in_use.__contains__, self._let_go)
+
+    async def _let_go(self, model: str) -> None:
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        self.gone.append(model)
+
+    def put(self, model: str, mib: int, at: float = 0.0) -> None:
+        fd = os.memfd_create("image")
+        os.ftruncate(fd, mib * MIB)
+        self.cache.put(model, fd, "d")
+        self.cache.touch(model, at)
+
+    async def bring(self, model: str, mib: int, wait_s: float = 0.0) -> None:
+        with self.room.holding(model):
+            await self.room.reserve(model, mib * MIB, wait_s)
+            assert self.cache.used_bytes <= self.cache.budget_bytes
+            self.put(model, mib)
+
+    def end(self, model: str) -> None:
+        """The model has no requests any more."""
+        self.in_use.discard(model)
+        self.room.changed()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.cache.close()
+
+
+async def soon(task: asyncio.Task[None]) -> bool:
+    """Whether a task ends without anything else happening."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+    return task.done()
+
+
+async def test_the_least_recently_used_makes_room(bench: Bench) -> None:
+    bench.put("a", 2, at=2.0)
+    bench.put("b", 2, at=1.0)
+    await bench.bring("c", 2)
+    assert bench.gone == ["b"]
+    assert sorted(bench.cache.images) == ["a", "c"]
+    assert bench.cache.used_bytes == 4 * MIB
+
+
+async def test_nothing_goes_while_there_is_room(bench: Bench) -> None:
+    bench.put("a", 2)
+    await bench.bring("b", 2)
+    await bench.bring("a", 2)  # has its place already
+    assert bench.gone == []
+
+
+async def test_room_that_is_not_used_is_given_up(bench: Bench) -> None:
+    with bench.room.holding("a"):
+        with bench.room.holding("a"):
+            await bench.room.reserve("a", 3 * MIB)
+        assert bench.cache.used_bytes == 3 * MIB
+    assert bench.cache.used_bytes == 0
+
+
+async def test_pinned_images_stay(bench: Bench) -> None:
+    bench.put("a", 2)
+    bench.cache.pinned.add("a")
+    for wait_s in (0.0, 60.0):  # no use in waiting
+        with pytest.raises(
+            Refused,
+            match=r"c: an image of 3 MiB does not fit .* of 4 MiB, where "
+            r"2 MiB are pinned",
+        ) as caught:
+            await bench.bring("c", 3, wait_s)
+        assert caught.value.hint == (
+            "unpin a model (`gpupool cache unpin`) or raise memory.model_cache"
+        )
+    with pytest.raises(Refused):
+        bench.room.check("c", 3 * MIB)
+    await bench.bring("c", 2)
+    assert sorted(bench.cache.images) == ["a", "c"]
+
+
+async def test_an_image_larger_than_the_cache(bench: Bench) -> None:
+    bench.put("a", 2)
+    with pytest.raises(Refused, match="c: an image of 5 MiB does not fit in the model cache of 4"):
+        await bench.bring("c", 5, wait_s=60.0)
+    assert bench.gone == []
+
+
+async def test_without_patience_busy_images_are_in_the_way(bench: Bench) -> None:
+    bench.put("a", 2)
+    bench.put("b", 1)
+    bench.in_use.add("a")
+    with pytest.raises(Refused, match="of 4 MiB, where 2 MiB in use"):
+        await bench.bring("c", 3)
+    with pytest.raises(Refused):
+        bench.room.check("c", 3 * MIB)
+    bench.room.check("c", 2 * MIB)
+    assert bench.gone == []
+
+
+async def test_one_waits_until_a_model_is_idle(bench: Bench) -> None:
+    bench.put("a", 4)
+    bench.in_use.add("a")
+    task = asyncio.create_task(bench.bring("c", 2, wait_s=60.0))
+    assert not await soon(task)
+    bench.room.changed()
+    assert not await soon(task)
+    bench.end("a")
+    await task
+    assert bench.gone == ["a"]
+
+
+async def test_one_waits_until_a_pin_is_removed_beside_busy_ones(bench: Bench) -> None:
+    bench.put("a", 2)
+    bench.put("b", 2)
+    bench.in_use.add("a")
+    bench.cache.pinned.add("b")
+    task = asyncio.create_task(bench.bring("c", 2, wait_s=60.0))
+    assert not await soon(task)
+    bench.cache.pinned.clear()
+    bench.room.changed()
+    await task
+    assert sorted(bench.cache.images) == ["a", "c"]
+
+
+async def test_waiting_ends(bench: Bench) -> None:
+    bench.put("a", 4)
+    bench.in_use.add("a")
+    with pytest.raises(TimedOut, match=r"c: no room for its image of 2 MiB .* within 0.02 s") as e:
+        await bench.bring("c", 2, wait_s=0.02)
+    assert "memory.model_cache" in e.value.hint
+    assert bench.cache.used_bytes == 4 * MIB
+
+
+async def test_held_images_stay(bench: Bench) -> None:
+    bench.put("a", 4)
+    with bench.room.holding("a"):
+        task = asyncio.create_task(bench.bring("c", 2, wait_s=60.0))
+        assert not await soon(task)
+    await task
+    assert bench.gone == ["a"]
+
+
+async def test_two_that_want_the_same_bytes(bench: Bench) -> None:
+    bench.put("a", 2, at=1.0)
+    bench.put("b", 2, at=2.0)
+    bench.gate.clear()
+    tasks = [asyncio.create_task(bench.bring(name, 1)) for name in ("c", "d")]
+    assert not await soon(tasks[0])
+    bench.gate.set()
+    await asyncio.gather(*tasks)
+    assert bench.gone == ["a"]
+    assert sorted(bench.cache.images) == ["b", "c", "d"]
+
+
+async def test_one_that_waits_does_not_keep_others_from_room_that_is_there(bench: Bench) -> None:
+    bench.put("a", 2)
+    bench.in_use.add("a")
+    large = asyncio.create_task(bench.bring("c", 3, wait_s=60.0))
+    assert not await soon(large)
+    await bench.bring("d", 2, wait_s=60.0)
+    bench.end("a")
+    await large
+    assert sorted(bench.cache.images) == ["c"]
+
+
+async def test_who_gives_up_leaves_the_books_right(bench: Bench) -> None:
+    bench.put("a", 4)
+    bench.gate.clear()
+    task = asyncio.create_task(bench.bring("c", 2))
+    assert not await soon(task)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert bench.cache.get("a") is None  # instances were told
+    assert bench.cache.used_bytes == 4 * MIB  # and have not answered
+    again = asyncio.create_task(bench.bring("a", 4))
+    assert not await soon(again)
+    bench.gate.set()
+    await again
+    assert bench.gone == ["a"]
+    assert bench.cache.used_bytes == 4 * MIB
+
+
+async def test_an_instance_that_does_not_answer(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.put("a", 4)
+    bench.error = TimedOut("instance 0 did not answer")
+    await bench.bring("c", 2)
+    assert sorted(bench.cache.images) == ["c"]
+    assert "a: its image may still take memory: instance 0" in caplog.text
+
+
+class TestDrop:
+    async def test_it_goes(self, bench: Bench) -> None:
+        bench.put("a", 2)
+        await bench.room.drop("a")
+        await bench.room.drop("a")
+        assert (bench.gone, bench.cache.used_bytes) == (["a"], 0)
+
+    async def test_pinned_busy_and_held_ones_do_not(self, bench: Bench) -> None:
+        bench.put("a", 2)
+        bench.cache.pinned.add("a")
+        with pytest.raises(Refused, match="a is pinned") as caught:
+            await bench.room.drop("a")
+        assert caught.value.hint == "`gpupool cache unpin a` first"
+        bench.cache.pinned.clear()
+        bench.in_use.add("a")
+        with pytest.raises(Refused, match="a has live requests"):
+            await bench.room.drop("a")
+        bench.in_use.clear()
+        with bench.room.holding("a"), pytest.raises(Refused, match="a is being loaded"):
+            await bench.room.drop("a")
+        assert bench.cache.get("a") is not None
+
+
+async def test_a_smaller_cache_lets_idle_images_go_at_once_and_others_later(bench: Bench) -> None:
+    bench.put("a", 1, at=1.0)
+    bench.put("b", 1, at=2.0)
+    bench.put("c", 2, at=3.0)
+    bench.in_use.add("c")
+    bench.cache.budget_bytes = MIB
+    bench.room.shrink()
+    bench.room.shrink()  # one that is under way is enough
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert bench.gone == ["a", "b"]
+    assert sorted(bench.cache.images) == ["c"]
+    bench.end("c")
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert bench.gone == ["a", "b", "c"]
+    assert bench.cache.used_bytes == 0
+
+
+async def test_a_smaller_cache_that_all_fit_in_changes_nothing(bench: Bench) -> None:
+    bench.put("a", 1)
+    bench.put("b", 1)
+    bench.cache.budget_bytes = 2 * MIB
+    bench.room.shrink()
+    await bench.room.stop()
+    assert bench.gone == []
+
+
+async def test_shrinking_ends_with_the_daemon(bench: Bench) -> None:
+    bench.put("a", 2)
+    bench.cache.pinned.add("a")
+    bench.cache.budget_bytes = MIB
+    bench.room.shrink()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    await bench.room.stop()
+    assert sorted(bench.cache.images) == ["a"]

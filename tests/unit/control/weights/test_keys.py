@@ -1,0 +1,176 @@
+"""Keys of saved images: what changes them, and what does not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gpupoold.control.weights import keys as image_keys
+from gpupoold.control.weights.keys import ImageKeys, image_key
+from gpupoold.errors import Failed
+from gpupoold.wire.messages import InstanceReady, ModelToLoad
+
+MIB = 1 << 20
+
+OTHER_VALUES: dict[str, Any] = {
+    "dtype": "float16",
+    "max_model_len": 128,
+    "allow_remote_code": True,
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoint"
+    (path / "experts").mkdir(parents=True)
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "b").write_bytes(b"tensors")
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").symlink_to("../blobs/b")
+    (path / "experts" / "0.safetensors").write_bytes(b"tensors")
+    for file in (path / "config.json", tmp_path / "blobs" / "b"):
+        os.utime(file, ns=(10**18, 10**18))
+    return path
+
+
+@pytest.fixture
+def model(checkpoint: Path) -> ModelToLoad:
+    return ModelToLoad(name="m", path=str(checkpoint), ttft_s=1.0, tbt_s=0.1)
+
+
+def key_of(model: ModelToLoad) -> str:
+    return image_key(model, "0.32.0", "NVIDIA H200", 2 * MIB)
+
+
+def test_a_key_is_the_same_each_time(model: ModelToLoad) -> None:
+    assert key_of(model) == key_of(model)
+    assert len(bytes.fromhex(key_of(model))) == 32
+
+
+NOT_IN_THE_KEY: dict[str, Any] = {
+    "name": "other",
+    "aliases": ("alias",),
+    "ttft_s": 9.0,
+    "tbt_s": 9.0,
+    "media_hosts": ("images.example",),
+}
+
+
+@pytest.mark.parametrize("field", NOT_IN_THE_KEY)
+def test_names_and_targets_are_not_in_the_key(model: ModelToLoad, field: str) -> None:
+    changed = msgspec.structs.replace(model, **{field: NOT_IN_THE_KEY[field]})
+    assert key_of(changed) == key_of(model)
+
+
+@pytest.mark.parametrize("field", OTHER_VALUES)
+def test_other_settings_are_in_the_key(model: ModelToLoad, field: str) -> None:
+    other = msgspec.structs.replace(model, **{field: OTHER_VALUES[field]})
+    assert key_of(other) != key_of(model)
+
+
+def test_every_setting_is_tried() -> None:
+    tried = {"path", *NOT_IN_THE_KEY, *OTHER_VALUES}
+    assert set(ModelToLoad.__struct_fields__) == tried
+
+
+def test_the_path_is_in_the_key(model: ModelToLoad, checkpoint: Path) -> None:
+    before = key_of(model)
+    moved = checkpoint.rename(checkpoint.with_name("moved"))
+    assert key_of(msgspec.structs.replace(model, path=str(moved))) != before
+
+
+def test_engine_device_page_and_format_are_in_the_key(
+    model: ModelToLoad, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {
+        key_of(model),
+        image_key(model, "0.33.0", "NVIDIA H200", 2 * MIB),
+        image_key(model, "0.32.0", "NVIDIA H100", 2 * MIB),
+        image_key(model, "0.32.0", "NVIDIA H200", 4 * MIB),
+    }
+    monkeypatch.setattr(image_keys, "FORMAT", 1)
+    assert len(keys | {key_of(model)}) == 5
+
+
+def edit_with_its_old_time(path: Path) -> None:
+    """Longer, with the modification time it had."""
+    status = path.stat()
+    path.write_text("{ }")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "edited": lambda path: edit_with_its_old_time(path / "config.json"),
+    "touched by a nanosecond": lambda path: os.utime(path / "config.json", ns=(10**18, 10**18 + 1)),
+    "touched behind a link": lambda path: os.utime(
+        path / "model.safetensors", ns=(10**18, 10**18 + 1)
+    ),
+    "touched below": lambda path: os.utime(path / "experts" / "0.safetensors", ns=(1, 1)),
+    "added": lambda path: (path / "new.json").touch(),
+    "removed": lambda path: (path / "config.json").unlink(),
+    "renamed": lambda path: (path / "config.json").rename(path / "other.json"),
+    "moved within": lambda path: (path / "config.json").rename(path / "experts" / "config.json"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_checkpoint_has_another_key(
+    model: ModelToLoad, checkpoint: Path, change: str
+) -> None:
+    before = key_of(model)
+    CHANGES[change](checkpoint)
+    assert key_of(model) != before
+
+
+def test_hidden_files_and_folders_are_not_in_the_key(model: ModelToLoad, checkpoint: Path) -> None:
+    before = key_of(model)
+    (checkpoint / ".gpupool-download.json").write_text("{}")
+    (checkpoint / ".git").mkdir()
+    (checkpoint / ".git" / "HEAD").write_text("ref")
+    assert key_of(model) == before
+
+
+def test_linked_folders_are_looked_through_once(model: ModelToLoad, checkpoint: Path) -> None:
+    shared = checkpoint.with_name("shared")
+    shared.mkdir()
+    (shared / "1.safetensors").write_bytes(b"tensors")
+    (checkpoint / "linked").symlink_to(shared)
+    (checkpoint / "loop").symlink_to(checkpoint)
+    before = key_of(model)
+    (shared / "1.safetensors").write_bytes(b"more tensors")
+    assert key_of(model) != before
+
+
+def test_a_checkpoint_that_cannot_be_looked_through(model: ModelToLoad, checkpoint: Path) -> None:
+    (checkpoint.with_name("blobs") / "b").unlink()
+    with pytest.raises(Failed, match=r"m: cannot look through .*model\.safetensors"):
+        key_of(model)
+    shutil.rmtree(checkpoint)
+    with pytest.raises(Failed, match=f"m: cannot look through the checkpoint {checkpoint}"):
+        key_of(model)
+
+
+async def test_a_key_is_that_of_the_last_look(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ModelToLoad(name="a", path=str(checkpoint), ttft_s=1.0, tbt_s=0.1)
+    ready = InstanceReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
+    keys = ImageKeys()
+    assert keys.get("a") is None
+    first = await keys.note(model, ready)
+    assert first is not None
+    assert keys.all() == {"a": first}
+    (checkpoint / "config.json").write_text('{"changed": true}')
+    second = await keys.note(model, ready)
+    assert second not in (first, None)
+    assert keys.get("a") == second
+    shutil.rmtree(checkpoint)
+    assert await keys.note(model, ready) is None
+    assert "cannot look through the checkpoint" in caplog.text
+    assert keys.all() == {}

@@ -1,0 +1,357 @@
+"""Images on disk: what comes back, what counts as damage, what an interrupted save leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+from blake3 import blake3
+
+from gpupoold.control.weights import snapshot_files as image_files
+from gpupoold.control.weights.snapshot_files import ImageFiles
+from gpupoold.errors import Failed
+from gpupoold.memory import memfd
+
+MIB = 1 << 20
+HEADER_BYTES = 4096
+CANARY = (5, 0, 151_935)
+
+
+def memfd_of(data: bytes) -> int:
+    fd = os.memfd_create("image")
+    assert os.write(fd, data) == len(data)
+    return fd
+
+
+def save(files: ImageFiles, key: str, data: bytes) -> None:
+    fd = memfd_of(data)
+    try:
+        files.save(key, fd, "layout", CANARY)
+    finally:
+        os.close(fd)
+
+
+def loaded(files: ImageFiles, key: str) -> bytes | None:
+    saved = files.load(key)
+    if saved is None:
+        return None
+    try:
+        return os.pread(saved.fd, saved.num_bytes + 1, 0)
+    finally:
+        os.close(saved.fd)
+
+
+def open_descriptors() -> dict[str, str]:
+    """All but the one that lists them."""
+    folder = Path("/proc/self/fd")
+    return {
+        name: os.readlink(folder / name)
+        for name in os.listdir(folder)
+        if (folder / name).is_symlink()
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "images"
+
+
+@pytest.fixture
+def files(folder: Path) -> ImageFiles:
+    return ImageFiles(folder)
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_descriptors() -> Iterator[None]:
+    before = open_descriptors()
+    yield
+    assert open_descriptors() == before
+
+
+# Saving and loading
+
+
+@pytest.mark.parametrize("num_bytes", [1, HEADER_BYTES, 16 * MIB, 2 * 16 * MIB + 12_345])
+def test_an_image_comes_back(files: ImageFiles, num_bytes: int) -> None:
+    data = os.urandom(num_bytes)
+    save(files, "k", data)
+    saved = files.load("k")
+    assert saved is not None
+    assert (saved.num_bytes, saved.layout_digest, saved.canary) == (num_bytes, "layout", CANARY)
+    assert not os.get_inheritable(saved.fd)
+    assert os.readlink(f"/proc/self/fd/{saved.fd}").startswith("/memfd:")
+    os.close(saved.fd)
+    assert loaded(files, "k") == data
+
+
+def test_the_image_saved_stays_the_callers(files: ImageFiles) -> None:
+    fd = memfd_of(b"weights")
+    files.save("k", fd, "layout", CANARY)
+    assert os.pread(fd, 100, 0) == b"weights"
+    os.close(fd)
+
+
+def test_a_loaded_image_is_a_copy(files: ImageFiles) -> None:
+    save(files, "k", b"weights")
+    saved = files.load("k")
+    assert saved is not None
+    os.pwrite(saved.fd, b"W", 0)
+    os.close(saved.fd)
+    assert loaded(files, "k") == b"weights"
+
+
+def test_none_is_there(files: ImageFiles, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert files.load("k") is None
+    assert files.list() == []
+    files.drop("k")
+    files.remove_others(set())
+    assert not folder.exists()
+    assert caplog.text == ""
+
+
+def test_a_later_save_replaces_an_earlier_one(files: ImageFiles) -> None:
+    save(files, "k", b"a longer old one")
+    save(files, "k", b"new")
+    assert loaded(files, "k") == b"new"
+
+
+def test_only_the_owner_may_read(files: ImageFiles, folder: Path) -> None:
+    old = os.umask(0)
+    try:
+        save(files, "k", b"weights")
+    finally:
+        os.umask(old)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "k.image").stat().st_mode & 0o777 == 0o600
+
+
+def test_list_drop_and_remove_others(files: ImageFiles, folder: Path) -> None:
+    for key, data in (("b", b"22"), ("a", b"1"), ("c", b"333")):
+        save(files, key, data)
+    (folder / "d.image.new").write_bytes(b"what a killed daemon left")
+    (folder / "a.image").touch()
+    os.utime(folder / "a.image", (1000.0, 2000.5))
+    found = files.list()
+    assert [(file.key, file.num_bytes) for file in found] == [("a", 1), ("b", 2), ("c", 3)]
+    assert found[0].saved_at == 2000.5
+    files.drop("b")
+    files.drop("b")
+    assert [file.key for file in files.list()] == ["a", "c"]
+    files.remove_others({"c", "unknown"})
+    assert os.listdir(folder) == ["c.image"]
+    assert loaded(files, "c") == b"333"
+
+
+# Damage
+
+
+def flip(offset: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[offset] ^= 1
+        path.write_bytes(data)
+
+    return damage
+
+
+def resize(num_bytes: int) -> Callable[[Path], None]:
+    """Cut off or add that many bytes."""
+    return lambda path: os.truncate(path, path.stat().st_size + num_bytes)
+
+
+class Damage(NamedTuple):
+    harm: Callable[[Path], None]
+    reason: str
+
+
+DAMAGES = {
+    "first byte of data": Damage(flip(HEADER_BYTES), "its data has the checksum"),
+    "last byte of data": Damage(flip(-1), "its data has the checksum"),
+    "magic": Damage(flip(0), "does not begin like an image"),
+    "checksum of the header": Damage(flip(20), "its header has a wrong checksum"),
+    "text of the header": Damage(flip(60), "its header has a wrong checksum"),
+    "padding of the header": Damage(flip(HEADER_BYTES - 1), "its header has a wrong checksum"),
+    "one byte short": Damage(resize(-1), "8295 bytes instead of 8296"),
+    "header only": Damage(resize(-4200), "4096 bytes instead of 8296"),
+    "cut in the header": Damage(resize(-5000), "only 3296 bytes"),
+    "longer": Damage(resize(1), "8297 bytes instead of 8296"),
+    "empty": Damage(lambda path: os.truncate(path, 0), "only 0 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_is_damaged_is_deleted(
+    files: ImageFiles, folder: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    save(files, "k", os.urandom(4200))
+    save(files, "other", b"weights")
+    path = folder / "k.image"
+    DAMAGES[name].harm(path)
+    assert files.load("k") is None
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert str(path) in record.message
+    assert DAMAGES[name].reason in record.message
+    assert os.listdir(folder) == ["other.image"]
+    save(files, "k", b"again")
+    assert loaded(files, "k") == b"again"
+
+
+def test_another_format_is_deleted(
+    files: ImageFiles,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encode = image_files._encode
+    other = lambda header: encode(msgspec.structs.replace(header, format=3))  # noqa: E731
+    monkeypatch.setattr(image_files, "_encode", other)
+    save(files, "k", b"weights")
+    assert files.load("k") is None
+    assert "it has format 3, this gpupoold reads 2" in caplog.text
+    assert os.listdir(folder) == []
+
+
+def test_a_header_without_its_fields_is_deleted(
+    files: ImageFiles, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(files, "k", b"weights")
+    text = b'{"format":2}'.ljust(HEADER_BYTES - 48)
+    with (folder / "k.image").open("r+b") as file:
+        file.seek(16)
+        file.write(blake3(text).digest() + text)
+    assert files.load("k") is None
+    assert "its header is wrong" in caplog.text
+    assert os.listdir(folder) == []
+
+
+def test_an_image_under_another_key_is_deleted(
+    files: ImageFiles, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(files, "k", b"weights")
+    (folder / "k.image").rename(folder / "l.image")
+    assert files.load("l") is None
+    assert "it was saved as k" in caplog.text
+    assert os.listdir(folder) == []
+
+
+def test_a_file_cut_while_it_is_read_is_deleted(
+    files: ImageFiles,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save(files, "k", bytes(2 * 16 * MIB + 1))
+
+    def cut_and_create(name: str, num_bytes: int) -> int:
+        os.truncate(folder / "k.image", HEADER_BYTES + 20 * MIB)
+        return memfd.create_memfd(name, num_bytes)
+
+    monkeypatch.setattr(image_files, "create_memfd", cut_and_create)
+    assert files.load("k") is None
+    assert f"it ends at byte {HEADER_BYTES + 20 * MIB}" in caplog.text
+    assert os.listdir(folder) == []
+
+
+def test_what_cannot_be_read_stays(
+    files: ImageFiles, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "k.image").mkdir(parents=True)
+    assert files.load("k") is None
+    assert "k.image could not be read" in caplog.text
+    assert (folder / "k.image").is_dir()
+
+
+def test_an_image_larger_than_memory_stays(
+    files: ImageFiles,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save(files, "k", bytes(2 * MIB))
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable: 1024 kB\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(memfd, "_MEMINFO", meminfo)
+        assert files.load("k") is None
+    assert "2 MiB wanted for gpupool-image, 1 MiB available" in caplog.text
+    assert loaded(files, "k") == bytes(2 * MIB)
+
+
+# A save that fails
+
+INTERRUPTED = """
+import json, os, resource, sys
+from pathlib import Path
+from gpupoold.errors import Failed
+from gpupoold.control.weights.snapshot_files import ImageFiles
+
+folder = Path(sys.argv[1])
+fd = os.memfd_create("image")
+os.write(fd, os.urandom(3 << 20))
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+num_descriptors = len(os.listdir("/proc/self/fd"))
+try:
+    ImageFiles(folder).save("k", fd, "layout", ())
+except Failed as error:
+    leaked = len(os.listdir("/proc/self/fd")) - num_descriptors
+    print(json.dumps([error.message, leaked]))
+"""
+
+
+def test_an_interrupted_save_leaves_nothing_new(
+    files: ImageFiles, folder: Path, project_env: dict[str, str]
+) -> None:
+    save(files, "k", b"the one before")
+    (folder / "k.image.new").write_bytes(b"what a killed daemon left")
+    command = [sys.executable, "-c", INTERRUPTED, str(folder)]
+    done = subprocess.run(command, env=project_env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    message, num_leaked = json.loads(done.stdout)
+    assert message.startswith(f"{folder}/k.image: saving an image of 3 MiB failed:")
+    assert "File too large" in message
+    assert num_leaked == 0
+    assert os.listdir(folder) == ["k.image"]
+    assert loaded(files, "k") == b"the one before"
+
+
+def test_a_full_disk_is_told_before_anything_is_written(
+    files: ImageFiles, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = shutil._ntuple_diskusage(100 * MIB, 98 * MIB, 2 * MIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    with pytest.raises(Failed, match=r"k\.image: an image of 2 MiB .* 2 MiB are free") as e:
+        save(files, "k", bytes(2 * MIB))  # the header is too much
+    assert f"make room in {folder}" in e.value.hint
+    assert os.listdir(folder) == []
+    save(files, "k", bytes(2 * MIB - HEADER_BYTES))
+    assert os.listdir(folder) == ["k.image"]
+
+
+@pytest.mark.parametrize(
+    ("data", "canary", "reason"),
+    [(b"", (), "cannot mmap an empty file"), (b"weights", (1000,) * 1000, "4096 are its limit")],
+)
+def test_what_cannot_be_saved_leaves_nothing(
+    files: ImageFiles, folder: Path, data: bytes, canary: tuple[int, ...], reason: str
+) -> None:
+    fd = memfd_of(data)
+    with pytest.raises(Failed, match=reason):
+        files.save("k", fd, "layout", canary)
+    os.close(fd)
+    assert os.listdir(folder) == []
+
+
+def test_the_folder_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "images").write_text("not a folder")
+    with pytest.raises(Failed, match=r"images/k\.image: saving an image of 7 B failed"):
+        save(ImageFiles(tmp_path / "images"), "k", b"weights")

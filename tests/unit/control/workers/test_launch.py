@@ -1,0 +1,28 @@
+"""What instances are told at their start."""
+
+from __future__ import annotations
+
+from gpupoold.config.schema import parse_settings
+from gpupoold.control.workers.launch import arguments_of
+
+SHARED = {"kind": "cuda", "index": 0, "memory": "6GiB"}
+
+
+def option(arguments: list[str], name: str) -> str:
+    return arguments[arguments.index(name) + 1]
+
+
+def test_an_instance_knows_how_many_share_its_gpu() -> None:
+    devices = [SHARED, SHARED, {"kind": "cuda"}, {"kind": "emulated"}, {"kind": "emulated"}]
+    settings = parse_settings({"device": devices}, "test")
+    told = [arguments_of(settings, number) for number in range(len(devices))]
+    assert [option(one, "--num-sharing") for one in told] == ["2", "2", "1", "1", "1"]
+    assert [option(one, "--device-index") for one in told] == ["0", "0", "1", "0", "0"]
+
+
+def test_what_stays_free_is_part_of_a_share() -> None:
+    settings = parse_settings({"device": [SHARED, SHARED], "memory": {"reserve": "2GiB"}}, "test")
+    for number in range(2):
+        arguments = arguments_of(settings, number)
+        assert option(arguments, "--device-bytes") == str(4 << 30)
+        assert option(arguments, "--reserve-bytes") == str(2 << 30)

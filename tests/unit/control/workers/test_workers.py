@@ -1,0 +1,184 @@
+"""The supervisor of instances, with processes that are played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpupoold.config.schema import Settings
+from gpupoold.control.processes.child import Launch
+from gpupoold.control.processes.crash_attribution import Death
+from gpupoold.control.processes.forks import ForkServer
+from gpupoold.control.workers import workers as module
+from gpupoold.control.workers.worker import Instance
+from gpupoold.control.workers.workers import InstanceSupervisor
+from gpupoold.errors import Failed, TimedOut
+from gpupoold.system.activity import Activity, ActivityPage, Phase
+from gpupoold.wire import messages as m
+from gpupoold.wire.channel import AsyncChannel
+
+TIMEOUT_S = 20
+MODEL = m.ModelToLoad(name="llama", path="/models/llama", ttft_s=1.0, tbt_s=0.1)
+
+
+class Played:
+    """A process that says what the test wants it to."""
+
+    pid = 4711
+
+    def __init__(self, launch: Launch) -> None:
+        fd = launch.fd_options["--wire-fd"]
+        self.channel: AsyncChannel[Any] = AsyncChannel(
+            socket.socket(fileno=socket.dup(fd)), m.ToInstance
+        )
+        self.activity = ActivityPage()
+        self.activity.attach(os.dup(launch.fd_options["--activity-fd"]))
+        self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._status)
+
+    def kill(self) -> None:
+        self.end(-signal.SIGKILL)
+
+    def end(self, status: int) -> None:
+        if not self._status.done():
+            self._status.set_result(status)
+            self.channel.close()
+
+    def come_up(self) -> None:
+        self.channel.send(m.InstanceReady(0, self.pid, 1 << 30, 4096, 1e9, "0.32.0"))
+
+
+class Rig:
+    """A supervisor of one instance, the processes it started, and what it told."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.played: list[Played] = []
+        self.downs: list[Death] = []
+        self.on_up: Callable[[], None] = lambda: None
+        self.supervisor = InstanceSupervisor(
+            settings, ForkServer(settings, {}, ()), self._on_message, self._on_up, self._on_down
+        )
+        [self.instance] = self.supervisor.instances
+
+    async def start(self, launch: Launch) -> Played:
+        self.played.append(Played(launch))
+        return self.played[-1]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def runs(self, number: int) -> Played:
+        """The process of this number, when it is ready."""
+        await self.until(lambda: len(self.played) > number)
+        self.played[number].come_up()
+        await self.until(lambda: self.instance.is_ready)
+        return self.played[number]
+
+    async def dies(self, count: int) -> Death:
+        await self.until(lambda: len(self.downs) >= count)
+        return self.downs[count - 1]
+
+    def _on_message(self, instance: Instance, message: m.FromInstance) -> None:
+        raise AssertionError(f"{message} cannot be handled")
+
+    async def _on_up(self, instance: Instance) -> None:
+        self.on_up()
+
+    async def _on_down(self, instance: Instance, death: Death) -> None:
+        self.downs.append(death)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
+    paths: dict[str, object] = {"model_dirs": []}
+    for name in ("state", "runtime", "log", "download"):
+        paths[f"{name}_dir"] = tmp_path / name
+    limits = {"load_timeout": 0.2, "stop_grace": 0.05}
+    settings = Settings.model_validate(
+        {"paths": paths, "device": [{"kind": "sim", "gpu": "H800"}], "limits": limits}
+    )
+    settings.paths.log_dir.mkdir()
+    made = Rig(settings)
+    monkeypatch.setattr(module, "execute", made.start)
+    made.supervisor.start()
+    yield made
+    await made.supervisor.stop()
+
+
+async def test_one_that_somebody_kills_is_back_at_once_again_and_again(rig: Rig) -> None:
+    for number in range(6):
+        (await rig.runs(number)).end(-signal.SIGKILL)
+        assert await rig.dies(number + 1) == Death("signal 9", False)
+    await rig.runs(6)
+
+
+async def test_what_it_did_is_told_with_its_death(rig: Rig) -> None:
+    played = await rig.runs(0)
+    played.activity.main.set(Phase.LOAD, "llama")
+    loading = asyncio.create_task(rig.supervisor.load(rig.instance, MODEL, None))
+    await rig.until(lambda: rig.instance.is_excused)
+    played.end(-signal.SIGSEGV)
+    assert await rig.dies(1) == Death("signal 11", True, (Activity(Phase.LOAD, "llama"),))
+    with pytest.raises(Failed, match=r"instance 0 ended \(signal 11\)"):
+        await loading
+
+
+async def test_what_it_did_when_it_was_killed_is_told_too(rig: Rig) -> None:
+    (await rig.runs(0)).activity.main.set(Phase.LOAD, "llama")
+    with pytest.raises(TimedOut, match=r"llama: not loaded within 0\.2 s"):
+        await rig.supervisor.load(rig.instance, MODEL, None)
+    assert not rig.instance.is_excused
+    rig.supervisor.end(rig.instance, "hung")
+    rig.supervisor.end(rig.instance, "only the first reason counts")
+    assert await rig.dies(1) == Death("hung", True, (Activity(Phase.LOAD, "llama"),))
+    played = await rig.runs(1)
+    played.end(-signal.SIGTERM)
+    assert await rig.dies(2) == Death("signal 15", False)
+
+
+async def test_calls_have_a_limit(rig: Rig) -> None:
+    await rig.runs(0)
+    with pytest.raises(TimedOut, match=r"did not answer check_integrity within 0\.2 s"):
+        await rig.supervisor.call(rig.instance, "check_integrity")
+    with pytest.raises(TimedOut, match=r"did not answer bench_kv within 0\.05 s"):
+        await rig.supervisor.call(rig.instance, "bench_kv", limit_s=0.05)
+
+
+async def test_a_load_behind_an_unload_that_is_given_up(rig: Rig) -> None:
+    await rig.runs(0)
+    rig.instance.models.add("llama")
+    unloading = asyncio.create_task(rig.supervisor.unload(rig.instance, "llama"))
+    await asyncio.sleep(0)
+    with pytest.raises(TimedOut, match="not loaded"):
+        await asyncio.wait_for(rig.supervisor.load(rig.instance, MODEL, None), TIMEOUT_S)
+    with pytest.raises(TimedOut, match="did not let go of llama"):
+        await unloading
+
+
+async def test_one_that_says_nonsense_is_replaced(rig: Rig) -> None:
+    (await rig.runs(0)).channel.send(m.TurnEnded(1))
+    assert await rig.dies(1) == Death("it sent what could not be handled", True)
+    await rig.runs(1)
+
+
+async def test_one_that_cannot_be_set_up_is_replaced(rig: Rig) -> None:
+    def fail() -> None:
+        raise ValueError("on purpose")
+
+    rig.on_up = fail
+    await rig.until(lambda: len(rig.played) == 1)
+    rig.played[0].come_up()
+    assert await rig.dies(1) == Death("it could not be set up: on purpose", True)
+    rig.on_up = lambda: None
+    await rig.runs(1)

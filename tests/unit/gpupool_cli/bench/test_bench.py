@@ -1,0 +1,91 @@
+"""What the benchmarks make of their measurements, and print. Their runs are functional tests."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpupool_cli.bench.cold import ColdStart, summary
+from gpupool_cli.bench.rig import device_config, make_checkpoints
+from gpupool_cli.bench.view import show_memory, show_switches
+from gpupoold.config.schema import CUDA_RESERVE_BYTES, parse_settings
+from gpupoold.errors import Failed
+
+ROW: dict[str, Any] = {
+    **{"p50_s": 0.0123, "p99_s": 0.045, "samples": 40, "bytes": 300 << 20},
+    "stages_p50_s": {"evict_s": 0.002, "map_s": 0.0, "weights_s": 0.01, "kv_s": 0.0},
+    **{"limit_s": 0.02, "limit_of": "p50_s", "ratio": 0.6, "reached": True},
+}
+COLD = ROW | {"stages_p50_s": {"read_s": 0.5, "switch_s": 0.1}, "reached": False}
+
+
+class TestColdStart:
+    def test_a_request_of_a_resident_model_is_not_part_of_it(self) -> None:
+        start = ColdStart(warm_s=1.0, request_s=0.3, resident_request_s=0.1, plain_read_s=0.5)
+        assert start.total_s == pytest.approx(1.2)
+        assert ColdStart(1.0, 0.1, 0.2, 0.5).total_s == 1.0
+
+    def test_the_limit_is_a_plain_read_and_a_switch(self) -> None:
+        starts = [ColdStart(warm_s, 0.3, 0.1, 0.45) for warm_s in (1.0, 1.2, 3.0)]
+        row = summary(starts, 1000, host_cached_limit_s=0.2)
+        assert row["p50_s"] == pytest.approx(1.4)
+        assert row["p99_s"] == pytest.approx(3.2)
+        assert row["limit_s"] == pytest.approx(0.7)
+        assert (row["samples"], row["bytes"], row["reached"]) == (3, 1000, False)
+
+
+class TestRig:
+    def test_the_device_has_so_much_for_models(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("gpupoold.config.schema.NVIDIA_GPUS", Path("/nowhere"))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        [device] = parse_settings(tomllib.loads(device_config(1 << 30)), "test").devices
+        assert (device.kind, device.memory_bytes) == ("emulated", 1 << 30)
+
+    def test_a_gpus_reserve_comes_on_top(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        (tmp_path / "0000:01:00.0").mkdir()
+        monkeypatch.setattr("gpupoold.config.schema.NVIDIA_GPUS", tmp_path)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        [device] = parse_settings(tomllib.loads(device_config(1 << 30)), "test").devices
+        assert (device.kind, device.page_bytes) == ("cuda", 2 << 20)
+        assert device.memory_bytes == (1 << 30) + (256 << 20) + CUDA_RESERVE_BYTES
+
+    def test_a_checkpoint_that_cannot_be_made_says_why(self, tmp_path: Path) -> None:
+        with pytest.raises(Failed, match=r"llama checkpoint could not be made: .*of weights"):
+            make_checkpoints(tmp_path, ["llama"], 1000)
+
+
+class TestTables:
+    def test_switches(self, capsys: pytest.CaptureFixture[str]) -> None:
+        show_switches(
+            {"modes": {"host_cached": {"with_kv": ROW}, "cold_from_disk": {"without_kv": COLD}}}
+        )
+        header, warm, cold = capsys.readouterr().out.splitlines()
+        assert header.split()[:6] == ["mode", "KV", "switches", "moved", "p50", "p99"]
+        expected = "host_cached with kv 40 300 MiB 12.3ms 45ms 2ms 10ms 20ms p50 yes"
+        assert warm.split() == expected.split()
+        assert cold.split()[-6:] == ["45ms", "500ms", "100ms", "20ms", "p50", "no"]
+
+    def test_memory(self, capsys: pytest.CaptureFixture[str]) -> None:
+        copy = {"by": "lane", "direction": "in", "piece_bytes": 4096, "bytes_per_s": 2**30}
+        mapping = dict.fromkeys(("map_s_per_page", "unmap_s_per_page"), 1e-6)
+        mapping |= {"pages": 4, "runs": 1, "map_p50_s": 4e-6, "unmap_p50_s": 5e-6}
+        show_memory(
+            {
+                "page_bytes": 65536,
+                "copies": [copy | {"ratio": 0.5}],
+                "mapping": [mapping],
+                "transfer_round_trip": {"p50_s": 2e-5},
+                "kv_swap": {"memcpy_bytes_per_s": {"device_copy": 2.0**31}},
+                "kv_overlap": {"hidden_share": 0.5},
+            }
+        )
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert ["lane", "in", "pieces", "of", "4", "KiB", "1", "GiB/s", "0.50"] in lines
+        assert ["4", "1", "4us", "5us", "1us", "1us"] in lines
+        assert ["kv_swap.memcpy_bytes_per_s.device_copy", "2", "GiB/s"] in lines
+        assert ["transfer_round_trip.p50_s", "20us"] in lines

@@ -1,0 +1,46 @@
+"""``BindingsDriver`` as far as it goes without a GPU; ``tests/gpu`` has the rest."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from gpupoold.memory.cuda import driver as cuda_driver
+from gpupoold.memory.cuda.driver import BindingsDriver, CudaError
+from tests.conftest import has_nvidia_gpu
+from tests.unit.memory.fake_cuda import FakeCuda
+
+
+def test_the_fake_has_the_drivers_methods() -> None:
+    for name, method in inspect.getmembers(BindingsDriver, inspect.isfunction):
+        if not name.startswith("_"):
+            fake = getattr(FakeCuda, name)
+            assert inspect.signature(fake) == inspect.signature(method), name
+
+
+class TestBindings:
+    @pytest.fixture(autouse=True)
+    def _needs_bindings(self) -> None:
+        pytest.importorskip("cuda.bindings.driver", reason="comes with gpupool[cuda] only")
+
+    def test_without_a_gpu_the_call_and_the_reason_are_named(self) -> None:
+        if has_nvidia_gpu():
+            pytest.skip("this machine has a GPU")
+        with pytest.raises(CudaError, match=r"^cuInit failed: "):
+            BindingsDriver().open(0)
+
+    def test_the_pinned_version_has_every_call(self) -> None:
+        from cuda.bindings import driver
+
+        calls = set(re.findall(r'"(cu[A-Z]\w+)"', inspect.getsource(cuda_driver)))
+        assert "cuMemcpyBatchAsync" in calls
+        assert [name for name in calls if not hasattr(driver, name)] == []
+
+    def test_batches_are_copied_as_in_cuda_13(self) -> None:
+        """CUDA 12.8's function of that name had one argument more."""
+        from cuda.bindings import driver
+
+        signature = driver.cuMemcpyBatchAsync.__doc__.splitlines()[0]
+        assert signature.endswith("size_t numAttrs, hStream)")

@@ -1,0 +1,315 @@
+"""What vLLM's scheduler is told beside its own: tokens of a step, blocks that came along."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="the engine is not installed")
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from gpupoold.worker.engine.scheduler import PooledScheduler
+
+LIMIT = 512
+BLOCK = 16
+
+
+class Blocks:
+    """A block pool: references by block, and what was made findable."""
+
+    def __init__(self) -> None:
+        self.blocks = list(range(32))
+        self.freed: list[int] = []
+        self.cached: list[tuple[str, list[int], int, int]] = []
+
+    def cache_full_blocks(
+        self, request: Any, blocks: list[int], num_cached: int, num_full: int, *_: int
+    ) -> None:
+        self.cached.append((request.request_id, blocks, num_cached, num_full))
+
+    def free_blocks(self, blocks: list[int]) -> None:
+        self.freed += blocks
+
+
+class Kv:
+    """KV memory of which these blocks are away."""
+
+    def __init__(self) -> None:
+        self.away: set[int] = set()
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.away
+
+    def is_here(self, blocks: list[int]) -> bool:
+        return not self.away & set(blocks)
+
+    def discard_dead(self) -> None:
+        """The scheduler tells of it; what follows is tested with the memory."""
+
+
+def request(name: str = "r", num_tokens: int = 40, num_computed: int = 40) -> Any:
+    return SimpleNamespace(request_id=name, num_tokens=num_tokens, num_computed_tokens=num_computed)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The limits under which vLLM has planned its steps."""
+    limits: list[int] = []
+
+    def schedule(scheduler: PooledScheduler) -> Any:
+        limits.append(scheduler.max_num_scheduled_tokens)
+        return SimpleNamespace(num_scheduled_tokens={})
+
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+    return limits
+
+
+@pytest.fixture
+def blocks() -> Blocks:
+    return Blocks()
+
+
+@pytest.fixture
+def scheduler(blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -> PooledScheduler:
+    """As vLLM makes it, without an engine."""
+    monkeypatch.setattr(Scheduler, "__init__", lambda *_: None)
+    made: Any = PooledScheduler()
+    made.max_num_scheduled_tokens, made.block_size = LIMIT, BLOCK
+    made.max_num_running_reqs = made.max_num_active_reqs = 8
+    made.running, made.waiting, made.kv = [], [], Kv()
+    owned = {"r": [3, 5, 8]}
+    made.kv_cache_manager = SimpleNamespace(
+        block_pool=blocks, get_block_ids=lambda name: (owned.get(name, []),)
+    )
+    spec = FullAttentionSpec.__new__(FullAttentionSpec)
+    made.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    scheduler: PooledScheduler = made
+    return scheduler
+
+
+class TestChunks:
+    @pytest.mark.parametrize(
+        ("chunk_tokens", "num_running", "limit"),
+        [
+            (None, 3, LIMIT),
+            (128, 3, 128),
+            (2 * LIMIT, 3, LIMIT),
+            (1, 3, 4),  # every answer goes on, and so does a prompt
+            (0, 0, 1),
+        ],
+    )
+    def test_a_step_has_so_many_tokens(
+        self,
+        scheduler: PooledScheduler,
+        steps: list[int],
+        chunk_tokens: int | None,
+        num_running: int,
+        limit: int,
+    ) -> None:
+        scheduler.running = [request(str(number)) for number in range(num_running)]
+        scheduler.chunk_tokens = chunk_tokens
+        scheduler.schedule()
+        assert steps == [limit]
+        assert scheduler.max_num_scheduled_tokens == LIMIT
+        scheduler.chunk_tokens = None
+        scheduler.schedule()
+        assert steps == [limit, LIMIT]
+
+    def test_a_step_that_fails_leaves_the_limit(
+        self, scheduler: PooledScheduler, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(_: object) -> None:
+            raise MemoryError
+
+        monkeypatch.setattr(Scheduler, "schedule", fail)
+        scheduler.chunk_tokens = 10
+        with pytest.raises(MemoryError):
+            scheduler.schedule()
+        assert scheduler.max_num_scheduled_tokens == LIMIT
+
+
+class TestSteps:
+    def test_nothing_is_begun_while_it_is_held(
+        self, scheduler: PooledScheduler, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Scheduler, "has_requests", lambda _: True)
+        scheduler.is_held = True
+        assert not scheduler.has_requests()
+        scheduler.is_held = False
+        assert scheduler.has_requests()
+
+    @pytest.mark.parametrize(
+        ("tokens", "new", "is_decode"),
+        [
+            ({"r": 1, "q": 1}, [], True),
+            ({"r": 1, "q": 5}, [], False),
+            ({"r": 1}, ["r"], False),
+            ({}, [], False),
+        ],
+    )
+    def test_steps_of_next_tokens_are_told_from_prompts(
+        self,
+        scheduler: PooledScheduler,
+        monkeypatch: pytest.MonkeyPatch,
+        tokens: dict[str, int],
+        new: list[str],
+        is_decode: bool,
+    ) -> None:
+        monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: {})
+        planned: Any = SimpleNamespace(
+            num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=sum(tokens.values()),
+            scheduled_new_reqs=new,
+        )
+        scheduler.update_from_output(planned, None)
+        assert (scheduler.num_updates, scheduler.was_decode) == (1, is_decode)
+
+
+class TestIsolation:
+    """Who may be in each of the next steps."""
+
+    @pytest.fixture
+    def may_run(self, scheduler: PooledScheduler) -> Callable[..., str]:
+        """The requests of the next step."""
+        made: Any = scheduler
+        made.requests = {name: request(name) for name in "abc"}
+
+        def choose(*, may_isolate: bool = True) -> str:
+            scheduler.take_turns(may_isolate=may_isolate)
+            return "".join(name for name in made.requests if scheduler._may_run(request(name)))
+
+        return choose
+
+    def test_isolated_requests_and_the_others_take_turns(
+        self, scheduler: PooledScheduler, may_run: Callable[..., str]
+    ) -> None:
+        assert may_run() == "abc"
+        scheduler.isolate("b")
+        assert [may_run() for _ in range(4)] == ["b", "ac", "b", "ac"]
+        scheduler.isolate("a")
+        assert [may_run() for _ in range(4)] == ["b", "c", "a", "c"]
+        scheduler.end_isolation("b")
+        assert [may_run() for _ in range(3)] == ["a", "bc", "a"]
+        scheduler.end_isolation("a")
+        assert may_run() == "abc"
+
+    def test_isolated_requests_that_are_all_there_are(
+        self, scheduler: PooledScheduler, may_run: Callable[..., str]
+    ) -> None:
+        for name in "abc":
+            scheduler.isolate(name)
+        assert [may_run() for _ in range(4)] == ["a", "b", "c", "a"]
+
+    def test_one_that_has_ended_is_forgotten(
+        self, scheduler: PooledScheduler, may_run: Callable[..., str]
+    ) -> None:
+        scheduler.isolate("b")
+        scheduler.isolate("gone")
+        assert may_run() == "b"
+        made: Any = scheduler
+        del made.requests["b"]
+        assert may_run() == "ac"
+        assert not scheduler.isolated
+
+    def test_it_waits_for_other_threads_but_not_for_ever(
+        self,
+        scheduler: PooledScheduler,
+        may_run: Callable[..., str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        scheduler.isolate("b")
+        assert [may_run(), may_run()] == ["b", "ac"]
+        assert may_run(may_isolate=False) == "ac"
+        now_s = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now_s + 5.0)
+        assert may_run(may_isolate=False) == "b"
+
+
+class TestClaims:
+    def test_blocks_are_findable_and_kept_until_the_request_has_them(
+        self, scheduler: PooledScheduler, blocks: Blocks, steps: list[int]
+    ) -> None:
+        scheduler.claim(request(), [7, 9])
+        assert blocks.cached == [("r", [7, 9], 0, 2)]
+        assert scheduler.num_claimed == 2
+        assert list(scheduler.blocks_under_way()) == [7, 9]
+        scheduler.schedule()
+        assert blocks.freed == []  # it has not begun
+        scheduler.running = [request()]
+        scheduler.schedule()
+        assert (blocks.freed, scheduler.num_claimed) == ([9, 7], 0)
+        scheduler.schedule()
+        assert blocks.freed == [9, 7]
+        assert len(steps) == 3
+
+    def test_none_are_no_claim(self, scheduler: PooledScheduler, blocks: Blocks) -> None:
+        scheduler.claim(request(), [])
+        scheduler.release("r")
+        assert (blocks.cached, blocks.freed, scheduler.num_claimed) == ([], [], 0)
+
+    def test_a_request_that_ends_before_it_began(
+        self, scheduler: PooledScheduler, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Scheduler, "finish_requests", lambda *_: [request("r")])
+        scheduler.claim(request("r"), [7])
+        scheduler.claim(request("stays"), [8])
+        scheduler.finish_requests(["r"])
+        assert (blocks.freed, list(scheduler.blocks_under_way())) == ([7], [8])
+
+    def test_when_all_prefixes_are_forgotten(
+        self, scheduler: PooledScheduler, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """vLLM does that only when no block is in use."""
+        freed_before: list[list[int]] = []
+        monkeypatch.setattr(
+            Scheduler, "reset_prefix_cache", lambda *_: freed_before.append(list(blocks.freed))
+        )
+        scheduler.claim(request("r"), [7])
+        scheduler.claim(request("q"), [8])
+        scheduler.reset_prefix_cache()
+        assert freed_before == [[7, 8]]
+
+    def test_it_can_begin_when_its_blocks_are_here(self, scheduler: PooledScheduler) -> None:
+        kv: Any = scheduler.kv
+        scheduler.waiting = [request()]
+        scheduler.claim(request(), [7])
+        kv.away = {7}
+        assert not scheduler.can_schedule()
+        kv.away = {8}
+        assert scheduler.can_schedule()
+
+
+class TestFullBlocks:
+    @pytest.mark.parametrize(
+        ("num_tokens", "num_computed", "expected"),
+        [
+            (40, 40, [3, 5]),
+            (40, 20, [3]),
+            (49, 48, [3, 5, 8]),
+            (48, 48, [3, 5]),  # the last token is computed where it goes
+            (16, 16, []),
+            (40, 0, []),
+        ],
+    )
+    def test_those_that_will_not_be_written_again(
+        self, scheduler: PooledScheduler, num_tokens: int, num_computed: int, expected: list[int]
+    ) -> None:
+        assert scheduler.full_blocks(request("r", num_tokens, num_computed)) == expected
+
+    def test_of_one_that_came_with_blocks_and_waits(self, scheduler: PooledScheduler) -> None:
+        scheduler.claim(request("r", 40, 0), [7, 9])
+        assert scheduler.full_blocks(request("r", 40, 0)) == [7, 9]
+
+    def test_of_layers_of_several_kinds(self, scheduler: PooledScheduler) -> None:
+        config: Any = scheduler.kv_cache_config
+        config.kv_cache_groups *= 2
+        assert scheduler.full_blocks(request()) == []
+        config.kv_cache_groups = [SimpleNamespace(kv_cache_spec=object())]
+        assert scheduler.full_blocks(request()) == []

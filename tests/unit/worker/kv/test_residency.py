@@ -1,0 +1,353 @@
+"""Who is brought in beside whom, and what gives way."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+from gpupoold.memory import kv_extents as kv_module
+from gpupoold.memory.contracts import Direction
+from gpupoold.memory.kv import KvMemory
+from gpupoold.memory.kv_extents import Place
+from gpupoold.memory.transfers import TransferQueue
+from gpupoold.memory.weights import WeightMemory
+from gpupoold.worker.kv import residency
+from gpupoold.worker.kv.page_eviction import Use
+from gpupoold.worker.kv.residency import Residency
+from tests.unit.memory.ledger import MemoryLedger
+from tests.unit.memory.rig import PAGE, GatedLane, Rig, fill_blocks, geometry_of, read, read_block
+
+WEIGHT_PAGES = 20
+
+
+@dataclass
+class Model:
+    """A model that wants as many KV blocks as the test says."""
+
+    name: str
+    weights: WeightMemory
+    kv: KvMemory
+    ledger: MemoryLedger
+    image: bytes
+    num_wanted: int = 0
+    requests: list[list[int]] = field(default_factory=list)
+    num_preempted: int = 0
+
+    def is_ready(self) -> bool:
+        return any(self.kv.is_here(request) for request in self.requests)
+
+    def wanted_blocks(self) -> list[int]:
+        return [block for request in self.requests for block in request]
+
+    def preempt(self) -> None:
+        self.num_preempted += len(self.requests)
+        with self.kv.without_ballast():
+            for request in self.requests:
+                self.ledger.release(request)
+        self.requests.clear()
+
+    def num_missing_blocks(self) -> int:
+        return max(0, self.num_wanted - self.ledger.num_free)
+
+
+class Box:
+    """Three models on a device; a has been used most recently, b least."""
+
+    def __init__(self, num_pages: int, host_pages: int = 64) -> None:
+        self.rig = Rig(num_pages, host_pages)
+        self.uses: dict[str, Use] = {}
+        self.residency = Residency(
+            self.rig.device, self.rig.pool, self.rig.host, 1e9, self.uses.__getitem__
+        )
+        self.models: dict[str, Model] = {}
+        for number, name in enumerate("abc"):
+            weights, image = self.rig.weights(WEIGHT_PAGES, name)
+            kv, ledger = self.rig.kv(geometry_of("blocks-outermost"))
+            self.models[name] = Model(name, weights, kv, ledger, image)
+            last_used_s = 9.0 if name == "a" else float(number)
+            self.uses[name] = Use(0, last_used_s, 10.0, math.inf)
+            self.residency.add(self.models[name])
+
+    def ask(self, name: str, num_blocks: int) -> dict[int, bytes]:
+        """A request of the model on its turn, that has filled so many blocks."""
+        model = self.models[name]
+        model.num_wanted = num_blocks
+        self.residency.ensure_kv(name)
+        model.num_wanted = 0
+        model.requests.append(model.ledger.allocate(num_blocks))
+        self.uses[name] = Use(len(model.requests), 0.0, 10.0, self.uses[name].next_deadline_s)
+        return fill_blocks(model.kv, model.requests[-1], (name, len(model.requests)))
+
+    def kv_bytes(self, name: str, written: dict[int, bytes]) -> dict[int, bytes]:
+        return {block: read_block(self.models[name].kv, block) for block in written}
+
+    def weights(self, name: str) -> WeightMemory:
+        return self.models[name].weights
+
+    def switch_in(self, name: str) -> int:
+        """Bytes of weights that the switch itself had to move; the model's bytes are right."""
+        stages = self.residency.switch_in(name)
+        model = self.models[name]
+        assert model.weights.is_resident
+        assert read(model.weights.address, len(model.image)) == model.image
+        self.residency.check_integrity()
+        return stages.weight_bytes // PAGE if stages else 0
+
+    def close(self) -> None:
+        self.residency.close()
+        self.rig.close()
+
+
+@pytest.fixture
+def box() -> Iterator[Box]:
+    made = Box(60)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def tight_box() -> Iterator[Box]:
+    """Room for one model and a half."""
+    made = Box(34)
+    yield made
+    made.close()
+
+
+def test_the_next_model_is_there_when_its_turn_comes(box: Box) -> None:
+    assert box.switch_in("a") == WEIGHT_PAGES
+    assert box.residency.prefetched_bytes == 0
+    box.residency.prefetch("b", "a")
+    assert box.residency.missing_bytes("b") == 0
+    assert box.residency.prefetched_bytes == WEIGHT_PAGES * box.rig.device.page_bytes
+    assert box.switch_in("b") == 0
+    assert box.residency.prefetched_bytes == 0
+    assert box.switch_in("a") == 0
+    box.residency.prefetch("b", "a")
+    assert box.residency.prefetched_bytes == 0  # it has been there since its turn
+
+
+def test_the_model_that_runs_waits_for_the_mapping_of_a_part_at_a_time(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residency, "_PREFETCH_BYTES", 7 * PAGE)
+    box.switch_in("a")
+    box.residency.prefetch("b", "a")
+    there = [box.weights("b").num_mapped_pages]
+    while there[-1] < WEIGHT_PAGES:
+        box.weights("b").wait()
+        box.residency.advance("a")
+        there.append(box.weights("b").num_mapped_pages)
+    assert there == [*range(7, WEIGHT_PAGES, 7), WEIGHT_PAGES]
+    assert box.switch_in("b") == 0
+
+
+def test_as_much_comes_in_as_there_is_room_for(tight_box: Box) -> None:
+    box = tight_box
+    box.switch_in("a")
+    box.residency.prefetch("b", "a")
+    # 34 pages less the model, both null blocks' chunks, and a chunk to grow by.
+    chunk = sum(len(span) for span in box.models["a"].kv.geometry.pages(0))
+    there = box.weights("b").num_mapped_pages
+    assert there == 34 - WEIGHT_PAGES - 3 * chunk
+    assert box.switch_in("b") == WEIGHT_PAGES - there
+
+
+def test_only_as_much_goes_as_must(tight_box: Box) -> None:
+    box = tight_box
+    box.switch_in("a")
+    assert box.switch_in("b") == WEIGHT_PAGES
+    left = box.weights("a").num_mapped_pages
+    assert 0 < left < WEIGHT_PAGES
+    assert box.switch_in("a") == WEIGHT_PAGES - left
+
+
+def test_idle_models_make_room_and_the_current_one_does_not(box: Box) -> None:
+    box.switch_in("c")
+    box.switch_in("b")
+    box.switch_in("a")
+    assert box.weights("c").is_resident
+    short = WEIGHT_PAGES - box.weights("b").num_mapped_pages
+    assert short > 0, "the least recently used gave way"
+    box.residency.prefetch("b", "a")
+    assert box.weights("a").is_resident
+    assert box.weights("c").num_mapped_pages < WEIGHT_PAGES
+    assert box.switch_in("b") == 0
+
+
+def test_plans_change(box: Box) -> None:
+    box.switch_in("a")
+    box.residency.prefetch("b", "a")
+    box.residency.prefetch("c", "a")
+    assert not box.weights("b").is_arriving
+    assert box.switch_in("c") == 0
+    box.switch_in("b")
+
+
+def test_what_is_being_prefetched_gives_way_to_the_current_model(tight_box: Box) -> None:
+    box = tight_box
+    box.switch_in("a")
+    box.residency.prefetch("b", "a")
+    box.models["a"].num_wanted = box.models["a"].kv.geometry.num_blocks - 1
+    box.residency.ensure_kv("a")
+    assert box.models["a"].num_missing_blocks() == 8
+    assert box.rig.pool.num_free < 3
+    box.residency.check_integrity()
+    box.models["a"].num_wanted = 0
+    box.switch_in("b")
+
+
+def test_a_model_that_goes_is_prefetched_no_more(box: Box) -> None:
+    box.switch_in("a")
+    box.residency.prefetch("b", "a")
+    box.residency.remove("b")
+    assert not box.weights("b").is_arriving
+    box.weights("b").evict()
+    box.models["b"].kv.unback([0])
+    box.residency.check_integrity()
+    box.residency.prefetch("c", "a")
+    assert box.switch_in("c") == 0
+
+
+def test_kv_leaves_for_a_switch_and_comes_back(tight_box: Box) -> None:
+    box = tight_box
+    box.switch_in("a")
+    written = box.ask("a", 3)
+    box.switch_in("b")
+    more = box.ask("b", 3)  # a's weights alone do not make the room
+    assert box.models["a"].kv.chunks(Place.LEAVING) + box.models["a"].kv.chunks(Place.HOST)
+    box.residency.check_integrity()
+    box.switch_in("a")
+    assert box.models["a"].is_ready()
+    assert box.kv_bytes("a", written) == written
+    box.switch_in("b")
+    box.residency.bring_all("b")
+    assert box.kv_bytes("b", more) == more
+    box.residency.check_integrity()
+
+
+def test_a_model_runs_as_soon_as_its_first_request_can(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_module, "_GROUP_BYTES", PAGE)  # every chunk is a transfer of its own
+    box.switch_in("a")
+    first, second = box.ask("a", 3), box.ask("a", 3)
+    box.residency.page_out("a")
+    assert box.residency.missing_bytes("a") == (WEIGHT_PAGES + 6 * 3) * PAGE
+    model = box.models["a"]
+    gate = GatedLane(box.rig.device.open_lane(Direction.IN))
+    gate.num_allowed = 3 + 1  # chunk 0 with the null block, and the first request's
+    box.residency._in.close()
+    box.residency._in = TransferQueue([gate], "copy-in")
+    box.residency.switch_in("a")
+    assert model.kv.is_here(first)
+    assert not model.kv.is_here(second)
+    assert box.residency.missing_bytes("a") == 0  # all of it is on its way
+    assert box.kv_bytes("a", first) == first
+    gate.num_allowed = None
+    gate.gate.set()
+    box.residency.bring_all("a")
+    assert box.kv_bytes("a", second) == second
+
+
+def test_what_others_hold_leaves_during_the_turn_before(box: Box) -> None:
+    """b is next; a runs; c, which is due last, gives its KV up meanwhile."""
+    box.uses["c"] = Use(1, 0.0, 10.0, 99.0)
+    box.switch_in("c")
+    written = box.ask("c", 7)
+    box.switch_in("a")
+    box.uses["a"] = Use(1, 0.0, 10.0, 1.0)
+    box.ask("a", 1)
+    box.residency.prefetch("b", "a")
+    for _ in range(100):
+        box.residency.advance("a")
+        if not box.residency.missing_bytes("b"):
+            break
+        time.sleep(0.01)
+    assert box.weights("a").is_resident
+    assert box.models["a"].is_ready()
+    assert box.switch_in("b") == 0
+    box.switch_in("c")
+    box.residency.bring_all("c")
+    assert box.kv_bytes("c", written) == written
+
+
+def test_paused_kv_is_prefetched_too(box: Box) -> None:
+    box.switch_in("b")
+    written = box.ask("b", 3)
+    box.residency.page_out("b")
+    box.switch_in("a")
+    box.residency.prefetch("b", "a")
+    for _ in range(100):
+        box.residency.advance("a")
+        if not box.residency.missing_bytes("b") and box.models["b"].kv.is_whole:
+            break
+        time.sleep(0.01)
+    box.weights("b").wait()
+    stages = box.residency.switch_in("b")
+    assert stages is not None
+    assert (stages.num_bytes, stages.prefetched_bytes) == (0, box.weights("b").num_bytes)
+    assert box.kv_bytes("b", written) == written
+
+
+def test_a_full_host_makes_requests_start_anew_at_the_very_last(tight_box: Box) -> None:
+    box = Box(34, host_pages=0)
+    box.switch_in("a")
+    box.ask("a", 3)
+    box.switch_in("b")
+    assert box.models["a"].num_preempted == 0, "dropping weights made the room"
+    box.ask("b", 3)
+    assert box.models["a"].num_preempted == 1
+    assert box.residency.num_recomputed == 1
+    assert box.models["a"].kv.resident_bytes == 0
+    box.residency.check_integrity()
+    box.close()
+
+
+def test_a_switch_counts_the_kv_that_came_in_it(box: Box) -> None:
+    """Not what comes later, between steps."""
+    box.switch_in("a")
+    first, second = box.ask("a", 2), box.ask("a", 3)
+    page_bytes = 3 * PAGE  # of a block
+    box.residency.page_out("a")
+    assert box.models["a"].kv.missing_bytes == 5 * page_bytes
+    before = box.models["a"].kv.arrived_bytes
+    stages = box.residency.switch_in("a")
+    assert stages is not None
+    arrived = box.models["a"].kv.arrived_bytes - before
+    assert stages.kv_in_bytes == arrived
+    box.residency.bring_all("a")
+    assert box.models["a"].kv.arrived_bytes - before == 5 * page_bytes
+    assert box.kv_bytes("a", first) == first
+    assert box.kv_bytes("a", second) == second
+
+
+def test_kv_that_waits_behind_the_first_request_is_not_of_the_switch(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box.switch_in("a")
+    box.ask("a", 2)
+    box.ask("a", 3)
+    box.residency.page_out("a")
+    missing = box.models["a"].kv.missing_bytes
+    monkeypatch.setattr(residency.Residency, "wait_ready", lambda *_: None)  # ready at once
+    stages = box.residency.switch_in("a")
+    assert stages is not None
+    assert stages.kv_in_bytes == 0
+    assert box.models["a"].kv.missing_bytes == missing
+
+
+def test_switches_tell_what_bandwidth_they_reach(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A moving average, which begins with what was measured at the start."""
+    monkeypatch.setattr(residency, "_MIN_BYTES_FOR_BANDWIDTH", 1)
+    clock = iter(float(second) for second in range(1_000))
+    monkeypatch.setattr(residency, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert box.residency.bandwidth_bytes_per_s == 1e9
+    box.switch_in("a")
+    assert 0.79e9 < box.residency.bandwidth_bytes_per_s < 0.81e9  # a fifth of next to nothing
+    box.switch_in("a")
+    assert 0.79e9 < box.residency.bandwidth_bytes_per_s < 0.81e9  # nothing moved

@@ -1,0 +1,224 @@
+"""What a load does with a GPU's memory, on the fake CUDA driver; torch itself stays on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the engine is not installed")
+
+from gpupoold.memory.address_ranges import Region  # noqa: E402
+from gpupoold.memory.cuda.device import CudaDevice  # noqa: E402
+from gpupoold.memory.cuda.driver import CudaError  # noqa: E402
+from gpupoold.memory.emulated import EmulatedDevice  # noqa: E402
+from gpupoold.memory.host import HostBuffer  # noqa: E402
+from gpupoold.memory.pages import PagePool  # noqa: E402
+from gpupoold.wire.messages import ModelToLoad  # noqa: E402
+from gpupoold.worker.weights import tensors  # noqa: E402
+from gpupoold.worker.weights.loading import ModelLoad  # noqa: E402
+from gpupoold.worker.weights.relocation import copy_out, plan_layout  # noqa: E402
+from gpupoold.worker.weights.torch_release import PageLoan, pages_to_lend  # noqa: E402
+from tests.unit.memory.fake_cuda import FakeCuda  # noqa: E402
+
+PAGE = 4096
+NUM_PAGES = 64
+
+
+@pytest.fixture
+def driver() -> FakeCuda:
+    return FakeCuda(total_bytes=NUM_PAGES * PAGE)
+
+
+@pytest.fixture
+def device(driver: FakeCuda) -> Iterator[CudaDevice]:
+    opened = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=driver)
+    yield opened
+    opened.close()
+    assert driver.leaks == {}
+
+
+@pytest.fixture
+def pool(device: CudaDevice) -> Iterator[PagePool]:
+    """Every test ends with all pages free."""
+    made = PagePool(device.num_pages)
+    yield made
+    made.check_integrity()
+    assert made.num_free == made.num_pages
+
+
+class TestPageLoan:
+    def test_torch_has_the_memory_during_the_loan(
+        self, device: CudaDevice, pool: PagePool, driver: FakeCuda
+    ) -> None:
+        loan = PageLoan(device, pool)
+        loan.lend(10)
+        assert driver.free_bytes == 10 * PAGE
+        assert pool.num_free == NUM_PAGES - 10
+        loan.take_back()
+        loan.take_back()
+        assert driver.free_bytes == 0
+
+    def test_lends_what_there_is(self, device: CudaDevice, pool: PagePool) -> None:
+        held = pool.allocate(60)
+        loan = PageLoan(device, pool)
+        loan.lend(10)
+        assert device.free_bytes() == 4 * PAGE
+        loan.take_back()
+        pool.free(held)
+
+    def test_memory_that_does_not_come_back_is_an_error(
+        self, device: CudaDevice, pool: PagePool, driver: FakeCuda
+    ) -> None:
+        loan = PageLoan(device, pool)
+        loan.lend(3)
+        driver.taken_bytes = PAGE
+        with pytest.raises(CudaError, match="out of memory"):
+            loan.take_back()
+        driver.taken_bytes = 0
+        loan.take_back()
+
+    def test_frames_of_a_failed_load_let_their_tensors_go(
+        self, device: CudaDevice, pool: PagePool, driver: FakeCuda
+    ) -> None:
+        class Tensor:
+            """Frees its device memory when nobody refers to it any more."""
+
+            def __init__(self) -> None:
+                driver.taken_bytes += 2 * PAGE
+
+            def __del__(self) -> None:
+                driver.taken_bytes -= 2 * PAGE
+
+        def build() -> None:
+            weights = Tensor()
+            try:
+                raise MemoryError(f"in the middle of a load with {weights is not None}")
+            except MemoryError as error:
+                raise ValueError("load failed") from error
+
+        def load() -> None:
+            try:
+                build()
+            except ValueError as error:
+                assert driver.free_bytes == 0
+                loan.take_back(error)
+                raise
+
+        loan = PageLoan(device, pool)
+        loan.lend(2)
+        with pytest.raises(ValueError, match="load failed"):
+            load()
+
+
+class TestPagesToLend:
+    def test_covers_the_weights_and_some_more(
+        self, device: CudaDevice, tiny_models: dict[str, Path]
+    ) -> None:
+        path = tiny_models["tiny-llama"]
+        weight_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        device.num_pages, all_pages = 1 << 40, device.num_pages
+        num_bytes = pages_to_lend(_model(path, "float32"), device) * PAGE
+        device.num_pages = all_pages
+        assert 1.05 * weight_bytes < num_bytes - (1 << 30) < 1.2 * weight_bytes
+
+    def test_no_more_than_there_is(self, device: CudaDevice, tiny_models: dict[str, Path]) -> None:
+        assert pages_to_lend(_model(tiny_models["tiny-llama"], "auto"), device) == NUM_PAGES
+
+    def test_nothing_where_torch_uses_the_hosts_memory(self) -> None:
+        device = EmulatedDevice(1 << 20)
+        assert pages_to_lend(_model(Path("/nowhere"), "auto"), device) == 0
+        device.close()
+
+
+class TestKvScratch:
+    def test_every_address_is_readable_and_writable_meanwhile(
+        self, device: CudaDevice, pool: PagePool, driver: FakeCuda
+    ) -> None:
+        load = ModelLoad("model", device, pool, None, "")
+        load.kv_region = region = Region(device, pool, 2 * NUM_PAGES)  # more than there is
+        held = pool.allocate(NUM_PAGES - 1)
+        with load.kv_scratch():
+            assert driver.kernel_read(region.address, PAGE) == bytes(PAGE)
+            for page in (0, 77, 2 * NUM_PAGES - 1):
+                driver.kernel_write(region.address + page * PAGE, b"warm-up")
+        pool.free(held)
+        region.check_integrity()
+        region.close()
+
+    def test_ends_when_the_warm_up_fails(self, device: CudaDevice, pool: PagePool) -> None:
+        load = ModelLoad("model", device, pool, None, "")
+
+        def warm_up() -> None:
+            with load.active():
+                load.kv_region = Region(device, pool, 8)
+                with load.kv_scratch():
+                    raise ValueError("no such kernel")
+
+        with pytest.raises(ValueError, match="kernel"):
+            warm_up()
+
+    def test_a_model_without_kv_needs_none(self, device: CudaDevice, pool: PagePool) -> None:
+        with ModelLoad("model", device, pool, None, "").kv_scratch():
+            assert pool.num_free == NUM_PAGES
+
+
+class TestModelLoad:
+    def test_a_failed_load_ends_its_loan(
+        self, device: CudaDevice, pool: PagePool, driver: FakeCuda
+    ) -> None:
+        def build() -> None:
+            with ModelLoad("model", device, pool, None, "", num_lent_pages=9).active():
+                assert driver.free_bytes == 9 * PAGE
+                raise ValueError("broken")
+
+        with pytest.raises(ValueError, match="broken"):
+            build()
+        assert driver.free_bytes == 0
+
+
+def test_an_image_is_written_by_the_devices_own_copies(
+    device: CudaDevice, pool: PagePool, driver: FakeCuda
+) -> None:
+    """Into pinned memory, in parts where registrations meet, which torch's copies may not cross."""
+    region = Region(device, pool, 3)
+    region.retain(range(3))
+    data = bytes(range(256)) * (2 * PAGE // 256)
+    driver.kernel_write(region.address + PAGE, data)
+    # Torch takes the tensor for one of the host's, but its address is one of the fake GPU's.
+    on_device = type("OnDevice", (torch.Tensor,), {"is_cuda": True})
+    at = tensors.at_pointer(region.address + PAGE, 2 * PAGE, torch.device("cpu"))
+    model = torch.nn.Module()
+    model.register_buffer("weights", at.as_subclass(on_device))
+    model.register_buffer("scale", torch.tensor([0.25, 4.0]))
+    layout = plan_layout(model)
+    image = HostBuffer.create("image", 3 * PAGE)
+    halves = (image.address, PAGE), (image.address + PAGE, 2 * PAGE)
+    for half in halves:
+        device.pin(*half)
+    copy_out(layout, image.address, device)
+    found = ctypes.string_at(image.address, layout.num_bytes)
+    assert found[: 2 * PAGE] == data
+    assert found[2 * PAGE :][:8] == struct.pack("2f", 0.25, 4.0)
+    for half in halves:
+        device.unpin(*half)
+    image.close()
+    region.close()
+
+
+def test_a_tensor_over_a_pointer_is_the_memory_there() -> None:
+    memory = (ctypes.c_int8 * 64)()
+    tensor = tensors.at_pointer(ctypes.addressof(memory), 64, torch.device("cpu"))
+    tensor[3] = 7
+    assert memory[3] == 7
+    assert tensor.shape == (64,)
+    assert tensor.dtype == torch.int8
+    del tensor
+    assert memory[3] == 7
+
+
+def _model(path: Path, dtype: str) -> ModelToLoad:
+    return ModelToLoad(name="model", path=str(path), dtype=dtype, ttft_s=1.0, tbt_s=0.1)

@@ -1,0 +1,176 @@
+"""Images that go and come back beside the turn loop, on both kinds of device."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpupoold.memory.address_ranges import Region
+from gpupoold.memory.contracts import Device
+from gpupoold.memory.cuda.device import CudaDevice
+from gpupoold.memory.emulated import EmulatedDevice
+from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.pages import PagePool
+from gpupoold.memory.weights import WeightMemory
+from gpupoold.wire.messages import ImageDropped, ImageTaken
+from gpupoold.worker.weights.snapshots import Images
+from tests.unit.memory.fake_cuda import FakeCuda
+from tests.unit.memory.rig import PAGE, pattern, write
+
+NUM_PAGES = 16
+WEIGHT_PAGES = 6
+NAME = "images-under-test"
+
+
+def emulated() -> Device:
+    return EmulatedDevice(NUM_PAGES * PAGE, PAGE)
+
+
+def cuda() -> Device:
+    return CudaDevice(0, 0, 0, page_bytes=PAGE, driver=FakeCuda(NUM_PAGES * PAGE))
+
+
+@pytest.fixture(params=[emulated, cuda], ids=["emulated", "cuda"])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    opened: Device = request.param()
+    yield opened
+    opened.close()
+    if isinstance(opened, CudaDevice):
+        driver = opened._driver
+        assert isinstance(driver, FakeCuda)
+        assert driver.leaks == {}
+
+
+class Bench:
+    """A model's weights, an image of theirs in a memfd of the "daemon", and what is told."""
+
+    def __init__(self, device: Device) -> None:
+        self.images = Images(device)
+        self.pool = PagePool(NUM_PAGES)
+        self.image = HostBuffer.create(NAME, WEIGHT_PAGES * PAGE)
+        write(self.image.address, pattern("w", self.image.num_bytes))
+        region = Region(device, self.pool, WEIGHT_PAGES)
+        self.weights = WeightMemory(region, device, self.view())
+
+    def view(self) -> HostBuffer:
+        return HostBuffer(os.dup(self.image.fd), self.image.num_bytes)
+
+    def fd(self, num_bytes: int = WEIGHT_PAGES * PAGE) -> int:
+        if num_bytes == self.image.num_bytes:
+            return os.dup(self.image.fd)
+        other = os.memfd_create(NAME)
+        os.ftruncate(other, num_bytes)
+        return other
+
+    def told(self, count: int = 1) -> list[ImageDropped | ImageTaken]:
+        messages: list[ImageDropped | ImageTaken] = []
+        deadline_s = time.monotonic() + 20
+        while len(messages) < count:
+            assert time.monotonic() < deadline_s, f"only {messages}"
+            messages += self.images.finished()
+            time.sleep(0.001)
+        assert not self.images.is_busy
+        return messages
+
+    def num_views(self) -> int:
+        """Mappings of images in this process, but for the daemon's own."""
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sum(NAME in line for line in lines) - 1
+
+    def until_no_view_is_left(self) -> None:
+        deadline_s = time.monotonic() + 20
+        while self.num_views():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+        assert not self.weights.has_image
+
+    def close(self) -> None:
+        self.images.close()
+        self.weights.close()
+        assert self.num_views() == 0
+        self.image.close()
+        assert self.pool.num_free == NUM_PAGES
+
+
+@pytest.fixture
+def bench(device: Device) -> Iterator[Bench]:
+    made = Bench(device)
+    yield made
+    made.close()
+
+
+def test_an_image_goes_and_comes_back(bench: Bench) -> None:
+    bench.weights.load()
+    bench.images.drop("a", bench.weights)
+    assert bench.images.is_busy
+    assert not bench.weights.has_image  # at once: nothing may run from now on
+    assert bench.pool.num_free == NUM_PAGES
+    assert bench.told() == [ImageDropped("a")]
+    assert bench.num_views() == 0
+    bench.images.take("a", bench.weights, bench.fd())
+    assert bench.told() == [ImageTaken("a")]
+    assert bench.weights.has_image
+    assert bench.num_views() == 1
+    assert bench.weights.load() == WEIGHT_PAGES * PAGE
+
+
+def test_there_is_nothing_to_drop(bench: Bench) -> None:
+    bench.images.drop("unknown", None)
+    assert bench.told() == [ImageDropped("unknown")]
+    for _ in range(2):
+        bench.images.drop("a", bench.weights)
+        assert bench.told() == [ImageDropped("a")]
+
+
+def test_an_image_of_another_size_is_refused(bench: Bench) -> None:
+    bench.images.drop("a", bench.weights)
+    bench.told()
+    bench.images.take("a", bench.weights, bench.fd(PAGE))
+    [taken] = bench.told()
+    assert isinstance(taken, ImageTaken)
+    assert taken.problem == f"the image has {PAGE} bytes, the weights have {WEIGHT_PAGES * PAGE}"
+    assert (bench.weights.has_image, bench.num_views()) == (False, 0)
+
+
+def test_an_image_replaces_another(bench: Bench) -> None:
+    bench.images.take("a", bench.weights, bench.fd())
+    assert bench.told() == [ImageTaken("a")]
+    assert bench.num_views() == 1
+
+
+def test_a_model_that_is_gone_gets_no_image(bench: Bench) -> None:
+    bench.images.drop("a", bench.weights)
+    bench.images.take("a", bench.weights, bench.fd())
+    bench.images.forget("a")
+    bench.images.forget("a")
+    assert bench.told() == [ImageDropped("a")]
+    bench.until_no_view_is_left()
+
+
+def test_a_drop_overtakes_an_image_on_its_way(bench: Bench) -> None:
+    bench.images.drop("a", bench.weights)
+    bench.told()
+    bench.images.take("a", bench.weights, bench.fd())
+    bench.images.drop("a", bench.weights)
+    assert bench.told() == [ImageDropped("a")]
+    assert (bench.weights.has_image, bench.num_views()) == (False, 0)
+
+
+def test_memory_that_cannot_be_pinned_is_told() -> None:
+    driver = FakeCuda(NUM_PAGES * PAGE)
+    device = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=driver)
+    bench = Bench(device)
+    bench.images.drop("a", bench.weights)
+    bench.told()
+    driver.fail_at["register_host"] = driver.calls["register_host"] + 1
+    bench.images.take("a", bench.weights, bench.fd())
+    [taken] = bench.told()
+    assert isinstance(taken, ImageTaken)
+    assert "register_host" in taken.problem
+    assert (bench.weights.has_image, bench.num_views()) == (False, 0)
+    bench.close()
+    device.close()

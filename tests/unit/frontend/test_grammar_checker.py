@@ -46,7 +46,7 @@ class Trials(types.ModuleType):
 
 _CHECKER = """
 import os, socket, sys
-from gpupoold.frontend.grammars import checker
+from gpupoold.frontend.grammar_checker import checker
 from tests.unit.frontend.test_grammar_checker import Trials
 checker.preload = lambda _: None
 checker.TRIAL_TIMEOUT_S = 2.0

@@ -74,8 +74,8 @@ def _show_request(request: RequestWhy) -> None:
     if request.instance is not None:
         fields["device"] = f"{request.instance}: {request.why or 'it was sent there'}"
     output.print_fields(fields)
-    if request.device is not None:
-        _show_device(request.device)
+    if request.turns is not None:
+        _show_device(request.turns)
 
 
 def _show_device(device: DeviceTurns) -> None:
@@ -136,7 +136,7 @@ def _show_model(model: ModelWhy) -> None:
     for one in model.advice:
         output.print_line(f"hint: {one}")
     for place in model.devices:
-        _show_device(place.device)
+        _show_device(place.turns)
 
 
 def _percent(share: float | None) -> str:

@@ -77,7 +77,7 @@ class RequestWhy(Body):
     """Where a live request is. ``rule`` has given it its device, None before.
 
     ``next_token_in_s`` is an estimate, None where nothing can be said; ``late_s``: of its
-    latest token. ``num_before`` wait for KV room before it. ``device``: what goes on there.
+    latest token. ``num_before`` wait for KV room before it. ``turns``: the turns of its device.
     """
 
     request_id: str
@@ -94,7 +94,7 @@ class RequestWhy(Body):
     next_deadline_in_s: float
     next_token_in_s: float | None
     late_s: float
-    device: DeviceTurns | None
+    turns: DeviceTurns | None
 
 
 class ModelOnDevice(Body):
@@ -106,7 +106,7 @@ class ModelOnDevice(Body):
     kv_resident_bytes: int
     kv_host_bytes: int
     num_requests: int
-    device: DeviceTurns
+    turns: DeviceTurns
 
 
 class ModelWhy(Body):

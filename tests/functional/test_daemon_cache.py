@@ -120,7 +120,7 @@ def is_live(daemon: PrivateDaemon, model: str) -> bool:
 
 def num_images(daemon: PrivateDaemon) -> int:
     """Images whose memory the instance really has, whatever anybody says."""
-    maps = Path(f"/proc/{child(daemon, 'instance').pid}/maps").read_text().splitlines()
+    maps = Path(f"/proc/{child(daemon, 'worker').pid}/maps").read_text().splitlines()
     return len({line.split()[4] for line in maps if "gpupool-image" in line})
 
 
@@ -286,7 +286,7 @@ async def test_a_worker_that_dies(
         await stream.started()
     waiting = asyncio.create_task(ask(api, QWEN3, PROMPT))
     await eventually(lambda: is_live(daemon, QWEN3))
-    child(daemon, "instance").kill()
+    child(daemon, "worker").kill()
     assert await waiting == expected[QWEN3]
     for name, stream in zip((LLAMA, QWEN2), busy, strict=True):
         answer, known = await stream.finished(), expected[name].token_ids

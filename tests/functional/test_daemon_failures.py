@@ -88,7 +88,7 @@ async def api(usual: PrivateDaemon) -> AsyncIterator[AsyncOpenAI]:
 
 
 def worker(daemon: PrivateDaemon) -> psutil.Process:
-    return child(daemon, "instance")
+    return child(daemon, "worker")
 
 
 def states(daemon: PrivateDaemon) -> dict[str, str]:

@@ -31,7 +31,7 @@ async def text(api: AsyncOpenAI, **more: Any) -> str:
 
 
 async def test_hostile_schema_during_a_stream(pool: PrivateDaemon, api: AsyncOpenAI) -> None:
-    pids, worker = frontend_pids(pool), child(pool, "instance")
+    pids, worker = frontend_pids(pool), child(pool, "worker")
     asked: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 60, "temperature": 0}
     undisturbed = (await api.completions.create(**asked)).choices[0].text
     parts = []

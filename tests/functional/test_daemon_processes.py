@@ -106,7 +106,7 @@ class TestInstance:
         streams = [Background(api, *job) for job in jobs]
         for stream in streams:
             await stream.started()
-        killed = child(daemon, "instance")
+        killed = child(daemon, "worker")
         killed.kill()
         await eventually(lambda: listed_state(daemon, LLAMA) == "loading")
         with pytest.raises(openai.InternalServerError, match="loading") as caught:
@@ -115,7 +115,7 @@ class TestInstance:
         assert [await stream.finished() for stream in streams] == alone
         await eventually(lambda: models_ready(daemon), 60)
         await same_answers(daemon, expected)
-        assert child(daemon, "instance").pid != killed.pid
+        assert child(daemon, "worker").pid != killed.pid
         with daemon.client() as client:
             kinds = [event.kind for event in client.events()]
         assert kinds.index("instance_down") < len(kinds) - 1 - kinds[::-1].index("instance_ready")
@@ -229,9 +229,9 @@ class TestDaemon:
             return int(Path(f"/proc/{process.pid}/oom_score_adj").read_text())
 
         own = score(psutil.Process(daemon.process.pid))
-        assert score(child(daemon, "instance")) == max(own, 500)
+        assert score(child(daemon, "worker")) == max(own, 500)
         assert score(frontend(daemon, 0)) == max(own, 200)
-        assert score(child(daemon, "fork_server")) == own  # all that it forked would go with it
+        assert score(child(daemon, "system.fork_server")) == own  # all that it forked would go with it
 
     def test_is_light(self, daemon: PrivateDaemon) -> None:
         maps = Path(f"/proc/{daemon.process.pid}/maps").read_text()

@@ -78,11 +78,11 @@ def test_requests_of_two_models_on_one_device(box: PrivateDaemon) -> None:
         found = whys(box)
         assert {one.rule for one in found} <= {Rule.ONLY_DEVICE, Rule.SERVED_THERE}
         for one in found:
-            assert one.device is not None
+            assert one.turns is not None
             assert one.next_token_in_s is not None
-            in_line = {place.model for place in one.device.line}
-            assert (one.model in in_line) == (one.device.on_turn != one.model)
-            assert one.device.rule in set(Rule)
+            in_line = {place.model for place in one.turns.line}
+            assert (one.model in in_line) == (one.turns.on_turn != one.model)
+            assert one.turns.rule in set(Rule)
         with box.client() as client, pytest.raises(UsageError, match="6 live requests have"):
             client.why("cmpl-")
 

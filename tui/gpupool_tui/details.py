@@ -125,7 +125,7 @@ def why_fields(why: Why) -> Fields:
             fields["next token expected"] = f"in about {duration(request.next_token_in_s)}"
         if request.why:
             fields["device"] = request.why
-        return fields | _line_fields(request.device)
+        return fields | _line_fields(request.turns)
     if why.model is not None:
         fields = {"why": why.model.text}
         if (first_s := why.model.first_token_in_s) is not None:

@@ -119,7 +119,7 @@ class Explainer:
             next_deadline_in_s=request.next_deadline_s - now_s,
             next_token_in_s=None if why is None else why.next_token_in_s,
             late_s=request.late_s,
-            device=None if number is None else self._turns(number, now_s),
+            turns=None if number is None else self._turns(number, now_s),
         )
 
     def model(self, row: ModelRow) -> ModelWhy:
@@ -218,7 +218,7 @@ class Explainer:
             kv_resident_bytes=held.kv_resident_bytes if held else 0,
             kv_host_bytes=held.kv_host_bytes if held else 0,
             num_requests=sum(one.instance == instance.number for one in live),
-            device=self._turns(instance.number, now_s),
+            turns=self._turns(instance.number, now_s),
         )
 
     def _model_text(self, row: ModelRow) -> str:

@@ -48,7 +48,7 @@ SUPPORTED_VERSION = "0.32.0"
 # 32 tokens: what the CPU attention kernel wants at least, and small pages waste less.
 _CPU_BLOCK_TOKENS = 32
 _SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
-_WORKERS = {True: "emulated_worker.EmulatedWorker", False: "worker.CudaWorker"}
+_WORKERS = {True: "emulated_worker.EmulatedWorker", False: "gpu_worker.CudaWorker"}
 
 
 def check_engine_version() -> str:
@@ -401,7 +401,7 @@ def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -
         # Ours is the memory accounting; vLLM's check of what is free (on a GPU only the
         # reserve, the rest being pages) must not stand in the way.
         "gpu_memory_utilization": 0.01 if emulated else 0.001,
-        "worker_cls": f"gpupoold.worker.{_WORKERS[emulated]}",
+        "worker_cls": f"gpupoold.worker.engine.{_WORKERS[emulated]}",
     }
     if skips_checkpoint:
         image_loader.register()
@@ -415,7 +415,7 @@ def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -
     if arguments.get("async_scheduling"):
         scheduling.async_scheduling = True  # vLLM does not take that for a CPU, but can do it
     scheduler = _SCHEDULERS[bool(scheduling.async_scheduling)]
-    scheduling.scheduler_cls = f"gpupoold.worker.{scheduler}"
+    scheduling.scheduler_cls = f"gpupoold.worker.engine.{scheduler}"
     core = EngineCore(config, Executor.get_class(config), log_stats=False)
     use_engine_grammars(core, model.name)
     return core

@@ -54,7 +54,7 @@ REQUEST = RequestWhy(
     next_deadline_in_s=-0.25,
     next_token_in_s=0.75,
     late_s=0.0,
-    device=DEVICE,
+    turns=DEVICE,
 )
 PLACE = ModelOnDevice(
     instance=1,
@@ -63,7 +63,7 @@ PLACE = ModelOnDevice(
     kv_resident_bytes=0,
     kv_host_bytes=0,
     num_requests=3,
-    device=DEVICE,
+    turns=DEVICE,
 )
 MODEL = ModelWhy(
     name="qwen",
@@ -103,7 +103,7 @@ def test_a_live_request(daemon: FakeDaemon, cli: Cli) -> None:
 
 
 def test_a_request_of_which_little_is_known(daemon: FakeDaemon, cli: Cli) -> None:
-    bare = {"instance": None, "rule": None, "why": None, "device": None, "next_token_in_s": None}
+    bare = {"instance": None, "rule": None, "why": None, "turns": None, "next_token_in_s": None}
     some = {"num_before": 2, "text": "waits until qwen is in host memory"}
     daemon.whys["r"] = Why(request=REQUEST.model_copy(update=bare | some))
     text = said(cli, "r")

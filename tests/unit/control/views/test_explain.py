@@ -83,8 +83,8 @@ async def test_a_request_that_is_scheduled(told: Told) -> None:
     told.bench.ask("cmpl-1")
     request = (await told.explainer.why("cmpl-1")).request
     assert request is not None
-    assert request.device is not None
-    assert (request.standing, request.rule, request.device.on_turn) == (
+    assert request.turns is not None
+    assert (request.standing, request.rule, request.turns.on_turn) == (
         "prefilling",
         "only-device",
         NAME,

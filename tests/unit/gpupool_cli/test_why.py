@@ -129,7 +129,7 @@ def test_a_model_that_is_nowhere(daemon: FakeDaemon, cli: Cli) -> None:
     nowhere = PLACE.model_copy(
         update={
             "weights_resident_bytes": 0,
-            "device": DEVICE.model_copy(
+            "turns": DEVICE.model_copy(
                 update={"on_turn": None, "line": [], "num_waiting_for_kv": 0}
             ),
         }

@@ -1,4 +1,4 @@
-"""Requests over several models and instances, while instances and the frontend are killed.
+"""Requests over several models and workers, while workers and the frontend are killed.
 
 Every answer has to be complete and the same as alone: no token twice, none missing.
 """
@@ -41,7 +41,7 @@ _POLL_S = 0.1
 class Kills:
     """Who was killed."""
 
-    instances: int = 0
+    workers: int = 0
     frontends: int = 0
     pids: set[int] = field(default_factory=set)
 
@@ -49,7 +49,7 @@ class Kills:
 def run_faults(
     checkpoints: Sequence[Path], num_requests: int, kill_every_s: float = KILL_EVERY_S
 ) -> dict[str, Any]:
-    """Serve ``num_requests`` while an instance is killed every so often, and a frontend once.
+    """Serve ``num_requests`` while a worker is killed every so often, and a frontend once.
 
     Raises:
         GpupoolError: the models could not be served.
@@ -83,10 +83,10 @@ async def _serve(
         seconds = time.monotonic() - started_s
     await asyncio.to_thread(settle, daemon, kills.pids)
     return summary(streams, alone) | {
-        "kills": kills.instances,
+        "kills": kills.workers,
         "frontend_kills": kills.frontends,
         "seconds": seconds,
-        "instances": NUM_DEVICES,
+        "workers": NUM_DEVICES,
         "models": len(models),
         "pages_leaked": pages_leaked(daemon),
     }
@@ -115,7 +115,7 @@ async def alone_answers(client: AsyncOpenAI, kinds: Sequence[Ask]) -> dict[Ask, 
 
 
 def settle(daemon: PrivateDaemon, killed: Collection[int] = ()) -> None:
-    """Return when all instances are up with all models and nothing is live.
+    """Return when all workers are up with all models and nothing is live.
 
     The daemon may not know yet that the last one of those ``killed`` (process ids) has gone.
 
@@ -133,7 +133,7 @@ def settle(daemon: PrivateDaemon, killed: Collection[int] = ()) -> None:
 
 
 def pages_leaked(daemon: PrivateDaemon) -> int:
-    """Pages that are neither free nor a model's, over all instances, whose accounts must agree."""
+    """Pages that are neither free nor a model's, over all workers, whose accounts must agree."""
     with daemon.client() as client:
         accounts = client.check()
     return sum(one["pages"] - one["free_pages"] - one["owned_pages"] for one in accounts)
@@ -147,7 +147,7 @@ def _is_settled(now: Ps) -> bool:
 
 @contextlib.asynccontextmanager
 async def _killing(daemon: PrivateDaemon, every_s: float, kills: Kills) -> AsyncIterator[None]:
-    """Inside this context one instance after the other is killed, and at first the frontend."""
+    """Inside this context one worker after the other is killed, and at first the frontend."""
     task = asyncio.create_task(_kill(daemon, every_s, kills))
     try:
         yield
@@ -164,9 +164,9 @@ async def _kill(daemon: PrivateDaemon, every_s: float, kills: Kills) -> None:
             row = (await asyncio.to_thread(client.ps)).devices[number]
             if row.pid is not None:
                 os.kill(row.pid, signal.SIGKILL)
-                kills.instances += 1
+                kills.workers += 1
                 kills.pids.add(row.pid)
-        if not kills.frontends and kills.instances >= 2:
+        if not kills.frontends and kills.workers >= 2:
             kills.frontends += _kill_frontend(daemon)
 
 

@@ -100,7 +100,7 @@ def summary(
 ) -> dict[str, Any]:
     """The figures of a run. ``leftovers`` is what an emptied device still held after each round.
 
-    Host memory is the KV host cache's bytes in use, and the memory of the instance's process
+    Host memory is the KV host cache's bytes in use, and the memory of the worker's process
     as the kernel counts it: private, and shared (pages, images) without the KV host cache, a
     buffer of fixed size whose memory is taken as slots are first used. A heap grows and
     shrinks by a megabyte all the time, so what was gained is the difference of two medians:

@@ -79,12 +79,12 @@ def beside_a_neighbour(
 def longest_unshared_s(felt: Felt, turns: Sequence[TurnInfo], model: str) -> float:
     """Return the longest pause less what of it other models had of the device that the
     neighbour's ``model`` was on."""
-    by_instance: dict[int, list[TurnInfo]] = {}
+    by_device: dict[int, list[TurnInfo]] = {}
     for turn in sorted(turns, key=lambda turn: turn.began_at):
-        by_instance.setdefault(turn.instance, []).append(turn)
+        by_device.setdefault(turn.device, []).append(turn)
     given_up = [
         (before.began_at + before.seconds, after.began_at)
-        for row in by_instance.values()
+        for row in by_device.values()
         for before, after in pairs_around_others(row, model)
     ]
     noted_s = [

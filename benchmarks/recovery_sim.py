@@ -48,7 +48,7 @@ class Share:
 
 
 def run_recovery_sim(rps: float, seed: int = 0) -> dict[str, Any]:
-    """Kill the busiest instance under load; attainment of arrivals second by second."""
+    """Kill the busiest worker under load; attainment of arrivals second by second."""
     box = parse_box(DEVICES)
     names = list(box_models(box, NUM_MODELS, TARGETS))
     rates = equal_rates(names, rps / NUM_MODELS)

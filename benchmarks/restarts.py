@@ -42,7 +42,7 @@ def run_restarts(checkpoints: Sequence[Path], rounds: int) -> dict[str, Any]:
             daemon.add_model(path.name, path, dtype="float32", max_model_len=MAX_MODEL_LEN)
         name = checkpoints[0].name
         times = [
-            asyncio.run(_kill_instance(daemon, name)) | _kill_frontend(daemon, name)
+            asyncio.run(_kill_worker(daemon, name)) | _kill_frontend(daemon, name)
             for _ in range(rounds)
         ]
     return {
@@ -51,7 +51,7 @@ def run_restarts(checkpoints: Sequence[Path], rounds: int) -> dict[str, Any]:
     }
 
 
-async def _kill_instance(daemon: PrivateDaemon, model: str) -> Times:
+async def _kill_worker(daemon: PrivateDaemon, model: str) -> Times:
     """Until the device is ready again, all models are, and the stream goes on."""
     token_times_s: list[float] = []
     streaming = asyncio.create_task(_stream(daemon, model, token_times_s))
@@ -66,9 +66,9 @@ async def _kill_instance(daemon: PrivateDaemon, model: str) -> Times:
     assert len(token_times_s) >= NUM_TOKENS, "the answer is not whole"
     goes_on_s = next(at_s for at_s in token_times_s if at_s > ready_s)
     return {
-        "instance_ready": ready_s - killed_s,
-        "instance_models_ready": loaded_s - killed_s,
-        "instance_stream_goes_on": goes_on_s - killed_s,
+        "worker_ready": ready_s - killed_s,
+        "worker_models_ready": loaded_s - killed_s,
+        "worker_stream_goes_on": goes_on_s - killed_s,
     }
 
 

@@ -9,7 +9,7 @@ from typing import NewType
 
 ModelName = NewType("ModelName", str)
 RequestId = NewType("RequestId", str)
-InstanceId = NewType("InstanceId", int)
+DeviceId = NewType("DeviceId", int)
 
 DEFAULT_TTFT_S = 10.0
 DEFAULT_TBT_S = 0.1

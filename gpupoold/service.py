@@ -139,7 +139,7 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
 
 
 def _stop_limit_s(settings: Settings) -> float:
-    """How long stopping can take: the frontend has the grace time, then the instances, and
+    """How long stopping can take: the frontend has the grace time, then the workers, and
     who has not left by then is killed."""
     return 2 * settings.limits.stop_grace_s + _KILLING_S
 

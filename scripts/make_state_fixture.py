@@ -19,8 +19,8 @@ from pathlib import Path
 import gpupool_state as state
 from gpupool_state.migrations import MIGRATIONS
 from gpupoold.domain import (
+    DeviceId,
     FinishReason,
-    InstanceId,
     ModelName,
     ModelSpec,
     ModelState,
@@ -84,7 +84,7 @@ def _profile(phase: state.Phase) -> state.ProfileRow:
 def _add_history(history: state.History) -> None:
     for number in range(20):
         model, at = ModelName(f"model-{number % 3}"), _AT + number
-        where = InstanceId(0)
+        where = DeviceId(0)
         name, counts = f"request-{number}", (100, 10, 9)
         reason, error = FinishReason.STOP, ""
         if number == 7:

@@ -231,7 +231,7 @@ class _Hopper:
 
 
 def _configs() -> Iterator[Any]:
-    """What the instance asks vLLM for, of a model of each architecture."""
+    """What the worker asks vLLM for, of a model of each architecture."""
     from vllm.engine.arg_utils import EngineArgs
 
     for kind, architecture in ARCHITECTURES.items():

@@ -46,7 +46,7 @@ def run(setting: Setting, shape: str) -> None:
 
 
 def switch_figures(shape: str, modes: Mapping[str, Any]) -> dict[str, figures.Figure]:
-    """The figures of some modes, as the instance measured them."""
+    """The figures of some modes, as the worker measured them."""
     found: dict[str, figures.Figure] = {}
     for mode, kinds in modes.items():
         for kind, row in kinds.items():

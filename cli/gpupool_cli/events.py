@@ -46,7 +46,7 @@ def logs(
     process: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Only one process's lines, such as frontend-0 or instance-0."
+            metavar="NAME", help="Only one process's lines, such as frontend-0 or worker-0."
         ),
     ] = None,
 ) -> None:

@@ -190,7 +190,7 @@ def _switch_row(switch: SwitchInfo) -> list[str]:
     stages = (switch.total_s, switch.evict_s, switch.map_s, switch.weights_s, switch.kv_s)
     return [
         output.time_text(switch.at),
-        str(switch.instance),
+        str(switch.device),
         switch.model,
         switch.previous or output.NOTHING,
         *map(format_duration, stages),

@@ -23,7 +23,7 @@ from gpupool_cli import (
     top,
     unload,
     why,
-    workers as instances,
+    workers as workers,
 )
 from gpupool_cli.bench import commands as bench
 from gpupool_cli.diagnostics import CliGroup
@@ -53,9 +53,9 @@ app.command("rm")(models.rm)
 app.command("status")(status.status)
 app.command("ps")(status.ps)
 app.command("top")(top.top)
-app.add_typer(instances.app, name="role")
-app.command("drain")(instances.drain)
-app.command("undrain")(instances.undrain)
+app.add_typer(workers.app, name="role")
+app.command("drain")(workers.drain)
+app.command("undrain")(workers.undrain)
 app.command("unload")(unload.unload)
 app.command("cancel")(unload.cancel)
 app.command("switches")(history.switches)

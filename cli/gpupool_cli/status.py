@@ -125,7 +125,7 @@ def _frontends_text(frontends: Sequence[FrontendInfo]) -> str:
 
 def _device_row(device: DeviceInfo) -> list[str]:
     return [
-        str(device.instance),
+        str(device.device),
         device.kind,
         device.state,
         role_text(device),

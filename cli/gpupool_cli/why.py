@@ -71,8 +71,8 @@ def _show_request(request: RequestWhy) -> None:
         "next token": f"{due}; expected "
         + ("when that is over" if expected is None else f"in about {format_duration(expected)}"),
     }
-    if request.instance is not None:
-        fields["device"] = f"{request.instance}: {request.why or 'it was sent there'}"
+    if request.device is not None:
+        fields["device"] = f"{request.device}: {request.why or 'it was sent there'}"
     output.print_fields(fields)
     if request.turns is not None:
         _show_device(request.turns)
@@ -81,14 +81,14 @@ def _show_request(request: RequestWhy) -> None:
 def _show_device(device: DeviceTurns) -> None:
     output.print_line("")
     if device.on_turn is None:
-        output.print_line(f"device {device.instance}: idle")
+        output.print_line(f"device {device.device}: idle")
     else:
         left_s = device.left_s
         left = "until somebody waits" if left_s is None else f"{format_duration(left_s)} left"
         because = f": {device.why}" if device.why else ""
         used = format_duration(device.used_s)
         output.print_line(
-            f"device {device.instance}: on turn is {device.on_turn} for {used}, {left}{because}"
+            f"device {device.device}: on turn is {device.on_turn} for {used}, {left}{because}"
         )
     if device.num_waiting_for_kv:
         output.print_line(f"{device.num_waiting_for_kv} requests wait for room for their KV")
@@ -166,7 +166,7 @@ def _place(one: ModelOnDevice) -> str:
         return ""
     share = one.weights_resident_bytes / max(one.weights_total_bytes, 1)
     part = "" if share >= 1 else f" ({100 * share:.0f} % of them)"
-    return f"device {one.instance}{part}"
+    return f"device {one.device}{part}"
 
 
 def _show_finished(finished: FinishedWhy) -> None:
@@ -176,7 +176,7 @@ def _show_finished(finished: FinishedWhy) -> None:
         "model": request.model,
         "it": f"has ended: {finished.text}",
         "arrived": output.time_text(request.arrived_at),
-        "device": output.NOTHING if finished.instance is None else str(finished.instance),
+        "device": output.NOTHING if finished.device is None else str(finished.device),
         "tokens": f"{request.num_output_tokens} after a prompt of {request.num_prompt_tokens}",
         "first token": f"after {duration_text(request.ttft_s)}",
         "between tokens": f"p99 {duration_text(request.tbt_p99_s)}",

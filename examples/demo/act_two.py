@@ -91,18 +91,18 @@ async def kill_one(console: Console, daemon: PrivateDaemon, bars: Bars) -> Kill:
     assert device.pid is not None
     os.kill(device.pid, signal.SIGKILL)
     killed_s = time.monotonic()
-    requests = [row for row in now.requests if row.instance == device.instance]
+    requests = [row for row in now.requests if row.device == device.device]
     console.print(
-        f"   [bold red]kill -9 {device.pid}[/]  [dim](device {device.instance} in gpupool ps; "
+        f"   [bold red]kill -9 {device.pid}[/]  [dim](device {device.device} in gpupool ps; "
         f"{len(requests)} answers in progress on it)[/]"
     )
-    new_pid = await new_worker(daemon, device.instance, device.pid)
+    new_pid = await new_worker(daemon, device.device, device.pid)
     back_s = time.monotonic() - killed_s
     console.print(
-        f"   [dim]device {device.instance} is back, with process {new_pid}, "
+        f"   [dim]device {device.device} is back, with process {new_pid}, "
         f"after {format_duration(back_s)}[/]"
     )
-    return Kill(device.instance, device.pid, requests, back_s)
+    return Kill(device.device, device.pid, requests, back_s)
 
 
 async def new_worker(daemon: PrivateDaemon, number: int, killed_pid: int) -> int:

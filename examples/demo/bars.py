@@ -44,10 +44,10 @@ class Bars:
         """Note where every answer is."""
         for index, answer in enumerate(self._answers):
             for request in now.requests:
-                if request.instance is None or answer is None or not answer.is_of(request):
+                if request.device is None or answer is None or not answer.is_of(request):
                     continue
                 been = self._devices[index]
-                if been[-1:] != [request.instance]:
-                    been.append(request.instance)
+                if been[-1:] != [request.device]:
+                    been.append(request.device)
                     text = "device " + " → ".join(map(str, been))
                     self.progress.update(self._tasks[index], where=text)

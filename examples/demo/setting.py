@@ -67,8 +67,8 @@ def add_models(console: Console, daemon: PrivateDaemon, models: dict[str, Path])
 def set_aside(console: Console, daemon: PrivateDaemon) -> None:
     """Leave only the first device in service."""
     for device in daemon_ps(daemon).devices[1:]:
-        gpupool(["drain", str(device.instance)], daemon)
-        console.print(f"   gpupool drain {device.instance}  [dim](set aside until act two)[/]")
+        gpupool(["drain", str(device.device)], daemon)
+        console.print(f"   gpupool drain {device.device}  [dim](set aside until act two)[/]")
 
 
 def bring_back(console: Console, daemon: PrivateDaemon) -> None:
@@ -77,8 +77,8 @@ def bring_back(console: Console, daemon: PrivateDaemon) -> None:
     console.print(f"[bold]5.[/] GPUs from here on: {len(devices)}")
     for device in devices:
         if device.is_draining:
-            gpupool(["undrain", str(device.instance)], daemon)
-            console.print(f"   gpupool undrain {device.instance}")
+            gpupool(["undrain", str(device.device)], daemon)
+            console.print(f"   gpupool undrain {device.device}")
 
 
 def gpupool(arguments: Sequence[str], daemon: PrivateDaemon | None = None) -> None:

@@ -32,7 +32,7 @@ from gpupoold.api.schemas import (
     Progress,
     Ps,
     SetCachedRequest,
-    SetInstanceRequest,
+    SetDeviceRequest,
     SetModelRequest,
     Status,
 )
@@ -57,7 +57,7 @@ def build_app(pool: Pool) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     _add_model_routes(app, pool)
     _add_cache_routes(app, pool.cache_control)
-    _add_instance_routes(app, pool)
+    _add_device_routes(app, pool)
     _add_view_routes(app, pool)
     add_access_routes(app, pool)
     add_config_routes(app, pool)
@@ -126,20 +126,20 @@ def _add_cache_routes(app: FastAPI, cache: CacheControl) -> None:
         return await cache.drop(name)
 
 
-def _add_instance_routes(app: FastAPI, pool: Pool) -> None:
-    @app.patch("/instances/{number}")
-    async def set_instance(number: int, body: SetInstanceRequest) -> DeviceInfo:
-        pool.instances.set_role(number, None if body.role == "auto" else Role(body.role))
+def _add_device_routes(app: FastAPI, pool: Pool) -> None:
+    @app.patch("/devices/{number}")
+    async def set_device(number: int, body: SetDeviceRequest) -> DeviceInfo:
+        pool.workers.set_role(number, None if body.role == "auto" else Role(body.role))
         return pool.devices()[number]
 
-    @app.post("/instances/{number}/drain")
+    @app.post("/devices/{number}/drain")
     async def drain(number: int) -> DeviceInfo:
-        await pool.instances.drain(number)
+        await pool.workers.drain(number)
         return pool.devices()[number]
 
-    @app.delete("/instances/{number}/drain")
+    @app.delete("/devices/{number}/drain")
     async def undrain(number: int) -> DeviceInfo:
-        pool.instances.undrain(number)
+        pool.workers.undrain(number)
         return pool.devices()[number]
 
 

@@ -52,7 +52,7 @@ def add_explain_routes(app: FastAPI, pool: Pool) -> None:
         rows = await pool.history.recent_switches(
             limit,
             model=await _name(pool, model),
-            instance=device,
+            device=device,
             since=None if since_s is None else time.time() - since_s,
             order=order,
         )

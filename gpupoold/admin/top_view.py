@@ -67,7 +67,7 @@ def turns(ended: Iterable[Turn]) -> list[msgspec.Raw]:
 def _tell(turn: Turn, offset_s: float) -> msgspec.Raw:
     values = {
         "id": turn.id,
-        "instance": turn.instance,
+        "device": turn.device,
         "model": turn.model,
         "began_at": turn.began_s + offset_s,
         "seconds": turn.seconds,
@@ -81,7 +81,7 @@ def _tell(turn: Turn, offset_s: float) -> msgspec.Raw:
 
 
 def _models(pool: Pool, rows: Iterable[ModelRow], *, has_minutes: bool) -> list[views.Values]:
-    memories = views.memories_of(pool.supervisor.instances)
+    memories = views.memories_of(pool.supervisor.workers)
     found = []
     for row in rows:
         name, targets = row.spec.name, row.spec.targets

@@ -32,7 +32,7 @@ from gpupoold.api.schemas import (
     RequestRecord,
     RoleName,
     SetCachedRequest,
-    SetInstanceRequest,
+    SetDeviceRequest,
     SetModelRequest,
     Status,
     SwitchInfo,
@@ -168,31 +168,31 @@ class AdminClient(KeyCalls, TopCalls):
         """
         return self._call(_CACHED, "POST", _cache_path(name), unbounded=True)
 
-    def set_role(self, instance: int, role: RoleName) -> DeviceInfo:
-        """Give an instance a role; ``auto`` leaves it to the policy.
+    def set_role(self, device: int, role: RoleName) -> DeviceInfo:
+        """Give a worker a role; ``auto`` leaves it to the policy.
 
         Raises:
-            UsageError: there is no such instance.
+            UsageError: there is no such worker.
         """
-        body = SetInstanceRequest(role=role)
-        return self._call(_DEVICE, "PATCH", f"/instances/{instance}", body=body)
+        body = SetDeviceRequest(role=role)
+        return self._call(_DEVICE, "PATCH", f"/devices/{device}", body=body)
 
-    def drain(self, instance: int) -> DeviceInfo:
-        """Return when an instance has no requests; it gets nothing new until ``undrain``.
+    def drain(self, device: int) -> DeviceInfo:
+        """Return when a worker has no requests; it gets nothing new until ``undrain``.
 
         Raises:
-            UsageError: there is no such instance.
+            UsageError: there is no such worker.
             TimedOut: some are still there after the configured time.
         """
-        return self._call(_DEVICE, "POST", f"/instances/{instance}/drain", unbounded=True)
+        return self._call(_DEVICE, "POST", f"/devices/{device}/drain", unbounded=True)
 
-    def undrain(self, instance: int) -> DeviceInfo:
-        """Let an instance have work again.
+    def undrain(self, device: int) -> DeviceInfo:
+        """Let a worker have work again.
 
         Raises:
-            UsageError: there is no such instance.
+            UsageError: there is no such worker.
         """
-        return self._call(_DEVICE, "DELETE", f"/instances/{instance}/drain")
+        return self._call(_DEVICE, "DELETE", f"/devices/{device}/drain")
 
     def config(self) -> ConfigInfo:
         """Every key of the configuration, with the value that the daemon uses."""
@@ -217,10 +217,10 @@ class AdminClient(KeyCalls, TopCalls):
         return self._call(_RELOAD, "POST", "/reload")
 
     def check(self) -> list[dict[str, int]]:
-        """Pages of every instance, whose accounts agree with what its device has mapped.
+        """Pages of every worker, whose accounts agree with what its device has mapped.
 
         Raises:
-            Failed: they do not, or an instance is down.
+            Failed: they do not, or a worker is down.
         """
         return self._call(_ACCOUNTS, "POST", "/check")
 
@@ -297,18 +297,18 @@ class AdminClient(KeyCalls, TopCalls):
             yield _parsed(_LogLine, line, "GET /logs").line
 
     def bench_switch(self, request: BenchSwitchRequest) -> dict[str, Any]:
-        """Alternate between two models on an idle instance and measure; takes its time.
+        """Alternate between two models on an idle worker and measure; takes its time.
 
         Raises:
-            Refused: no instance is idle, or the models are not loaded.
+            Refused: no worker is idle, or the models are not loaded.
         """
         return self._call(_OBJECT, "POST", "/bench/switch", body=request, unbounded=True)
 
     def bench_memory(self, request: BenchMemoryRequest) -> dict[str, Any]:
-        """Measure an idle instance's memory operations; takes its time.
+        """Measure an idle worker's memory operations; takes its time.
 
         Raises:
-            Refused: no instance is idle, or it has too little memory for this.
+            Refused: no worker is idle, or it has too little memory for this.
         """
         return self._call(_OBJECT, "POST", "/bench/memory", body=request, unbounded=True)
 

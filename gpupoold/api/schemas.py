@@ -86,7 +86,7 @@ class Progress(Body):
 
 
 class DeviceInfo(Body):
-    """A device and the instance on it.
+    """A device and the worker on it.
 
     Bandwidth is that of a switch, with mapping; the link's own are of copies each way.
     ``num_waiting_for_kv`` requests are not sent to it, since there is no room for their KV;
@@ -101,7 +101,7 @@ class DeviceInfo(Body):
     where ``quota_s`` is. Both are as of the device's last report, 0.25 s ago at most.
     """
 
-    instance: int
+    device: int
     kind: str
     pid: int | None
     state: str
@@ -132,8 +132,8 @@ class DeviceInfo(Body):
     power_w: float | None = None
 
 
-class SetInstanceRequest(Body):
-    """Body of ``PATCH /instances/{number}``; ``auto`` leaves the role to the policy."""
+class SetDeviceRequest(Body):
+    """Body of ``PATCH /devices/{number}``; ``auto`` leaves the role to the policy."""
 
     role: RoleName
 
@@ -180,7 +180,7 @@ class RequestInfo(Body):
 
     request_id: str
     model: str
-    instance: int | None
+    device: int | None
     age_s: float
     num_prompt_tokens: int
     num_output_tokens: int
@@ -212,7 +212,7 @@ class SwitchInfo(Body):
     """A switch from the history; seconds per stage."""
 
     at: float
-    instance: int
+    device: int
     model: str
     previous: str | None
     total_s: float
@@ -319,7 +319,7 @@ SwitchMode = Literal["resident", "prefetched", "host_cached"]
 
 
 class BenchSwitchRequest(Body):
-    """``POST /bench/switch``: alternate between two loaded models on an idle instance.
+    """``POST /bench/switch``: alternate between two loaded models on an idle worker.
 
     Each mode is measured without live KV, and with at least ``kv_bytes`` of it unless that is 0.
     """
@@ -331,7 +331,7 @@ class BenchSwitchRequest(Body):
 
 
 class BenchMemoryRequest(Body):
-    """``POST /bench/memory``: measure on an idle instance.
+    """``POST /bench/memory``: measure on an idle worker.
 
     ``device``: mapping and copies. ``kv``: ``kv_bytes`` of the first model's KV out and in,
     alone and beside the second model's steps. ``leftovers``: what is still held when all

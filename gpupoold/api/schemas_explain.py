@@ -63,7 +63,7 @@ class DeviceTurns(Body):
     ``left_s`` is None where the turn has no end of its own: nobody waits.
     """
 
-    instance: int
+    device: int
     on_turn: str | None
     rule: str | None
     why: str | None
@@ -84,7 +84,7 @@ class RequestWhy(Body):
     model: str
     standing: str
     text: str
-    instance: int | None
+    device: int | None
     rule: str | None
     why: str | None
     num_before: int
@@ -100,7 +100,7 @@ class RequestWhy(Body):
 class ModelOnDevice(Body):
     """What one device has of a model."""
 
-    instance: int
+    device: int
     weights_resident_bytes: int
     weights_total_bytes: int
     kv_resident_bytes: int
@@ -138,7 +138,7 @@ class FinishedWhy(Body):
     """A request that has ended, from the history, and what happened to its model meanwhile."""
 
     request: RequestRecord
-    instance: int | None
+    device: int | None
     text: str
     events: list[EventInfo]
 

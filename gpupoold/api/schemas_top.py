@@ -27,7 +27,7 @@ class TurnInfo(Body):
     """
 
     id: int
-    instance: int
+    device: int
     model: str
     began_at: float
     seconds: float

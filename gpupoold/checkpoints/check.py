@@ -2,7 +2,7 @@
 
 Everything an engine would stumble over minutes later, and everything that would
 run somebody else's code, is found here from file names, JSON and the headers of
-the weight files. Whether the engine knows the architecture is the instance's check.
+the weight files. Whether the engine knows the architecture is the worker's check.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class DeviceSettings(Section):
     ``memory_bytes`` is the size of an emulated device's memory; on others it is a
     cap, None for all of it. ``index`` is the CUDA ordinal, None on others. ``gpu``
     is what a ``sim`` device simulates, None on others. ``page_bytes`` None lets the
-    instance choose.
+    worker choose.
     """
 
     kind: Literal["emulated", "cuda", "sim"]

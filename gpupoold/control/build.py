@@ -26,9 +26,9 @@ from gpupoold.control.weights.cache import ImageCache
 from gpupoold.control.weights.fd_store import ParkedImages
 from gpupoold.control.weights.keys import ImageKeys
 from gpupoold.control.weights.saved_snapshots import SavedImages
-from gpupoold.control.worker_operations import InstanceControl
+from gpupoold.control.worker_operations import WorkerOperations
 from gpupoold.control.workers.nvml import GpuReadings
-from gpupoold.control.workers.workers import InstanceSupervisor
+from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.system.systemd import FdStore
 from gpupoold.wire import messages as m
@@ -55,12 +55,12 @@ def build_pool(
     cache.shelf = parked = ParkedImages(fd_store, keys)
 
     forks = ForkServer(settings, engine_environment(settings), _preloaded(settings))
-    supervisor = InstanceSupervisor(
+    supervisor = WorkerSupervisor(
         settings,
         forks,
-        dispatcher.from_instance,
-        lambda instance: lifecycle.instance_up(instance),
-        lambda *ended: lifecycle.instance_down(*ended),
+        dispatcher.from_worker,
+        lambda worker: lifecycle.worker_up(worker),
+        lambda *ended: lifecycle.worker_down(*ended),
     )
     lifecycle = ModelLifecycle(
         settings, registry, history, dispatcher, supervisor, cache, saved, parked
@@ -77,7 +77,7 @@ def build_pool(
     dispatcher.warmth = lifecycle.warmer
     dispatcher.isolation.verdicts = lifecycle.quarantine
     lifecycle.loader.frontends = keyring.frontends = frontends
-    control = InstanceControl(settings.limits, dispatcher, supervisor.instances)
+    control = WorkerOperations(settings.limits, dispatcher, supervisor.workers)
     cache_control = CacheControl(registry, lifecycle, dispatcher.live, cache, saved)
     return Pool(
         settings=settings,
@@ -91,7 +91,7 @@ def build_pool(
         cache=cache,
         saved=saved,
         cache_control=cache_control,
-        instances=control,
+        workers=control,
         unloader=ModelUnloader(lifecycle, dispatcher, supervisor, cache, history),
         configuration=configuration,
         reloader=Reloader(
@@ -100,7 +100,7 @@ def build_pool(
         policy=header,
         health=Health(dispatcher, supervisor),
         minutes=Minutes(history, dispatcher.stats),
-        explainer=Explainer(registry, history, dispatcher, lifecycle, supervisor.instances, cache),
+        explainer=Explainer(registry, history, dispatcher, lifecycle, supervisor.workers, cache),
         keyring=keyring,
         http_url=_url(listener, settings),
         gpu_readings=GpuReadings(settings.devices),
@@ -135,5 +135,5 @@ def _url(listener: socket.socket, settings: Settings) -> str:
 def _preloaded(settings: Settings) -> list[str]:
     """What processes that are forked have in common."""
     has_emulated = any(device.kind == "emulated" for device in settings.devices)
-    instance = ["gpupoold.worker.preload"] if has_emulated else []
-    return ["gpupoold.frontend.preload", *instance]
+    worker = ["gpupoold.worker.preload"] if has_emulated else []
+    return ["gpupoold.frontend.preload", *worker]

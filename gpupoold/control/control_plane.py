@@ -44,10 +44,10 @@ from gpupoold.control.views import bodies as views
 from gpupoold.control.views.explain import Explainer
 from gpupoold.control.weights.cache import ImageCache
 from gpupoold.control.weights.saved_snapshots import SavedImages
-from gpupoold.control.worker_operations import InstanceControl
+from gpupoold.control.worker_operations import WorkerOperations
 from gpupoold.control.workers.nvml import GpuReadings
-from gpupoold.control.workers.worker import Instance
-from gpupoold.control.workers.workers import InstanceSupervisor
+from gpupoold.control.workers.worker import Worker
+from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.errors import Failed, Refused
 from gpupoold.stats.buckets import WORK_BOUNDS_S, Buckets
 from gpupoold.system.loop_lag import measure_lag
@@ -68,13 +68,13 @@ class Pool:
     history: History
     dispatcher: Dispatcher
     forks: ForkServer
-    supervisor: InstanceSupervisor
+    supervisor: WorkerSupervisor
     frontends: Frontends
     lifecycle: ModelLifecycle
     cache: ImageCache
     saved: SavedImages
     cache_control: CacheControl
-    instances: InstanceControl
+    workers: WorkerOperations
     configuration: Configuration
     reloader: Reloader
     policy: Header
@@ -91,7 +91,7 @@ class Pool:
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self) -> None:
-        """Start the instances and the frontends; they come up in the background."""
+        """Start the workers and the frontends; they come up in the background."""
         self.supervisor.start()
         self.frontends.start()
         self.gpu_readings.start()
@@ -115,7 +115,7 @@ class Pool:
         ]
 
     async def stop(self) -> None:
-        """Stop the frontends, then the instances."""
+        """Stop the frontends, then the workers."""
         self.stopping = True
         self.gpu_readings.stop()
         for task in self._tasks:
@@ -150,7 +150,7 @@ class Pool:
         """
         row = await self.lifecycle.find(name)
         info = model_info(row, self.lifecycle.state_of(row))
-        memories = views.memories_of(self.supervisor.instances)
+        memories = views.memories_of(self.supervisor.workers)
         now = views.usage(info.name, info.state, self.dispatcher, memories, self.cache)
         return info.model_copy(update={"usage": ModelUsage(**now)})
 
@@ -158,12 +158,12 @@ class Pool:
         """What runs now: ``Ps`` as JSON."""
         rows = await self.registry.list()
         states = {str(row.spec.name): self.lifecycle.state_of(row).value for row in rows}
-        instances = self.supervisor.instances
-        return msgspec.json.encode(views.ps(states, self.dispatcher, instances, self.cache))
+        workers = self.supervisor.workers
+        return msgspec.json.encode(views.ps(states, self.dispatcher, workers, self.cache))
 
     def devices(self) -> list[DeviceInfo]:
         """All devices."""
-        return views.devices(self.supervisor.instances, self.dispatcher)
+        return views.devices(self.supervisor.workers, self.dispatcher)
 
     async def status(self) -> Status:
         """One look at the daemon."""
@@ -172,7 +172,7 @@ class Pool:
     def status_of(self, num_models: int) -> Status:
         """The same, for who knows how many models are registered."""
         tls_cert = self.settings.server.tls_cert
-        readies = [i.ready for i in self.supervisor.instances if i.ready is not None]
+        readies = [i.ready for i in self.supervisor.workers if i.ready is not None]
         return Status(
             version=__version__,
             engine_version=readies[0].engine_version if readies else "",
@@ -197,14 +197,14 @@ class Pool:
         )
 
     async def bench_switch(self, request: BenchSwitchRequest) -> dict[str, Any]:
-        """Switch between two loaded models on an idle instance.
+        """Switch between two loaded models on an idle worker.
 
         Raises:
             Refused: fewer than two different models, or the device is busy.
         """
-        instance, models = await self._shared(request.models)
+        worker, models = await self._shared(request.models)
         result = await self.supervisor.call(
-            instance,
+            worker,
             "bench_switch",
             limit_s=_BENCH_TIMEOUT_S,
             models=models,
@@ -216,30 +216,30 @@ class Pool:
         return result
 
     async def bench_memory(self, request: BenchMemoryRequest) -> dict[str, Any]:
-        """Measure memory operations on the first instance, or on one with two given models.
+        """Measure memory operations on the first worker, or on one with two given models.
 
         Raises:
             Refused: fewer than two different models, or the device is busy or too small.
         """
         method = "leftovers" if request.part == "leftovers" else f"bench_{request.part}"
         arguments: dict[str, object] = {}
-        instance = self.supervisor.instances[0]
+        worker = self.supervisor.workers[0]
         if request.part == "kv":
             if request.models is None:
                 raise Refused("KV is measured with two models", "name them in `models`")
-            instance, models = await self._shared(request.models)
+            worker, models = await self._shared(request.models)
             arguments = {"models": models, "kv_bytes": request.kv_bytes}
         if request.part != "leftovers":
             arguments["rounds"] = request.rounds
-        result = await self.supervisor.call(instance, method, limit_s=_BENCH_TIMEOUT_S, **arguments)
+        result = await self.supervisor.call(worker, method, limit_s=_BENCH_TIMEOUT_S, **arguments)
         assert isinstance(result, dict)
         return result
 
-    async def _shared(self, names: tuple[str, str]) -> tuple[Instance, list[str]]:
-        """An instance that has two models loaded, and their names without aliases.
+    async def _shared(self, names: tuple[str, str]) -> tuple[Worker, list[str]]:
+        """A worker that has two models loaded, and their names without aliases.
 
         Raises:
-            Refused: fewer than two different models, or no instance has both.
+            Refused: fewer than two different models, or no worker has both.
         """
         first, second = [(await self.lifecycle.find(name)).spec.name for name in names]
         if first == second:
@@ -247,7 +247,7 @@ class Pool:
         routes = self.dispatcher.routes
         shared = [i for i in routes.get(first, []) if i in routes.get(second, [])]
         if not shared:
-            raise Refused(f"no instance has both {first} and {second} loaded")
+            raise Refused(f"no worker has both {first} and {second} loaded")
         for name in (first, second):
             await self.lifecycle.warmer.warm(name)
         return shared[0], [first, second]
@@ -267,20 +267,20 @@ class Pool:
             )
         return lines(self.policy, core.stimuli())
 
-    def _watchdogs(self) -> tuple[Watchdog[Instance], Watchdog[Frontend]]:
+    def _watchdogs(self) -> tuple[Watchdog[Worker], Watchdog[Frontend]]:
         def limits_s() -> tuple[float, float]:
             limits = self.settings.limits
             return limits.hang_timeout_s, limits.load_timeout_s
 
         supervisor = self.supervisor
         return (
-            Watchdog(supervisor.instances, supervisor.end, limits_s),
+            Watchdog(supervisor.workers, supervisor.end, limits_s),
             Watchdog(self.frontends, Frontend.end, limits_s),
         )
 
     def _note_readings(self, _: float) -> None:
-        for instance in self.supervisor.instances:
-            instance.reading = self.gpu_readings.of(instance.number)
+        for worker in self.supervisor.workers:
+            worker.reading = self.gpu_readings.of(worker.number)
 
     async def _check_when_idle(self) -> None:
         """An idle daemon looks at the core's books, and says once when they disagree."""
@@ -298,14 +298,14 @@ class Pool:
                     self.history.record_event("error", "core_inconsistent", "core", told)
 
     async def check_integrity(self) -> list[object]:
-        """The scheduling core's books and every instance's accounts.
+        """The scheduling core's books and every worker's accounts.
 
         Raises:
-            Failed: naming what disagrees, or an instance that is down.
+            Failed: naming what disagrees, or a worker that is down.
         """
         try:
             self.dispatcher.scheduler.check_state()
         except AssertionError as error:
             raise Failed(f"the scheduling core's books disagree: {error}") from error
-        calls = (self.supervisor.call(i, "check_integrity") for i in self.supervisor.instances)
+        calls = (self.supervisor.call(i, "check_integrity") for i in self.supervisor.workers)
         return [await call for call in calls]

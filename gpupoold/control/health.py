@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.workers.workers import InstanceSupervisor
+from gpupoold.control.workers.workers import WorkerSupervisor
 
 # A round of looks is due every second; a busy machine may delay some.
 _ROUND_TIMEOUT_S = 10.0
@@ -16,7 +16,7 @@ _OVERDUE_S = 30.0
 class Health:
     """Hears of every round in which workers and requests were looked after."""
 
-    def __init__(self, dispatcher: Dispatcher, supervisor: InstanceSupervisor) -> None:
+    def __init__(self, dispatcher: Dispatcher, supervisor: WorkerSupervisor) -> None:
         self._dispatcher = dispatcher
         self._supervisor = supervisor
         self._round_s = time.monotonic()
@@ -42,10 +42,10 @@ class Health:
 
     def summary(self) -> str:
         """Devices, models and requests, for ``systemctl status``."""
-        instances = self._supervisor.instances
-        num_ready = sum(instance.is_ready for instance in instances)
+        workers = self._supervisor.workers
+        num_ready = sum(worker.is_ready for worker in workers)
         num_models = sum(bool(hosts) for hosts in self._dispatcher.routes.values())
         return (
-            f"{num_ready} of {len(instances)} devices ready, {num_models} models served, "
+            f"{num_ready} of {len(workers)} devices ready, {num_models} models served, "
             f"{len(self._dispatcher.live)} live requests"
         )

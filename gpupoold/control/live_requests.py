@@ -14,12 +14,12 @@ from gpupoold.domain import Targets
 class LiveRequest:
     """One request from its arrival to its end; engines are disposable, this record is not.
 
-    ``instance`` is None until one has got it.
+    ``worker`` is None until one has got it.
     """
 
     request_id: str
     model: str
-    instance: int | None
+    device: int | None
     arrival_s: float
     targets: Targets
     num_prompt_tokens: int
@@ -36,7 +36,7 @@ class LiveRequest:
     frontend: int = 0
     """The number of the frontend that it came from."""
     num_bytes: int = 0
-    """Of the request as it is kept for the instances."""
+    """Of the request as it is kept for the workers."""
 
     def add_tokens(self, token_ids: Sequence[int], at_s: float) -> None:
         """Tokens that went out at ``at_s``."""
@@ -150,9 +150,9 @@ class LiveRequests:
         """The live requests that came from a frontend, oldest first."""
         return [request for request in self._requests.values() if request.frontend == number]
 
-    def on_instance(self, instance: int) -> list[LiveRequest]:
-        """The live requests on an instance, oldest first."""
-        return [request for request in self._requests.values() if request.instance == instance]
+    def on_device(self, device: int) -> list[LiveRequest]:
+        """The live requests on a worker, oldest first."""
+        return [request for request in self._requests.values() if request.device == device]
 
     def silent_since(self, before_s: float) -> list[LiveRequest]:
         """The live requests whose clients have heard nothing since then, oldest first."""

@@ -23,8 +23,8 @@ from gpupoold.control.configuration import Configuration
 from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.worker_operations import InstanceControl
-from gpupoold.control.workers.workers import InstanceSupervisor
+from gpupoold.control.worker_operations import WorkerOperations
+from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import Role
 from gpupoold.errors import GpupoolError
 from gpupoold.system.process import set_log_level
@@ -38,9 +38,9 @@ class Reloader:
         configuration: Configuration,
         history: History,
         dispatcher: Dispatcher,
-        supervisor: InstanceSupervisor,
+        supervisor: WorkerSupervisor,
         frontends: Frontends,
-        instances: InstanceControl,
+        workers: WorkerOperations,
         cache: CacheControl,
     ) -> None:
         self._configuration = configuration
@@ -49,7 +49,7 @@ class Reloader:
         self._dispatcher = dispatcher
         self._supervisor = supervisor
         self._frontends = frontends
-        self._instances = instances
+        self._workers = workers
         self._cache = cache
         self._reloading = asyncio.Lock()
         self._is_asked = False
@@ -126,7 +126,7 @@ class Reloader:
 
     def _tell_limits(self, before: Settings) -> None:
         self._dispatcher.set_limits(self._settings.limits)
-        self._instances.limits = self._settings.limits
+        self._workers.limits = self._settings.limits
 
     def _tell_history(self, before: Settings) -> None:
         now = self._settings.history

@@ -149,7 +149,7 @@ class PoolClient:
         return False
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Nothing to shut down: the engine belongs to an instance."""
+        """Nothing to shut down: the engine belongs to a worker."""
 
     def __getattr__(self, name: str) -> NoReturn:
         """Reached for every engine operation that the pool does not offer."""

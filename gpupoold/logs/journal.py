@@ -32,7 +32,7 @@ _SUBJECT_FIELDS = {
     "canary": "GPUPOOL_MODEL",
     "drain": "GPUPOOL_DEVICE",
     "image": "GPUPOOL_MODEL",
-    "instance": "GPUPOOL_DEVICE",
+    "worker": "GPUPOOL_DEVICE",
     "model": "GPUPOOL_MODEL",
     "profile": "GPUPOOL_MODEL",
     "refused": "GPUPOOL_MODEL",

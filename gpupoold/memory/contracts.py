@@ -80,7 +80,7 @@ class Lane(Protocol):
 
 
 class Device(ABC):
-    """One device's memory. All calls come from the instance's turn loop, but for lanes'.
+    """One device's memory. All calls come from the worker's turn loop, but for lanes'.
 
     Physical pages ``0 .. num_pages - 1`` exist from construction to ``close``;
     who owns them is the page pool's business. Addresses are plain integers and

@@ -76,7 +76,7 @@ class KvChunks:
 
     @property
     def borrowed_bytes(self) -> int:
-        """Those of them that are in another instance's host memory."""
+        """Those of them that are in another worker's host memory."""
         slots = (group.slot for group in self._groups())
         return sum(slot.num_bytes for slot in slots if not isinstance(slot, HostSlot))
 

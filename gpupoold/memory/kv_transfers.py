@@ -1,6 +1,6 @@
-"""KV that one instance has copied to its host memory for another, which reads it there.
+"""KV that one worker has copied to its host memory for another, which reads it there.
 
-The host caches of all instances of a box are shared memory: an instance maps those of the
+The host caches of all workers of a box are shared memory: a worker maps those of the
 others. A *parcel* is a slot of one of them. Who sent it keeps it until who got it has said that
 it is not needed any more, or is gone; whether its bytes are there is told by an eventfd, so
 that nobody waits for a process that is in the middle of something else.
@@ -53,7 +53,7 @@ class Arrival:
 
 
 class PeerCache:
-    """The host cache of another instance, mapped here as long as anything in it is in use.
+    """The host cache of another worker, mapped here as long as anything in it is in use.
 
     On a device whose copies want pinned memory, a thread pins the cache, which takes seconds.
     Until that is done, and for good if the driver refuses, the cache is not usable.
@@ -101,13 +101,13 @@ class PeerCache:
 
     def _pin(self) -> None:
         if not self._num_users:
-            return  # the other instance was gone before its turn came
+            return  # the other worker was gone before its turn came
         started_s = time.monotonic()
         try:
             self._device.pin(self._address, self._num_bytes)
         except Exception as error:  # only KV that would come from there depends on it
             _logger.error(
-                "another instance's KV host cache cannot be pinned: %s; its requests come "
+                "another worker's KV host cache cannot be pinned: %s; its requests come "
                 "without KV, which is computed anew",
                 error,
             )
@@ -127,7 +127,7 @@ class PeerCache:
 
 
 class PeerSlot:
-    """Where the KV of some blocks lies in another instance's host cache."""
+    """Where the KV of some blocks lies in another worker's host cache."""
 
     def __init__(
         self, cache: PeerCache, pieces: list[tuple[int, int]], on_free: Callable[[], None]

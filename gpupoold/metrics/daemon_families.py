@@ -20,7 +20,7 @@ def daemon_families(scrape: Scrape) -> Iterator[Family]:
 
 def _state(scrape: Scrape) -> Iterator[Family]:
     pool = scrape.pool
-    readies = [one.ready for one in scrape.instances if one.ready is not None]
+    readies = [one.ready for one in scrape.workers if one.ready is not None]
     engine = readies[0].engine_version if readies else ""
     yield gauge(
         "build_info",

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from gpupoold.control.accounting.meters import MOVED_KINDS, STAGES, SWITCH_KINDS
-from gpupoold.control.workers.worker import Instance
+from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Role
 from gpupoold.metrics.families import Family, counter, gauge, histogram
 from gpupoold.metrics.scrape import Scrape, memories
-from gpupoold.wire.messages import InstanceReady, InstanceStatus
+from gpupoold.wire.messages import WorkerReady, WorkerStatus
 
 _DEVICE = ("device",)
 T = TypeVar("T")
@@ -61,7 +61,7 @@ def _device(scrape: Scrape) -> Iterator[Family]:
             for number, one, _ in scrape.devices()
         ),
     )
-    numbers = [one.number for one in scrape.instances]
+    numbers = [one.number for one in scrape.workers]
     nums = dispatcher.nums_of_requests(numbers)
     yield gauge(
         "device_requests",
@@ -236,21 +236,21 @@ def _switches(scrape: Scrape) -> Iterator[Family]:
     )
 
 
-def _memory_split(instance: Instance) -> list[tuple[str, int]]:
+def _memory_split(worker: Worker) -> list[tuple[str, int]]:
     """Nothing while the worker is down."""
-    if instance.status is None:
+    if worker.status is None:
         return []
-    held = memories(instance)
+    held = memories(worker)
     return [
-        ("free", instance.status.free_bytes),
+        ("free", worker.status.free_bytes),
         ("weights", sum(one.weights_resident_bytes for one in held)),
         ("kv", sum(one.kv_resident_bytes for one in held)),
     ]
 
 
-def _told(instance: Instance, value: Callable[[InstanceStatus], T]) -> T | None:
-    return None if instance.status is None else value(instance.status)
+def _told(worker: Worker, value: Callable[[WorkerStatus], T]) -> T | None:
+    return None if worker.status is None else value(worker.status)
 
 
-def _known(instance: Instance, value: Callable[[InstanceReady], T]) -> T | None:
-    return None if instance.ready is None else value(instance.ready)
+def _known(worker: Worker, value: Callable[[WorkerReady], T]) -> T | None:
+    return None if worker.ready is None else value(worker.ready)

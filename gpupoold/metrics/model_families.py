@@ -105,8 +105,8 @@ def _now(scrape: Scrape) -> Iterator[Family]:
     lifecycle, dispatcher = scrape.pool.lifecycle, scrape.pool.dispatcher
     states = {name: lifecycle.state_of(row) for name, row in scrape.rows.items()}
     waiting = Counter({name: dispatcher.num_waiting(name) for name in scrape.rows})
-    for instance in scrape.instances:
-        for held in memories(instance):
+    for worker in scrape.workers:
+        for held in memories(worker):
             waiting[held.model] += held.num_waiting
     yield gauge(
         "model_state",
@@ -142,8 +142,8 @@ def _now(scrape: Scrape) -> Iterator[Family]:
 
 def _memory(scrape: Scrape) -> Iterator[Family]:
     held: Counter[tuple[str, str]] = Counter()
-    for instance in scrape.instances:
-        for one in memories(instance):
+    for worker in scrape.workers:
+        for one in memories(worker):
             held[one.model, "weights"] += one.weights_resident_bytes
             held[one.model, "kv"] += one.kv_resident_bytes
             held[one.model, "kv_host"] += one.kv_host_bytes

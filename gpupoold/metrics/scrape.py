@@ -11,7 +11,7 @@ from gpupool_state import ModelRow
 from gpupoold.control.accounting.meters import DeviceMeter, ModelMeter
 from gpupoold.control.accounting.model_stats import Counts, ModelStats
 from gpupoold.control.control_plane import Pool
-from gpupoold.control.workers.worker import Instance
+from gpupoold.control.workers.worker import Worker
 from gpupoold.errors import Failed
 from gpupoold.wire.messages import ModelMemory
 
@@ -65,17 +65,17 @@ class Scrape:
             yield name, self.pool.dispatcher.meters.model(name)
 
     @property
-    def instances(self) -> list[Instance]:
+    def workers(self) -> list[Worker]:
         """One for each device."""
-        return self.pool.supervisor.instances
+        return self.pool.supervisor.workers
 
-    def devices(self) -> Iterator[tuple[str, Instance, DeviceMeter]]:
+    def devices(self) -> Iterator[tuple[str, Worker, DeviceMeter]]:
         """All devices by number, with their meters."""
-        for instance in self.instances:
-            meter = self.pool.dispatcher.meters.device(instance.number)
-            yield str(instance.number), instance, meter
+        for worker in self.workers:
+            meter = self.pool.dispatcher.meters.device(worker.number)
+            yield str(worker.number), worker, meter
 
 
-def memories(instance: Instance) -> list[ModelMemory]:
-    """What an instance's models had when it reported last; nothing while it is down."""
-    return instance.status.models if instance.status else []
+def memories(worker: Worker) -> list[ModelMemory]:
+    """What a worker's models had when it reported last; nothing while it is down."""
+    return worker.status.models if worker.status else []

@@ -1,6 +1,6 @@
 """One simulated device: carries out turns, prefills and decode steps in virtual time.
 
-It does what an instance's turn loop does. Decode steps of an unchanged batch are taken
+It does what a worker's turn loop does. Decode steps of an unchanged batch are taken
 together as one *segment*, which is cut at the next step boundary when something happens
 that the turn loop would react to.
 """

@@ -14,7 +14,7 @@ from gpupoold.simdevice.server import PAGE_BYTES, SimServer
 from gpupoold.system.activity import WORKER
 from gpupoold.system.process import WORKER_OOM_SCORE_ADJ, begin_child, raise_oom_score
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
-from gpupoold.wire.messages import InstanceReady, ToInstance
+from gpupoold.wire.messages import ToWorker, WorkerReady
 
 _logger = logging.getLogger("gpupoold.simdevice")
 
@@ -27,20 +27,20 @@ def main() -> None:
     if arguments.activity_fd is not None:
         WORKER.attach(arguments.activity_fd)
     wire = socket.socket(fileno=arguments.wire_fd)
-    channel: BlockingChannel[ToInstance] = BlockingChannel(wire, ToInstance)
+    channel: BlockingChannel[ToWorker] = BlockingChannel(wire, ToWorker)
     try:
         _serve(arguments, channel)
     except ChannelClosed:
         _logger.info("the daemon is gone, leaving")
 
 
-def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) -> None:
+def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) -> None:
     gpu = hardware(arguments.gpu)
     device_bytes = arguments.device_bytes or Box(1, gpu.name).device_bytes
-    server = SimServer(arguments.instance, gpu.name, device_bytes, channel)
+    server = SimServer(arguments.device, gpu.name, device_bytes, channel)
     channel.send(
-        InstanceReady(
-            arguments.instance,
+        WorkerReady(
+            arguments.device,
             os.getpid(),
             device_bytes,
             PAGE_BYTES,
@@ -54,7 +54,7 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpupoold.simdevice")
-    parser.add_argument("--instance", type=int, required=True)
+    parser.add_argument("--device", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--wire-fd", type=int, required=True)
     parser.add_argument("--activity-fd", type=int, help="see gpupoold.system.activity")

@@ -30,9 +30,9 @@ class PacedDevice:
     """
 
     def __init__(
-        self, instance: int, capacity_bytes: int, send: Callable[[m.Message], None]
+        self, device_number: int, capacity_bytes: int, send: Callable[[m.Message], None]
     ) -> None:
-        self.instance = instance
+        self.device_number = device_number
         self.num_steps = 0
         self.models: dict[str, SimModel] = {}
         self.memory = SimMemory(capacity_bytes, self.models, self._use_of)
@@ -350,7 +350,7 @@ class PacedDevice:
     ) -> None:
         moved = max(1, weight_bytes + in_bytes + out)
         record = m.SwitchRecord(
-            instance=self.instance,
+            device=self.device_number,
             model=name,
             previous=self._previous,
             at_s=at_s,

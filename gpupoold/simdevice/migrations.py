@@ -16,9 +16,9 @@ class SimMoves:
     """What :mod:`gpupoold.worker.kv.migrations` is to an engine; times instead of bytes."""
 
     def __init__(
-        self, instance: int, device: PacedDevice, channel: BlockingChannel[m.ToInstance]
+        self, device_number: int, device: PacedDevice, channel: BlockingChannel[m.ToWorker]
     ) -> None:
-        self._instance = instance
+        self._worker = device_number
         self._device = device
         self._channel = channel
         self._leaving: list[tuple[float, m.Moved]] = []
@@ -38,7 +38,7 @@ class SimMoves:
             return
         answer, ready_s = given
         parcel_id = f"{os.getpid()}-{next(self._numbers)}"
-        parcel = m.Parcel(parcel_id, self._instance, answer.context_tokens, [])
+        parcel = m.Parcel(parcel_id, self._worker, answer.context_tokens, [])
         has_kv = answer.num_tokens > 0
         moved = m.Moved(message.model, message.request_id, True, parcel if has_kv else None)
         self._leaving.append((ready_s, moved))

@@ -26,22 +26,22 @@ _STATUS_INTERVAL_S = 0.25
 
 
 class SimServer:
-    """The instance's side of the conversation with the daemon."""
+    """The worker's side of the conversation with the daemon."""
 
     def __init__(
         self,
-        instance: int,
+        device_number: int,
         gpu: str,
         device_bytes: int,
-        channel: BlockingChannel[m.ToInstance],
+        channel: BlockingChannel[m.ToWorker],
     ) -> None:
-        self._instance = instance
+        self._worker = device_number
         self._gpu = gpu
         self._device_bytes = device_bytes
         self._channel = channel
-        self._device = PacedDevice(instance, device_bytes, channel.send)
+        self._device = PacedDevice(device_number, device_bytes, channel.send)
         self._known: dict[str, KnownModel] = {}
-        self._moves = SimMoves(instance, self._device, channel)
+        self._moves = SimMoves(device_number, self._device, channel)
         self._status_at_s = 0.0
         self._stopping = False
 
@@ -68,7 +68,7 @@ class SimServer:
         wake_s = min([self._status_at_s, *(at_s for at_s in due_s if at_s is not None)])
         return max(0.0, wake_s - now_s)
 
-    def _handle(self, message: m.ToInstance) -> None:
+    def _handle(self, message: m.ToWorker) -> None:
         match message:
             case m.AddRequest():
                 with WORKER.main.doing(Phase.ADD_REQUEST, message.model, [message.request_id]):
@@ -108,7 +108,7 @@ class SimServer:
         room = known.loaded.max_model_len - num_prompt if known else 0
         if known is None or room < 1:
             reason = (
-                f"{message.model} is not loaded on instance {self._instance}"
+                f"{message.model} is not loaded on worker {self._worker}"
                 if known is None
                 else f"a prompt of {num_prompt} tokens leaves no room for an answer: "
                 f"{message.model} takes {known.loaded.max_model_len} tokens in all"
@@ -156,7 +156,7 @@ class SimServer:
                 return m.CallResult(call.call_id, self._page_out(str(call.args["model"])))
             if call.method != "check_integrity":
                 raise Refused(
-                    f"device {self._instance} simulates a {self._gpu} and cannot do {call.method}",
+                    f"device {self._worker} simulates a {self._gpu} and cannot do {call.method}",
                     "it has no engine; use an emulated device or a GPU",
                 )
             return m.CallResult(call.call_id, self._check_integrity())
@@ -168,9 +168,9 @@ class SimServer:
     def _page_out(self, model: str) -> dict[str, Any]:
         """Take a model off the device; nothing of one that has requests."""
         if model not in self._known:
-            raise NoSuchModel(f"{model} is not loaded on device {self._instance}")
+            raise NoSuchModel(f"{model} is not loaded on device {self._worker}")
         if self._device.live(model):
-            raise Refused(f"{model} has live requests on device {self._instance}")
+            raise Refused(f"{model} has live requests on device {self._worker}")
         self._device.page_out(model)
         return {"kv_out_bytes": 0}
 
@@ -199,8 +199,8 @@ class SimServer:
         device, turn = self._device, self._device.turn
         models = [self._memory_of(name) for name in self._known]
         self._channel.send(
-            m.InstanceStatus(
-                instance=self._instance,
+            m.WorkerStatus(
+                device=self._worker,
                 at_s=now_s,
                 on_turn=turn.model if turn else None,
                 quota_s=turn.quota_s if turn else 0.0,

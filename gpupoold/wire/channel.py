@@ -1,7 +1,7 @@
 """Message channels over a connected unix stream socket.
 
 ``AsyncChannel`` for the daemon and frontends (asyncio), ``BlockingChannel`` for
-the instance's turn loop. Both carry file descriptors by ``SCM_RIGHTS``.
+the worker's turn loop. Both carry file descriptors by ``SCM_RIGHTS``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Everything that crosses a process boundary, as tagged msgspec structs.
 
-Conversations of the daemon with its instances, its frontends and its fork server, all over unix
+Conversations of the daemon with its workers, its frontends and its fork server, all over unix
 stream sockets framed by :mod:`gpupoold.wire.codec`. A field named
 ``frames`` holds buffers encoded by vLLM's own serialiser; the daemon forwards
 them unread. Times ending in ``_s`` that are instants are ``time.monotonic()``
@@ -28,8 +28,6 @@ from gpupoold.wire.messages_from_worker import (
     Adopted as Adopted,
     ImageDropped as ImageDropped,
     ImageTaken as ImageTaken,
-    InstanceReady as InstanceReady,
-    InstanceStatus as InstanceStatus,
     MemoryChanged as MemoryChanged,
     ModelFailed as ModelFailed,
     ModelLoaded as ModelLoaded,
@@ -39,6 +37,8 @@ from gpupoold.wire.messages_from_worker import (
     StepOutputs as StepOutputs,
     Switched as Switched,
     TurnEnded as TurnEnded,
+    WorkerReady as WorkerReady,
+    WorkerStatus as WorkerStatus,
     WrongAnswer as WrongAnswer,
 )
 from gpupoold.wire.messages_frontend import (
@@ -84,7 +84,7 @@ from gpupoold.wire.records import (
     SwitchRecord as SwitchRecord,
 )
 
-ToInstance = (
+ToWorker = (
     LoadModel
     | UnloadModel
     | DropImage
@@ -102,8 +102,8 @@ ToInstance = (
     | Reconfigure
     | Shutdown
 )
-FromInstance = (
-    InstanceReady
+FromWorker = (
+    WorkerReady
     | ModelLoaded
     | ModelFailed
     | ModelUnloaded
@@ -117,7 +117,7 @@ FromInstance = (
     | TurnEnded
     | Switched
     | WrongAnswer
-    | InstanceStatus
+    | WorkerStatus
     | RequestsFailed
     | CallResult
 )

@@ -13,8 +13,8 @@ from gpupoold.wire.records import (
 )
 
 
-class InstanceReady(Message):
-    """The instance owns its device and can load models. With ``shares_kv_host`` the memfd of its
+class WorkerReady(Message):
+    """The worker owns its device and can load models. With ``shares_kv_host`` the memfd of its
     KV host cache comes along.
 
     ``bandwidth_bytes_per_s`` is that of a switch, with mapping; the link's own are for copies
@@ -22,7 +22,7 @@ class InstanceReady(Message):
     as it takes.
     """
 
-    instance: int
+    device: int
     pid: int
     device_bytes: int
     page_bytes: int
@@ -67,7 +67,7 @@ class ModelUnloaded(Message):
 
 
 class ImageDropped(Message):
-    """The instance has no view of the model's image any more."""
+    """The worker has no view of the model's image any more."""
 
     model: str
 
@@ -80,7 +80,7 @@ class ImageTaken(Message):
 
 
 class StepOutputs(Message):
-    """What one engine step produced (instance → daemon → frontend).
+    """What one engine step produced (worker → daemon → frontend).
 
     ``frames`` is empty when a device without an engine made the tokens: ``progress`` has
     them. ``step_s`` is the time of a pure decode step, None when the step prefilled.
@@ -152,8 +152,8 @@ class TurnEnded(Message):
 class Switched(Message):
     """A switch happened.
 
-    ``bandwidth_bytes_per_s`` is what switches of the instance reach by now, mapping included, a
-    moving average; 0: the instance does not measure it.
+    ``bandwidth_bytes_per_s`` is what switches of the worker reach by now, mapping included, a
+    moving average; 0: the worker does not measure it.
     """
 
     switch: SwitchRecord
@@ -169,14 +169,14 @@ class WrongAnswer(Message):
     answered: tuple[int, ...]
 
 
-class InstanceStatus(Message):
+class WorkerStatus(Message):
     """Sent a few times a second: proof of life and what ``gpupool ps`` shows.
 
     ``turn_began_s`` is when the model on its turn could run, None while it is being brought in.
     ``prefetched_bytes`` of weights were brought in for a turn that is still to come.
     """
 
-    instance: int
+    device: int
     at_s: float
     on_turn: str | None
     quota_s: float

@@ -83,7 +83,7 @@ class MetricsText(Message):
 
 
 class RequestsFailed(Message):
-    """Requests that cannot be answered (instance → daemon → frontend); their streams end so."""
+    """Requests that cannot be answered (worker → daemon → frontend); their streams end so."""
 
     model: str
     request_ids: list[str]

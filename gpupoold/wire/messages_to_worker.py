@@ -54,9 +54,9 @@ class SetTargets(Message):
 
 
 class AddRequest(Message):
-    """A request for a model (frontend → daemon → instance); ``frames`` have it as vLLM encodes it.
+    """A request for a model (frontend → daemon → worker); ``frames`` have it as vLLM encodes it.
 
-    ``output_token_ids`` are the tokens that its client has from another instance. One that
+    ``output_token_ids`` are the tokens that its client has from another worker. One that
     ``is_moving`` is answered by ``Adopted`` when it can go on; its KV is in ``parcel``, or has to
     be computed anew. ``key_id``: of the API key that it came with, empty without one.
     ``frontend``: the number of the frontend that it came from, which the daemon fills in. One
@@ -79,14 +79,14 @@ class AddRequest(Message):
 
 
 class EndIsolation(Message):
-    """A request may share steps with others again (daemon → instance)."""
+    """A request may share steps with others again (daemon → worker)."""
 
     model: str
     request_id: str
 
 
 class AbortRequests(Message):
-    """The client went away or the daemon gave up (frontend → daemon → instance)."""
+    """The client went away or the daemon gave up (frontend → daemon → worker)."""
 
     model: str
     request_ids: list[str]
@@ -116,17 +116,17 @@ class MoveOut(Message):
 
 
 class PeerHost(Message):
-    """The host cache of another instance, whose memfd comes along, for parcels from there. It
+    """The host cache of another worker, whose memfd comes along, for parcels from there. It
     takes the place of one that the other had when it ran before."""
 
-    instance: int
+    device: int
     num_bytes: int
 
 
 class PeerDown(Message):
-    """An instance has died: what had not arrived from there never will."""
+    """A worker has died: what had not arrived from there never will."""
 
-    instance: int
+    device: int
 
 
 class FreeParcel(Message):

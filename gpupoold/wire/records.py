@@ -23,7 +23,7 @@ class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What loading a model taught us; instances report it, frontends and the registry use it."""
+    """What loading a model taught us; workers report it, frontends and the registry use it."""
 
     name: str
     architecture: str
@@ -52,7 +52,7 @@ class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
     of the ``weight_bytes``.
     """
 
-    instance: int
+    device: int
     model: str
     previous: str | None
     at_s: float
@@ -69,7 +69,7 @@ class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class Parcel(msgspec.Struct, frozen=True, array_like=True):
     """KV of a request's first ``num_blocks`` blocks, row by row: at ``(offset, num_bytes)`` of the
-    host cache of instance ``source``.
+    host cache of worker ``source``.
 
     With the message that names it comes an eventfd that tells when its bytes are there
     (:mod:`gpupoold.memory.kv_transfers`).
@@ -82,7 +82,7 @@ class Parcel(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """One model's memory on one instance, in bytes."""
+    """One model's memory on one worker, in bytes."""
 
     model: str
     weights_resident_bytes: int

@@ -21,7 +21,7 @@ from gpupoold.system.process import (
     raise_oom_score,
 )
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
-from gpupoold.wire.messages import InstanceReady, ToInstance
+from gpupoold.wire.messages import ToWorker, WorkerReady
 from gpupoold.worker.environment import set_engine_environment
 from gpupoold.worker.out_of_memory import is_out_of_memory
 
@@ -36,7 +36,7 @@ _SWITCH_INTERVAL_S = 0.0001
 def main() -> None:
     """Own the device until the daemon says stop or is gone."""
     arguments = _parse()
-    begin_child("instance", arguments.log_level, arguments.parent_pid)
+    begin_child("worker", arguments.log_level, arguments.parent_pid)
     raise_oom_score(WORKER_OOM_SCORE_ADJ)
     if arguments.device_kind == "emulated":
         lower_priority(EMULATED_DEVICE_NICENESS)
@@ -47,8 +47,8 @@ def main() -> None:
     set_engine_environment(arguments.log_level)
     if arguments.device_kind == "cuda":
         _show_one_gpu(arguments.device_index)
-    channel: BlockingChannel[ToInstance] = BlockingChannel(
-        socket.socket(fileno=arguments.wire_fd), ToInstance
+    channel: BlockingChannel[ToWorker] = BlockingChannel(
+        socket.socket(fileno=arguments.wire_fd), ToWorker
     )
     try:
         _serve(arguments, channel)
@@ -72,7 +72,7 @@ def _leave_if_out_of_memory(error: Exception) -> None:
         os._exit(OUT_OF_MEMORY_STATUS)  # whatever of that there was no memory for
 
 
-def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) -> None:
+def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) -> None:
     with importing():
         from gpupoold.worker.calls import answer
         from gpupoold.worker.device import device_name, open_device
@@ -101,7 +101,7 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) 
         link = measure_link(device, pool)
         bandwidth = measure_fill(device, pool)
     loop = TurnLoop(
-        arguments.instance,
+        arguments.device,
         device,
         host,
         lambda use_of: Residency(device, pool, host, bandwidth, use_of),
@@ -111,8 +111,8 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToInstance]) 
         has_gpu_alone=arguments.num_sharing == 1,
     )
     channel.send(
-        InstanceReady(
-            arguments.instance,
+        WorkerReady(
+            arguments.device,
             os.getpid(),
             device.num_pages * device.page_bytes,
             device.page_bytes,
@@ -152,13 +152,13 @@ def _show_one_gpu(index: int) -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpupoold.worker")
-    parser.add_argument("--instance", type=int, required=True)
+    parser.add_argument("--device", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--wire-fd", type=int, required=True)
     parser.add_argument("--activity-fd", type=int, help="see gpupoold.system.activity")
     parser.add_argument("--device-kind", choices=["emulated", "cuda"], default="emulated")
     parser.add_argument("--device-index", type=int, default=0)
-    parser.add_argument("--num-sharing", type=int, default=1, help="instances on the GPU")
+    parser.add_argument("--num-sharing", type=int, default=1, help="workers on the GPU")
     parser.add_argument("--device-bytes", type=int, required=True, help="0: all but the reserve")
     parser.add_argument("--reserve-bytes", type=int, default=0)
     parser.add_argument("--page-bytes", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Named operations on a running instance: benchmarks and checks, asked for by the daemon."""
+"""Named operations on a running worker: benchmarks and checks, asked for by the daemon."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def answer(loop: TurnLoop, call: Call) -> CallResult:
     try:
         operation = _OPERATIONS.get(call.method)
         if operation is None:
-            raise UsageError(f"instances have no operation {call.method!r}")
+            raise UsageError(f"workers have no operation {call.method!r}")
         return CallResult(call.call_id, operation(loop, **call.args))
     except GpupoolError as error:
         return CallResult(call.call_id, None, error.code, error.message, error.hint)

@@ -1,4 +1,4 @@
-"""Opening the device that an instance was told to own."""
+"""Opening the device that a worker was told to own."""
 
 from __future__ import annotations
 

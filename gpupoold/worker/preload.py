@@ -1,4 +1,4 @@
-"""What an instance of an emulated device imports, before it is known which."""
+"""What a worker of an emulated device imports, before it is known which."""
 
 from __future__ import annotations
 

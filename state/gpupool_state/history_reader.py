@@ -57,12 +57,12 @@ class HistoryReader:
         limit: int = 100,
         *,
         model: str | None = None,
-        instance: int | None = None,
+        device: int | None = None,
         since: float | None = None,
         order: Literal["latest", "slowest"] = "latest",
     ) -> list[SwitchRow]:
-        """Switches to a model on an instance, latest or slowest first."""
-        wanted: dict[str, Value] = {"model = ?": model, "instance = ?": instance, "at >= ?": since}
+        """Switches to a model on a worker, latest or slowest first."""
+        wanted: dict[str, Value] = {"model = ?": model, "device = ?": device, "at >= ?": since}
         rows = await self._select("switches", wanted, _SWITCH_ORDERS[order], limit)
         return [switch_row(row) for row in rows]
 

@@ -16,6 +16,7 @@ from gpupool_state.schema import (
     CREATE_PROFILES,
     CREATE_REGISTRY,
     CREATE_SLO_MINUTES,
+    RENAME_INSTANCES,
 )
 from gpupool_state.writer import Source, Writer
 from gpupoold.errors import Failed, Refused
@@ -55,6 +56,7 @@ MIGRATIONS: tuple[Migration, ...] = (
     Migration(4, "pins", ADD_PINS),
     Migration(5, "slo_minutes", CREATE_SLO_MINUTES),
     Migration(6, "api_keys", CREATE_API_KEYS),
+    Migration(7, "device_columns", RENAME_INSTANCES),
 )
 
 

@@ -6,7 +6,7 @@ import sqlite3
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from gpupoold.domain import FinishReason, InstanceId, ModelName
+from gpupoold.domain import DeviceId, FinishReason, ModelName
 
 EventLevel = Literal["info", "warning", "error"]
 Value = str | int | float | None
@@ -17,13 +17,13 @@ class RequestRow:
     """A finished request. Times are None when it never got that far.
 
     ``arrived_at`` is wall-clock seconds. ``tbt_*_s`` are over the gaps between
-    its tokens. ``instance`` is where it last ran, None if it never ran. ``error`` is what its
+    its tokens. ``worker`` is where it last ran, None if it never ran. ``error`` is what its
     client was told, empty if it did not fail; ``api_key`` the public id of the key it came with.
     """
 
     request_id: str
     model: ModelName
-    instance: InstanceId | None
+    device: DeviceId | None
     arrived_at: float
     ttft_s: float | None
     tbt_p50_s: float | None
@@ -40,10 +40,10 @@ class RequestRow:
 
 @dataclass(frozen=True, slots=True)
 class SwitchRow:
-    """A switch to ``model`` on ``instance``; ``at`` is wall-clock seconds, stages are durations."""
+    """A switch to ``model`` on ``worker``; ``at`` is wall-clock seconds, stages are durations."""
 
     at: float
-    instance: InstanceId
+    device: DeviceId
     model: ModelName
     previous: ModelName | None
     total_s: float

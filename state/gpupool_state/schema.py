@@ -178,3 +178,10 @@ CREATE_API_KEYS = (
     "CREATE UNIQUE INDEX api_keys_by_name ON api_keys (name) WHERE revoked_at IS NULL",
     "ALTER TABLE requests ADD COLUMN api_key TEXT",
 )
+
+RENAME_INSTANCES = (
+    "ALTER TABLE requests RENAME COLUMN instance TO device",
+    "ALTER TABLE switches RENAME COLUMN instance TO device",
+    "UPDATE events SET kind = 'worker_ready' WHERE kind = 'instance_ready'",
+    "UPDATE events SET kind = 'worker_down' WHERE kind = 'instance_down'",
+)

@@ -57,7 +57,7 @@ def shared_pool(
 def pool(shared_pool: PrivateDaemon) -> Iterator[PrivateDaemon]:
     """A running daemon with the four tiny models, left as it was found.
 
-    After every test nothing may be live, and the instance's accounts must agree.
+    After every test nothing may be live, and the worker's accounts must agree.
     """
     yield shared_pool
     until(lambda: not ps(shared_pool).requests)

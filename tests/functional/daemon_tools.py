@@ -199,7 +199,7 @@ def device(daemon: PrivateDaemon) -> DeviceInfo:
 
 
 def check(daemon: PrivateDaemon) -> dict[str, int]:
-    """The instance's accounts agree with its page tables; free and all pages."""
+    """The worker's accounts agree with its page tables; free and all pages."""
     with admin_http(daemon) as http:
         response = http.post("/check")
     assert response.status_code == 200, response.text
@@ -208,7 +208,7 @@ def check(daemon: PrivateDaemon) -> dict[str, int]:
 
 
 def check_all(daemon: PrivateDaemon) -> list[dict[str, int]]:
-    """As ``check``, for every instance of a daemon with several."""
+    """As ``check``, for every worker of a daemon with several."""
     with admin_http(daemon) as http:
         response = http.post("/check")
     assert response.status_code == 200, response.text

@@ -1,4 +1,4 @@
-"""The other end of a frontend's channel: daemon and instance in one thread, with real engines.
+"""The other end of a frontend's channel: daemon and worker in one thread, with real engines.
 
 Engines are vLLM's own ``EngineCore``s on the CPU, loaded once and stepped in
 turns of one step. The frontend is the real process, started as the daemon does.

@@ -306,7 +306,7 @@ class TestLeaving:
             while json.loads(next(lines))["stage"] != "load":
                 pass
         until(lambda: Traces.of(pool) == before)
-        # The name is free again and the instance loads as before.
+        # The name is free again and the worker loads as before.
         pool.add_model("left", tiny_models[QWEN2], **LOAD_OPTIONS)
         assert usage(pool, "left").state == "ready"
         assert cli(pool, "rm", "left").returncode == 0

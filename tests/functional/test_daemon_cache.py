@@ -119,7 +119,7 @@ def is_live(daemon: PrivateDaemon, model: str) -> bool:
 
 
 def num_images(daemon: PrivateDaemon) -> int:
-    """Images whose memory the instance really has, whatever anybody says."""
+    """Images whose memory the worker really has, whatever anybody says."""
     maps = Path(f"/proc/{child(daemon, 'worker').pid}/maps").read_text().splitlines()
     return len({line.split()[4] for line in maps if "gpupool-image" in line})
 

@@ -81,9 +81,9 @@ class TestLooking:
             "frontend-0",
             "frontend-1",
             "gpupoold",
-            "instance-0",
+            "worker-0",
         }
-        one = cli(pool, "logs", "--process", "instance-0", "--lines", "3")
+        one = cli(pool, "logs", "--process", "worker-0", "--lines", "3")
         assert len(one.stdout.splitlines()) == 3
         nobody = cli(pool, "logs", "--process", "nobody")
         assert nobody.returncode == 2

@@ -67,7 +67,7 @@ async def api(box: PrivateDaemon) -> AsyncIterator[AsyncOpenAI]:
 
 
 def num_deaths(daemon: PrivateDaemon) -> int:
-    return len(events(daemon, "instance_down"))
+    return len(events(daemon, "worker_down"))
 
 
 def events(daemon: PrivateDaemon, kind: str) -> list[str]:
@@ -112,7 +112,7 @@ async def test_one_request_that_crashes_workers_ends_alone(
     error = await asyncio.wait_for(ask_poison(api, seed, **extra), BACK_S)
     assert "ended its worker, and another alone" in error
     assert [await stream.finished() for stream in streams] == alone
-    assert num_deaths(box) - before == 2, events(box, "instance_down")[before:]
+    assert num_deaths(box) - before == 2, events(box, "worker_down")[before:]
     assert events(box, "model_quarantined") == []
     await eventually(lambda: {one.state for one in ps(box).devices} == {"ready"}, BACK_S)
     assert {one.state for one in ps(box).models} == {"ready"}

@@ -133,7 +133,7 @@ async def test_a_hung_worker_is_replaced_and_its_streams_go_on(watched: PrivateD
         assert await stream.finished() == alone
     await eventually(lambda: is_whole(watched, but=hung), BACK_S)
     # Whichever is noticed first: no sign of life, or a turn without a step.
-    assert any("(hung: " in text for text in told(watched, "instance_down"))
+    assert any("(hung: " in text for text in told(watched, "worker_down"))
     assert check(watched)
 
 
@@ -205,7 +205,7 @@ async def test_out_of_memory_is_told(usual: PrivateDaemon, api: AsyncOpenAI) -> 
         answers += await asyncio.gather(*(ask(api, *job) for job in more))
         jobs += more
     await eventually(lambda: is_whole(usual, but=starved), BACK_S)
-    assert "out of memory" in told(usual, "instance_down")[-1]
+    assert "out of memory" in told(usual, "worker_down")[-1]
     assert answers == [await ask(api, *job) for job in jobs]
 
 
@@ -227,7 +227,7 @@ async def test_a_request_whose_worker_always_crashes(
     assert num_crashes >= 3
     await eventually(lambda: is_whole(usual), BACK_S)
     assert told(usual, "model_quarantined") == []
-    assert f"in a step of {LLAMA} with 1 request" in told(usual, "instance_down")[-1]
+    assert f"in a step of {LLAMA} with 1 request" in told(usual, "worker_down")[-1]
     assert await ask(api, QWEN2, PROMPT) == expected
     assert await ask(api, LLAMA, PROMPT, LONG) == victim_alone
 
@@ -317,7 +317,7 @@ async def test_a_crash_leaves_streams_on_other_devices_alone(box: PrivateDaemon)
         victim = Background(api, "one", PROMPT, 300)
         await victim.started()
         crashed = device_of(box, "one")
-        assert crashed.instance != quiet.instance
+        assert crashed.device != quiet.device
         assert crashed.pid is not None
         psutil.Process(crashed.pid).send_signal(signal.SIGSEGV)
         assert len((await victim.finished()).token_ids) == 300
@@ -330,5 +330,5 @@ def device_of(daemon: PrivateDaemon, model: str) -> DeviceInfo:
     """The device that has the only request of a model."""
     now = ps(daemon)
     [request] = [one for one in now.requests if one.model == model]
-    [found] = [one for one in now.devices if one.instance == request.instance]
+    [found] = [one for one in now.devices if one.device == request.device]
     return found

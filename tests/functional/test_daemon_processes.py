@@ -1,4 +1,4 @@
-"""Processes that die: the daemon, its instance, its frontends, each in the middle of work."""
+"""Processes that die: the daemon, its worker, its frontends, each in the middle of work."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def listed_state(daemon: PrivateDaemon, model: str) -> str:
     return str(httpx.get(f"{daemon.http_url}/v1/models/{model}").json()["status"])
 
 
-class TestInstance:
+class TestWorker:
     async def test_killed(
         self, daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
     ) -> None:
@@ -118,7 +118,7 @@ class TestInstance:
         assert child(daemon, "worker").pid != killed.pid
         with daemon.client() as client:
             kinds = [event.kind for event in client.events()]
-        assert kinds.index("instance_down") < len(kinds) - 1 - kinds[::-1].index("instance_ready")
+        assert kinds.index("worker_down") < len(kinds) - 1 - kinds[::-1].index("worker_ready")
 
 
 class TestFrontends:

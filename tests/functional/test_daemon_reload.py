@@ -115,7 +115,7 @@ async def test_streams_do_not_notice_a_hundred_reloads(
         assert (await stream.finished()).token_ids == before[name].token_ids
     assert pids == ([row.pid for row in ps(pool).devices], frontend_pids(pool))
     kinds = {event.kind for event in events(pool, NUM_RELOADS)}
-    assert not kinds & {"instance_down", "frontend_down", "model_added", "model_failed"}
+    assert not kinds & {"worker_down", "frontend_down", "model_added", "model_failed"}
 
 
 def reload_often(pool: PrivateDaemon) -> int:

@@ -27,7 +27,7 @@ PROMPT = "The canary in the coal mine"
 def test_damaged_weights_are_made_anew(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     """One model at a time fits, so that every question brings weights in.
 
-    That canaries are asked at all is told the instance when it has run for a while.
+    That canaries are asked at all is told the worker when it has run for a while.
     """
     paths = {name: tiny_models[name] for name in (LLAMA, QWEN3)}
     config = emulated_config(int(1.4 * max(weight_bytes(path) for path in paths.values())))

@@ -1,4 +1,4 @@
-"""A minute of kills: one instance after the other, the frontend once; nobody loses anything."""
+"""A minute of kills: one worker after the other, the frontend once; nobody loses anything."""
 
 from __future__ import annotations
 

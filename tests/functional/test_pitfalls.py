@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpupoold.wire import messages as m
-from tests.functional.worker_peer import InstancePeer, encode_request
+from tests.functional.worker_peer import WorkerPeer, encode_request
 
 MODELS = ("tiny-llama", "tiny-qwen3")
 NUM_PARALLEL = 32
@@ -18,10 +18,10 @@ NUM_SWITCHES = 40
 
 
 @pytest.fixture(scope="module")
-def peer(tiny_models: dict[str, Path]) -> Iterator[InstancePeer]:
+def peer(tiny_models: dict[str, Path]) -> Iterator[WorkerPeer]:
     """A device with room for one model and a half, that asks the canary at every switch."""
     sizes = [(tiny_models[name] / "model.safetensors").stat().st_size for name in MODELS]
-    peer = InstancePeer(
+    peer = WorkerPeer(
         int(1.5 * max(sizes)), kv_host_bytes=64 << 20, quota_max_s=0.05, canary_interval=1
     )
     for name in MODELS:
@@ -31,7 +31,7 @@ def peer(tiny_models: dict[str, Path]) -> Iterator[InstancePeer]:
 
 
 def test_pitfall_05_a_late_request_of_a_model_without_an_image_does_not_park(
-    peer: InstancePeer,
+    peer: WorkerPeer,
 ) -> None:
     before = answer(peer, "tiny-llama", "before")
     peer.channel.send(m.DropImage("tiny-llama"))
@@ -46,7 +46,7 @@ def test_pitfall_05_a_late_request_of_a_model_without_an_image_does_not_park(
     assert answer(peer, "tiny-llama", "after") == before
 
 
-def test_pitfalls_09_and_10_many_switches_keep_nothing(peer: InstancePeer) -> None:
+def test_pitfalls_09_and_10_many_switches_keep_nothing(peer: WorkerPeer) -> None:
     """No page, no slot and no byte of shared memory; and the weights are what they were."""
     digests = {name: peer.call("checksum", model=name) for name in MODELS}
     before = peer.call("leftovers")
@@ -62,7 +62,7 @@ def test_pitfalls_09_and_10_many_switches_keep_nothing(peer: InstancePeer) -> No
     peer.call("check_integrity")
 
 
-def test_pitfall_25_many_parallel_requests_say_what_each_says_alone(peer: InstancePeer) -> None:
+def test_pitfall_25_many_parallel_requests_say_what_each_says_alone(peer: WorkerPeer) -> None:
     asked = {f"many-{n}": (MODELS[n % 2], n // 2) for n in range(NUM_PARALLEL)}
     alone = {key: answer(peer, key[0], f"alone-{i}", key[1]) for i, key in asked.items()}
     num_switches = len(peer.switches)
@@ -76,7 +76,7 @@ def test_pitfall_25_many_parallel_requests_say_what_each_says_alone(peer: Instan
     peer.call("check_integrity")
 
 
-def test_pitfall_34_a_request_that_was_refused_is_not_counted(peer: InstancePeer) -> None:
+def test_pitfall_34_a_request_that_was_refused_is_not_counted(peer: WorkerPeer) -> None:
     """Else its model would count as busy for good, and give its memory up last."""
     send_directly(peer, "tiny-llama", "broken", [b"not a request"])
     failed = peer.wait(m.RequestsFailed)
@@ -84,7 +84,7 @@ def test_pitfall_34_a_request_that_was_refused_is_not_counted(peer: InstancePeer
     assert peer.call("leftovers")["free_pages"] > 0  # refused while a request is live
 
 
-def test_pitfall_27_a_canary_waits_for_room(peer: InstancePeer) -> None:
+def test_pitfall_27_a_canary_waits_for_room(peer: WorkerPeer) -> None:
     """It is due when its model's own requests have taken all pages: no reason to fail."""
     name = MODELS[0]
     short = [f"short-{n}" for n in range(80)]  # from now on, answers are taken to be short
@@ -109,13 +109,13 @@ def prompt(index: int) -> list[int]:
     return [rng.randrange(300, 1900) for _ in range(34 + index)]
 
 
-def answer(peer: InstancePeer, model: str, request_id: str, index: int = 0) -> list[int]:
+def answer(peer: WorkerPeer, model: str, request_id: str, index: int = 0) -> list[int]:
     peer.ask(model, request_id, prompt(index), max_tokens=24)
     peer.run_until_ended(request_id)
     return peer.tokens[request_id]
 
 
-def send_directly(peer: InstancePeer, model: str, request_id: str, frames: list[bytes]) -> None:
+def send_directly(peer: WorkerPeer, model: str, request_id: str, frames: list[bytes]) -> None:
     """As a daemon would that does not know what has just happened."""
     now_s = time.monotonic()
     peer.channel.send(m.AddRequest(model, request_id, now_s, len(prompt(0)), 0, frames))

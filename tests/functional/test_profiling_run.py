@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gpupoold.latency.stored import Profile
 from tests.functional.daemon_tools import weight_bytes
-from tests.functional.worker_peer import InstancePeer
+from tests.functional.worker_peer import WorkerPeer
 
 BUDGET_S = 6.0
 PROMPT = list(range(5, 95))
@@ -16,7 +16,7 @@ NUM_TOKENS = 300
 def test_profiling_leaves_no_trace(tiny_models: dict[str, Path]) -> None:
     """On a device that holds one and a half models, so the one that answers is evicted."""
     sizes = [weight_bytes(path) for path in tiny_models.values()]
-    peer = InstancePeer(int(1.5 * max(sizes)), quota_max_s=0.05)
+    peer = WorkerPeer(int(1.5 * max(sizes)), quota_max_s=0.05)
     try:
         peer.load("busy", tiny_models["tiny-llama"])
         peer.ask("busy", "alone", PROMPT, max_tokens=NUM_TOKENS)
@@ -50,7 +50,7 @@ def test_profiling_leaves_no_trace(tiny_models: dict[str, Path]) -> None:
         peer.close()
 
 
-def load_and_profile(peer: InstancePeer, name: str, path: Path) -> Profile:
+def load_and_profile(peer: WorkerPeer, name: str, path: Path) -> Profile:
     profile = peer.load(name, path, profiling_budget_s=BUDGET_S).profile
     assert isinstance(profile, Profile)
     return profile

@@ -13,7 +13,7 @@ import pytest
 from vllm.sampling_params import StructuredOutputsParams
 
 from gpupoold.wire import messages as m
-from tests.functional.worker_peer import InstancePeer
+from tests.functional.worker_peer import WorkerPeer
 
 MODELS = ("tiny-llama", "tiny-mixtral")
 NUM_TOKENS = 60
@@ -42,9 +42,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def peer(tiny_models: dict[str, Path]) -> Iterator[InstancePeer]:
+def peer(tiny_models: dict[str, Path]) -> Iterator[WorkerPeer]:
     """A device with room for one of two models, in short turns."""
-    peer = InstancePeer(18 << 20, kv_host_bytes=64 << 20, quota_max_s=0.05)
+    peer = WorkerPeer(18 << 20, kv_host_bytes=64 << 20, quota_max_s=0.05)
     for name in MODELS:
         peer.load(name, tiny_models[name], max_model_len=512)
     yield peer
@@ -57,7 +57,7 @@ def prompt(index: int) -> list[int]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_tokens_from_any_point_on(peer: InstancePeer, case: str) -> None:
+def test_the_same_tokens_from_any_point_on(peer: WorkerPeer, case: str) -> None:
     sampling = {"max_tokens": NUM_TOKENS} | CASES[case]
     whole: dict[tuple[str, int], list[int]] = {}
     for model in MODELS:
@@ -81,7 +81,7 @@ def test_the_same_tokens_from_any_point_on(peer: InstancePeer, case: str) -> Non
 
 
 def test_prompts_in_chunks_beside_answers(
-    peer: InstancePeer, monkeypatch: pytest.MonkeyPatch
+    peer: WorkerPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of few tokens change no token, and let the answers under way go on."""
     model, chunk_tokens, lengths = MODELS[0], 40, {"short": 1, "long": 9, "longer": 10}
@@ -90,7 +90,7 @@ def test_prompts_in_chunks_beside_answers(
         peer.ask(model, name, prompt(length), max_tokens=NUM_TOKENS)
         peer.run_until_ended(name)
         alone[name] = peer.tokens[name]
-    while peer.wait(m.InstanceStatus).on_turn is not None:
+    while peer.wait(m.WorkerStatus).on_turn is not None:
         pass  # a turn under way would go on with what is asked next
     peer.call("page_out", model=model)  # else the prompts would be there already
     send, note = peer.channel.send, peer.scheduler.stepped

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from gpupoold.wire import messages as m
-from tests.functional.worker_peer import InstancePeer
+from tests.functional.worker_peer import WorkerPeer
 
 INTERVAL = 3
 PROMPT = [11, 7, 42, 5]
@@ -15,7 +15,7 @@ PROMPT = [11, 7, 42, 5]
 def test_a_damaged_image_is_noticed(tiny_models: dict[str, Path]) -> None:
     paths = {name: tiny_models[name] for name in ("tiny-llama", "tiny-qwen3")}
     size = max((path / "model.safetensors").stat().st_size for path in paths.values())
-    peer = InstancePeer(int(2.6 * size), canary_interval=INTERVAL)
+    peer = WorkerPeer(int(2.6 * size), canary_interval=INTERVAL)
     try:
         for name, path in paths.items():
             peer.load(name, path, max_model_len=256)
@@ -42,7 +42,7 @@ def test_a_damaged_image_is_noticed(tiny_models: dict[str, Path]) -> None:
         peer.close()
 
 
-def _answer(peer: InstancePeer, model: str, request_id: str) -> list[int]:
+def _answer(peer: WorkerPeer, model: str, request_id: str) -> list[int]:
     peer.call("page_out", model=model)  # so that its weights have to come in
     peer.ask(model, request_id, PROMPT, max_tokens=4)
     peer.run_until_ended(request_id)

@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.worker_peer import InstancePeer
+from tests.functional.worker_peer import WorkerPeer
 
 MODELS = ("tiny-llama", "tiny-mixtral")
 PROMPT = list(range(5, 95))
 
 
 @pytest.fixture(scope="module")
-def peer(tiny_models: dict[str, Path]) -> Iterator[InstancePeer]:
-    peer = InstancePeer(40 << 20)
+def peer(tiny_models: dict[str, Path]) -> Iterator[WorkerPeer]:
+    peer = WorkerPeer(40 << 20)
     for name in MODELS:
         peer.load(name, tiny_models[name])
     yield peer
     peer.close()
 
 
-def answer(peer: InstancePeer, model: str) -> list[int]:
+def answer(peer: WorkerPeer, model: str) -> list[int]:
     request_id = f"{model} {len(peer.tokens)}"
     peer.ask(model, request_id, PROMPT, max_tokens=40)
     peer.run_until_ended(request_id)
@@ -33,7 +33,7 @@ def answer(peer: InstancePeer, model: str) -> list[int]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_weights_are_not_read_from_the_checkpoint(
-    name: str, peer: InstancePeer, tiny_models: dict[str, Path], tmp_path: Path
+    name: str, peer: WorkerPeer, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     without_weights = tmp_path / name
     shutil.copytree(
@@ -50,7 +50,7 @@ def test_the_weights_are_not_read_from_the_checkpoint(
 
 
 def test_a_damaged_image_is_found_by_the_canary(
-    peer: InstancePeer, tiny_models: dict[str, Path]
+    peer: WorkerPeer, tiny_models: dict[str, Path]
 ) -> None:
     first = peer.load("before", tiny_models["tiny-llama"])
     damaged = peer.images["before"]
@@ -63,7 +63,7 @@ def test_a_damaged_image_is_found_by_the_canary(
 
 
 def test_an_image_of_something_else_is_not_used(
-    peer: InstancePeer, tiny_models: dict[str, Path]
+    peer: WorkerPeer, tiny_models: dict[str, Path]
 ) -> None:
     path = tiny_models["tiny-mixtral"]
     other = peer.load("other", path, image=peer.images["tiny-llama"])

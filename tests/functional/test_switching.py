@@ -1,4 +1,4 @@
-"""One real instance below the control plane: engines switched between tokens, on paged memory."""
+"""One real worker below the control plane: engines switched between tokens, on paged memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from gpupool_cli.bench.rig import weight_bytes
-from tests.functional.worker_peer import InstancePeer
+from tests.functional.worker_peer import WorkerPeer
 
 MAX_TOKENS = 24
 NUM_PROMPTS = 4
@@ -22,10 +22,10 @@ _MODELS = ("tiny-llama", "tiny-mixtral", "tiny-qwen2", "tiny-qwen3")
 
 
 @pytest.fixture(scope="module")
-def peer(tiny_models: dict[str, Path]) -> Iterator[InstancePeer]:
+def peer(tiny_models: dict[str, Path]) -> Iterator[WorkerPeer]:
     """A device that holds the weights of one and a half models, turns of at most 50 ms."""
     sizes = [weight_bytes(tiny_models[name]) for name in _MODELS]
-    peer = InstancePeer(
+    peer = WorkerPeer(
         int(1.5 * max(sizes)), kv_host_bytes=64 << 20, quota_max_s=0.05, environment=_AHEAD
     )
     for name in _MODELS:
@@ -35,7 +35,7 @@ def peer(tiny_models: dict[str, Path]) -> Iterator[InstancePeer]:
 
 
 @pytest.fixture(scope="module")
-def alone(peer: InstancePeer) -> dict[tuple[str, int], list[int]]:
+def alone(peer: WorkerPeer) -> dict[tuple[str, int], list[int]]:
     """Each prompt's greedy answer when nothing else runs."""
     answers = {}
     for model in _MODELS:
@@ -48,7 +48,7 @@ def alone(peer: InstancePeer) -> dict[tuple[str, int], list[int]]:
 
 
 def test_concurrent_answers_equal_those_alone(
-    peer: InstancePeer, alone: dict[tuple[str, int], list[int]]
+    peer: WorkerPeer, alone: dict[tuple[str, int], list[int]]
 ) -> None:
     peer.switches.clear()
     ids = {key: f"together-{key[0]}-{key[1]}" for key in alone}
@@ -60,7 +60,7 @@ def test_concurrent_answers_equal_those_alone(
     peer.call("check_integrity")
 
 
-def test_weights_and_paused_kv_are_the_same_bytes_after_a_switch(peer: InstancePeer) -> None:
+def test_weights_and_paused_kv_are_the_same_bytes_after_a_switch(peer: WorkerPeer) -> None:
     peer.ask("tiny-llama", "paused", prompt(1), max_tokens=400)
     while len(peer.tokens["paused"]) < 20:
         peer.pump(1.0)
@@ -81,7 +81,7 @@ def test_weights_and_paused_kv_are_the_same_bytes_after_a_switch(peer: InstanceP
     peer.call("check_integrity")
 
 
-def test_a_cancelled_request_frees_its_kv_at_once(peer: InstancePeer) -> None:
+def test_a_cancelled_request_frees_its_kv_at_once(peer: WorkerPeer) -> None:
     peer.ask("tiny-qwen3", "gone", prompt(2), max_tokens=400)
     while len(peer.tokens["gone"]) < 5:
         peer.pump(1.0)
@@ -94,7 +94,7 @@ def test_answers_survive_a_full_host_cache(tiny_models: dict[str, Path]) -> None
     """Paused KV that fits nowhere is recomputed: slower, never wrong."""
     names = ("tiny-llama", "tiny-qwen3")
     largest = max(weight_bytes(tiny_models[name]) for name in names)
-    peer = InstancePeer(
+    peer = WorkerPeer(
         int(1.3 * largest), kv_host_bytes=128 << 10, quota_max_s=0.02, environment=_AHEAD
     )
     try:
@@ -122,7 +122,7 @@ def test_answers_survive_a_full_host_cache(tiny_models: dict[str, Path]) -> None
 )
 @given(data=st.data())
 def test_no_schedule_changes_a_token(
-    peer: InstancePeer, alone: dict[tuple[str, int], list[int]], data: st.DataObject
+    peer: WorkerPeer, alone: dict[tuple[str, int], list[int]], data: st.DataObject
 ) -> None:
     """Any order of arrivals, forced switches and cancellations gives the tokens of a run alone."""
     run = next(_RUNS)

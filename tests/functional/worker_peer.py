@@ -1,4 +1,4 @@
-"""Plays the daemon towards a real instance process, for tests below the control plane."""
+"""Plays the daemon towards a real worker process, for tests below the control plane."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Image(NamedTuple):
     canary: tuple[int, ...]
 
 
-class InstancePeer:
-    """An instance process on an emulated device, and the daemon's end of its channel.
+class WorkerPeer:
+    """A worker process on an emulated device, and the daemon's end of its channel.
 
     ``options`` are more of its command line, ``environment`` is added to this process's. What
     it says goes to ``log_path``, or where this process's messages go.
@@ -51,7 +51,7 @@ class InstancePeer:
         log_path: Path | None = None,
     ) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "gpupoold.worker", "--instance", "0"]
+        command = [sys.executable, "-m", "gpupoold.worker", "--device", "0"]
         told: dict[str, object] = {
             "--parent-pid": os.getpid(),
             "--wire-fd": theirs.fileno(),
@@ -73,13 +73,13 @@ class InstancePeer:
                 env=os.environ | {"PYTHONPATH": PYTHON_PATH} | dict(environment or {}),
             )
         theirs.close()
-        self.channel: BlockingChannel[m.FromInstance] = BlockingChannel(ours, m.FromInstance)
+        self.channel: BlockingChannel[m.FromWorker] = BlockingChannel(ours, m.FromWorker)
         self.images: dict[str, Image] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.switches: list[m.SwitchRecord] = []
         self.wrong_answers: list[m.WrongAnswer] = []
-        self.status: m.InstanceStatus | None = None
+        self.status: m.WorkerStatus | None = None
         self._calls = 0
         policy = make_policy("gpupool", PolicyOptions(quota_max_s=quota_max_s))
         self.scheduler = Scheduler(
@@ -90,7 +90,7 @@ class InstancePeer:
             lambda *_: None,
         )
         try:
-            self.ready = self.wait(m.InstanceReady, _START_TIMEOUT_S)
+            self.ready = self.wait(m.WorkerReady, _START_TIMEOUT_S)
         except BaseException:
             self.process.kill()  # it may hold a whole device
             self.process.wait()
@@ -122,7 +122,7 @@ class InstancePeer:
         **options: Any,
     ) -> m.ModelLoaded:
         """Load a checkpoint in float32, from its image if there is one; fails the test with the
-        instance's reason. The image it has then is in ``images``."""
+        worker's reason. The image it has then is in ``images``."""
         fields: dict[str, Any] = {
             "dtype": "float32",
             "max_model_len": 1024,
@@ -212,7 +212,7 @@ class InstancePeer:
             for image in self.images.values():
                 os.close(image.fd)
 
-    def _note(self, message: m.FromInstance) -> None:
+    def _note(self, message: m.FromWorker) -> None:
         if isinstance(message, m.StepOutputs):
             for item in message.progress:
                 self.tokens.setdefault(item.request_id, []).extend(item.new_token_ids)
@@ -233,7 +233,7 @@ class InstancePeer:
             self.switches.append(message.switch)
         elif isinstance(message, m.WrongAnswer):
             self.wrong_answers.append(message)
-        elif isinstance(message, m.InstanceStatus):
+        elif isinstance(message, m.WorkerStatus):
             self.status = message
 
 

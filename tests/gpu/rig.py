@@ -23,7 +23,7 @@ import pytest
 
 from gpupool_cli.bench.rig import weight_bytes
 from tests.functional.daemon_tools import child_env
-from tests.functional.worker_peer import InstancePeer
+from tests.functional.worker_peer import WorkerPeer
 
 LLAMA, QWEN2, QWEN3 = ("tiny-llama", "tiny-qwen2", "tiny-qwen3")
 MODELS = (LLAMA, QWEN2, QWEN3)
@@ -37,7 +37,7 @@ _ENGINE_ARGUMENTS: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens
 class Scale:
     """How large everything is; ``checkpoint_bytes`` are counted in float32.
 
-    One instance's device holds the weights of ``num_models`` models.
+    One worker's device holds the weights of ``num_models`` models.
     """
 
     kind: str
@@ -179,7 +179,7 @@ LOGS = Logs()
 
 
 class Box:
-    """One instance and the models it has; made anew after a test in which it died or failed."""
+    """One worker and the models it has; made anew after a test in which it died or failed."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class Box:
         self.device_bytes = int(num_models * SCALE.checkpoint_bytes / share)
         with contextlib.ExitStack() as stack:
             stack.enter_context(LOGS.watching(log_path))
-            self.peer = InstancePeer(
+            self.peer = WorkerPeer(
                 self.device_bytes,
                 kv_host_bytes=1 << 30 if IS_GPU else 64 << 20,
                 quota_max_s=SCALE.quota_max_s,
@@ -320,7 +320,7 @@ class Restarting:
             box.close()
 
 
-def integrity(peer: InstancePeer) -> dict[str, Any]:
-    """The instance's accounts, which agree."""
+def integrity(peer: WorkerPeer) -> dict[str, Any]:
+    """The worker's accounts, which agree."""
     accounts: dict[str, Any] = peer.call("check_integrity")
     return accounts

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from gpupool_state import History
 from gpupoold.config.schema import DeviceSettings, LimitSettings
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.workers.worker import Instance
+from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Targets
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
@@ -32,12 +32,12 @@ class Unwritten:
         """Forget it."""
 
 
-class Device(Instance):
-    """An instance without a process: it has what it was sent."""
+class Device(Worker):
+    """A worker without a process: it has what it was sent."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number, DeviceSettings(kind="emulated"))
-        self.ready = m.InstanceReady(number, 1, 1 << 40, 4096, 1e9, "0.32.0")
+        self.ready = m.WorkerReady(number, 1, 1 << 40, 4096, 1e9, "0.32.0")
         self.has: dict[str, m.AddRequest] = {}
         self.turn: m.RunTurn | None = None
 
@@ -128,7 +128,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     def come_up(self, device: Device) -> None:
         device.has.clear()
-        self.dispatcher.instance_up(device)
+        self.dispatcher.worker_up(device)
         for name in MODELS:
             self.dispatcher.host(Targets(1.0, 0.1), loaded(name), None, device)
 
@@ -169,7 +169,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             if reason:
                 for request_id in ids:
                     del device.has[request_id]
-            self.dispatcher.from_instance(device, outputs)
+            self.dispatcher.from_worker(device, outputs)
 
     @rule(which=WHICH)
     def end_turn(self, which: int) -> None:
@@ -178,7 +178,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             return
         turn = self.dispatcher.scheduler.core.core.state.devices[device.number].turn
         if turn is not None:
-            self.dispatcher.from_instance(device, m.TurnEnded(turn.turn_id))
+            self.dispatcher.from_worker(device, m.TurnEnded(turn.turn_id))
 
     @rule(which=WHICH)
     def abort(self, which: int) -> None:
@@ -196,14 +196,14 @@ class AdmissionMachine(RuleBasedStateMachine):
         if device.has and device not in self.down:
             request_id = sorted(device.has)[which % len(device.has)]
             failed = m.RequestsFailed(device.has.pop(request_id).model, [request_id], "no")
-            self.dispatcher.from_instance(device, failed)
+            self.dispatcher.from_worker(device, failed)
 
     @rule(which=WHICH)
     def die(self, which: int) -> None:
         device = self.devices[which % len(self.devices)]
         if device not in self.down:
             self.down.append(device)
-            self.dispatcher.instance_down(device, "it died")
+            self.dispatcher.worker_down(device, "it died")
 
     @precondition(lambda self: self.down)
     @rule()

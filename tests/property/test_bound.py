@@ -12,7 +12,7 @@ from gpupool_state import History
 from gpupoold.config.schema import DeviceSettings, LimitSettings
 from gpupoold.control.processes.crash_attribution import Candidates
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.workers.worker import Instance
+from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Targets
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
@@ -79,7 +79,7 @@ class Clients:
 
 
 class Pool:
-    """A dispatcher whose instances die, hang and come back as the test says."""
+    """A dispatcher whose workers die, hang and come back as the test says."""
 
     def __init__(self) -> None:
         policy = make_policy("gpupool", PolicyOptions())
@@ -88,8 +88,8 @@ class Pool:
         self.clients, self.images = Clients(), Images()
         self.dispatcher.replies.send = lambda _, message: self.clients.send(message)
         self.dispatcher.warmth = self.images
-        self.instances = [
-            Instance(number, DeviceSettings(kind="emulated")) for number in range(NUM_INSTANCES)
+        self.workers = [
+            Worker(number, DeviceSettings(kind="emulated")) for number in range(NUM_INSTANCES)
         ]
         self.up: set[int] = set()
         self.hung: set[int] = set()
@@ -109,34 +109,34 @@ class Pool:
         if number in self.up:
             return
         self.up.add(number)
-        instance = self.instances[number]
-        instance.ready = m.InstanceReady(
+        worker = self.workers[number]
+        worker.ready = m.WorkerReady(
             number, 1, WEIGHT_BYTES + 4000, 4096, 1e9, "0.32.0", kv_host_bytes=0
         )
-        self.dispatcher.instance_up(instance)
+        self.dispatcher.worker_up(worker)
         for name in MODELS:
-            self.dispatcher.host(Targets(), loaded(name), None, instance)
+            self.dispatcher.host(Targets(), loaded(name), None, worker)
 
     def die(self, number: int, blamed: int | None) -> None:
         if number not in self.up:
             return
         self.up.discard(number)
         self.hung.discard(number)
-        here = self.dispatcher.live.on_instance(number)
+        here = self.dispatcher.live.on_device(number)
         model = None if blamed is None else MODELS[blamed]
         candidates = frozenset(one.request_id for one in here if one.model == model)
-        self.dispatcher.instance_down(self.instances[number], "died", Candidates(candidates))
+        self.dispatcher.worker_down(self.workers[number], "died", Candidates(candidates))
 
     def step(self, number: int, is_last: bool) -> None:
         """A token for one request of each model there, unless it hangs."""
         if number not in self.up or number in self.hung:
             return
         for name in MODELS:
-            here = [one for one in self.dispatcher.live.on_instance(number) if one.model == name]
+            here = [one for one in self.dispatcher.live.on_device(number) if one.model == name]
             if here:
                 item = m.RequestProgress(here[0].request_id, [5], "stop" if is_last else None)
                 outputs = m.StepOutputs(name, self.clients.now_s, [], [item], 0.01)
-                self.dispatcher.from_instance(self.instances[number], outputs)
+                self.dispatcher.from_worker(self.workers[number], outputs)
                 if is_last:
                     del self.clients.heard_s[here[0].request_id]
 

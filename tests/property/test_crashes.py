@@ -13,7 +13,7 @@ from gpupoold.config.schema import DeviceSettings, LimitSettings
 from gpupoold.control.live_requests import LiveRequest
 from gpupoold.control.processes.crash_attribution import Death, candidates_of
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.workers.worker import Instance
+from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Targets
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.system.activity import Activity, Phase, digest
@@ -83,19 +83,19 @@ class Box:
         self.num_deaths = 0
         self.was_added: dict[int, set[str]] = {number: set() for number in range(NUM_WORKERS)}
         self.was_isolated: dict[tuple[int, str], bool] = {}
-        self.instances = [
-            Instance(number, DeviceSettings(kind="emulated")) for number in range(NUM_WORKERS)
+        self.workers = [
+            Worker(number, DeviceSettings(kind="emulated")) for number in range(NUM_WORKERS)
         ]
         for number in range(NUM_WORKERS):
             self.come_up(number)
 
     def come_up(self, number: int) -> None:
-        instance = self.instances[number]
+        worker = self.workers[number]
         room = 2 * WEIGHT_BYTES + 4_000_000
-        instance.ready = m.InstanceReady(number, 1, room, 4096, 1e9, "0.32.0")
-        self.dispatcher.instance_up(instance)
+        worker.ready = m.WorkerReady(number, 1, room, 4096, 1e9, "0.32.0")
+        self.dispatcher.worker_up(worker)
         for name in MODELS:
-            self.dispatcher.host(Targets(), loaded(name), None, instance)
+            self.dispatcher.host(Targets(), loaded(name), None, worker)
 
     def ask(self, request_id: str, model: str) -> None:
         request = m.AddRequest(model, request_id, time.monotonic(), 3, NUM_TOKENS, [b""])
@@ -103,7 +103,7 @@ class Box:
 
     def run(self, number: int, model: str) -> None:
         """What a worker does of a model: add what is new, then a step."""
-        here = [one for one in self.dispatcher.live.on_instance(number) if one.model == model]
+        here = [one for one in self.dispatcher.live.on_device(number) if one.model == model]
         for request in here:
             if request.request_id not in self.was_added[number] and not self.add(number, request):
                 return
@@ -127,7 +127,7 @@ class Box:
         if turn is not None:
             now_s = time.monotonic()
             ended = m.TurnEnded(turn.turn_id, {}, turn.model, now_s, now_s)
-            self.dispatcher.from_instance(self.instances[number], ended)
+            self.dispatcher.from_worker(self.workers[number], ended)
 
     def add(self, number: int, request: LiveRequest) -> bool:
         """Add a request to a worker; whether the worker survives."""
@@ -143,7 +143,7 @@ class Box:
         return True
 
     def steps_of_others(self, number: int, but: LiveRequest) -> list[Activity]:
-        here = self.dispatcher.live.on_instance(number)
+        here = self.dispatcher.live.on_device(number)
         others = [one for one in here if one.model != but.model and not self.is_isolated(one)]
         ids = frozenset(digest(one.request_id) for one in others)
         return [Activity(Phase.STEP, others[0].model, ids)] if others else []
@@ -159,11 +159,11 @@ class Box:
 
     def die(self, number: int, *activities: Activity, is_at_fault: bool = True) -> None:
         self.num_deaths += is_at_fault
-        here = self.dispatcher.live.on_instance(number)
+        here = self.dispatcher.live.on_device(number)
         death = Death(CRASH, is_at_fault, activities)
         candidates = candidates_of(death, {one.request_id: one.model for one in here})
         self.was_added[number].clear()
-        self.dispatcher.instance_down(self.instances[number], CRASH, candidates)
+        self.dispatcher.worker_down(self.workers[number], CRASH, candidates)
         self.come_up(number)
 
     def give_tokens(self, number: int, model: str, batch: list[LiveRequest]) -> None:
@@ -173,7 +173,7 @@ class Box:
             finish = "length" if num_tokens == NUM_TOKENS else None
             progress.append(m.RequestProgress(one.request_id, [num_tokens], finish))
         outputs = m.StepOutputs(model, time.monotonic(), [], progress, 0.01)
-        self.dispatcher.from_instance(self.instances[number], outputs)
+        self.dispatcher.from_worker(self.workers[number], outputs)
 
 
 POISON = st.sampled_from([Poison(Phase.ADD_REQUEST), Poison(Phase.GRAMMAR)]) | st.builds(

@@ -63,7 +63,7 @@ class Model:
         worthy |= set(self.ledger.cached().values())
         self.content = {block: data for block, data in self.content.items() if block in worthy}
 
-    def snapshot(self) -> object:
+    def contents_now(self) -> object:
         return (
             [self.kv.chunks(place) for place in Place],
             self.kv.resident_bytes,
@@ -177,10 +177,10 @@ class MemoryMachine(RuleBasedStateMachine):
         picked = device[chunk % len(device)]
         model.kv.finish_exports()
         num_live = len(model.kv.live_blocks(picked))
-        before = model.snapshot()
+        before = model.contents_now()
         if not model.kv.begin_page_out([picked], self.rig.outs):
             assert num_live > self.rig.host.num_free_blocks(model.kv.geometry.block_bytes)
-            assert model.snapshot() == before
+            assert model.contents_now() == before
             return
         assert picked in model.kv.chunks(Place.LEAVING if num_live else Place.UNBACKED)
 
@@ -395,7 +395,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self, model: Model, fail_in: int, num_pages: int, act: Callable[[], int | None]
     ) -> int | None:
         """Do it, or see that a failure had its reason and changed nothing."""
-        before, free = model.snapshot(), self.rig.pool.num_free
+        before, free = model.contents_now(), self.rig.pool.num_free
         self.rig.device.fail_in = fail_in
         try:
             return act()
@@ -405,7 +405,7 @@ class MemoryMachine(RuleBasedStateMachine):
             assert fail_in
         finally:
             self.rig.device.fail_in = 0
-        assert model.snapshot() == before
+        assert model.contents_now() == before
         assert self.rig.pool.num_free == free
         return None
 

@@ -47,12 +47,12 @@ from gpupoold.scheduling.event_log import Stimulus
 from gpupoold.system.listeners import admin_listener
 from gpupoold.system.systemd import FdStore, Notifier
 from gpupoold.wire import messages as m
-from gpupoold.wire.messages import InstanceReady, ModelToLoad
+from gpupoold.wire.messages import ModelToLoad, WorkerReady
 from tests.syscall_faults.injector import Scenario
 from tests.unit.checkpoints import samples
 from tests.unit.checkpoints.fake_hub import run_hub
 
-READY = InstanceReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
+READY = WorkerReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
 SIZE = 300_000
 SPEC = ModelSpec(
     name=ModelName("a"),

@@ -160,6 +160,14 @@ def test_relative_links_lead_somewhere(name: str) -> None:
             assert anchor in page.anchors(), f"{name}: {link}"
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_modules_that_are_named_exist(name: str) -> None:
+    files = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("[!.]*/**/*.py")}
+    ends = {"/".join(file.split("/")[n:]) for file in files for n in range(file.count("/") + 1)}
+    named = set(re.findall(r"(?<![<\w/])[a-z_]\w*(?:/\w+)*\.py\b", PAGES[name].text))
+    assert named <= ends
+
+
 def test_every_page_can_be_reached_from_the_readme() -> None:
     reached, to_read = {"README.md"}, ["README.md"]
     while to_read:

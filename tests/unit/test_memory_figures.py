@@ -44,7 +44,7 @@ def switch(weight_bytes: int = 0, kv_in_bytes: int = 0) -> SwitchInfo:
     seconds = dict.fromkeys(("total_s", "evict_s", "map_s", "weights_s", "kv_s"), 0.0)
     return SwitchInfo(
         at=1.0,
-        instance=0,
+        device=0,
         model="a",
         previous=None,
         weight_bytes=weight_bytes,

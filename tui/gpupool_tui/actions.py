@@ -88,7 +88,7 @@ def plan_cancel(request: RequestInfo) -> Plan:
 
 def plan_drain(device: DeviceInfo) -> Plan:
     """Take a device out of service, or have it back."""
-    number = device.instance
+    number = device.device
 
     def drain(client: AdminClient) -> str:
         client.drain(number)

@@ -54,7 +54,7 @@ class TopApp(LookingApp):
         match self.list_panel:
             case Panel.DEVICES:
                 fields = details.device_fields(row, self.picture, self.view)
-                self._open(f"device {row.instance}", fields)
+                self._open(f"device {row.device}", fields)
             case Panel.MODELS:
                 name = row.usage.name
                 dialog = self._open(name, details.model_fields(row, None))

@@ -166,8 +166,8 @@ def _notes(panel: Panel, table: Table, drawn: Drawn, view: View) -> list[str]:
 def _lanes(picture: Picture, view: View, width: int, height: int) -> tuple[list[Line], list[str]]:
     glyphs, zoom_s = view.glyphs, view.zoom_s
     cells = max(1, width - _LANE_LEFT - _LANE_RIGHT)
-    devices = sorted(picture.devices, key=lambda one: one.instance)
-    numbers = [str(one.instance) for one in devices]
+    devices = sorted(picture.devices, key=lambda one: one.device)
+    numbers = [str(one.device) for one in devices]
     selected = view.selected.get(Panel.DEVICES, "")
     index = numbers.index(selected) if selected in numbers else 0
     shown = window(len(devices), height - 2, index)
@@ -187,5 +187,5 @@ def _lane(picture: Picture, device: DeviceInfo, view: View, cells: int, width: i
     lane = draw_lane(picture.cells(device, view.zoom_s, cells), view.glyphs)
     share = f"{100 * lane.switch_share:4.0f}%"
     style = "warn" if lane.switch_share > 0.25 else "dim"
-    left = Span(fit(str(device.instance), _LANE_LEFT - 1, right=True) + " ", "bold")
+    left = Span(fit(str(device.device), _LANE_LEFT - 1, right=True) + " ", "bold")
     return fit_line((left, *lane.line, Span(f" {share}", style)), width)

@@ -36,7 +36,7 @@ def clean_lines(text: str) -> str:
 
 def device_fields(device: DeviceInfo, picture: Picture, view: View) -> Fields:
     """Of a device, with its latest turns."""
-    turns = list(picture.turns.get(device.instance, ()))[-8:]
+    turns = list(picture.turns.get(device.device, ()))[-8:]
     lines = [
         f"{clock(turn.began_at, view.zone)}  {turn.model}: {duration(turn.seconds)},"
         f" {turn.num_tokens} tokens, {_after(turn.switch_kind, turn.switch_s)}"
@@ -102,7 +102,7 @@ def model_fields(model: TopModel, info: ModelInfo | None) -> Fields:
 
 def request_fields(request: RequestInfo, view: View) -> Fields:
     """Of a request."""
-    where_text = "no device yet" if request.instance is None else f"device {request.instance}"
+    where_text = "no device yet" if request.device is None else f"device {request.device}"
     return {
         "id": request.request_id,
         "model": request.model,

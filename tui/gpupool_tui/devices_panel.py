@@ -20,11 +20,11 @@ _STATE_STYLES = {"ready": "", "starting": "warn", "down": "bad"}
 
 def key_of(device: DeviceInfo) -> str:
     """What a device is remembered by."""
-    return str(device.instance)
+    return str(device.device)
 
 
 def _number(device: DeviceInfo, view: View, width: int) -> Line:
-    return (Span(str(device.instance), "bold"),)
+    return (Span(str(device.device), "bold"),)
 
 
 def _role(device: DeviceInfo, view: View, width: int) -> Line:
@@ -101,7 +101,7 @@ def _waiting_for_kv(device: DeviceInfo, view: View, width: int) -> Line:
 
 
 COLUMNS: Sequence[Column[DeviceInfo]] = (
-    Column("device", "DEV", 3, _number, lambda one: one.instance, right=True),
+    Column("device", "DEV", 3, _number, lambda one: one.device, right=True),
     Column("role", "ROLE", 8, _role, lambda one: one.role, rank=2),
     Column("turn", "ON TURN", 10, _on_turn, lambda one: one.on_turn or "~", grows=22),
     Column("quota", "QUOTA", 19, _quota, rank=3),

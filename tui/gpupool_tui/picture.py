@@ -55,7 +55,7 @@ class Picture:
         self.last_turn_id, self.last_event_id = top.last_turn_id, top.last_event_id
         self.num_answers += 1
         for turn in top.turns:
-            kept = self.turns.setdefault(turn.instance, deque(maxlen=NUM_TURNS))
+            kept = self.turns.setdefault(turn.device, deque(maxlen=NUM_TURNS))
             kept.append(turn)
         self.events.extend(top.events)
         for model in top.models:
@@ -72,7 +72,7 @@ class Picture:
 
     def cells(self, device: DeviceInfo, zoom_s: float, width: int) -> list[Cell]:
         """A device's line of time up to now, in ``width`` cells of ``zoom_s``."""
-        number, now = device.instance, self.at
+        number, now = device.device, self.at
 
         def parts(since: float) -> tuple[list[Stretch], float]:
             turns = self.turns_since(number, since)

@@ -27,9 +27,9 @@ def _model(request: RequestInfo, view: View, width: int) -> Line:
 
 
 def _device(request: RequestInfo, view: View, width: int) -> Line:
-    if request.instance is None:
+    if request.device is None:
         return (Span(NOTHING, "dim"),)
-    return (Span(str(request.instance)),)
+    return (Span(str(request.device)),)
 
 
 def _age(request: RequestInfo, view: View, width: int) -> Line:
@@ -64,7 +64,7 @@ COLUMNS: Sequence[Column[RequestInfo]] = (
         "DEV",
         3,
         _device,
-        lambda one: -1 if one.instance is None else one.instance,
+        lambda one: -1 if one.device is None else one.device,
         right=True,
     ),
     Column("age", "AGE", 6, _age, lambda one: one.age_s, descends=True, right=True),

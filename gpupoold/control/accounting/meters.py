@@ -129,7 +129,7 @@ class Meters:
 
     def switched(self, switch: m.SwitchRecord) -> None:
         """A device has told of a switch."""
-        kind = self.device(switch.instance).switched(switch)
+        kind = self.device(switch.device).switched(switch)
         self.switch_seconds[kind].add(switch.total_s)
 
     def turn_ended(self, number: int, message: m.TurnEnded) -> None:

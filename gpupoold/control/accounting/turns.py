@@ -25,7 +25,7 @@ class Turn:
     """
 
     id: int
-    instance: int
+    device: int
     model: str
     began_s: float
     seconds: float
@@ -69,36 +69,36 @@ class TurnLog:
 
     def switched(self, switch: m.SwitchRecord) -> None:
         """A device has switched, for a turn that follows."""
-        going = self._of(switch.instance)
+        going = self._of(switch.device)
         before = going.switch
         if before is not None and before.model == switch.model:
             going.switch = _together(before, switch)
             return
-        self._close_unused(switch.instance, going)
+        self._close_unused(switch.device, going)
         going.switch = switch
 
-    def stepped(self, instance: int, outputs: m.StepOutputs) -> None:
+    def stepped(self, device: int, outputs: m.StepOutputs) -> None:
         """Tokens came out of the turn under way."""
-        going = self._of(instance)
+        going = self._of(device)
         if going.model != outputs.model:  # the turn before was called off, and did not end
             going.model, going.num_tokens = outputs.model, 0
         going.num_tokens += sum(len(item.new_token_ids) for item in outputs.progress)
 
-    def ended(self, instance: int, message: m.TurnEnded) -> None:
+    def ended(self, device: int, message: m.TurnEnded) -> None:
         """A turn is over; one that never could run left nothing but its switch."""
         if message.began_s is None:
             return
-        going = self._of(instance)
+        going = self._of(device)
         if going.switch is not None and going.switch.model != message.model:
-            self._close_unused(instance, going)
+            self._close_unused(device, going)
         num_tokens = going.num_tokens if going.model == message.model else 0
         seconds = max(0.0, message.ended_s - message.began_s)
-        self._add(instance, message.model, message.began_s, seconds, num_tokens, going.switch)
-        self._going[instance] = _Going()
+        self._add(device, message.model, message.began_s, seconds, num_tokens, going.switch)
+        self._going[device] = _Going()
 
-    def instance_down(self, instance: int) -> None:
+    def worker_down(self, device: int) -> None:
         """What was under way there is lost."""
-        self._going.pop(instance, None)
+        self._going.pop(device, None)
 
     def after(self, after_id: int, limit: int) -> list[Turn]:
         """Up to ``limit`` turns with larger ids, oldest first: the latest where there are more."""
@@ -108,18 +108,18 @@ class TurnLog:
             return []
         return list(_last(self._kept, count))
 
-    def _of(self, instance: int) -> _Going:
-        return self._going.setdefault(instance, _Going())
+    def _of(self, device: int) -> _Going:
+        return self._going.setdefault(device, _Going())
 
-    def _close_unused(self, instance: int, going: _Going) -> None:
+    def _close_unused(self, device: int, going: _Going) -> None:
         switch, going.switch = going.switch, None
         if switch is not None:
             end_s = switch.at_s + switch.total_s
-            self._add(instance, switch.model, end_s, 0.0, 0, switch, did_run=False)
+            self._add(device, switch.model, end_s, 0.0, 0, switch, did_run=False)
 
     def _add(
         self,
-        instance: int,
+        device: int,
         model: str,
         began_s: float,
         seconds: float,
@@ -129,7 +129,7 @@ class TurnLog:
         did_run: bool = True,
     ) -> None:
         self.last_id += 1
-        turn = Turn(self.last_id, instance, model, began_s, seconds, num_tokens, switch, did_run)
+        turn = Turn(self.last_id, device, model, began_s, seconds, num_tokens, switch, did_run)
         self._kept.append(turn)
 
 

@@ -74,7 +74,7 @@ class CacheControl:
         return self._view(row, await self._saved.sizes())
 
     async def warm(self, name: str) -> CachedModel:
-        """Return when a model's image is in host memory and its instances can use it.
+        """Return when a model's image is in host memory and its workers can use it.
 
         Raises:
             NoSuchModel: it is not registered.

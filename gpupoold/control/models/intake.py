@@ -14,7 +14,7 @@ from gpupoold.checkpoints.resolve import HubSource, resolve
 from gpupoold.config.schema import Settings
 from gpupoold.control.models.specs import checked_info, spec_of
 from gpupoold.control.weights.host_budget import ImageRoom
-from gpupoold.control.workers.workers import InstanceSupervisor
+from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
 
 # Room for the KV of a short request must be left beside the weights.
@@ -31,7 +31,7 @@ class Intake:
         self,
         request: AddModelRequest,
         settings: Settings,
-        supervisor: InstanceSupervisor,
+        supervisor: WorkerSupervisor,
         room: ImageRoom,
     ) -> None:
         self._request = request
@@ -88,7 +88,7 @@ class Intake:
             allow_remote_code=security.allow_remote_code,
         )
         weight_bytes = estimate_weight_bytes(info, self._request.dtype)
-        sizes = [await self._supervisor.device_bytes(i) for i in self._supervisor.instances]
+        sizes = [await self._supervisor.device_bytes(i) for i in self._supervisor.workers]
         least_kv_bytes = int(weight_bytes * _MIN_KV_SHARE)
         fits(info, self._request.dtype, max(sizes), kv_bytes=least_kv_bytes)
         if any(device.kind != "sim" for device in self._settings.devices):

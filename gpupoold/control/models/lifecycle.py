@@ -30,8 +30,8 @@ from gpupoold.control.weights.cache import ImageCache
 from gpupoold.control.weights.fd_store import ParkedImages
 from gpupoold.control.weights.host_budget import NoRoom
 from gpupoold.control.weights.saved_snapshots import SavedImages
-from gpupoold.control.workers.worker import Instance
-from gpupoold.control.workers.workers import InstanceSupervisor
+from gpupoold.control.workers.worker import Worker
+from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec, ModelState, Targets
 from gpupoold.errors import GpupoolError, NoSuchModel, Refused, TimedOut
 from gpupoold.wire import messages as m
@@ -44,7 +44,7 @@ _DRAIN_POLL_S = 0.05
 
 
 class ModelLifecycle:
-    """Changes to the set of models, one at a time; instances that come up load them side by side.
+    """Changes to the set of models, one at a time; workers that come up load them side by side.
 
     Serving goes on meanwhile.
     """
@@ -55,7 +55,7 @@ class ModelLifecycle:
         registry: Registry,
         history: History,
         dispatcher: Dispatcher,
-        supervisor: InstanceSupervisor,
+        supervisor: WorkerSupervisor,
         cache: ImageCache,
         saved: SavedImages,
         parked: ParkedImages,
@@ -137,8 +137,8 @@ class ModelLifecycle:
                 add_aliases=request.add_aliases,
                 remove_aliases=request.remove_aliases,
             )
-            for instance in self._dispatcher.routes.get(old.name, []):
-                instance.send(m.SetTargets(old.name, targets.ttft_s, targets.tbt_s))
+            for worker in self._dispatcher.routes.get(old.name, []):
+                worker.send(m.SetTargets(old.name, targets.ttft_s, targets.tbt_s))
             if old.name in self._dispatcher.targets:
                 self._dispatcher.set_targets(old.name, targets)
             if row.spec.aliases != old.aliases and self.loader.is_loaded(old.name):
@@ -218,7 +218,7 @@ class ModelLifecycle:
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def stop(self) -> None:
-        """Undo what is still being added; the instances have stopped before."""
+        """Undo what is still being added; the workers have stopped before."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -227,7 +227,7 @@ class ModelLifecycle:
         await self.loader.room.stop()
 
     async def warm(self, name: str) -> ModelRow:
-        """Bring a model's image into host memory, and its engine onto instances that have none;
+        """Bring a model's image into host memory, and its engine onto workers that have none;
         one that is in quarantine too.
 
         Raises:
@@ -239,7 +239,7 @@ class ModelLifecycle:
         self._breakers.reset(model)
         if not self.loader.is_open(model):
             with self.loader.room.holding(model):
-                await self._wait_for_room(row, self._supervisor.instances[0])
+                await self._wait_for_room(row, self._supervisor.workers[0])
                 async with self._changing.alone():
                     row = await self.find(model)
                     if not self.loader.is_open(model):
@@ -249,32 +249,32 @@ class ModelLifecycle:
         await self.warmer.warm(model)
         return row
 
-    async def instance_up(self, instance: Instance) -> None:
-        """Load every registered model on an instance that has just come up."""
-        self._event("info", "instance_ready", str(instance.number), "ready")
-        self._dispatcher.instance_up(instance)
+    async def worker_up(self, worker: Worker) -> None:
+        """Load every registered model on a worker that has just come up."""
+        self._event("info", "worker_ready", str(worker.number), "ready")
+        self._dispatcher.worker_up(worker)
         async with self._changing.shared():
             rows = await rows_in_start_order(self._registry, self._history, self._cache)
-            await self._take_images_back(rows, instance)
-            later = [row for row in rows if not await self._reload(row, instance)]
+            await self._take_images_back(rows, worker)
+            later = [row for row in rows if not await self._reload(row, worker)]
             await self.publish()
         for row in later:
-            await self._reload_later(row, instance)
+            await self._reload_later(row, worker)
         await self._saved.tidy([row.spec.name for row in await self._registry.list()])
 
-    async def _take_images_back(self, rows: list[ModelRow], instance: Instance) -> None:
+    async def _take_images_back(self, rows: list[ModelRow], worker: Worker) -> None:
         """Use what has outlived an earlier daemon, before anything is read from the disk."""
-        if instance.ready is not None:
-            needs_images = instance.device.kind != "sim"
+        if worker.ready is not None:
+            needs_images = worker.device.kind != "sim"
             models = [to_load(row.spec, self._settings) for row in rows if needs_images]
-            await self._parked.take_back(models, instance.ready, self._cache)
+            await self._parked.take_back(models, worker.ready, self._cache)
 
-    async def instance_down(self, instance: Instance, death: Death) -> None:
-        """Take an instance that has ended out of all routes."""
-        candidates = self.quarantine.crashed(instance.number, death)
-        reason = f"the worker of device {instance.number} ended: {death.reason}"
-        self._dispatcher.instance_down(instance, reason, candidates)
-        if death.is_at_fault and not instance.has_come_up:  # nobody knows whether it ever will
+    async def worker_down(self, worker: Worker, death: Death) -> None:
+        """Take a worker that has ended out of all routes."""
+        candidates = self.quarantine.crashed(worker.number, death)
+        reason = f"the worker of device {worker.number} ended: {death.reason}"
+        self._dispatcher.worker_down(worker, reason, candidates)
+        if death.is_at_fault and not worker.has_come_up:  # nobody knows whether it ever will
             self._dispatcher.fail_unhosted(f"{reason} when it started")
         await self.publish()
 
@@ -305,7 +305,7 @@ class ModelLifecycle:
         self.loader.frontends.send(m.ModelList(served, self._supervisor.any_ready))
 
     def state_of(self, row: ModelRow) -> ModelState:
-        """A model's state now: ready needs an instance that has it and a mounted API.
+        """A model's state now: ready needs a worker that has it and a mounted API.
 
         One that was draining when the daemon ended is loaded again like the others.
         """
@@ -358,52 +358,52 @@ class ModelLifecycle:
             self._event("error", "model_refused", spec.name, reason)
             await self.publish()
 
-    async def _reload(self, row: ModelRow, instance: Instance) -> bool:
-        """Load a model on an instance that has come up; False when there is no room now."""
+    async def _reload(self, row: ModelRow, worker: Worker) -> bool:
+        """Load a model on a worker that has come up; False when there is no room now."""
         name = row.spec.name
-        if name in self._leaving or not instance.is_ready or self._breakers.is_shut_out(name):
+        if name in self._leaving or not worker.is_ready or self._breakers.is_shut_out(name):
             return True
         try:
-            await self._load_and_open(row, instance)
+            await self._load_and_open(row, worker)
         except NoRoom:
             return False
         except GpupoolError as error:
             await self._not_loaded(name, error)
         return True
 
-    async def _reload_later(self, row: ModelRow, instance: Instance) -> None:
-        """Load a model when others have made room; their requests may need this instance too."""
+    async def _reload_later(self, row: ModelRow, worker: Worker) -> None:
+        """Load a model when others have made room; their requests may need this worker too."""
         try:
-            await self._load_later(row.spec.name, instance)
+            await self._load_later(row.spec.name, worker)
         except GpupoolError as error:
             await self._not_loaded(row.spec.name, error)
 
-    async def _load_later(self, name: str, instance: Instance) -> None:
-        """Load a model that may stay on an instance, when there is room for it."""
+    async def _load_later(self, name: str, worker: Worker) -> None:
+        """Load a model that may stay on a worker, when there is room for it."""
         row = await self._registry.get(name)
         if row is None or name in self._leaving:
             return
         with self.loader.room.holding(name):
-            await self._wait_for_room(row, instance)
+            await self._wait_for_room(row, worker)
             async with self._changing.shared():
                 now = await self._registry.get(name)
                 if now is not None and name not in self._leaving:
-                    await self._load_and_open(now, instance)
+                    await self._load_and_open(now, worker)
 
-    async def _load_and_open(self, row: ModelRow, instance: Instance) -> None:
-        # Mounting takes the frontends a while; once is enough for all instances of a box.
+    async def _load_and_open(self, row: ModelRow, worker: Worker) -> None:
+        # Mounting takes the frontends a while; once is enough for all workers of a box.
         was_open = self.loader.is_open(row.spec.name)
-        await self.loader.load(row.spec, instance, row.weight_bytes)
+        await self.loader.load(row.spec, worker, row.weight_bytes)
         if not was_open:
             await self._open(row.spec)
             await self.publish()
 
-    async def _wait_for_room(self, row: ModelRow, instance: Instance) -> None:
+    async def _wait_for_room(self, row: ModelRow, worker: Worker) -> None:
         limit_s = self._settings.limits.load_timeout_s
-        await self.loader.wait_for_room(row.spec, instance, row.weight_bytes, limit_s)
+        await self.loader.wait_for_room(row.spec, worker, row.weight_bytes, limit_s)
 
     async def _not_loaded(self, name: str, error: GpupoolError) -> None:
-        """A model could not be loaded on an instance; without another one it has failed."""
+        """A model could not be loaded on a worker; without another one it has failed."""
         if await self._registry.get(name) is None:
             return  # removed meanwhile
         self._event("error", "model_failed", name, str(error))

@@ -1,4 +1,4 @@
-"""Loaded models: on which instances, with which image, mounted in the frontends."""
+"""Loaded models: on which workers, with which image, mounted in the frontends."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import CachedImage, ImageCache
 from gpupoold.control.weights.host_budget import ImageRoom
 from gpupoold.control.weights.saved_snapshots import SavedImages
-from gpupoold.control.workers.worker import Instance
-from gpupoold.control.workers.workers import InstanceSupervisor
+from gpupoold.control.workers.worker import Worker
+from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.latency.errors import LatencyError
@@ -37,7 +37,7 @@ _PROFILING_BUDGET_S = {"cuda": 3.0, "emulated": 1.0, "sim": 1.0}
 
 
 class ModelLoader:
-    """Puts models on instances and takes them off; routes requests to those that have them."""
+    """Puts models on workers and takes them off; routes requests to those that have them."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class ModelLoader:
         registry: Registry,
         history: History,
         dispatcher: Dispatcher,
-        supervisor: InstanceSupervisor,
+        supervisor: WorkerSupervisor,
         cache: ImageCache,
         saved: SavedImages,
         breakers: CircuitBreakers,
@@ -70,41 +70,41 @@ class ModelLoader:
         return name in self._loaded
 
     def is_open(self, name: str) -> bool:
-        """Whether an instance has the model and its API has been mounted."""
+        """Whether a worker has the model and its API has been mounted."""
         return name in self._served and bool(self._dispatcher.routes.get(name))
 
     def lock(self, name: str) -> asyncio.Lock:
-        """Held by whoever changes on which instances the model is, or what image it has."""
+        """Held by whoever changes on which workers the model is, or what image it has."""
         return self._locks[name]
 
     async def load_everywhere(self, spec: ModelSpec, expected_bytes: int = 0) -> None:
-        """Load on every instance; see :meth:`load`.
+        """Load on every worker; see :meth:`load`.
 
         Raises:
             GpupoolError: the first reason why not; call ``unload`` then.
         """
         with self.room.holding(spec.name):
-            for instance in self._supervisor.instances:
-                await self._supervisor.wait_ready(instance)
-                await self.load(spec, instance, expected_bytes)
+            for worker in self._supervisor.workers:
+                await self._supervisor.wait_ready(worker)
+                await self.load(spec, worker, expected_bytes)
         self._dispatcher.check_servable()
 
-    async def load(self, spec: ModelSpec, instance: Instance, expected_bytes: int = 0) -> None:
-        """Load on one instance; does nothing when it has the model already.
+    async def load(self, spec: ModelSpec, worker: Worker, expected_bytes: int = 0) -> None:
+        """Load on one worker; does nothing when it has the model already.
 
         An image that is still to be made takes about ``expected_bytes``; others go for it.
 
         Raises:
             NoRoom: too few others may go now.
-            GpupoolError: the instance's reason.
+            GpupoolError: the worker's reason.
         """
         with self.room.holding(spec.name):
             async with self.lock(spec.name):
-                if spec.name not in instance.models:
-                    await self._load(spec, instance, expected_bytes)
+                if spec.name not in worker.models:
+                    await self._load(spec, worker, expected_bytes)
 
     async def wait_for_room(
-        self, spec: ModelSpec, instance: Instance, expected_bytes: int, wait_s: float
+        self, spec: ModelSpec, worker: Worker, expected_bytes: int, wait_s: float
     ) -> None:
         """Keep room for the model's image, unless it is there; for who holds the model.
 
@@ -114,28 +114,28 @@ class ModelLoader:
         Raises:
             NoRoom, TimedOut: see :meth:`ImageRoom.reserve`.
         """
-        is_sim = instance.device.kind == "sim"
-        if is_sim or instance.ready is None or self._cache.get(spec.name) is not None:
+        is_sim = worker.device.kind == "sim"
+        if is_sim or worker.ready is None or self._cache.get(spec.name) is not None:
             return
-        saved_bytes = await self._saved.look_up(to_load(spec, self._settings), instance.ready)
-        num_bytes = saved_bytes or _whole_pages(expected_bytes, instance)
+        saved_bytes = await self._saved.look_up(to_load(spec, self._settings), worker.ready)
+        num_bytes = saved_bytes or _whole_pages(expected_bytes, worker)
         await self.room.reserve(spec.name, num_bytes, wait_s)
 
-    async def reload(self, spec: ModelSpec, instance: Instance, expected_bytes: int) -> None:
-        """Make the model's engine on an instance anew: with the image that there is, else with
+    async def reload(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
+        """Make the model's engine on a worker anew: with the image that there is, else with
         one that is made on the way. For who holds the model and its lock.
 
         Raises:
-            GpupoolError: the instance's reason; the model is not there any more.
+            GpupoolError: the worker's reason; the model is not there any more.
         """
         try:
-            await self._supervisor.unload(instance, spec.name)
-            await self._load(spec, instance, expected_bytes)
+            await self._supervisor.unload(worker, spec.name)
+            await self._load(spec, worker, expected_bytes)
         except BaseException:
-            self._dispatcher.unhost(spec.name, instance)
+            self._dispatcher.unhost(spec.name, worker)
             raise
 
-    async def read_image(self, spec: ModelSpec, ready: m.InstanceReady) -> CachedImage | None:
+    async def read_image(self, spec: ModelSpec, ready: m.WorkerReady) -> CachedImage | None:
         """The model's image, brought into the cache from the disk; None when it is not there.
 
         For who holds the model and its lock.
@@ -170,25 +170,25 @@ class ModelLoader:
     async def _let_go(self, name: str) -> None:
         """Return when no process but the daemon has the model's image."""
         await self._saved.settled(name)  # else its writer would keep the memory
-        instances = self._supervisor.instances
-        await asyncio.gather(*(self._supervisor.drop_image(one, name) for one in instances))
+        workers = self._supervisor.workers
+        await asyncio.gather(*(self._supervisor.drop_image(one, name) for one in workers))
 
-    async def _load(self, spec: ModelSpec, instance: Instance, expected_bytes: int) -> None:
+    async def _load(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
         name = spec.name
         self._check_quarantine(name)
-        image = await self._image(spec, instance, expected_bytes)
-        budget_s = await self._profiling_budget_s(spec, instance)
+        image = await self._image(spec, worker, expected_bytes)
+        budget_s = await self._profiling_budget_s(spec, worker)
         model = to_load(spec, self._settings)
         started_s = time.monotonic()
         try:
-            loaded, fd = await self._supervisor.load(instance, model, image, budget_s)
-            self._check_quarantine(name)  # another instance may have died of it meanwhile
+            loaded, fd = await self._supervisor.load(worker, model, image, budget_s)
+            self._check_quarantine(name)  # another worker may have died of it meanwhile
             if fd is not None:
                 kept = await self._keep_image(fd, loaded)
                 if image is None or loaded.image_problem:
                     self._saved.keep(name, kept)
         except BaseException:
-            self._clean_up(instance, name)  # something may still come of it
+            self._clean_up(worker, name)  # something may still come of it
             raise
         self._loaded[name] = loaded.model
         await self._registry.set_loaded(
@@ -198,13 +198,13 @@ class ModelLoader:
             kv_bytes_per_token=loaded.model.kv_bytes_per_token,
             max_model_len=loaded.model.max_model_len,
         )
-        await self._keep_profile(spec, instance, loaded)
-        costs = await self._costs(name, instance)
-        self._dispatcher.host(spec.targets, loaded.model, costs, instance)
+        await self._keep_profile(spec, worker, loaded)
+        costs = await self._costs(name, worker)
+        self._dispatcher.host(spec.targets, loaded.model, costs, worker)
         _logger.info(
-            "%s loaded on instance %d in %.2f s: %s of weights",
+            "%s loaded on worker %d in %.2f s: %s of weights",
             name,
-            instance.number,
+            worker.number,
             time.monotonic() - started_s,
             format_bytes(loaded.model.weight_bytes),
         )
@@ -214,29 +214,29 @@ class ModelLoader:
         if reason is not None:
             raise Failed(f"{name} {reason}", f"`gpupool cache warm {name}` tries it again")
 
-    async def _costs(self, name: str, instance: Instance) -> ModelCosts | None:
+    async def _costs(self, name: str, worker: Worker) -> ModelCosts | None:
         """What the scheduling core is told of the model's speed; None while it is not known."""
         row = await self._registry.get(name)
-        if row is None or instance.ready is None:
+        if row is None or worker.ready is None:
             return None
         try:
-            latency = latency_model_of(row, instance.ready.device_name)
+            latency = latency_model_of(row, worker.ready.device_name)
         except LatencyError as error:
             _logger.warning("%s: what is stored of its latency is unusable: %s", name, error)
             return None
         return costs_of(latency) if latency is not None else None
 
     async def _image(
-        self, spec: ModelSpec, instance: Instance, expected_bytes: int
+        self, spec: ModelSpec, worker: Worker, expected_bytes: int
     ) -> CachedImage | None:
         """The model's image, from the disk if need be; None when it is to be made, for which
         there is room then."""
-        name, ready = spec.name, instance.ready
-        if instance.device.kind == "sim" or ready is None:
+        name, ready = spec.name, worker.ready
+        if worker.device.kind == "sim" or ready is None:
             return None
         image = self._cache.get(name) or await self.read_image(spec, ready)
         if image is None:
-            await self.room.reserve(name, _whole_pages(expected_bytes, instance))
+            await self.room.reserve(name, _whole_pages(expected_bytes, worker))
         return image
 
     async def _keep_image(self, fd: int, loaded: m.ModelLoaded) -> CachedImage:
@@ -251,29 +251,27 @@ class ModelLoader:
             raise
         return self._cache.put(name, fd, loaded.layout_digest, loaded.canary)
 
-    def _clean_up(self, instance: Instance, name: str) -> None:
-        """Take what is left of a model off an instance; a later load waits for that."""
-        task = asyncio.create_task(self._unload_quietly(instance, name))
+    def _clean_up(self, worker: Worker, name: str) -> None:
+        """Take what is left of a model off a worker; a later load waits for that."""
+        task = asyncio.create_task(self._unload_quietly(worker, name))
         self._cleaning.add(task)
         task.add_done_callback(self._cleaning.discard)
 
-    async def _unload_quietly(self, instance: Instance, name: str) -> None:
+    async def _unload_quietly(self, worker: Worker, name: str) -> None:
         try:
-            await self._supervisor.unload(instance, name)
+            await self._supervisor.unload(worker, name)
         except GpupoolError as error:
             _logger.error("%s", error)
 
-    async def _profiling_budget_s(self, spec: ModelSpec, instance: Instance) -> float:
+    async def _profiling_budget_s(self, spec: ModelSpec, worker: Worker) -> float:
         """Models are measured once on each kind of device, when they are registered."""
         row = await self._registry.get(spec.name)
-        known = row is None or instance.ready is None or is_profiled(row, instance.ready)
-        return 0.0 if known else _PROFILING_BUDGET_S[instance.device.kind]
+        known = row is None or worker.ready is None or is_profiled(row, worker.ready)
+        return 0.0 if known else _PROFILING_BUDGET_S[worker.device.kind]
 
-    async def _keep_profile(
-        self, spec: ModelSpec, instance: Instance, loaded: m.ModelLoaded
-    ) -> None:
-        """Store what the instance measured. A model whose latency is unknown serves as well."""
-        measured, ready = loaded.profile, instance.ready
+    async def _keep_profile(self, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded) -> None:
+        """Store what the worker measured. A model whose latency is unknown serves as well."""
+        measured, ready = loaded.profile, worker.ready
         if measured is None or ready is None:
             return
         problem = measured.problem
@@ -305,7 +303,7 @@ class ModelLoader:
         self._served.add(spec.name)
 
     async def unload(self, name: str) -> None:
-        """Take the model off all frontends and instances; its images are dropped."""
+        """Take the model off all frontends and workers; its images are dropped."""
         self._dispatcher.forget(name)
         async with self.lock(name):
             await self._take_off(name)
@@ -314,10 +312,10 @@ class ModelLoader:
         self.room.changed()
 
     async def withdraw(self, name: str) -> None:
-        """Take the model off all frontends and instances; what is saved of it stays.
+        """Take the model off all frontends and workers; what is saved of it stays.
 
         Raises:
-            TimedOut: an instance did not answer.
+            TimedOut: a worker did not answer.
         """
         self._dispatcher.forget(name)
         async with self.lock(name):
@@ -330,11 +328,11 @@ class ModelLoader:
         self._served.discard(name)
         if self.frontends is not None:
             self.frontends.send(m.StopServing(name))
-        for instance in self._supervisor.instances:
-            await self._supervisor.unload(instance, name)
+        for worker in self._supervisor.workers:
+            await self._supervisor.unload(worker, name)
 
 
-def _whole_pages(num_bytes: int, instance: Instance) -> int:
+def _whole_pages(num_bytes: int, worker: Worker) -> int:
     """What an image of ``num_bytes`` takes in host memory."""
-    page_bytes = instance.ready.page_bytes if instance.ready is not None else 1
+    page_bytes = worker.ready.page_bytes if worker.ready is not None else 1
     return -(-num_bytes // page_bytes) * page_bytes

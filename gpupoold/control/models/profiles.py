@@ -1,4 +1,4 @@
-"""What was measured of models' latency, between the instances, the registry and its readers.
+"""What was measured of models' latency, between the workers, the registry and its readers.
 
 Pure conversions, and the decision whether a model has to be measured.
 """
@@ -11,10 +11,10 @@ from dataclasses import asdict, replace
 from gpupool_state import ModelRow, Phase, ProfileRow
 from gpupoold.latency.models import LatencyModel, SwitchModel
 from gpupoold.latency.stored import Profile, StoredFit, StoredLatency
-from gpupoold.wire.messages import InstanceReady, LoadedModel
+from gpupoold.wire.messages import LoadedModel, WorkerReady
 
 
-def is_profiled(row: ModelRow, ready: InstanceReady) -> bool:
+def is_profiled(row: ModelRow, ready: WorkerReady) -> bool:
     """Whether both phases are known of this revision, on such a device, with this engine."""
     known = {
         profile.phase
@@ -30,7 +30,7 @@ def profile_rows(
     measured: Profile,
     loaded: LoadedModel,
     revision: str | None,
-    ready: InstanceReady,
+    ready: WorkerReady,
     measured_at: float,
 ) -> list[ProfileRow]:
     """What the registry keeps of a profiling run: a row per fit, and one for switches.
@@ -83,7 +83,7 @@ def latency_on(profiles: Sequence[ProfileRow], device: str | None = None) -> Sto
 
 
 def latency_model_of(row: ModelRow, device: str | None = None) -> LatencyModel | None:
-    """The latency model of a registered model on a kind of device (an instance's
+    """The latency model of a registered model on a kind of device (a worker's
     ``ready.device_name``), by default the one measured last; None while it is not known.
 
     Raises:

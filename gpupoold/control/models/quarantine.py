@@ -14,7 +14,7 @@ from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.processes.crash_attribution import Candidates, Death, candidates_of
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.workers.workers import InstanceEnded
+from gpupoold.control.workers.workers import WorkerEnded
 from gpupoold.domain import ModelState
 from gpupoold.errors import GpupoolError, Unavailable
 
@@ -24,7 +24,7 @@ _UNKNOWN = Death("a crash that was unclear at first", is_at_fault=True)
 
 
 class Quarantine:
-    """Records what crashes are due to; takes models off all instances while their breaker is open,
+    """Records what crashes are due to; takes models off all workers while their breaker is open,
     and has them tried again when their wait is over."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Quarantine:
         publish: Callable[[], Awaitable[None]],
         try_again: Callable[[str], Awaitable[None]],
     ) -> None:
-        """``try_again`` loads a model on one instance, which calls ``works``, then on others; it
+        """``try_again`` loads a model on one worker, which calls ``works``, then on others; it
         raises GpupoolError."""
         self._breakers = breakers
         self._registry = registry
@@ -53,12 +53,12 @@ class Quarantine:
 
     def crashed(self, device: int, death: Death) -> Candidates:
         """Record the death of a worker, with what it was doing; what the death can be due to."""
-        lost = self._dispatcher.live.on_instance(device)
+        lost = self._dispatcher.live.on_device(device)
         candidates = candidates_of(death, {one.request_id: one.model for one in lost})
         text = f"ended ({death.reason}), it is restarted"
         if death.doing:
             text += f"; it was in {death.doing}"
-        self._history.record_event("error", "instance_down", str(device), text)
+        self._history.record_event("error", "worker_down", str(device), text)
         if candidates.only_model is not None:
             self._charge(candidates.only_model, device, death)
         else:
@@ -80,7 +80,7 @@ class Quarantine:
         self._charge(model, *self._unclear.pop(model, (0, _UNKNOWN)))
 
     async def failed(self, model: str, reason: str) -> None:
-        """Record that no instance could load a model; it is tried again later."""
+        """Record that no worker could load a model; it is tried again later."""
         if self._breakers.retry_at_s(model) is None:
             self._breakers.open(model, reason, time.monotonic(), is_blocking=False)
         await self._set_failed(model, reason)
@@ -97,7 +97,7 @@ class Quarantine:
             self._begin(self._retry(model))
 
     async def stop(self) -> None:
-        """Leave what is under way; the instances have stopped before."""
+        """Leave what is under way; the workers have stopped before."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -108,7 +108,7 @@ class Quarantine:
             self._shut_out(model, reason)
 
     def _shut_out(self, model: str, reason: str) -> None:
-        """End the model's requests, and take the model off all instances."""
+        """End the model's requests, and take the model off all workers."""
         text = self._with_time(model, reason)
         self._history.record_event("error", "model_quarantined", model, text)
         self._dispatcher.meters.model(model).quarantines += 1
@@ -123,14 +123,14 @@ class Quarantine:
             await self._warmer.cancel(model)
             await self._loader.withdraw(model)
         except GpupoolError as error:
-            _logger.error("%s could not be taken off all instances: %s", model, error)
+            _logger.error("%s could not be taken off all workers: %s", model, error)
 
     async def _retry(self, model: str) -> None:
         now_s = time.monotonic()
         try:
             await self._try_again(model)
             self._breakers.postpone(model, now_s)  # unless it works: it is being removed
-        except (InstanceEnded, Unavailable) as error:
+        except (WorkerEnded, Unavailable) as error:
             # Either a crash has been recorded, which has opened the breaker, or nothing is known.
             self._breakers.postpone(model, time.monotonic())
             _logger.warning("%s could not be tried again: %s", model, error)

@@ -45,7 +45,7 @@ def checked_info(spec: ModelSpec, info: CheckpointInfo, dtype: str) -> ModelInfo
 
 
 def to_load(spec: ModelSpec, settings: Settings) -> m.ModelToLoad:
-    """What instances and frontends are told of a registered model."""
+    """What workers and frontends are told of a registered model."""
     return m.ModelToLoad(
         name=spec.name,
         path=spec.path,

@@ -1,4 +1,4 @@
-"""The order in which an instance that comes up loads the registered models."""
+"""The order in which a worker that comes up loads the registered models."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from gpupoold.api.schemas_top import Unloaded, UnloadMode
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import ImageCache
-from gpupoold.control.workers.worker import Instance
-from gpupoold.control.workers.workers import InstanceSupervisor
+from gpupoold.control.workers.worker import Worker
+from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.errors import Refused
 from gpupoold.units import format_bytes
 
@@ -22,7 +22,7 @@ class ModelUnloader:
         self,
         lifecycle: ModelLifecycle,
         dispatcher: Dispatcher,
-        supervisor: InstanceSupervisor,
+        supervisor: WorkerSupervisor,
         cache: ImageCache,
         history: History,
     ) -> None:
@@ -43,7 +43,7 @@ class ModelUnloader:
             NoSuchModel: it is not registered.
             Refused: it has live requests and ``mode`` is "refuse", or its image is pinned.
             TimedOut: they did not end within the drain timeout.
-            Failed: an instance does not answer.
+            Failed: a worker does not answer.
         """
         model = (await self._lifecycle.find(name)).spec.name
         if model in self._cache.pinned and not keep_host:
@@ -68,8 +68,8 @@ class ModelUnloader:
 
     async def _free(self, model: str, *, keep_host: bool) -> Unloaded:
         hosts = self._dispatcher.routes.get(model, [])
-        ready = [instance for instance in hosts if instance.is_ready]
-        device_bytes = sum(_held_bytes(instance, model) for instance in ready)
+        ready = [worker for worker in hosts if worker.is_ready]
+        device_bytes = sum(_held_bytes(worker, model) for worker in ready)
         calls = (self._supervisor.call(one, "page_out", model=model) for one in ready)
         await asyncio.gather(*calls)
         image = self._cache.get(model)
@@ -79,7 +79,7 @@ class ModelUnloader:
         return Unloaded(name=model, device_bytes=device_bytes, host_bytes=host_bytes)
 
 
-def _held_bytes(instance: Instance, model: str) -> int:
-    models = instance.status.models if instance.status else []
+def _held_bytes(worker: Worker, model: str) -> int:
+    models = worker.status.models if worker.status else []
     held = [one for one in models if one.model == model]
     return sum(one.weights_resident_bytes + one.kv_resident_bytes for one in held)

@@ -1,4 +1,4 @@
-"""Images of models that are asked for come back into host memory, and onto the instances."""
+"""Images of models that are asked for come back into host memory, and onto the workers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from gpupoold.config.schema import Settings
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import CachedImage, ImageCache
-from gpupoold.control.workers.worker import Instance
-from gpupoold.control.workers.workers import InstanceEnded, InstanceSupervisor
+from gpupoold.control.workers.worker import Worker
+from gpupoold.control.workers.workers import WorkerEnded, WorkerSupervisor
 from gpupoold.domain import ModelSpec
 from gpupoold.errors import GpupoolError, NoSuchModel, Unavailable
 from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)
 
-Bring = Callable[[ModelRow, list[Instance]], Awaitable[None]]
+Bring = Callable[[ModelRow, list[Worker]], Awaitable[None]]
 
 
 class Warmer:
     """Warms models: one attempt at a time for each, for all requests that wait for it.
 
-    A model is warm when its image is in host memory and all instances that have its engine
-    can bring it in. What is missing comes from a saved image; without one, an instance makes
+    A model is warm when its image is in host memory and all workers that have its engine
+    can bring it in. What is missing comes from a saved image; without one, a worker makes
     the engine anew from the checkpoint.
     """
 
@@ -37,12 +37,12 @@ class Warmer:
         registry: Registry,
         history: History,
         dispatcher: Dispatcher,
-        supervisor: InstanceSupervisor,
+        supervisor: WorkerSupervisor,
         cache: ImageCache,
         loader: ModelLoader,
         on_lost: Callable[[str, GpupoolError], Awaitable[None]],
     ) -> None:
-        """``on_lost`` is told the name of a model that no instance has any more, and why."""
+        """``on_lost`` is told the name of a model that no worker has any more, and why."""
         self._settings = settings
         self._registry = registry
         self._history = history
@@ -55,7 +55,7 @@ class Warmer:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def is_warm(self, model: str) -> bool:
-        """See :class:`Warmth`. One whose instances need no image always is."""
+        """See :class:`Warmth`. One whose workers need no image always is."""
         if model in self._tasks:
             return False
         hosts = self._hosts(model)
@@ -104,17 +104,17 @@ class Warmer:
             await asyncio.wait({task})
 
     async def stop(self) -> None:
-        """Give all up; the instances have stopped before."""
+        """Give all up; the workers have stopped before."""
         for model in list(self._tasks):
             await self.cancel(model)
 
-    def _least_busy(self, instances: list[Instance]) -> Instance:
-        return min(instances, key=lambda one: len(self._dispatcher.live.on_instance(one.number)))
+    def _least_busy(self, workers: list[Worker]) -> Worker:
+        return min(workers, key=lambda one: len(self._dispatcher.live.on_device(one.number)))
 
-    def _hosts(self, model: str) -> list[Instance]:
-        """The instances that need the model's image to run it."""
+    def _hosts(self, model: str) -> list[Worker]:
+        """The workers that need the model's image to run it."""
         hosts = self._dispatcher.routes.get(model, [])
-        return [instance for instance in hosts if instance.device.kind != "sim"]
+        return [worker for worker in hosts if worker.device.kind != "sim"]
 
     def _begin(self, model: str, bring: Bring) -> asyncio.Task[None]:
         if model not in self._tasks:
@@ -135,10 +135,10 @@ class Warmer:
                 await bring(row, hosts)
         except GpupoolError as error:
             del self._tasks[model]
-            if isinstance(error, InstanceEnded) and self._hosts(model):
+            if isinstance(error, WorkerEnded) and self._hosts(model):
                 # On another that is there. Who dies of it again and again is in quarantine.
                 self._begin(model, bring)
-            elif hosts and not any(instance.is_ready for instance in hosts):
+            elif hosts and not any(worker.is_ready for worker in hosts):
                 # They load it when they come back: its requests wait for that.
                 self._dispatcher.go_on(model)
             else:
@@ -160,11 +160,11 @@ class Warmer:
         if not self._dispatcher.routes.get(model):
             await self._on_lost(model, error)
 
-    async def _bring(self, row: ModelRow, hosts: list[Instance]) -> None:
-        """Let all instances that have the model have its image."""
+    async def _bring(self, row: ModelRow, hosts: list[Worker]) -> None:
+        """Let all workers that have the model have its image."""
         model = row.spec.name
         if not hosts:
-            raise Unavailable(f"no instance has {model}", "see `gpupool ps` and `gpupool logs`")
+            raise Unavailable(f"no worker has {model}", "see `gpupool ps` and `gpupool logs`")
         size = row.weight_bytes
         patience_s = self._settings.limits.load_timeout_s
         await self._loader.wait_for_room(row.spec, hosts[0], size, patience_s)
@@ -179,36 +179,36 @@ class Warmer:
             if image is not None:
                 await self._hand_out(row, image)
 
-    async def _renew(self, row: ModelRow, hosts: list[Instance]) -> None:
-        """Make the model's image anew and let all its instances have that one."""
+    async def _renew(self, row: ModelRow, hosts: list[Worker]) -> None:
+        """Make the model's image anew and let all its workers have that one."""
         async with self._loader.lock(row.spec.name):
             self._loader.forget_image(row.spec.name)
-            for instance in self._hosts(row.spec.name):
-                await self._loader.reload(row.spec, instance, row.weight_bytes)
+            for worker in self._hosts(row.spec.name):
+                await self._loader.reload(row.spec, worker, row.weight_bytes)
 
-    async def _read(self, spec: ModelSpec, hosts: list[Instance]) -> CachedImage | None:
+    async def _read(self, spec: ModelSpec, hosts: list[Worker]) -> CachedImage | None:
         ready = hosts[0].ready
         assert ready is not None
         return await self._loader.read_image(spec, ready)
 
     async def _hand_out(self, row: ModelRow, image: CachedImage) -> None:
-        """Let all instances have the image; an engine of another layout is made anew."""
+        """Let all workers have the image; an engine of another layout is made anew."""
         model = row.spec.name
         lacking = [one for one in self._hosts(model) if model not in one.images]
         fitting = [one for one in lacking if one.layouts.get(model) == image.digest]
-        given = (self._give(instance, model, image) for instance in fitting)
+        given = (self._give(worker, model, image) for worker in fitting)
         for error in await asyncio.gather(*given, return_exceptions=True):
             if error is not None:
                 raise error
-        for instance in lacking:
-            if instance not in fitting:
-                await self._loader.reload(row.spec, instance, row.weight_bytes)
+        for worker in lacking:
+            if worker not in fitting:
+                await self._loader.reload(row.spec, worker, row.weight_bytes)
 
-    async def _give(self, instance: Instance, model: str, image: CachedImage) -> None:
+    async def _give(self, worker: Worker, model: str, image: CachedImage) -> None:
         try:
-            await self._supervisor.give_image(instance, model, image)
+            await self._supervisor.give_image(worker, model, image)
         except GpupoolError:
-            if instance.is_ready:
+            if worker.is_ready:
                 raise
             # It has died, and has the image when it has loaded the model again.
 

@@ -96,7 +96,7 @@ class Overload:
     def admission(self, message: m.AddRequest, *, is_routed: bool, is_warm: bool) -> m.Admission:
         """Whether a request is taken; one that is not is counted.
 
-        ``is_routed``: some instance has its model; ``is_warm``: and needs no image first.
+        ``is_routed``: some worker has its model; ``is_warm``: and needs no image first.
         """
         now_s = time.monotonic()
         model = message.model
@@ -114,14 +114,14 @@ class Overload:
         return _refusal(message, HTTPStatus.TOO_MANY_REQUESTS, text, retry_after_s)
 
     def too_late(self, now_s: float) -> list[LiveRequest]:
-        """Requests to drop, as no instance was told of them before their first token was due;
+        """Requests to drop, as no worker was told of them before their first token was due;
         none unless ``[limits] drop_late`` says so. They are counted."""
         if not self.limits.drop_late:
             return []
         late = [
             one
             for one in self._live.all()
-            if one.instance is None and not one.token_times_s and now_s > one.next_deadline_s
+            if one.device is None and not one.token_times_s and now_s > one.next_deadline_s
         ]
         for one in late:
             self._stats.setdefault(one.model, ModelStats()).now.dropped += 1

@@ -30,9 +30,9 @@ OnRole = Callable[[int, Role], None]
 class Scheduler:
     """Tells the core what happens, and carries out what it wants done.
 
-    ``send`` gets an instance's number and a message for it; ``on_sent`` a request's id and
-    the number of the instance that has got it; ``on_hand_over`` a request's id and the numbers
-    of the instances from which and to which it goes; ``on_role`` an instance's new role.
+    ``send`` gets a worker's number and a message for it; ``on_sent`` a request's id and
+    the number of the worker that has got it; ``on_hand_over`` a request's id and the numbers
+    of the workers from which and to which it goes; ``on_role`` a worker's new role.
     ``clock`` gives the instants at which the core is told, in seconds of the monotonic clock.
     ``decisions`` has how long the core took each time it was told something, in seconds.
     """
@@ -58,7 +58,7 @@ class Scheduler:
     def add_model(
         self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None = None
     ) -> None:
-        """A model that can have requests once an instance hosts it; or a new description."""
+        """A model that can have requests once a worker hosts it; or a new description."""
         self._tell(
             e.ModelAdded(
                 loaded.name,
@@ -81,8 +81,8 @@ class Scheduler:
         """New targets, for requests under way too."""
         self._tell(e.TargetsChanged(name, targets))
 
-    def device_up(self, number: int, ready: m.InstanceReady, role: Role, *, is_fixed: bool) -> None:
-        """An instance can serve, in this role."""
+    def device_up(self, number: int, ready: m.WorkerReady, role: Role, *, is_fixed: bool) -> None:
+        """A worker can serve, in this role."""
         self._tell(
             e.DeviceUp(
                 number,
@@ -96,15 +96,15 @@ class Scheduler:
         )
 
     def set_role(self, number: int, role: Role, *, is_fixed: bool) -> None:
-        """An instance has another role."""
+        """A worker has another role."""
         self._tell(e.RoleSet(number, role, is_fixed))
 
     def set_draining(self, number: int, *, is_draining: bool) -> None:
-        """An instance is to be emptied, or may have work again."""
+        """A worker is to be emptied, or may have work again."""
         self._tell(e.DrainSet(number, is_draining))
 
     def set_bandwidth(self, number: int, bandwidth_bytes_per_s: float) -> None:
-        """An instance's switches reach this by now; changes of a few per cent are ignored."""
+        """A worker's switches reach this by now; changes of a few per cent are ignored."""
         device = self.core.core.state.devices.get(number)
         if device is None or not bandwidth_bytes_per_s > 0:
             return
@@ -117,7 +117,7 @@ class Scheduler:
         self._tell(e.QuotaMaxSet(quota_max_s))
 
     def num_requests(self, number: int) -> int:
-        """Live requests that an instance has, or is to get."""
+        """Live requests that a worker has, or is to get."""
         device = self.core.core.state.devices.get(number)
         return 0 if device is None else device.num_requests
 
@@ -131,7 +131,7 @@ class Scheduler:
             self._tell(e.Tick())
 
     def device_down(self, number: int, request_ids: Iterable[str] = ()) -> None:
-        """An instance is gone, and the requests that it had have ended there.
+        """A worker is gone, and the requests that it had have ended there.
 
         All at once: between the two others would be sent to it.
         """
@@ -139,15 +139,15 @@ class Scheduler:
         self._tell(*ended, e.DeviceDown(number))
 
     def host(self, number: int, name: str, costs: ModelCosts | None = None) -> None:
-        """An instance can run a model, at these costs; None: those of its description."""
+        """A worker can run a model, at these costs; None: those of its description."""
         self._tell(e.Hosted(number, name, costs))
 
     def unhost(self, number: int, name: str) -> None:
-        """An instance can run a model no more."""
+        """A worker can run a model no more."""
         self._tell(e.Unhosted(number, name))
 
     def arrived(self, message: m.AddRequest) -> None:
-        """A request; its instance gets it when the policy says so."""
+        """A request; its worker gets it when the policy says so."""
         self._unsent[message.request_id] = message
         self._tell(
             e.Arrived(
@@ -167,7 +167,7 @@ class Scheduler:
         self._tell(e.Ended(request_id, is_complete=False))
 
     def stepped(self, number: int, outputs: m.StepOutputs) -> None:
-        """Tokens came out of an instance, and some requests may have ended with them."""
+        """Tokens came out of a worker, and some requests may have ended with them."""
         ended = [one for one in outputs.progress if one.finish_reason is not None]
         for one in ended:
             self._unsent.pop(one.request_id, None)
@@ -183,12 +183,12 @@ class Scheduler:
         self._tell(_memory_changed(number, message))
 
     def num_waiting_for_kv(self, number: int) -> int:
-        """Requests that are not sent to an instance, as there is no room for their KV."""
+        """Requests that are not sent to a worker, as there is no room for their KV."""
         device = self.core.core.state.devices.get(number)
         return 0 if device is None else device.num_waiting_for_kv
 
     def on_turn(self, number: int) -> str | None:
-        """The model whose turn it is on an instance."""
+        """The model whose turn it is on a worker."""
         device = self.core.core.state.devices.get(number)
         return device.turn.model if device is not None and device.turn is not None else None
 

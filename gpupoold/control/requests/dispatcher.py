@@ -1,4 +1,4 @@
-"""Requests between the frontends and the instances: in, out, cancelled, failed."""
+"""Requests between the frontends and the workers: in, out, cancelled, failed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gpupoold.control.requests.rows import finish_reason, request_row, switch_ro
 from gpupoold.control.requests.silence import waits_for
 from gpupoold.control.requests.tokens import TokenCounter
 from gpupoold.control.workers.roles import Roles
-from gpupoold.control.workers.worker import Instance
+from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import FinishReason, Role, Targets
 from gpupoold.errors import NoSuchRequest, Refused
 from gpupoold.scheduling.costs import ModelCosts
@@ -41,7 +41,7 @@ class Dispatcher:
 
     A request without a token for ``token_timeout_s`` ends.
 
-    ``routes`` are the models that accept requests, with the instances that
+    ``routes`` are the models that accept requests, with the workers that
     have them. Requests of a model that is not warm wait here.
     """
 
@@ -54,7 +54,7 @@ class Dispatcher:
         keys: Keys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``roles`` are those of the instances by number; None: the policy's to choose.
+        """``roles`` are those of the workers by number; None: the policy's to choose.
 
         ``clock`` gives seconds of the monotonic clock.
         """
@@ -67,11 +67,11 @@ class Dispatcher:
         self.switches = SwitchStats()
         self.meters = Meters()
         self.turns = TurnLog()
-        self.routes: dict[str, list[Instance]] = {}
+        self.routes: dict[str, list[Worker]] = {}
         self.targets: dict[str, Targets] = {}
-        self._instances: dict[int, Instance] = {}
+        self._workers: dict[int, Worker] = {}
         self.roles = Roles(roles)
-        self.moves = Moves(self._instances, self.live, self._resumed_order, self._start_anew)
+        self.moves = Moves(self._workers, self.live, self._resumed_order, self._start_anew)
         self.scheduler = Scheduler(
             policy, self._send_to, self._on_sent, self._hand_over, self._on_role, clock
         )
@@ -101,25 +101,25 @@ class Dispatcher:
             case m.AbortRequests():
                 self._abort(message)
 
-    def from_instance(self, instance: Instance, message: m.FromInstance) -> None:
+    def from_worker(self, worker: Worker, message: m.FromWorker) -> None:
         """Outputs, failures, switches."""
         match message:
             case m.StepOutputs():
                 self.replies.outputs(message)
-                self.turns.stepped(instance.number, message)
-                self._note_outputs(instance, message)
+                self.turns.stepped(worker.number, message)
+                self._note_outputs(worker, message)
             case m.Moved():
-                self.moves.left(instance, message)
+                self.moves.left(worker, message)
             case m.Adopted():
                 self._note_adopted(message.request_id)
             case m.ParcelUsed():
                 self.moves.parcel_used(message.parcel_id)
             case m.MemoryChanged():
-                self.scheduler.memory_changed(instance.number, message)
+                self.scheduler.memory_changed(worker.number, message)
             case m.TurnEnded():
-                self.meters.turn_ended(instance.number, message)
-                self.turns.ended(instance.number, message)
-                self.scheduler.turn_ended(instance.number, message)
+                self.meters.turn_ended(worker.number, message)
+                self.turns.ended(worker.number, message)
+                self.scheduler.turn_ended(worker.number, message)
             case m.RequestsFailed():
                 found = (self.live.get(request_id) for request_id in message.request_ids)
                 self._fail([one for one in found if one is not None], message.message)
@@ -127,26 +127,26 @@ class Dispatcher:
                 if self.warmth is not None:
                     self.warmth.damaged(message)
             case m.Switched():
-                self.scheduler.set_bandwidth(instance.number, message.bandwidth_bytes_per_s)
+                self.scheduler.set_bandwidth(worker.number, message.bandwidth_bytes_per_s)
                 self.meters.switched(message.switch)
                 self.switches.add(message.switch)
                 self._tokens.switched(message.switch)
                 self.turns.switched(message.switch)
                 self._history.record_switch(switch_row(message.switch))
 
-    def instance_up(self, instance: Instance) -> None:
+    def worker_up(self, worker: Worker) -> None:
         """It can have models, and with them requests."""
-        assert instance.ready is not None
-        number = instance.number
-        self._instances[number] = instance
+        assert worker.ready is not None
+        number = worker.number
+        self._workers[number] = worker
         self._introduce_peers()
         role, is_fixed = self.roles.of(number)
-        self.scheduler.device_up(number, instance.ready, role, is_fixed=is_fixed)
+        self.scheduler.device_up(number, worker.ready, role, is_fixed=is_fixed)
         if self.roles.is_draining(number):
             self.scheduler.set_draining(number, is_draining=True)
 
     def set_role(self, number: int, role: Role | None, whose: str = "by hand") -> None:
-        """Give an instance a role; None: the policy's to choose. Its answers go elsewhere if it
+        """Give a worker a role; None: the policy's to choose. Its answers go elsewhere if it
         only prefills. ``whose`` wish it was is told in the event."""
         self.roles.fix(number, role)
         role, is_fixed = self.roles.of(number)
@@ -155,7 +155,7 @@ class Dispatcher:
         self._history.record_event("info", "role_set", str(number), f"{role.value}, {whose}")
 
     def set_draining(self, number: int, *, is_draining: bool) -> None:
-        """Empty an instance, which gets nothing new; or let it have work again."""
+        """Empty a worker, which gets nothing new; or let it have work again."""
         self.roles.drain(number, is_draining=is_draining)
         self.scheduler.set_draining(number, is_draining=is_draining)
         text = "it gets nothing new, its requests go elsewhere" if is_draining else "it has work"
@@ -168,23 +168,23 @@ class Dispatcher:
         self._overload.limits = limits
 
     def host(
-        self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None, instance: Instance
+        self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None, worker: Worker
     ) -> None:
-        """An instance has a model: requests for it can be served there."""
+        """A worker has a model: requests for it can be served there."""
         name = loaded.name
         self.targets[name] = targets
         self.scheduler.add_model(targets, loaded, costs)
-        self.scheduler.host(instance.number, name, costs)
+        self.scheduler.host(worker.number, name, costs)
         hosts = self.routes.setdefault(name, [])
-        if instance not in hosts:
-            hosts.append(instance)
+        if worker not in hosts:
+            hosts.append(worker)
 
-    def unhost(self, name: str, instance: Instance) -> None:
-        """An instance has a model no more; none of its requests is there."""
+    def unhost(self, name: str, worker: Worker) -> None:
+        """A worker has a model no more; none of its requests is there."""
         hosts = self.routes.get(name, [])
-        if instance in hosts:
-            hosts.remove(instance)
-            self.scheduler.unhost(instance.number, name)
+        if worker in hosts:
+            hosts.remove(worker)
+            self.scheduler.unhost(worker.number, name)
 
     def num_waiting(self, name: str) -> int:
         """Requests that wait until their model is warm."""
@@ -245,28 +245,26 @@ class Dispatcher:
         self._fail([request], reason)
         return request
 
-    def instance_down(
-        self, instance: Instance, reason: str, candidates: Candidates = NOBODY
-    ) -> None:
+    def worker_down(self, worker: Worker, reason: str, candidates: Candidates = NOBODY) -> None:
         """It gets no new requests. Those that it had go on elsewhere, or there when it is back;
         the ``candidates``, that may have ended it, one at a time."""
-        for instances in self.routes.values():
-            if instance in instances:
-                instances.remove(instance)
-        self.meters.device(instance.number).worker_ended()
-        self.turns.instance_down(instance.number)
-        lost = self.live.on_instance(instance.number)
-        gone = [*lost, *self.moves.lost(instance.number)]
-        self.scheduler.device_down(instance.number, [one.request_id for one in gone])
-        self.isolation.instance_down(lost, candidates, reason)
+        for workers in self.routes.values():
+            if worker in workers:
+                workers.remove(worker)
+        self.meters.device(worker.number).worker_ended()
+        self.turns.worker_down(worker.number)
+        lost = self.live.on_device(worker.number)
+        gone = [*lost, *self.moves.lost(worker.number)]
+        self.scheduler.device_down(worker.number, [one.request_id for one in gone])
+        self.isolation.worker_down(lost, candidates, reason)
 
     def nums_of_requests(self, numbers: Iterable[int]) -> list[int]:
-        """Live requests that each instance has, is to get, or has not let go of yet."""
-        had = Counter(request.instance for request in self.live)
+        """Live requests that each worker has, is to get, or has not let go of yet."""
+        had = Counter(request.device for request in self.live)
         return [max(had[number], self.scheduler.num_requests(number)) for number in numbers]
 
     def fail_unhosted(self, reason: str) -> None:
-        """End the requests of models that no instance has, and that wait for one."""
+        """End the requests of models that no worker has, and that wait for one."""
         self._fail([one for one in self.live.all() if not self.routes.get(one.model)], reason)
 
     def tick(self, now_s: float) -> None:
@@ -303,7 +301,7 @@ class Dispatcher:
 
     def _add(self, message: m.AddRequest) -> None:
         is_warm = self._is_warm(message.model)
-        hosts = [instance.number for instance in self.routes.get(message.model, ())]
+        hosts = [worker.number for worker in self.routes.get(message.model, ())]
         is_routed = bool(hosts) and not self.roles.all_draining(hosts)
         if self.live.get(message.request_id) is not None:
             refusal = m.Admission(message.model, message.request_id, 503, _SAME_ID)
@@ -349,8 +347,8 @@ class Dispatcher:
         self.scheduler.arrived(message)
 
     def _start_anew(self, request: LiveRequest) -> None:
-        """A request that no instance has goes on after its tokens, wherever there is room."""
-        request.instance = None
+        """A request that no worker has goes on after its tokens, wherever there is room."""
+        request.device = None
         self.meters.model(request.model).resumed += 1
         self._schedule(self._resumed_order(request), is_warm=self._is_warm(request.model))
 
@@ -375,19 +373,19 @@ class Dispatcher:
         self._history.record_event("info", "role_changed", str(number), role.value)
 
     def _introduce_peers(self) -> None:
-        """Tell instances that decode of those that prefill, before the first request moves."""
+        """Tell workers that decode of those that prefill, before the first request moves."""
         with_role: dict[Role, list[int]] = {role: [] for role in Role}
-        for number in self._instances:
+        for number in self._workers:
             with_role[self.roles.of(number)[0]].append(number)
         self.moves.introduce(with_role[Role.PREFILL], with_role[Role.DECODE])
 
     def _send_to(self, number: int, message: m.AddRequest | m.RunTurn | m.EndIsolation) -> None:
-        self._instances[number].send(message)
+        self._workers[number].send(message)
 
     def _on_sent(self, request_id: str, number: int) -> None:
         request = self.live.get(request_id)
         if request is not None:
-            request.instance = number
+            request.device = number
 
     def _max_tokens(self, request_id: str) -> int | None:
         order = self._orders.get(request_id)
@@ -401,15 +399,15 @@ class Dispatcher:
                 self._end(request_id, FinishReason.ABORT)
 
     def _cancel(self, request: LiveRequest) -> None:
-        """Tell the request's instance to stop; the record ends separately."""
-        if request.instance is None:
+        """Tell the request's worker to stop; the record ends separately."""
+        if request.device is None:
             return
         abort = m.AbortRequests(request.model, [request.request_id])
-        self._instances[request.instance].send(abort)
+        self._workers[request.device].send(abort)
 
-    def _note_outputs(self, instance: Instance, message: m.StepOutputs) -> None:
-        self._tokens.stepped(instance.number, message)
-        self.scheduler.stepped(instance.number, message)
+    def _note_outputs(self, worker: Worker, message: m.StepOutputs) -> None:
+        self._tokens.stepped(worker.number, message)
+        self.scheduler.stepped(worker.number, message)
         for item in message.progress:
             if item.finish_reason is not None:
                 self._record_end(item.request_id, finish_reason(item.finish_reason))

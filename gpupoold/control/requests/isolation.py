@@ -19,8 +19,8 @@ _logger = logging.getLogger(__name__)
 
 
 class Isolation:
-    """One per dispatcher. ``start_anew`` lets a request go on that no instance has, ``fail`` ends
-    requests with an error, ``send`` gets an instance's number and a message for it."""
+    """One per dispatcher. ``start_anew`` lets a request go on that no worker has, ``fail`` ends
+    requests with an error, ``send`` gets a worker's number and a message for it."""
 
     def __init__(
         self,
@@ -46,9 +46,7 @@ class Isolation:
         """See :meth:`Suspects.is_isolated`."""
         return self._suspects.is_isolated(request_id)
 
-    def instance_down(
-        self, lost: Sequence[LiveRequest], candidates: Candidates, reason: str
-    ) -> None:
+    def worker_down(self, lost: Sequence[LiveRequest], candidates: Candidates, reason: str) -> None:
         """Let the requests ``lost`` go on that a worker had which has died. Those that may have
         caused its death are held, those that are convicted end."""
         num_tokens = {one.request_id: len(one.output_token_ids) for one in lost}
@@ -57,7 +55,7 @@ class Isolation:
         self._note_held([one for one in lost if self.is_held(one.request_id)])
         for request in lost:
             if self.is_held(request.request_id):
-                request.instance = None
+                request.device = None
             elif request.request_id not in ids:
                 self._start_anew(request)
         self._fail(convicted, f"the request ended its worker, and another alone: {reason}")
@@ -105,8 +103,8 @@ class Isolation:
 
     def _cleared(self, request: LiveRequest) -> None:
         _logger.info("request %s of %s is cleared", request.request_id, request.model)
-        if request.instance is not None and not self.is_isolated(request.request_id):
-            self._send(request.instance, m.EndIsolation(request.model, request.request_id))
+        if request.device is not None and not self.is_isolated(request.request_id):
+            self._send(request.device, m.EndIsolation(request.model, request.request_id))
         self._charge()
         if self.verdicts is not None:
             self.verdicts.answered(request.model)

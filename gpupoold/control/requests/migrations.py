@@ -1,9 +1,9 @@
-"""Requests on their way from one instance to another.
+"""Requests on their way from one worker to another.
 
 The *source* is told to let a request go. It answers when the copy of the KV to its host memory
 has begun, and the *target* is given the request, with where its KV will be. From then on the
 source is not needed: if it dies, the target computes what did not come. If the target dies, the
-request starts from its tokens like any other that has lost its instance.
+request starts from its tokens like any other that has lost its worker.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
-from gpupoold.control.workers.worker import Instance
+from gpupoold.control.workers.worker import Worker
 from gpupoold.wire import messages as m
 
 
@@ -33,14 +33,14 @@ class Moves:
 
     def __init__(
         self,
-        instances: Mapping[int, Instance],
+        workers: Mapping[int, Worker],
         live: LiveRequests,
         order_of: Callable[[LiveRequest], m.AddRequest],
         start_anew: Callable[[LiveRequest], None],
     ) -> None:
-        """``order_of`` is what an instance needs to go on with a request; ``start_anew`` schedules
-        one that no instance has."""
-        self._instances = instances
+        """``order_of`` is what a worker needs to go on with a request; ``start_anew`` schedules
+        one that no worker has."""
+        self._workers = workers
         self._live = live
         self._order_of = order_of
         self._start_anew = start_anew
@@ -66,14 +66,14 @@ class Moves:
         """Move a request; whoever sends it to the target comes to ``left``."""
         self.introduce([source], [target])
         self._moves[request.request_id] = _Move(source, target)
-        self._instances[source].send(m.MoveOut(request.model, request.request_id))
+        self._workers[source].send(m.MoveOut(request.model, request.request_id))
 
-    def left(self, instance: Instance, message: m.Moved) -> None:
+    def left(self, worker: Worker, message: m.Moved) -> None:
         """A request has left its source; its tokens so far are known."""
         self.num_unknown += not message.is_known
-        fds = (instance.take_fd(),) if message.parcel is not None else ()
+        fds = (worker.take_fd(),) if message.parcel is not None else ()
         try:
-            self._pass_on(instance, message, fds)
+            self._pass_on(worker, message, fds)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -95,7 +95,7 @@ class Moves:
         self._moves.pop(request_id, None)
 
     def lost(self, number: int) -> list[LiveRequest]:
-        """An instance has died. The requests that it was to get, and that will come back when
+        """A worker has died. The requests that it was to get, and that will come back when
         their source has let them go: until then nobody is to schedule them."""
         for parcel_id, (source, target) in list(self._parcels.items()):
             if number in (source, target):
@@ -116,41 +116,41 @@ class Moves:
                 del self._moves[request_id]
         return [request for request in waiting if request is not None]
 
-    def _pass_on(self, instance: Instance, message: m.Moved, fds: tuple[int, ...]) -> None:
+    def _pass_on(self, worker: Worker, message: m.Moved, fds: tuple[int, ...]) -> None:
         move = self._moves.get(message.request_id)
         request = self._live.get(message.request_id)
         if move is None or request is None or move.has_left:
-            self._let_go(instance, message.parcel)
+            self._let_go(worker, message.parcel)
             return
         if move.target is None:
-            self._let_go(instance, message.parcel)
+            self._let_go(worker, message.parcel)
             del self._moves[message.request_id]
             self._start_anew(request)
             return
         move.has_left = True
-        request.instance = move.target
+        request.device = move.target
         if message.parcel is not None:
             self._parcels[message.parcel.parcel_id] = move.source, move.target
         order = msgspec.structs.replace(
             self._order_of(request), is_moving=True, parcel=message.parcel
         )
-        self._instances[move.target].send(order, fds)
+        self._workers[move.target].send(order, fds)
 
-    def _let_go(self, source: Instance, parcel: m.Parcel | None) -> None:
+    def _let_go(self, source: Worker, parcel: m.Parcel | None) -> None:
         """Nobody will read what has come along."""
         if parcel is not None:
             source.send(m.FreeParcel(parcel.parcel_id))
 
     def _introduce(self, source: int, target: int) -> None:
-        instance, to = self._instances.get(source), self._instances.get(target)
-        if instance is None or to is None or not (instance.is_ready and to.is_ready):
+        worker, to = self._workers.get(source), self._workers.get(target)
+        if worker is None or to is None or not (worker.is_ready and to.is_ready):
             return
-        ready = instance.ready
-        if instance.kv_host_fd is not None and ready is not None and ready.kv_host_bytes:
-            to.send(m.PeerHost(source, ready.kv_host_bytes), (instance.kv_host_fd,))
+        ready = worker.ready
+        if worker.kv_host_fd is not None and ready is not None and ready.kv_host_bytes:
+            to.send(m.PeerHost(source, ready.kv_host_bytes), (worker.kv_host_fd,))
             self._introduced.add((source, target))
 
     def _send(self, number: int, message: m.Message) -> None:
-        instance = self._instances.get(number)
-        if instance is not None:
-            instance.send(message)
+        worker = self._workers.get(number)
+        if worker is not None:
+            worker.send(message)

@@ -8,7 +8,7 @@ import msgspec
 
 from gpupool_state import RequestRow, SwitchRow
 from gpupoold.control.live_requests import LiveRequest
-from gpupoold.domain import FinishReason, InstanceId, ModelName
+from gpupoold.domain import DeviceId, FinishReason, ModelName
 from gpupoold.stats.percentile import percentile
 from gpupoold.wire import messages as m
 
@@ -31,7 +31,7 @@ def request_row(request: LiveRequest, reason: FinishReason, error: str = "") -> 
     return RequestRow(
         request_id=request.request_id,
         model=ModelName(request.model),
-        instance=None if request.instance is None else InstanceId(request.instance),
+        device=None if request.device is None else DeviceId(request.device),
         arrived_at=_wall_clock(request.arrival_s),
         ttft_s=request.ttft_s,
         tbt_p50_s=percentile(gaps_s, 0.5),
@@ -48,7 +48,7 @@ def request_row(request: LiveRequest, reason: FinishReason, error: str = "") -> 
 
 
 def switch_row(switch: m.SwitchRecord) -> SwitchRow:
-    """Of a switch that an instance told of."""
+    """Of a switch that a worker told of."""
     fields = msgspec.structs.asdict(switch)
     del fields["prefetched_bytes"]  # in the metrics only
     return SwitchRow(at=_wall_clock(fields.pop("at_s")), **fields)

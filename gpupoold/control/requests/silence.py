@@ -18,7 +18,7 @@ def waits_for(
     """What a request waits for, in words.
 
     ``is_cold``: for its model to be in host memory; ``is_held``: to be tried alone;
-    ``has_hosts``: some instance has its model; ``on_turn`` returns the model on turn there.
+    ``has_hosts``: some worker has its model; ``on_turn`` returns the model on turn there.
     """
     if is_cold:
         return f"{request.model} is not in host memory yet"
@@ -26,8 +26,8 @@ def waits_for(
         return "it may have ended a worker, and is tried alone after others that may have"
     if not has_hosts:
         return f"no device has {request.model} now"
-    if request.instance is None:
+    if request.device is None:
         return "no device has taken the request"
-    if on_turn(request.instance) != request.model:
-        return f"it waits for the turn of {request.model} on device {request.instance}"
-    return f"device {request.instance} is at it and does not answer"
+    if on_turn(request.device) != request.model:
+        return f"it waits for the turn of {request.model} on device {request.device}"
+    return f"device {request.device} is at it and does not answer"

@@ -31,7 +31,7 @@ class TokenCounter:
 
     def switched(self, switch: m.SwitchRecord) -> None:
         """A device has switched: what it makes next may be late because of that."""
-        self._switches[switch.instance] = switch
+        self._switches[switch.device] = switch
 
     def stepped(self, number: int, message: m.StepOutputs) -> None:
         """A device has made tokens; the core has not been told yet."""

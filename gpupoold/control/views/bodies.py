@@ -24,8 +24,8 @@ from gpupoold.control.frontends.frontend import Frontend
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import ImageCache
-from gpupoold.control.workers.worker import Instance
-from gpupoold.wire.messages import InstanceStatus, ModelMemory
+from gpupoold.control.workers.worker import Worker
+from gpupoold.wire.messages import ModelMemory, WorkerStatus
 
 Memories = Mapping[str, Sequence[tuple[int, ModelMemory]]]
 Values = dict[str, Any]
@@ -65,15 +65,15 @@ def event_info(row: EventRow) -> EventInfo:
 def ps(
     states: Mapping[str, str],
     dispatcher: Dispatcher,
-    instances: Sequence[Instance],
+    workers: Sequence[Worker],
     cache: ImageCache,
 ) -> Values:
-    """What runs now over all instances, as ``Ps`` has it; ``states`` are the models'."""
+    """What runs now over all workers, as ``Ps`` has it; ``states`` are the models'."""
     now_s = time.monotonic()
     switches = dispatcher.switches
-    memories = memories_of(instances)
+    memories = memories_of(workers)
     return {
-        "devices": [raw(one) for one in devices(instances, dispatcher)],
+        "devices": [raw(one) for one in devices(workers, dispatcher)],
         "models": [
             usage(name, state, dispatcher, memories, cache) for name, state in states.items()
         ],
@@ -89,20 +89,18 @@ def raw(body: BaseModel) -> msgspec.Raw:
     return msgspec.Raw(body.model_dump_json().encode())
 
 
-def devices(instances: Sequence[Instance], dispatcher: Dispatcher) -> list[DeviceInfo]:
-    """All devices and their instances as they were when they last reported."""
-    nums = dispatcher.nums_of_requests(instance.number for instance in instances)
-    return [
-        _device(instance, dispatcher, num) for instance, num in zip(instances, nums, strict=True)
-    ]
+def devices(workers: Sequence[Worker], dispatcher: Dispatcher) -> list[DeviceInfo]:
+    """All devices and their workers as they were when they last reported."""
+    nums = dispatcher.nums_of_requests(worker.number for worker in workers)
+    return [_device(worker, dispatcher, num) for worker, num in zip(workers, nums, strict=True)]
 
 
 def _finite(seconds: float) -> float | None:
     return seconds if math.isfinite(seconds) else None
 
 
-def _device(instance: Instance, dispatcher: Dispatcher, num_requests: int) -> DeviceInfo:
-    ready, status, number = instance.ready, instance.status, instance.number
+def _device(worker: Worker, dispatcher: Dispatcher, num_requests: int) -> DeviceInfo:
+    ready, status, number = worker.ready, worker.status, worker.number
     role, is_role_fixed = dispatcher.roles.of(number)
     quota_s, used_s = _quota(status)
     weights_bytes = kv_bytes = 0
@@ -110,10 +108,10 @@ def _device(instance: Instance, dispatcher: Dispatcher, num_requests: int) -> De
         weights_bytes += held.weights_resident_bytes
         kv_bytes += held.kv_resident_bytes
     return DeviceInfo(
-        instance=instance.number,
-        kind=instance.device.kind,
-        pid=instance.child.pid if instance.child else None,
-        state=instance.state,
+        device=worker.number,
+        kind=worker.device.kind,
+        pid=worker.child.pid if worker.child else None,
+        state=worker.state,
         device_bytes=ready.device_bytes if ready else 0,
         free_bytes=status.free_bytes if status else 0,
         page_bytes=ready.page_bytes if ready else 0,
@@ -124,7 +122,7 @@ def _device(instance: Instance, dispatcher: Dispatcher, num_requests: int) -> De
         quota_s=quota_s,
         kv_host_bytes=status.kv_host_bytes if status else 0,
         kv_host_limit_bytes=ready.kv_host_bytes if ready else None,
-        num_waiting_for_kv=dispatcher.scheduler.num_waiting_for_kv(instance.number),
+        num_waiting_for_kv=dispatcher.scheduler.num_waiting_for_kv(worker.number),
         num_recomputed=status.num_recomputed if status else 0,
         num_steps=status.num_steps if status else 0,
         role=role.value,
@@ -136,13 +134,13 @@ def _device(instance: Instance, dispatcher: Dispatcher, num_requests: int) -> De
         prefetched_bytes=status.prefetched_bytes if status else 0,
         quota_used_s=used_s,
         quota_left_s=None if quota_s is None else max(0.0, quota_s - used_s),
-        utilisation=instance.reading.utilisation,
-        temperature_c=instance.reading.temperature_c,
-        power_w=instance.reading.power_w,
+        utilisation=worker.reading.utilisation,
+        temperature_c=worker.reading.temperature_c,
+        power_w=worker.reading.power_w,
     )
 
 
-def _quota(status: InstanceStatus | None) -> tuple[float | None, float]:
+def _quota(status: WorkerStatus | None) -> tuple[float | None, float]:
     """How long the turn may take, None where it has no end, and how long it has taken."""
     if status is None or status.on_turn is None:
         return 0.0, 0.0
@@ -160,7 +158,7 @@ def usage(
     *,
     has_minutes: bool = True,
 ) -> Values:
-    """What a model has and does now over all instances, as ``ModelUsage`` has it; its attainment
+    """What a model has and does now over all workers, as ``ModelUsage`` has it; its attainment
     by the minute only if that is wanted."""
     image = cache.get(name)
     num_waiting = weights_bytes = total_bytes = kv_bytes = kv_host_bytes = 0
@@ -197,12 +195,12 @@ def usage(
     }
 
 
-def memories_of(instances: Iterable[Instance]) -> Memories:
-    """Every model's memory, with the number of the instance that it is on."""
+def memories_of(workers: Iterable[Worker]) -> Memories:
+    """Every model's memory, with the number of the worker that it is on."""
     found: defaultdict[str, list[tuple[int, ModelMemory]]] = defaultdict(list)
-    for instance in instances:
-        for held in instance.status.models if instance.status else ():
-            found[held.model].append((instance.number, held))
+    for worker in workers:
+        for held in worker.status.models if worker.status else ():
+            found[held.model].append((worker.number, held))
     return found
 
 
@@ -211,7 +209,7 @@ def live_request(request: LiveRequest, now_s: float) -> Values:
     return {
         "request_id": request.request_id,
         "model": request.model,
-        "instance": request.instance,
+        "device": request.device,
         "age_s": now_s - request.arrival_s,
         "num_prompt_tokens": request.num_prompt_tokens,
         "num_output_tokens": len(request.token_times_s),

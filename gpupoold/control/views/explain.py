@@ -23,7 +23,7 @@ from gpupoold.control.views import bodies as views
 from gpupoold.control.views.advice import advice, main_cause
 from gpupoold.control.views.spans import span_info
 from gpupoold.control.weights.cache import ImageCache
-from gpupoold.control.workers.worker import Instance
+from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import FinishReason, ModelState
 from gpupoold.errors import NoSuchModel, UsageError
 from gpupoold.scheduling.explain import Standing, Turns, standing_of, turns_of, why_request
@@ -61,14 +61,14 @@ class Explainer:
         history: History,
         dispatcher: Dispatcher,
         lifecycle: ModelLifecycle,
-        instances: list[Instance],
+        workers: list[Worker],
         cache: ImageCache,
     ) -> None:
         self._registry = registry
         self._history = history
         self._dispatcher = dispatcher
         self._lifecycle = lifecycle
-        self._instances = instances
+        self._workers = workers
         self._cache = cache
 
     async def why(self, name: str) -> Why:
@@ -109,7 +109,7 @@ class Explainer:
             model=request.model,
             standing=standing,
             text=self._text(request, standing, number),
-            instance=number,
+            device=number,
             rule=None if rule is None else rule.value,
             why=None if rule is None else rule.why,
             num_before=0 if why is None else why.num_before,
@@ -176,7 +176,7 @@ class Explainer:
         text = _STANDINGS[standing].format(model=request.model, device=number)
         if standing != Standing.PAUSED or number is None:
             return text
-        held = _memory_of(self._instances[number], request.model)
+        held = _memory_of(self._workers[number], request.model)
         if held is None or not held.kv_host_bytes:
             return f"{text}; its KV is on the device"
         return (
@@ -203,22 +203,22 @@ class Explainer:
     def _devices_of(self, model: str, now_s: float) -> list[ModelOnDevice]:
         hosts = self._dispatcher.routes.get(model, [])
         return [
-            self._on_device(instance, model, now_s)
-            for instance in sorted(hosts, key=lambda one: one.number)
-            if instance.number in self._state.devices
+            self._on_device(worker, model, now_s)
+            for worker in sorted(hosts, key=lambda one: one.number)
+            if worker.number in self._state.devices
         ]
 
-    def _on_device(self, instance: Instance, model: str, now_s: float) -> ModelOnDevice:
-        held = _memory_of(instance, model)
+    def _on_device(self, worker: Worker, model: str, now_s: float) -> ModelOnDevice:
+        held = _memory_of(worker, model)
         live = self._dispatcher.live.of_model(model)
         return ModelOnDevice(
-            instance=instance.number,
+            device=worker.number,
             weights_resident_bytes=held.weights_resident_bytes if held else 0,
             weights_total_bytes=held.weights_total_bytes if held else 0,
             kv_resident_bytes=held.kv_resident_bytes if held else 0,
             kv_host_bytes=held.kv_host_bytes if held else 0,
-            num_requests=sum(one.instance == instance.number for one in live),
-            turns=self._turns(instance.number, now_s),
+            num_requests=sum(one.device == worker.number for one in live),
+            turns=self._turns(worker.number, now_s),
         )
 
     def _model_text(self, row: ModelRow) -> str:
@@ -240,7 +240,7 @@ class Explainer:
         events = await self._history.events_after(max(0, last_id - _MAX_EVENTS), _MAX_EVENTS)
         return FinishedWhy(
             request=views.request_record(row),
-            instance=row.instance,
+            device=row.device,
             text=_ended_text(row),
             events=[
                 views.event_info(one)
@@ -268,14 +268,14 @@ def _ended_text(row: RequestRow) -> str:
     return f"{ended}, after {format_duration(row.total_s)}: {late}"
 
 
-def _memory_of(instance: Instance, model: str) -> ModelMemory | None:
-    models = instance.status.models if instance.status else []
+def _memory_of(worker: Worker, model: str) -> ModelMemory | None:
+    models = worker.status.models if worker.status else []
     return next((one for one in models if one.model == model), None)
 
 
 def _turns_body(turns: Turns, num_waiting_for_kv: int) -> DeviceTurns:
     return DeviceTurns(
-        instance=turns.device,
+        device=turns.device,
         on_turn=turns.model,
         rule=None if turns.rule is None else turns.rule.value,
         why=None if turns.rule is None else turns.rule.why,

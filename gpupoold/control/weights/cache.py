@@ -33,7 +33,7 @@ class Shelf(Protocol):
 
 
 class ImageCache:
-    """One image per model within a byte budget; all instances share its memory.
+    """One image per model within a byte budget; all workers share its memory.
 
     What ``shelf`` keeps of it are the images that nobody has let go.
 
@@ -112,11 +112,11 @@ class ImageCache:
         self.num_evicted += 1
 
     def drop_retired(self, model: str) -> None:
-        """No instance has the retired image any more."""
+        """No worker has the retired image any more."""
         self._close(self._leaving, model)
 
     def drop(self, model: str) -> None:
-        """Let the image go; its memory is freed when no instance has it mapped."""
+        """Let the image go; its memory is freed when no worker has it mapped."""
         if (image := self._images.get(model)) is not None:
             self._take_off_shelf(image)
         self._close(self._images, model)

@@ -30,7 +30,7 @@ from gpupoold.control.weights.cache import CachedImage, ImageCache
 from gpupoold.control.weights.keys import ImageKeys
 from gpupoold.system.systemd import FdStore
 from gpupoold.units import format_bytes
-from gpupoold.wire.messages import InstanceReady, ModelToLoad
+from gpupoold.wire.messages import ModelToLoad, WorkerReady
 
 _logger = logging.getLogger(__name__)
 
@@ -114,10 +114,10 @@ class ParkedImages:
             self._store.drop(name)
 
     async def take_back(
-        self, models: Sequence[ModelToLoad], ready: InstanceReady, cache: ImageCache
+        self, models: Sequence[ModelToLoad], ready: WorkerReady, cache: ImageCache
     ) -> None:
         """Put the images that came back and belong to ``models`` into the cache, in that order
-        as far as they fit; the others are let go. For an instance that is ``ready``."""
+        as far as they fit; the others are let go. For a worker that is ``ready``."""
         async with self._taking:
             for model in models if self._found else ():
                 await self._take_back(model, ready, cache)
@@ -130,7 +130,7 @@ class ParkedImages:
                 self._let_go(parked.name, parked.fd)
             self._found.clear()
 
-    async def _take_back(self, model: ModelToLoad, ready: InstanceReady, cache: ImageCache) -> None:
+    async def _take_back(self, model: ModelToLoad, ready: WorkerReady, cache: ImageCache) -> None:
         parked = self._found.get(model.name)
         if parked is None or cache.get(model.name) is not None:
             return

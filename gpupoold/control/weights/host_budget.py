@@ -25,7 +25,7 @@ class ImageRoom:
     """Makes room in ``cache``, least recently used images first.
 
     An image does not go while it is pinned, while the model ``is_in_use``, or while it is
-    held. ``let_go`` returns when no instance has the image any more.
+    held. ``let_go`` returns when no worker has the image any more.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ImageRoom:
             self._shrinking = asyncio.create_task(self._shrink(), name="shrink-cache")
 
     async def stop(self) -> None:
-        """Wait for images on their way out; the instances have stopped before."""
+        """Wait for images on their way out; the workers have stopped before."""
         if self._shrinking is not None:
             self._shrinking.cancel()
             await asyncio.wait({self._shrinking})

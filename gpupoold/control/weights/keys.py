@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from gpupoold.control.weights.snapshot_files import FORMAT
 from gpupoold.errors import Failed, GpupoolError
-from gpupoold.wire.messages import InstanceReady, ModelToLoad
+from gpupoold.wire.messages import ModelToLoad, WorkerReady
 
 _logger = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ class ImageKeys:
     def __init__(self) -> None:
         self._keys: dict[str, str] = {}
 
-    async def note(self, model: ModelToLoad, ready: InstanceReady) -> str | None:
-        """Look at a model's checkpoint: the key of its image for such an instance, None (and a
+    async def note(self, model: ModelToLoad, ready: WorkerReady) -> str | None:
+        """Look at a model's checkpoint: the key of its image for such a worker, None (and a
         line in the log) when its folder cannot be read."""
         try:
             key = await asyncio.to_thread(

@@ -13,7 +13,7 @@ from gpupoold.control.weights.keys import ImageKeys
 from gpupoold.control.weights.snapshot_files import ImageFiles, SavedImage
 from gpupoold.errors import GpupoolError
 from gpupoold.units import format_bytes
-from gpupoold.wire.messages import InstanceReady, ModelToLoad
+from gpupoold.wire.messages import ModelToLoad, WorkerReady
 
 _logger = logging.getLogger(__name__)
 
@@ -32,8 +32,8 @@ class SavedImages:
         self._saving: dict[str, asyncio.Task[None]] = {}
         self._shrinking: set[asyncio.Task[None]] = set()
 
-    async def look_up(self, model: ModelToLoad, ready: InstanceReady) -> int | None:
-        """Bytes of the model's image for such an instance; None when there is none.
+    async def look_up(self, model: ModelToLoad, ready: WorkerReady) -> int | None:
+        """Bytes of the model's image for such a worker; None when there is none.
 
         From now on it is this image that ``read`` and ``keep`` are about.
         """

@@ -1,4 +1,4 @@
-"""The command lines of instances."""
+"""The command lines of workers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def module_of(device: DeviceSettings) -> str:
 
 
 def arguments_of(settings: Settings, number: int) -> list[str]:
-    """What the instance of the device with this number is told at its start."""
+    """What the worker of the device with this number is told at its start."""
     device = settings.devices[number]
     reserve_bytes = settings.memory.reserve_for(device.kind)
     options: dict[str, object] = {
-        "--instance": number,
+        "--device": number,
         "--device-bytes": max(0, (device.memory_bytes or 0) - reserve_bytes),
         "--log-level": settings.log.level,
     }

@@ -1,4 +1,4 @@
-"""What each instance is to do, across its restarts. Pure bookkeeping."""
+"""What each worker is to do, across its restarts. Pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from gpupoold.domain import Role
 
 
 class Roles:
-    """Roles by instance: given by hand or in the configuration, else chosen by the policy."""
+    """Roles by worker: given by hand or in the configuration, else chosen by the policy."""
 
     def __init__(self, fixed: Sequence[Role | None] = ()) -> None:
-        """``fixed`` are the roles of instances 0, 1, ...; None: the policy's to choose."""
+        """``fixed`` are the roles of workers 0, 1, ...; None: the policy's to choose."""
         self._fixed = dict(enumerate(fixed))
         self._chosen: dict[int, Role] = {}
         self._draining: set[int] = set()
 
     def of(self, number: int) -> tuple[Role, bool]:
-        """An instance's role, and whether it is not the policy's to change."""
+        """A worker's role, and whether it is not the policy's to change."""
         fixed = self._fixed.get(number)
         return fixed or self._chosen.get(number, Role.MIXED), fixed is not None
 
     def fix(self, number: int, role: Role | None) -> None:
-        """Somebody wants an instance to have this role; None: leave it to the policy."""
+        """Somebody wants a worker to have this role; None: leave it to the policy."""
         if role is None:
             self._chosen[number], _ = self.of(number)  # until the policy has another opinion
         self._fixed[number] = role
@@ -32,13 +32,13 @@ class Roles:
         self._chosen[number] = role
 
     def drain(self, number: int, *, is_draining: bool) -> None:
-        """An instance is to be emptied, or no longer."""
+        """A worker is to be emptied, or no longer."""
         (self._draining.add if is_draining else self._draining.discard)(number)
 
     def is_draining(self, number: int) -> bool:
-        """Whether an instance gets nothing new."""
+        """Whether a worker gets nothing new."""
         return number in self._draining
 
     def all_draining(self, numbers: Sequence[int]) -> bool:
-        """Whether none of these instances gets anything new; not of none."""
+        """Whether none of these workers gets anything new; not of none."""
         return bool(numbers) and all(number in self._draining for number in numbers)

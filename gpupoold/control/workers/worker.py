@@ -1,4 +1,4 @@
-"""An instance as the daemon sees it."""
+"""A worker as the daemon sees it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gpupoold.wire import messages as m
 
 
 @dataclass(eq=False, slots=True)
-class Instance:
-    """One instance, and the answers that it owes.
+class Worker:
+    """One worker, and the answers that it owes.
 
     ``models`` are those it was told to load, ``layouts`` the digests of those that it has
     loaded, ``images`` those whose image it has.
@@ -28,9 +28,9 @@ class Instance:
     """Whether the process that runs, or ran last, has been ready."""
     num_restarts: int = 0
     """Processes that have ended and were, or are going to be, replaced."""
-    child: Child[m.FromInstance] | None = None
-    ready: m.InstanceReady | None = None
-    status: m.InstanceStatus | None = None
+    child: Child[m.FromWorker] | None = None
+    ready: m.WorkerReady | None = None
+    status: m.WorkerStatus | None = None
     reading: Reading = NO_READING
     """What the driver last said of its GPU."""
     models: set[str] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""The instances: one supervised process per device, restarted when it dies."""
+"""The workers: one supervised process per device, restarted when it dies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gpupoold.control.processes.restarts import keep_running
 from gpupoold.control.processes.watchdog import Watch
 from gpupoold.control.weights.cache import CachedImage
 from gpupoold.control.workers.launch import arguments_of, module_of
-from gpupoold.control.workers.worker import Instance
+from gpupoold.control.workers.worker import Worker
 from gpupoold.errors import Failed, TimedOut, Unavailable, error_from_code
 from gpupoold.system.activity import create_page, read_page
 from gpupoold.wire import messages as m
@@ -32,17 +32,17 @@ _READY_TIMEOUT_S = 120.0
 _READY_POLL_S = 0.05
 
 V = TypeVar("V")
-OnMessage = Callable[[Instance, m.FromInstance], None]
-OnUp = Callable[[Instance], Awaitable[None]]
-OnDown = Callable[[Instance, Death], Awaitable[None]]
+OnMessage = Callable[[Worker, m.FromWorker], None]
+OnUp = Callable[[Worker], Awaitable[None]]
+OnDown = Callable[[Worker, Death], Awaitable[None]]
 
 
-class InstanceEnded(Failed):
-    """The instance ended before it answered."""
+class WorkerEnded(Failed):
+    """The worker ended before it answered."""
 
 
-class InstanceSupervisor:
-    """Starts, watches and restarts the instances."""
+class WorkerSupervisor:
+    """Starts, watches and restarts the workers."""
 
     def __init__(
         self,
@@ -60,89 +60,85 @@ class InstanceSupervisor:
         self._on_message = on_message
         self._on_up = on_up
         self._on_down = on_down
-        self.instances = [Instance(i, device) for i, device in enumerate(settings.devices)]
+        self.workers = [Worker(i, device) for i, device in enumerate(settings.devices)]
         self._tasks: list[asyncio.Task[None]] = []
         self._next_call = 0
         self.oom_kills = OomKills()
 
     @property
     def any_ready(self) -> bool:
-        """Whether some instance can load and serve."""
-        return any(instance.is_ready for instance in self.instances)
+        """Whether some worker can load and serve."""
+        return any(worker.is_ready for worker in self.workers)
 
     def start(self) -> None:
-        """Start every instance; ``on_up`` is called for each when it is ready."""
+        """Start every worker; ``on_up`` is called for each when it is ready."""
         self._tasks = [
             asyncio.create_task(
-                keep_running(
-                    f"instance {instance.number}", functools.partial(self._run_once, instance)
-                ),
-                name=f"instance-{instance.number}",
+                keep_running(f"worker {worker.number}", functools.partial(self._run_once, worker)),
+                name=f"worker-{worker.number}",
             )
-            for instance in self.instances
+            for worker in self.workers
         ]
 
     async def stop(self) -> None:
-        """Stop every instance within the grace time."""
+        """Stop every worker within the grace time."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         grace_s = self._settings.limits.stop_grace_s
-        children = [instance.child for instance in self.instances if instance.child is not None]
+        children = [worker.child for worker in self.workers if worker.child is not None]
         await asyncio.gather(*(child.stop(m.Shutdown(), grace_s) for child in children))
-        for instance in self.instances:
-            self._forget(instance, "the daemon is stopping")
+        for worker in self.workers:
+            self._forget(worker, "the daemon is stopping")
 
-    async def wait_ready(self, instance: Instance) -> None:
-        """Return when the instance can load models.
+    async def wait_ready(self, worker: Worker) -> None:
+        """Return when the worker can load models.
 
         Raises:
             Unavailable: it did not come up in time.
         """
         deadline_s = time.monotonic() + _READY_TIMEOUT_S
-        while not instance.is_ready:
+        while not worker.is_ready:
             if time.monotonic() > deadline_s:
-                raise Unavailable(
-                    f"instance {instance.number} is {instance.state}", "see `gpupool logs`"
-                )
+                raise Unavailable(f"worker {worker.number} is {worker.state}", "see `gpupool logs`")
             await asyncio.sleep(_READY_POLL_S)
 
-    async def device_bytes(self, instance: Instance) -> int:
-        """Memory of the instance's device; waits until it is known.
+    async def device_bytes(self, worker: Worker) -> int:
+        """Memory of the worker's device; waits until it is known.
 
         Raises:
-            Unavailable: the instance did not come up in time.
+            Unavailable: the worker did not come up in time.
         """
-        await self.wait_ready(instance)
-        assert instance.ready is not None
-        return instance.ready.device_bytes
+        await self.wait_ready(worker)
+        assert worker.ready is not None
+        return worker.ready.device_bytes
 
     async def load(
         self,
-        instance: Instance,
+        worker: Worker,
         model: m.ModelToLoad,
         image: CachedImage | None,
         profiling_budget_s: float = 0.0,
     ) -> tuple[m.ModelLoaded, int | None]:
-        """Load a model on an instance; returns what it learnt and a descriptor of the image,
+        """Load a model on a worker; returns what it learnt and a descriptor of the image,
         None from a device that makes none.
 
         Its steps are timed afterwards, for ``profiling_budget_s`` at most.
 
         Raises:
-            GpupoolError: the instance's reason, or that it is down.
+            GpupoolError: the worker's reason, or that it is down.
             TimedOut: over the configured load timeout.
         """
-        if not instance.is_ready:
-            raise Failed(f"instance {instance.number} is {instance.state}", "see `gpupool logs`")
-        await instance.unloading.settled(model.name)
-        future = instance.loading.expect(model.name)
-        instance.models.add(model.name)  # even if nobody waits for the end of the load
+        if not worker.is_ready:
+            raise Failed(f"worker {worker.number} is {worker.state}", "see `gpupool logs`")
+        await worker.unloading.settled(model.name)
+        future = worker.loading.expect(model.name)
+        worker.models.add(model.name)  # even if nobody waits for the end of the load
         if image is None:
-            instance.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
+            worker.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
         else:
             order = m.LoadModel(model, True, image.digest, profiling_budget_s, image.canary)
-            instance.send(order, (image.fd,))
+            worker.send(order, (image.fd,))
         try:
             async with asyncio.timeout(self._settings.limits.load_timeout_s):
                 loaded = await future
@@ -152,253 +148,253 @@ class InstanceSupervisor:
                 f"{model.name}: not loaded within {limit_s:g} s", "raise limits.load_timeout"
             ) from None
         finally:
-            instance.loading.forget(model.name)
-        return loaded, instance.image_fds.pop(model.name, None)
+            worker.loading.forget(model.name)
+        return loaded, worker.image_fds.pop(model.name, None)
 
-    async def unload(self, instance: Instance, name: str) -> None:
-        """Drop a model from an instance; returns when its memory is free.
+    async def unload(self, worker: Worker, name: str) -> None:
+        """Drop a model from a worker; returns when its memory is free.
 
         Raises:
-            TimedOut: the instance did not answer.
+            TimedOut: the worker did not answer.
         """
-        await instance.unloading.settled(name)
-        if name not in instance.models:
+        await worker.unloading.settled(name)
+        if name not in worker.models:
             return
-        future = instance.unloading.expect(name)
-        instance.models.discard(name)
-        instance.layouts.pop(name, None)
-        instance.images.discard(name)
-        instance.send(m.UnloadModel(name))
+        future = worker.unloading.expect(name)
+        worker.models.discard(name)
+        worker.layouts.pop(name, None)
+        worker.images.discard(name)
+        worker.send(m.UnloadModel(name))
         try:
-            await self._in_time(instance, future, f"let go of {name}")
+            await self._in_time(worker, future, f"let go of {name}")
         finally:
-            instance.unloading.forget(name)
-            _close(instance.image_fds.pop(name, None))
+            worker.unloading.forget(name)
+            _close(worker.image_fds.pop(name, None))
 
-    async def give_image(self, instance: Instance, name: str, image: CachedImage) -> None:
-        """Let a model on an instance have an image of its layout; returns when it can run.
+    async def give_image(self, worker: Worker, name: str, image: CachedImage) -> None:
+        """Let a model on a worker have an image of its layout; returns when it can run.
 
         Raises:
-            Failed: the instance cannot map or pin it, or is down.
-            TimedOut: the instance did not answer.
+            Failed: the worker cannot map or pin it, or is down.
+            TimedOut: the worker did not answer.
         """
-        if not instance.is_ready:
-            raise Failed(f"instance {instance.number} is {instance.state}")
-        future = instance.taking.expect(name)
-        instance.send(m.TakeImage(name), (image.fd,))
+        if not worker.is_ready:
+            raise Failed(f"worker {worker.number} is {worker.state}")
+        future = worker.taking.expect(name)
+        worker.send(m.TakeImage(name), (image.fd,))
         try:
-            problem = await self._in_time(instance, future, f"take the image of {name}")
+            problem = await self._in_time(worker, future, f"take the image of {name}")
         except BaseException:
-            instance.send(m.DropImage(name))  # it shall not have it later without being asked
+            worker.send(m.DropImage(name))  # it shall not have it later without being asked
             raise
         finally:
-            instance.taking.forget(name)
+            worker.taking.forget(name)
         if problem:
             raise Failed(
-                f"instance {instance.number} cannot take the image of {name}: {problem}",
+                f"worker {worker.number} cannot take the image of {name}: {problem}",
                 "see `gpupool logs`",
             )
-        instance.images.add(name)
+        worker.images.add(name)
 
-    async def drop_image(self, instance: Instance, name: str) -> None:
-        """Let an instance give up its view of a model's image; returns when it has.
+    async def drop_image(self, worker: Worker, name: str) -> None:
+        """Let a worker give up its view of a model's image; returns when it has.
 
         Raises:
-            TimedOut: the instance did not answer.
+            TimedOut: the worker did not answer.
         """
-        if name not in instance.images:
+        if name not in worker.images:
             return
-        future = instance.dropping.expect(name)
-        instance.images.discard(name)
-        instance.send(m.DropImage(name))
+        future = worker.dropping.expect(name)
+        worker.images.discard(name)
+        worker.send(m.DropImage(name))
         try:
-            await self._in_time(instance, future, f"let the image of {name} go")
+            await self._in_time(worker, future, f"let the image of {name} go")
         finally:
-            instance.dropping.forget(name)
+            worker.dropping.forget(name)
 
     async def call(
         self,
-        instance: Instance,
+        worker: Worker,
         method: str,
         *,
         limit_s: float | None = None,
         **arguments: object,
     ) -> object:
-        """Run a named operation on an instance between two of its steps.
+        """Run a named operation on a worker between two of its steps.
 
         ``limit_s`` None: the load timeout, for it may have to end a load before.
 
         Raises:
-            GpupoolError: the operation's error, or that the instance is down.
+            GpupoolError: the operation's error, or that the worker is down.
             TimedOut: it did not answer within ``limit_s``.
         """
-        if not instance.is_ready:
-            raise Failed(f"instance {instance.number} is {instance.state}")
+        if not worker.is_ready:
+            raise Failed(f"worker {worker.number} is {worker.state}")
         self._next_call += 1
         call_id = self._next_call
-        future = instance.calls.expect(call_id)
-        instance.send(m.Call(call_id, method, dict(arguments)))
+        future = worker.calls.expect(call_id)
+        worker.send(m.Call(call_id, method, dict(arguments)))
         try:
-            return await self._in_time(instance, future, f"answer {method}", limit_s)
+            return await self._in_time(worker, future, f"answer {method}", limit_s)
         finally:
-            instance.calls.forget(call_id)
+            worker.calls.forget(call_id)
 
     async def _in_time(
         self,
-        instance: Instance,
+        worker: Worker,
         future: asyncio.Future[V],
         what: str,
         limit_s: float | None = None,
     ) -> V:
-        """The answer of an instance, which may have to end a load before."""
+        """The answer of a worker, which may have to end a load before."""
         limit_s = limit_s or self._settings.limits.load_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 return await future
         except TimeoutError:
             raise TimedOut(
-                f"instance {instance.number} did not {what} within {limit_s:g} s",
+                f"worker {worker.number} did not {what} within {limit_s:g} s",
                 "see `gpupool logs`",
             ) from None
 
-    async def _run_once(self, instance: Instance) -> bool:
+    async def _run_once(self, worker: Worker) -> bool:
         """One life of a process; whether it had come up, and somebody else ended it."""
         activity_fd = create_page()
         try:
-            return await self._live_once(instance, activity_fd)
+            return await self._live_once(worker, activity_fd)
         finally:
             os.close(activity_fd)
 
-    async def _live_once(self, instance: Instance, activity_fd: int) -> bool:
-        instance.state, instance.has_come_up = "starting", False
-        log_path = self._settings.paths.log_dir / f"instance-{instance.number}.log"
+    async def _live_once(self, worker: Worker, activity_fd: int) -> bool:
+        worker.state, worker.has_come_up = "starting", False
+        log_path = self._settings.paths.log_dir / f"worker-{worker.number}.log"
         known = reconfigure(self._settings)
-        child: Child[m.FromInstance] = await Child.start(
-            f"instance {instance.number}",
-            module_of(instance.device),
-            arguments_of(self._settings, instance.number),
-            m.FromInstance,
+        child: Child[m.FromWorker] = await Child.start(
+            f"worker {worker.number}",
+            module_of(worker.device),
+            arguments_of(self._settings, worker.number),
+            m.FromWorker,
             log_path,
             fd_options={"--activity-fd": activity_fd},
-            starter=self._forks.fork if instance.device.kind == "emulated" else execute,
+            starter=self._forks.fork if worker.device.kind == "emulated" else execute,
         )
-        instance.child, instance.watch = child, Watch(time.monotonic())
+        worker.child, worker.watch = child, Watch(time.monotonic())
         if reconfigure(self._settings) != known:
-            instance.send(reconfigure(self._settings))  # it has changed meanwhile
+            worker.send(reconfigure(self._settings))  # it has changed meanwhile
         try:
             while True:
-                self._note(instance, await child.channel.receive())
+                self._note(worker, await child.channel.receive())
         except ChannelClosed:
             pass
         except Exception:
-            _logger.exception("a message of instance %d could not be handled", instance.number)
-            self.end(instance, "it sent what could not be handled")
+            _logger.exception("a message of worker %d could not be handled", worker.number)
+            self.end(worker, "it sent what could not be handled")
         status = await child.ended()
         activities = read_page(activity_fd)
         is_oom = self.oom_kills.is_new()
-        death = death_of(status, instance.ended_for, activities, saw_oom_kill=is_oom)
-        instance.state, instance.child, instance.watch = "down", None, None
-        instance.num_restarts += 1
-        self._forget(instance, f"instance {instance.number} ended ({death.reason})")
-        _logger.error("instance %d ended (%s); see %s", instance.number, death.reason, log_path)
-        await self._on_down(instance, death)
-        return instance.has_come_up and not death.is_at_fault
+        death = death_of(status, worker.ended_for, activities, saw_oom_kill=is_oom)
+        worker.state, worker.child, worker.watch = "down", None, None
+        worker.num_restarts += 1
+        self._forget(worker, f"worker {worker.number} ended ({death.reason})")
+        _logger.error("worker %d ended (%s); see %s", worker.number, death.reason, log_path)
+        await self._on_down(worker, death)
+        return worker.has_come_up and not death.is_at_fault
 
     def reconfigure(self) -> None:
         """Tell all that run what the configuration says now."""
-        for instance in self.instances:
-            instance.send(reconfigure(self._settings))
+        for worker in self.workers:
+            worker.send(reconfigure(self._settings))
 
-    def end(self, instance: Instance, reason: str) -> None:
+    def end(self, worker: Worker, reason: str) -> None:
         """Kill the process that runs; it is replaced, and ``reason`` is what people are told."""
-        if instance.child is not None and not instance.ended_for:
-            _logger.error("instance %d is killed: %s", instance.number, reason)
-            instance.ended_for = reason
-            instance.child.kill()
+        if worker.child is not None and not worker.ended_for:
+            _logger.error("worker %d is killed: %s", worker.number, reason)
+            worker.ended_for = reason
+            worker.child.kill()
 
-    def _note(self, instance: Instance, message: m.FromInstance) -> None:
-        now_s, watch = time.monotonic(), instance.watch
+    def _note(self, worker: Worker, message: m.FromWorker) -> None:
+        now_s, watch = time.monotonic(), worker.watch
         assert watch is not None
         watch.heard(now_s)
         match message:
-            case m.InstanceReady():
+            case m.WorkerReady():
                 watch.came_up(now_s)
-                instance.ready = message
+                worker.ready = message
                 if message.shares_kv_host:
-                    instance.kv_host_fd = instance.take_fd()
-                instance.state, instance.has_come_up = "ready", True
-                task = asyncio.ensure_future(self._on_up(instance))
-                instance.coming_up = task
+                    worker.kv_host_fd = worker.take_fd()
+                worker.state, worker.has_come_up = "ready", True
+                task = asyncio.ensure_future(self._on_up(worker))
+                worker.coming_up = task
                 self._tasks.append(task)
                 task.add_done_callback(self._tasks.remove)
-                task.add_done_callback(functools.partial(self._has_come_up, instance))
+                task.add_done_callback(functools.partial(self._has_come_up, worker))
             case m.ModelLoaded():
-                self._note_loaded(instance, message)
+                self._note_loaded(worker, message)
             case m.ModelFailed():
-                instance.models.discard(message.name)
+                worker.models.discard(message.name)
                 error = error_from_code(message.error_code, message.message, message.hint)
-                instance.loading.reject(message.name, error)
+                worker.loading.reject(message.name, error)
             case m.ModelUnloaded():
-                instance.unloading.resolve(message.name, None)
+                worker.unloading.resolve(message.name, None)
             case m.ImageDropped():
-                instance.dropping.resolve(message.model, None)
+                worker.dropping.resolve(message.model, None)
             case m.ImageTaken():
-                instance.taking.resolve(message.model, message.problem)
+                worker.taking.resolve(message.model, message.problem)
             case m.CallResult() if message.error_code:
                 error = error_from_code(
                     message.error_code, message.error_message, message.error_hint
                 )
-                instance.calls.reject(message.call_id, error)
+                worker.calls.reject(message.call_id, error)
             case m.CallResult():
-                instance.calls.resolve(message.call_id, message.result)
-            case m.InstanceStatus():
-                instance.status = message
+                worker.calls.resolve(message.call_id, message.result)
+            case m.WorkerStatus():
+                worker.status = message
                 has_work = any(
                     one.num_live for one in message.models if one.model == message.on_turn
                 )
                 watch.stepped(now_s, message.num_steps, has_work=has_work)
             case _:
-                self._on_message(instance, message)
+                self._on_message(worker, message)
 
-    def _has_come_up(self, instance: Instance, task: asyncio.Future[None]) -> None:
+    def _has_come_up(self, worker: Worker, task: asyncio.Future[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            _logger.error("setting instance %d up failed", instance.number, exc_info=error)
-            if task is instance.coming_up:
-                self.end(instance, f"it could not be set up: {error}")
+            _logger.error("setting worker %d up failed", worker.number, exc_info=error)
+            if task is worker.coming_up:
+                self.end(worker, f"it could not be set up: {error}")
 
-    def _note_loaded(self, instance: Instance, message: m.ModelLoaded) -> None:
+    def _note_loaded(self, worker: Worker, message: m.ModelLoaded) -> None:
         name = message.model.name
-        instance.layouts[name] = message.layout_digest
+        worker.layouts[name] = message.layout_digest
         if message.has_image:
-            fd = instance.take_fd()
-            instance.images.add(name)
-            if name in instance.loading:
-                instance.image_fds[name] = fd
+            fd = worker.take_fd()
+            worker.images.add(name)
+            if name in worker.loading:
+                worker.image_fds[name] = fd
             else:
                 os.close(fd)  # who asked for it has left, and has it unloaded
-        instance.loading.resolve(name, message)
+        worker.loading.resolve(name, message)
 
-    def _forget(self, instance: Instance, reason: str) -> None:
-        """Everything that waited for this run of the instance fails with ``reason``."""
-        if instance.coming_up is not None:
-            instance.coming_up.cancel()
-            instance.coming_up = None
-        died = InstanceEnded(reason, "see `gpupool logs`")
-        instance.loading.reject_all(died)
-        instance.taking.reject_all(died)
-        instance.calls.reject_all(died)
-        instance.unloading.resolve_all(None)
-        instance.dropping.resolve_all(None)
-        for fd in instance.image_fds.values():
+    def _forget(self, worker: Worker, reason: str) -> None:
+        """Everything that waited for this run of the worker fails with ``reason``."""
+        if worker.coming_up is not None:
+            worker.coming_up.cancel()
+            worker.coming_up = None
+        died = WorkerEnded(reason, "see `gpupool logs`")
+        worker.loading.reject_all(died)
+        worker.taking.reject_all(died)
+        worker.calls.reject_all(died)
+        worker.unloading.resolve_all(None)
+        worker.dropping.resolve_all(None)
+        for fd in worker.image_fds.values():
             os.close(fd)
-        instance.image_fds.clear()
-        _close(instance.kv_host_fd)
-        instance.kv_host_fd = None
-        instance.models.clear()
-        instance.layouts.clear()
-        instance.images.clear()
-        instance.status = None
-        instance.ended_for = ""
+        worker.image_fds.clear()
+        _close(worker.kv_host_fd)
+        worker.kv_host_fd = None
+        worker.models.clear()
+        worker.layouts.clear()
+        worker.images.clear()
+        worker.status = None
+        worker.ended_for = ""
 
 
 def _close(fd: int | None) -> None:

@@ -10,7 +10,7 @@ Order between our copies and the engines' kernels:
   their pages are unmapped or their host memory is unpinned: nothing here waits for all.
 
 One process makes all page-table calls of a GPU, and one thread of it: two at once hang or
-crash the driver (vllm#36753). An instance owns its GPU, and its turn loop the calls.
+crash the driver (vllm#36753). A worker owns its GPU, and its turn loop the calls.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Measurements inside an instance: what moving memory costs, without the time of messages."""
+"""Measurements inside a worker: what moving memory costs, without the time of messages."""

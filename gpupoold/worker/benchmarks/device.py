@@ -41,7 +41,7 @@ class _Case:
 
 
 def bench_device(loop: TurnLoop, rounds: int) -> dict[str, Any]:
-    """Costs and bandwidths of this instance's device, all measured in turn, round by round.
+    """Costs and bandwidths of this worker's device, all measured in turn, round by round.
 
     Raises:
         Refused: the device is busy or too small to measure on.

@@ -45,16 +45,16 @@ class _Coming:
 
 
 class Moves:
-    """Parcels of this instance that others read, and parcels of others for requests here."""
+    """Parcels of this worker that others read, and parcels of others for requests here."""
 
     def __init__(
         self,
-        instance: int,
+        device_number: int,
         device: Device,
         host: KvHostCache,
         send: Callable[[m.Message, tuple[int, ...]], None],
     ) -> None:
-        self._instance = instance
+        self._worker = device_number
         self._device = device
         self._host = host
         self._send = send
@@ -91,7 +91,7 @@ class Moves:
         slot, transfer = copied
         parcel_id = f"{os.getpid()}-{next(self._numbers)}"
         self._sent[parcel_id] = _Sent(slot, transfer, arrival)
-        parcel = m.Parcel(parcel_id, self._instance, len(blocks), self._host.offsets(slot))
+        parcel = m.Parcel(parcel_id, self._worker, len(blocks), self._host.offsets(slot))
         self._send(m.Moved(engine.name, request_id, parcel=parcel), (arrival.fd,))
 
     def free(self, parcel_id: str) -> None:
@@ -106,21 +106,25 @@ class Moves:
             self._doomed.remove(sent)
             sent.close()
 
-    def peer_up(self, instance: int, fd: int, num_bytes: int) -> None:
-        """Another instance's host cache, in place of what it had before."""
-        self.peer_down(instance)
+    def peer_up(self, device_number: int, fd: int, num_bytes: int) -> None:
+        """Another worker's host cache, in place of what it had before."""
+        self.peer_down(device_number)
         try:
-            self._peers[instance] = PeerCache(fd, num_bytes, self._device, self._thread)
+            self._peers[device_number] = PeerCache(fd, num_bytes, self._device, self._thread)
         except OSError as error:  # requests from there are computed anew
-            _logger.error("the host cache of instance %d cannot be mapped: %s", instance, error)
+            _logger.error("the host cache of worker %d cannot be mapped: %s", device_number, error)
 
-    def peer_down(self, instance: int) -> None:
-        """An instance has died: what has not arrived from there never will."""
+    def peer_down(self, device_number: int) -> None:
+        """A worker has died: what has not arrived from there never will."""
         for coming in self._coming.values():
             parcel = coming.message.parcel
-            if parcel is not None and parcel.source == instance and not coming.arrival.is_told():
+            if (
+                parcel is not None
+                and parcel.source == device_number
+                and not coming.arrival.is_told()
+            ):
                 coming.arrival.tell(False)
-        cache = self._peers.pop(instance, None)
+        cache = self._peers.pop(device_number, None)
         if cache is not None:
             cache.leave()
 
@@ -163,8 +167,8 @@ class Moves:
 
     def close(self) -> None:
         """Let the peers' host caches go, and wait until that is done."""
-        for instance in list(self._peers):
-            self.peer_down(instance)
+        for worker in list(self._peers):
+            self.peer_down(worker)
         self._thread.close()
 
     def _used(self, parcel: m.Parcel) -> None:

@@ -1,4 +1,4 @@
-"""What an instance remembers of its requests: enough for the order of eviction."""
+"""What a worker remembers of its requests: enough for the order of eviction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The instance's only thread: messages in, turns, steps, outputs out."""
+"""The worker's only thread: messages in, turns, steps, outputs out."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ class TurnLoop:
 
     def __init__(
         self,
-        instance: int,
+        device_number: int,
         device: Device,
         host: KvHostCache,
         residency_of: Callable[[Callable[[str], Use]], Residency],
-        channel: BlockingChannel[m.ToInstance],
+        channel: BlockingChannel[m.ToWorker],
         answer_call: Callable[[TurnLoop, m.Call], m.CallResult],
         canary_interval: int = 0,
         *,
         has_gpu_alone: bool = True,
     ) -> None:
-        self.instance = instance
+        self.device_number = device_number
         self.device = device
         self.host = host
         self.ledger = RequestLedger()
@@ -61,7 +61,7 @@ class TurnLoop:
         self._loader = EngineLoader(device, host, self.residency)
         self._canaries = Canaries(canary_interval)
         self._images = Images(device)
-        self.moves = Moves(instance, device, host, channel.send)
+        self.moves = Moves(device_number, device, host, channel.send)
         self.driver_memory = DriverMemory(device, has_gpu_alone=has_gpu_alone)
         self._channel = channel
         self._answer_call = answer_call
@@ -92,7 +92,7 @@ class TurnLoop:
             stages = self.residency.switch_in(name)
         # A model that goes on while its last KV comes in has not been switched to.
         if stages is not None and (name != self.previous or stages.num_bytes):
-            record = switch_record(self.instance, name, self.previous, stages, started_s)
+            record = switch_record(self.device_number, name, self.previous, stages, started_s)
             self._channel.send(m.Switched(record, self.residency.bandwidth_bytes_per_s))
             if stages.weight_bytes or stages.prefetched_bytes:
                 self._canaries.moved(name)
@@ -107,7 +107,7 @@ class TurnLoop:
             NoSuchModel: it is not loaded here.
         """
         if name not in self.engines:
-            raise NoSuchModel(f"{name} is not loaded on instance {self.instance}")
+            raise NoSuchModel(f"{name} is not loaded on worker {self.device_number}")
         return self.engines[name]
 
     def interrupt_turn(self) -> None:
@@ -229,7 +229,7 @@ class TurnLoop:
             self.steps.settle()
             self._add_request(arrived, slot)
 
-    def _handle(self, message: m.ToInstance) -> None:
+    def _handle(self, message: m.ToWorker) -> None:
         match message:
             case m.AddRequest() if message.parcel is not None:
                 self.moves.expect(message, Arrival(self._channel.take_fd()))
@@ -238,9 +238,9 @@ class TurnLoop:
             case m.MoveOut():
                 self._move_out(message)
             case m.PeerHost():
-                self.moves.peer_up(message.instance, self._channel.take_fd(), message.num_bytes)
+                self.moves.peer_up(message.device, self._channel.take_fd(), message.num_bytes)
             case m.PeerDown():
-                self.moves.peer_down(message.instance)
+                self.moves.peer_down(message.device)
             case m.FreeParcel():
                 self.moves.free(message.parcel_id)
             case m.AbortRequests():
@@ -279,7 +279,7 @@ class TurnLoop:
                 if slot is not None:
                     slot.free()
                 lacks = "is not loaded" if engine is None else "has no image"
-                raise Refused(f"{message.model} {lacks} on instance {self.instance}")
+                raise Refused(f"{message.model} {lacks} on worker {self.device_number}")
             with WORKER.main.doing(Phase.ADD_REQUEST, message.model, [message.request_id]):
                 self._add_to(engine, message, kv)
         except GpupoolError as error:
@@ -375,7 +375,7 @@ class TurnLoop:
         engine = self.engines.get(model)
         if engine is None:
             os.close(fd)
-            problem = f"{model} is not loaded on instance {self.instance}"
+            problem = f"{model} is not loaded on worker {self.device_number}"
             self._channel.send(m.ImageTaken(model, problem))
         else:
             self._images.take(model, engine.weights, fd)
@@ -418,7 +418,7 @@ class TurnLoop:
         if now_s >= self._status_at_s:
             self._status_at_s = now_s + _STATUS_INTERVAL_S
             report = status(
-                self.instance,
+                self.device_number,
                 self.orders,
                 self.residency,
                 self.host,

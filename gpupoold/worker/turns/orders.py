@@ -1,4 +1,4 @@
-"""The orders an instance works by: one turn, and the model to make ready for after it."""
+"""The orders a worker works by: one turn, and the model to make ready for after it."""
 
 from __future__ import annotations
 

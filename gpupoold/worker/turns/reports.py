@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def status(
-    instance: int,
+    device_number: int,
     orders: Orders,
     residency: Residency,
     host: KvHostCache,
@@ -27,11 +27,11 @@ def status(
     num_steps: int,
     free_bytes: int,
     now_s: float,
-) -> m.InstanceStatus:
+) -> m.WorkerStatus:
     """Return the state that the daemon takes as a sign of life and ``gpupool ps`` shows."""
     turn = orders.turn
-    return m.InstanceStatus(
-        instance=instance,
+    return m.WorkerStatus(
+        device=device_number,
         at_s=now_s,
         on_turn=turn.model if turn else None,
         quota_s=turn.quota_s if turn else 0.0,
@@ -46,11 +46,11 @@ def status(
 
 
 def switch_record(
-    instance: int, name: str, previous: str | None, stages: SwitchStages, started_s: float
+    device_number: int, name: str, previous: str | None, stages: SwitchStages, started_s: float
 ) -> m.SwitchRecord:
     """Return the record of a switch from ``previous`` to ``name`` that began at ``started_s``."""
     return m.SwitchRecord(
-        instance=instance,
+        device=device_number,
         model=name,
         previous=previous,
         at_s=started_s,

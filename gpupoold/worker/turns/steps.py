@@ -13,7 +13,7 @@ from gpupoold.worker.engine.steps import Step
 from gpupoold.worker.turns.ledger import RequestLedger
 
 
-def may_come_between(message: m.ToInstance) -> bool:
+def may_come_between(message: m.ToWorker) -> bool:
     """Whether a message leaves what is on the device, and requests under way, as they are: it
     may then be dealt with while a step is under way."""
     if isinstance(message, m.AddRequest):

@@ -62,7 +62,7 @@ class PageLoan:
         cleared.
 
         Raises:
-            CudaError: torch still has the memory. The instance had better be restarted.
+            CudaError: torch still has the memory. The worker had better be restarted.
         """
         if not self._runs:
             return

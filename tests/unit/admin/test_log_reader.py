@@ -23,7 +23,7 @@ def append(file: RotatingFile, lines: list[str]) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "instance-0.log"
+    return tmp_path / "worker-0.log"
 
 
 @pytest.mark.parametrize("num_per_file", [3, 4, 5, 100])
@@ -83,10 +83,10 @@ async def test_all_processes_in_one_stream(
         append(file, batches.pop(0))
         return not batches
 
-    paths = {"instance-0": path, "frontend": other}
+    paths = {"worker-0": path, "frontend": other}
     lines = [json.loads(line) async for line in follow_logs(paths, 5, follow=True, is_gone=is_gone)]
     file.close()
     assert [line["line"] for line in lines] == [
         "frontend | old",
-        *(f"instance-0 | line {number:04d}" for number in range(4)),
+        *(f"worker-0 | line {number:04d}" for number in range(4)),
     ]

@@ -1,4 +1,4 @@
-"""What an instance tells of a model that it has loaded."""
+"""What a worker tells of a model that it has loaded."""
 
 from __future__ import annotations
 

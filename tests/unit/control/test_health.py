@@ -14,8 +14,8 @@ TOKEN_TIMEOUT_S = 600.0
 
 def health(live: LiveRequests, routes: dict[str, list[object]] | None = None) -> Health:
     dispatcher = SimpleNamespace(live=live, routes=routes or {}, token_timeout_s=TOKEN_TIMEOUT_S)
-    instances = [SimpleNamespace(is_ready=True), SimpleNamespace(is_ready=False)]
-    supervisor = SimpleNamespace(instances=instances)
+    workers = [SimpleNamespace(is_ready=True), SimpleNamespace(is_ready=False)]
+    supervisor = SimpleNamespace(workers=workers)
     return Health(cast(Any, dispatcher), cast(Any, supervisor))
 
 

@@ -8,8 +8,8 @@ from gpupoold.control.live_requests import LiveRequest, LiveRequests, request_id
 from gpupoold.domain import Targets
 
 
-def request(request_id: str = "r", model: str = "m", instance: int = 0) -> LiveRequest:
-    return LiveRequest(request_id, model, instance, 100.0, Targets(2.0, 0.5), 3)
+def request(request_id: str = "r", model: str = "m", device: int = 0) -> LiveRequest:
+    return LiveRequest(request_id, model, device, 100.0, Targets(2.0, 0.5), 3)
 
 
 def test_before_its_first_token() -> None:
@@ -54,7 +54,7 @@ def test_a_buffer_of_early_tokens_pays_for_a_pause() -> None:
     assert live.num_in_time == 5
 
 
-def test_requests_by_id_model_and_instance() -> None:
+def test_requests_by_id_model_and_worker() -> None:
     live = LiveRequests()
     for number in range(4):
         live.add(request(f"r{number}", "ab"[number % 2], number // 2))
@@ -62,7 +62,7 @@ def test_requests_by_id_model_and_instance() -> None:
     assert live.num_of("a") == live.num_of("b") == 2
     assert live.num_of("unknown") == 0
     assert [r.request_id for r in live.of_model("b")] == ["r1", "r3"]
-    assert [r.request_id for r in live.on_instance(1)] == ["r2", "r3"]
+    assert [r.request_id for r in live.on_device(1)] == ["r2", "r3"]
     assert [r.request_id for r in live.all()] == ["r0", "r1", "r2", "r3"]
     taken = live.pop("r1")
     assert taken is not None

@@ -33,7 +33,7 @@ from gpupoold.api.schemas import (
     RequestInfo,
     RequestRecord,
     SetCachedRequest,
-    SetInstanceRequest,
+    SetDeviceRequest,
     SetModelRequest,
     SwitchInfo,
 )
@@ -182,7 +182,7 @@ class FakeDaemon:
     def change_device(self, number: int, **changes: Any) -> DeviceInfo:
         """The device, with changes from now on."""
         if number:
-            raise UsageError(f"there is no instance {number}", "there are 0 to 0")
+            raise UsageError(f"there is no worker {number}", "there are 0 to 0")
         self.device.update(changes)
         return self.ps().devices[0]
 
@@ -206,7 +206,7 @@ def admin_app(daemon: FakeDaemon) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     _add_model_routes(app, daemon)
     _add_cache_routes(app, daemon)
-    _add_instance_routes(app, daemon)
+    _add_device_routes(app, daemon)
     add_view_routes(app, daemon)
     return app
 
@@ -300,21 +300,21 @@ def _add_cache_routes(app: FastAPI, daemon: FakeDaemon) -> None:
         return daemon.image(name, state="disk")
 
 
-def _add_instance_routes(app: FastAPI, daemon: FakeDaemon) -> None:
-    @app.patch("/instances/{number}")
-    async def set_instance(number: int, body: SetInstanceRequest) -> DeviceInfo:
+def _add_device_routes(app: FastAPI, daemon: FakeDaemon) -> None:
+    @app.patch("/devices/{number}")
+    async def set_device(number: int, body: SetDeviceRequest) -> DeviceInfo:
         is_fixed = body.role != "auto"
         changes: dict[str, Any] = {"role": body.role} if is_fixed else {}
         return daemon.change_device(number, is_role_fixed=is_fixed, **changes)
 
-    @app.post("/instances/{number}/drain")
+    @app.post("/devices/{number}/drain")
     async def drain(number: int) -> DeviceInfo:
         answer = daemon.change_device(number, is_draining=True)
         if num_left := sum(daemon.live.values()):
-            raise TimedOut(f"instance {number} still has {num_left} requests", "they end there")
+            raise TimedOut(f"worker {number} still has {num_left} requests", "they end there")
         return answer
 
-    @app.delete("/instances/{number}/drain")
+    @app.delete("/devices/{number}/drain")
     async def undrain(number: int) -> DeviceInfo:
         return daemon.change_device(number, is_draining=False)
 

@@ -56,9 +56,9 @@ def model(name: str) -> ModelInfo:
 
 
 def event(event_id: int, message: str) -> EventInfo:
-    """Something that happened to an instance."""
+    """Something that happened to a worker."""
     return EventInfo(
-        id=event_id, at=AT, level="info", kind="instance", subject="instance-0", message=message
+        id=event_id, at=AT, level="info", kind="worker", subject="worker-0", message=message
     )
 
 
@@ -85,7 +85,7 @@ def status(http_url: str, num_models: int, state: Any) -> Status:
 def ps(models: list[ModelInfo]) -> Ps:
     """One device, and the first model measured, the others not."""
     device = DeviceInfo(
-        instance=0,
+        device=0,
         kind="cuda",
         pid=4400,
         state="ready",
@@ -151,7 +151,7 @@ def turn(turn_id: int, model: str) -> TurnInfo:
     """A turn of half a second after a switch that copied weights."""
     return TurnInfo(
         id=turn_id,
-        instance=0,
+        device=0,
         model=model,
         began_at=AT + turn_id,
         seconds=0.5,
@@ -166,7 +166,7 @@ def live_request(request_id: str, model: str) -> RequestInfo:
     return RequestInfo(
         request_id=request_id,
         model=model,
-        instance=0,
+        device=0,
         age_s=2.5,
         num_prompt_tokens=100,
         num_output_tokens=20,
@@ -178,7 +178,7 @@ def switch(name: str, previous: str | None) -> SwitchInfo:
     """A switch that copied a model's weights."""
     return SwitchInfo(
         at=AT,
-        instance=0,
+        device=0,
         model=name,
         previous=previous,
         total_s=0.34,

@@ -29,8 +29,8 @@ def test_events_are_the_latest_in_order(daemon: FakeDaemon, cli: Cli) -> None:
     for number in range(1, 5):
         daemon.tell(f"event {number}", level="warning" if number == 4 else "info")
     assert cli("events", "-n", "2").stdout.splitlines() == [
-        f"{When} info    instance instance-0 event 3",
-        f"{When} warning instance instance-0 event 4",
+        f"{When} info    worker worker-0 event 3",
+        f"{When} warning worker worker-0 event 4",
     ]
     assert [item["id"] for item in json.loads(cli("events", "--json").stdout)] == [1, 2, 3, 4]
 

@@ -21,7 +21,7 @@ from tests.unit.gpupool_cli.test_history import RECORD, span
 
 GIB = 1024**3
 DEVICE = DeviceTurns(
-    instance=1,
+    device=1,
     on_turn="llama",
     rule="deadline",
     why="turns go in the order of their deadlines",
@@ -44,7 +44,7 @@ REQUEST = RequestWhy(
     model="qwen",
     standing="paused",
     text="is paused on device 1 until the next turn of qwen",
-    instance=1,
+    device=1,
     rule="resident",
     why="that one has its weights",
     num_before=0,
@@ -57,7 +57,7 @@ REQUEST = RequestWhy(
     turns=DEVICE,
 )
 PLACE = ModelOnDevice(
-    instance=1,
+    device=1,
     weights_resident_bytes=4 * GIB,
     weights_total_bytes=16 * GIB,
     kv_resident_bytes=0,
@@ -103,7 +103,7 @@ def test_a_live_request(daemon: FakeDaemon, cli: Cli) -> None:
 
 
 def test_a_request_of_which_little_is_known(daemon: FakeDaemon, cli: Cli) -> None:
-    bare = {"instance": None, "rule": None, "why": None, "turns": None, "next_token_in_s": None}
+    bare = {"device": None, "rule": None, "why": None, "turns": None, "next_token_in_s": None}
     some = {"num_before": 2, "text": "waits until qwen is in host memory"}
     daemon.whys["r"] = Why(request=REQUEST.model_copy(update=bare | some))
     text = said(cli, "r")
@@ -147,7 +147,7 @@ def test_a_request_that_has_ended(daemon: FakeDaemon, cli: Cli) -> None:
     event = EventInfo(
         id=1, at=samples.AT, level="error", kind="worker_died", subject="qwen", message="signal 9"
     )
-    ended = FinishedWhy(request=RECORD, instance=0, text="it failed", events=[event])
+    ended = FinishedWhy(request=RECORD, device=0, text="it failed", events=[event])
     daemon.whys["cmpl-1"] = Why(finished=ended)
     text = said(cli, "cmpl-1")
     assert "it              has ended: it failed\n" in text

@@ -40,7 +40,7 @@ def test_a_drain_that_is_not_waited_for_any_longer(daemon: FakeDaemon, cli: Cli)
     daemon.live["a"] = 3
     done = cli("drain", "0")
     assert done.exit_code != 0
-    assert done.stderr == "error: instance 0 still has 3 requests\nhint: they end there\n"
+    assert done.stderr == "error: worker 0 still has 3 requests\nhint: they end there\n"
     assert daemon.device["is_draining"]
 
 
@@ -53,7 +53,7 @@ def test_a_drain_that_is_not_waited_for_any_longer(daemon: FakeDaemon, cli: Cli)
 def test_a_device_that_there_is_not(cli: Cli, arguments: tuple[str, ...]) -> None:
     done = cli(*arguments)
     assert done.exit_code == 2
-    assert "there is no instance 7" in done.stderr
+    assert "there is no worker 7" in done.stderr
     assert "there are 0 to 0" in done.stderr
 
 

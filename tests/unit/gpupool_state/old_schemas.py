@@ -11,6 +11,8 @@ from gpupool_state.migrations import MIGRATIONS
 FOLDER = Path(__file__).parent / "schemas"
 NEWEST = MIGRATIONS[-1].number
 
+_COLUMNS = {"instance": "device"}
+
 Rows = dict[str, list[dict[str, object]]]
 
 
@@ -37,12 +39,23 @@ def rows_of(path: Path) -> Rows:
 
 
 def has_kept(before: Rows, after: Rows) -> bool:
-    """Whether all rows are there with their values, perhaps with more columns."""
+    """Return whether all rows are there with their values, perhaps with more columns.
+
+    Schema 7 renamed the columns ``instance`` and two kinds of events.
+    """
+    if any("device" in row for row in after.get("requests", ())):
+        before = {table: [_renamed(row) for row in rows] for table, rows in before.items()}
     return all(
         len(after[table]) == len(rows)
         and all(old.items() <= new.items() for old, new in zip(rows, after[table], strict=True))
         for table, rows in before.items()
     )
+
+
+def _renamed(row: dict[str, object]) -> dict[str, object]:
+    kinds: dict[object, str] = {"instance_ready": "worker_ready", "instance_down": "worker_down"}
+    row = {_COLUMNS.get(name, name): value for name, value in row.items()}
+    return row | {"kind": kinds.get(row["kind"], row["kind"])} if "kind" in row else row
 
 
 def is_sound(path: Path) -> bool:

@@ -35,17 +35,17 @@ async def ids(history: History, after_id: int, limit: int = 100) -> list[int]:
 async def test_an_event_is_in_the_log_with_its_kind(
     history: History, caplog: pytest.LogCaptureFixture
 ) -> None:
-    history.record_event("warning", "instance_down", "0", "restarted")
+    history.record_event("warning", "worker_down", "0", "restarted")
     [log] = [one for one in caplog.records if one.name == "gpupoold.events"]
-    assert (log.levelname, log.getMessage()) == ("WARNING", "instance_down 0: restarted")
+    assert (log.levelname, log.getMessage()) == ("WARNING", "worker_down 0: restarted")
     fields = vars(log)
-    assert (fields["event_kind"], fields["event_subject"]) == ("instance_down", "0")
+    assert (fields["event_kind"], fields["event_subject"]) == ("worker_down", "0")
     assert log.filename == "test_events.py"  # who has recorded it
 
 
 async def test_an_event_is_there_at_once(history: History) -> None:
-    event = history.record_event("warning", "instance", "0", "restarted")
-    assert event == EventRow(1, 7.0, "warning", "instance", "0", "restarted")
+    event = history.record_event("warning", "worker", "0", "restarted")
+    assert event == EventRow(1, 7.0, "warning", "worker", "0", "restarted")
     assert await history.events_after(0) == [event]
     assert await history.events_after(1) == []
     assert history.last_event_id == 1

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from gpupool_state import Database, History, HistoryLimits, RequestRow, SwitchRow
-from gpupoold.domain import FinishReason, InstanceId, ModelName
+from gpupoold.domain import DeviceId, FinishReason, ModelName
 
 pytestmark = pytest.mark.asyncio
 
@@ -19,7 +19,7 @@ def request(number: int, model: str = "llama", arrived_at: float | None = None) 
     return RequestRow(
         request_id=f"r{number}",
         model=ModelName(model),
-        instance=InstanceId(0),
+        device=DeviceId(0),
         arrived_at=float(number) if arrived_at is None else arrived_at,
         ttft_s=0.5,
         tbt_p50_s=0.01,
@@ -36,7 +36,7 @@ def request(number: int, model: str = "llama", arrived_at: float | None = None) 
 def switch(number: int) -> SwitchRow:
     return SwitchRow(
         at=float(number),
-        instance=InstanceId(1),
+        device=DeviceId(1),
         model=ModelName("llama"),
         previous=ModelName("qwen") if number % 2 else None,
         total_s=0.6,

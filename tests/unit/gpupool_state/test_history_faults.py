@@ -12,13 +12,13 @@ import pytest
 import pytest_asyncio
 
 from gpupool_state import Database, History, HistoryLimits, RequestRow
-from gpupoold.domain import FinishReason, InstanceId, ModelName
+from gpupoold.domain import DeviceId, FinishReason, ModelName
 
 pytestmark = pytest.mark.asyncio
 
 Act = Callable[[], Awaitable[None]]
 ROW = RequestRow(
-    "r", ModelName("llama"), InstanceId(0), 1.0, 1.0, 1.0, 1.0, 1.0, 1, 1, 1, FinishReason.STOP, 1.0
+    "r", ModelName("llama"), DeviceId(0), 1.0, 1.0, 1.0, 1.0, 1.0, 1, 1, 1, FinishReason.STOP, 1.0
 )
 
 

@@ -15,7 +15,7 @@ MODELS = ("qwen-7b", "coder", "llama-3-8b", "tiny")
 def device(number: int, **changes: object) -> DeviceInfo:
     """One of 24 GiB with a model of 15 GiB on its turn."""
     values: dict[str, object] = {
-        "instance": number,
+        "device": number,
         "kind": "cuda",
         "pid": 4400 + number,
         "state": "ready",
@@ -74,7 +74,7 @@ def turn(
     """One that began ``began_s`` before ``AT``."""
     return TurnInfo(
         id=turn_id,
-        instance=number,
+        device=number,
         model=name,
         began_at=AT - began_s,
         seconds=seconds,
@@ -103,7 +103,7 @@ def request(number: int, name: str, due_s: float) -> RequestInfo:
     return RequestInfo(
         request_id=f"cmpl-{number:016x}-0",
         model=name,
-        instance=None if name == "tiny" else number % 2,
+        device=None if name == "tiny" else number % 2,
         age_s=40.0 - 3 * number,
         num_prompt_tokens=100 * number,
         num_output_tokens=0 if name == "tiny" else 250 - 9 * number,
@@ -158,7 +158,7 @@ def top(num_answers: int = 0, pid: int = 4321) -> Top:
             event(1, "info", "daemon_started", "gpupoold", "version 0.1.0"),
             event(2, "info", "model_added", "coder", "serving from /models/コーダー"),
             event(3, "warning", "overload", "coder", "3 requests were refused in a minute"),
-            event(4, "error", "instance_down", "1", "ended (killed), it is restarted"),
+            event(4, "error", "worker_down", "1", "ended (killed), it is restarted"),
         ],
         last_event_id=4,
         num_switches=1204,

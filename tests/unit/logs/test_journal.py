@@ -101,7 +101,7 @@ def test_priorities(logger: logging.Logger, journal: Journal, level: int, priori
         ("model_failed", "qwen", "GPUPOOL_MODEL"),
         ("refused", "qwen", "GPUPOOL_MODEL"),
         ("request_cancelled", "qwen", "GPUPOOL_MODEL"),
-        ("instance_down", "0", "GPUPOOL_DEVICE"),
+        ("worker_down", "0", "GPUPOOL_DEVICE"),
         ("drain_began", "0", "GPUPOOL_DEVICE"),
         ("daemon_started", "gpupoold", "GPUPOOL_SUBJECT"),
     ],

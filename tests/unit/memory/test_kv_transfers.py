@@ -1,4 +1,4 @@
-"""Host memory of another instance, and being told that something is there."""
+"""Host memory of another worker, and being told that something is there."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class TestPeerCache:
     def test_it_is_there_as_long_as_anything_is_used(
         self, cache: KvHostCache, device: PinningDevice, thread: DeviceThread
     ) -> None:
-        """An instance that died has told all that it had; what arrived from it is used."""
+        """A worker that died has told all that it had; what arrived from it is used."""
         slots = [filled(cache, 2, n) for n in range(2)]
         peer = PeerCache(os.dup(cache.fd), cache.budget_bytes, device, thread)
         wait_for(thread)

@@ -30,7 +30,7 @@ SLOW_CALLS = (
 
 
 class Pair:
-    """Two models on a fake GPU with room for one and a half, and the queues of an instance."""
+    """Two models on a fake GPU with room for one and a half, and the queues of a worker."""
 
     def __init__(self, device: CudaDevice, driver: FakeCuda) -> None:
         self.driver = driver

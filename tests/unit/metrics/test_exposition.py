@@ -83,9 +83,9 @@ async def test_what_was_counted_is_told_until_the_model_is_removed(pool: Pool) -
 
 async def test_what_devices_tell(pool: Pool) -> None:
     await add(pool)
-    instance = pool.supervisor.instances[1]
-    instance.reading = Reading(0.5, 61.0, None)
-    instance.ready = m.InstanceReady(1, 7, 1000, 10, 1e9, "0.32.0", "H100", kv_host_bytes=500)
+    worker = pool.supervisor.workers[1]
+    worker.reading = Reading(0.5, 61.0, None)
+    worker.ready = m.WorkerReady(1, 7, 1000, 10, 1e9, "0.32.0", "H100", kv_host_bytes=500)
     held = m.ModelMemory(
         model=MODEL,
         weights_resident_bytes=300,
@@ -95,7 +95,7 @@ async def test_what_devices_tell(pool: Pool) -> None:
         num_live=3,
         num_waiting=2,
     )
-    instance.status = m.InstanceStatus(1, 0.0, MODEL, 0.5, 42, 500, 100, [held])
+    worker.status = m.WorkerStatus(1, 0.0, MODEL, 0.5, 42, 500, 100, [held])
     found = await samples(Exporter(pool))
     assert values(found, "device_utilisation_ratio") == {"1": 0.5}
     assert values(found, "device_temperature_celsius") == {"1": 61}

@@ -30,47 +30,47 @@ class Group:
 class Algorithm1:
     """The paper's pseudocode, line by line."""
 
-    def __init__(self, num_instances: int) -> None:
-        self.queues: list[list[Group]] = [[] for _ in range(num_instances)]
-        self.executing: list[str | None] = [None] * num_instances
+    def __init__(self, num_workers: int) -> None:
+        self.queues: list[list[Group]] = [[] for _ in range(num_workers)]
+        self.executing: list[str | None] = [None] * num_workers
 
     def on_arrival(self, request_id: str, model: str, prompt_tokens: int) -> int:
         min_load_s, chosen = math.inf, 0
-        for instance, queue in enumerate(self.queues):
+        for worker, queue in enumerate(self.queues):
             for group in queue:
                 if group.model == model and group.size < 8:
                     group.size += 1
                     group.jobs.append((request_id, prompt_tokens))
-                    return instance
-            load_s = self.load_s(instance)
+                    return worker
+            load_s = self.load_s(worker)
             if load_s < min_load_s:
-                min_load_s, chosen = load_s, instance
+                min_load_s, chosen = load_s, worker
         self.queues[chosen].append(Group(model, 1, [(request_id, prompt_tokens)]))
         return chosen
 
-    def load_s(self, instance: int) -> float:
+    def load_s(self, device: int) -> float:
         """Time to finish all pending groups, scaling included."""
-        total_s, loaded = 0.0, self.executing[instance]
-        for group in self.queues[instance]:
+        total_s, loaded = 0.0, self.executing[device]
+        for group in self.queues[device]:
             if group.model != loaded:
                 total_s += SWITCH_S[group.model]
             loaded = group.model
             total_s += sum(0.25 + tokens / 1024 for _, tokens in group.jobs)
         return total_s
 
-    def select(self, instance: int) -> str | None:
+    def select(self, device: int) -> str | None:
         """One request from the front group."""
-        if not self.queues[instance]:
-            self.executing[instance] = None
+        if not self.queues[device]:
+            self.executing[device] = None
             return None
-        self.executing[instance] = self.queues[instance][0].model
-        return self.queues[instance][0].jobs[0][0]
+        self.executing[device] = self.queues[device][0].model
+        return self.queues[device][0].jobs[0][0]
 
-    def executed(self, instance: int) -> None:
-        front = self.queues[instance][0]
+    def executed(self, device: int) -> None:
+        front = self.queues[device][0]
         front.jobs.pop(0)
         if not front.jobs:
-            self.queues[instance].pop(0)
+            self.queues[device].pop(0)
 
 
 def prefill_driver(num_prefill: int) -> Driver:
@@ -117,7 +117,7 @@ def test_algorithm_1_is_the_papers(
             name = f"r{driver.num_requests}"
             expected = paper.on_arrival(name, model, prompt_tokens)
             assert driver.state.requests[name].device == expected
-            paper.select(expected)  # an idle instance begins at once
+            paper.select(expected)  # an idle worker begins at once
         for _ in range(num_done):
             done, _ = prefill_one(driver, which % num_prefill)
             assert done == paper.select(which % num_prefill)

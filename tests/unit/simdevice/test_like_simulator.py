@@ -41,9 +41,9 @@ class Pool:
         self._events += [model.added() for model in models.values()]
         bandwidth = next(iter(models.values())).latency.switch.bandwidth_bytes_per_s
         for device in self.devices:
-            self._events.append(e.DeviceUp(device.instance, box.device_bytes, bandwidth))
+            self._events.append(e.DeviceUp(device.device_number, box.device_bytes, bandwidth))
             for model in models.values():
-                self._events.append(e.Hosted(device.instance, model.name))
+                self._events.append(e.Hosted(device.device_number, model.name))
                 device.add_model(model, Vocabulary.of_size(0))
         self._settle()
 

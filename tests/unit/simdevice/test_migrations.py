@@ -21,12 +21,12 @@ SWITCHED_S = 2.0
 class Moving:
     """A box whose requests can leave and come; what its moves say goes through a channel."""
 
-    def __init__(self, instance: int) -> None:
+    def __init__(self, device: int) -> None:
         self.box = Box("a", "b")
         ours, theirs = socket.socketpair()
-        self.daemon: BlockingChannel[Any] = BlockingChannel(ours, m.FromInstance)
-        self._channel: BlockingChannel[Any] = BlockingChannel(theirs, m.ToInstance)
-        self.moves = SimMoves(instance, self.box.device, self._channel)
+        self.daemon: BlockingChannel[Any] = BlockingChannel(ours, m.FromWorker)
+        self._channel: BlockingChannel[Any] = BlockingChannel(theirs, m.ToWorker)
+        self.moves = SimMoves(device, self.box.device, self._channel)
 
     def run(self, request_id: str, max_tokens: int = 500) -> Answer:
         """A request of model a that is being decoded."""

@@ -34,14 +34,14 @@ class Peer:
 
     def __init__(self, env: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "gpupoold.simdevice", "--instance", "3", "--gpu", "H800"]
+        command = [sys.executable, "-m", "gpupoold.simdevice", "--device", "3", "--gpu", "H800"]
         command += ["--parent-pid", str(os.getpid()), "--wire-fd", str(theirs.fileno())]
         self.activity_fd = create_page()
         command += ["--activity-fd", str(self.activity_fd)]
         passed = (theirs.fileno(), self.activity_fd)
         self.process = subprocess.Popen(command, pass_fds=passed, env=env)
         theirs.close()
-        self.channel: BlockingChannel[m.FromInstance] = BlockingChannel(ours, m.FromInstance)
+        self.channel: BlockingChannel[m.FromWorker] = BlockingChannel(ours, m.FromWorker)
 
     def wait(self, kind: type[Any], timeout_s: float = 10.0) -> Any:
         """The next message of ``kind``; others before it are dropped."""
@@ -88,8 +88,8 @@ def peer(project_env: dict[str, str]) -> Iterator[Peer]:
 
 
 def test_it_introduces_itself_and_is_light(peer: Peer, checkpoint: Path) -> None:
-    ready = peer.wait(m.InstanceReady)
-    assert (ready.instance, ready.device_name) == (3, "sim:H800")
+    ready = peer.wait(m.WorkerReady)
+    assert (ready.device, ready.device_name) == (3, "sim:H800")
     assert ready.device_bytes == Box(1, "H800").device_bytes
     assert ready.bandwidth_bytes_per_s > 1e9
     assert ready.kv_host_bytes is None
@@ -135,8 +135,8 @@ def test_status_tells_what_it_holds(peer: Peer, checkpoint: Path) -> None:
     peer.ask("m", "r", max_tokens=10_000)
     peer.channel.send(m.RunTurn(1, "m", 4.0))
     peer.wait(m.StepOutputs)
-    peer.wait(m.InstanceStatus)
-    status = peer.wait(m.InstanceStatus)
+    peer.wait(m.WorkerStatus)
+    status = peer.wait(m.WorkerStatus)
     assert (status.on_turn, status.quota_s) == ("m", 4.0)
     [row] = status.models
     assert row.weights_resident_bytes == row.weights_total_bytes == loaded.weight_bytes
@@ -145,7 +145,7 @@ def test_status_tells_what_it_holds(peer: Peer, checkpoint: Path) -> None:
     peer.channel.send(m.AbortRequests("m", ["r"]))
     peer.channel.send(m.UnloadModel("m"))
     assert peer.wait(m.ModelUnloaded).name == "m"
-    assert peer.wait(m.InstanceStatus).models == []
+    assert peer.wait(m.WorkerStatus).models == []
 
 
 def test_requests_that_cannot_be_served_fail_with_the_reason(peer: Peer, checkpoint: Path) -> None:
@@ -153,7 +153,7 @@ def test_requests_that_cannot_be_served_fail_with_the_reason(peer: Peer, checkpo
     peer.ask("m", "long", max_tokens=1)
     assert "leaves no room for an answer: m takes 100" in peer.wait(m.RequestsFailed).message
     peer.ask("other", "r", max_tokens=1)
-    assert "other is not loaded on instance 3" in peer.wait(m.RequestsFailed).message
+    assert "other is not loaded on worker 3" in peer.wait(m.RequestsFailed).message
     peer.ask("m", "open", max_tokens=0, prompt=PROMPT[:90])
     peer.channel.send(m.RunTurn(1, "m", 4.0))
     assert len(peer.answer("open")[0]) == 10, "without a limit, up to the model's length"
@@ -169,6 +169,6 @@ def test_refusals(peer: Peer, tmp_path: Path) -> None:
 
 
 def test_shutdown(peer: Peer) -> None:
-    peer.wait(m.InstanceReady)
+    peer.wait(m.WorkerReady)
     peer.channel.send(m.Shutdown())
     assert peer.process.wait(10) == 0

@@ -1,4 +1,4 @@
-"""One instance of every message, with every field set to something telling."""
+"""One worker of every message, with every field set to something telling."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOADED = m.LoadedModel(
     load_s=12.25,
 )
 SWITCH = m.SwitchRecord(
-    instance=1,
+    device=1,
     model="llama",
     previous=None,
     at_s=10.5,
@@ -90,13 +90,13 @@ MESSAGES: list[m.Message] = [
     m.CallResult(7, {"seconds": [0.5, 1.5]}, "", "", ""),
     m.CallResult(8, None, "failed", "it did not work", "try again"),
     m.Shutdown(),
-    m.Fork(3, "gpupoold.worker", ["--instance", "0"], ["--wire-fd"], {"NAME": "value"}),
+    m.Fork(3, "gpupoold.worker", ["--device", "0"], ["--wire-fd"], {"NAME": "value"}),
     m.Forked(3, 4242),
     m.ForkFailed(3, "[Errno 11] Resource temporarily unavailable"),
     m.KillForked(4242),
     m.ForkEnded(4242, -9),
-    m.InstanceReady(1, 4242, 1 << 36, 2 << 20, 2.5e10, "0.32.0"),
-    m.InstanceReady(1, 4242, 1 << 36, 2 << 20, 2.5e10, "0.32.0", "NVIDIA A10", 2 << 30),
+    m.WorkerReady(1, 4242, 1 << 36, 2 << 20, 2.5e10, "0.32.0"),
+    m.WorkerReady(1, 4242, 1 << 36, 2 << 20, 2.5e10, "0.32.0", "NVIDIA A10", 2 << 30),
     m.ModelLoaded(LOADED, "digest", True),
     m.ModelFailed("llama", "refused", "too large", "a larger device"),
     m.ModelUnloaded("llama"),
@@ -110,7 +110,7 @@ MESSAGES: list[m.Message] = [
     m.MemoryChanged({"llama": 0}),
     m.TurnEnded(7, {"llama": 0, "qwen": 15_000_000_000}, "llama", 5.5, 6.25),
     m.WrongAnswer("qwen-7b", (1, 2), (3, 4)),
-    m.InstanceStatus(1, 6.5, "llama", 0.25, 99, 1 << 30, 0, [MEMORY, MEMORY], 2, 6.25, 1 << 20),
+    m.WorkerStatus(1, 6.5, "llama", 0.25, 99, 1 << 30, 0, [MEMORY, MEMORY], 2, 6.25, 1 << 20),
     m.Reconfigure("debug", 1000, 10_000_000, 1024, 256_000_000),
     m.FrontendReady(4243),
     m.Accept(),

@@ -1,4 +1,4 @@
-"""What vLLM finds in the environment of an instance."""
+"""What vLLM finds in the environment of a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An instance needs no FlashInfer."""
+"""A worker needs no FlashInfer."""
 
 from __future__ import annotations
 

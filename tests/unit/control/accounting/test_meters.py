@@ -35,7 +35,7 @@ class TestSwitches:
         meters = Meters()
         meters.warmed("llama", [0, 1])
         for _ in range(2):
-            meters.switched(switch(instance=1))
+            meters.switched(switch(device=1))
         assert meters.device(1).switches == {"cold": 1, "host_cached": 1}
         assert sum(meters.switch_seconds["cold"].counts) == 1
 
@@ -64,7 +64,7 @@ class TestTurns:
 
     def test_another_model_without_a_switch_was_resident(self) -> None:
         meters = Meters()
-        meters.switched(switch(instance=0, model="a", weight_bytes=0, prefetched_bytes=0))
+        meters.switched(switch(device=0, model="a", weight_bytes=0, prefetched_bytes=0))
         for model in ("a", "b", "b", "a"):
             meters.turn_ended(0, ended(model))
         assert meters.device(0).switches == {"resident": 3}
@@ -72,9 +72,9 @@ class TestTurns:
 
     def test_a_new_worker_has_nothing(self) -> None:
         meters = Meters()
-        meters.switched(switch(instance=0, model="a"))
+        meters.switched(switch(device=0, model="a"))
         meters.device(0).worker_ended()
-        meters.switched(switch(instance=0, model="a"))
+        meters.switched(switch(device=0, model="a"))
         meters.turn_ended(0, ended("a"))
         assert meters.device(0).switches == {"host_cached": 2}
 

@@ -12,7 +12,7 @@ from tests.unit.wire.samples import SWITCH
 def switch(model: str, *, total_s: float = 0.5, weights: int = 1, kv: int = 0) -> m.SwitchRecord:
     return msgspec.structs.replace(
         SWITCH,
-        instance=0,
+        device=0,
         model=model,
         at_s=1.0,
         total_s=total_s,
@@ -41,7 +41,7 @@ def test_a_turn_with_its_switch_and_tokens() -> None:
     log.stepped(0, outputs("a", 2))
     log.ended(0, ended("a"))
     [turn] = log.after(0, 10)
-    assert (turn.id, turn.instance, turn.model) == (1, 0, "a")
+    assert (turn.id, turn.device, turn.model) == (1, 0, "a")
     assert (turn.began_s, turn.seconds, turn.num_tokens) == (2.0, 1.5, 4)
     assert (turn.switch_kind, turn.did_run) == ("weights", True)
 
@@ -108,7 +108,7 @@ def test_a_device_that_dies_leaves_nothing_under_way() -> None:
     log = TurnLog()
     log.switched(switch("a"))
     log.stepped(0, outputs("a", 3))
-    log.instance_down(0)
+    log.worker_down(0)
     log.ended(0, ended("a"))
     [turn] = log.after(0, 10)
     assert (turn.num_tokens, turn.switch) == (0, None)

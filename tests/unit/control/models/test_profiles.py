@@ -14,10 +14,10 @@ from gpupoold.domain import ModelName, ModelSpec, ModelState
 from gpupoold.latency.fit import Fit, FitQuality
 from gpupoold.latency.models import LinearDecode, PrefillModel
 from gpupoold.latency.stored import Profile, StoredFit
-from gpupoold.wire.messages import InstanceReady, LoadedModel
+from gpupoold.wire.messages import LoadedModel, WorkerReady
 
-A10 = InstanceReady(0, 1, 24 << 30, 2 << 20, 2e10, "0.32.0", "NVIDIA A10")
-H100 = InstanceReady(1, 2, 80 << 30, 2 << 20, 5e10, "0.32.0", "NVIDIA H100")
+A10 = WorkerReady(0, 1, 24 << 30, 2 << 20, 2e10, "0.32.0", "NVIDIA A10")
+H100 = WorkerReady(1, 2, 80 << 30, 2 << 20, 5e10, "0.32.0", "NVIDIA H100")
 LOADED = LoadedModel(
     name="a",
     architecture="LlamaForCausalLM",
@@ -40,7 +40,7 @@ SPEC = ModelSpec(ModelName("a"), "org/a", "/models/a", revision="main")
 ROW = ModelRow(SPEC, ModelState.READY, "", "LlamaForCausalLM", 10**9, 1000, 4096, 0.0)
 
 
-def measured_on(*devices: InstanceReady, profile: Profile = MEASURED) -> ModelRow:
+def measured_on(*devices: WorkerReady, profile: Profile = MEASURED) -> ModelRow:
     rows = [
         row
         for at, ready in enumerate(devices, start=1_700_000_000)
@@ -95,7 +95,7 @@ def test_only_the_same_circumstances_count() -> None:
     assert is_profiled(row, A10)
     assert not is_profiled(ROW, A10)
     assert not is_profiled(row, H100)
-    newer = InstanceReady(0, 1, 24 << 30, 2 << 20, 2e10, "0.33.0", "NVIDIA A10")
+    newer = WorkerReady(0, 1, 24 << 30, 2 << 20, 2e10, "0.33.0", "NVIDIA A10")
     assert not is_profiled(row, newer)
     assert not is_profiled(replace(row, spec=replace(SPEC, revision="v2")), A10)
 

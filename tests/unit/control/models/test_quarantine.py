@@ -15,7 +15,7 @@ from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.quarantine import Quarantine
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.processes.crash_attribution import Death
-from gpupoold.control.workers.workers import InstanceEnded
+from gpupoold.control.workers.workers import WorkerEnded
 from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
 from gpupoold.errors import Failed, GpupoolError, Unavailable
 from gpupoold.system.activity import Activity, Phase, digest
@@ -24,7 +24,7 @@ from tests.unit.control.requests.test_dispatcher import NAME, Bench
 
 
 class Models:
-    """What takes a model off the instances, and loads it again; ``errors`` are of its loads."""
+    """What takes a model off the workers, and loads it again; ``errors`` are of its loads."""
 
     def __init__(self) -> None:
         self.withdrawn: list[str] = []
@@ -70,7 +70,7 @@ class Rig:
     def die(self, *activities: Activity) -> None:
         death = Death("signal 11", True, activities)
         candidates = self.quarantine.crashed(0, death)
-        self.bench.dispatcher.instance_down(self.bench.instance, "died", candidates)
+        self.bench.dispatcher.worker_down(self.bench.worker, "died", candidates)
         self.bench.come_back()
 
     async def state(self) -> tuple[ModelState, str]:
@@ -114,7 +114,7 @@ async def test_a_model_whose_load_crashes_twice(rig: Rig) -> None:
     assert isinstance(rig.bench.frontend.sent[-1], m.RequestsFailed)
     [told] = await rig.events("model_quarantined")
     assert told.message == error
-    downs = await rig.events("instance_down")
+    downs = await rig.events("worker_down")
     assert downs[-1].message.endswith("it was in the load of llama")
 
 
@@ -137,8 +137,8 @@ async def test_it_is_tried_again_when_its_wait_is_over(rig: Rig) -> None:
     ("error", "wait_s"),
     [
         (Failed("no such file"), 2 * FIRST_WAIT_S),
-        (Unavailable("no instance is ready"), FIRST_WAIT_S),
-        (InstanceEnded("killed by somebody"), FIRST_WAIT_S),
+        (Unavailable("no worker is ready"), FIRST_WAIT_S),
+        (WorkerEnded("killed by somebody"), FIRST_WAIT_S),
     ],
     ids=lambda one: type(one).__name__,
 )
@@ -157,12 +157,12 @@ async def test_a_retry_that_fails(rig: Rig, error: GpupoolError, wait_s: float) 
     assert not rig.breakers.is_shut_out(NAME)
 
 
-async def test_a_model_that_no_instance_could_load(rig: Rig) -> None:
+async def test_a_model_that_no_worker_could_load(rig: Rig) -> None:
     await rig.quarantine.failed(NAME, "no such file")
-    await rig.quarantine.failed(NAME, "no such file")  # on the next instance
+    await rig.quarantine.failed(NAME, "no such file")  # on the next worker
     state, error = await rig.state()
     assert (state, error.partition("; ")[0]) == (ModelState.FAILED, "no such file")
-    assert not rig.breakers.is_shut_out(NAME), "an instance that comes up may load it"
+    assert not rig.breakers.is_shut_out(NAME), "a worker that comes up may load it"
     rig.quarantine.look(time.monotonic() + FIRST_WAIT_S + 1.0)
     await rig.state()
     assert rig.models.num_tried == 1
@@ -195,5 +195,5 @@ async def test_a_request_that_crashes_among_others_is_not(rig: Rig) -> None:
         rig.bench.ask(f"good {number}")
         progress = [m.RequestProgress(f"good {number}", [1], "stop")]
         outputs = m.StepOutputs(NAME, time.monotonic(), [], progress)
-        rig.bench.dispatcher.from_instance(rig.bench.instance, outputs)
+        rig.bench.dispatcher.from_worker(rig.bench.worker, outputs)
     assert (await rig.state())[0] is ModelState.READY

@@ -22,7 +22,7 @@ async def request(history: History, model: str, arrived_at: float) -> None:
     row = RequestRow(
         request_id=f"{model} {arrived_at}",
         model=ModelName(model),
-        instance=None,
+        device=None,
         arrived_at=arrived_at,
         ttft_s=None,
         tbt_p50_s=None,

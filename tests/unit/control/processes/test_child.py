@@ -43,7 +43,7 @@ async def started(process: Process, folder: Path) -> Child[Any]:
         return process
 
     log = folder / "child.log"
-    return await Child.start("a child", "module", [], m.FromInstance, log, starter=start)
+    return await Child.start("a child", "module", [], m.FromWorker, log, starter=start)
 
 
 @pytest.fixture(autouse=True)

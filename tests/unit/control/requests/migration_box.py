@@ -1,7 +1,7 @@
-"""A dispatcher and instances that answer as real ones do, when the test lets them.
+"""A dispatcher and workers that answer as real ones do, when the test lets them.
 
 Messages wait on both ways until they are heard. What must hold at any time is checked against
-what the instances have.
+what the workers have.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import cast
 from gpupool_state import History
 from gpupoold.config.schema import DeviceSettings, LimitSettings
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.workers.worker import Instance
+from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import FinishReason, Role, Targets
 from gpupoold.scheduling.policies.named import make_policy
 from gpupoold.wire import messages as m
@@ -42,14 +42,14 @@ class Records:
 
 @dataclass(eq=False)
 class Answer:
-    """A request on an instance. Its n-th token is n."""
+    """A request on a worker. Its n-th token is n."""
 
     order: m.AddRequest
     num_tokens: int
     borrowed: m.Parcel | None = None
 
 
-class FakeInstance(Instance):
+class FakeWorker(Worker):
     """Heeds messages and says what it would, in order, one at a time.
 
     ``coming`` are requests whose KV is on its way, ``parcels`` those that others may read.
@@ -63,7 +63,7 @@ class FakeInstance(Instance):
     def forget(self) -> None:
         """As after a death."""
         self.inbox: deque[m.Message] = deque()
-        self.outbox: deque[m.FromInstance] = deque()
+        self.outbox: deque[m.FromWorker] = deque()
         self.answers: dict[str, Answer] = {}
         self.coming: dict[str, m.AddRequest] = {}
         self.parcels: set[str] = set()
@@ -95,11 +95,11 @@ class FakeInstance(Instance):
             case m.FreeParcel():
                 self.parcels.remove(message.parcel_id)
             case m.PeerHost():
-                self.peers.add(message.instance)
+                self.peers.add(message.device)
             case m.PeerDown():
-                self.peers.discard(message.instance)
+                self.peers.discard(message.device)
                 for one in list(self.coming.values()):
-                    if one.parcel is not None and one.parcel.source == message.instance:
+                    if one.parcel is not None and one.parcel.source == message.device:
                         self.arrive(one.request_id, is_there=False)
             case m.RunTurn():
                 self._take_turn(message)
@@ -205,9 +205,9 @@ class FakeInstance(Instance):
 
 
 class Box:
-    """A daemon's requests on some instances, all of which have all models."""
+    """A daemon's requests on some workers, all of which have all models."""
 
-    def __init__(self, num_instances: int) -> None:
+    def __init__(self, num_workers: int) -> None:
         self.now_s = 0.0
         self.records = Records()
         self.dispatcher = Dispatcher(
@@ -219,9 +219,9 @@ class Box:
         self.sent: list[m.Message] = []
         self.dispatcher.replies.send = lambda _, message: self.sent.append(message)
         self.moves = self.dispatcher.moves
-        self.instances = [FakeInstance(number) for number in range(num_instances)]
+        self.workers = [FakeWorker(number) for number in range(num_workers)]
         self._num_asked = 0
-        for number in range(num_instances):
+        for number in range(num_workers):
             self.come_up(number)
 
     @property
@@ -230,25 +230,23 @@ class Box:
         return [one.request_id for one in self.dispatcher.live.all()]
 
     def come_up(self, number: int) -> None:
-        """An instance starts, and has all models."""
-        instance = self.instances[number]
-        instance.forget()
-        instance.state, instance.kv_host_fd = "ready", 0
-        instance.ready = m.InstanceReady(
-            number, 1, 1 << 30, 4096, 1e9, "0.32.0", kv_host_bytes=1 << 40
-        )
-        self.dispatcher.instance_up(instance)
+        """A worker starts, and has all models."""
+        worker = self.workers[number]
+        worker.forget()
+        worker.state, worker.kv_host_fd = "ready", 0
+        worker.ready = m.WorkerReady(number, 1, 1 << 30, 4096, 1e9, "0.32.0", kv_host_bytes=1 << 40)
+        self.dispatcher.worker_up(worker)
         for name in MODELS:
-            self.dispatcher.host(Targets(), loaded(name), None, instance)
+            self.dispatcher.host(Targets(), loaded(name), None, worker)
 
     def die(self, number: int, num_heard: int = 1_000) -> None:
-        """An instance ends. So many of the messages that it had sent are still heard."""
-        instance = self.instances[number]
-        for _ in range(min(num_heard, len(instance.outbox))):
+        """A worker ends. So many of the messages that it had sent are still heard."""
+        worker = self.workers[number]
+        for _ in range(min(num_heard, len(worker.outbox))):
             self.hear(number)
-        instance.state, instance.kv_host_fd = "down", None
-        instance.forget()
-        self.dispatcher.instance_down(instance, "died")
+        worker.state, worker.kv_host_fd = "down", None
+        worker.forget()
+        self.dispatcher.worker_down(worker, "died")
 
     def ask(self, max_tokens: int, model: str = MODELS[0]) -> str:
         """A request comes; its id."""
@@ -266,50 +264,50 @@ class Box:
         self.dispatcher.from_frontend(m.AbortRequests(model, [request_id]))
 
     def hear(self, number: int) -> m.Message:
-        """The daemon hears the next message of an instance."""
-        message = self.instances[number].outbox.popleft()
-        self.dispatcher.from_instance(self.instances[number], message)
+        """The daemon hears the next message of a worker."""
+        message = self.workers[number].outbox.popleft()
+        self.dispatcher.from_worker(self.workers[number], message)
         return message
 
     def heed(self, number: int, *, has_kv: bool = True) -> m.Message:
-        """An instance takes note of its next message; of no parcel in use that it is free."""
-        message = self.instances[number].heed(has_kv=has_kv)
+        """A worker takes note of its next message; of no parcel in use that it is free."""
+        message = self.workers[number].heed(has_kv=has_kv)
         if isinstance(message, m.FreeParcel):
-            for instance in self.instances:
-                assert message.parcel_id not in instance.parcels_in_use()
+            for worker in self.workers:
+                assert message.parcel_id not in worker.parcels_in_use()
         return message
 
     def exchange(self) -> bool:
         """All that has been said is heard, on both sides; whether anything was."""
         was_any = False
-        while any(one.inbox or one.outbox for one in self.instances):
+        while any(one.inbox or one.outbox for one in self.workers):
             was_any = True
-            for instance in self.instances:
-                while instance.inbox:
-                    self.heed(instance.number)
-                while instance.outbox:
-                    self.hear(instance.number)
+            for worker in self.workers:
+                while worker.inbox:
+                    self.heed(worker.number)
+                while worker.outbox:
+                    self.hear(worker.number)
         return was_any
 
     def settle(self) -> None:
-        """All instances are there and do what they are to; in the end nobody has anything."""
-        for instance in self.instances:
-            if not instance.is_ready:
-                self.come_up(instance.number)
-            self.dispatcher.set_role(instance.number, Role.MIXED)
-            self.dispatcher.set_draining(instance.number, is_draining=False)
+        """All workers are there and do what they are to; in the end nobody has anything."""
+        for worker in self.workers:
+            if not worker.is_ready:
+                self.come_up(worker.number)
+            self.dispatcher.set_role(worker.number, Role.MIXED)
+            self.dispatcher.set_draining(worker.number, is_draining=False)
         for _ in range(1_000):
             self.exchange()
             if not self.live:
                 break
-            for instance in self.instances:
-                for request_id in list(instance.coming):
-                    instance.arrive(request_id)
-                for request_id in list(instance.answers):
-                    instance.use(request_id)
+            for worker in self.workers:
+                for request_id in list(worker.coming):
+                    worker.arrive(request_id)
+                for request_id in list(worker.answers):
+                    worker.use(request_id)
                 for name in MODELS:
-                    instance.step(name)
-                instance.end_turn()
+                    worker.step(name)
+                worker.end_turn()
             self.tick()
         self.exchange()
         self.check()
@@ -327,12 +325,12 @@ class Box:
         for request in self.dispatcher.live.all():
             name = request.request_id
             assert request.output_token_ids == list(range(len(request.output_token_ids)))
-            num_places = sum(one.num_places(name) for one in self.instances) + (name in unsent)
+            num_places = sum(one.num_places(name) for one in self.workers) + (name in unsent)
             assert num_places <= 1, f"{name} is in {num_places} places"
-            is_told_of = any(one.tells_of(name) for one in self.instances)
+            is_told_of = any(one.tells_of(name) for one in self.workers)
             assert num_places or is_told_of, f"{name} is lost"
         assert self.moves._moves.keys() <= set(self.live)
-        there = {parcel for one in self.instances for parcel in one.parcels}
+        there = {parcel for one in self.workers for parcel in one.parcels}
         assert self.moves._parcels.keys() <= there
 
     def check_empty(self) -> None:
@@ -340,8 +338,8 @@ class Box:
         assert self.live == []
         assert (self.moves._moves, self.moves._parcels) == ({}, {})
         assert self.dispatcher.scheduler.core.core.state.requests == {}
-        for instance in self.instances:
-            assert (instance.answers, instance.coming, instance.parcels) == ({}, {}, set())
+        for worker in self.workers:
+            assert (worker.answers, worker.coming, worker.parcels) == ({}, {}, set())
 
 
 def _num_fds(message: m.Message) -> int:

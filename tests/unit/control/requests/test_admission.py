@@ -154,7 +154,7 @@ async def test_nothing_is_known_of_who_waits_for_an_image(history: History) -> N
     assert queue.ask("a", is_warm=False).retry_after_s == 5.0
 
 
-async def test_no_instance(history: History) -> None:
+async def test_no_worker(history: History) -> None:
     queue = Queue(history)
     refused = queue.ask("a", is_routed=False)
     assert (refused.status, refused.retry_after_s) == (503, 1.0)
@@ -205,8 +205,8 @@ class TestLate:
         sent, begun = queue.live.get("sent"), queue.live.get("begun")
         assert sent is not None
         assert begun is not None
-        sent.instance = 0
-        begun.add_tokens([7], at_s)  # and its instance has died since
+        sent.device = 0
+        begun.add_tokens([7], at_s)  # and its worker has died since
         assert [one.request_id for one in queue.overload.too_late(at_s)] == ["waits"]
         assert queue.stats["a"].now.dropped == 1
 

@@ -12,12 +12,12 @@ from gpupoold.wire import messages as m
 from tests.unit.control.loaded import loaded
 
 NAME = "llama"
-READY = m.InstanceReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0")
+READY = m.WorkerReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0")
 
 
 @pytest.fixture
 def scheduler() -> Scheduler:
-    """With one instance that has a model."""
+    """With one worker that has a model."""
     made = Scheduler(
         make_policy("gpupool"),
         lambda *_: None,

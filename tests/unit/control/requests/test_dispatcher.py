@@ -11,7 +11,7 @@ from gpupoold.config.schema import DeviceSettings, LimitSettings
 from gpupoold.control.processes.crash_attribution import NOBODY, Candidates
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.requests.suspects import PASSED_TOKENS
-from gpupoold.control.workers.worker import Instance
+from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import FinishReason, Targets
 from gpupoold.errors import NoSuchRequest
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
@@ -65,7 +65,7 @@ class Frontend:
 
 
 class Bench:
-    """A dispatcher with one instance that has a model without an image."""
+    """A dispatcher with one worker that has a model without an image."""
 
     def __init__(self, history: History, *, drop_late: bool = False) -> None:
         limits = LimitSettings(max_live_requests_per_model=3, drop_late=drop_late)
@@ -74,15 +74,15 @@ class Bench:
         self.dispatcher.warmth = self.cold
         self.others: dict[int, Frontend] = {}
         self.dispatcher.replies.send = self.send
-        self.instance = Instance(0, DeviceSettings(kind="emulated"))
+        self.worker = Worker(0, DeviceSettings(kind="emulated"))
         self.come_back()
 
     def come_back(self, device_bytes: int = 1 << 30, kv_host_bytes: int | None = None) -> None:
-        self.instance.ready = m.InstanceReady(
+        self.worker.ready = m.WorkerReady(
             0, 1, device_bytes, 4096, 1e9, "0.32.0", kv_host_bytes=kv_host_bytes
         )
-        self.dispatcher.instance_up(self.instance)
-        self.dispatcher.host(Targets(), loaded(NAME), None, self.instance)
+        self.dispatcher.worker_up(self.worker)
+        self.dispatcher.host(Targets(), loaded(NAME), None, self.worker)
 
     def send(self, number: int, message: m.Message) -> None:
         """To the frontend 0, or another one."""
@@ -169,7 +169,7 @@ async def test_cancelled_requests_leave(bench: Bench, history: History) -> None:
     assert list(bench.scheduled) == ["b"]
     await history.flush()
     [row] = await history.recent_requests()
-    assert (row.request_id, row.finish_reason, row.instance) == ("a", FinishReason.ABORT, None)
+    assert (row.request_id, row.finish_reason, row.device) == ("a", FinishReason.ABORT, None)
     bench.check()
 
 
@@ -199,11 +199,11 @@ async def test_each_frontend_hears_of_its_own_requests_only(bench: Bench) -> Non
         bench.ask(request_id, frontend=frontend)
     a, b = m.RequestProgress("a", [7]), m.RequestProgress("b", [8], "stop")
     outputs = m.StepOutputs(NAME, 5.0, [b"of b", b"of a", b"more"], [b, a], None, {1: 1, 0: 2})
-    bench.dispatcher.from_instance(bench.instance, outputs)
+    bench.dispatcher.from_worker(bench.worker, outputs)
     assert bench.frontend.sent == [m.StepOutputs(NAME, 5.0, [b"of a", b"more"], [a])]
     assert bench.others[1].sent == [m.StepOutputs(NAME, 5.0, [b"of b"], [b])]
     bench.ask("c", frontend=1)
-    bench.dispatcher.from_instance(bench.instance, m.RequestsFailed(NAME, ["a", "c", "b"], "no"))
+    bench.dispatcher.from_worker(bench.worker, m.RequestsFailed(NAME, ["a", "c", "b"], "no"))
     assert bench.frontend.sent[1:] == [m.RequestsFailed(NAME, ["a"], "no")]
     assert bench.others[1].sent[1:] == [m.RequestsFailed(NAME, ["c"], "no")]
     for number in range(4):
@@ -237,7 +237,7 @@ async def test_all_fail_when_the_model_cannot_be_warmed(bench: Bench, history: H
 
 
 async def test_wrong_answers_are_passed_on(bench: Bench) -> None:
-    bench.dispatcher.from_instance(bench.instance, m.WrongAnswer(NAME, (1,), (2,)))
+    bench.dispatcher.from_worker(bench.worker, m.WrongAnswer(NAME, (1,), (2,)))
     assert bench.cold.uses == [f"damaged {NAME}"]
 
 
@@ -250,11 +250,11 @@ async def test_a_model_that_is_removed_takes_them_along(bench: Bench) -> None:
     assert bench.frontend.sent == [m.RequestsFailed(NAME, ["a"], "removed")]
 
 
-async def test_an_instance_that_has_the_model_no_more(bench: Bench) -> None:
-    bench.dispatcher.host(Targets(), loaded(NAME), None, bench.instance)  # anew: no second route
-    assert bench.dispatcher.routes[NAME] == [bench.instance]
-    bench.dispatcher.unhost(NAME, bench.instance)
-    bench.dispatcher.unhost(NAME, bench.instance)
+async def test_a_worker_that_has_the_model_no_more(bench: Bench) -> None:
+    bench.dispatcher.host(Targets(), loaded(NAME), None, bench.worker)  # anew: no second route
+    assert bench.dispatcher.routes[NAME] == [bench.worker]
+    bench.dispatcher.unhost(NAME, bench.worker)
+    bench.dispatcher.unhost(NAME, bench.worker)
     assert bench.dispatcher.routes[NAME] == []
     bench.ask("a")
     [refused] = bench.frontend.refusals
@@ -264,41 +264,41 @@ async def test_an_instance_that_has_the_model_no_more(bench: Bench) -> None:
 
 
 async def test_the_dead_are_sent_nothing(bench: Bench) -> None:
-    """Two wait for the KV room of one on an instance that dies: all three go on later."""
+    """Two wait for the KV room of one on a worker that dies: all three go on later."""
     bench.cold.warm.add(NAME)
-    bench.dispatcher.instance_down(bench.instance, "restarted")
+    bench.dispatcher.worker_down(bench.worker, "restarted")
     bench.come_back(device_bytes=WEIGHT_BYTES + 2000, kv_host_bytes=0)
     for request_id in ("a", "b", "c"):
         bench.ask(request_id)
-    assert [one.instance for one in bench.dispatcher.live.all()] == [0, None, None]
-    bench.dispatcher.instance_down(bench.instance, "died")
-    assert [one.instance for one in bench.dispatcher.live.all()] == [None] * 3
+    assert [one.device for one in bench.dispatcher.live.all()] == [0, None, None]
+    bench.dispatcher.worker_down(bench.worker, "died")
+    assert [one.device for one in bench.dispatcher.live.all()] == [None] * 3
     bench.check()
     bench.come_back()
-    assert [one.instance for one in bench.dispatcher.live.all()] == [0] * 3
+    assert [one.device for one in bench.dispatcher.live.all()] == [0] * 3
     bench.check()
 
 
-class TestDeadInstance:
-    """What an instance had goes on elsewhere, or there when it is back."""
+class TestDeadWorker:
+    """What a worker had goes on elsewhere, or there when it is back."""
 
     @pytest.fixture
     def sent(self, monkeypatch: pytest.MonkeyPatch) -> list[m.AddRequest]:
-        """Requests that instances were sent."""
+        """Requests that workers were sent."""
         sent: list[m.AddRequest] = []
 
-        def send(_: Instance, message: m.Message, fds: tuple[int, ...] = ()) -> None:
+        def send(_: Worker, message: m.Message, fds: tuple[int, ...] = ()) -> None:
             if isinstance(message, m.AddRequest):
                 sent.append(message)
 
-        monkeypatch.setattr(Instance, "send", send)
+        monkeypatch.setattr(Worker, "send", send)
         return sent
 
     def give_tokens(self, bench: Bench, request_id: str, *token_ids: int) -> None:
         progress = [m.RequestProgress(request_id, list(token_ids))]
         at_s = time.monotonic()
         outputs = m.StepOutputs(NAME, at_s, [], progress, 0.01)
-        bench.dispatcher.from_instance(bench.instance, outputs)
+        bench.dispatcher.from_worker(bench.worker, outputs)
 
     async def test_they_go_on_after_the_tokens_they_had(
         self, bench: Bench, sent: list[m.AddRequest]
@@ -310,10 +310,10 @@ class TestDeadInstance:
         self.give_tokens(bench, "a", 7, 8)
         self.give_tokens(bench, "a", 9)
         bench.frontend.sent.clear()
-        bench.dispatcher.instance_down(bench.instance, "died")
+        bench.dispatcher.worker_down(bench.worker, "died")
         assert bench.frontend.sent == []
         assert bench.scheduled["a"].arrival_s == 1.0
-        assert bench.dispatcher.live.all()[0].instance is None
+        assert bench.dispatcher.live.all()[0].device is None
         bench.come_back()
         again = sent[-1]
         assert (len(sent), again.output_token_ids) == (2, [7, 8, 9])
@@ -326,7 +326,7 @@ class TestDeadInstance:
         bench.cold.warm.add(NAME)
         bench.ask("a")
         bench.ask("b")
-        bench.dispatcher.instance_down(bench.instance, "died", due_to("a", "b"))
+        bench.dispatcher.worker_down(bench.worker, "died", due_to("a", "b"))
         bench.come_back()
         bench.ask("c")
         assert bench.frontend.sent == []
@@ -334,7 +334,7 @@ class TestDeadInstance:
         assert again == {"a": True, "c": False}
         assert bench.dispatcher.isolation.is_held("b")
         sent.clear()
-        bench.dispatcher.instance_down(bench.instance, "died again", due_to("a"))
+        bench.dispatcher.worker_down(bench.worker, "died again", due_to("a"))
         bench.come_back()
         [failed] = bench.frontend.sent
         assert isinstance(failed, m.RequestsFailed)
@@ -347,11 +347,11 @@ class TestDeadInstance:
         self, bench: Bench, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         told: list[m.Message] = []
-        monkeypatch.setattr(Instance, "send", lambda _, message, fds=(): told.append(message))
+        monkeypatch.setattr(Worker, "send", lambda _, message, fds=(): told.append(message))
         bench.cold.warm.add(NAME)
         bench.ask("a")
         bench.ask("b")
-        bench.dispatcher.instance_down(bench.instance, "died", due_to("a", "b"))
+        bench.dispatcher.worker_down(bench.worker, "died", due_to("a", "b"))
         bench.come_back()
         self.give_tokens(bench, "a", *range(PASSED_TOKENS))
         ended = [one for one in told if isinstance(one, m.EndIsolation)]
@@ -366,7 +366,7 @@ class TestDeadInstance:
         bench.cold.warm.add(NAME)
         for request_id in "abc":
             bench.ask(request_id)
-        bench.dispatcher.instance_down(bench.instance, "died", due_to("a", "b", "c"))
+        bench.dispatcher.worker_down(bench.worker, "died", due_to("a", "b", "c"))
         bench.come_back()
         bench.dispatcher.from_frontend(m.AbortRequests(NAME, ["a", "b"]))
         bench.dispatcher.tick(time.monotonic())
@@ -381,7 +381,7 @@ class TestDeadInstance:
         bench.cold.warm.add(NAME)
         bench.ask("a")
         for candidates in (NOBODY, due_to("another"), NOBODY, due_to("another")):
-            bench.dispatcher.instance_down(bench.instance, "died", candidates)
+            bench.dispatcher.worker_down(bench.worker, "died", candidates)
             bench.come_back()
         assert bench.frontend.sent == []
         assert [one.request_id for one in sent] == ["a"] * 5
@@ -390,7 +390,7 @@ class TestDeadInstance:
     async def test_none_is_left_to_come_back(self, bench: Bench, sent: list[m.AddRequest]) -> None:
         bench.cold.warm.add(NAME)
         bench.ask("a")
-        bench.dispatcher.instance_down(bench.instance, "died")
+        bench.dispatcher.worker_down(bench.worker, "died")
         bench.dispatcher.fail_unhosted("died when it started")
         assert bench.frontend.sent == [m.RequestsFailed(NAME, ["a"], "died when it started")]
         assert (bench.scheduled, len(bench.dispatcher.live)) == ({}, 0)
@@ -399,7 +399,7 @@ class TestDeadInstance:
     async def test_one_that_leaves_meanwhile(self, bench: Bench, sent: list[m.AddRequest]) -> None:
         bench.cold.warm.add(NAME)
         bench.ask("a")
-        bench.dispatcher.instance_down(bench.instance, "died")
+        bench.dispatcher.worker_down(bench.worker, "died")
         bench.dispatcher.from_frontend(m.AbortRequests(NAME, ["a"]))
         bench.come_back()
         assert [one.request_id for one in sent] == ["a"]
@@ -413,7 +413,7 @@ class TestDeadInstance:
         bench.ask("a")
         self.give_tokens(bench, "a", 7)
         bench.cold.warm.clear()
-        bench.dispatcher.instance_down(bench.instance, "died")
+        bench.dispatcher.worker_down(bench.worker, "died")
         assert (bench.cold.begun, bench.dispatcher.num_waiting(NAME)) == ([NAME], 1)
         bench.come_back()
         assert len(sent) == 1
@@ -438,7 +438,7 @@ class TestBound:
         bench.ask("b", 100.0)
         progress = [m.RequestProgress("b", [7])]
         outputs = m.StepOutputs(NAME, 150.0, [], progress, 0.01)
-        bench.dispatcher.from_instance(bench.instance, outputs)
+        bench.dispatcher.from_worker(bench.worker, outputs)
         bench.dispatcher.end_overdue(100.0 + self.LIMIT_S)
         assert self.errors(bench) == {}
         bench.dispatcher.end_overdue(101.0 + self.LIMIT_S)
@@ -454,7 +454,7 @@ class TestBound:
         bench.ask("there", 100.0)
         bench.dispatcher.end_overdue(1000.0)
         bench.ask("homeless", 1000.0)
-        bench.dispatcher.instance_down(bench.instance, "died")
+        bench.dispatcher.worker_down(bench.worker, "died")
         bench.dispatcher.end_overdue(2000.0)
         assert self.errors(bench) == {
             "cold": f"no token for 600 s: {NAME} is not in host memory yet",
@@ -464,13 +464,13 @@ class TestBound:
 
     async def test_two_that_wait_for_room_and_for_a_turn(self, bench: Bench) -> None:
         bench.cold.warm.add(NAME)
-        bench.dispatcher.instance_down(bench.instance, "restarted")
+        bench.dispatcher.worker_down(bench.worker, "restarted")
         bench.come_back(device_bytes=WEIGHT_BYTES + 2000, kv_host_bytes=0)
         bench.ask("first", 100.0)
         bench.ask("second", 100.0)
         turn = bench.dispatcher.scheduler.core.core.state.devices[0].turn
         assert turn is not None
-        bench.dispatcher.from_instance(bench.instance, m.TurnEnded(turn.turn_id))
+        bench.dispatcher.from_worker(bench.worker, m.TurnEnded(turn.turn_id))
         bench.dispatcher.end_overdue(1000.0)
         assert self.errors(bench)["second"] == "no token for 600 s: no device has taken the request"
 

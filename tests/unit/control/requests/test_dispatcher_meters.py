@@ -18,8 +18,8 @@ async def test_a_request_from_its_arrival_to_its_end(history: History) -> None:
     bench = Bench(history)
     bench.cold.warm.add(NAME)
     bench.ask("a")
-    bench.dispatcher.from_instance(bench.instance, step(m.RequestProgress("a", [7])))
-    bench.dispatcher.from_instance(bench.instance, step(m.RequestProgress("a", [8, 9], "length")))
+    bench.dispatcher.from_worker(bench.worker, step(m.RequestProgress("a", [7])))
+    bench.dispatcher.from_worker(bench.worker, step(m.RequestProgress("a", [8, 9], "length")))
     meter = bench.dispatcher.meters.model(NAME)
     counts = bench.dispatcher.stats[NAME].so_far_with_latencies()
     assert (counts.requests, meter.prompt_tokens, counts.tokens) == (1, 2, 3)
@@ -51,7 +51,7 @@ async def test_one_that_loses_its_worker_is_resumed(history: History) -> None:
     bench = Bench(history)
     bench.cold.warm.add(NAME)
     bench.ask("a")
-    bench.dispatcher.instance_down(bench.instance, "killed")
+    bench.dispatcher.worker_down(bench.worker, "killed")
     assert bench.dispatcher.meters.model(NAME).resumed == 1
 
 

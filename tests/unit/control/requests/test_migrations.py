@@ -8,7 +8,7 @@ import pytest
 
 from gpupoold.domain import FinishReason, Role
 from gpupoold.wire import messages as m
-from tests.unit.control.requests.migration_box import MODELS, Box, FakeInstance
+from tests.unit.control.requests.migration_box import MODELS, Box, FakeWorker
 
 SOURCE, TARGET, OTHER = 0, 1, 2
 LENGTH = 4
@@ -27,13 +27,13 @@ has_kv_or_not = pytest.mark.parametrize("has_kv", [True, False], ids=["kv", "no-
 
 @pytest.fixture
 def box() -> Iterator[Box]:
-    """One request with a token, on its way from the first instance to the second."""
+    """One request with a token, on its way from the first worker to the second."""
     made = Box(3)
     for number in (TARGET, OTHER):
         made.dispatcher.set_draining(number, is_draining=True)
     made.ask(LENGTH)
     made.exchange()
-    made.instances[SOURCE].step(MODELS[0])
+    made.workers[SOURCE].step(MODELS[0])
     made.exchange()
     made.dispatcher.set_draining(TARGET, is_draining=False)
     made.dispatcher.set_role(SOURCE, Role.PREFILL)
@@ -46,11 +46,11 @@ def box() -> Iterator[Box]:
 
 def bring_to(box: Box, stage: str, *, has_kv: bool = True) -> None:
     """Let the hand-over come so far."""
-    source, target = box.instances[SOURCE], box.instances[TARGET]
+    source, target = box.workers[SOURCE], box.workers[TARGET]
 
-    def heed_all(instance: FakeInstance) -> None:
-        while instance.inbox:
-            box.heed(instance.number, has_kv=has_kv)
+    def heed_all(worker: FakeWorker) -> None:
+        while worker.inbox:
+            box.heed(worker.number, has_kv=has_kv)
 
     def arrive() -> None:
         for request_id in list(target.coming):
@@ -79,28 +79,28 @@ def core_phase(box: Box) -> tuple[str, int | None]:
 def test_undisturbed(box: Box, has_kv: bool) -> None:
     assert core_phase(box) == ("MOVING", TARGET)
     bring_to(box, ON_ITS_WAY, has_kv=has_kv)
-    order = box.instances[TARGET].inbox[-1]
+    order = box.workers[TARGET].inbox[-1]
     assert isinstance(order, m.AddRequest)
     assert (order.is_moving, order.output_token_ids) == (True, [0])
     assert (order.parcel is not None) == has_kv
     assert (core_phase(box), box.moves.num_moved) == (("MOVING", TARGET), 0)
-    while box.instances[TARGET].inbox:
-        box.instances[TARGET].heed()
+    while box.workers[TARGET].inbox:
+        box.workers[TARGET].heed()
     if has_kv:
-        box.instances[TARGET].arrive("r1")
+        box.workers[TARGET].arrive("r1")
     box.exchange()
     assert (core_phase(box), box.moves.num_moved) == (("DECODING", TARGET), 1)
-    assert len(box.instances[SOURCE].parcels) == has_kv  # kept as long as it is read
-    box.instances[TARGET].use("r1")
+    assert len(box.workers[SOURCE].parcels) == has_kv  # kept as long as it is read
+    box.workers[TARGET].use("r1")
     box.exchange()
-    assert box.instances[SOURCE].parcels == set()
+    assert box.workers[SOURCE].parcels == set()
     box.settle()
     assert box.records.ends == {"r1": FinishReason.LENGTH}
 
 
 def test_tokens_on_the_way_out_go_with_it(box: Box) -> None:
     """The source goes on until it is told; all that it says before it lets go counts."""
-    box.instances[SOURCE].step(MODELS[0])
+    box.workers[SOURCE].step(MODELS[0])
     bring_to(box, ADOPTED)
     [request] = box.dispatcher.live.all()
     assert request.output_token_ids == [0, 1]
@@ -110,10 +110,10 @@ def test_tokens_on_the_way_out_go_with_it(box: Box) -> None:
 
 def test_an_answer_that_is_through_before_it_is_let_go(box: Box) -> None:
     for _ in range(LENGTH - 1):
-        box.instances[SOURCE].step(MODELS[0])
+        box.workers[SOURCE].step(MODELS[0])
     bring_to(box, ON_ITS_WAY)
     assert box.records.ends == {"r1": FinishReason.LENGTH}
-    assert not any(isinstance(one, m.AddRequest) for one in box.instances[TARGET].inbox)
+    assert not any(isinstance(one, m.AddRequest) for one in box.workers[TARGET].inbox)
 
 
 @has_kv_or_not
@@ -126,8 +126,8 @@ def test_the_target_dies(box: Box, stage: str, has_kv: bool) -> None:
         assert box.dispatcher.scheduler.core.core.state.requests == {}
         assert box.dispatcher.nums_of_requests([SOURCE])[0] == 1
     box.exchange()
-    assert box.instances[SOURCE].parcels == set()
-    assert sum(one.num_places("r1") for one in box.instances) == 1
+    assert box.workers[SOURCE].parcels == set()
+    assert sum(one.num_places("r1") for one in box.workers) == 1
     box.settle()
     assert box.records.ends == {"r1": FinishReason.LENGTH}
 
@@ -146,7 +146,7 @@ def test_the_source_dies(box: Box, stage: str, has_kv: bool) -> None:
     box.exchange()
     box.check()
     if is_at_target:  # it has what had come, and computes the rest
-        assert "r1" in box.instances[TARGET].answers
+        assert "r1" in box.workers[TARGET].answers
         assert box.moves.num_moved == 1
 
 
@@ -162,7 +162,7 @@ def test_both_die(box: Box, stage: str, first: int, num_heard: int) -> None:
     assert box.moves._parcels == {}
     assert core_phase(box)[1] in (None, OTHER)
     [request] = box.dispatcher.live.all()
-    assert request.instance in (None, OTHER)
+    assert request.device in (None, OTHER)
 
 
 @every_stage
@@ -176,7 +176,7 @@ def test_one_that_dies_and_is_back_at_once(box: Box, stage: str, comes_back: int
     box.exchange()
     box.check()
     # The old life's parcels are nobody's: none was freed there, or the fake would have said so.
-    assert box.instances[comes_back].parcels == set()
+    assert box.workers[comes_back].parcels == set()
 
 
 @has_kv_or_not
@@ -213,7 +213,7 @@ def test_one_dies_and_the_client_leaves(box: Box, stage: str, dies: int) -> None
 
 def test_a_target_that_does_not_take_it(box: Box) -> None:
     bring_to(box, COMING)
-    box.instances[TARGET].refuse("r1")
+    box.workers[TARGET].refuse("r1")
     box.exchange()
     box.check_empty()
     assert box.records.ends == {"r1": FinishReason.ERROR}
@@ -223,9 +223,9 @@ def test_a_target_that_does_not_take_it(box: Box) -> None:
 
 def test_a_source_that_has_it_no_more(box: Box) -> None:
     """It says so; the target computes it anew from its tokens."""
-    del box.instances[SOURCE].answers["r1"]
+    del box.workers[SOURCE].answers["r1"]
     bring_to(box, ON_ITS_WAY)
-    order = box.instances[TARGET].inbox[-1]
+    order = box.workers[TARGET].inbox[-1]
     assert isinstance(order, m.AddRequest)
     assert (order.parcel, order.is_moving, order.output_token_ids) == (None, True, [0])
 
@@ -233,7 +233,7 @@ def test_a_source_that_has_it_no_more(box: Box) -> None:
 def test_what_nobody_has_asked_for_is_free_at_once(box: Box) -> None:
     """An answer that comes twice, and one of a request that has ended."""
     bring_to(box, ON_ITS_WAY)
-    source = box.instances[SOURCE]
+    source = box.workers[SOURCE]
     for name, parcel_id in (("r1", "again"), ("nobody", "stray")):
         parcel = m.Parcel(parcel_id, SOURCE, 1, [(0, 1)])
         source.parcels.add(parcel_id)
@@ -246,21 +246,21 @@ def test_what_nobody_has_asked_for_is_free_at_once(box: Box) -> None:
 
 
 def test_an_adoption_of_nothing_is_ignored(box: Box) -> None:
-    other = box.instances[OTHER]
+    other = box.workers[OTHER]
     other.outbox.append(m.Adopted(MODELS[0], "nobody"))
     box.hear(OTHER)
     assert (box.moves.num_moved, core_phase(box)) == (0, ("MOVING", TARGET))
 
 
 class TestIntroductions:
-    """An instance knows the host memory of those from which requests come to it, of no others."""
+    """A worker knows the host memory of those from which requests come to it, of no others."""
 
     @staticmethod
     def introduced(box: Box) -> list[list[int]]:
-        """Whose host memory each instance has been told of, and has not read of yet."""
+        """Whose host memory each worker has been told of, and has not read of yet."""
         return [
-            [one.instance for one in instance.inbox if isinstance(one, m.PeerHost)]
-            for instance in box.instances
+            [one.device for one in worker.inbox if isinstance(one, m.PeerHost)]
+            for worker in box.workers
         ]
 
     @pytest.fixture
@@ -283,8 +283,8 @@ class TestIntroductions:
         three.dispatcher.set_role(2, Role.DECODE)
         three.exchange()
         three.die(1)
-        assert three.instances[2].inbox[-1] == m.PeerDown(1)
-        assert m.PeerDown(1) not in three.instances[0].inbox
+        assert three.workers[2].inbox[-1] == m.PeerDown(1)
+        assert m.PeerDown(1) not in three.workers[0].inbox
         three.exchange()
         three.come_up(1)
         assert self.introduced(three) == [[], [], [1]]
@@ -294,9 +294,9 @@ class TestIntroductions:
         assert self.introduced(three) == [[], [], [1]]
 
     def test_before_the_first_request_moves(self, box: Box) -> None:
-        """The fake instances refuse a parcel of one that they do not know."""
+        """The fake workers refuse a parcel of one that they do not know."""
         bring_to(box, COMING)
-        assert [one.peers for one in box.instances] == [set(), {SOURCE}, set()]
+        assert [one.peers for one in box.workers] == [set(), {SOURCE}, set()]
 
     def test_not_of_one_that_is_down(self, three: Box) -> None:
         three.die(1)
@@ -306,7 +306,7 @@ class TestIntroductions:
 
     def test_not_of_one_without_host_memory(self, three: Box) -> None:
         """A simulated device, or one that does not share its memory."""
-        three.instances[0].kv_host_fd = None
+        three.workers[0].kv_host_fd = None
         three.dispatcher.set_role(0, Role.PREFILL)
         three.dispatcher.set_role(2, Role.DECODE)
         assert self.introduced(three) == [[], [], []]

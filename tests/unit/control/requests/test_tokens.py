@@ -34,7 +34,7 @@ class Bench:
 
     def switch(self, at_s: float, total_s: float, model: str = "m") -> None:
         self.tokens.switched(
-            msgspec.structs.replace(SWITCH, instance=0, model=model, at_s=at_s, total_s=total_s)
+            msgspec.structs.replace(SWITCH, device=0, model=model, at_s=at_s, total_s=total_s)
         )
 
     def token(self, at_s: float, number: int = 0) -> Counts:

@@ -22,7 +22,7 @@ from tests.unit.control.requests.test_dispatcher import NAME, Bench, due_to
 
 
 class Told:
-    """A dispatcher with one instance that has one cold model, and who explains it."""
+    """A dispatcher with one worker that has one cold model, and who explains it."""
 
     def __init__(self, db: Database, history: History) -> None:
         self.registry, self.history = Registry(db), history
@@ -33,7 +33,7 @@ class Told:
             history,
             self.bench.dispatcher,
             cast(ModelLifecycle, self.lifecycle),
-            [self.bench.instance],
+            [self.bench.worker],
             ImageCache(1 << 30),
         )
 
@@ -54,7 +54,7 @@ async def test_a_request_whose_model_is_not_in_host_memory(told: Told) -> None:
     told.bench.ask("cmpl-1")
     request = (await told.explainer.why("cmpl-1")).request
     assert request is not None
-    assert (request.standing, request.instance, request.next_token_in_s) == ("loading", None, None)
+    assert (request.standing, request.device, request.next_token_in_s) == ("loading", None, None)
     assert request.text == f"waits until {NAME} is in host memory"
     model = (await told.explainer.why(NAME)).model
     assert model is not None
@@ -67,7 +67,7 @@ async def test_a_request_that_may_have_crashed_a_worker(told: Told) -> None:
     for request_id in ("cmpl-1", "cmpl-2"):
         told.bench.ask(request_id)
     crashed = due_to("cmpl-1", "cmpl-2")
-    told.bench.dispatcher.instance_down(told.bench.instance, "died", crashed)
+    told.bench.dispatcher.worker_down(told.bench.worker, "died", crashed)
     told.bench.come_back()
     request = (await told.explainer.why("cmpl-2")).request
     assert request is not None
@@ -132,7 +132,7 @@ async def test_a_request_that_failed_is_told_of_with_what_happened(told: Told) -
 async def test_models_that_do_not_serve(
     told: Told, state: ModelState, error: str, says: str
 ) -> None:
-    told.bench.dispatcher.unhost(NAME, told.bench.instance)
+    told.bench.dispatcher.unhost(NAME, told.bench.worker)
     await told.registry.set_state(NAME, state, error)
     model = (await told.explainer.why(NAME)).model
     assert model is not None
@@ -143,9 +143,9 @@ async def test_models_that_do_not_serve(
 async def test_a_paused_requests_kv_is_found(told: Told) -> None:
     told.bench.cold.warm.add(NAME)
     told.bench.ask("r")
-    dispatcher, instance = told.bench.dispatcher, told.bench.instance
+    dispatcher, worker = told.bench.dispatcher, told.bench.worker
     progress = [m.RequestProgress("r", [1])]
-    dispatcher.from_instance(instance, m.StepOutputs(NAME, time.monotonic(), [], progress))
+    dispatcher.from_worker(worker, m.StepOutputs(NAME, time.monotonic(), [], progress))
     core = dispatcher.scheduler.core.core
     turn = core.state.devices[0].turn
     assert turn is not None
@@ -154,7 +154,7 @@ async def test_a_paused_requests_kv_is_found(told: Told) -> None:
     assert request is not None
     assert request.text.endswith("its KV is on the device")
     held = m.ModelMemory(model=NAME, **_memory(kv_resident_bytes=1 << 20, kv_host_bytes=3 << 20))
-    instance.status = m.InstanceStatus(0, 0.0, None, 0.0, 0, 0, 0, [held])
+    worker.status = m.WorkerStatus(0, 0.0, None, 0.0, 0, 0, 0, [held])
     request = (await told.explainer.why("r")).request
     assert request is not None
     assert "1 MiB are on the device and 3 MiB in host memory" in request.text

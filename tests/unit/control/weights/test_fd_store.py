@@ -14,10 +14,10 @@ from gpupoold.control.weights.fd_store import Label, ParkedImages, _sealed
 from gpupoold.control.weights.keys import ImageKeys
 from gpupoold.memory.memfd import create_memfd
 from gpupoold.system.systemd import FdStore, NamedFd, Notifier
-from gpupoold.wire.messages import InstanceReady, ModelToLoad
+from gpupoold.wire.messages import ModelToLoad, WorkerReady
 from tests.service_manager import FakeManager
 
-READY = InstanceReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
+READY = WorkerReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
 SIZE = 8192
 
 

@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 class Bench:
-    """A cache of 4 MiB; instances let images go while ``gate`` is open."""
+    """A cache of 4 MiB; workers let images go while ``gate`` is open."""
 
     def __init__(self) -> None:
         self.cache = ImageCache(4 * MIB)
@@ -201,7 +201,7 @@ async def test_who_gives_up_leaves_the_books_right(bench: Bench) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert bench.cache.get("a") is None  # instances were told
+    assert bench.cache.get("a") is None  # workers were told
     assert bench.cache.used_bytes == 4 * MIB  # and have not answered
     again = asyncio.create_task(bench.bring("a", 4))
     assert not await soon(again)
@@ -211,14 +211,14 @@ async def test_who_gives_up_leaves_the_books_right(bench: Bench) -> None:
     assert bench.cache.used_bytes == 4 * MIB
 
 
-async def test_an_instance_that_does_not_answer(
+async def test_a_worker_that_does_not_answer(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.put("a", 4)
-    bench.error = TimedOut("instance 0 did not answer")
+    bench.error = TimedOut("worker 0 did not answer")
     await bench.bring("c", 2)
     assert sorted(bench.cache.images) == ["c"]
-    assert "a: its image may still take memory: instance 0" in caplog.text
+    assert "a: its image may still take memory: worker 0" in caplog.text
 
 
 class TestDrop:

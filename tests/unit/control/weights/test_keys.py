@@ -14,7 +14,7 @@ import pytest
 from gpupoold.control.weights import keys as image_keys
 from gpupoold.control.weights.keys import ImageKeys, image_key
 from gpupoold.errors import Failed
-from gpupoold.wire.messages import InstanceReady, ModelToLoad
+from gpupoold.wire.messages import ModelToLoad, WorkerReady
 
 MIB = 1 << 20
 
@@ -160,7 +160,7 @@ async def test_a_key_is_that_of_the_last_look(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = ModelToLoad(name="a", path=str(checkpoint), ttft_s=1.0, tbt_s=0.1)
-    ready = InstanceReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
+    ready = WorkerReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
     keys = ImageKeys()
     assert keys.get("a") is None
     first = await keys.note(model, ready)

@@ -12,9 +12,9 @@ from gpupoold.control.weights.cache import CachedImage
 from gpupoold.control.weights.keys import ImageKeys
 from gpupoold.control.weights.saved_snapshots import SavedImages
 from gpupoold.memory.memfd import create_memfd
-from gpupoold.wire.messages import InstanceReady, ModelToLoad
+from gpupoold.wire.messages import ModelToLoad, WorkerReady
 
-READY = InstanceReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
+READY = WorkerReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
 SIZE = 8192
 
 

@@ -1,4 +1,4 @@
-"""The scheduling core goes by the bandwidth that an instance's switches reach."""
+"""The scheduling core goes by the bandwidth that a worker's switches reach."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bandwidths(box: Box) -> list[float]:
 
 def switched(box: Box, number: int, bandwidth_bytes_per_s: float) -> None:
     message = m.Switched(SWITCH, bandwidth_bytes_per_s)
-    box.dispatcher.from_instance(box.instances[number], message)
+    box.dispatcher.from_worker(box.workers[number], message)
 
 
 def test_what_is_measured_is_what_costs_are_estimated_with(

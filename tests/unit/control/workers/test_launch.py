@@ -1,4 +1,4 @@
-"""What instances are told at their start."""
+"""What workers are told at their start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def option(arguments: list[str], name: str) -> str:
     return arguments[arguments.index(name) + 1]
 
 
-def test_an_instance_knows_how_many_share_its_gpu() -> None:
+def test_a_worker_knows_how_many_share_its_gpu() -> None:
     devices = [SHARED, SHARED, {"kind": "cuda"}, {"kind": "emulated"}, {"kind": "emulated"}]
     settings = parse_settings({"device": devices}, "test")
     told = [arguments_of(settings, number) for number in range(len(devices))]

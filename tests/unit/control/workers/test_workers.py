@@ -1,4 +1,4 @@
-"""The supervisor of instances, with processes that are played by the test."""
+"""The supervisor of workers, with processes that are played by the test."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gpupoold.control.processes.child import Launch
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer
 from gpupoold.control.workers import workers as module
-from gpupoold.control.workers.worker import Instance
-from gpupoold.control.workers.workers import InstanceSupervisor
+from gpupoold.control.workers.worker import Worker
+from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.errors import Failed, TimedOut
 from gpupoold.system.activity import Activity, ActivityPage, Phase
 from gpupoold.wire import messages as m
@@ -36,7 +36,7 @@ class Played:
     def __init__(self, launch: Launch) -> None:
         fd = launch.fd_options["--wire-fd"]
         self.channel: AsyncChannel[Any] = AsyncChannel(
-            socket.socket(fileno=socket.dup(fd)), m.ToInstance
+            socket.socket(fileno=socket.dup(fd)), m.ToWorker
         )
         self.activity = ActivityPage()
         self.activity.attach(os.dup(launch.fd_options["--activity-fd"]))
@@ -54,20 +54,20 @@ class Played:
             self.channel.close()
 
     def come_up(self) -> None:
-        self.channel.send(m.InstanceReady(0, self.pid, 1 << 30, 4096, 1e9, "0.32.0"))
+        self.channel.send(m.WorkerReady(0, self.pid, 1 << 30, 4096, 1e9, "0.32.0"))
 
 
 class Rig:
-    """A supervisor of one instance, the processes it started, and what it told."""
+    """A supervisor of one worker, the processes it started, and what it told."""
 
     def __init__(self, settings: Settings) -> None:
         self.played: list[Played] = []
         self.downs: list[Death] = []
         self.on_up: Callable[[], None] = lambda: None
-        self.supervisor = InstanceSupervisor(
+        self.supervisor = WorkerSupervisor(
             settings, ForkServer(settings, {}, ()), self._on_message, self._on_up, self._on_down
         )
-        [self.instance] = self.supervisor.instances
+        [self.device] = self.supervisor.workers
 
     async def start(self, launch: Launch) -> Played:
         self.played.append(Played(launch))
@@ -82,20 +82,20 @@ class Rig:
         """The process of this number, when it is ready."""
         await self.until(lambda: len(self.played) > number)
         self.played[number].come_up()
-        await self.until(lambda: self.instance.is_ready)
+        await self.until(lambda: self.device.is_ready)
         return self.played[number]
 
     async def dies(self, count: int) -> Death:
         await self.until(lambda: len(self.downs) >= count)
         return self.downs[count - 1]
 
-    def _on_message(self, instance: Instance, message: m.FromInstance) -> None:
+    def _on_message(self, worker: Worker, message: m.FromWorker) -> None:
         raise AssertionError(f"{message} cannot be handled")
 
-    async def _on_up(self, instance: Instance) -> None:
+    async def _on_up(self, worker: Worker) -> None:
         self.on_up()
 
-    async def _on_down(self, instance: Instance, death: Death) -> None:
+    async def _on_down(self, worker: Worker, death: Death) -> None:
         self.downs.append(death)
 
 
@@ -126,21 +126,21 @@ async def test_one_that_somebody_kills_is_back_at_once_again_and_again(rig: Rig)
 async def test_what_it_did_is_told_with_its_death(rig: Rig) -> None:
     played = await rig.runs(0)
     played.activity.main.set(Phase.LOAD, "llama")
-    loading = asyncio.create_task(rig.supervisor.load(rig.instance, MODEL, None))
-    await rig.until(lambda: rig.instance.is_excused)
+    loading = asyncio.create_task(rig.supervisor.load(rig.device, MODEL, None))
+    await rig.until(lambda: rig.device.is_excused)
     played.end(-signal.SIGSEGV)
     assert await rig.dies(1) == Death("signal 11", True, (Activity(Phase.LOAD, "llama"),))
-    with pytest.raises(Failed, match=r"instance 0 ended \(signal 11\)"):
+    with pytest.raises(Failed, match=r"worker 0 ended \(signal 11\)"):
         await loading
 
 
 async def test_what_it_did_when_it_was_killed_is_told_too(rig: Rig) -> None:
     (await rig.runs(0)).activity.main.set(Phase.LOAD, "llama")
     with pytest.raises(TimedOut, match=r"llama: not loaded within 0\.2 s"):
-        await rig.supervisor.load(rig.instance, MODEL, None)
-    assert not rig.instance.is_excused
-    rig.supervisor.end(rig.instance, "hung")
-    rig.supervisor.end(rig.instance, "only the first reason counts")
+        await rig.supervisor.load(rig.device, MODEL, None)
+    assert not rig.device.is_excused
+    rig.supervisor.end(rig.device, "hung")
+    rig.supervisor.end(rig.device, "only the first reason counts")
     assert await rig.dies(1) == Death("hung", True, (Activity(Phase.LOAD, "llama"),))
     played = await rig.runs(1)
     played.end(-signal.SIGTERM)
@@ -150,18 +150,18 @@ async def test_what_it_did_when_it_was_killed_is_told_too(rig: Rig) -> None:
 async def test_calls_have_a_limit(rig: Rig) -> None:
     await rig.runs(0)
     with pytest.raises(TimedOut, match=r"did not answer check_integrity within 0\.2 s"):
-        await rig.supervisor.call(rig.instance, "check_integrity")
+        await rig.supervisor.call(rig.device, "check_integrity")
     with pytest.raises(TimedOut, match=r"did not answer bench_kv within 0\.05 s"):
-        await rig.supervisor.call(rig.instance, "bench_kv", limit_s=0.05)
+        await rig.supervisor.call(rig.device, "bench_kv", limit_s=0.05)
 
 
 async def test_a_load_behind_an_unload_that_is_given_up(rig: Rig) -> None:
     await rig.runs(0)
-    rig.instance.models.add("llama")
-    unloading = asyncio.create_task(rig.supervisor.unload(rig.instance, "llama"))
+    rig.device.models.add("llama")
+    unloading = asyncio.create_task(rig.supervisor.unload(rig.device, "llama"))
     await asyncio.sleep(0)
     with pytest.raises(TimedOut, match="not loaded"):
-        await asyncio.wait_for(rig.supervisor.load(rig.instance, MODEL, None), TIMEOUT_S)
+        await asyncio.wait_for(rig.supervisor.load(rig.device, MODEL, None), TIMEOUT_S)
     with pytest.raises(TimedOut, match="did not let go of llama"):
         await unloading
 

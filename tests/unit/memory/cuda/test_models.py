@@ -76,7 +76,7 @@ def host(device: CudaDevice) -> Iterator[KvHostCache]:
 
 @pytest.fixture
 def queues(device: CudaDevice) -> Iterator[dict[Direction, TransferQueue]]:
-    """As an instance has them: a lane, a thread and a queue for each direction."""
+    """As a worker has them: a lane, a thread and a queue for each direction."""
     made = {
         direction: TransferQueue(device.open_lanes(direction), direction.name, 4 * PAGE)
         for direction in Direction
@@ -88,7 +88,7 @@ def queues(device: CudaDevice) -> Iterator[dict[Direction, TransferQueue]]:
 
 @pytest.fixture
 def make(device: CudaDevice, host: KvHostCache, queues: object) -> Iterator[Make]:
-    """Models are closed before the queues, as in an instance."""
+    """Models are closed before the queues, as in a worker."""
     made: list[Model] = []
 
     def make(pool: PagePool, seed: int) -> Model:

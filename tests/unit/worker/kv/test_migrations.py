@@ -1,4 +1,4 @@
-"""Requests that leave an instance with their KV, and those whose KV is on its way."""
+"""Requests that leave a worker with their KV, and those whose KV is on its way."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Engine:
         return self.kv.export(blocks, self._rig.outs, on_end)
 
 
-class Instance:
+class Worker:
     """What moves stand on, and what they say; ``fds`` are those that went with messages."""
 
     def __init__(self, number: int, host_pages: int = 64) -> None:
@@ -87,7 +87,7 @@ class Instance:
         """The other end of what was sent last."""
         return Arrival(self.fds.pop())
 
-    def know(self, other: Instance, number: int) -> None:
+    def know(self, other: Worker, number: int) -> None:
         host = other.rig.host
         self.moves.peer_up(number, os.dup(host.fd), host.budget_bytes)
 
@@ -101,17 +101,17 @@ class Instance:
 
 
 @pytest.fixture
-def here() -> Iterator[Instance]:
-    made = Instance(HERE)
+def here() -> Iterator[Worker]:
+    made = Worker(HERE)
     yield made
     made.moves.arrived()
     made.close()
 
 
 @pytest.fixture
-def there() -> Iterator[Instance]:
-    """Another instance, with a request of three blocks."""
-    made = Instance(THERE)
+def there() -> Iterator[Worker]:
+    """Another worker, with a request of three blocks."""
+    made = Worker(THERE)
     made.engine.ask("r", 3)
     yield made
     made.moves.arrived()
@@ -119,7 +119,7 @@ def there() -> Iterator[Instance]:
 
 
 class TestOut:
-    def test_with_its_blocks(self, there: Instance) -> None:
+    def test_with_its_blocks(self, there: Worker) -> None:
         blocks, block_bytes = there.engine.blocks["r"], there.engine.kv.geometry.block_bytes
         moved = there.move_out("r")
         parcel = moved.parcel
@@ -139,7 +139,7 @@ class TestOut:
         there.moves.free(parcel.parcel_id)
         there.moves.free("unknown")
 
-    def test_ids_are_of_one_parcel_only(self, there: Instance) -> None:
+    def test_ids_are_of_one_parcel_only(self, there: Worker) -> None:
         there.engine.ask("q", 1)
         ids = []
         for request_id in ("r", "q"):
@@ -152,7 +152,7 @@ class TestOut:
         for parcel_id in ids:
             there.moves.free(parcel_id)
 
-    def test_free_before_it_has_been_copied(self, there: Instance) -> None:
+    def test_free_before_it_has_been_copied(self, there: Worker) -> None:
         """The memory is still being written to: nobody else may have it."""
         with there.rig.copies_held():
             parcel = there.move_out("r").parcel
@@ -165,7 +165,7 @@ class TestOut:
         there.moves.arrived()
         assert there.moves.sent_bytes == there.rig.host.used_bytes == 0
 
-    def test_a_copy_that_fails_is_told(self, there: Instance) -> None:
+    def test_a_copy_that_fails_is_told(self, there: Worker) -> None:
         there.rig.out_lane.error = OSError("the link is broken")
         parcel = there.move_out("r").parcel
         assert parcel is not None
@@ -176,18 +176,18 @@ class TestOut:
         arrival.close()
         there.moves.free(parcel.parcel_id)
 
-    def test_unknown(self, there: Instance) -> None:
+    def test_unknown(self, there: Worker) -> None:
         assert there.move_out("nobody") == m.Moved("llama", "nobody", is_known=False)
         assert there.fds == []
 
-    def test_without_a_full_block(self, there: Instance) -> None:
+    def test_without_a_full_block(self, there: Worker) -> None:
         there.engine.ask("short", 0)
         assert there.move_out("short") == m.Moved("llama", "short")
         assert "short" not in there.engine.blocks
         assert there.fds == []
 
     def test_without_room_in_the_host_cache(self) -> None:
-        full = Instance(THERE, host_pages=1)
+        full = Worker(THERE, host_pages=1)
         full.engine.ask("r", 3)
         assert full.move_out("r") == m.Moved("llama", "r")
         assert (full.engine.blocks, full.fds) == ({}, [])
@@ -196,7 +196,7 @@ class TestOut:
 
 class TestIn:
     @pytest.fixture
-    def parcel(self, here: Instance, there: Instance) -> Iterator[m.Parcel]:
+    def parcel(self, here: Worker, there: Worker) -> Iterator[m.Parcel]:
         """The request's, which is freed when it has been told of as used; and only then."""
         here.know(there, THERE)
         self.written = [there.engine.written[block] for block in there.engine.blocks["r"]]
@@ -214,7 +214,7 @@ class TestIn:
     def order(self, parcel: m.Parcel) -> m.AddRequest:
         return m.AddRequest("llama", "r", 0.0, 1, 8, [b""], [0], is_moving=True, parcel=parcel)
 
-    def test_it_has_the_bytes(self, here: Instance, there: Instance, parcel: m.Parcel) -> None:
+    def test_it_has_the_bytes(self, here: Worker, there: Worker, parcel: m.Parcel) -> None:
         order = self.order(parcel)
         here.moves.expect(order, there.arrival())
         assert len(here.moves.wake_fds) == 1
@@ -233,7 +233,7 @@ class TestIn:
         assert here.said == []
         slot.free()
 
-    def test_it_waits_until_it_is_told(self, here: Instance, parcel: m.Parcel) -> None:
+    def test_it_waits_until_it_is_told(self, here: Worker, parcel: m.Parcel) -> None:
         arrival = Arrival()
         teller = Arrival(os.dup(arrival.fd))
         here.moves.expect(self.order(parcel), arrival)
@@ -244,14 +244,14 @@ class TestIn:
         slot.free()
         teller.close()
 
-    def test_a_copy_that_failed(self, here: Instance, parcel: m.Parcel) -> None:
+    def test_a_copy_that_failed(self, here: Worker, parcel: m.Parcel) -> None:
         arrival = Arrival()
         arrival.tell(False)
         here.moves.expect(self.order(parcel), arrival)
         [(message, slot)] = here.moves.arrived()
         assert (message.request_id, slot) == ("r", None)
 
-    def test_a_sender_that_dies_before_it_came(self, here: Instance, parcel: m.Parcel) -> None:
+    def test_a_sender_that_dies_before_it_came(self, here: Worker, parcel: m.Parcel) -> None:
         here.moves.expect(self.order(parcel), Arrival())
         here.moves.peer_down(THERE)
         [(message, slot)] = here.moves.arrived()
@@ -259,13 +259,13 @@ class TestIn:
         assert here.moves.arrived() == []
 
     def test_a_sender_that_is_replaced_before_it_came(
-        self, here: Instance, there: Instance, parcel: m.Parcel
+        self, here: Worker, there: Worker, parcel: m.Parcel
     ) -> None:
         here.moves.expect(self.order(parcel), Arrival())
         here.know(there, THERE)
         assert [slot for _, slot in here.moves.arrived()] == [None]
 
-    def test_another_that_dies(self, here: Instance, there: Instance, parcel: m.Parcel) -> None:
+    def test_another_that_dies(self, here: Worker, there: Worker, parcel: m.Parcel) -> None:
         here.know(there, 2)
         arrival = Arrival()
         here.moves.expect(self.order(parcel), arrival)
@@ -278,7 +278,7 @@ class TestIn:
         slot.free()
 
     def test_a_sender_that_dies_when_it_has_come(
-        self, here: Instance, there: Instance, parcel: m.Parcel
+        self, here: Worker, there: Worker, parcel: m.Parcel
     ) -> None:
         """Its memory is there as long as it is read, whether that has been seen or not."""
         here.moves.expect(self.order(parcel), there.arrival())
@@ -290,7 +290,7 @@ class TestIn:
         slot.free()
 
     def test_a_sender_that_nobody_knows(
-        self, here: Instance, there: Instance, parcel: m.Parcel
+        self, here: Worker, there: Worker, parcel: m.Parcel
     ) -> None:
         here.moves.peer_down(THERE)
         here.moves.expect(self.order(parcel), there.arrival())
@@ -299,7 +299,7 @@ class TestIn:
 
     @pytest.mark.parametrize("is_known", [True, False])
     def test_a_request_that_ends_on_the_way(
-        self, here: Instance, parcel: m.Parcel, is_known: bool
+        self, here: Worker, parcel: m.Parcel, is_known: bool
     ) -> None:
         if not is_known:
             here.moves.peer_down(THERE)
@@ -310,7 +310,7 @@ class TestIn:
         assert (here.moves.wake_fds, here.moves.arrived()) == ([], [])
 
     def test_memory_that_cannot_be_mapped(
-        self, here: Instance, there: Instance, parcel: m.Parcel
+        self, here: Worker, there: Worker, parcel: m.Parcel
     ) -> None:
         """Requests from there are computed anew."""
         here.moves.peer_up(THERE, os.memfd_create("empty"), 0)
@@ -331,7 +331,7 @@ class GatedCuda(FakeCuda):
 
 
 class Gpu:
-    """Moves of an instance on a GPU with that driver."""
+    """Moves of a worker on a GPU with that driver."""
 
     def __init__(self) -> None:
         self.driver = GatedCuda()
@@ -343,7 +343,7 @@ class Gpu:
     def _say(self, message: m.Message) -> None:
         self.said.append(message)
 
-    def slots(self, there: Instance, request_id: str) -> list[PeerSlot | None]:
+    def slots(self, there: Worker, request_id: str) -> list[PeerSlot | None]:
         """With what KV a request arrives that leaves ``there`` now."""
         parcel = there.move_out(request_id).parcel
         assert parcel is not None
@@ -376,7 +376,7 @@ class TestPeersOfAGpu:
         yield made
         made.close()
 
-    def know(self, gpu: Gpu, there: Instance) -> None:
+    def know(self, gpu: Gpu, there: Worker) -> None:
         host = there.rig.host
         gpu.moves.peer_up(THERE, os.dup(host.fd), host.budget_bytes)
 
@@ -386,7 +386,7 @@ class TestPeersOfAGpu:
             assert time.monotonic() < ends_s
             time.sleep(0.001)
 
-    def test_while_its_memory_is_being_registered(self, gpu: Gpu, there: Instance) -> None:
+    def test_while_its_memory_is_being_registered(self, gpu: Gpu, there: Worker) -> None:
         there.engine.ask("q", 1)
         self.know(gpu, there)  # returns, though the driver does not
         assert gpu.slots(there, "r") == [None]
@@ -396,7 +396,7 @@ class TestPeersOfAGpu:
         assert [slot is not None for slot in gpu.slots(there, "q")] == [True]
 
     def test_whose_memory_cannot_be_registered(
-        self, gpu: Gpu, there: Instance, caplog: pytest.LogCaptureFixture
+        self, gpu: Gpu, there: Worker, caplog: pytest.LogCaptureFixture
     ) -> None:
         gpu.driver.fail_at["register_host"] = 1
         gpu.driver.may_register.set()
@@ -404,9 +404,7 @@ class TestPeersOfAGpu:
         self.wait_until(lambda: "cannot be pinned" in caplog.text)
         assert gpu.slots(there, "r") == [None]
 
-    def test_that_dies_while_its_memory_is_being_registered(
-        self, gpu: Gpu, there: Instance
-    ) -> None:
+    def test_that_dies_while_its_memory_is_being_registered(self, gpu: Gpu, there: Worker) -> None:
         self.know(gpu, there)
         gpu.moves.peer_down(THERE)
         self.know(gpu, there)
@@ -414,7 +412,7 @@ class TestPeersOfAGpu:
         self.wait_until(lambda: len(gpu.driver.registrations) == 1)
 
 
-def test_requests_go_on_in_the_order_in_which_they_came(here: Instance) -> None:
+def test_requests_go_on_in_the_order_in_which_they_came(here: Worker) -> None:
     arrivals = [Arrival() for _ in range(3)]
     tellers = [Arrival(os.dup(one.fd)) for one in arrivals]
     here.know(here, THERE)

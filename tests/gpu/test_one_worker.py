@@ -1,4 +1,4 @@
-"""One real instance: models with CUDA graphs, switched between tokens on paged memory.
+"""One real worker: models with CUDA graphs, switched between tokens on paged memory.
 
 The device holds the weights of two of the three models, and the KV of some requests. A model
 has one request at a time, so that every engine computes the same batches as when it is alone;
@@ -41,7 +41,7 @@ _MIB = 1 << 20
 def boxes(
     checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Restarting]:
-    log_path = tmp_path_factory.mktemp("instance") / "instance.log"
+    log_path = tmp_path_factory.mktemp("worker") / "worker.log"
     made = Restarting(lambda: Box(checkpoints, log_path, SCALE.num_models, engine_environment()))
     yield made
     made.close()
@@ -49,7 +49,7 @@ def boxes(
 
 @pytest.fixture
 def box(boxes: Restarting, request: pytest.FixtureRequest) -> Iterator[Box]:
-    """The instance; a test that failed leaves a new one to the next."""
+    """The worker; a test that failed leaves a new one to the next."""
     yield boxes.get()
     if request.node.stash.get(FAILED, False):
         boxes.drop()

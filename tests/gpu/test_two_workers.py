@@ -1,4 +1,4 @@
-"""A whole daemon with two instances on one GPU: requests go from one to the other."""
+"""A whole daemon with two workers on one GPU: requests go from one to the other."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ quota_max = "50ms"
 def daemon(
     checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PrivateDaemon]:
-    """Each instance has room for one model and a half."""
+    """Each worker has room for one model and a half."""
     folder = tmp_path_factory.mktemp("daemon")
     memory = int(1.7 * checkpoints.largest_bytes) + SCALE.reserve_bytes
     device = f'[[device]]\nkind = "{SCALE.kind}"\nmemory = {memory}\n'
@@ -116,7 +116,7 @@ async def test_streams_over_all_models_are_as_undisturbed(
         assert any(switch.weight_bytes for switch in client.switches(100))
 
 
-async def test_prompts_on_one_instance_and_answers_on_the_other(
+async def test_prompts_on_one_worker_and_answers_on_the_other(
     daemon: PrivateDaemon, api: AsyncOpenAI
 ) -> None:
     asked = prompts(12, seed=2)
@@ -147,7 +147,7 @@ async def test_answers_move_with_their_kv(daemon: PrivateDaemon, api: AsyncOpenA
 
 
 @pytest.mark.timeout(limit_s(150))
-async def test_streams_go_on_when_an_instance_is_killed(
+async def test_streams_go_on_when_a_worker_is_killed(
     daemon: PrivateDaemon, api: AsyncOpenAI
 ) -> None:
     asked = prompts(3, seed=4)
@@ -164,7 +164,7 @@ async def test_streams_go_on_when_an_instance_is_killed(
 
 
 def has_come_back(daemon: PrivateDaemon, old_pid: int | None) -> bool:
-    """Whether both instances serve all models again, one of them as a new process."""
+    """Whether both workers serve all models again, one of them as a new process."""
     now = ps(daemon)
     states = {row.state for row in now.devices} | {row.state for row in now.models}
     return states == {"ready"} and old_pid not in {row.pid for row in now.devices}

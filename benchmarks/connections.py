@@ -11,7 +11,7 @@ import psutil
 
 from benchmarks.stream_client import stream_apart
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.checkpoints.dummy import make_hollow_checkpoint
+from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 
 NUM_IDLE, NUM_ACTIVE, ANSWER_TOKENS = 1_000, 500, 64
 # Longer than servers usually keep a connection that says nothing.
@@ -23,7 +23,7 @@ _PROBE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 def run_connections(folder: Path) -> dict[str, Any]:
     """Open the idle ones, half of which have had an answer; let them be; stream beside them; see
     that all are still there."""
-    checkpoint = make_hollow_checkpoint(folder, "Qwen2.5-7B")
+    checkpoint = make_dummy_checkpoint(folder, "Qwen2.5-7B")
     with private_daemon('devices = ["sim:4xH800"]\n', folder / "connections") as daemon:
         daemon.add_model("model", checkpoint, max_model_len=2048)
         return asyncio.run(_run(daemon, int(daemon.http_url.rpartition(":")[2])))

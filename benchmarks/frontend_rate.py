@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.frontend_peer import MODEL, FrontendPeer
 from benchmarks.stream_client import PATHS, stream_apart
-from gpupoold.checkpoints.dummy import make_hollow_checkpoint
+from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.errors import Failed
 
 _SHAPE = "Qwen2.5-7B"
@@ -39,7 +39,7 @@ LOADS = {
 
 def run_frontend_rate(folder: Path) -> dict[str, Any]:
     """All loads on both endpoints."""
-    checkpoint = make_hollow_checkpoint(folder, _SHAPE)
+    checkpoint = make_dummy_checkpoint(folder, _SHAPE)
     with _core_of_its_own() as core, FrontendPeer(checkpoint, core) as peer:
         for path in PATHS:
             measure(peer, path, Load(50, 20, None))  # warm up

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.malformed_requests import Mutant
+from benchmarks.malformed_requests import MalformedRequest
 
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 # An error inside a stream whose status had been sent before.
@@ -28,7 +28,7 @@ class Outcome:
 
     statuses: Counter[int] = field(default_factory=Counter)
     unanswered: Counter[str] = field(default_factory=Counter)
-    wrong: list[tuple[Mutant, int, bytes]] = field(default_factory=list)
+    wrong: list[tuple[MalformedRequest, int, bytes]] = field(default_factory=list)
     """Those with an answer of 5xx that is not 503: its status and bytes."""
     wall_s: float = 0.0
 
@@ -43,9 +43,9 @@ class Outcome:
         }
 
 
-async def send_mutants(
+async def send_malformed_requests(
     address: int | Path,
-    mutants: Iterable[Mutant],
+    malformed_requests: Iterable[MalformedRequest],
     at_once: int = _AT_ONCE,
     patience_s: float = _PATIENCE_S,
 ) -> Outcome:
@@ -54,28 +54,32 @@ async def send_mutants(
     A mutant whose answer takes long, as it may ask for a long one or be only the beginning of a
     request, is left after some time.
     """
-    outcome, started_s, pending = Outcome(), time.monotonic(), iter(mutants)
+    outcome, started_s, pending = Outcome(), time.monotonic(), iter(malformed_requests)
 
     async def work() -> None:
-        for mutant in pending:
-            note(outcome, mutant, await exchange(address, mutant.data, patience_s))
+        for malformed_request in pending:
+            note(
+                outcome,
+                malformed_request,
+                await exchange(address, malformed_request.data, patience_s),
+            )
 
     await asyncio.gather(*(work() for _ in range(at_once)))
     outcome.wall_s = time.monotonic() - started_s
     return outcome
 
 
-def note(outcome: Outcome, mutant: Mutant, answer: bytes) -> None:
+def note(outcome: Outcome, malformed_request: MalformedRequest, answer: bytes) -> None:
     """Count an answer."""
     statuses = [int(status) for status in _STATUS.findall(answer) if int(status) >= 200]
     if not statuses:
-        outcome.unanswered[mutant.kind] += 1
+        outcome.unanswered[malformed_request.kind] += 1
         return
     outcome.statuses[statuses[0]] += 1
     inside = [int(status) for status in _STREAM_STATUS.findall(answer)]
     for status in [*statuses, *inside]:
         if status >= 500 and status != 503:
-            outcome.wrong.append((mutant, status, answer[:2000]))
+            outcome.wrong.append((malformed_request, status, answer[:2000]))
             break
 
 

@@ -23,9 +23,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.fuzz import Outcome, send_mutants
+from benchmarks.fuzz import Outcome, send_malformed_requests
 from benchmarks.generated import generated
-from benchmarks.malformed_requests import MAX_TOKENS, mutants
+from benchmarks.malformed_requests import MAX_TOKENS, malformed_requests
 from benchmarks.near_limits import near_limits
 from benchmarks.noise import (
     MAX_BODY_BYTES,
@@ -37,7 +37,7 @@ from benchmarks.noise import (
 from benchmarks.processes import processes
 from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.checkpoints.dummy import make_hollow_checkpoint
+from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.units import format_bytes
 
 MODELS = ("one", "two")
@@ -54,11 +54,11 @@ def main() -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"  # names that are made up are not to be looked for
     with tempfile.TemporaryDirectory(prefix="gpupool-fuzz-") as name:
         folder = Path(name)
-        hollow = make_hollow_checkpoint(folder, "Qwen2.5-7B")
+        dummy = make_dummy_checkpoint(folder, "Qwen2.5-7B")
         tiny = make_checkpoints(folder, ["llama", "qwen3"], 10_000_000)
         room = emulated_config(int(2.5 * weight_bytes(tiny[0])) + (64 << 20), 2)
         report = {
-            "simulated": _fuzz(arguments, _SIM_CONFIG, [hollow, hollow], {}),
+            "simulated": _fuzz(arguments, _SIM_CONFIG, [dummy, dummy], {}),
             "emulated": _fuzz(arguments, room, tiny, {"dtype": "float32"}),
         }
     is_good = all(not run["wrong"] and not run["harm"] for run in report.values())
@@ -82,19 +82,21 @@ def _fuzz(
             daemon.add_model(name, checkpoint, max_model_len=1024, **options)
         seed, port = arguments.seed, int(daemon.http_url.rpartition(":")[2])
         first = _answer(daemon)
-        warm_up = mutants(seed + 1, min(_WARM_UP, arguments.requests), MODELS)
-        asyncio.run(send_mutants(port, warm_up))
+        warm_up = malformed_requests(seed + 1, min(_WARM_UP, arguments.requests), MODELS)
+        asyncio.run(send_malformed_requests(port, warm_up))
         # Grammars are what workers cache most of.
         filling = near_limits(seed + 1, arguments.near, MODELS, MAX_BODY_BYTES)
-        asyncio.run(send_mutants(port, filling, NEAR_AT_ONCE, NEAR_PATIENCE_S))
+        asyncio.run(send_malformed_requests(port, filling, NEAR_AT_ONCE, NEAR_PATIENCE_S))
         before = _processes(daemon)
-        mutated = asyncio.run(send_mutants(port, mutants(seed, arguments.requests, MODELS)))
+        mutated = asyncio.run(
+            send_malformed_requests(port, malformed_requests(seed, arguments.requests, MODELS))
+        )
         harm = list(_harm(daemon, before))
         near, felt = beside_a_neighbour(daemon, arguments.near, seed, MODELS)
         harm += [*_harm(daemon, before), *felt.harm(has_same_answers=bool(options))]
         described = httpx.get(f"{daemon.http_url}/openapi.json", timeout=60).json()
         made = list(generated(described, arguments.examples, seed, _adjust_public))
-        public = asyncio.run(send_mutants(port, made))
+        public = asyncio.run(send_malformed_requests(port, made))
         transport = httpx.HTTPTransport(uds=str(daemon.socket_path))
         with httpx.Client(transport=transport, base_url="http://gpupoold") as http:
             described = http.get("/openapi.json").json()
@@ -103,7 +105,7 @@ def _fuzz(
             path: one for path, one in described["paths"].items() if not path.startswith("/bench/")
         }
         made = list(generated(described, arguments.examples, seed, _adjust_admin))
-        admin = asyncio.run(send_mutants(daemon.socket_path, made))
+        admin = asyncio.run(send_malformed_requests(daemon.socket_path, made))
         harm += _harm(daemon, before)
         # Simulated devices draw tokens from a request's id: theirs only have the same number.
         if options and _answer(daemon) != first:
@@ -181,8 +183,8 @@ def _late_loops(daemon: PrivateDaemon) -> Iterator[str]:
 
 def _told(outcome: Outcome) -> list[str]:
     return [
-        f"{status}: {mutant.data[:300]!r}: {text[-300:]!r}"
-        for mutant, status, text in outcome.wrong
+        f"{status}: {malformed_request.data[:300]!r}: {text[-300:]!r}"
+        for malformed_request, status, text in outcome.wrong
     ]
 
 

@@ -12,14 +12,14 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed as seeded, settings
 from hypothesis.errors import Unsatisfiable
 
-from benchmarks.malformed_requests import Mutant, request_bytes
+from benchmarks.malformed_requests import MalformedRequest, request_bytes
 
 _MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
 
 
 def generated(
     description: Mapping[str, Any], examples: int, seed: int, adjust: Callable[[Any], None]
-) -> Iterator[Mutant]:
+) -> Iterator[MalformedRequest]:
     """For every operation up to ``examples`` good requests and as many bad ones; the same for a
     seed.
 
@@ -33,7 +33,7 @@ def generated(
             _collect(operation.as_strategy(generation_mode=mode), examples, seed, cases)
             for case in cases:
                 adjust(case)
-                yield Mutant(operation.label, _as_bytes(case))
+                yield MalformedRequest(operation.label, _as_bytes(case))
 
 
 def _collect(strategy: Any, examples: int, seed: int, cases: list[Any]) -> None:

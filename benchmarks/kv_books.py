@@ -1,8 +1,8 @@
-"""What the turn loop's questions about KV chunks cost: ``python -m benchmarks.kv_books``.
+"""What the turn loop's questions about KV extents cost: ``python -m benchmarks.kv_books``.
 
-Forty models with 9,000 chunks each, as many as 80 GB of KV have in chunks of 8 MiB; here a chunk
-is a page of 4 KiB. Each model has a hundredth of them on the device, all in use; one model runs.
-Prints microseconds of each operation, the median of many.
+Forty models with 9,000 extents each, as many as 80 GB of KV have in extents of 8 MiB; here an
+extent is a page of 4 KiB. Each model has a hundredth of them on the device, all in use; one model
+runs. Prints microseconds of each operation, the median of many.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from gpupoold.memory.address_ranges import Region
+from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import HostBuffer, KvHostCache
@@ -30,8 +30,8 @@ from tests.unit.memory.ledger import MemoryLedger
 
 # Nothing is copied that is timed: small pages make the same books as large ones.
 _PAGE_BYTES = 4096
-_BLOCKS_PER_CHUNK = 8
-_SHARE_ON_DEVICE = 100  # one chunk of so many
+_BLOCKS_PER_EXTENT = 8
+_SHARE_ON_DEVICE = 100  # one extent of so many
 _ROUNDS = 20
 
 
@@ -60,23 +60,23 @@ class BookModel:
         return self.ledger.num_free + 1
 
 
-def make(num_models: int, num_chunks: int) -> tuple[Residency, list[BookModel]]:
-    """A residency with so many models, each with every hundredth chunk in use."""
-    device = EmulatedDevice(num_models * (num_chunks // _SHARE_ON_DEVICE + 8) * _PAGE_BYTES, 4096)
+def make(num_models: int, num_extents: int) -> tuple[Residency, list[BookModel]]:
+    """A residency with so many models, each with every hundredth extent in use."""
+    device = EmulatedDevice(num_models * (num_extents // _SHARE_ON_DEVICE + 8) * _PAGE_BYTES, 4096)
     pool, host = PagePool(device.num_pages), KvHostCache(1 << 20)
     use = Use(1, 0.0, 10.0, math.inf)
     residency = Residency(device, pool, host, 1e9, lambda _: use)
     models = []
     for number in range(num_models):
-        stride = _PAGE_BYTES // _BLOCKS_PER_CHUNK
+        stride = _PAGE_BYTES // _BLOCKS_PER_EXTENT
         row = KvRow(0, stride, stride)
-        geometry = KvGeometry(num_chunks * _BLOCKS_PER_CHUNK, _PAGE_BYTES, (row,))
-        kv = KvMemory(geometry, Region(device, pool, geometry.num_pages), device, host)
+        geometry = KvGeometry(num_extents * _BLOCKS_PER_EXTENT, _PAGE_BYTES, (row,))
+        kv = KvMemory(geometry, AddressRange(device, pool, geometry.num_pages), device, host)
         ledger = MemoryLedger(geometry.num_blocks)
         kv.attach(ledger)
-        image = HostBuffer.create("books", _PAGE_BYTES)
-        weights = WeightMemory(Region(device, pool, 1), device, image)
-        kv.back(list(range(num_chunks // _SHARE_ON_DEVICE)))
+        snapshot = HostBuffer.create("books", _PAGE_BYTES)
+        weights = WeightMemory(AddressRange(device, pool, 1), device, snapshot)
+        kv.back(list(range(num_extents // _SHARE_ON_DEVICE)))
         ledger.allocate(ledger.num_free)
         models.append(BookModel(f"m{number}", weights, kv, ledger))
         residency.add(models[-1])
@@ -93,9 +93,9 @@ def microseconds(act: Callable[[], Any]) -> float:
     return 1e6 * median(times_s)
 
 
-def measure(num_models: int, num_chunks: int) -> dict[str, float]:
+def measure(num_models: int, num_extents: int) -> dict[str, float]:
     """Microseconds of what is asked between two tokens."""
-    residency, models = make(num_models, num_chunks)
+    residency, models = make(num_models, num_extents)
     first = models[0]
     residency.switch_in(first.name)
     room = residency._room
@@ -105,8 +105,8 @@ def measure(num_models: int, num_chunks: int) -> dict[str, float]:
         "holdings_of_all_models_us": microseconds(
             lambda: [room._holding(one.name, False) for one in models]
         ),
-        "chunks_without_pages_us": microseconds(lambda: first.kv.chunks(Place.UNBACKED)),
-        "free_chunks_us": microseconds(first.kv.free_chunks),
+        "extents_without_pages_us": microseconds(lambda: first.kv.extents(Place.UNBACKED)),
+        "free_extents_us": microseconds(first.kv.free_extents),
         "aborted_request_us": microseconds(first.kv.discard_dead),
     }
 
@@ -115,9 +115,9 @@ def main() -> None:
     """Print the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", type=int, default=40)
-    parser.add_argument("--chunks", type=int, default=9_000)
+    parser.add_argument("--extents", type=int, default=9_000)
     arguments = parser.parse_args()
-    print(json.dumps(measure(arguments.models, arguments.chunks), indent=1))
+    print(json.dumps(measure(arguments.models, arguments.extents), indent=1))
 
 
 if __name__ == "__main__":

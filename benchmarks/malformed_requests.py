@@ -25,7 +25,7 @@ _TOOL = {
 }
 
 
-class Mutant(NamedTuple):
+class MalformedRequest(NamedTuple):
     """Bytes to send, and what was done to make them."""
 
     kind: str
@@ -38,13 +38,13 @@ class _Base(NamedTuple):
     body: dict[str, Any] | None
 
 
-def mutants(seed: int, count: int, models: Sequence[str]) -> Iterator[Mutant]:
+def malformed_requests(seed: int, count: int, models: Sequence[str]) -> Iterator[MalformedRequest]:
     """``count`` requests, the same for a seed."""
     rng = Random(seed)
     for _ in range(count):
         base = rng.choice(_bases(rng.choice(models)))
         make = rng.choice(_MAKERS)
-        yield Mutant(make.__name__.strip("_"), make(rng, base))
+        yield MalformedRequest(make.__name__.strip("_"), make(rng, base))
 
 
 def request_bytes(

@@ -101,7 +101,7 @@ def summary(
     """The figures of a run. ``leftovers`` is what an emptied device still held after each round.
 
     Host memory is the KV host cache's bytes in use, and the memory of the worker's process
-    as the kernel counts it: private, and shared (pages, images) without the KV host cache, a
+    as the kernel counts it: private, and shared (pages, snapshots) without the KV host cache, a
     buffer of fixed size whose memory is taken as slots are first used. A heap grows and
     shrinks by a megabyte all the time, so what was gained is the difference of two medians:
     of the last third of the rounds and of the first. One arena, which an allocator takes once
@@ -178,7 +178,9 @@ async def stream_keys(
         started_s = time.monotonic()
         switches: list[SwitchInfo] = []
         leftovers: list[dict[str, int]] = []
-        while not leftovers or (_num_moved(switches) < num_switches and time.monotonic() < ends_s):
+        while not leftovers or (
+            _num_migrated(switches) < num_switches and time.monotonic() < ends_s
+        ):
             await _round(client, keys, answers)
             leftovers.append(_leftovers(daemon))
             switches = _switches(daemon)[: -num_before or None]
@@ -186,7 +188,7 @@ async def stream_keys(
     return summary(answers, switches, leftovers, seconds)
 
 
-def _num_moved(switches: Iterable[SwitchInfo]) -> int:
+def _num_migrated(switches: Iterable[SwitchInfo]) -> int:
     return sum(map(bool, map(_num_bytes, switches)))
 
 

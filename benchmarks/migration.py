@@ -23,7 +23,7 @@ _PAUSE_S = 0.02
 Role = Literal["prefill", "decode", "mixed"]
 
 
-def run_hand_over(checkpoint: Path, rounds: int) -> dict[str, Any]:
+def run_migrate(checkpoint: Path, rounds: int) -> dict[str, Any]:
     """Second tokens of new prompts one after the other, in turns with and without a hand-over.
 
     Raises:

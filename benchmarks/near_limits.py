@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
-from benchmarks.malformed_requests import MAX_TOKENS, Mutant, request_bytes
+from benchmarks.malformed_requests import MAX_TOKENS, MalformedRequest, request_bytes
 
 _GREETING = [{"role": "user", "content": "hello"}]
 _Body = dict[str, Any]
@@ -22,7 +22,7 @@ _Case = tuple[str, _Body, list[tuple[str, str]]]
 
 def near_limits(
     seed: int, count: int, models: Sequence[str], max_body_bytes: int
-) -> Iterator[Mutant]:
+) -> Iterator[MalformedRequest]:
     """Draw ``count`` requests, the same for a seed; few bodies are over ``max_body_bytes``."""
     rng = Random(seed)
     for _ in range(count):
@@ -31,7 +31,7 @@ def near_limits(
         body = {"model": rng.choice(models)} | body
         data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
         kind = make.__name__.strip("_")
-        yield Mutant(kind, request_bytes("POST", path, data, headers))
+        yield MalformedRequest(kind, request_bytes("POST", path, data, headers))
 
 
 def log_uniform(rng: Random, most: int, least: int = 1) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.fuzz import Outcome, send_mutants
+from benchmarks.fuzz import Outcome, send_malformed_requests
 from benchmarks.near_limits import near_limits
 from benchmarks.neighbour import Felt, Neighbour
 from gpupool_cli.private_daemon import PrivateDaemon
@@ -66,7 +66,7 @@ def beside_a_neighbour(
     # They are made before: on few cores making them would be what the neighbour feels.
     noise = list(near_limits(seed, count, models[1:], MAX_BODY_BYTES))
     neighbour = Neighbour(port, models[0], _STREAMS)
-    outcome = asyncio.run(send_mutants(port, noise, NEAR_AT_ONCE, NEAR_PATIENCE_S))
+    outcome = asyncio.run(send_malformed_requests(port, noise, NEAR_AT_ONCE, NEAR_PATIENCE_S))
     beside = neighbour.stop()
     neighbour = Neighbour(port, models[0], _STREAMS)
     time.sleep(max(10.0, min(outcome.wall_s, 60.0)))

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.faults import run_faults
 from benchmarks.memory import at_least, at_most
-from benchmarks.migration import run_hand_over
+from benchmarks.migration import run_migrate
 from benchmarks.recovery_sim import run_recovery_sim
 from benchmarks.restarts import run_restarts
 from benchmarks.role_changes import run_role_changes
@@ -30,7 +30,7 @@ ARCHITECTURES = ["llama", "mixtral", "qwen2", "qwen3"]
 MODEL_BYTES = 10_000_000
 RESTART_ROUNDS = 5
 # What a hand-over may add to the second token, beyond the copy of the KV itself.
-HAND_OVER_LIMIT_S = 0.010
+MIGRATION_LIMIT_S = 0.010
 # Of the attainment before a device is lost, ten seconds later.
 ALLOWED_LOSS = 0.01
 
@@ -43,7 +43,7 @@ def main() -> int:
         checkpoints = make_checkpoints(Path(folder), ARCHITECTURES, MODEL_BYTES)
         details = {
             "faults": run_faults(checkpoints, arguments.requests),
-            "hand_over": run_hand_over(checkpoints[0], arguments.rounds),
+            "migrations": run_migrate(checkpoints[0], arguments.rounds),
             "role_changes": run_role_changes(checkpoints, arguments.changes),
             "simulated_box": run_recovery_sim(arguments.rps),
             "restarts": run_restarts([checkpoints[0], checkpoints[2]], RESTART_ROUNDS),
@@ -90,8 +90,8 @@ def make_figures(details: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, An
         yield f"{name}_differing_texts", at_most(run["differing_texts"], 0)
         yield f"{name}_pages_leaked", at_most(run["pages_leaked"], 0)
     yield "frontend_kills", at_least(details["faults"]["frontend_kills"], 1)
-    added_s = details["hand_over"]["added_beyond_copy_p50_s"]
-    yield "hand_over_added_beyond_copy_p50_s", at_most(added_s, HAND_OVER_LIMIT_S)
+    added_s = details["migrations"]["added_beyond_copy_p50_s"]
+    yield "hand_over_added_beyond_copy_p50_s", at_most(added_s, MIGRATION_LIMIT_S)
     box = details["simulated_box"]
     wanted = (box["attainment_before"] or 0.0) - ALLOWED_LOSS
     yield "attainment_ten_seconds_later", at_least(box["attainment_after_10_s"] or 0.0, wanted)

@@ -59,7 +59,7 @@ RATIOS = {
 # What the simulator of the paper's authors gives: token attainment, and its own metric.
 ARTIFACT = {40: (1.0, 1.0), 60: (0.975, 0.964), 70: (0.909, 0.898)}
 SLOW_SWITCH_S = 3.0
-_HOPELESS = 0.5
+_EXPIRED = 0.5
 _NUM_SPEED_RUNS = 3
 
 
@@ -135,7 +135,7 @@ def _sweep(panel: Panel, known: Sequence[Row]) -> list[Row]:
         row = row or next(iter(run_points([point])))
         rows.append(row)
         attainment = row["attainment"]
-        if attainment is None or attainment < _HOPELESS:
+        if attainment is None or attainment < _EXPIRED:
             break
     return rows
 

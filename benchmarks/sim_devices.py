@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks.processes import module_of
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.checkpoints.dummy import make_hollow_checkpoint
+from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError
 from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, box_models, parse_box
@@ -109,7 +109,7 @@ def add_models(
     daemon: PrivateDaemon, names: Sequence[str], folder: Path, targets: Targets
 ) -> float:
     """Register all; seconds it took. The first waits for the frontend to load vLLM."""
-    paths = [make_hollow_checkpoint(folder, shape) for shape in DEFAULT_SHAPES]
+    paths = [make_dummy_checkpoint(folder, shape) for shape in DEFAULT_SHAPES]
     started_s = time.monotonic()
     for index, name in enumerate(names):
         daemon.add_model(

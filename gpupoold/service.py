@@ -39,7 +39,7 @@ from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.build import build_pool
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.control_plane import Pool
-from gpupoold.control.weights.fd_store import PREFIX as IMAGE_PREFIX
+from gpupoold.control.weights import fd_store as snapshot_store
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.logs.setup import start_logging
 from gpupoold.system.hangup import hangup_handler
@@ -110,7 +110,9 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
         reason = why_keys_are_required(settings.access, listener)
         host_names = (*settings.access.host_names, settings.server.host.lower())
         keyring = await Keyring.load(ApiKeys(database), registry, history, reason, host_names)
-        fd_store = FdStore(notifier, inherited.named(IMAGE_PREFIX))
+        kept = (snapshot_store.PREFIX, snapshot_store.EARLIER_PREFIX)
+        found = [one for prefix in kept for one in inherited.named(prefix)]
+        fd_store = FdStore(notifier, found)
         pool = build_pool(configuration, registry, history, listener, fd_store, keyring)
         on_hangup = hangup_handler(
             sys.stderr.fileno(), stop.set, lambda: pool.reloader.begin(notifier.reloading)

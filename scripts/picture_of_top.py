@@ -16,7 +16,7 @@ from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupool_tui.app import TopApp
 from gpupool_tui.once import ask_once
 from gpupool_tui.view import Panel, View
-from gpupoold.checkpoints.dummy import make_hollow_checkpoint
+from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.workloads import poisson_workload
 
@@ -45,7 +45,7 @@ def main() -> None:
         private_daemon(sim_config(parse_box(BOX)), Path(folder) / "pool") as daemon,
     ):
         for name, shape, ttft_s, tbt_s, _ in MODELS:
-            checkpoint = make_hollow_checkpoint(Path(folder), shape)
+            checkpoint = make_dummy_checkpoint(Path(folder), shape)
             daemon.add_model(name, checkpoint, max_model_len=8192, ttft_s=ttft_s, tbt_s=tbt_s)
         asyncio.run(_draw(daemon, path))
     print(path)

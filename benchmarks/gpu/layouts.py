@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu.shapes import Shape
-from gpupoold.memory.address_ranges import Region
+from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import BlockWatcher, Device, Direction
 from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import KvHostCache
@@ -117,12 +117,12 @@ def _measure(
     rounds: int,
 ) -> dict[str, Any]:
     pool = PagePool(device.num_pages)
-    kv = KvMemory(geometry, Region(device, pool, geometry.num_pages), device, host)
+    kv = KvMemory(geometry, AddressRange(device, pool, geometry.num_pages), device, host)
     try:
         blocks = CountedBlocks(geometry.num_blocks)
         kv.attach(blocks)
-        chunks = [c for c in range(geometry.num_chunks) if set(used) & {*geometry.blocks(c)}]
-        kv.back(chunks)
+        extents = [c for c in range(geometry.num_extents) if set(used) & {*geometry.blocks(c)}]
+        kv.back(extents)
         blocks.keep(used)
         num_pages = device.num_pages - pool.num_free
         outs_s, ins_s = [], []
@@ -146,7 +146,7 @@ def _measure(
 
 def _out_s(kv: KvMemory, queue: TransferQueue) -> float:
     started_s = time.perf_counter()
-    for group in kv.cut(kv.chunks(Place.DEVICE)):
+    for group in kv.cut(kv.extents(Place.DEVICE)):
         kv.begin_page_out(group, queue)
     kv.finish(Place.LEAVING)
     return time.perf_counter() - started_s
@@ -154,7 +154,7 @@ def _out_s(kv: KvMemory, queue: TransferQueue) -> float:
 
 def _in_s(kv: KvMemory, queue: TransferQueue) -> float:
     started_s = time.perf_counter()
-    while away := kv.chunks(Place.HOST):
+    while away := kv.extents(Place.HOST):
         kv.begin_page_in([away[0]], queue)
     kv.finish(Place.ARRIVING)
     return time.perf_counter() - started_s

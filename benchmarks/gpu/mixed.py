@@ -22,7 +22,7 @@ from gpupoold.sim.workloads import equal_rates, poisson_workload
 from gpupoold.stats.percentile import percentile
 
 POLICIES = ("gpupool", "request-level")
-# The largest first: host memory has the checkpoint of one size at a time beside the images.
+# The largest first: host memory has the checkpoint of one size at a time beside the snapshots.
 _MIX = {"8B": 2, "3B": 3, "1B": 5}
 _DRY_MIX = {"14B": 1, "3B": 2}
 _DEVICE_BYTES = 32_000_000_000
@@ -108,7 +108,7 @@ def _add_models(setting: Setting, daemon: PrivateDaemon, mix: Mapping[str, int])
         for index in range(count):
             models.append(f"{shape}-{index}".lower())
             add_timed(setting, daemon, models[-1], path)
-        weights_of(path).unlink()  # the images have them
+        weights_of(path).unlink()  # the snapshots have them
     return models
 
 

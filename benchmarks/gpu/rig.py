@@ -96,7 +96,7 @@ class Setting:
         return self.shape(name).weight_bytes * (_FLOAT32_FACTOR if self.is_emulated else 1)
 
     def model_cache_bytes(self, names: Sequence[str]) -> int:
-        """Host memory for the images of models of these shapes, with their buffers."""
+        """Host memory for the snapshots of models of these shapes, with their buffers."""
         slack_bytes = self.dry_bytes(_DRY_SLACK_BYTES) if self.is_dry else _DEVICE_SLACK_BYTES
         return sum(map(self.weight_bytes, names)) + slack_bytes
 

@@ -135,7 +135,7 @@ def end_descendants() -> None:
     psutil.wait_procs(left, timeout=_TERMINATE_S)
 
 
-def adopt_orphans() -> None:
+def attach_orphans() -> None:
     """Become the parent of all descendants whose own parents end."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = [piece for piece in pieces if piece is not TESTS or not args.no_tests]
     names = {piece.name for piece in wanted}
     skipped = [piece.name for piece in chosen([], is_dry=False) if piece.name not in names]
-    adopt_orphans()
+    attach_orphans()
     runner = Runner(args.out, args.scratch, args.budget, dry_kind=args.dry_run)
     runner.run(wanted, skipped)
     for line in results.table(runner.results):

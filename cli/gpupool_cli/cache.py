@@ -1,4 +1,4 @@
-"""``cache``: which models' weight images are in host memory, and what shall stay there."""
+"""``cache``: which models' weights snapshots are in host memory, and what shall stay there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpupoold.api.schemas import CachedModel, CacheInfo
 from gpupoold.units import format_bytes
 
 app = typer.Typer(
-    no_args_is_help=True, help="Look at the model cache; pin, drop and warm models' images."
+    no_args_is_help=True, help="Look at the model cache; pin, drop and warm models' snapshots."
 )
 
 _COLUMNS = (
@@ -29,7 +29,7 @@ _COLUMNS = (
 
 @app.command("ls")
 def ls(ctx: typer.Context, as_json: JsonOption = False) -> None:
-    """Show where each model's image is, and how full the cache is."""
+    """Show where each model's snapshot is, and how full the cache is."""
     with open_client(ctx) as client:
         answer = client.cache()
     if as_json:
@@ -42,16 +42,16 @@ def ls(ctx: typer.Context, as_json: JsonOption = False) -> None:
 
 @app.command("pin")
 def pin(ctx: typer.Context, name: NameArgument) -> None:
-    """Keep a model's image in host memory, also after a restart."""
+    """Keep a model's snapshot in host memory, also after a restart."""
     with open_client(ctx) as client:
         model = client.pin(name)
-    missing = f"; its image is loaded by `gpupool cache warm {model.name}` or with a request"
+    missing = f"; its snapshot is loaded by `gpupool cache warm {model.name}` or with a request"
     say(f"{model.name}: pinned{'' if model.state == 'host' else missing}")
 
 
 @app.command("unpin")
 def unpin(ctx: typer.Context, name: NameArgument) -> None:
-    """Let a model's image go again when others need the room."""
+    """Let a model's snapshot go again when others need the room."""
     with open_client(ctx) as client:
         model = client.pin(name, is_pinned=False)
     say(f"{model.name}: not pinned")
@@ -59,25 +59,25 @@ def unpin(ctx: typer.Context, name: NameArgument) -> None:
 
 @app.command("drop")
 def drop(ctx: typer.Context, name: NameArgument) -> None:
-    """Free the memory of a model's image; its next request loads it again.
+    """Free the memory of a model's snapshot; its next request loads it again.
 
     Refused while the model is pinned or has live requests.
     """
     with open_client(ctx) as client:
-        model = client.drop_image(name)
+        model = client.drop_snapshot(name)
     say(f"{model.name}: not in host memory")
 
 
 @app.command("warm")
 def warm(ctx: typer.Context, name: NameArgument) -> None:
-    """Load a model's image into host memory and wait until it is there."""
+    """Load a model's snapshot into host memory and wait until it is there."""
     with open_client(ctx) as client:
         say(f"{name}: loading")
         model = client.warm(name)
     if model.state == "host":
         say(f"{model.name}: in host memory, {format_bytes(model.num_bytes)}")
     else:
-        say(f"{model.name}: ready; its devices need no image")
+        say(f"{model.name}: ready; its devices need no snapshot")
 
 
 def _row(model: CachedModel) -> list[str]:
@@ -98,7 +98,7 @@ def _budgets(answer: CacheInfo) -> dict[str, str]:
         f" {format_bytes(answer.host_limit_bytes)}",
         "disk": f"{format_bytes(answer.disk_bytes)} of {format_bytes(answer.disk_limit_bytes)}"
         if answer.disk_limit_bytes
-        else "no images are saved (memory.image_files)",
+        else "no snapshots are saved (memory.snapshot_files)",
     }
 
 

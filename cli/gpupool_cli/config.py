@@ -46,6 +46,8 @@ def check(file: FileArgument = None, as_json: JsonOption = False) -> None:
     path = file or chosen_path()
     text = "" if path is None else read_text(path)
     problems = check_text(text) or check_named_files(text)
+    for sentence in () if problems else parsed_file(text, path).renamed:
+        say(f"warning: {sentence}")
     if as_json:
         shown = [_problem_fields(one) for one in problems]
         output.print_json({"path": None if path is None else str(path), "problems": shown})

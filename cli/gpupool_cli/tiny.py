@@ -1,4 +1,4 @@
-"""``make-tiny-models`` and ``make-hollow-models``: checkpoints to try gpupool with, offline."""
+"""``make-tiny-models`` and ``make-dummy-models``: checkpoints to try gpupool with, offline."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import typer
 from pydantic import BaseModel
 
 from gpupool_cli import output
+from gpupool_cli.diagnostics import say
 from gpupool_cli.options import JsonOption
 from gpupoold.errors import Failed, GpupoolError, error_from_code
 from gpupoold.units import format_bytes
 
 # Run by name: it needs torch, which this process must never load.
 _TINY_MAKER = "gpupoold.checkpoints.tiny"
-_HOLLOW_MAKER = "gpupoold.checkpoints.dummy"
+_DUMMY_MAKER = "gpupoold.checkpoints.dummy"
 _COLUMNS = (output.Column("NAME"), output.Column("SIZE", right=True), output.Column("PATH"))
 
 
@@ -33,7 +34,8 @@ class TinyModel(BaseModel):
 def register(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
     app.command("make-tiny-models")(make_tiny_models)
-    app.command("make-hollow-models")(make_hollow_models)
+    app.command("make-dummy-models")(make_dummy_models)
+    app.command("make-hollow-models", hidden=True)(_make_hollow_models)
 
 
 def make_tiny_models(
@@ -49,7 +51,7 @@ def make_tiny_models(
     _print(run_maker([*options, "--", str(directory)]), as_json=as_json)
 
 
-def make_hollow_models(
+def make_dummy_models(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to make the folders.")],
     shapes: Annotated[
         list[str] | None,
@@ -62,7 +64,20 @@ def make_hollow_models(
     They take no room on the disk. Without --shape there is one, of Qwen2.5-7B.
     """
     options = [f"--shape={shape}" for shape in shapes or ()]
-    _print(run_maker([*options, "--", str(directory)], _HOLLOW_MAKER), as_json=as_json)
+    _print(run_maker([*options, "--", str(directory)], _DUMMY_MAKER), as_json=as_json)
+
+
+def _make_hollow_models(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to make the folders.")],
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option("--shape", metavar="MODEL", help="Its dimensions; may be repeated."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make dummy-weights models, by the command's earlier name."""
+    say("make-hollow-models is now called make-dummy-models; the next release drops this name")
+    make_dummy_models(directory, shapes, as_json)
 
 
 def _print(made: list[TinyModel], *, as_json: bool) -> None:

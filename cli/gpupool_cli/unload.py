@@ -25,13 +25,13 @@ def unload(
     ] = False,
     keep_host: Annotated[
         bool,
-        typer.Option("--keep-host", help="Free devices only: its image stays in host memory."),
+        typer.Option("--keep-host", help="Free devices only: its snapshot stays in host memory."),
     ] = False,
 ) -> None:
     """Take a model off all devices and out of host memory; it stays registered.
 
     Its next request loads it again. Refused while it has live requests, unless told what
-    to do with them, and while its image is pinned.
+    to do with them, and while its snapshot is pinned.
     """
     if drain and force:
         raise UsageError("--drain and --force exclude each other", "give one of them")

@@ -127,16 +127,20 @@ def _add_cache_routes(app: FastAPI, cache: CacheControl) -> None:
 
 
 def _add_device_routes(app: FastAPI, pool: Pool) -> None:
+    # /instances is the earlier name of /devices, answered for one release.
+    @app.patch("/instances/{number}", deprecated=True)
     @app.patch("/devices/{number}")
     async def set_device(number: int, body: SetDeviceRequest) -> DeviceInfo:
         pool.workers.set_role(number, None if body.role == "auto" else Role(body.role))
         return pool.devices()[number]
 
+    @app.post("/instances/{number}/drain", deprecated=True)
     @app.post("/devices/{number}/drain")
     async def drain(number: int) -> DeviceInfo:
         await pool.workers.drain(number)
         return pool.devices()[number]
 
+    @app.delete("/instances/{number}/drain", deprecated=True)
     @app.delete("/devices/{number}/drain")
     async def undrain(number: int) -> DeviceInfo:
         pool.workers.undrain(number)

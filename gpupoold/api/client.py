@@ -137,21 +137,21 @@ class AdminClient(KeyCalls, TopCalls):
         return self._call(_MODEL, "DELETE", _model_path(name), query={"mode": mode}, unbounded=True)
 
     def cache(self) -> CacheInfo:
-        """The models' weight images, and how much of the budgets they use."""
+        """The models' weights snapshots, and how much of the budgets they use."""
         return self._call(_CACHE, "GET", "/cache")
 
     def pin(self, name: str, is_pinned: bool = True) -> CachedModel:
-        """Keep a model's image in host memory once it is there, or do so no more.
+        """Keep a model's snapshot in host memory once it is there, or do so no more.
 
         Raises:
             NoSuchModel: there is no such model.
-            Refused: the pinned images would not fit together.
+            Refused: the pinned snapshots would not fit together.
         """
         body = SetCachedRequest(is_pinned=is_pinned)
         return self._call(_CACHED, "PATCH", _cache_path(name), body=body)
 
-    def drop_image(self, name: str) -> CachedModel:
-        """Let a model's image go from host memory; it comes back with the next request.
+    def drop_snapshot(self, name: str) -> CachedModel:
+        """Let a model's snapshot go from host memory; it comes back with the next request.
 
         Raises:
             NoSuchModel: there is no such model.
@@ -160,7 +160,7 @@ class AdminClient(KeyCalls, TopCalls):
         return self._call(_CACHED, "DELETE", _cache_path(name), unbounded=True)
 
     def warm(self, name: str) -> CachedModel:
-        """Return when a model's image is in host memory; takes its time.
+        """Return when a model's snapshot is in host memory; takes its time.
 
         Raises:
             NoSuchModel: there is no such model.

@@ -53,7 +53,7 @@ class TopCalls(AdminCalls):
 
         Raises:
             NoSuchModel: there is no such model.
-            Refused: it has live requests and ``mode`` is ``refuse``, or its image is pinned.
+            Refused: it has live requests and ``mode`` is ``refuse``, or its snapshot is pinned.
         """
         query = given(mode=mode, keep_host="true" if keep_host else None)
         path = f"/loaded/{quote(name, safe='/')}"

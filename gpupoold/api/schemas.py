@@ -142,7 +142,7 @@ class ModelUsage(Body):
     """One model now and over the recent past; times are None until measured.
 
     Bytes are sums over devices: ``kv_resident_bytes`` on them, ``kv_host_bytes`` of paused
-    requests in host memory. ``cached_bytes`` is its image in host memory, one for all.
+    requests in host memory. ``cached_bytes`` is its snapshot in host memory, one for all.
     ``refused`` requests were not taken and are none of ``requests``; ``dropped`` ended before
     they began, as it was too late for them. Counts are since the daemon's start, percentiles of
     the last hour. ``attainment_minutes`` are 60, the one under way last; None: no token in it.
@@ -284,7 +284,7 @@ class Status(Body):
 
 
 class CachedModel(Body):
-    """A model's weight image: in host memory, or only saved on the disk, or nowhere.
+    """A model's weights snapshot: in host memory, or only saved on the disk, or nowhere.
 
     ``num_bytes`` is its size, where it has none what it is going to have. ``last_used_at`` is
     wall-clock seconds.
@@ -300,7 +300,7 @@ class CachedModel(Body):
 
 
 class CacheInfo(Body):
-    """``GET /cache``: bytes used of the budgets for images, and the models' images."""
+    """``GET /cache``: bytes used of the budgets for snapshots, and the models' snapshots."""
 
     host_bytes: int
     host_limit_bytes: int

@@ -46,8 +46,8 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-def make_hollow_checkpoint(parent: Path, shape_name: str) -> Path:
-    """Make (or keep, if it is there already) ``parent/hollow-SHAPE``.
+def make_dummy_checkpoint(parent: Path, shape_name: str) -> Path:
+    """Make (or keep, if it is there already) ``parent/dummy-weights-SHAPE``.
 
     ``shape_name`` is one of ``latency/shapes.toml``. Families with code of their own on the
     Hugging Face hub are written as Llamas of the same dimensions.
@@ -60,10 +60,12 @@ def make_hollow_checkpoint(parent: Path, shape_name: str) -> Path:
         shape = builtin_shape(shape_name)
     except LatencyError as error:
         raise UsageError(str(error)) from error
-    target = parent / f"hollow-{shape_name.lower()}"
+    target = parent / f"dummy-weights-{shape_name.lower()}"
     if target.exists():
         if not (target / RECIPE_FILE).exists():
-            raise Refused(f"{target} exists and is no hollow checkpoint", "choose another folder")
+            raise Refused(
+                f"{target} exists and is no dummy-weights checkpoint", "choose another folder"
+            )
         return target
     with whole_folder(target) as folder:
         _write(folder, shape_name, shape)
@@ -154,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = maker_parser("gpupoold.checkpoints.dummy", "Make checkpoints without weights.")
     parser.add_argument("--shape", action="append", help="a model of latency/shapes.toml")
     args = parser.parse_args(argv)
-    made = (make_hollow_checkpoint(args.dir, name) for name in args.shape or [DEFAULT_SHAPE])
+    made = (make_dummy_checkpoint(args.dir, name) for name in args.shape or [DEFAULT_SHAPE])
     # What a file takes on the disk: its holes take nothing.
     return print_made(made, lambda file: file.st_blocks * 512, as_json=args.json)
 

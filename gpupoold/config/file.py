@@ -11,6 +11,7 @@ from typing import Any
 from gpupoold.access.tls import TlsError, check_files
 from gpupoold.config.lines import line_of, line_of_error, lines_of
 from gpupoold.config.problems import Problem
+from gpupoold.config.renamed import renamed_keys
 from gpupoold.config.schema import (
     Settings,
     chosen_path,
@@ -24,11 +25,15 @@ from gpupoold.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """``path`` is None where there is no file and defaults hold; ``written``: dotted keys."""
+    """A file's settings; ``path`` is None where there is no file and defaults hold.
+
+    ``written`` has dotted keys, ``renamed`` a sentence for each key with an old name.
+    """
 
     path: Path | None
     settings: Settings
     written: frozenset[str]
+    renamed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,8 @@ def parsed_file(text: str, path: Path | None) -> ConfigFile:
         raise ConfigError(f"{path}: {told}", f"see `gpupool config check {path}`")
     raw = tomllib.loads(text)
     settings = parse_settings(raw, str(path or "defaults"))
-    return ConfigFile(path, settings, frozenset(_written(with_device_tables(raw))))
+    written = frozenset(_written(with_device_tables(raw)))
+    return ConfigFile(path, settings, written, renamed_keys(raw))
 
 
 def check_text(text: str) -> list[PlacedProblem]:

@@ -28,6 +28,7 @@ from gpupoold.api.paths import SYSTEM_RUNTIME_DIR, default_socket_path
 from gpupoold.config.access import AccessSettings
 from gpupoold.config.device_names import named_devices
 from gpupoold.config.problems import Problem, config_error, problems_of
+from gpupoold.config.renamed import with_new_names
 from gpupoold.config.sections import (
     CUDA_RESERVE_BYTES,
     DeviceSettings,
@@ -212,12 +213,12 @@ def examine(raw: Mapping[str, Any]) -> tuple[Settings | None, list[Problem]]:
 
 
 def with_device_tables(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of parsed TOML in which ``devices`` has become ``[[device]]`` tables.
+    """Return a copy of parsed TOML with ``[[device]]`` tables for ``devices`` and new key names.
 
     Raises:
         ValueError: that is not what it should be, or both are there.
     """
-    data = dict(raw)
+    data = with_new_names(raw)
     if "devices" in data:
         data["device"] = named_devices(data.pop("devices"), "device" in data)
     return data

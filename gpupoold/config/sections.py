@@ -115,15 +115,15 @@ class DeviceSettings(Section):
 class MemorySettings(Section):
     """``[memory]``: host and disk budgets, and what stays free on a device for activations.
 
-    A model whose weights have been brought in ``canary_interval`` times has to give the answer
+    A model whose weights have been brought in ``self_check_interval`` times has to give the answer
     that it gave when it was loaded; 0: never.
     """
 
     model_cache_bytes: Annotated[Size, Effect.LIVE] = Field(default=8 * GIB, alias="model_cache")
-    image_files_bytes: Annotated[Size, Effect.LIVE] = Field(default=0, alias="image_files")
+    snapshot_files_bytes: Annotated[Size, Effect.LIVE] = Field(default=0, alias="snapshot_files")
     kv_host_bytes: Size = Field(default=2 * GIB, alias="kv_host")
     reserve_bytes: Size | None = Field(default=None, alias="reserve")
-    canary_interval: Annotated[int, Effect.LIVE] = Field(default=1000, ge=0)
+    self_check_interval: Annotated[int, Effect.LIVE] = Field(default=1000, ge=0)
 
     def reserve_for(self, kind: str) -> int:
         """Bytes to leave free on a device of this kind."""
@@ -160,7 +160,7 @@ class SecuritySettings(Section):
     """``[security]``: what checkpoints, clients and the environment are trusted with.
 
     The first two let a checkpoint run its own code in a worker. ``media_hosts`` are the hosts
-    that images, audio and video may be fetched from. ``vllm_variables`` are names of environment
+    that snapshots, audio and video may be fetched from. ``vllm_variables`` are names of environment
     variables that workers and frontends get beside those of ``KNOWN_VARIABLES``.
     """
 

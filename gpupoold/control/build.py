@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 
 from gpupool_state import History, Registry
@@ -22,10 +23,10 @@ from gpupoold.control.processes.forks import ForkServer
 from gpupoold.control.reload import Reloader, configured_roles
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.views.explain import Explainer
-from gpupoold.control.weights.cache import ImageCache
-from gpupoold.control.weights.fd_store import ParkedImages
-from gpupoold.control.weights.keys import ImageKeys
-from gpupoold.control.weights.saved_snapshots import SavedImages
+from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.weights.fd_store import StoredSnapshots
+from gpupoold.control.weights.keys import SnapshotKeys
+from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.worker_operations import WorkerOperations
 from gpupoold.control.workers.nvml import GpuReadings
 from gpupoold.control.workers.workers import WorkerSupervisor
@@ -48,11 +49,12 @@ def build_pool(
     header = Header(settings.scheduling.policy, options)
     policy = make_policy(header.policy, header.options)
     dispatcher = Dispatcher(settings.limits, history, policy, configured_roles(settings), keyring)
-    cache = ImageCache(settings.memory.model_cache_bytes)
-    images_dir = settings.paths.state_dir / "images"
-    keys = ImageKeys()
-    saved = SavedImages(images_dir, settings.memory.image_files_bytes, keys)
-    cache.shelf = parked = ParkedImages(fd_store, keys)
+    cache = SnapshotCache(settings.memory.model_cache_bytes)
+    snapshots_dir = settings.paths.state_dir / "snapshots"
+    shutil.rmtree(settings.paths.state_dir / "images", ignore_errors=True)  # of earlier releases
+    keys = SnapshotKeys()
+    saved = SavedSnapshots(snapshots_dir, settings.memory.snapshot_files_bytes, keys)
+    cache.fd_store = stored_snapshots = StoredSnapshots(fd_store, keys)
 
     forks = ForkServer(settings, engine_environment(settings), _preloaded(settings))
     supervisor = WorkerSupervisor(
@@ -63,7 +65,7 @@ def build_pool(
         lambda *ended: lifecycle.worker_down(*ended),
     )
     lifecycle = ModelLifecycle(
-        settings, registry, history, dispatcher, supervisor, cache, saved, parked
+        settings, registry, history, dispatcher, supervisor, cache, saved, stored_snapshots
     )
     frontends = Frontends(
         settings,

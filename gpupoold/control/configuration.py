@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 from gpupoold.api.schemas_config import ConfigInfo, DiffInfo
@@ -10,6 +11,8 @@ from gpupoold.config.file import ConfigFile, parsed_file, read_config_file
 from gpupoold.config.keys import changes_between
 from gpupoold.config.schema import RunningSettings, Settings
 from gpupoold.config.view import change_info, config_info
+
+_logger = logging.getLogger(__name__)
 
 
 class Configuration:
@@ -25,6 +28,7 @@ class Configuration:
         self._written = file.written
         self.path = file.path
         self.settings = RunningSettings.of(file.settings)
+        _warn_of_old_names(file)
 
     def info(self) -> ConfigInfo:
         """All keys, with their values now."""
@@ -55,3 +59,9 @@ class Configuration:
         self._written = (file.written - waiting) | (self._written & waiting)
         self.path = file.path
         self.settings.take(settings)
+        _warn_of_old_names(file)
+
+
+def _warn_of_old_names(file: ConfigFile) -> None:
+    for sentence in file.renamed:
+        _logger.warning("%s: %s", file.path, sentence)

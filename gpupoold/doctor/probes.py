@@ -196,8 +196,8 @@ def folder_facts(settings: Settings) -> tuple[Folder, ...]:
         _folder("download_dir", paths.download_dir),
         _folder("runtime_dir", paths.runtime_dir),
     ]
-    if settings.memory.image_files_bytes:
-        folders.append(_folder("images", paths.state_dir / "images"))
+    if settings.memory.snapshot_files_bytes:
+        folders.append(_folder("snapshots", paths.state_dir / "snapshots"))
     return tuple(folders)
 
 
@@ -209,7 +209,7 @@ def _folder(key: str, path: Path) -> Folder:
         disk = os.statvfs(there)
         free_bytes = disk.f_bavail * disk.f_frsize
         owner = there.stat().st_uid
-    if key == "images" and there == path:
+    if key == "snapshots" and there == path:
         with suppress(OSError):
             num_bytes = sum(one.stat().st_size for one in path.iterdir())
     is_writable = os.access(there, os.W_OK | os.X_OK)

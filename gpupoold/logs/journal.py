@@ -29,9 +29,9 @@ _PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), 
 _DEBUG_PRIORITY = 7
 # By the kind's first word: what an event's subject is.
 _SUBJECT_FIELDS = {
-    "canary": "GPUPOOL_MODEL",
+    "self": "GPUPOOL_MODEL",
     "drain": "GPUPOOL_DEVICE",
-    "image": "GPUPOOL_MODEL",
+    "snapshot": "GPUPOOL_MODEL",
     "worker": "GPUPOOL_DEVICE",
     "model": "GPUPOOL_MODEL",
     "profile": "GPUPOOL_MODEL",

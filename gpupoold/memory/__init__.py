@@ -1,4 +1,4 @@
-"""Device memory below the engines: pages, regions, weight images, paged KV.
+"""Device memory below the engines: pages, address ranges, weights snapshots, paged KV.
 
 No torch and no vLLM here: addresses are integers. ``contracts`` says what a
 device must do, ``emulated`` and ``cuda`` do it, everything else is shared.

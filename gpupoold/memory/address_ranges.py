@@ -10,7 +10,7 @@ from gpupoold.memory.pages import PagePool, split_runs
 from gpupoold.memory.ranges import as_ranges
 
 
-class Region:
+class AddressRange:
     """``num_pages`` reserved addresses on a device, backed page by page from the pool.
 
     A page is mapped while at least one holder retains it, so byte ranges that
@@ -28,7 +28,7 @@ class Region:
 
     @property
     def num_mapped(self) -> int:
-        """Pages of the pool this region owns."""
+        """Pages of the pool this address range owns."""
         return self._num_mapped
 
     @property
@@ -106,7 +106,7 @@ class Region:
         for pages in ranges:
             held = self._holders[pages.start : pages.stop]
             if not all(held):
-                raise ValueError(f"pages {pages} of the region are not all held")
+                raise ValueError(f"pages {pages} of the address range are not all held")
             is_last = max(held, default=0) == 1
             fewer = [0] * len(pages) if is_last else [count - 1 for count in held]
             self._holders[pages.start : pages.stop] = fewer
@@ -141,7 +141,7 @@ class Region:
     def _spans(self, pages: range, *, mapped: bool) -> list[range]:
         """Longest runs of ``pages`` whose held state is ``mapped``."""
         if not mapped and not any(self._holders[pages.start : pages.stop]):
-            return [pages]  # the usual case: a whole weight region
+            return [pages]  # the usual case: a whole weight address range
         return as_ranges([page for page in pages if bool(self._holders[page]) == mapped])
 
 

@@ -1,11 +1,11 @@
-"""How fast a device's link to host memory is, measured with the lanes that will use it."""
+"""How fast a device's link to host memory is, measured with the copy streams that will use it."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 
-from gpupoold.memory.contracts import Copy, Device, Direction, Lane
+from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.scratch import Scratch, scratch_memory
 from gpupoold.memory.transfers import BATCH_BYTES, cut
@@ -42,8 +42,8 @@ def measure_link(device: Device, pool: PagePool, num_bytes: int = _PROBE_BYTES) 
         whole_in = Copy(scratch.address, scratch.host_address, scratch.num_bytes)
         whole_out = Copy(scratch.host_address, scratch.address, scratch.num_bytes)
         return LinkBandwidth(
-            _best_of(device.open_lane(Direction.IN), whole_in),
-            _best_of(device.open_lane(Direction.OUT), whole_out),
+            _best_of(device.open_copy_stream(Direction.IN), whole_in),
+            _best_of(device.open_copy_stream(Direction.OUT), whole_out),
         )
 
 
@@ -60,29 +60,29 @@ def measure_fill(device: Device, pool: PagePool) -> float:
 
 
 def _fill_s(device: Device, scratch: Scratch) -> float:
-    pages = range(scratch.region.num_pages)
+    pages = range(scratch.address_range.num_pages)
     started_s = time.perf_counter()
-    scratch.region.retain(pages, scratch.host_address)
+    scratch.address_range.retain(pages, scratch.host_address)
     device.synchronize()
     took_s = time.perf_counter() - started_s
-    scratch.region.drop(pages)
+    scratch.address_range.drop(pages)
     return took_s
 
 
-def _best_of(lane: Lane, whole: Copy) -> float:
-    """Bytes per second of the quickest try; closes the lane."""
+def _best_of(copy_stream: CopyStream, whole: Copy) -> float:
+    """Bytes per second of the quickest try; closes the copy stream."""
     batches = list(cut([whole], BATCH_BYTES))
     try:
-        return whole.num_bytes / min(_try_s(lane, batches) for _ in range(_NUM_TRIES))
+        return whole.num_bytes / min(_try_s(copy_stream, batches) for _ in range(_NUM_TRIES))
     finally:
-        lane.close()
+        copy_stream.close()
 
 
-def _try_s(lane: Lane, batches: list[list[Copy]]) -> float:
+def _try_s(copy_stream: CopyStream, batches: list[list[Copy]]) -> float:
     """Seconds of all batches, each begun before the one before it has been made."""
-    after = lane.fence()
+    after = copy_stream.fence()
     started_s = time.perf_counter()
     for batch in batches:
-        last = lane.begin(batch, after)
-    lane.wait(last)
+        last = copy_stream.begin(batch, after)
+    copy_stream.wait(last)
     return time.perf_counter() - started_s

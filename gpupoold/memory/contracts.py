@@ -48,18 +48,18 @@ class Copy(NamedTuple):
 
 
 class Direction(Enum):
-    """Which way a lane copies."""
+    """Which way a copy stream copies."""
 
     IN = auto()
     OUT = auto()
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """Copies in one direction beside what engines compute, for one thread of its own.
 
     The pages must stay mapped and the host memory pinned until a copy has been made, and no
     kernel may use its bytes meanwhile; kernels that were launched before ``fence`` have
-    ended before a copy begins that comes ``after`` it. Where a device has several lanes each
+    ended before a copy begins that comes ``after`` it. Where a device has several copy streams each
     way, a fence of one of them holds for all.
     """
 
@@ -80,7 +80,7 @@ class Lane(Protocol):
 
 
 class Device(ABC):
-    """One device's memory. All calls come from the worker's turn loop, but for lanes'.
+    """One device's memory. All calls come from the worker's turn loop, but for copy streams'.
 
     Physical pages ``0 .. num_pages - 1`` exist from construction to ``close``;
     who owns them is the page pool's business. Addresses are plain integers and
@@ -142,12 +142,12 @@ class Device(ABC):
         """Device to host."""
 
     @abstractmethod
-    def open_lane(self, direction: Direction) -> Lane:
+    def open_copy_stream(self, direction: Direction) -> CopyStream:
         """A way for copies of its own, beside those above and what engines compute."""
 
-    def open_lanes(self, direction: Direction) -> list[Lane]:
+    def open_copy_streams(self, direction: Direction) -> list[CopyStream]:
         """As many as it takes to fill the link."""
-        return [self.open_lane(direction)]
+        return [self.open_copy_stream(direction)]
 
     @abstractmethod
     def free_bytes(self) -> int | None:
@@ -178,7 +178,7 @@ class Device(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give all physical memory back; every region must have been released."""
+        """Give all physical memory back; every address range must have been released."""
 
 
 class BlockWatcher(Protocol):

@@ -19,7 +19,7 @@ class DeviceThread:
     """One thread that may call ``pin`` and ``unpin`` of a device, and runs jobs in order."""
 
     def __init__(self, device: Device, name: str) -> None:
-        self._lane = device.open_lane(Direction.IN)
+        self._copy_stream = device.open_copy_stream(Direction.IN)
         self._thread = ThreadPoolExecutor(1, name, self._join_device)
 
     def submit(self, job: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
@@ -29,8 +29,9 @@ class DeviceThread:
     def close(self) -> None:
         """Wait for the jobs that were submitted, then end the thread."""
         self._thread.shutdown()
-        self._lane.close()
+        self._copy_stream.close()
 
     def _join_device(self) -> None:
-        """Make the device's context current in the thread, as a lane does for its own thread."""
-        self._lane.wait(self._lane.begin([], 0))
+        """Make the device's context current in the thread, as a copy stream does for its own
+        thread."""
+        self._copy_stream.wait(self._copy_stream.begin([], 0))

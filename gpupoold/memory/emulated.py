@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from gpupoold.memory import libc
-from gpupoold.memory.contracts import Copy, Device, Direction, Lane, PageRun
+from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction, PageRun
 from gpupoold.memory.memfd import create_memfd
 
 _UNMAPPED = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE
@@ -38,8 +38,8 @@ def default_page_bytes(device_bytes: int) -> int:
     return page_bytes
 
 
-class _MemcpyLane:
-    """See :class:`Lane`: copies are made while they are begun, by one thread."""
+class _MemcpyCopyStream:
+    """See :class:`CopyStream`: copies are made while they are begun, by one thread."""
 
     def fence(self) -> int:
         """Engines here have computed what they were asked for."""
@@ -147,13 +147,13 @@ class EmulatedDevice(Device):
         """See :meth:`Device.copy_out`."""
         self._copy(target, address, num_bytes)
 
-    def open_lane(self, direction: Direction) -> Lane:
+    def open_copy_stream(self, direction: Direction) -> CopyStream:
         """See :meth:`Device.open_lane`."""
-        return _MemcpyLane()
+        return _MemcpyCopyStream()
 
-    def open_lanes(self, direction: Direction) -> list[Lane]:
+    def open_copy_streams(self, direction: Direction) -> list[CopyStream]:
         """See :meth:`Device.open_lanes`."""
-        return [_MemcpyLane() for _ in range(_num_copiers())]
+        return [_MemcpyCopyStream() for _ in range(_num_copiers())]
 
     def free_bytes(self) -> int | None:
         """What torch takes is the host's memory."""

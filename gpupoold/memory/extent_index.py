@@ -1,7 +1,8 @@
-"""Where each chunk of a KV region is, and whether its blocks are in use: kept on every change.
+"""Where each extent of a KV address range is, and whether its blocks are in use: kept on every
+change.
 
-A model may have thousands of chunks, and the turn loop asks these questions between two
-tokens. No answer here walks over all chunks in Python.
+A model may have thousands of extents, and the turn loop asks these questions between two
+tokens. No answer here walks over all extents in Python.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from gpupoold.memory.geometry import KvGeometry
 
 
 class Place(IntEnum):
-    """Where a chunk's bytes are."""
+    """Where an extent's bytes are."""
 
     UNBACKED = 0  # nowhere
     DEVICE = 1
@@ -29,148 +30,148 @@ AWAY = (Place.LEAVING, Place.HOST, Place.ARRIVING)
 _IS_AT = [bytes(code == place for code in range(256)) for place in Place]
 
 
-class ChunkIndex:
-    """Places of all chunks, and the number of blocks in use in each.
+class ExtentIndex:
+    """Places of all extents, and the number of blocks in use in each.
 
-    A block is in use from ``taken`` to ``freed``; the null block never is. A chunk is *idle*
+    A block is in use from ``taken`` to ``freed``; the null block never is. An extent is *idle*
     when it is on the device and none of its blocks is in use. ``version`` changes whenever a
-    chunk's place, or whether it is idle, does.
+    extent's place, or whether it is idle, does.
     """
 
     def __init__(self, geometry: KvGeometry) -> None:
-        """Begin with all chunks unbacked and no block in use."""
+        """Begin with all extents unbacked and no block in use."""
         self._geometry = geometry
-        self._size = geometry.blocks_per_chunk
-        self._places = bytearray(geometry.num_chunks)
-        self._is_idle = bytearray(geometry.num_chunks)
-        self._num_used = [0] * geometry.num_chunks
-        self._counts = [geometry.num_chunks, 0, 0, 0, 0]  # by place
+        self._size = geometry.blocks_per_extent
+        self._places = bytearray(geometry.num_extents)
+        self._is_idle = bytearray(geometry.num_extents)
+        self._num_used = [0] * geometry.num_extents
+        self._counts = [geometry.num_extents, 0, 0, 0, 0]  # by place
         self.num_idle = 0
         self.num_used_on_device = 0
-        """Blocks in use of chunks on the device."""
+        """Blocks in use of extents on the device."""
         self.version = 0
         self._freed_away: set[int] = set()
 
-    def place(self, chunk: int) -> Place:
-        """Where a chunk is."""
-        return _PLACES[self._places[chunk]]
+    def place(self, extent: int) -> Place:
+        """Where an extent is."""
+        return _PLACES[self._places[extent]]
 
-    def put(self, chunks: Iterable[int], place: Place) -> None:
-        """Note that chunks are at ``place`` now."""
+    def put(self, extents: Iterable[int], place: Place) -> None:
+        """Note that extents are at ``place`` now."""
         places, counts, used = self._places, self._counts, self._num_used
-        for chunk in chunks:
-            before = places[chunk]
+        for extent in extents:
+            before = places[extent]
             if before == place:
                 continue
-            places[chunk] = place
+            places[extent] = place
             counts[before] -= 1
             counts[place] += 1
             if before == Place.DEVICE:
-                self.num_used_on_device -= used[chunk]
-                self._note_idle(chunk)
+                self.num_used_on_device -= used[extent]
+                self._note_idle(extent)
             elif place == Place.DEVICE:
-                self.num_used_on_device += used[chunk]
-                self._note_idle(chunk)
+                self.num_used_on_device += used[extent]
+                self._note_idle(extent)
             if self._freed_away and place not in AWAY:
-                self._freed_away.discard(chunk)
+                self._freed_away.discard(extent)
         self.version += 1
 
     def taken(self, block_ids: Iterable[int]) -> None:
         """Note that free blocks are in use now."""
         for block in block_ids:
-            chunk = block // self._size
-            self._num_used[chunk] += 1
-            if self._places[chunk] == Place.DEVICE:
+            extent = block // self._size
+            self._num_used[extent] += 1
+            if self._places[extent] == Place.DEVICE:
                 self.num_used_on_device += 1
-                if self._num_used[chunk] == 1:
-                    self._note_idle(chunk)
+                if self._num_used[extent] == 1:
+                    self._note_idle(extent)
 
     def freed(self, block_ids: Iterable[int]) -> None:
         """Note that blocks are not in use any more."""
         for block in block_ids:
-            chunk = block // self._size
-            self._num_used[chunk] -= 1
-            place = self._places[chunk]
+            extent = block // self._size
+            self._num_used[extent] -= 1
+            place = self._places[extent]
             if place == Place.DEVICE:
                 self.num_used_on_device -= 1
-                if not self._num_used[chunk]:
-                    self._note_idle(chunk)
+                if not self._num_used[extent]:
+                    self._note_idle(extent)
             elif place != Place.UNBACKED:
-                self._freed_away.add(chunk)
+                self._freed_away.add(extent)
 
     def take_freed_away(self) -> set[int]:
-        """Chunks that are away and have had blocks freed since this was asked last."""
+        """Extents that are away and have had blocks freed since this was asked last."""
         freed, self._freed_away = self._freed_away, set()
         return freed
 
-    def num_used(self, chunk: int) -> int:
-        """Blocks of a chunk that are in use."""
-        return self._num_used[chunk]
+    def num_used(self, extent: int) -> int:
+        """Blocks of an extent that are in use."""
+        return self._num_used[extent]
 
     def count(self, place: Place) -> int:
-        """How many chunks are at ``place``."""
+        """How many extents are at ``place``."""
         return self._counts[place]
 
-    def chunks(self, place: Place) -> list[int]:
-        """All chunks at ``place``, lowest first."""
+    def extents(self, place: Place) -> list[int]:
+        """All extents at ``place``, lowest first."""
         if not self._counts[place]:
             return []
         is_there = self._places.translate(_IS_AT[place])
         return list(compress(range(len(is_there)), is_there))
 
     def each(self, place: Place) -> Iterator[int]:
-        """Chunks at ``place``, lowest first, for who wants only the first of them."""
-        chunk = self._places.find(place)
-        while chunk >= 0:
-            yield chunk
-            chunk = self._places.find(place, chunk + 1)
+        """Extents at ``place``, lowest first, for who wants only the first of them."""
+        extent = self._places.find(place)
+        while extent >= 0:
+            yield extent
+            extent = self._places.find(place, extent + 1)
 
     def idle(self) -> list[int]:
-        """Idle chunks, highest first."""
+        """Idle extents, highest first."""
         if not self.num_idle:
             return []
         return list(compress(range(len(self._is_idle)), self._is_idle))[::-1]
 
     def num_pages(self, place: Place) -> int:
-        """Pages that the chunks at ``place`` lie on, in an aligned geometry."""
+        """Pages that the extents at ``place`` lie on, in an aligned geometry."""
         return self._pages_of(self._counts[place], self._places[-1] == place)
 
     @property
     def num_idle_pages(self) -> int:
-        """Pages that the idle chunks lie on, in an aligned geometry."""
+        """Pages that the idle extents lie on, in an aligned geometry."""
         return self._pages_of(self.num_idle, bool(self._is_idle[-1]))
 
     def check(self, used: Iterable[int]) -> None:
         """Raise AssertionError unless all counters agree with ``used``, the blocks in use."""
-        num_used = [0] * self._geometry.num_chunks
+        num_used = [0] * self._geometry.num_extents
         for block in used:
             num_used[block // self._size] += 1
         assert num_used == self._num_used, "blocks in use were miscounted"
-        on_device = [chunk for chunk, at in enumerate(self._places) if at == Place.DEVICE]
-        assert self.num_used_on_device == sum(num_used[chunk] for chunk in on_device)
-        idle = [chunk for chunk in on_device if not num_used[chunk]]
+        on_device = [extent for extent, at in enumerate(self._places) if at == Place.DEVICE]
+        assert self.num_used_on_device == sum(num_used[extent] for extent in on_device)
+        idle = [extent for extent in on_device if not num_used[extent]]
         assert self.idle() == idle[::-1]
         assert self.num_idle == len(idle)
         for place in Place:
-            there = [chunk for chunk, at in enumerate(self._places) if at == place]
-            assert self.chunks(place) == list(self.each(place)) == there
+            there = [extent for extent, at in enumerate(self._places) if at == place]
+            assert self.extents(place) == list(self.each(place)) == there
             assert self.count(place) == len(there)
             if self._geometry.is_aligned:
                 assert self.num_pages(place) == self._count_pages(there)
         if self._geometry.is_aligned:
             assert self.num_idle_pages == self._count_pages(idle)
 
-    def _note_idle(self, chunk: int) -> None:
-        is_idle = self._places[chunk] == Place.DEVICE and not self._num_used[chunk]
-        if is_idle != self._is_idle[chunk]:
-            self._is_idle[chunk] = is_idle
+    def _note_idle(self, extent: int) -> None:
+        is_idle = self._places[extent] == Place.DEVICE and not self._num_used[extent]
+        if is_idle != self._is_idle[extent]:
+            self._is_idle[extent] = is_idle
             self.num_idle += 1 if is_idle else -1
             self.version += 1
 
-    def _pages_of(self, num_chunks: int, has_last: bool) -> int:
-        return num_chunks * self._geometry.chunk_pages - (
+    def _pages_of(self, num_extents: int, has_last: bool) -> int:
+        return num_extents * self._geometry.extent_pages - (
             self._geometry.short_pages if has_last else 0
         )
 
-    def _count_pages(self, chunks: list[int]) -> int:
-        return sum(len(span) for chunk in chunks for span in self._geometry.pages(chunk))
+    def _count_pages(self, extents: list[int]) -> int:
+        return sum(len(span) for extent in extents for span in self._geometry.pages(extent))

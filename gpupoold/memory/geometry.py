@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from gpupoold.memory.ranges import as_ranges
 
-_MIN_BLOCKS_PER_CHUNK = 1
-_MAX_ALIGNED_BLOCKS_PER_CHUNK = 32
+_MIN_BLOCKS_PER_EXTENT = 1
+_MAX_ALIGNED_BLOCKS_PER_EXTENT = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,30 +29,30 @@ class KvRow:
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
-    """Rows of a KV buffer, cut into chunks of consecutive blocks.
+    """Rows of a KV buffer, cut into extents of consecutive blocks.
 
-    A chunk is what is mapped, moved and unmapped together: the fewest blocks
-    that fill whole pages in every row, so that chunks seldom share a page.
+    An extent is what is mapped, moved and unmapped together: the fewest blocks
+    that fill whole pages in every row, so that extents seldom share a page.
     """
 
     num_blocks: int
     page_bytes: int
     rows: tuple[KvRow, ...]
-    blocks_per_chunk: int = field(init=False)
-    """Blocks in every chunk but perhaps the last."""
+    blocks_per_extent: int = field(init=False)
+    """Blocks in every extent but perhaps the last."""
     is_aligned: bool = field(init=False)
-    """Whether no two chunks, nor two rows, share a page, and neighbours leave no gap."""
-    chunk_pages: int = field(init=False)
-    """Pages that every chunk but perhaps the last touches, in an aligned geometry."""
+    """Whether no two extents, nor two rows, share a page, and neighbours leave no gap."""
+    extent_pages: int = field(init=False)
+    """Pages that every extent but perhaps the last touches, in an aligned geometry."""
     short_pages: int = field(init=False)
-    """How many fewer the last chunk touches."""
+    """How many fewer the last extent touches."""
 
     def __post_init__(self) -> None:
-        # Asked for every chunk of every switch: worked out once.
-        object.__setattr__(self, "blocks_per_chunk", self._blocks_per_chunk())
+        # Asked for every extent of every switch: worked out once.
+        object.__setattr__(self, "blocks_per_extent", self._blocks_per_extent())
         object.__setattr__(self, "is_aligned", self._is_aligned())
-        first, last = (sum(map(len, self.pages(at))) for at in (0, self.num_chunks - 1))
-        object.__setattr__(self, "chunk_pages", first)
+        first, last = (sum(map(len, self.pages(at))) for at in (0, self.num_extents - 1))
+        object.__setattr__(self, "extent_pages", first)
         object.__setattr__(self, "short_pages", first - last)
 
     @property
@@ -73,25 +73,25 @@ class KvGeometry:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of the blocks of every chunk but perhaps the last."""
-        return self.blocks_per_chunk * self.block_bytes
+        """Bytes of the blocks of every extent but perhaps the last."""
+        return self.blocks_per_extent * self.block_bytes
 
     @property
-    def num_chunks(self) -> int:
-        """Chunks that cover all blocks."""
-        return -(-self.num_blocks // self.blocks_per_chunk)
+    def num_extents(self) -> int:
+        """Extents that cover all blocks."""
+        return -(-self.num_blocks // self.blocks_per_extent)
 
-    def blocks(self, chunk: int) -> range:
-        """Block ids of a chunk."""
-        size = self.blocks_per_chunk
-        return range(chunk * size, min((chunk + 1) * size, self.num_blocks))
+    def blocks(self, extent: int) -> range:
+        """Block ids of an extent."""
+        size = self.blocks_per_extent
+        return range(extent * size, min((extent + 1) * size, self.num_blocks))
 
-    def pages(self, chunk: int) -> list[range]:
-        """Pages a chunk touches, one range per row."""
-        return self._pages_of(range(chunk, chunk + 1))
+    def pages(self, extent: int) -> list[range]:
+        """Pages an extent touches, one range per row."""
+        return self._pages_of(range(extent, extent + 1))
 
-    def _pages_of(self, chunks: range) -> list[range]:
-        first, last = self.blocks(chunks.start).start, self.blocks(chunks.stop - 1).stop - 1
+    def _pages_of(self, extents: range) -> list[range]:
+        first, last = self.blocks(extents.start).start, self.blocks(extents.stop - 1).stop - 1
         spans = []
         for row in self.rows:
             start = row.offset + first * row.stride
@@ -99,12 +99,12 @@ class KvGeometry:
             spans.append(range(start // self.page_bytes, -(-end // self.page_bytes)))
         return spans
 
-    def spans(self, chunks: list[int]) -> list[range]:
-        """Pages of chunks, row by row: neighbours joined, pages of several chunks repeated."""
+    def spans(self, extents: list[int]) -> list[range]:
+        """Pages of extents, row by row: neighbours joined, pages of several extents repeated."""
         if self.is_aligned:
-            ranges = [span for run in as_ranges(sorted(chunks)) for span in self._pages_of(run)]
+            ranges = [span for run in as_ranges(sorted(extents)) for span in self._pages_of(run)]
         else:
-            ranges = [span for chunk in chunks for span in self.pages(chunk)]
+            ranges = [span for extent in extents for span in self.pages(extent)]
         spans: list[range] = []
         for span in sorted(ranges, key=_start):
             if spans and spans[-1].stop == span.start:
@@ -113,9 +113,9 @@ class KvGeometry:
                 spans.append(span)
         return spans
 
-    def uses(self, chunks: list[int]) -> Counter[int]:
-        """How many rows of ``chunks`` lie on each page they touch."""
-        return Counter(p for c in chunks for span in self.pages(c) for p in span)
+    def uses(self, extents: list[int]) -> Counter[int]:
+        """How many rows of ``extents`` lie on each page they touch."""
+        return Counter(p for c in extents for span in self.pages(c) for p in span)
 
     def extents(self, blocks: list[int]) -> list[tuple[int, int]]:
         """``(offset, num_bytes)`` of ascending ``blocks``, neighbours joined, row by row."""
@@ -148,25 +148,25 @@ class KvGeometry:
         return gaps
 
     def _is_aligned(self) -> bool:
-        lengths = ((row, self.blocks_per_chunk * row.stride) for row in self.rows)
+        lengths = ((row, self.blocks_per_extent * row.stride) for row in self.rows)
         return all(
             row.num_bytes == row.stride
             and row.offset % self.page_bytes == length % self.page_bytes == 0
             for row, length in lengths
         )
 
-    def _blocks_per_chunk(self) -> int:
+    def _blocks_per_extent(self) -> int:
         aligned = _num_aligned(self.page_bytes, [row.stride for row in self.rows])
         if aligned is not None:
             return aligned
         longest = max(-(-self.page_bytes // row.stride) for row in self.rows)
-        return max(_MIN_BLOCKS_PER_CHUNK, longest)
+        return max(_MIN_BLOCKS_PER_EXTENT, longest)
 
 
-def in_whole_chunks(kv_bytes: int, page_bytes: int, strides: Collection[int]) -> int:
+def in_whole_extents(kv_bytes: int, page_bytes: int, strides: Collection[int]) -> int:
     """``kv_bytes``, or a little less, so that no two rows of blocks share a page.
 
-    ``strides`` are bytes of a block, row by row. Then neighbouring chunks are mapped by one
+    ``strides`` are bytes of a block, row by row. Then neighbouring extents are mapped by one
     call a row. All of ``kv_bytes`` where blocks fill whole pages too seldom for that.
     """
     aligned = _num_aligned(page_bytes, strides)
@@ -182,7 +182,7 @@ def _num_aligned(page_bytes: int, strides: Collection[int]) -> int | None:
     """
     aligned = math.lcm(*(page_bytes // math.gcd(stride, page_bytes) for stride in strides))
     is_one_page = aligned * max(strides, default=0) <= page_bytes
-    return aligned if is_one_page or aligned <= _MAX_ALIGNED_BLOCKS_PER_CHUNK else None
+    return aligned if is_one_page or aligned <= _MAX_ALIGNED_BLOCKS_PER_EXTENT else None
 
 
 def _start(span: range) -> int:

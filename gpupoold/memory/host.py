@@ -1,4 +1,4 @@
-"""Host memory shared between processes: weight images and the KV host cache."""
+"""Host memory shared between processes: weights snapshots and the KV host cache."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """A model's KV memory: which blocks the engine may use, and where their bytes are.
 
 vLLM believes in a large fixed pool of blocks. Only the blocks of *backed*
-chunks have pages; the others are held back from its free list ("ballast"), so
+extents have pages; the others are held back from its free list ("ballast"), so
 running out of pages is a scheduling decision and never a fault. A paused
-model's chunks may be moved to host memory below its block tables, and come
+model's extents may be moved to host memory below its block tables, and come
 back under the same block numbers.
 
-A chunk that is not whole on the device is *away*. The engine may not run requests
+An extent that is not whole on the device is *away*. The engine may not run requests
 with blocks in it, and gets none of its blocks: those that are free are held until it
 is back, so that no copy ever writes where the engine does.
 """
@@ -18,11 +18,11 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpupoold.memory.address_ranges import Region
+from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import BlockLedger, Copy, Device
 from gpupoold.memory.geometry import KvGeometry
 from gpupoold.memory.host import HostSlot, KvHostCache, Slot
-from gpupoold.memory.kv_extents import AWAY, Group, KvChunks, Place
+from gpupoold.memory.kv_extents import AWAY, Group, KvExtents, Place
 from gpupoold.memory.libc import memcpy
 from gpupoold.memory.transfers import Transfer, TransferQueue
 
@@ -35,13 +35,13 @@ class _Export:
     transfer: Transfer
 
 
-class KvMemory(KvChunks):
-    """Backs, frees, pages out and pages in the chunks of one model's KV region."""
+class KvMemory(KvExtents):
+    """Backs, frees, pages out and pages in the extents of one model's KV address range."""
 
     def __init__(
-        self, geometry: KvGeometry, region: Region, device: Device, host: KvHostCache
+        self, geometry: KvGeometry, address_range: AddressRange, device: Device, host: KvHostCache
     ) -> None:
-        super().__init__(geometry, region, device)
+        super().__init__(geometry, address_range, device)
         self._host = host
         self.arrived_bytes = 0
         """Bytes that have come back to the device so far."""
@@ -53,27 +53,27 @@ class KvMemory(KvChunks):
         ledger.watch(self._index)
         ledger.hold(self._real(range(self.geometry.num_blocks)))
 
-    def back(self, chunks: list[int]) -> None:
-        """Map zeroed pages for unbacked ``chunks`` and give their blocks to the engine.
+    def back(self, extents: list[int]) -> None:
+        """Map zeroed pages for unbacked ``extents`` and give their blocks to the engine.
 
         Raises:
             OutOfPages: the pool is short; nothing was changed.
         """
-        assert all(self.place(chunk) is Place.UNBACKED for chunk in chunks)
-        self._retain(chunks, is_filled=True)
-        self._index.put(chunks, Place.DEVICE)
-        for chunk in chunks:
-            self._engine().give(self._real(self.geometry.blocks(chunk)))
+        assert all(self.place(extent) is Place.UNBACKED for extent in extents)
+        self._retain(extents, is_filled=True)
+        self._index.put(extents, Place.DEVICE)
+        for extent in extents:
+            self._engine().give(self._real(self.geometry.blocks(extent)))
 
-    def unback(self, chunks: list[int]) -> None:
-        """Take away ``chunks`` that have no live block; cached prefixes in them are forgotten."""
-        if not chunks:
+    def unback(self, extents: list[int]) -> None:
+        """Take away ``extents`` that have no live block; cached prefixes in them are forgotten."""
+        if not extents:
             return
-        assert all(self.place(chunk) is Place.DEVICE for chunk in chunks)
-        for chunk in chunks:
-            self._engine().hold(self._real(self.geometry.blocks(chunk)))
-        self._index.put(chunks, Place.UNBACKED)
-        self._drop(chunks)
+        assert all(self.place(extent) is Place.DEVICE for extent in extents)
+        for extent in extents:
+            self._engine().hold(self._real(self.geometry.blocks(extent)))
+        self._index.put(extents, Place.UNBACKED)
+        self._drop(extents)
 
     @contextlib.contextmanager
     def without_ballast(self) -> Iterator[None]:
@@ -81,7 +81,7 @@ class KvMemory(KvChunks):
 
         Nothing may be scheduled meanwhile: most of the blocks have no pages.
         """
-        ballast = self._real_of(self.chunks(Place.UNBACKED))
+        ballast = self._real_of(self.extents(Place.UNBACKED))
         ballast += [block for group in self._groups() for block in group.held]
         self._engine().give(ballast)
         try:
@@ -89,22 +89,22 @@ class KvMemory(KvChunks):
         finally:
             self._engine().hold(ballast)
 
-    def begin_page_out(self, chunks: list[int], queue: TransferQueue) -> int:
-        """Start to move the live blocks of chunks to the host, until the host is full.
+    def begin_page_out(self, extents: list[int], queue: TransferQueue) -> int:
+        """Start to move the live blocks of extents to the host, until the host is full.
 
-        Returns how many of ``chunks``, from the first on, the host had room for. The model
+        Returns how many of ``extents``, from the first on, the host had room for. The model
         must be paused. Pages come free with the ``settle`` after the transfer; those of
-        chunks without a live block now. Cached prefixes in free blocks are forgotten: their
+        extents without a live block now. Cached prefixes in free blocks are forgotten: their
         bytes do not travel.
         """
-        assert all(self.place(chunk) is Place.DEVICE for chunk in chunks)
+        assert all(self.place(extent) is Place.DEVICE for extent in extents)
         self.finish_exports()  # pages that are read from must not go
         room = self._host.num_free_blocks(self.geometry.block_bytes)
-        totals = itertools.accumulate(map(self._index.num_used, chunks))
+        totals = itertools.accumulate(map(self._index.num_used, extents))
         num_done = sum(1 for _ in itertools.takewhile(lambda total: total <= room, totals))
-        done = chunks[:num_done]
-        leaving = sorted(chunk for chunk in done if self._index.num_used(chunk))
-        self.unback([chunk for chunk in done if not self._index.num_used(chunk)])
+        done = extents[:num_done]
+        leaving = sorted(extent for extent in done if self._index.num_used(extent))
+        self.unback([extent for extent in done if not self._index.num_used(extent)])
         if leaving:
             everything = self._real_of(leaving)
             blocks = self._engine().live(everything)
@@ -117,16 +117,16 @@ class KvMemory(KvChunks):
             self._put(group, Place.LEAVING)
         return num_done
 
-    def begin_page_in(self, chunks: Iterable[int], queue: TransferQueue) -> None:
-        """Start to bring chunks, and those that left with each, back under the same block ids;
+    def begin_page_in(self, extents: Iterable[int], queue: TransferQueue) -> None:
+        """Start to bring extents, and those that left with each, back under the same block ids;
         ``settle`` ends it. Neighbours are mapped by one call, whatever groups they are in.
 
         Raises:
             OutOfPages: the pool is short; nothing was changed.
         """
-        groups = list(dict.fromkeys(self._away[chunk] for chunk in chunks))
+        groups = list(dict.fromkeys(self._away[extent] for extent in extents))
         assert all(group.place is Place.HOST for group in groups)
-        coming = sorted(chunk for group in groups for chunk in group.chunks)
+        coming = sorted(extent for group in groups for extent in group.extents)
         fresh = self._retain(coming, is_filled=False)
         blocks = sorted(block for group in groups for block in group.blocks)
         for offset, num_bytes in self.geometry.gaps(fresh, blocks):
@@ -160,39 +160,39 @@ class KvMemory(KvChunks):
         self._exports.append(_Export(list(blocks), transfer))
         return slot, transfer
 
-    def adopt(self, slot: Slot, num_blocks: int) -> list[int] | None:
+    def attach_slot(self, slot: Slot, num_blocks: int) -> list[int] | None:
         """Have so many blocks that the engine does not have, whose bytes are in ``slot``.
 
         Row by row in the order of the ids that are returned. They are the caller's to give back
         to the engine, and ``slot`` is freed when nobody needs it. None when there are too few.
         """
-        chunks, blocks = self._unbacked(num_blocks)
+        extents, blocks = self._unbacked(num_blocks)
         if len(blocks) < num_blocks:
-            self.unback([chunk for chunk in self.free_chunks() if chunk])
-            chunks, blocks = self._unbacked(num_blocks)
+            self.unback([extent for extent in self.free_extents() if extent])
+            extents, blocks = self._unbacked(num_blocks)
         if len(blocks) < num_blocks:
             return None
-        if not chunks:
+        if not extents:
             slot.free()
             return []
-        group = Group(chunks, slot, blocks[:num_blocks], set(blocks[num_blocks:]))
+        group = Group(extents, slot, blocks[:num_blocks], set(blocks[num_blocks:]))
         self._put(group, Place.HOST)
         return group.blocks
 
     def _unbacked(self, num_blocks: int) -> tuple[list[int], list[int]]:
-        """Chunks without pages that have so many blocks, if there are enough, and the blocks.
+        """Extents without pages that have so many blocks, if there are enough, and the blocks.
 
-        Not the null block's chunk, which kernels touch at any time.
+        Not the null block's extent, which kernels touch at any time.
         """
-        chunks: list[int] = []
+        extents: list[int] = []
         blocks: list[int] = []
-        for chunk in self._index.each(Place.UNBACKED):
+        for extent in self._index.each(Place.UNBACKED):
             if len(blocks) >= num_blocks:
                 break
-            if chunk:
-                chunks.append(chunk)
-                blocks += self.geometry.blocks(chunk)
-        return chunks, blocks
+            if extent:
+                extents.append(extent)
+                blocks += self.geometry.blocks(extent)
+        return extents, blocks
 
     def finish_exports(self) -> None:
         """Wait until nothing is being copied for other devices."""
@@ -205,7 +205,7 @@ class KvMemory(KvChunks):
         """Take note of the transfers that have ended.
 
         Raises:
-            Exception: a copy failed; its chunks are where they were before.
+            Exception: a copy failed; its extents are where they were before.
         """
         self.settle_exports()
         gone: list[int] = []
@@ -219,10 +219,10 @@ class KvMemory(KvChunks):
                 self._drop(sorted(gone))
 
     def finish(self, place: Place) -> None:
-        """Wait for all chunks ``LEAVING`` or ``ARRIVING`` to have got there.
+        """Wait for all extents ``LEAVING`` or ``ARRIVING`` to have got there.
 
         Raises:
-            Exception: a copy failed; its chunks are where they were before.
+            Exception: a copy failed; its extents are where they were before.
         """
         for group in self._groups(place):
             if group.transfer is not None:
@@ -232,7 +232,7 @@ class KvMemory(KvChunks):
         self.settle()
 
     def oldest_transfer(self, place: Place) -> Transfer | None:
-        """The first of the transfers of chunks ``LEAVING`` or ``ARRIVING``."""
+        """The first of the transfers of extents ``LEAVING`` or ``ARRIVING``."""
         return next((group.transfer for group in self._moving if group.place is place), None)
 
     def stop_leaving(self) -> None:
@@ -244,9 +244,9 @@ class KvMemory(KvChunks):
         self._stop(Place.ARRIVING)
 
     def discard_dead(self) -> None:
-        """Take note that requests have ended: keep the engine from blocks of away chunks, and
-        let go of chunks that nobody needs any more (those under way when they have come)."""
-        groups = {self._away[chunk]: None for chunk in sorted(self._index.take_freed_away())}
+        """Take note that requests have ended: keep the engine from blocks of away extents, and
+        let go of extents that nobody needs any more (those under way when they have come)."""
+        groups = {self._away[extent]: None for extent in sorted(self._index.take_freed_away())}
         for group in groups:
             wanted = [block for block in group.blocks if block not in group.held]
             self._hold(group, set(wanted) - set(self._engine().live(wanted)))
@@ -254,7 +254,7 @@ class KvMemory(KvChunks):
                 self._let_go(group)
 
     def close(self) -> None:
-        """Stop transfers, free host slots and the region; the engine must be gone."""
+        """Stop transfers, free host slots and the address range; the engine must be gone."""
         for export in self._exports:  # to the end: others wait for the bytes
             with contextlib.suppress(Exception):
                 export.transfer.wait()
@@ -265,22 +265,22 @@ class KvMemory(KvChunks):
         self._away.clear()
         self._all_groups.clear()
         self._moving.clear()
-        self._region.close()
+        self._address_range.close()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when places, host slots and the region disagree."""
-        self._region.check_integrity()
+        """Raise AssertionError when places, host slots and the address range disagree."""
+        self._address_range.check_integrity()
         self._index.check(self._engine().live(self._real(range(self.geometry.num_blocks))))
         self._check_counters()
-        assert set(self._away) == {chunk for place in AWAY for chunk in self.chunks(place)}
+        assert set(self._away) == {extent for place in AWAY for extent in self.extents(place)}
         mapped = (Place.DEVICE, Place.LEAVING, Place.ARRIVING)
-        chunks = [chunk for place in mapped for chunk in self.chunks(place)]
-        assert len(self.geometry.uses(chunks)) == self._region.num_mapped
+        extents = [extent for place in mapped for extent in self.extents(place)]
+        assert len(self.geometry.uses(extents)) == self._address_range.num_mapped
         for group in self._groups():
-            [place] = {self.place(chunk) for chunk in group.chunks}
+            [place] = {self.place(extent) for extent in group.extents}
             assert group.place is place
-            idle = set(self._real_of(group.chunks)) - set(group.blocks)
-            assert idle <= group.held, f"free blocks of away chunks {group.chunks} are not held"
+            idle = set(self._real_of(group.extents)) - set(group.blocks)
+            assert idle <= group.held, f"free blocks of away extents {group.extents} are not held"
             assert self._engine().live(group.blocks) == group.blocks
             assert (group.transfer is None) == (place is Place.HOST)
 
@@ -292,9 +292,9 @@ class KvMemory(KvChunks):
         assert set(self._moving) == set(groups) - set(on_host)
         assert self._host_bytes == sum(group.slot.num_bytes for group in groups)
         assert self._missing_bytes == sum(group.slot.num_bytes for group in on_host)
-        assert self.num_leaving_pages == self.num_resident_pages(self.chunks(Place.LEAVING))
-        assert self.num_idle_pages == self.num_resident_pages(self.free_chunks())
-        assert self.num_returning_pages == self.num_missing_pages(self.chunks(Place.HOST))
+        assert self.num_leaving_pages == self.num_resident_pages(self.extents(Place.LEAVING))
+        assert self.num_idle_pages == self.num_resident_pages(self.free_extents())
+        assert self.num_returning_pages == self.num_missing_pages(self.extents(Place.HOST))
 
     def settle_exports(self) -> None:
         """Let go of blocks whose copies for other devices have been made."""
@@ -332,7 +332,7 @@ class KvMemory(KvChunks):
     def _settle_at(self, group: Group, place: Place) -> list[int]:
         """Note that all of a group is on the device, or on the host and only there.
 
-        Returns the chunks whose pages are to be dropped.
+        Returns the extents whose pages are to be dropped.
         """
         group.transfer = None
         if place is Place.DEVICE and group.place is Place.ARRIVING:
@@ -341,7 +341,7 @@ class KvMemory(KvChunks):
         if place is Place.HOST:
             if self._is_dead(group):
                 self._let_go(group)
-            return group.chunks
+            return group.extents
         group.slot.free()
         self._engine().give(sorted(group.held))
         return []
@@ -355,22 +355,22 @@ class KvMemory(KvChunks):
         self._engine().hold(sorted(blocks))
         group.held |= blocks
 
-    def _retain(self, chunks: list[int], *, is_filled: bool) -> list[range]:
-        """Map chunks; returns the pages that were not mapped before."""
+    def _retain(self, extents: list[int], *, is_filled: bool) -> list[range]:
+        """Map extents; returns the pages that were not mapped before."""
         held: list[range] = []
         fresh: list[range] = []
         try:
-            for span in self.geometry.spans(chunks):
-                fresh += self._region.retain(span, is_filled=is_filled)
+            for span in self.geometry.spans(extents):
+                fresh += self._address_range.retain(span, is_filled=is_filled)
                 held.append(span)
         except BaseException:
             for span in held:
-                self._region.drop(span)
+                self._address_range.drop(span)
             raise
         return fresh
 
-    def _drop(self, chunks: list[int]) -> None:
-        self._region.drop_each(self.geometry.spans(chunks))
+    def _drop(self, extents: list[int]) -> None:
+        self._address_range.drop_each(self.geometry.spans(extents))
 
     def _pieces(self, group: Group) -> Iterator[tuple[int, int, int]]:
         """``(device address, host address, num_bytes)``: in the slot, rows follow each other."""

@@ -1,4 +1,4 @@
-"""Where the chunks of one model's KV are: what can be asked of them, without changing any."""
+"""Where the extents of one model's KV are: what can be asked of them, without changing any."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from gpupoold.memory.address_ranges import Region
+from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import BlockLedger, Device
-from gpupoold.memory.extent_index import AWAY, ChunkIndex, Place
+from gpupoold.memory.extent_index import AWAY, ExtentIndex, Place
 from gpupoold.memory.geometry import KvGeometry
 from gpupoold.memory.host import HostSlot, Slot
 from gpupoold.memory.transfers import Transfer
 
-__all__ = ["AWAY", "Group", "KvChunks", "Place"]
+__all__ = ["AWAY", "Group", "KvExtents", "Place"]
 
 # Moved together: each row is then mapped by one call, and copied in one piece. A few
-# milliseconds of an emulated link, less than a chunk of most models on a GPU.
+# milliseconds of an emulated link, less than an extent of most models on a GPU.
 _GROUP_BYTES = 32 << 20
 # Of a small device: so that not all requests wait for one copy.
 _MIN_GROUPS = 8
@@ -24,30 +24,30 @@ _MIN_GROUPS = 8
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Chunks that are away, together from when they left until they are back.
+    """Extents that are away, together from when they left until they are back.
 
     ``blocks`` had bytes when they left; the slot has them row by row, so that neighbours are
     copied in one piece. ``held`` are those that the engine must not have until then.
     """
 
-    chunks: list[int]
+    extents: list[int]
     slot: Slot
     blocks: list[int]
     held: set[int] = field(default_factory=set)
     transfer: Transfer | None = None
     place: Place = Place.DEVICE
-    """Of all its chunks."""
+    """Of all its extents."""
 
 
-class KvChunks:
-    """The chunks of a KV region, and the engine's account of the blocks in them."""
+class KvExtents:
+    """The extents of a KV address range, and the engine's account of the blocks in them."""
 
-    def __init__(self, geometry: KvGeometry, region: Region, device: Device) -> None:
+    def __init__(self, geometry: KvGeometry, address_range: AddressRange, device: Device) -> None:
         self.geometry = geometry
-        self._region = region
+        self._address_range = address_range
         self._device = device
-        self._index = ChunkIndex(geometry)
-        self._away: dict[int, Group] = {}  # by chunk
+        self._index = ExtentIndex(geometry)
+        self._away: dict[int, Group] = {}  # by extent
         self._all_groups: dict[Group, None] = {}  # in the order in which they left
         self._moving: dict[Group, None] = {}  # those being copied, in the order in which that began
         self._host_bytes = self._missing_bytes = 0
@@ -57,21 +57,21 @@ class KvChunks:
     @property
     def address(self) -> int:
         """Start of the KV buffer."""
-        return self._region.address
+        return self._address_range.address
 
     @property
     def physical_pages(self) -> list[int]:
         """Pages of the pool that it has."""
-        return self._region.physical_pages
+        return self._address_range.physical_pages
 
     @property
     def resident_bytes(self) -> int:
-        """Device bytes of this region."""
-        return self._region.num_mapped * self._device.page_bytes
+        """Device bytes of this address range."""
+        return self._address_range.num_mapped * self._device.page_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Host bytes of the chunks that are away."""
+        """Host bytes of the extents that are away."""
         return self._host_bytes
 
     @property
@@ -87,61 +87,62 @@ class KvChunks:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no chunk is away, so that every request can run."""
+        """Whether no extent is away, so that every request can run."""
         return not self._away
 
     def is_here(self, blocks: Iterable[int]) -> bool:
         """Whether the bytes of all these blocks are on the device."""
-        size, away = self.geometry.blocks_per_chunk, self._away
+        size, away = self.geometry.blocks_per_extent, self._away
         return not away or not any(block // size in away for block in blocks)
 
-    def place(self, chunk: int) -> Place:
-        """Where a chunk is."""
-        return self._index.place(chunk)
+    def place(self, extent: int) -> Place:
+        """Where an extent is."""
+        return self._index.place(extent)
 
-    def chunks(self, place: Place) -> list[int]:
-        """Chunks at ``place``, lowest first."""
-        return self._index.chunks(place)
+    def extents(self, place: Place) -> list[int]:
+        """Extents at ``place``, lowest first."""
+        return self._index.extents(place)
 
-    def first_chunks(self, place: Place, count: int) -> list[int]:
-        """The lowest ``count`` chunks at ``place``, or all."""
+    def first_extents(self, place: Place, count: int) -> list[int]:
+        """The lowest ``count`` extents at ``place``, or all."""
         return list(islice(self._index.each(place), count))
 
-    def chunks_in_order(self, place: Place, blocks: Iterable[int]) -> list[int]:
-        """Chunks at ``place``: those of ``blocks`` first, in their order, then the others."""
-        size, at = self.geometry.blocks_per_chunk, self._index.place
+    def extents_in_order(self, place: Place, blocks: Iterable[int]) -> list[int]:
+        """Extents at ``place``: those of ``blocks`` first, in their order, then the others."""
+        size, at = self.geometry.blocks_per_extent, self._index.place
         wanted = dict.fromkeys(block // size for block in blocks)
-        first = [chunk for chunk in wanted if at(chunk) is place]
-        return first + [chunk for chunk in self.chunks(place) if chunk not in wanted]
+        first = [extent for extent in wanted if at(extent) is place]
+        return first + [extent for extent in self.extents(place) if extent not in wanted]
 
-    def cut(self, chunks: list[int]) -> Iterator[list[int]]:
-        """``chunks`` in order, as many at a time as had better be paged out together."""
+    def cut(self, extents: list[int]) -> Iterator[list[int]]:
+        """``extents`` in order, as many at a time as had better be paged out together."""
         group_bytes = min(_GROUP_BYTES, self.geometry.total_bytes // _MIN_GROUPS)
         most = max(1, group_bytes // self.geometry.chunk_bytes)
-        num_groups = -(-len(chunks) // most)
+        num_groups = -(-len(extents) // most)
         num_groups += num_groups % 2  # where two threads copy, none is left with the last
-        size = max(1, -(-len(chunks) // max(1, num_groups)))
-        return (chunks[at : at + size] for at in range(0, len(chunks), size))
+        size = max(1, -(-len(extents) // max(1, num_groups)))
+        return (extents[at : at + size] for at in range(0, len(extents), size))
 
     def groups_on_host(self, blocks: Iterable[int]) -> Iterator[list[int]]:
-        """Chunks that can be paged in, together: those of ``blocks`` first, in their order.
+        """Extents that can be paged in, together: those of ``blocks`` first, in their order.
 
         Found one by one, so that who wants the first need not wait for all.
         """
-        size, seen = self.geometry.blocks_per_chunk, set[Group]()
+        size, seen = self.geometry.blocks_per_extent, set[Group]()
         wanted = (self._away.get(block // size) for block in blocks)
         for group in chain(wanted, self._groups(Place.HOST) if self._missing_bytes else ()):
             if group is not None and group.place is Place.HOST and group not in seen:
                 seen.add(group)
-                yield group.chunks
+                yield group.extents
 
     def whereabouts(self, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
         """``(address, num_bytes)`` of the bytes of blocks, row by row in their order.
 
-        In the region, or in host memory where they are away. Nothing of them may be on its way.
+        In the address range, or in host memory where they are away. Nothing of them may be on its
+        way.
         """
         on_host: dict[int, tuple[int, int]] = {}
-        size = self.geometry.blocks_per_chunk
+        size = self.geometry.blocks_per_extent
         away = (self._away.get(block // size) for block in blocks)
         for group in dict.fromkeys(group for group in away if group is not None):
             places = self._extents(group.blocks)
@@ -157,40 +158,42 @@ class KvChunks:
             for block in blocks:
                 yield self.address + row.offset + block * row.stride, row.num_bytes
 
-    def num_missing_pages(self, chunks: list[int]) -> int:
-        """Pages that mapping ``chunks`` would take from the pool."""
+    def num_missing_pages(self, extents: list[int]) -> int:
+        """Pages that mapping ``extents`` would take from the pool."""
         if self.geometry.is_aligned:
-            return sum(map(self._region.num_missing, self.geometry.spans(chunks)))
-        pages = self.geometry.uses(chunks)
-        return sum(1 for page in pages if not self._region.num_holders(page))
+            return sum(map(self._address_range.num_missing, self.geometry.spans(extents)))
+        pages = self.geometry.uses(extents)
+        return sum(1 for page in pages if not self._address_range.num_holders(page))
 
-    def num_resident_pages(self, chunks: list[int]) -> int:
-        """Pages that dropping all of ``chunks`` would free: those no other chunk lies on."""
+    def num_resident_pages(self, extents: list[int]) -> int:
+        """Pages that dropping all of ``extents`` would free: those no other extent lies on."""
         if self.geometry.is_aligned:
-            return sum(map(len, self.geometry.spans(chunks)))
-        uses = self.geometry.uses(chunks)
-        return sum(1 for page, count in uses.items() if self._region.num_holders(page) == count)
+            return sum(map(len, self.geometry.spans(extents)))
+        uses = self.geometry.uses(extents)
+        return sum(
+            1 for page, count in uses.items() if self._address_range.num_holders(page) == count
+        )
 
     @property
     def num_leaving_pages(self) -> int:
         """Pages that come free when what is being copied to the host has got there."""
         if self.geometry.is_aligned:
             return self._index.num_pages(Place.LEAVING)
-        return self._known("leaving", lambda: self.num_resident_pages(self.chunks(Place.LEAVING)))
+        return self._known("leaving", lambda: self.num_resident_pages(self.extents(Place.LEAVING)))
 
     @property
     def num_idle_pages(self) -> int:
         """Pages that taking all of ``free_chunks`` away would free."""
         if self.geometry.is_aligned:
             return self._index.num_idle_pages
-        return self._known("idle", lambda: self.num_resident_pages(self.free_chunks()))
+        return self._known("idle", lambda: self.num_resident_pages(self.free_extents()))
 
     @property
     def num_returning_pages(self) -> int:
         """Pages that bringing in all that is on the host would take from the pool."""
         if self.geometry.is_aligned:
             return self._index.num_pages(Place.HOST)
-        return self._known("host", lambda: self.num_missing_pages(self.chunks(Place.HOST)))
+        return self._known("host", lambda: self.num_missing_pages(self.extents(Place.HOST)))
 
     def _known(self, name: str, count: Callable[[], int]) -> int:
         """What ``count`` says, asked again only after something has changed."""
@@ -200,19 +203,19 @@ class KvChunks:
             self._pages_known[name] = version, answer
         return answer
 
-    def live_blocks(self, chunk: int) -> list[int]:
-        """Blocks of a chunk that requests use."""
-        group = self._away.get(chunk)
-        blocks = self._engine().live(self._real(self.geometry.blocks(chunk)))
+    def live_blocks(self, extent: int) -> list[int]:
+        """Blocks of an extent that requests use."""
+        group = self._away.get(extent)
+        blocks = self._engine().live(self._real(self.geometry.blocks(extent)))
         return [b for b in blocks if b not in group.held] if group else blocks
 
     @property
     def num_live_blocks(self) -> int:
-        """Blocks of chunks on the device that requests use."""
+        """Blocks of extents on the device that requests use."""
         return self._index.num_used_on_device
 
-    def free_chunks(self) -> list[int]:
-        """Chunks on the device without a live block, highest first: cheap to take away."""
+    def free_extents(self) -> list[int]:
+        """Extents on the device without a live block, highest first: cheap to take away."""
         return self._index.idle()
 
     def _groups(self, place: Place | None = None) -> list[Group]:
@@ -229,28 +232,28 @@ class KvChunks:
             self._missing_bytes += size
         if place in AWAY and group not in self._all_groups:
             self._all_groups[group] = None
-            self._away |= dict.fromkeys(group.chunks, group)
+            self._away |= dict.fromkeys(group.extents, group)
             self._host_bytes += size
         elif place not in AWAY:
             del self._all_groups[group]
             self._host_bytes -= size
-            for chunk in group.chunks:
-                del self._away[chunk]
+            for extent in group.extents:
+                del self._away[extent]
         self._moving.pop(group, None)
         if place in (Place.LEAVING, Place.ARRIVING):
             self._moving[group] = None
         group.place = place
-        self._index.put(group.chunks, place)
+        self._index.put(group.extents, place)
 
     def _is_dead(self, group: Group) -> bool:
         """Whether no request needs any block of it."""
-        return len(group.held) == len(self._real_of(group.chunks))
+        return len(group.held) == len(self._real_of(group.extents))
 
     def _real(self, blocks: range) -> range:
         return blocks if blocks.start else blocks[1:]
 
-    def _real_of(self, chunks: list[int]) -> list[int]:
-        return [b for chunk in chunks for b in self._real(self.geometry.blocks(chunk))]
+    def _real_of(self, extents: list[int]) -> list[int]:
+        return [b for extent in extents for b in self._real(self.geometry.blocks(extent))]
 
     def _engine(self) -> BlockLedger:
         assert self._ledger is not None, "attach() comes first"

@@ -1,8 +1,8 @@
 """KV that one worker has copied to its host memory for another, which reads it there.
 
 The host caches of all workers of a box are shared memory: a worker maps those of the
-others. A *parcel* is a slot of one of them. Who sent it keeps it until who got it has said that
-it is not needed any more, or is gone; whether its bytes are there is told by an eventfd, so
+others. A *KV transfer* is a slot of one of them. Who sent it keeps it until who got it has said
+that it is not needed any more, or is gone; whether its bytes are there is told by an eventfd, so
 that nobody waits for a process that is in the middle of something else.
 """
 
@@ -84,7 +84,7 @@ class PeerCache:
         return self._is_pinned or self._device.is_host_addressable
 
     def slot(self, offsets: Sequence[tuple[int, int]], on_free: Callable[[], None]) -> PeerSlot:
-        """The parcel at these ``(offset, num_bytes)``, while the cache is usable."""
+        """The KV transfer at these ``(offset, num_bytes)``, while the cache is usable."""
         self._num_users += 1
         pieces = [(self._address + offset, num_bytes) for offset, num_bytes in offsets]
         return PeerSlot(self, pieces, on_free)

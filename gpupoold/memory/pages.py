@@ -32,8 +32,9 @@ class PagePool:
     def allocate(self, num_pages: int, at: int = 0) -> list[PageRun]:
         """Take ``num_pages``, all or nothing.
 
-        They are to be mapped from page ``at`` of a region on: a run that lies in its page tables
-        as those pages do in theirs is preferred, where the tables of such runs can be moved whole.
+        They are to be mapped from page ``at`` of an address range on: a run that lies in its page
+        tables as those pages do in theirs is preferred, where the tables of such runs can be moved
+        whole.
 
         Raises:
             OutOfPages: fewer are free; nothing was taken.

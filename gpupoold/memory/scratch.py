@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from gpupoold.memory.address_ranges import Region
+from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.pages import PagePool
@@ -16,14 +16,14 @@ from gpupoold.memory.pages import PagePool
 class Scratch:
     """As many bytes of addresses on a device as of pinned host memory."""
 
-    region: Region
+    address_range: AddressRange
     buffer: HostBuffer
     num_bytes: int
 
     @property
     def address(self) -> int:
         """Start on the device."""
-        return self.region.address
+        return self.address_range.address
 
     @property
     def host_address(self) -> int:
@@ -46,13 +46,13 @@ def scratch_memory(
     """
     num_pages = -(-num_bytes // device.page_bytes)
     with ExitStack() as undo:
-        region = Region(device, pool, num_pages)
-        undo.callback(region.close)
+        address_range = AddressRange(device, pool, num_pages)
+        undo.callback(address_range.close)
         if is_mapped:
-            region.retain(range(num_pages))
+            address_range.retain(range(num_pages))
         buffer = HostBuffer.create("gpupool-scratch", num_pages * device.page_bytes)
         undo.callback(buffer.close)
         device.pin(buffer.address, buffer.num_bytes)
         undo.callback(device.unpin, buffer.address, buffer.num_bytes)
         device.synchronize()
-        yield Scratch(region, buffer, num_bytes)
+        yield Scratch(address_range, buffer, num_bytes)

@@ -1,4 +1,4 @@
-"""Copies beside the engine's work: threads and lanes for each direction.
+"""Copies beside the engine's work: threads and copy streams for each direction.
 
 A transfer is a list of copies, made in batches one behind the other, two of them under way
 at a time so that the link never waits for this thread. It can be stopped within a batch's
@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 
-from gpupoold.memory.contracts import Copy, Device, Direction, Lane
+from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction
 from gpupoold.system.activity import WORKER, Phase
 
 BATCH_BYTES = 8 << 20
@@ -92,7 +92,7 @@ class Transfer:
         self._ended.wait()
         return self._num_copied
 
-    def run(self, lane: Lane) -> None:
+    def run(self, copy_stream: CopyStream) -> None:
         """Make the copies, unless it has been stopped; for the queue's thread."""
         with self._lock:
             if self._is_stopped:
@@ -103,15 +103,15 @@ class Transfer:
             for batch in cut(self._copies, self._batch_bytes):
                 if self._is_stopped:
                     break
-                number = lane.begin(batch, self._after)
+                number = copy_stream.begin(batch, self._after)
                 under_way.append((number, sum(copy.num_bytes for copy in batch)))
                 if len(under_way) == _MAX_UNDER_WAY:
-                    self._finish(lane, under_way)
+                    self._finish(copy_stream, under_way)
         except BaseException as error:  # raised where it is waited for
             self._error = error
         try:
             while under_way:  # also after an error: nothing is being written in the end
-                self._finish(lane, under_way)
+                self._finish(copy_stream, under_way)
         except BaseException as error:
             self._error = self._error or error
         finally:
@@ -124,51 +124,51 @@ class Transfer:
         finally:  # last: whoever sees the end may take away what is told by
             self._ended.set()
 
-    def _finish(self, lane: Lane, under_way: deque[tuple[int, int]]) -> None:
+    def _finish(self, copy_stream: CopyStream, under_way: deque[tuple[int, int]]) -> None:
         number, num_bytes = under_way.popleft()
-        lane.wait(number)
+        copy_stream.wait(number)
         self._num_copied += num_bytes
 
 
 class TransferQueue:
     """Transfers in one direction, begun in the order in which they were asked for.
 
-    As many at a time as there are lanes, each of which has a thread.
+    As many at a time as there are copy streams, each of which has a thread.
     """
 
     @classmethod
     def open(cls, device: Device, direction: Direction, name: str) -> TransferQueue:
-        """Open a queue over lanes of ``device``. Where cores of the host copy, the thread that
-        waits for a transfer helps."""
-        helper = device.open_lane(direction) if device.is_host_addressable else None
-        return cls(device.open_lanes(direction), name, helper=helper)
+        """Open a queue over copy streams of ``device``. Where cores of the host copy, the thread
+        that waits for a transfer helps."""
+        helper = device.open_copy_stream(direction) if device.is_host_addressable else None
+        return cls(device.open_copy_streams(direction), name, helper=helper)
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
+        copy_streams: Sequence[CopyStream],
         name: str,
         batch_bytes: int = BATCH_BYTES,
         *,
-        helper: Lane | None = None,
+        helper: CopyStream | None = None,
     ) -> None:
         """Start the threads.
 
         Args:
-            lanes: used by a thread each.
+            copy streams: used by a thread each.
             name: of the threads.
             batch_bytes: copied at a time.
             helper: used by the thread that waits for a transfer, which copies meanwhile what
                 has not begun. Asleep, that thread would leave a core idle, and one that wakes
                 up on the core of another copy waits some milliseconds to be moved.
         """
-        self._lanes = lanes
+        self._copy_streams = copy_streams
         self._helper = helper
         self._batch_bytes = batch_bytes
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
         self._waiting: list[Transfer] = []
         self._threads = [
-            threading.Thread(target=self._run, args=(lane,), name=name, daemon=True)
-            for lane in lanes
+            threading.Thread(target=self._run, args=(copy_stream,), name=name, daemon=True)
+            for copy_stream in copy_streams
         ]
         for thread in self._threads:
             thread.start()
@@ -191,7 +191,7 @@ class TransferQueue:
 
         See :class:`Transfer` for ``on_end``.
         """
-        after = self._lanes[0].fence()
+        after = self._copy_streams[0].fence()
         transfer = Transfer(copies, self._batch_bytes, after, self._help, on_end)
         self._forget_ended()
         self._waiting.append(transfer)
@@ -199,12 +199,12 @@ class TransferQueue:
         return transfer
 
     def close(self) -> None:
-        """Make what was asked for, then end the threads and the lanes."""
+        """Make what was asked for, then end the threads and the copy streams."""
         for _ in self._threads:
             self._queue.put(None)
-        for thread, lane in zip(self._threads, self._lanes, strict=True):
+        for thread, copy_stream in zip(self._threads, self._copy_streams, strict=True):
             thread.join()
-            lane.close()
+            copy_stream.close()
         if self._helper is not None:
             self._helper.close()
 
@@ -225,10 +225,10 @@ class TransferQueue:
         transfer.run(self._helper)
         return True
 
-    def _run(self, lane: Lane) -> None:
+    def _run(self, copy_stream: CopyStream) -> None:
         while (transfer := self._queue.get()) is not None:
             with WORKER.beside(Phase.COPY):
-                transfer.run(lane)
+                transfer.run(copy_stream)
 
 
 def cut(copies: Sequence[Copy], batch_bytes: int) -> Iterator[list[Copy]]:

@@ -1,9 +1,9 @@
-"""A model's weights: an image in host memory, a region on the device."""
+"""A model's weights: a snapshot in host memory, an address range on the device."""
 
 from __future__ import annotations
 
 from gpupoold.errors import Failed
-from gpupoold.memory.address_ranges import Region
+from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import Copy, Device
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.transfers import Transfer, TransferQueue
@@ -12,60 +12,60 @@ _HINT = "warm the model: `gpupool cache warm`"
 
 
 class WeightMemory:
-    """Maps the weight region and fills it from the image; never copies back.
+    """Maps the weight address range and fills it from the snapshot; never copies back.
 
     The pages from the first on are there, as many as there was room for: a model that
-    comes back after a part of it has been evicted moves that part only. ``image`` holds
-    the region's bytes as vLLM left them after loading and post-processing, padded to
+    comes back after a part of it has been evicted moves that part only. ``snapshot`` holds
+    the address range's bytes as vLLM left them after loading and post-processing, padded to
     whole pages. It is pinned from here to ``close``, or to where it is detached: without an
-    image nothing is there and nothing can be brought in.
+    snapshot nothing is there and nothing can be brought in.
     """
 
-    def __init__(self, region: Region, device: Device, image: HostBuffer) -> None:
-        self._region = region
+    def __init__(self, address_range: AddressRange, device: Device, snapshot: HostBuffer) -> None:
+        self._address_range = address_range
         self._device = device
         self._num_loaded = 0
         self._arriving: Transfer | None = None
-        self._image: HostBuffer | None = None
-        assert image.num_bytes == self.num_bytes
-        device.pin(image.address, image.num_bytes)
-        self._image = image
+        self._snapshot: HostBuffer | None = None
+        assert snapshot.num_bytes == self.num_bytes
+        device.pin(snapshot.address, snapshot.num_bytes)
+        self._snapshot = snapshot
 
     @property
-    def has_image(self) -> bool:
-        """Whether its image is in host memory, so that it can be brought in."""
-        return self._image is not None
+    def has_snapshot(self) -> bool:
+        """Whether its snapshot is in host memory, so that it can be brought in."""
+        return self._snapshot is not None
 
     @property
-    def image(self) -> HostBuffer:
-        """The image.
+    def snapshot(self) -> HostBuffer:
+        """The snapshot.
 
         Raises:
             Failed: it has been detached.
         """
-        if self._image is None:
-            raise Failed("the image of these weights is not in host memory", _HINT)
-        return self._image
+        if self._snapshot is None:
+            raise Failed("the snapshot of these weights is not in host memory", _HINT)
+        return self._snapshot
 
     @property
     def num_pages(self) -> int:
-        """Pages of the whole image."""
-        return self._region.num_pages
+        """Pages of the whole snapshot."""
+        return self._address_range.num_pages
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole image, also while there is none."""
+        """Bytes of the whole snapshot, also while there is none."""
         return self.num_pages * self._device.page_bytes
 
     @property
     def num_mapped_pages(self) -> int:
         """Pages of the pool that it has, filled or being filled."""
-        return self._region.num_mapped
+        return self._address_range.num_mapped
 
     @property
     def physical_pages(self) -> list[int]:
         """These pages."""
-        return self._region.physical_pages
+        return self._address_range.physical_pages
 
     @property
     def mapped_bytes(self) -> int:
@@ -100,7 +100,7 @@ class WeightMemory:
     @property
     def address(self) -> int:
         """Where the weights are whenever they are resident."""
-        return self._region.address
+        return self._address_range.address
 
     def load(self, num_pages: int | None = None) -> int:
         """Bring in the next ``num_pages``, or all that are missing; returns the bytes copied.
@@ -109,14 +109,14 @@ class WeightMemory:
 
         Raises:
             OutOfPages: the pool is short; what was there or on the way still is.
-            Failed: there is no image.
+            Failed: there is no snapshot.
         """
         self.wait()
         end = self.num_pages if num_pages is None else self._num_loaded + num_pages
         missing = range(self._num_loaded, min(end, self.num_pages))
         if not missing:
             return 0
-        self._region.retain(missing, self.image.address + self.loaded_bytes)
+        self._address_range.retain(missing, self.snapshot.address + self.loaded_bytes)
         self._device.synchronize()
         self._num_loaded = missing.stop
         return len(missing) * self._device.page_bytes
@@ -126,7 +126,7 @@ class WeightMemory:
 
         Raises:
             OutOfPages: the pool is short; nothing was begun.
-            Failed: there is no image.
+            Failed: there is no snapshot.
         """
         self.wait()
         page_bytes = self._device.page_bytes
@@ -134,8 +134,8 @@ class WeightMemory:
         if not pages:
             return
         offset = pages.start * page_bytes
-        copy = Copy(self.address + offset, self.image.address + offset, len(pages) * page_bytes)
-        self._region.retain(pages, is_filled=False)
+        copy = Copy(self.address + offset, self.snapshot.address + offset, len(pages) * page_bytes)
+        self._address_range.retain(pages, is_filled=False)
         self._arriving = queue.begin([copy])
 
     def settle(self) -> None:
@@ -157,7 +157,7 @@ class WeightMemory:
             self.stop()
             raise
         self._arriving = None
-        self._num_loaded = self._region.num_mapped
+        self._num_loaded = self._address_range.num_mapped
 
     def stop(self) -> None:
         """End a load that was begun; pages that have not been filled are given back."""
@@ -174,32 +174,32 @@ class WeightMemory:
         self._num_loaded = min(self._num_loaded, kept)
         self._drop_from(self._num_loaded)
 
-    def detach_image(self) -> HostBuffer:
-        """Give back all pages and let the image go; the caller unpins and closes it.
+    def detach_snapshot(self) -> HostBuffer:
+        """Give back all pages and let the snapshot go; the caller unpins and closes it.
 
         Raises:
             Failed: there is none.
         """
-        image = self.image
+        snapshot = self.snapshot
         self.evict()
-        self._image = None
-        return image
+        self._snapshot = None
+        return snapshot
 
-    def attach_image(self, image: HostBuffer) -> None:
-        """Have an image again: pinned by the caller, of the same model and layout."""
-        assert self._image is None
-        assert image.num_bytes == self.num_bytes
-        self._image = image
+    def attach_snapshot(self, snapshot: HostBuffer) -> None:
+        """Have a snapshot again: pinned by the caller, of the same model and layout."""
+        assert self._snapshot is None
+        assert snapshot.num_bytes == self.num_bytes
+        self._snapshot = snapshot
 
     def close(self) -> None:
-        """Unmap, release the addresses and this process's view of the image."""
+        """Unmap, release the addresses and this process's view of the snapshot."""
         self.stop()
-        self._region.close()
-        if self._image is not None:
-            self._device.unpin(self._image.address, self._image.num_bytes)
-            self._image.close()
+        self._address_range.close()
+        if self._snapshot is not None:
+            self._device.unpin(self._snapshot.address, self._snapshot.num_bytes)
+            self._snapshot.close()
 
     def _drop_from(self, first: int) -> None:
-        pages = range(first, self._region.num_mapped)
+        pages = range(first, self._address_range.num_mapped)
         if pages:
-            self._region.drop(pages)
+            self._address_range.drop(pages)

@@ -42,7 +42,7 @@ def _caches(scrape: Scrape) -> Iterator[Family]:
     pool = scrape.pool
     yield gauge(
         "model_cache_bytes",
-        "Host memory that images of weights take, with those on their way in or out.",
+        "Host memory that snapshots of weights take, with those on their way in or out.",
         (),
         [((), pool.cache.used_bytes)],
     )
@@ -54,13 +54,13 @@ def _caches(scrape: Scrape) -> Iterator[Family]:
     )
     yield counter(
         "model_cache_evictions",
-        "Images that made room for others in host memory, or were dropped by hand.",
+        "Snapshots that made room for others in host memory, or were dropped by hand.",
         (),
         [((), pool.cache.num_evicted)],
     )
     yield gauge(
         "model_cache_disk_bytes",
-        "Disk space that saved images take.",
+        "Disk space that saved snapshots take.",
         (),
         [((), scrape.saved_bytes)],
     )
@@ -73,7 +73,7 @@ def _caches(scrape: Scrape) -> Iterator[Family]:
 
 
 def _recoveries(scrape: Scrape) -> Iterator[Family]:
-    moves, frontends = scrape.pool.dispatcher.moves, scrape.pool.frontends
+    migrations, frontends = scrape.pool.dispatcher.migrations, scrape.pool.frontends
     yield gauge(
         "frontend_up",
         "1 while the frontend of this number accepts connections.",
@@ -87,11 +87,16 @@ def _recoveries(scrape: Scrape) -> Iterator[Family]:
         [((str(one.number),), one.num_restarts) for one in frontends],
     )
     yield counter(
-        "requests_moved",
-        "Requests that went from one device to another: moved, or unknown to the device that "
-        "they were to leave.",
+        "requests_migrated",
+        "Requests that went from one device to another: migrated, or unknown to their device.",
         ("result",),
-        [(("moved",), moves.num_moved), (("unknown",), moves.num_unknown)],
+        [(("migrated",), migrations.num_migrated), (("unknown",), migrations.num_unknown)],
+    )
+    yield counter(
+        "requests_moved",
+        "Earlier name of gpupool_requests_migrated.",
+        ("result",),
+        [(("moved",), migrations.num_migrated), (("unknown",), migrations.num_unknown)],
     )
 
 

@@ -4,8 +4,8 @@ which takes ten times as long and can be done in another thread. Pure."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -68,6 +68,12 @@ def gauge(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> F
 def counter(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Family:
     """What only grows; ``name`` is without ``_total``."""
     return Numbers(CounterMetricFamily, name, text, labels, list(rows))
+
+
+def renamed(family: Family, name: str) -> Iterator[Family]:
+    """Yield ``family``, and its earlier ``name`` with the same values for one release."""
+    yield family
+    yield replace(family, name=name, text=f"Earlier name of gpupool_{family.name}.")
 
 
 def histogram(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from gpupoold.control.requests.admission import REFUSAL_REASONS
 from gpupoold.domain import FinishReason, ModelState
-from gpupoold.metrics.families import Family, counter, durations, gauge
+from gpupoold.metrics.families import Family, counter, durations, gauge, renamed
 from gpupoold.metrics.scrape import Scrape, memories
 
 _MODEL = ("model",)
@@ -147,28 +147,28 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
             held[one.model, "weights"] += one.weights_resident_bytes
             held[one.model, "kv"] += one.kv_resident_bytes
             held[one.model, "kv_host"] += one.kv_host_bytes
-    for name, image in scrape.pool.cache.images.items():
-        held[name, "image_host"] += image.num_bytes
+    for name, snapshot in scrape.pool.cache.snapshots.items():
+        held[name, "snapshot_host"] += snapshot.num_bytes
     yield gauge(
         "model_memory_bytes",
         "What the model has: weights and kv on devices, kv_host of paused requests and its "
-        "image_host in host memory.",
+        "snapshot_host in host memory.",
         ("model", "kind"),
         (
             ((name, kind), held[name, kind])
             for name in scrape.rows
-            for kind in ("weights", "kv", "kv_host", "image_host")
+            for kind in ("weights", "kv", "kv_host", "snapshot_host")
         ),
     )
     yield counter(
         "model_cache_hits",
-        "Requests whose model's image was in host memory when they came, or was not needed.",
+        "Requests whose model's snapshot was in host memory when they came, or was not needed.",
         _MODEL,
         (((name,), one.cache_hits) for name, one in scrape.models()),
     )
     yield counter(
         "model_cache_misses",
-        "Requests that waited until their model's image was in host memory.",
+        "Requests that waited until their model's snapshot was in host memory.",
         _MODEL,
         (((name,), one.cache_misses) for name, one in scrape.models()),
     )
@@ -178,9 +178,10 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
         _MODEL,
         (((name,), one.quarantines) for name, one in scrape.models()),
     )
-    yield counter(
-        "model_canary_failures",
-        "Times the model answered the canary's prompt wrongly and was loaded anew.",
+    failures = counter(
+        "model_self_check_failures",
+        "Times the model answered the self-check's prompt wrongly and was loaded anew.",
         _MODEL,
-        (((name,), one.canary_failures) for name, one in scrape.models()),
+        (((name,), one.self_check_failures) for name, one in scrape.models()),
     )
+    yield from renamed(failures, "model_canary_failures")

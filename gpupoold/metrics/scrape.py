@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Scrape:
     """The pool; its models by name with their counts since the start and the last minute's
-    attainment, None without a token; and bytes of saved images, None where the disk does not
+    attainment, None without a token; and bytes of saved snapshots, None where the disk does not
     tell."""
 
     pool: Pool
@@ -47,7 +47,7 @@ class Scrape:
         try:
             saved_bytes = await pool.saved.used_bytes()
         except OSError as error:
-            _logger.warning("the folder of saved images cannot be read: %s", error)
+            _logger.warning("the folder of saved snapshots cannot be read: %s", error)
             saved_bytes = None
         now_s = time.monotonic()
         stats = {name: pool.dispatcher.stats.get(name, ModelStats()) for name in rows}

@@ -30,7 +30,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
+class Migrate:
     """Move a request that has its first token, with its KV, to another device."""
 
     request_id: str
@@ -60,4 +60,4 @@ class ChangeRole:
     role: Role
 
 
-Action = Send | HandOver | RunTurn | ChangeRole
+Action = Send | Migrate | RunTurn | ChangeRole

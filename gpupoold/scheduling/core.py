@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, Send, Turn
+from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, RunTurn, Send, Turn
 from gpupoold.scheduling.kv_admission import admit, admits
 from gpupoold.scheduling.phases import Phase, Trigger, phase_after
 from gpupoold.scheduling.policies.base import Policy
@@ -164,7 +164,7 @@ class Core:
                 self._actions.append(ChangeRole(device.number, role))
                 self._must_assign = True
         for request, target in self.policy.rebalance(self.state, now_s):
-            self._try_hand_over(request, target, Rule.REBALANCED)
+            self._try_migrate(request, target, Rule.REBALANCED)
         self._give_away(now_s)
 
     def _hosted(self, event: e.Hosted, now_s: float) -> None:
@@ -257,7 +257,7 @@ class Core:
             return
         target = self.policy.first_token(request, self.state, now_s)
         if target is not None:
-            self._try_hand_over(request, target, Rule.ANSWERS_ELSEWHERE)
+            self._try_migrate(request, target, Rule.ANSWERS_ELSEWHERE)
 
     def _give_away(self, now_s: float) -> None:
         """Answers on devices that should have none go on elsewhere, as far as there is room."""
@@ -267,23 +267,23 @@ class Core:
                 for request in [one for batch in batches for one in batch.requests.values()]:
                     self._go_on(request, now_s)
 
-    def _try_hand_over(self, request: Request, target: Device, rule: Rule) -> None:
+    def _try_migrate(self, request: Request, target: Device, rule: Rule) -> None:
         """Unless it is there, is under way, or there is no room for it."""
         is_elsewhere = target.number != request.device
         if request.phase is Phase.DECODING and is_elsewhere and admits(target, request):
-            self._hand_over(request, target, rule)
+            self._migrate(request, target, rule)
 
-    def _hand_over(self, request: Request, target: Device, rule: Rule) -> None:
+    def _migrate(self, request: Request, target: Device, rule: Rule) -> None:
         assert request.device is not None
-        self._actions.append(HandOver(request.id, request.device, target.number))
+        self._actions.append(Migrate(request.id, request.device, target.number))
         self._to_plan[request.device] = None
         self.state.devices[request.device].leave(request)
-        _move(request, Trigger.HAND_OVER)
+        _move(request, Trigger.MIGRATE)
         request.device, request.rule = target.number, rule
         target.moving[request.id] = request
         self._must_assign = True  # its place is free
 
-    def _adopted(self, event: e.Adopted, now_s: float) -> None:
+    def _attached(self, event: e.Attached, now_s: float) -> None:
         request = self.state.requests.get(event.request_id)
         if request is None or request.phase is not Phase.MOVING or request.device is None:
             return
@@ -291,7 +291,7 @@ class Core:
         del device.moving[request.id]
         if event.num_tokens is not None:
             request.num_tokens = event.num_tokens
-        _move(request, Trigger.ADOPT)
+        _move(request, Trigger.ATTACH)
         device.join(request)
         self._to_plan[device.number] = None
 
@@ -445,7 +445,7 @@ _HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     e.Unhosted: Core._unhosted,
     e.Arrived: Core._arrived,
     e.Stepped: Core._stepped,
-    e.Adopted: Core._adopted,
+    e.Attached: Core._attached,
     e.Ended: Core._ended,
     e.MemoryChanged: Core._memory_changed,
     e.TurnEnded: Core._turn_ended,

@@ -107,7 +107,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Hosted:
-    """A device can run a model: its engine is made, its image is in host memory.
+    """A device can run a model: its engine is made, its snapshot is in host memory.
 
     ``costs`` are those on devices of its kind, None for those in the model's description.
     """
@@ -160,7 +160,7 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopted:
+class Attached:
     """A request that was handed over can go on: its KV is in host memory for its new device.
 
     ``num_tokens`` are those of its answer by now, None if it got none on its way.
@@ -213,7 +213,7 @@ Event = (
     | Unhosted
     | Arrived
     | Stepped
-    | Adopted
+    | Attached
     | Ended
     | MemoryChanged
     | TurnEnded

@@ -12,7 +12,7 @@ class Victim(Enum):
     """What can be taken from a model that is not on its turn."""
 
     FREE_KV = auto()  # chunks without a live block: nothing moves
-    WEIGHTS = auto()  # the host image stays: nothing moves now, all of it later
+    WEIGHTS = auto()  # the host snapshot stays: nothing moves now, all of it later
     LIVE_KV = auto()  # moves to the host now and back later
     RECOMPUTE = auto()  # live KV that the host has no room for: computed anew, all of a model's
 

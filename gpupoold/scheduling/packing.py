@@ -291,7 +291,7 @@ def rebalance(
     if limits.step is None:
         raise ValueError("rebalancing weighs errors by the step cost; give limits.step")
     placed, left = [list(worker) for worker in workers], list(errors)
-    moves: list[Move] = []
+    migrations: list[Move] = []
     moved: set[str] = set()
     while (best := _best_move(placed, left, limits, limits.step, moved)) is not None:
         request, source, target = best
@@ -300,8 +300,8 @@ def rebalance(
         left[source] = left[source].with_request(request, -1)
         left[target] = left[target].with_request(request, +1)
         moved.add(request.request_id)
-        moves.append(Move(request.request_id, source, target))
-    return tuple(moves)
+        migrations.append(Move(request.request_id, source, target))
+    return tuple(migrations)
 
 
 def _best_move(

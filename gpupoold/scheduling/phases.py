@@ -25,8 +25,8 @@ class Trigger(Enum):
     PLACE = auto()
     SEND = auto()
     TOKEN = auto()
-    HAND_OVER = auto()
-    ADOPT = auto()
+    MIGRATE = auto()
+    ATTACH = auto()
     LOSE_DEVICE = auto()
 
 
@@ -37,8 +37,8 @@ TRANSITIONS: dict[tuple[Phase, Trigger], Phase] = {
     (Phase.QUEUED, Trigger.SEND): Phase.SENT,
     (Phase.SENT, Trigger.TOKEN): Phase.DECODING,
     (Phase.DECODING, Trigger.TOKEN): Phase.DECODING,
-    (Phase.DECODING, Trigger.HAND_OVER): Phase.MOVING,
-    (Phase.MOVING, Trigger.ADOPT): Phase.DECODING,
+    (Phase.DECODING, Trigger.MIGRATE): Phase.MOVING,
+    (Phase.MOVING, Trigger.ATTACH): Phase.DECODING,
     (Phase.QUEUED, Trigger.LOSE_DEVICE): Phase.HELD,
     (Phase.SENT, Trigger.LOSE_DEVICE): Phase.HELD,
     (Phase.DECODING, Trigger.LOSE_DEVICE): Phase.HELD,

@@ -26,8 +26,8 @@ class Rule(StrEnum):
     RESIDENT = "resident", "of the devices with the least to do, that one has its weights"
     KV_ROOM = "kv-room", "the devices before it in order have no room for its KV"
     WAITS_FOR_KV = "waits-for-kv", "no device has room for its KV; there the fewest wait for it"
-    MOVED_OFF_FULL = "moved-off-full", "its first device was full, and that one was not"
-    MOVED_FOR_KV = "moved-for-kv", "that device had room for its KV, and its first had none"
+    MIGRATED_OFF_FULL = "moved-off-full", "its first device was full, and that one was not"
+    MIGRATED_FOR_KV = "moved-for-kv", "that device had room for its KV, and its first had none"
     PREFILLS = "prefills", "that device prefills, and has the first token soonest"
     CONVERTED = "converted", "no prefill device is in time; that one prefills beside its answers"
     FREE_DEVICE = "free-device", "it was the next in the queue, and that device was free"
@@ -41,7 +41,7 @@ class Rule(StrEnum):
     # Whose turn it is on a device.
     DEADLINE = "deadline", "turns go in the order of their deadlines"
     PUT_OFF = "put-off", "not all can be in time, and it gives the fewest tokens in time per second"
-    HOPELESS = "hopeless", "all its requests are late, so those that can be in time go first"
+    EXPIRED = "expired", "all its requests are late, so those that can be in time go first"
     AHEAD = "ahead", "none of its requests is near its deadline"
     STARVING = "starving", "it has waited so long that it goes first, late or not"
     NOT_YET_BEGUN = (

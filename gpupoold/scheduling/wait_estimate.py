@@ -22,9 +22,9 @@ from gpupoold.scheduling.policies.planned_turns import (
     Switching,
     Tuning,
     Work,
-    order_visits,
+    order_planned_turns,
     own_load,
-    plan_visit,
+    plan_turn,
     switching_of,
     work_of,
 )
@@ -282,15 +282,15 @@ def _after_others(
     model = mine.model
     switch_s = device.switch_s(model)
     switching = switching_of(device, [*others, mine], tuning)
-    visits = [
-        plan_visit(one, now_s, device.switch_s(one.model), switching, tuning)
+    planned_turns = [
+        plan_turn(one, now_s, device.switch_s(one.model), switching, tuning)
         for one in (*others, mine)
     ]
     start_s = left_s
-    for visit in order_visits(visits, left_s, switching.is_exposed):
-        if visit.model == model.name:
+    for planned_turn in order_planned_turns(planned_turns, left_s, switching.is_exposed):
+        if planned_turn.model == model.name:
             break
-        start_s += visit.duration_s
+        start_s += planned_turn.duration_s
     return start_s + _stall_s(switch_s, start_s, switching) + mine.prefill_s
 
 

@@ -139,9 +139,9 @@ class SimDevice:
             self._cut(self._queue.now_s)
         return self._memory.send_kv(model, live.context_tokens, self._queue.now_s)
 
-    def take_over(self, live: SimLive, ready_s: float) -> None:
+    def attach(self, live: SimLive, ready_s: float) -> None:
         """Have a request whose KV is in host memory from ``ready_s``."""
-        self._queue.schedule(ready_s, lambda: self._adopt(live))
+        self._queue.schedule(ready_s, lambda: self._attach(live))
 
     def flush(self, end_s: float) -> None:
         """Write down the tokens of a segment that the end of the run cuts off."""
@@ -152,7 +152,7 @@ class SimDevice:
         for live in segment.batch:
             live.token_times_s.extend(at_s for at_s in times_s if at_s <= end_s)
 
-    def _adopt(self, live: SimLive) -> None:
+    def _attach(self, live: SimLive) -> None:
         """The KV is in host memory; a model on its turn fetches it, others with their switch."""
         model, now_s = live.request.model, self._queue.now_s
         self._memory.receive_kv(model, live.context_tokens)
@@ -167,7 +167,7 @@ class SimDevice:
     def _join(self, live: SimLive) -> None:
         model = live.request.model
         self._running.setdefault(model, []).append(live)
-        self._tell(e.Adopted(live.request.id, len(live.token_times_s)))
+        self._tell(e.Attached(live.request.id, len(live.token_times_s)))
         if self._segment is not None and self._segment.model == model:
             self._cut(self._queue.now_s)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gpupoold.domain import Role
 from gpupoold.errors import UsageError
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, Send
+from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, RunTurn, Send
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.sim.clock import EventQueue, Priority
@@ -178,10 +178,10 @@ class Simulation:
                     self._devices[action.device].add(self._lives[action.request_id])
                 case RunTurn():
                     self._devices[action.device].plan(action.turn, action.then)
-                case HandOver():
+                case Migrate():
                     live = self._lives[action.request_id]
                     ready_s = self._devices[action.source].give_up(live)
-                    self._devices[action.target].take_over(live, ready_s)
+                    self._devices[action.target].attach(live, ready_s)
                 case ChangeRole():
                     pass  # the core goes by it already, and devices here can do everything
 

@@ -140,7 +140,7 @@ class PacedDevice:
         self._tell_memory()
         return answer, ready_s
 
-    def take_over(self, answer: Answer) -> float:
+    def attach(self, answer: Answer) -> float:
         """KV of a request has come to host memory; when ``join`` is to be called for it.
 
         A model on its turn fetches it, others with their switch.

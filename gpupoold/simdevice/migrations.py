@@ -12,7 +12,7 @@ from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 
 
-class SimMoves:
+class SimMigrations:
     """What :mod:`gpupoold.worker.kv.migrations` is to an engine; times instead of bytes."""
 
     def __init__(
@@ -21,7 +21,7 @@ class SimMoves:
         self._worker = device_number
         self._device = device
         self._channel = channel
-        self._leaving: list[tuple[float, m.Moved]] = []
+        self._leaving: list[tuple[float, m.Migrated]] = []
         self._coming: list[tuple[float, Answer]] = []
         self._numbers = itertools.count()
 
@@ -30,27 +30,27 @@ class SimMoves:
         """When ``advance`` has something to do next."""
         return min((at_s for at_s, _ in (*self._leaving, *self._coming)), default=None)
 
-    def move_out(self, message: m.MoveOut, *, is_known: bool) -> None:
+    def migrate_out(self, message: m.MigrateOut, *, is_known: bool) -> None:
         """Let a request go; tells of it when its KV is in host memory."""
         given = self._device.give_up(message.model, message.request_id) if is_known else None
         if given is None:
-            self._channel.send(m.Moved(message.model, message.request_id, is_known=False))
+            self._channel.send(m.Migrated(message.model, message.request_id, is_known=False))
             return
         answer, ready_s = given
-        parcel_id = f"{os.getpid()}-{next(self._numbers)}"
-        parcel = m.Parcel(parcel_id, self._worker, answer.context_tokens, [])
+        transfer_id = f"{os.getpid()}-{next(self._numbers)}"
+        kv_transfer = m.KvTransfer(transfer_id, self._worker, answer.context_tokens, [])
         has_kv = answer.num_tokens > 0
-        moved = m.Moved(message.model, message.request_id, True, parcel if has_kv else None)
+        moved = m.Migrated(message.model, message.request_id, True, kv_transfer if has_kv else None)
         self._leaving.append((ready_s, moved))
 
-    def take_over(self, answer: Answer, parcel: m.Parcel | None) -> None:
+    def attach(self, answer: Answer, kv_transfer: m.KvTransfer | None) -> None:
         """A request that comes with its KV, or has to be prefilled anew."""
-        if parcel is None:
+        if kv_transfer is None:
             self._device.add(answer)
-            self._channel.send(m.Adopted(answer.model, answer.request_id))
+            self._channel.send(m.Attached(answer.model, answer.request_id))
             return
-        self._channel.send(m.ParcelUsed(parcel.parcel_id, parcel.source))
-        self._coming.append((self._device.take_over(answer), answer))
+        self._channel.send(m.KvTransferUsed(kv_transfer.transfer_id, kv_transfer.source))
+        self._coming.append((self._device.attach(answer), answer))
 
     def advance(self, now_s: float) -> None:
         """Tell of those that have left, and let those that have come be decoded."""
@@ -62,7 +62,7 @@ class SimMoves:
             if at_s <= now_s:
                 self._coming.remove((at_s, answer))
                 self._device.join(answer)
-                self._channel.send(m.Adopted(answer.model, answer.request_id))
+                self._channel.send(m.Attached(answer.model, answer.request_id))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Requests on their way here have ended; others are ignored."""
@@ -77,8 +77,8 @@ class SimMoves:
         self.abort(lost)
         return lost
 
-    def _tell(self, moved: m.Moved) -> None:
-        if moved.parcel is None:
+    def _tell(self, moved: m.Migrated) -> None:
+        if moved.kv_transfer is None:
             self._channel.send(moved)
             return
         fd = os.eventfd(1, os.EFD_CLOEXEC)

@@ -11,7 +11,7 @@ from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError, NoSuchModel, Refused
 from gpupoold.simdevice.answers import Answer
 from gpupoold.simdevice.device import PacedDevice
-from gpupoold.simdevice.migrations import SimMoves
+from gpupoold.simdevice.migrations import SimMigrations
 from gpupoold.simdevice.models import KnownModel, know
 from gpupoold.system.activity import WORKER, Phase
 from gpupoold.system.process import set_log_level
@@ -41,7 +41,7 @@ class SimServer:
         self._channel = channel
         self._device = PacedDevice(device_number, device_bytes, channel.send)
         self._known: dict[str, KnownModel] = {}
-        self._moves = SimMoves(device_number, self._device, channel)
+        self._migrations = SimMigrations(device_number, self._device, channel)
         self._status_at_s = 0.0
         self._stopping = False
 
@@ -59,12 +59,12 @@ class SimServer:
                 self._handle(message)
                 WORKER.main.clear()
                 message = self._channel.receive(0.0)
-            self._moves.advance(time.monotonic())
+            self._migrations.advance(time.monotonic())
             self._device.advance(time.monotonic())
             self._maybe_report(time.monotonic())
 
     def _idle_s(self, now_s: float) -> float:
-        due_s = (self._device.next_due_s, self._moves.next_due_s)
+        due_s = (self._device.next_due_s, self._migrations.next_due_s)
         wake_s = min([self._status_at_s, *(at_s for at_s in due_s if at_s is not None)])
         return max(0.0, wake_s - now_s)
 
@@ -77,10 +77,10 @@ class SimServer:
                 self._device.run_turn(message)
             case m.PeerHost():
                 os.close(self._channel.take_fd())  # bytes are none of its business
-            case m.MoveOut():
-                self._moves.move_out(message, is_known=message.model in self._known)
+            case m.MigrateOut():
+                self._migrations.migrate_out(message, is_known=message.model in self._known)
             case m.AbortRequests():
-                self._moves.abort(message.request_ids)
+                self._migrations.abort(message.request_ids)
                 if message.model in self._known:
                     self._device.abort(message.model, message.request_ids)
             case m.LoadModel():
@@ -101,7 +101,7 @@ class SimServer:
                 self._stopping = True
 
     def _add_request(self, message: m.AddRequest) -> None:
-        if message.parcel is not None:
+        if message.kv_transfer is not None:
             os.close(self._channel.take_fd())  # the copy has been made when the message comes
         known = self._known.get(message.model)
         num_prompt = message.num_prompt_tokens
@@ -125,12 +125,12 @@ class SimServer:
             len(message.output_token_ids),
         )
         if message.is_moving:
-            self._moves.take_over(answer, message.parcel)
+            self._migrations.attach(answer, message.kv_transfer)
         else:
             self._device.add(answer)
 
     def _load(self, message: m.LoadModel) -> m.ModelLoaded | m.ModelFailed:
-        if message.has_image:
+        if message.has_snapshot:
             os.close(self._channel.take_fd())  # there is nothing here to put it
         model = message.model
         try:
@@ -145,7 +145,7 @@ class SimServer:
 
     def _unload(self, name: str) -> None:
         if self._known.pop(name, None) is not None:
-            lost = [*self._moves.forget(name), *self._device.remove_model(name)]
+            lost = [*self._migrations.forget(name), *self._device.remove_model(name)]
             if lost:
                 self._channel.send(m.RequestsFailed(name, lost, f"{name} was unloaded"))
         self._channel.send(m.ModelUnloaded(name))

@@ -42,7 +42,7 @@ class Phase(IntEnum):
     PROFILE = 2  # the model
     SELF_CHECK = 3  # the model
     SWITCH = 4  # the model
-    IMAGE = 5  # the model: its weights image is mapped or unmapped
+    SNAPSHOT = 5  # the model: its weights snapshot is mapped or unmapped
     ADD_REQUEST = 6  # the request
     GRAMMAR = 7  # the request
     STEP = 8  # one of the requests of the step
@@ -51,7 +51,7 @@ class Phase(IntEnum):
     @property
     def is_due_to_model(self) -> bool:
         """Whether a crash in the phase is due to the model, and to no request."""
-        return Phase.LOAD <= self <= Phase.IMAGE
+        return Phase.LOAD <= self <= Phase.SNAPSHOT
 
     @property
     def text(self) -> str:
@@ -65,7 +65,7 @@ _TEXTS = {
     Phase.PROFILE: "the timing of steps of",
     Phase.SELF_CHECK: "the self-check of",
     Phase.SWITCH: "a switch to",
-    Phase.IMAGE: "mapping the weights image of",
+    Phase.SNAPSHOT: "mapping the weights snapshot of",
     Phase.ADD_REQUEST: "adding a request to",
     Phase.GRAMMAR: "compiling a grammar for",
     Phase.STEP: "a step of",

@@ -25,15 +25,15 @@ from gpupoold.wire.messages_fork import (
     KillForked as KillForked,
 )
 from gpupoold.wire.messages_from_worker import (
-    Adopted as Adopted,
-    ImageDropped as ImageDropped,
-    ImageTaken as ImageTaken,
+    Attached as Attached,
+    KvTransferUsed as KvTransferUsed,
     MemoryChanged as MemoryChanged,
+    Migrated as Migrated,
     ModelFailed as ModelFailed,
     ModelLoaded as ModelLoaded,
     ModelUnloaded as ModelUnloaded,
-    Moved as Moved,
-    ParcelUsed as ParcelUsed,
+    SnapshotDropped as SnapshotDropped,
+    SnapshotTaken as SnapshotTaken,
     StepOutputs as StepOutputs,
     Switched as Switched,
     TurnEnded as TurnEnded,
@@ -61,24 +61,24 @@ from gpupoold.wire.messages_to_worker import (
     AddRequest as AddRequest,
     Call as Call,
     CallResult as CallResult,
-    DropImage as DropImage,
+    DropSnapshot as DropSnapshot,
     EndIsolation as EndIsolation,
-    FreeParcel as FreeParcel,
     LoadModel as LoadModel,
-    MoveOut as MoveOut,
+    MigrateOut as MigrateOut,
     PeerDown as PeerDown,
     PeerHost as PeerHost,
+    ReleaseKvTransfer as ReleaseKvTransfer,
     RunTurn as RunTurn,
     SetTargets as SetTargets,
     Shutdown as Shutdown,
-    TakeImage as TakeImage,
+    TakeSnapshot as TakeSnapshot,
     UnloadModel as UnloadModel,
 )
 from gpupoold.wire.records import (
+    KvTransfer as KvTransfer,
     LoadedModel as LoadedModel,
     ModelMemory as ModelMemory,
     ModelToLoad as ModelToLoad,
-    Parcel as Parcel,
     RequestProgress as RequestProgress,
     ServedModel as ServedModel,
     SwitchRecord as SwitchRecord,
@@ -87,17 +87,17 @@ from gpupoold.wire.records import (
 ToWorker = (
     LoadModel
     | UnloadModel
-    | DropImage
-    | TakeImage
+    | DropSnapshot
+    | TakeSnapshot
     | SetTargets
     | AddRequest
     | AbortRequests
     | EndIsolation
     | RunTurn
-    | MoveOut
+    | MigrateOut
     | PeerHost
     | PeerDown
-    | FreeParcel
+    | ReleaseKvTransfer
     | Call
     | Reconfigure
     | Shutdown
@@ -107,12 +107,12 @@ FromWorker = (
     | ModelLoaded
     | ModelFailed
     | ModelUnloaded
-    | ImageDropped
-    | ImageTaken
+    | SnapshotDropped
+    | SnapshotTaken
     | StepOutputs
-    | Moved
-    | Adopted
-    | ParcelUsed
+    | Migrated
+    | Attached
+    | KvTransferUsed
     | MemoryChanged
     | TurnEnded
     | Switched

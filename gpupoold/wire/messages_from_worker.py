@@ -5,9 +5,9 @@ from __future__ import annotations
 from gpupoold.latency.stored import Profile
 from gpupoold.wire.base import Message
 from gpupoold.wire.records import (
+    KvTransfer,
     LoadedModel,
     ModelMemory,
-    Parcel,
     RequestProgress,
     SwitchRecord,
 )
@@ -36,19 +36,19 @@ class WorkerReady(Message):
 
 
 class ModelLoaded(Message):
-    """A model is ready to serve; with ``has_image`` its image's memfd comes along.
+    """A model is ready to serve; with ``has_image`` its snapshot's memfd comes along.
 
-    ``profile`` is what timing its steps gave, None when that was not asked for; ``canary``
+    ``profile`` is what timing its steps gave, None when that was not asked for; ``self-check``
     what it answered to a fixed prompt, empty when it generates no text. ``image_problem``
-    says why the image that came with the order was not used.
+    says why the snapshot that came with the order was not used.
     """
 
     model: LoadedModel
     layout_digest: str
-    has_image: bool = False
+    has_snapshot: bool = False
     profile: Profile | None = None
-    canary: tuple[int, ...] = ()
-    image_problem: str = ""
+    self_check: tuple[int, ...] = ()
+    snapshot_problem: str = ""
 
 
 class ModelFailed(Message):
@@ -66,13 +66,13 @@ class ModelUnloaded(Message):
     name: str
 
 
-class ImageDropped(Message):
-    """The worker has no view of the model's image any more."""
+class SnapshotDropped(Message):
+    """The worker has no view of the model's snapshot any more."""
 
     model: str
 
 
-class ImageTaken(Message):
+class SnapshotTaken(Message):
     """The model can run again; or ``problem`` says why it cannot."""
 
     model: str
@@ -97,29 +97,29 @@ class StepOutputs(Message):
     frame_counts: dict[int, int] = {}
 
 
-class Moved(Message):
+class Migrated(Message):
     """A request that was to go has gone; all its tokens so far were told before.
 
-    ``is_known`` is false if it was not there. ``parcel`` None: its KV did not come along.
+    ``is_known`` is false if it was not there. ``KV transfer`` None: its KV did not come along.
     """
 
     model: str
     request_id: str
     is_known: bool = True
-    parcel: Parcel | None = None
+    kv_transfer: KvTransfer | None = None
 
 
-class Adopted(Message):
+class Attached(Message):
     """A request that was moving can go on here."""
 
     model: str
     request_id: str
 
 
-class ParcelUsed(Message):
-    """A parcel is not needed any more by whom it was for."""
+class KvTransferUsed(Message):
+    """A KV transfer is not needed any more by whom it was for."""
 
-    parcel_id: str
+    transfer_id: str
     source: int
 
 
@@ -161,7 +161,7 @@ class Switched(Message):
 
 
 class WrongAnswer(Message):
-    """A model that has served gives another answer to the canary's prompt than it did: its
+    """A model that has served gives another answer to the self-check's prompt than it did: its
     bytes are wrong. Its requests here have ended."""
 
     model: str

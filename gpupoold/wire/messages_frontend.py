@@ -17,7 +17,7 @@ class Reconfigure(Message):
     """
 
     log_level: str
-    canary_interval: int
+    self_check_interval: int
     max_body_bytes: int
     max_live_requests: int
     max_bytes_in_flight: int

@@ -5,24 +5,24 @@ from __future__ import annotations
 from gpupoold.domain import Priority
 from gpupoold.wire.base import Message
 from gpupoold.wire.records import (
+    KvTransfer,
     ModelToLoad,
-    Parcel,
 )
 
 
 class LoadModel(Message):
-    """Load a model; with ``has_image`` one descriptor (the image's memfd) comes along.
+    """Load a model; with ``has_image`` one descriptor (the snapshot's memfd) comes along.
 
-    ``canary`` is what the model with that image answers to a fixed prompt, empty if that is
+    ``self-check`` is what the model with that snapshot answers to a fixed prompt, empty if that is
     not known. ``profiling_budget_s`` is how long its steps may be timed afterwards; 0: they
     are known.
     """
 
     model: ModelToLoad
-    has_image: bool = False
+    has_snapshot: bool = False
     layout_digest: str = ""
     profiling_budget_s: float = 0.0
-    canary: tuple[int, ...] = ()
+    self_check: tuple[int, ...] = ()
 
 
 class UnloadModel(Message):
@@ -31,16 +31,16 @@ class UnloadModel(Message):
     name: str
 
 
-class DropImage(Message):
-    """Let the image of a model without requests go; its engine stays. Answered by
-    ``ImageDropped``."""
+class DropSnapshot(Message):
+    """Let the snapshot of a model without requests go; its engine stays. Answered by
+    ``SnapshotDropped``."""
 
     model: str
 
 
-class TakeImage(Message):
-    """Have the image of a model again: the memfd that comes along, of the layout that the
-    model's engine has. Answered by ``ImageTaken``."""
+class TakeSnapshot(Message):
+    """Have the snapshot of a model again: the memfd that comes along, of the layout that the
+    model's engine has. Answered by ``SnapshotTaken``."""
 
     model: str
 
@@ -57,8 +57,8 @@ class AddRequest(Message):
     """A request for a model (frontend → daemon → worker); ``frames`` have it as vLLM encodes it.
 
     ``output_token_ids`` are the tokens that its client has from another worker. One that
-    ``is_moving`` is answered by ``Adopted`` when it can go on; its KV is in ``parcel``, or has to
-    be computed anew. ``key_id``: of the API key that it came with, empty without one.
+    ``is_moving`` is answered by ``Attached`` when it can go on; its KV is in ``KV transfer``, or
+    has to be computed anew. ``key_id``: of the API key that it came with, empty without one.
     ``frontend``: the number of the frontend that it came from, which the daemon fills in. One
     that ``is_isolated`` shares no step with others until ``EndIsolation``.
     """
@@ -71,7 +71,7 @@ class AddRequest(Message):
     frames: list[bytes]
     output_token_ids: list[int] = []
     is_moving: bool = False
-    parcel: Parcel | None = None
+    kv_transfer: KvTransfer | None = None
     key_id: str = ""
     priority: Priority = Priority.NORMAL
     frontend: int = 0
@@ -108,15 +108,15 @@ class RunTurn(Message):
     chunk_tokens: int | None = None
 
 
-class MoveOut(Message):
-    """Let a request go, with its KV; answered by ``Moved``."""
+class MigrateOut(Message):
+    """Let a request go, with its KV; answered by ``Migrated``."""
 
     model: str
     request_id: str
 
 
 class PeerHost(Message):
-    """The host cache of another worker, whose memfd comes along, for parcels from there. It
+    """The host cache of another worker, whose memfd comes along, for KV transfers from there. It
     takes the place of one that the other had when it ran before."""
 
     device: int
@@ -129,10 +129,10 @@ class PeerDown(Message):
     device: int
 
 
-class FreeParcel(Message):
-    """Nobody needs the bytes of a parcel any more."""
+class ReleaseKvTransfer(Message):
+    """Nobody needs the bytes of a KV transfer any more."""
 
-    parcel_id: str
+    transfer_id: str
 
 
 class Call(Message):

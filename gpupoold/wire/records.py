@@ -67,7 +67,7 @@ class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
     prefetched_bytes: int = 0
 
 
-class Parcel(msgspec.Struct, frozen=True, array_like=True):
+class KvTransfer(msgspec.Struct, frozen=True, array_like=True):
     """KV of a request's first ``num_blocks`` blocks, row by row: at ``(offset, num_bytes)`` of the
     host cache of worker ``source``.
 
@@ -75,7 +75,7 @@ class Parcel(msgspec.Struct, frozen=True, array_like=True):
     (:mod:`gpupoold.memory.kv_transfers`).
     """
 
-    parcel_id: str
+    transfer_id: str
     source: int
     num_blocks: int
     offsets: list[tuple[int, int]]

@@ -107,7 +107,7 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) ->
         lambda use_of: Residency(device, pool, host, bandwidth, use_of),
         channel,
         answer,
-        arguments.canary_interval,
+        arguments.self_check_interval,
         has_gpu_alone=arguments.num_sharing == 1,
     )
     channel.send(
@@ -164,7 +164,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--page-bytes", type=int, default=0)
     parser.add_argument("--kv-host-bytes", type=int, required=True)
     parser.add_argument("--compute-threads", type=int, required=True)
-    parser.add_argument("--canary-interval", type=int, default=0, help="0: no canary")
+    parser.add_argument("--self-check-interval", type=int, default=0, help="0: no self-check")
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()
 

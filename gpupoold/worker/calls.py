@@ -32,7 +32,7 @@ def answer(loop: TurnLoop, call: Call) -> CallResult:
 def _check_integrity(loop: TurnLoop) -> dict[str, Any]:
     """Counters, page tables, host slots and the driver agree, or an AssertionError says where
     they do not."""
-    num_owned = loop.residency.check_integrity(loop.moves.sent_bytes)
+    num_owned = loop.residency.check_integrity(loop.migrations.sent_bytes)
     pool = loop.residency.pool
     driver = loop.driver_memory.check()
     pages = {"free_pages": pool.num_free, "owned_pages": num_owned, "pages": pool.num_pages}

@@ -1,4 +1,4 @@
-"""Measuring a model's steps when it is registered: a short series of made-up requests.
+"""Measuring a model's steps when it is registered: a short series of synthetic requests.
 
 Prefills of growing length give the prefill law; a growing batch, decoding at a few context
 lengths, the decode law. Both series go from cheap to dear and end where the next point
@@ -83,7 +83,7 @@ class ProfiledModel(PooledModel, Protocol):
         """Requests of one step."""
 
     def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Queue a request with made-up tokens that nobody waits for."""
+        """Queue a request with synthetic tokens that nobody waits for."""
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests."""
@@ -188,7 +188,7 @@ class _Run:
     def leave(self) -> None:
         """End all requests and give back their KV, and with it every prefix they left."""
         self._clear()
-        self._engine.kv.unback(self._engine.kv.free_chunks())
+        self._engine.kv.unback(self._engine.kv.free_extents())
 
     def _measure_prefill(self, batch: PrefillBatch, end_s: float) -> bool:
         """One point of the prefill series; False when there is no time or room for it."""
@@ -303,8 +303,8 @@ class _Run:
     def _kv_tokens(self) -> int:
         """Tokens whose KV fits into free pages; a little more than that is taken if need be."""
         geometry = self._engine.kv.geometry
-        pages_per_chunk = max(1, sum(len(span) for span in geometry.pages(0)))
-        blocks = self._pages.pool.num_free // pages_per_chunk * geometry.blocks_per_chunk
+        pages_per_extent = max(1, sum(len(span) for span in geometry.pages(0)))
+        blocks = self._pages.pool.num_free // pages_per_extent * geometry.blocks_per_extent
         free_tokens = blocks * self._engine.info.block_size
         return min(_MAX_KV_TOKENS, max(_MIN_KV_TOKENS, free_tokens))
 

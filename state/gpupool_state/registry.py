@@ -41,7 +41,7 @@ class ModelRow:
     limit the engine settled on, where ``spec.max_model_len`` is the one asked
     for) are empty, 0 and None until the model has been loaded once.
     ``created_at`` is wall-clock seconds. ``profiles`` are the laws of its latency,
-    those measured last at the end. ``is_pinned``: its image is to stay in host memory.
+    those measured last at the end. ``is_pinned``: its snapshot is to stay in host memory.
     """
 
     spec: ModelSpec
@@ -192,7 +192,7 @@ class Registry:
             return await _row(tx, name)
 
     async def set_pinned(self, name: str, is_pinned: bool) -> ModelRow:
-        """Record whether the model's image is to stay in host memory.
+        """Record whether the model's snapshot is to stay in host memory.
 
         Raises:
             NoSuchModel: no model has this name.

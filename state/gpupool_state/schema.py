@@ -184,4 +184,5 @@ RENAME_INSTANCES = (
     "ALTER TABLE switches RENAME COLUMN instance TO device",
     "UPDATE events SET kind = 'worker_ready' WHERE kind = 'instance_ready'",
     "UPDATE events SET kind = 'worker_down' WHERE kind = 'instance_down'",
+    "UPDATE events SET kind = 'snapshot_refused' WHERE kind = 'image_refused'",
 )

@@ -22,7 +22,7 @@ from openai.types import Completion
 from gpupool_cli.bench.rig import emulated_config as emulated_config, weight_bytes as weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.schemas import DeviceInfo, ModelUsage, Ps, RoleName
-from gpupoold.checkpoints.dummy import make_hollow_checkpoint
+from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from tests.conftest import PYTHON_PATH
 
 MODELS = ("tiny-llama", "tiny-mixtral", "tiny-qwen2", "tiny-qwen3")
@@ -45,7 +45,7 @@ def sim_daemon(
     **options: object,
 ) -> Iterator[PrivateDaemon]:
     """A daemon with simulated devices and models of a checkpoint without weights."""
-    checkpoint = make_hollow_checkpoint(folder, SIM_SHAPE)
+    checkpoint = make_dummy_checkpoint(folder, SIM_SHAPE)
     with private_daemon(config, folder / "daemon", server=server) as daemon:
         for name in names:
             daemon.add_model(name, checkpoint, max_model_len=max_model_len, **options)
@@ -234,7 +234,7 @@ class Traces:
     cache_bytes: int
     num_pages: int
     lost_bytes: int
-    images: tuple[str, ...]
+    snapshots: tuple[str, ...]
 
     @classmethod
     def of(cls, daemon: PrivateDaemon) -> Traces:
@@ -253,7 +253,7 @@ class Traces:
             status.model_cache_bytes,
             accounts["pages"],
             lost_bytes(daemon),
-            tuple(sorted(set(itertools.chain.from_iterable(map(_images_held, pids))))),
+            tuple(sorted(set(itertools.chain.from_iterable(map(_snapshots_held, pids))))),
         )
 
 
@@ -265,14 +265,14 @@ def lost_bytes(daemon: PrivateDaemon) -> int:
     return row.device_bytes - row.free_bytes - used
 
 
-def _images_held(pid: int) -> Iterator[str]:
-    """Weight images that a process has open or mapped."""
+def _snapshots_held(pid: int) -> Iterator[str]:
+    """Weights snapshots that a process has open or mapped."""
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
-            if "gpupool-image" in (target := os.readlink(link)):
+            if "gpupool-snapshot" in (target := os.readlink(link)):
                 yield target.split()[0]
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-        if "gpupool-image" in line:
+        if "gpupool-snapshot" in line:
             yield line.split()[5]
 
 

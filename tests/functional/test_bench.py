@@ -38,7 +38,7 @@ def bench(environment: dict[str, str], *arguments: str) -> dict[str, Any]:
 def test_memory(project_env: dict[str, str]) -> None:
     kv_bytes = 2 << 20
     result = bench(project_env, "memory", "--size", "10MB", "--kv", str(kv_bytes), "--rounds", "2")
-    assert {row["by"] for row in result["copies"]} >= {"device_copy", "lane", "queue"}
+    assert {row["by"] for row in result["copies"]} >= {"device_copy", "copy_stream", "queue"}
     assert result["mapping"]
     swap, overlap = result["kv_swap"], result["kv_overlap"]
     assert swap["is_intact"] is True

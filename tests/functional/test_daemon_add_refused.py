@@ -236,7 +236,7 @@ class TestSizes:
     ) -> None:
         assert "100000" in refused(tiny_models[QWEN2], max_model_len=100_000).message
 
-    def test_a_model_cache_full_of_pinned_images(
+    def test_a_model_cache_full_of_pinned_snapshots(
         self, pool: PrivateDaemon, tiny_models: dict[str, Path]
     ) -> None:
         pool.add_model("fifth", tiny_models[QWEN3], **LOAD_OPTIONS)

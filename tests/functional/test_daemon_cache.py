@@ -1,4 +1,5 @@
-"""A model cache that holds fewer images than there are models: all of them answer all the same."""
+"""A model cache that holds fewer snapshots than there are models: all of them answer all the
+same."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def checkpoints(
 def daemon(
     device_bytes: int, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PrivateDaemon]:
-    """The three models, with room for the images of two of them."""
+    """The three models, with room for the snapshots of two of them."""
     cache_bytes = int(2.5 * max(weight_bytes(path) for path in checkpoints.values()))
     memory = f'[memory]\nmodel_cache = {cache_bytes}\nimage_files = "1GiB"\n'
     with private_daemon(
@@ -79,13 +80,13 @@ def expected(daemon: PrivateDaemon, checkpoints: dict[str, Path]) -> dict[str, A
     return answers
 
 
-@pytest.fixture(params=["checkpoints", "image-files"])
+@pytest.fixture(params=["checkpoints", "snapshot-files"])
 def lose_files(request: pytest.FixtureRequest, daemon: PrivateDaemon) -> Callable[[], None]:
-    """Call it to have the next image come from a checkpoint, in one of two runs of a test."""
+    """Call it to have the next snapshot come from a checkpoint, in one of two runs of a test."""
 
     def lose() -> None:
         if request.param == "checkpoints":
-            for file in (daemon.log_path.parent / "state" / "images").glob("*.image"):
+            for file in (daemon.log_path.parent / "state" / "snapshots").glob("*.snapshot"):
                 file.unlink()
 
     return lose
@@ -98,7 +99,7 @@ async def api(daemon: PrivateDaemon, expected: dict[str, Answer]) -> AsyncIterat
         yield client
     await eventually(lambda: not ps(daemon).requests)
     check(daemon)
-    await eventually(lambda: num_images(daemon) == len(in_host(daemon)))
+    await eventually(lambda: num_snapshots(daemon) == len(in_host(daemon)))
 
 
 def cached(daemon: PrivateDaemon) -> dict[str, CachedModel]:
@@ -118,10 +119,10 @@ def is_live(daemon: PrivateDaemon, model: str) -> bool:
     return any(one.model == model for one in ps(daemon).requests)
 
 
-def num_images(daemon: PrivateDaemon) -> int:
-    """Images whose memory the worker really has, whatever anybody says."""
+def num_snapshots(daemon: PrivateDaemon) -> int:
+    """Snapshots whose memory the worker really has, whatever anybody says."""
     maps = Path(f"/proc/{child(daemon, 'worker').pid}/maps").read_text().splitlines()
-    return len({line.split()[4] for line in maps if "gpupool-image" in line})
+    return len({line.split()[4] for line in maps if "gpupool-snapshot" in line})
 
 
 async def test_all_answer_in_turn(
@@ -140,7 +141,7 @@ async def test_all_answer_in_turn(
 
 
 async def test_metrics_tell_what_that_costs(daemon: PrivateDaemon, api: AsyncOpenAI) -> None:
-    """Asked in a circle, each finds that its image is the one that had to go."""
+    """Asked in a circle, each finds that its snapshot is the one that had to go."""
     counted: tuple[tuple[str, dict[str, str]], ...] = (
         ("gpupool_model_cache_misses_total", {}),
         ("gpupool_model_cache_evictions_total", {}),
@@ -168,7 +169,7 @@ async def test_ls_tells_the_truth(daemon: PrivateDaemon, api: AsyncOpenAI) -> No
     await eventually(lambda: all(row.is_saved for row in cached(daemon).values()))
     info = CacheInfo.model_validate_json(cli(daemon, "cache", "ls", "--json").stdout)
     rows = {row.name: row for row in info.models}
-    # The image that went for the last one is of the model that was used least recently.
+    # The snapshot that went for the last one is of the model that was used least recently.
     states = {name: row.state for name, row in rows.items()}
     assert states == {LLAMA: "disk", QWEN2: "host", QWEN3: "host"}
     used = [rows[name].last_used_at or 0.0 for name in MODELS]
@@ -188,12 +189,12 @@ async def test_a_model_in_flight_is_never_dropped(
     for name in (QWEN2, QWEN3, QWEN2):
         assert await ask(api, name, PROMPT) == expected[name]
         dropped = await asyncio.to_thread(cli, daemon, "cache", "drop", LLAMA)
-        images = in_host(daemon)
+        snapshots = in_host(daemon)
         if is_live(daemon, LLAMA):  # and so it was before
             num_looks += 1
             assert dropped.returncode == 5
             assert "live requests" in dropped.stderr
-            assert LLAMA in images
+            assert LLAMA in snapshots
     assert num_looks
     answer = await long.finished()
     assert answer.token_ids[: len(expected[LLAMA].token_ids)] == expected[LLAMA].token_ids
@@ -246,7 +247,7 @@ async def test_drop_and_warm(
     for name in MODELS:
         assert cli(daemon, "cache", "drop", name).returncode == 0
     assert in_host(daemon) == set()
-    await eventually(lambda: num_images(daemon) == 0)
+    await eventually(lambda: num_snapshots(daemon) == 0)
     assert json.loads(cli(daemon, "status", "--json").stdout)["model_cache_bytes"] == 0
     done = cli(daemon, "cache", "warm", QWEN2)
     assert (done.returncode, done.stdout) == (0, "")
@@ -263,7 +264,7 @@ async def test_a_model_that_cannot_be_warmed(
     config = checkpoints[QWEN3] / "config.json"
     text = config.read_text()
     assert cli(daemon, "cache", "drop", QWEN3).returncode == 0
-    config.unlink()  # a checkpoint that has changed: a saved image is not of this one
+    config.unlink()  # a checkpoint that has changed: a saved snapshot is not of this one
     try:
         asked = [asyncio.create_task(ask(api, QWEN3, PROMPT)) for _ in range(3)]
         for task in asked:

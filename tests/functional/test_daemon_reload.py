@@ -129,7 +129,7 @@ def reload_often(pool: PrivateDaemon) -> int:
                 f'[scheduling]\nquota_max = "{300 + 100 * odd}ms"\n'
                 f'[limits]\ntoken_timeout = "{60 + odd}s"\nmax_live_requests = {50 + odd}\n'
                 f'[log]\nlevel = "{("debug", "warning")[odd]}"\n'
-                f"[memory]\ncanary_interval = {1001 + odd}\n"
+                f"[memory]\nself_check_interval = {1001 + odd}\n"
                 f"[server]\nmax_body = {10_000 + odd}\n"
             )
             path.write_text(merged(original, text))
@@ -175,13 +175,13 @@ class TestWrongFile:
             path.with_suffix(".away").rename(path)
         assert settings(pool) == before
 
-    def test_a_cache_too_small_for_pinned_images_is_refused(
+    def test_a_cache_too_small_for_pinned_snapshots_is_refused(
         self, pool: PrivateDaemon, rewrite: Rewrite
     ) -> None:
         with pool.client() as client:
             client.pin(LLAMA)
         try:
-            with pytest.raises(Refused, match=f"too little for the pinned images of {LLAMA}"):
+            with pytest.raises(Refused, match=f"too little for the pinned snapshots of {LLAMA}"):
                 rewrite('[memory]\nmodel_cache = "1MiB"\n[limits]\nstop_grace = "3s"\n')
             assert settings(pool)["limits.stop_grace"] == "10s"
         finally:
@@ -219,7 +219,7 @@ class TestWhatIsHeeded:
         # The frontend refuses what could never be taken, the daemon what cannot be taken now.
         assert http.post("/v1/completions", json=body).status_code in (400, 429)
 
-    async def test_a_smaller_cache_lets_idle_images_go(
+    async def test_a_smaller_cache_lets_idle_snapshots_go(
         self, pool: PrivateDaemon, api: AsyncOpenAI, rewrite: Rewrite, tiny_models: dict[str, Path]
     ) -> None:
         for name in MODELS:

@@ -1,4 +1,4 @@
-"""A daemon that starts again: weights from saved images, if they are sound; pins are kept."""
+"""A daemon that starts again: weights from saved snapshots, if they are sound; pins are kept."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def spoil(checkpoint: Path) -> None:
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def damage(image: Path) -> bytes:
+def damage(snapshot: Path) -> bytes:
     """Flip a bit in the middle; returns what the file was."""
-    saved = image.read_bytes()
+    saved = snapshot.read_bytes()
     middle = len(saved) // 2
-    image.write_bytes(saved[:middle] + bytes([saved[middle] ^ 1]) + saved[middle + 1 :])
+    snapshot.write_bytes(saved[:middle] + bytes([saved[middle] ^ 1]) + saved[middle + 1 :])
     return saved
 
 
-async def test_images_and_pins_outlive_the_daemon(
+async def test_snapshots_and_pins_outlive_the_daemon(
     tiny_models: dict[str, Path], device_bytes: int, tmp_path: Path
 ) -> None:
     checkpoints = {name: tmp_path / name for name in MODELS}
@@ -59,15 +59,15 @@ async def test_images_and_pins_outlive_the_daemon(
     memory = f'[memory]\nmodel_cache = {cache_bytes}\nimage_files = "1GiB"\n'
     config, folder = emulated_config(device_bytes) + memory, tmp_path / "daemon"
 
-    def image_files() -> set[Path]:
-        return set((folder / "state" / "images").glob("*.image"))
+    def snapshot_files() -> set[Path]:
+        return set((folder / "state" / "snapshots").glob("*.snapshot"))
 
     saved_as: dict[str, Path] = {}
     with private_daemon(config, folder) as daemon:
         for name, path in checkpoints.items():
             daemon.add_model(name, path, **LOAD_OPTIONS)
-            until(lambda: len(image_files()) > len(saved_as), 60)
-            [saved_as[name]] = image_files() - set(saved_as.values())
+            until(lambda: len(snapshot_files()) > len(saved_as), 60)
+            [saved_as[name]] = snapshot_files() - set(saved_as.values())
         expected = await answers(daemon, LLAMA, QWEN3, QWEN2)
         assert cli(daemon, "cache", "pin", LLAMA).returncode == 0
 
@@ -84,4 +84,4 @@ async def test_images_and_pins_outlive_the_daemon(
         until(lambda: saved_as[QWEN2].exists() and saved_as[QWEN2].read_bytes() == saved, 60)
         check(daemon)
         assert cli(daemon, "rm", LLAMA).returncode == 0
-        assert image_files() == {saved_as[QWEN2], saved_as[QWEN3]}
+        assert snapshot_files() == {saved_as[QWEN2], saved_as[QWEN3]}

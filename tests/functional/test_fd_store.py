@@ -1,4 +1,4 @@
-"""A daemon under a service manager: its sockets, its watchdog, and images that outlive it."""
+"""A daemon under a service manager: its sockets, its watchdog, and snapshots that outlive it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def answer(daemon: PrivateDaemon, model: str) -> Answer:
         return await ask(api, model, PROMPT)
 
 
-async def test_images_and_sockets_outlive_a_daemon_that_is_killed(
+async def test_snapshots_and_sockets_outlive_a_daemon_that_is_killed(
     tiny_models: dict[str, Path], device_bytes: int, tmp_path: Path
 ) -> None:
     checkpoint = tmp_path / LLAMA
@@ -93,7 +93,7 @@ async def test_images_and_sockets_outlive_a_daemon_that_is_killed(
             expected = {name: await answer(first, name) for name in (LLAMA, QWEN2)}
             assert len(manager.stored) == 2
             with first.client() as client:
-                client.drop_image(QWEN2)
+                client.drop_snapshot(QWEN2)
             manager.wait_for("FDSTOREREMOVE")
             [kept] = manager.stored
             assert manager.values("READY") == ["1"]
@@ -112,7 +112,7 @@ async def test_images_and_sockets_outlive_a_daemon_that_is_killed(
             until(lambda: {row.state for row in ps(second).models} == {"ready"}, 60)
             assert kept in manager.stored
             assert {name: await answer(second, name) for name in expected} == expected
-            assert f"{LLAMA}: its image of" in second.log_path.read_text()
+            assert f"{LLAMA}: its snapshot of" in second.log_path.read_text()
             check(second)
             second.process.terminate()
             assert second.process.wait(60) == 0

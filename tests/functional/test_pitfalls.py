@@ -19,10 +19,10 @@ NUM_SWITCHES = 40
 
 @pytest.fixture(scope="module")
 def peer(tiny_models: dict[str, Path]) -> Iterator[WorkerPeer]:
-    """A device with room for one model and a half, that asks the canary at every switch."""
+    """A device with room for one model and a half, that asks the self-check at every switch."""
     sizes = [(tiny_models[name] / "model.safetensors").stat().st_size for name in MODELS]
     peer = WorkerPeer(
-        int(1.5 * max(sizes)), kv_host_bytes=64 << 20, quota_max_s=0.05, canary_interval=1
+        int(1.5 * max(sizes)), kv_host_bytes=64 << 20, quota_max_s=0.05, self_check_interval=1
     )
     for name in MODELS:
         peer.load(name, tiny_models[name], max_model_len=256)
@@ -30,19 +30,19 @@ def peer(tiny_models: dict[str, Path]) -> Iterator[WorkerPeer]:
     peer.close()
 
 
-def test_pitfall_05_a_late_request_of_a_model_without_an_image_does_not_park(
+def test_pitfall_05_a_late_request_of_a_model_without_an_snapshot_does_not_park(
     peer: WorkerPeer,
 ) -> None:
     before = answer(peer, "tiny-llama", "before")
-    peer.channel.send(m.DropImage("tiny-llama"))
-    peer.wait(m.ImageDropped)
+    peer.channel.send(m.DropSnapshot("tiny-llama"))
+    peer.wait(m.SnapshotDropped)
     for model in ("tiny-llama", "unknown"):
         send_directly(peer, model, "late", encode_request("late", prompt(0)))
         failed = peer.wait(m.RequestsFailed)
         assert (failed.model, failed.request_ids) == (model, ["late"])
-    image = peer.images["tiny-llama"]
-    peer.channel.send(m.TakeImage("tiny-llama"), (image.fd,))
-    assert peer.wait(m.ImageTaken).problem == ""
+    snapshot = peer.snapshots["tiny-llama"]
+    peer.channel.send(m.TakeSnapshot("tiny-llama"), (snapshot.fd,))
+    assert peer.wait(m.SnapshotTaken).problem == ""
     assert answer(peer, "tiny-llama", "after") == before
 
 
@@ -84,7 +84,7 @@ def test_pitfall_34_a_request_that_was_refused_is_not_counted(peer: WorkerPeer) 
     assert peer.call("leftovers")["free_pages"] > 0  # refused while a request is live
 
 
-def test_pitfall_27_a_canary_waits_for_room(peer: WorkerPeer) -> None:
+def test_pitfall_27_a_self_check_waits_for_room(peer: WorkerPeer) -> None:
     """It is due when its model's own requests have taken all pages: no reason to fail."""
     name = MODELS[0]
     short = [f"short-{n}" for n in range(80)]  # from now on, answers are taken to be short

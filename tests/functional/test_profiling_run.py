@@ -29,7 +29,7 @@ def test_profiling_leaves_no_trace(tiny_models: dict[str, Path]) -> None:
         assert len(peer.tokens["beside"]) < NUM_TOKENS, "it ended too early to be disturbed"
         peer.run_until_ended("beside")
         assert peer.tokens["beside"] == peer.tokens["alone"]
-        assert set(peer.tokens) == {"alone", "beside"}, "made-up requests must not be heard of"
+        assert set(peer.tokens) == {"alone", "beside"}, "synthetic requests must not be heard of"
 
         assert measured.problem == ""
         assert measured.duration_s < 3 * BUDGET_S

@@ -12,20 +12,20 @@ INTERVAL = 3
 PROMPT = [11, 7, 42, 5]
 
 
-def test_a_damaged_image_is_noticed(tiny_models: dict[str, Path]) -> None:
+def test_a_damaged_snapshot_is_noticed(tiny_models: dict[str, Path]) -> None:
     paths = {name: tiny_models[name] for name in ("tiny-llama", "tiny-qwen3")}
     size = max((path / "model.safetensors").stat().st_size for path in paths.values())
-    peer = WorkerPeer(int(2.6 * size), canary_interval=INTERVAL)
+    peer = WorkerPeer(int(2.6 * size), self_check_interval=INTERVAL)
     try:
         for name, path in paths.items():
             peer.load(name, path, max_model_len=256)
         first = {name: _answer(peer, name, f"first-{name}") for name in paths}
-        for turn in range(2 * INTERVAL):  # the canary is asked, and nobody notices
+        for turn in range(2 * INTERVAL):  # the self-check is asked, and nobody notices
             for name in paths:
                 assert _answer(peer, name, f"{turn}-{name}") == first[name]
         assert not peer.wrong_answers
-        image = peer.images["tiny-llama"]
-        os.pwrite(image.fd, b"\x3f" * (os.fstat(image.fd).st_size // 2), 0)
+        snapshot = peer.snapshots["tiny-llama"]
+        os.pwrite(snapshot.fd, b"\x3f" * (os.fstat(snapshot.fd).st_size // 2), 0)
         for turn in range(INTERVAL + 1):
             if peer.wrong_answers:
                 break
@@ -33,8 +33,8 @@ def test_a_damaged_image_is_noticed(tiny_models: dict[str, Path]) -> None:
                 _answer(peer, name, f"damaged-{turn}-{name}")
         [wrong] = peer.wrong_answers
         assert isinstance(wrong, m.WrongAnswer)
-        assert (wrong.model, wrong.expected) == ("tiny-llama", image.canary)
-        assert wrong.answered != image.canary
+        assert (wrong.model, wrong.expected) == ("tiny-llama", snapshot.self_check)
+        assert wrong.answered != snapshot.self_check
         assert _answer(peer, "tiny-qwen3", "other") == first["tiny-qwen3"]
         assert any("damaged" in reason for reason in peer.ended.values())
         peer.call("check_integrity")

@@ -15,7 +15,7 @@ import pytest
 
 from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.api.schemas import DeviceInfo
-from gpupoold.checkpoints.dummy import make_hollow_checkpoint
+from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.errors import Refused
 from gpupoold.latency.shape import builtin_shape
 from tests.conftest import ROOT
@@ -119,7 +119,9 @@ def test_stop_strings_end_an_answer(box: PrivateDaemon) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_probabilities_of_made_up_tokens_are_refused(box: PrivateDaemon, is_streamed: bool) -> None:
+def test_probabilities_of_synthetic_tokens_are_refused(
+    box: PrivateDaemon, is_streamed: bool
+) -> None:
     body = {"model": "two", "prompt": "hello", "max_tokens": 5, "logprobs": 1}
     answer = httpx.post(f"{box.http_url}/v1/completions", json=body | {"stream": is_streamed})
     assert "logprobs are not available" in answer.text
@@ -128,7 +130,7 @@ def test_probabilities_of_made_up_tokens_are_refused(box: PrivateDaemon, is_stre
 
 
 def test_what_no_device_can_hold_is_refused(box: PrivateDaemon, tmp_path: Path) -> None:
-    heavy = make_hollow_checkpoint(tmp_path, "Llama-2-13B")
+    heavy = make_dummy_checkpoint(tmp_path, "Llama-2-13B")
     with pytest.raises(Refused, match="do not fit on a device"):
         box.add_model("heavy", heavy)
     with pytest.raises(Refused, match="room for the KV"):

@@ -1,4 +1,4 @@
-"""A model comes up from its image without its checkpoint, and only if it is the same model."""
+"""A model comes up from its snapshot without its checkpoint, and only if it is the same model."""
 
 from __future__ import annotations
 
@@ -40,36 +40,36 @@ def test_the_weights_are_not_read_from_the_checkpoint(
         tiny_models[name], without_weights, ignore=shutil.ignore_patterns("*.safetensors")
     )
     again = f"{name}-again"
-    loaded = peer.load(again, without_weights, image=peer.images[name])
-    assert loaded.image_problem == ""
-    assert len(loaded.canary) == 8
-    assert loaded.canary == peer.images[name].canary
-    assert loaded.layout_digest == peer.images[name].layout_digest
-    assert os.fstat(peer.images[again].fd).st_ino == os.fstat(peer.images[name].fd).st_ino
+    loaded = peer.load(again, without_weights, snapshot=peer.snapshots[name])
+    assert loaded.snapshot_problem == ""
+    assert len(loaded.self_check) == 8
+    assert loaded.self_check == peer.snapshots[name].self_check
+    assert loaded.layout_digest == peer.snapshots[name].layout_digest
+    assert os.fstat(peer.snapshots[again].fd).st_ino == os.fstat(peer.snapshots[name].fd).st_ino
     assert answer(peer, again) == answer(peer, name)
 
 
-def test_a_damaged_image_is_found_by_the_canary(
+def test_a_damaged_snapshot_is_found_by_the_self_check(
     peer: WorkerPeer, tiny_models: dict[str, Path]
 ) -> None:
     first = peer.load("before", tiny_models["tiny-llama"])
-    damaged = peer.images["before"]
+    damaged = peer.snapshots["before"]
     os.pwrite(damaged.fd, os.urandom(4 << 20), 1 << 20)
-    loaded = peer.load("after", tiny_models["tiny-llama"], image=damaged)
-    assert "with its image it answers" in loaded.image_problem
-    assert loaded.canary == first.canary
+    loaded = peer.load("after", tiny_models["tiny-llama"], snapshot=damaged)
+    assert "with its snapshot it answers" in loaded.snapshot_problem
+    assert loaded.self_check == first.self_check
     assert answer(peer, "after") == answer(peer, "tiny-llama")
     peer.call("check_integrity")
 
 
-def test_an_image_of_something_else_is_not_used(
+def test_an_snapshot_of_something_else_is_not_used(
     peer: WorkerPeer, tiny_models: dict[str, Path]
 ) -> None:
     path = tiny_models["tiny-mixtral"]
-    other = peer.load("other", path, image=peer.images["tiny-llama"])
-    assert "the image is of another layout" in other.image_problem
-    assert other.layout_digest == peer.images["tiny-mixtral"].layout_digest
-    unlike = peer.images["tiny-mixtral"]._replace(layout_digest="made by another version")
-    assert "another layout" in peer.load("unlike", path, image=unlike).image_problem
+    other = peer.load("other", path, snapshot=peer.snapshots["tiny-llama"])
+    assert "the snapshot is of another layout" in other.snapshot_problem
+    assert other.layout_digest == peer.snapshots["tiny-mixtral"].layout_digest
+    unlike = peer.snapshots["tiny-mixtral"]._replace(layout_digest="made by another version")
+    assert "another layout" in peer.load("unlike", path, snapshot=unlike).snapshot_problem
     assert answer(peer, "other") == answer(peer, "unlike") == answer(peer, "tiny-mixtral")
     peer.call("check_integrity")

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.fuzz import Outcome, send_mutants
+from benchmarks.fuzz import Outcome, send_malformed_requests
 from benchmarks.generated import generated
-from benchmarks.malformed_requests import MAX_TOKENS, mutants
+from benchmarks.malformed_requests import MAX_TOKENS, malformed_requests
 from benchmarks.noise import beside_a_neighbour
 from benchmarks.processes import processes
 from benchmarks.stream_client import stream
@@ -22,7 +22,7 @@ from tests.functional.daemon_tools import admin_http, ps, sim_daemon, until
 
 MODELS = ("one", "two")
 CONFIG = 'devices = ["sim:2xA100"]\n'
-NUM_MUTANTS = 1_000
+NUM_MALFORMED_REQUESTS = 1_000
 NUM_NEAR_LIMITS = 80
 # Far more than a stream pauses for on a slow machine, far less than an event loop that is held.
 PAUSE_S = 5.0
@@ -79,16 +79,21 @@ def _port(daemon: PrivateDaemon) -> int:
 
 def _told(outcome: Outcome) -> list[str]:
     return [
-        f"{status} {mutant.data[:400]!r}: {text[:400]!r}" for mutant, status, text in outcome.wrong
+        f"{status} {malformed_request.data[:400]!r}: {text[:400]!r}"
+        for malformed_request, status, text in outcome.wrong
     ]
 
 
 def test_mutated_requests_do_no_harm(unharmed: PrivateDaemon) -> None:
-    outcome = asyncio.run(send_mutants(_port(unharmed), mutants(6, NUM_MUTANTS, MODELS)))
+    outcome = asyncio.run(
+        send_malformed_requests(
+            _port(unharmed), malformed_requests(6, NUM_MALFORMED_REQUESTS, MODELS)
+        )
+    )
     assert not _told(outcome)
-    assert outcome.statuses[200] > NUM_MUTANTS / 10
-    assert outcome.statuses[400] > NUM_MUTANTS / 10
-    assert outcome.row()["requests"] == NUM_MUTANTS
+    assert outcome.statuses[200] > NUM_MALFORMED_REQUESTS / 10
+    assert outcome.statuses[400] > NUM_MALFORMED_REQUESTS / 10
+    assert outcome.row()["requests"] == NUM_MALFORMED_REQUESTS
 
 
 def test_requests_near_the_limits_do_no_harm(unharmed: PrivateDaemon) -> None:
@@ -114,7 +119,7 @@ def test_public_api_as_it_describes_itself(unharmed: PrivateDaemon) -> None:
                     case.body[name] = min(case.body[name], MAX_TOKENS)
 
     requests = list(generated(description, NUM_EXAMPLES, 1, adjust))
-    outcome = asyncio.run(send_mutants(_port(unharmed), requests))
+    outcome = asyncio.run(send_malformed_requests(_port(unharmed), requests))
     assert not _told(outcome)
     assert len(requests) > 2 * NUM_EXAMPLES * 8
 
@@ -130,7 +135,7 @@ def test_admin_api_as_it_describes_itself(unharmed: PrivateDaemon) -> None:
             case.path_parameters["number"] = 99  # what a role or a drain does is tested elsewhere
 
     requests = list(generated(description, NUM_ADMIN_EXAMPLES, 1, adjust))
-    outcome = asyncio.run(send_mutants(unharmed.socket_path, requests))
+    outcome = asyncio.run(send_malformed_requests(unharmed.socket_path, requests))
     assert not _told(outcome)
     assert {row.name for row in ps(unharmed).models} >= set(MODELS)
 

@@ -24,12 +24,12 @@ _CALL_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 30.0
 
 
-class Image(NamedTuple):
-    """A model's image as the daemon keeps it."""
+class Snapshot(NamedTuple):
+    """A model's snapshot as the daemon keeps it."""
 
     fd: int
     layout_digest: str
-    canary: tuple[int, ...]
+    self_check: tuple[int, ...]
 
 
 class WorkerPeer:
@@ -44,7 +44,7 @@ class WorkerPeer:
         device_bytes: int,
         kv_host_bytes: int = 256 << 20,
         quota_max_s: float = 4.0,
-        canary_interval: int = 0,
+        self_check_interval: int = 0,
         *,
         options: Mapping[str, object] | None = None,
         environment: Mapping[str, str] | None = None,
@@ -57,7 +57,7 @@ class WorkerPeer:
             "--wire-fd": theirs.fileno(),
             "--device-bytes": device_bytes,
             "--kv-host-bytes": kv_host_bytes,
-            "--canary-interval": canary_interval,
+            "--self-check-interval": self_check_interval,
             "--compute-threads": 1,
             "--log-level": "warning",
         }
@@ -74,7 +74,7 @@ class WorkerPeer:
             )
         theirs.close()
         self.channel: BlockingChannel[m.FromWorker] = BlockingChannel(ours, m.FromWorker)
-        self.images: dict[str, Image] = {}
+        self.snapshots: dict[str, Snapshot] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.switches: list[m.SwitchRecord] = []
@@ -117,12 +117,12 @@ class WorkerPeer:
         path: Path,
         *,
         profiling_budget_s: float = 0.0,
-        image: Image | None = None,
+        snapshot: Snapshot | None = None,
         timeout_s: float = 60.0,
         **options: Any,
     ) -> m.ModelLoaded:
-        """Load a checkpoint in float32, from its image if there is one; fails the test with the
-        worker's reason. The image it has then is in ``images``."""
+        """Load a checkpoint in float32, from its snapshot if there is one; fails the test with the
+        worker's reason. The snapshot it has then is in ``snapshots``."""
         fields: dict[str, Any] = {
             "dtype": "float32",
             "max_model_len": 1024,
@@ -130,14 +130,18 @@ class WorkerPeer:
             "tbt_s": 0.1,
         }
         model = m.ModelToLoad(name=name, path=str(path), **(fields | options))
-        if image is None:
+        if snapshot is None:
             self.channel.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
         else:
-            order = m.LoadModel(model, True, image.layout_digest, profiling_budget_s, image.canary)
-            self.channel.send(order, (image.fd,))
+            order = m.LoadModel(
+                model, True, snapshot.layout_digest, profiling_budget_s, snapshot.self_check
+            )
+            self.channel.send(order, (snapshot.fd,))
         answer = self.wait(m.ModelLoaded | m.ModelFailed, timeout_s)  # type: ignore[arg-type]
         assert isinstance(answer, m.ModelLoaded), answer
-        self.images[name] = Image(self.channel.take_fd(), answer.layout_digest, answer.canary)
+        self.snapshots[name] = Snapshot(
+            self.channel.take_fd(), answer.layout_digest, answer.self_check
+        )
         self.scheduler.add_model(Targets(model.ttft_s, model.tbt_s), answer.model)
         self.scheduler.host(0, name)
         return answer
@@ -209,8 +213,8 @@ class WorkerPeer:
             self.process.kill()
             self.process.wait()
             self.channel.close()
-            for image in self.images.values():
-                os.close(image.fd)
+            for snapshot in self.snapshots.values():
+                os.close(snapshot.fd)
 
     def _note(self, message: m.FromWorker) -> None:
         if isinstance(message, m.StepOutputs):

@@ -50,7 +50,7 @@ def device() -> Iterator[CudaDevice]:
 
 
 @pytest.fixture
-def image(device: CudaDevice) -> Iterator[HostBuffer]:
+def snapshot(device: CudaDevice) -> Iterator[HostBuffer]:
     """Pinned shared memory with random bytes, for half of the pages."""
     buffer = HostBuffer.create("gpu-test", NUM_PAGES // 2 * PAGE)
     ctypes.memmove(buffer.address, random.Random(1).randbytes(buffer.num_bytes), buffer.num_bytes)

@@ -215,7 +215,7 @@ class Box:
     def load(self, *names: str) -> None:
         """Have these models."""
         for name in names:
-            if name not in self.peer.images:
+            if name not in self.peer.snapshots:
                 path = self._checkpoints.path(name)
                 self.peer.load(
                     name,

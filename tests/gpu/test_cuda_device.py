@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 
-from gpupoold.memory.address_ranges import Region
+from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.bandwidth import measure_link
 from gpupoold.memory.contracts import PageRun
 from gpupoold.memory.cuda.device import CudaDevice
@@ -26,25 +26,25 @@ def read(device: CudaDevice, address: int, num_bytes: int) -> bytes:
     return target.raw
 
 
-def test_a_region_has_the_images_bytes_on_whichever_pages(
-    device: CudaDevice, image: HostBuffer
+def test_a_address_range_has_the_snapshots_bytes_on_whichever_pages(
+    device: CudaDevice, snapshot: HostBuffer
 ) -> None:
     pool = PagePool(device.num_pages)
-    region = Region(device, pool, NUM_PAGES // 2)
-    expected = ctypes.string_at(image.address, image.num_bytes)
+    address_range = AddressRange(device, pool, NUM_PAGES // 2)
+    expected = ctypes.string_at(snapshot.address, snapshot.num_bytes)
     for hole in (0, 3, 17):
         held = pool.allocate(hole)
-        region.retain(range(region.num_pages), image.address)
+        address_range.retain(range(address_range.num_pages), snapshot.address)
         device.synchronize()
-        assert read(device, region.address, image.num_bytes) == expected
-        region.drop(range(region.num_pages))
+        assert read(device, address_range.address, snapshot.num_bytes) == expected
+        address_range.drop(range(address_range.num_pages))
         pool.free(held)
-    region.close()
+    address_range.close()
 
 
-def test_fresh_pages_are_zero(device: CudaDevice, image: HostBuffer) -> None:
+def test_fresh_pages_are_zero(device: CudaDevice, snapshot: HostBuffer) -> None:
     address = device.reserve(4)
-    device.map_and_fill(address, [PageRun(0, 4)], image.address)
+    device.map_and_fill(address, [PageRun(0, 4)], snapshot.address)
     device.unmap(address, [PageRun(0, 4)])
     device.map_and_fill(address, [PageRun(2, 2), PageRun(0, 2)], None)
     device.synchronize()
@@ -53,16 +53,16 @@ def test_fresh_pages_are_zero(device: CudaDevice, image: HostBuffer) -> None:
     device.release(address, 4)
 
 
-def test_mapped_bytes_can_be_zeroed(device: CudaDevice, image: HostBuffer) -> None:
+def test_mapped_bytes_can_be_zeroed(device: CudaDevice, snapshot: HostBuffer) -> None:
     address = device.reserve(2)
-    device.map_and_fill(address, [PageRun(0, 2)], image.address)
+    device.map_and_fill(address, [PageRun(0, 2)], snapshot.address)
     device.synchronize()
     device.zero(address + 5, PAGE)
     device.zero(address, 0)
     device.synchronize()
     found = read(device, address, 2 * PAGE)
     assert found[5 : 5 + PAGE] == bytes(PAGE)
-    assert found[:5] == ctypes.string_at(image.address, 5)
+    assert found[:5] == ctypes.string_at(snapshot.address, 5)
     device.unmap(address, [PageRun(0, 2)])
     device.release(address, 2)
 
@@ -78,13 +78,13 @@ def test_the_link_is_as_fast_as_any_that_gpus_have(device: CudaDevice) -> None:
         assert 1e9 < bytes_per_s < 1e12
 
 
-def test_one_page_can_be_behind_many_addresses(device: CudaDevice, image: HostBuffer) -> None:
+def test_one_page_can_be_behind_many_addresses(device: CudaDevice, snapshot: HostBuffer) -> None:
     runs = [PageRun(5, 1)] * (4 * NUM_PAGES)
     address = device.reserve(len(runs))
     device.map(address, runs)
-    device.copy_in(address + (len(runs) - 1) * PAGE, image.address, PAGE)
+    device.copy_in(address + (len(runs) - 1) * PAGE, snapshot.address, PAGE)
     device.synchronize()
-    assert read(device, address, PAGE) == ctypes.string_at(image.address, PAGE)
+    assert read(device, address, PAGE) == ctypes.string_at(snapshot.address, PAGE)
     device.unmap(address, runs)
     device.release(address, len(runs))
 
@@ -118,16 +118,16 @@ class TestWithTorch:
             pytest.skip("the installed torch has no CUDA")
 
     def test_tensors_are_made_before_their_pages(
-        self, device: CudaDevice, image: HostBuffer
+        self, device: CudaDevice, snapshot: HostBuffer
     ) -> None:
         from gpupoold.worker.weights import tensors
 
         address = device.reserve(2)
         tensor = tensors.over(device, address, 2 * PAGE)
         assert tensor.is_cuda
-        device.map_and_fill(address, [PageRun(0, 2)], image.address)
+        device.map_and_fill(address, [PageRun(0, 2)], snapshot.address)
         device.synchronize()
-        assert tensor.cpu().numpy().tobytes() == ctypes.string_at(image.address, 2 * PAGE)
+        assert tensor.cpu().numpy().tobytes() == ctypes.string_at(snapshot.address, 2 * PAGE)
         device.unmap(address, [PageRun(0, 2)])
         device.release(address, 2)
 

@@ -1,4 +1,4 @@
-"""Lanes on a real GPU: what the fake driver can only assume."""
+"""Copy streams on a real GPU: what the fake driver can only assume."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HALF = NUM_PAGES // 2
 
 
 @pytest.fixture
-def region(device: CudaDevice) -> Iterator[int]:
+def address_range(device: CudaDevice) -> Iterator[int]:
     runs = [PageRun(0, HALF)]
     address = device.reserve(HALF)
     device.map(address, runs)
@@ -39,69 +39,72 @@ def thread() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def scattered(address: int, image: HostBuffer, part_bytes: int) -> list[Copy]:
-    """The whole image in parts, the last of which comes first on the device."""
-    last = image.num_bytes - part_bytes
-    parts = range(0, image.num_bytes, part_bytes)
-    return [Copy(address + last - at, image.address + at, part_bytes) for at in parts]
+def scattered(address: int, snapshot: HostBuffer, part_bytes: int) -> list[Copy]:
+    """The whole snapshot in parts, the last of which comes first on the device."""
+    last = snapshot.num_bytes - part_bytes
+    parts = range(0, snapshot.num_bytes, part_bytes)
+    return [Copy(address + last - at, snapshot.address + at, part_bytes) for at in parts]
 
 
 @pytest.mark.parametrize("part_bytes", [PAGE, 64 << 10, 16 << 10])
 def test_batches_come_in_and_go_out_in_threads_of_their_own(
     device: CudaDevice,
-    image: HostBuffer,
-    region: int,
+    snapshot: HostBuffer,
+    address_range: int,
     thread: ThreadPoolExecutor,
     part_bytes: int,
 ) -> None:
     """6144 parts of 16 KiB are more than one call takes."""
-    expected = ctypes.string_at(image.address, image.num_bytes)
-    ins, outs = device.open_lane(Direction.IN), device.open_lane(Direction.OUT)
-    copies = scattered(region, image, part_bytes)
+    expected = ctypes.string_at(snapshot.address, snapshot.num_bytes)
+    ins, outs = device.open_copy_stream(Direction.IN), device.open_copy_stream(Direction.OUT)
+    copies = scattered(address_range, snapshot, part_bytes)
 
     def move() -> None:
         ins.wait(ins.begin(copies, in_fence))
-        ctypes.memset(image.address, 0, image.num_bytes)
+        ctypes.memset(snapshot.address, 0, snapshot.num_bytes)
         back = [Copy(source, target, num_bytes) for target, source, num_bytes in copies]
         outs.wait(outs.begin(back, out_fence))
 
     in_fence, out_fence = ins.fence(), outs.fence()
     thread.submit(move).result()
-    assert ctypes.string_at(image.address, image.num_bytes) == expected
+    assert ctypes.string_at(snapshot.address, snapshot.num_bytes) == expected
     ins.close()
     outs.close()
 
 
 def test_copies_cross_registrations(
-    device: CudaDevice, region: int, monkeypatch: pytest.MonkeyPatch
+    device: CudaDevice, address_range: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_pinning, "_PIECE_BYTES", 1 << 20)
     buffer = HostBuffer.create("gpu-pieces", 8 << 20)
     data = os.urandom(buffer.num_bytes)
     ctypes.memmove(buffer.address, data, buffer.num_bytes)
     device.pin(buffer.address, buffer.num_bytes)
-    lane = device.open_lane(Direction.IN)
+    copy_stream = device.open_copy_stream(Direction.IN)
     skip = 12_345
-    copy = Copy(region, buffer.address + skip, buffer.num_bytes - skip)
-    lane.wait(lane.begin([copy], lane.fence()))
+    copy = Copy(address_range, buffer.address + skip, buffer.num_bytes - skip)
+    copy_stream.wait(copy_stream.begin([copy], copy_stream.fence()))
     ctypes.memset(buffer.address, 0, buffer.num_bytes)
-    device.copy_out(buffer.address, region, buffer.num_bytes - skip)
+    device.copy_out(buffer.address, address_range, buffer.num_bytes - skip)
     device.synchronize()
     assert ctypes.string_at(buffer.address, buffer.num_bytes - skip) == data[skip:]
-    lane.close()
+    copy_stream.close()
     device.unpin(buffer.address, buffer.num_bytes)
     buffer.close()
 
 
 def test_pitfall_21_a_batch_across_registrations_is_refused(
-    device: CudaDevice, region: int, monkeypatch: pytest.MonkeyPatch
+    device: CudaDevice, address_range: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Why ``StreamLane`` splits copies."""
+    """Why ``CudaCopyStream`` splits copies."""
     monkeypatch.setattr(cuda_pinning, "_PIECE_BYTES", 1 << 20)
     buffer = HostBuffer.create("gpu-pieces", 2 << 20)
     device.pin(buffer.address, buffer.num_bytes)
     stream = device._driver.create_stream()
-    good, bad = (region, buffer.address, 4096), (region + PAGE, buffer.address, 2 << 20)
+    good, bad = (
+        (address_range, buffer.address, 4096),
+        (address_range + PAGE, buffer.address, 2 << 20),
+    )
     with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_VALUE"):
         device._driver.copy_batch([good, bad], stream)
     device._driver.synchronize_stream(stream)
@@ -111,14 +114,16 @@ def test_pitfall_21_a_batch_across_registrations_is_refused(
 
 
 def test_an_event_is_not_opened_in_the_process_that_made_it(
-    device: CudaDevice, image: HostBuffer, region: int
+    device: CudaDevice, snapshot: HostBuffer, address_range: int
 ) -> None:
-    lane = device.open_lane(Direction.OUT)
-    handle = lane.export(lane.begin([Copy(image.address, region, PAGE)], lane.fence()))
+    copy_stream = device.open_copy_stream(Direction.OUT)
+    handle = copy_stream.export(
+        copy_stream.begin([Copy(snapshot.address, address_range, PAGE)], copy_stream.fence())
+    )
     assert len(handle) == 64
     with pytest.raises(CudaError, match="cuIpcOpenEventHandle failed"):
-        lane.wait_for(handle)
-    lane.close()
+        copy_stream.wait_for(handle)
+    copy_stream.close()
 
 
 TAKER = """
@@ -132,37 +137,37 @@ device = CudaDevice(0, num_bytes, 0)
 shared = HostBuffer(fd, num_bytes)
 device.pin(shared.address, num_bytes)
 runs = [PageRun(0, device.num_pages)]
-region = device.reserve(device.num_pages)
-device.map(region, runs)
-lane = device.open_lane(Direction.IN)
+address range = device.reserve(device.num_pages)
+device.map(address range, runs)
+copy stream = device.open_lane(Direction.IN)
 print("ready", flush=True)
-lane.wait_for(bytes.fromhex(sys.stdin.readline()))
-lane.wait(lane.begin([Copy(region, shared.address, num_bytes)], lane.fence()))
-found = ctypes.create_string_buffer(num_bytes)
-device.copy_out(ctypes.addressof(found), region, num_bytes)
+copy stream.wait_for(bytes.fromhex(sys.stdin.readline()))
+copy stream.wait(copy stream.begin([Copy(address range, shared.address, num_bytes)], copy
+stream.fence())) found = ctypes.create_string_buffer(num_bytes)
+device.copy_out(ctypes.addressof(found), address range, num_bytes)
 device.synchronize()
 print(found.raw == bytes([7]) * num_bytes, flush=True)
-lane.close()
-device.unmap(region, runs)
-device.release(region, device.num_pages)
+copy stream.close()
+device.unmap(address range, runs)
+device.release(address range, device.num_pages)
 device.unpin(shared.address, num_bytes)
 device.close()
 shared.close()
 """
 
 
-def test_a_lane_of_another_process_comes_after_an_exported_batch(
-    device: CudaDevice, region: int, project_env: dict[str, str]
+def test_a_copy_stream_of_another_process_comes_after_an_exported_batch(
+    device: CudaDevice, address_range: int, project_env: dict[str, str]
 ) -> None:
     num_bytes = HALF // 2 * PAGE
     shared = HostBuffer.create("gpu-shared", num_bytes)
     device.pin(shared.address, num_bytes)
-    ones, sevens = region, region + num_bytes
+    ones, sevens = address_range, address_range + num_bytes
     for address, value in ((ones, 1), (sevens, 7)):
         ctypes.memset(shared.address, value, num_bytes)
         device.copy_in(address, shared.address, num_bytes)
         device.synchronize()
-    lane = device.open_lane(Direction.OUT)
+    copy_stream = device.open_copy_stream(Direction.OUT)
     taker = subprocess.Popen(
         [sys.executable, "-c", TAKER, str(shared.fd), str(num_bytes)],
         env=project_env,
@@ -176,15 +181,15 @@ def test_a_lane_of_another_process_comes_after_an_exported_batch(
         assert taker.stdout is not None
         assert taker.stdout.readline() == "ready\n"
         for _ in range(400):  # keeps the link busy for a fifth of a second
-            lane.begin([Copy(shared.address, ones, num_bytes)], lane.fence())
-        batch = lane.begin([Copy(shared.address, sevens, num_bytes)], lane.fence())
-        handle = lane.export(batch)
+            copy_stream.begin([Copy(shared.address, ones, num_bytes)], copy_stream.fence())
+        batch = copy_stream.begin([Copy(shared.address, sevens, num_bytes)], copy_stream.fence())
+        handle = copy_stream.export(batch)
         taker.stdin.write(handle.hex() + "\n")
         taker.stdin.flush()
         assert taker.stdout.readline() == "True\n"
-        lane.end_export(handle)
+        copy_stream.end_export(handle)
     assert taker.returncode == 0
-    lane.wait(batch)
-    lane.close()
+    copy_stream.wait(batch)
+    copy_stream.close()
     device.unpin(shared.address, num_bytes)
     shared.close()

@@ -135,14 +135,14 @@ async def test_answers_move_with_their_kv(daemon: PrivateDaemon, api: AsyncOpenA
     streams = [Background(api, model, text, NUM_LONG) for model, text in asked]
     for stream in streams:
         await stream.started()
-    num_moves = 0
+    num_migrations = 0
     with daemon.client() as client:
         for number in (0, 1, 0, 1):
             await asyncio.to_thread(client.drain, number)
             assert client.ps().devices[number].num_requests == 0
-            num_moves += sum(stream.is_running for stream in streams)
+            num_migrations += sum(stream.is_running for stream in streams)
             client.undrain(number)
-    assert num_moves
+    assert num_migrations
     same_answers([await stream.finished() for stream in streams], expected, asked)
 
 

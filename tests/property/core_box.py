@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from gpupoold.domain import Priority, Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, Send, Turn
+from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, RunTurn, Send, Turn
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.event_log import RecordedCore
@@ -239,7 +239,7 @@ class Box:
                 device.has[live.id] = live
                 self.num_sends += 1
                 self._check_kv(device)
-            case HandOver():
+            case Migrate():
                 source, target = self.devices[action.source], self.devices[action.target]
                 model, _ = self.lives[action.request_id]
                 assert source is not target
@@ -249,7 +249,7 @@ class Box:
                 if moved is not None:  # else its end has been said, but not been heard
                     target.has[moved.id] = moved
                     self._check_kv(target)
-                    target.said.append(e.Adopted(moved.id))
+                    target.said.append(e.Attached(moved.id))
             case RunTurn():
                 self._run(self.devices[action.device], action)
             case ChangeRole():
@@ -328,7 +328,7 @@ class Box:
             one
             for one in device.said
             if not (
-                (isinstance(one, e.Ended | e.Adopted) and one.request_id in gone)
+                (isinstance(one, e.Ended | e.Attached) and one.request_id in gone)
                 or (isinstance(one, e.Stepped) and one.model == model)
             )
         )

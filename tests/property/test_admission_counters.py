@@ -81,7 +81,7 @@ class Clients:
                     self.open.pop(request_id, None)
 
 
-class Images:
+class Snapshots:
     """Model c has to be warmed."""
 
     is_c_warm = False
@@ -117,9 +117,9 @@ class AdmissionMachine(RuleBasedStateMachine):
         )
         policy = make_policy("gpupool", PolicyOptions())
         self.dispatcher = Dispatcher(limits, cast(History, Unwritten()), policy)
-        self.clients, self.images = Clients(), Images()
+        self.clients, self.snapshots = Clients(), Snapshots()
         self.dispatcher.replies.send = self.clients.send
-        self.dispatcher.warmth = self.images
+        self.dispatcher.warmth = self.snapshots
         self.devices = [Device(0), Device(1)]
         self.down: list[Device] = []
         self.num_asked = 0
@@ -212,7 +212,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @rule(is_warm=st.booleans(), fails=st.booleans())
     def warm(self, is_warm: bool, fails: bool) -> None:
-        self.images.is_c_warm = is_warm
+        self.snapshots.is_c_warm = is_warm
         if fails:
             self.dispatcher.fail_waiting("c", "no room")
         elif is_warm:

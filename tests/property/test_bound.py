@@ -34,7 +34,7 @@ class Nothing:
         pass
 
 
-class Images:
+class Snapshots:
     """Which models are warm; nobody ever warms one but the test."""
 
     def __init__(self) -> None:
@@ -85,9 +85,9 @@ class Pool:
         policy = make_policy("gpupool", PolicyOptions())
         limits = LimitSettings(token_timeout=LIMIT_S)
         self.dispatcher = Dispatcher(limits, cast(History, Nothing()), policy)
-        self.clients, self.images = Clients(), Images()
+        self.clients, self.snapshots = Clients(), Snapshots()
         self.dispatcher.replies.send = lambda _, message: self.clients.send(message)
-        self.dispatcher.warmth = self.images
+        self.dispatcher.warmth = self.snapshots
         self.workers = [
             Worker(number, DeviceSettings(kind="emulated")) for number in range(NUM_INSTANCES)
         ]
@@ -145,9 +145,9 @@ class Pool:
 
     def cool(self, model: int, is_cold: bool) -> None:
         if is_cold:
-            self.images.cold.add(MODELS[model])
+            self.snapshots.cold.add(MODELS[model])
         else:
-            self.images.cold.discard(MODELS[model])
+            self.snapshots.cold.discard(MODELS[model])
             self.dispatcher.go_on(MODELS[model])
 
     def cancel(self, nth: int) -> None:

@@ -34,7 +34,11 @@ def files(draw: st.DrawFn) -> dict[str, Any]:
     roles = ["mixed", *draw(st.lists(ROLES, min_size=len(devices) - 1, max_size=len(devices) - 1))]
     sections: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "server": {"port": st.integers(0, 65535), "max_body": st.integers(1, 2**40)},
-        "memory": {"model_cache": SIZES, "kv_host": SIZES, "canary_interval": st.integers(0, 99)},
+        "memory": {
+            "model_cache": SIZES,
+            "kv_host": SIZES,
+            "self_check_interval": st.integers(0, 99),
+        },
         "scheduling": {
             "roles": st.sampled_from(["auto", roles]),
             "quota_max": DURATIONS,

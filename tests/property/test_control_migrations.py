@@ -16,7 +16,7 @@ WHICH = st.integers(0, 1_000)  # an index into whatever there is at that moment
 ROLES = st.sampled_from([Role.PREFILL, Role.DECODE, Role.MIXED, None])
 
 
-class MovesMachine(RuleBasedStateMachine):
+class MigrationsMachine(RuleBasedStateMachine):
     @initialize(
         num_workers=st.integers(2, 3),
         roles=st.lists(ROLES, min_size=2, max_size=2),
@@ -149,5 +149,7 @@ class MovesMachine(RuleBasedStateMachine):
         return self.box.workers[which % len(self.box.workers)]
 
 
-MovesMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
-TestMoves = MovesMachine.TestCase
+MigrationsMachine.TestCase.settings = settings(
+    max_examples=200, stateful_step_count=60, deadline=None
+)
+TestMigrations = MigrationsMachine.TestCase

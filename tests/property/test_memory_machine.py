@@ -46,7 +46,7 @@ class Model:
     kv: KvMemory
     ledger: MemoryLedger
     weights: WeightMemory
-    image: bytes
+    snapshot: bytes
     requests: list[list[int]] = field(default_factory=list)
     content: dict[int, bytes] = field(default_factory=dict)
     had: set[bytes] = field(default_factory=set)
@@ -65,7 +65,7 @@ class Model:
 
     def contents_now(self) -> object:
         return (
-            [self.kv.chunks(place) for place in Place],
+            [self.kv.extents(place) for place in Place],
             self.kv.resident_bytes,
             self.kv.host_bytes,
             self.weights.num_mapped_pages,
@@ -104,10 +104,10 @@ class MemoryMachine(RuleBasedStateMachine):
         self.sent: list[Sent] = []
         for number, layout in enumerate(layouts):
             kv, ledger = self.rig.kv(geometry_of(layout))
-            weights, image = self.rig.weights(5 + 6 * number, ("image", number))
-            self.models.append(Model(kv, ledger, weights, image))
-            for chunk in range(2 * number, 2 * number + 3):
-                self.back(number, chunk, fail_in=0)
+            weights, snapshot = self.rig.weights(5 + 6 * number, ("snapshot", number))
+            self.models.append(Model(kv, ledger, weights, snapshot))
+            for extent in range(2 * number, 2 * number + 3):
+                self.back(number, extent, fail_in=0)
             self.request(number, num_blocks=2, num_cached=1)
             self.request(number, num_blocks=3, num_cached=1)
 
@@ -152,29 +152,29 @@ class MemoryMachine(RuleBasedStateMachine):
         left = 0 if num_pages is None else max(0, mapped - num_pages)
         assert weights.num_mapped_pages <= left
 
-    @rule(which=WHICH, chunk=WHICH, fail_in=st.integers(0, 4))
-    def back(self, which: int, chunk: int, fail_in: int) -> None:
+    @rule(which=WHICH, extent=WHICH, fail_in=st.integers(0, 4))
+    def back(self, which: int, extent: int, fail_in: int) -> None:
         model = self.model(which)
-        unbacked = model.kv.chunks(Place.UNBACKED)
+        unbacked = model.kv.extents(Place.UNBACKED)
         if unbacked:
-            picked = unbacked[chunk % len(unbacked)]
+            picked = unbacked[extent % len(unbacked)]
             self.appear(model, picked, fail_in, lambda: model.kv.back([picked]))
 
-    @rule(which=WHICH, chunk=WHICH)
-    def unback(self, which: int, chunk: int) -> None:
+    @rule(which=WHICH, extent=WHICH)
+    def unback(self, which: int, extent: int) -> None:
         model = self.model(which)
-        free = model.kv.free_chunks()
+        free = model.kv.free_extents()
         if free:
-            self.vanish(model, free[chunk % len(free)], model.kv.unback)
+            self.vanish(model, free[extent % len(free)], model.kv.unback)
 
-    @rule(which=WHICH, chunk=WHICH)
-    def page_out(self, which: int, chunk: int) -> None:
+    @rule(which=WHICH, extent=WHICH)
+    def page_out(self, which: int, extent: int) -> None:
         """The model is paused for a moment; some of it goes, or begins to go."""
         model = self.model(which)
-        device = model.kv.chunks(Place.DEVICE)
+        device = model.kv.extents(Place.DEVICE)
         if not device:
             return
-        picked = device[chunk % len(device)]
+        picked = device[extent % len(device)]
         model.kv.finish_exports()
         num_live = len(model.kv.live_blocks(picked))
         before = model.contents_now()
@@ -182,19 +182,19 @@ class MemoryMachine(RuleBasedStateMachine):
             assert num_live > self.rig.host.num_free_blocks(model.kv.geometry.block_bytes)
             assert model.contents_now() == before
             return
-        assert picked in model.kv.chunks(Place.LEAVING if num_live else Place.UNBACKED)
+        assert picked in model.kv.extents(Place.LEAVING if num_live else Place.UNBACKED)
 
-    @rule(which=WHICH, chunk=WHICH, fail_in=st.integers(0, 4))
-    def page_in(self, which: int, chunk: int, fail_in: int) -> None:
+    @rule(which=WHICH, extent=WHICH, fail_in=st.integers(0, 4))
+    def page_in(self, which: int, extent: int, fail_in: int) -> None:
         model = self.model(which)
-        host = model.kv.chunks(Place.HOST)
+        host = model.kv.extents(Place.HOST)
         if not host:
             return
-        picked, free = host[chunk % len(host)], self.rig.pool.num_free
+        picked, free = host[extent % len(host)], self.rig.pool.num_free
         [group] = [group for group in model.kv.groups_on_host([]) if picked in group]
         wanted = model.kv.num_missing_pages(group)
         self.attempt(model, fail_in, wanted, lambda: model.kv.begin_page_in([picked], self.rig.ins))
-        if picked in model.kv.chunks(Place.ARRIVING):
+        if picked in model.kv.extents(Place.ARRIVING):
             assert self.rig.pool.num_free == free - wanted
 
     @rule(which=WHICH)
@@ -205,46 +205,46 @@ class MemoryMachine(RuleBasedStateMachine):
     def finish(self, which: int) -> None:
         """All copies under way end; what has come shows nothing of others."""
         model = self.model(which)
-        leaving, arriving = model.kv.chunks(Place.LEAVING), model.kv.chunks(Place.ARRIVING)
+        leaving, arriving = model.kv.extents(Place.LEAVING), model.kv.extents(Place.ARRIVING)
         free, wanted = self.rig.pool.num_free, model.kv.num_leaving_pages
         self.rig.finish(model.kv)
         assert self.rig.pool.num_free == free + wanted
-        gone = model.kv.chunks(Place.HOST) + model.kv.chunks(Place.UNBACKED)
+        gone = model.kv.extents(Place.HOST) + model.kv.extents(Place.UNBACKED)
         assert set(leaving) <= set(gone)
-        assert set(arriving) <= set(model.kv.chunks(Place.DEVICE))
-        for chunk in arriving:
-            for block in model.kv.geometry.blocks(chunk):
+        assert set(arriving) <= set(model.kv.extents(Place.DEVICE))
+        for extent in arriving:
+            for block in model.kv.geometry.blocks(extent):
                 if block not in model.content:
                     self.shows_nothing_foreign(model, block)
 
     @rule(which=WHICH)
     def want_again(self, which: int) -> None:
         model = self.model(which)
-        leaving = model.kv.chunks(Place.LEAVING)
+        leaving = model.kv.extents(Place.LEAVING)
         model.kv.stop_leaving()
-        assert set(leaving) <= set(model.kv.chunks(Place.DEVICE))
+        assert set(leaving) <= set(model.kv.extents(Place.DEVICE))
 
     @rule(which=WHICH)
     def change_plans(self, which: int) -> None:
         model = self.model(which)
         model.kv.stop_arriving()
-        assert not model.kv.chunks(Place.ARRIVING)
+        assert not model.kv.extents(Place.ARRIVING)
 
     @rule(which=WHICH, step=st.integers(1, 3))
     def pause(self, which: int, step: int) -> None:
         """Much of a model goes out together, as far as the host has room."""
         kv = self.model(which).kv
-        chunks = kv.chunks(Place.DEVICE)[::step]
-        num_done = kv.begin_page_out(chunks, self.rig.outs)
-        assert set(chunks[num_done:]) <= set(kv.chunks(Place.DEVICE))
-        assert not set(chunks[:num_done]) & set(kv.chunks(Place.DEVICE))
+        extents = kv.extents(Place.DEVICE)[::step]
+        num_done = kv.begin_page_out(extents, self.rig.outs)
+        assert set(extents[num_done:]) <= set(kv.extents(Place.DEVICE))
+        assert not set(extents[:num_done]) & set(kv.extents(Place.DEVICE))
 
     @rule(which=WHICH, fail_in=st.integers(0, 6))
     def resume(self, which: int, fail_in: int) -> None:
         """All of a model comes back, as far as there are pages."""
-        for chunk in self.model(which).kv.chunks(Place.HOST):
-            if chunk in self.model(which).kv.chunks(Place.HOST):  # it did not come with another
-                self.page_in(which, chunk=0, fail_in=fail_in)
+        for extent in self.model(which).kv.extents(Place.HOST):
+            if extent in self.model(which).kv.extents(Place.HOST):  # it did not come with another
+                self.page_in(which, extent=0, fail_in=fail_in)
 
     @rule(which=WHICH, request=WHICH)
     def decode(self, which: int, request: int) -> None:
@@ -294,7 +294,7 @@ class MemoryMachine(RuleBasedStateMachine):
             model.ledger.release(blocks)
         model.requests.clear()
         model.kv.discard_dead()
-        model.kv.unback(model.kv.free_chunks())
+        model.kv.unback(model.kv.free_extents())
         assert model.kv.resident_bytes == 0
         assert model.kv.host_bytes == 0
 
@@ -315,7 +315,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self.end(which, request)
 
     @rule(which=WHICH, sent=WHICH)
-    def adopt(self, which: int, sent: int) -> None:
+    def attach_slot(self, which: int, sent: int) -> None:
         """A request comes with blocks that were copied from where it was."""
         model = self.model(which)
         fitting = [one for one in self.sent if one.rows == row_sizes(model.kv)]
@@ -324,11 +324,11 @@ class MemoryMachine(RuleBasedStateMachine):
         picked = fitting[sent % len(fitting)]
         picked.transfer.wait()
         assert picked.told == [True]
-        blocks = model.kv.adopt(picked.slot, len(picked.contents))
+        blocks = model.kv.attach_slot(picked.slot, len(picked.contents))
         if blocks is None:
-            # The null block's chunk must stay on the device while the model runs: never adopted.
-            unbacked = [chunk for chunk in model.kv.chunks(Place.UNBACKED) if chunk]
-            num_held = sum(len(model.kv.geometry.blocks(chunk)) for chunk in unbacked)
+            # The null block's extent must stay on the device while the model runs: never adopted.
+            unbacked = [extent for extent in model.kv.extents(Place.UNBACKED) if extent]
+            num_held = sum(len(model.kv.geometry.blocks(extent)) for extent in unbacked)
             assert len(picked.contents) > num_held
             return
         self.sent.remove(picked)
@@ -348,13 +348,13 @@ class MemoryMachine(RuleBasedStateMachine):
     def bytes_are_right(self) -> None:
         for model in self.models:
             model.forget_worthless()
-            there = model.kv.chunks(Place.DEVICE) + model.kv.chunks(Place.LEAVING)
-            for chunk in there:
-                for block in model.kv.geometry.blocks(chunk):
+            there = model.kv.extents(Place.DEVICE) + model.kv.extents(Place.LEAVING)
+            for extent in there:
+                for block in model.kv.geometry.blocks(extent):
                     if block in model.content:
                         assert read_block(model.kv, block) == model.content[block]
             loaded = model.weights.loaded_bytes
-            assert read(model.weights.address, loaded) == model.image[:loaded]
+            assert read(model.weights.address, loaded) == model.snapshot[:loaded]
 
     @invariant()
     def accounts_are_right(self) -> None:
@@ -366,8 +366,8 @@ class MemoryMachine(RuleBasedStateMachine):
             assert len(model.kv.physical_pages) == model.kv.resident_bytes // PAGE
             assert len(model.weights.physical_pages) == model.weights.num_mapped_pages
             owned += model.kv.physical_pages + model.weights.physical_pages
-            device = model.kv.chunks(Place.DEVICE)
-            usable = {block for chunk in device for block in model.kv.geometry.blocks(chunk)}
+            device = model.kv.extents(Place.DEVICE)
+            usable = {block for extent in device for block in model.kv.geometry.blocks(extent)}
             free = {b for b, count in enumerate(model.ledger.refs) if not count}
             assert free <= usable, "the engine could be given a block that is not here"
         self.rig.pool.check_owned(owned)
@@ -409,15 +409,17 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.rig.pool.num_free == free
         return None
 
-    def appear(self, model: Model, chunk: int, fail_in: int, act: Callable[[], int | None]) -> None:
-        """A chunk comes to the device: as many pages as predicted, nothing of others on them."""
+    def appear(
+        self, model: Model, extent: int, fail_in: int, act: Callable[[], int | None]
+    ) -> None:
+        """An extent comes to the device: as many pages as predicted, nothing of others on them."""
         kv, free = model.kv, self.rig.pool.num_free
-        wanted = kv.num_missing_pages([chunk])
+        wanted = kv.num_missing_pages([extent])
         self.attempt(model, fail_in, wanted, act)
-        if chunk not in kv.chunks(Place.DEVICE):
+        if extent not in kv.extents(Place.DEVICE):
             return
         assert self.rig.pool.num_free == free - wanted
-        for block in kv.geometry.blocks(chunk):
+        for block in kv.geometry.blocks(extent):
             if block not in model.content:
                 self.shows_nothing_foreign(model, block)
 
@@ -425,17 +427,17 @@ class MemoryMachine(RuleBasedStateMachine):
         """Bytes that nobody wrote since the model got the page are zero or its own, which others
         may have by adoption."""
         contents = [data for other in self.models for data in other.content.values()]
-        images = [other.image for other in self.models]
-        others = b"".join([*(data for data in contents if data not in model.had), *images])
+        snapshots = [other.snapshot for other in self.models]
+        others = b"".join([*(data for data in contents if data not in model.had), *snapshots])
         data = read_block(model.kv, block)
         for start in range(0, len(data) - 32, 32):
             piece = data[start : start + 32]
             assert not any(piece) or piece not in others
 
-    def vanish(self, model: Model, chunk: int, act: Callable[[list[int]], object]) -> None:
-        """A chunk leaves the device: as many pages come free as predicted."""
-        free, wanted = self.rig.pool.num_free, model.kv.num_resident_pages([chunk])
-        act([chunk])
+    def vanish(self, model: Model, extent: int, act: Callable[[list[int]], object]) -> None:
+        """An extent leaves the device: as many pages come free as predicted."""
+        free, wanted = self.rig.pool.num_free, model.kv.num_resident_pages([extent])
+        act([extent])
         assert self.rig.pool.num_free == free + wanted
 
 
@@ -450,8 +452,8 @@ def test_bytes_that_another_adopted_are_still_ones_own() -> None:
     machine = MemoryMachine()
     machine.start(layouts=["blocks-outermost"] * 2, num_pages=24, host_pages=9)
     machine.export(which=1, request=0, step=1, is_end=False)
-    machine.adopt(which=0, sent=0)
-    machine.page_out(which=1, chunk=0)
+    machine.attach_slot(which=0, sent=0)
+    machine.page_out(which=1, extent=0)
     machine.finish(which=1)
     machine.resume(which=1, fail_in=0)
     machine.end(which=1, request=0)
@@ -461,19 +463,19 @@ def test_bytes_that_another_adopted_are_still_ones_own() -> None:
     machine.teardown()
 
 
-def test_adoption_leaves_the_null_blocks_chunk_alone() -> None:
-    """Once every other chunk is away, seven free blocks beside the null block are not enough."""
+def test_adoption_leaves_the_null_blocks_extent_alone() -> None:
+    """Once every other extent is away, seven free blocks beside the null block are not enough."""
     machine = MemoryMachine()
     machine.start(layouts=["blocks-outermost", "small-blocks"], num_pages=24, host_pages=2)
     kv = machine.models[1].kv
-    for rule_name in ("export", "export", "adopt", "adopt", "export", "adopt", "export", "adopt"):
+    for rule_name in ("export", "export", *["attach_slot"] * 2, *["export", "attach_slot"] * 2):
         if rule_name == "export":
             machine.export(which=1, request=0, step=1, is_end=False)
         else:
-            machine.adopt(which=1, sent=0)
+            machine.attach_slot(which=1, sent=0)
         machine.bytes_are_right()
         machine.accounts_are_right()
     assert kv.geometry.blocks(0) == range(8)
-    assert kv.chunks(Place.UNBACKED) == [0]
+    assert kv.extents(Place.UNBACKED) == [0]
     assert len(machine.sent) == 1  # the last one was refused
     machine.teardown()

@@ -165,7 +165,7 @@ class CoreMachine(RuleBasedStateMachine):
         device = self.device(which)
         if device.turn is None or device.turn.turn_id != turn_id:
             self.box.tell(e.TurnEnded(device.number, turn_id))
-        self.box.tell(e.TurnEnded(99, 1), e.Adopted("gone"), e.DeviceDown(99))
+        self.box.tell(e.TurnEnded(99, 1), e.Attached("gone"), e.DeviceDown(99))
         self.box.tell(e.Stepped(device.number, "m0", ("gone",), 1, 0.02), e.Unhosted(99, "m0"))
         self.box.tell(e.ModelRemoved("gone"), e.MemoryChanged(99, (("m0", 1),)))
 

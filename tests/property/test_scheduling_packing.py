@@ -104,10 +104,10 @@ def test_every_move_helps(rows: list[list[Request]], raw_errors: list[tuple[int,
     errors = [PredictionError(*raw_errors[i]) for i in range(len(workers))]
     by_id = {r.request_id: r for worker in workers for r in worker}
     before_s = sum(abs(error.step_error_s(STEP)) for error in errors)
-    moves = rebalance(workers, errors, LIMITS)
-    assert len({move.request_id for move in moves}) == len(moves)
+    migrations = rebalance(workers, errors, LIMITS)
+    assert len({move.request_id for move in migrations}) == len(migrations)
     total_s = sum(error.step_error_s(STEP) for error in errors)
-    for move in moves:
+    for move in migrations:
         request = by_id[move.request_id]
         assert request.is_new
         errors[move.source] = errors[move.source].with_request(request, -1)

@@ -45,7 +45,7 @@ def test_a_switching_overhead_is_paid_once_per_load(policy: str) -> None:
     assert outcome.results[1].token_times_s[0] == pytest.approx(10.02)
 
 
-def test_a_handed_over_request_pays_for_its_kv_twice() -> None:
+def test_a_migrated_request_pays_for_its_kv_twice() -> None:
     """Out of the prefill device and into the other, with the weights."""
     box = models("a", kv_bytes_per_token=10**7)
     [result] = simulate([request("a")], box, "aegaeon", num_devices=2).results

@@ -76,7 +76,7 @@ def test_kv_that_makes_room_is_out_before_the_next_comes_in() -> None:
     assert moved_bytes == (4 + 13) * GB
 
 
-def test_a_hand_over_waits_for_a_prefetch_on_the_same_link() -> None:
+def test_a_migrate_waits_for_a_prefetch_on_the_same_link() -> None:
     """Two requests of a; while the second travels, b's weights are on their way in."""
 
     def second_token_s(with_rival: bool) -> float:

@@ -33,11 +33,11 @@ from gpupoold.control import event_log_file as stimulus_file
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.processes.child import Child
 from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.weights.cache import ImageCache
-from gpupoold.control.weights.fd_store import ParkedImages
-from gpupoold.control.weights.keys import ImageKeys
-from gpupoold.control.weights.saved_snapshots import SavedImages
-from gpupoold.control.weights.snapshot_files import ImageFiles
+from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.weights.fd_store import StoredSnapshots
+from gpupoold.control.weights.keys import SnapshotKeys
+from gpupoold.control.weights.saved_snapshots import SavedSnapshots
+from gpupoold.control.weights.snapshot_files import SnapshotFiles
 from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
 from gpupoold.errors import ConfigError, Failed, GpupoolError, Refused
 from gpupoold.memory.emulated import EmulatedDevice
@@ -71,8 +71,8 @@ def listing(folder: Path) -> list[str]:
 
 
 def memory(text: bytes = b"weights") -> int:
-    """A memfd of an image that begins so."""
-    fd = create_memfd("gpupool-image", SIZE)
+    """A memfd of a snapshot that begins so."""
+    fd = create_memfd("gpupool-snapshot", SIZE)
     os.pwrite(fd, text, 0)
     return fd
 
@@ -123,13 +123,13 @@ class Downloaded(Scenario):
         self._stack.close()
 
 
-class ImageSaved(Scenario):
-    """A file of an image takes the place of another."""
+class SnapshotSaved(Scenario):
+    """A file of a snapshot takes the place of another."""
 
     errors = (Failed,)
 
     async def prepare(self) -> None:
-        self._files = ImageFiles(self.folder / "images")
+        self._files = SnapshotFiles(self.folder / "snapshots")
         self._new = memory(b"new")
         old = memory(b"old")
         self._files.save("key", old, "layout", (1, 2))
@@ -151,16 +151,16 @@ class ImageSaved(Scenario):
         os.close(self._new)
 
 
-class ImageSavedFirst(ImageSaved):
-    """The first file of an image, in a folder that has to be made."""
+class SnapshotSavedFirst(SnapshotSaved):
+    """The first file of a snapshot, in a folder that has to be made."""
 
     async def prepare(self) -> None:
-        self._files = ImageFiles(self.folder / "images")
+        self._files = SnapshotFiles(self.folder / "snapshots")
         self._new = memory(b"new")
 
 
-class ImageRead(ImageSaved):
-    """A file of an image comes back to memory; one that is not read stays."""
+class SnapshotRead(SnapshotSaved):
+    """A file of a snapshot comes back to memory; one that is not read stays."""
 
     is_best_effort = True
 
@@ -178,8 +178,8 @@ class ImageRead(ImageSaved):
         return self._digest, listing(self.folder)
 
 
-class ImageKept(Scenario):
-    """The cache gets an image, which the service manager keeps, and a file is written."""
+class SnapshotKept(Scenario):
+    """The cache gets a snapshot, which the service manager keeps, and a file is written."""
 
     is_best_effort = True
 
@@ -190,34 +190,34 @@ class ImageKept(Scenario):
         self._manager.bind(str(self.folder / "notify"))
         self._manager.setblocking(False)
         self._stored: set[str] = set()
-        keys = ImageKeys()
+        keys = SnapshotKeys()
         model = ModelToLoad(name="a", path=str(self.folder / "model"), ttft_s=1.0, tbt_s=0.1)
         await keys.note(model, READY)
-        self._cache = ImageCache(10 * SIZE)
+        self._cache = SnapshotCache(10 * SIZE)
         store = FdStore(Notifier(str(self.folder / "notify")), [])
-        self._cache.shelf = self._parked = ParkedImages(store, keys)
-        self._saved = SavedImages(self.folder / "images", 10 * SIZE, keys)
+        self._cache.fd_store = self._stored_snapshots = StoredSnapshots(store, keys)
+        self._saved = SavedSnapshots(self.folder / "snapshots", 10 * SIZE, keys)
         self._new: int | None = memory()
 
     async def act(self) -> None:
-        image = self._cache.get("a")
+        snapshot = self._cache.get("a")
         if self._new is not None:
             new, self._new = self._new, None
-            image = self._cache.put("a", new, "layout", (1, 2))
-        assert image is not None
-        self._parked.park("a", image)
-        self._saved.keep("a", image)
+            snapshot = self._cache.put("a", new, "layout", (1, 2))
+        assert snapshot is not None
+        self._stored_snapshots.store("a", snapshot)
+        self._saved.keep("a", snapshot)
         await self._saved.settled("a")
 
     async def state(self) -> Any:
-        image = self._cache.get("a")
-        held = image and os.pread(image.fd, 7, 0)
+        snapshot = self._cache.get("a")
+        held = snapshot and os.pread(snapshot.fd, 7, 0)
         self._hear()
         saved = await self._saved.read("a")
         if saved is not None:
             os.close(saved.fd)
         # The file is named after the checkpoint's folder, which is another in each run.
-        return held, len(self._stored), saved is not None, len(listing(self.folder / "images"))
+        return held, len(self._stored), saved is not None, len(listing(self.folder / "snapshots"))
 
     async def close(self) -> None:
         self._cache.close()

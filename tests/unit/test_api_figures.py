@@ -8,11 +8,11 @@ import pytest
 
 from benchmarks.api_layer import make_figures
 from benchmarks.fuzz import Outcome, note
-from benchmarks.malformed_requests import Mutant, mutants
+from benchmarks.malformed_requests import MalformedRequest, malformed_requests
 from benchmarks.stream_client import PATHS
 
 SLOW = {"paced": {"tokens_per_s": 1.0}}
-MUTANT = Mutant("cut", b"GET")
+MALFORMED_REQUEST = MalformedRequest("cut", b"GET")
 
 
 def _details() -> dict[str, Any]:
@@ -56,12 +56,12 @@ def test_parts_that_were_left_out_have_no_figures() -> None:
     assert dict(make_figures({})) == {}
 
 
-def test_mutants_of_a_seed_are_the_same_and_of_all_kinds() -> None:
-    made = list(mutants(3, 500, ["one", "two"]))
-    assert made == list(mutants(3, 500, ["one", "two"]))
-    assert made != list(mutants(4, 500, ["one", "two"]))
-    assert len({mutant.kind for mutant in made}) >= 13
-    assert len({mutant.data for mutant in made}) > 300
+def test_malformed_requests_of_a_seed_are_the_same_and_of_all_kinds() -> None:
+    made = list(malformed_requests(3, 500, ["one", "two"]))
+    assert made == list(malformed_requests(3, 500, ["one", "two"]))
+    assert made != list(malformed_requests(4, 500, ["one", "two"]))
+    assert len({malformed_request.kind for malformed_request in made}) >= 13
+    assert len({malformed_request.data for malformed_request in made}) > 300
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_mutants_of_a_seed_are_the_same_and_of_all_kinds() -> None:
 )
 def test_server_errors_are_told_from_refusals(answer: bytes, is_wrong: bool) -> None:
     outcome = Outcome()
-    note(outcome, MUTANT, answer)
+    note(outcome, MALFORMED_REQUEST, answer)
     assert bool(outcome.wrong) is is_wrong
     assert outcome.statuses.total() == 1
 
 
 def test_no_answer_is_counted_by_kind() -> None:
     outcome = Outcome()
-    note(outcome, MUTANT, b"")
+    note(outcome, MALFORMED_REQUEST, b"")
     assert outcome.row()["unanswered"] == {"cut": 1}

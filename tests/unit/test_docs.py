@@ -16,6 +16,11 @@ from tests.unit.doc_pages import ROOT, Page, pages
 
 PAGES = pages()
 CLI = PAGES["docs/cli.md"]
+# Hidden commands, which the page of another one names.
+ALIASES: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("ls",): ("list",),
+    ("make-hollow-models",): ("make-dummy-models",),
+}
 CONFIGURATION = PAGES["docs/configuration.md"]
 EFFECTS = {
     "live": "at once",
@@ -47,8 +52,7 @@ def options_of(command: Any) -> set[str]:
 
 def section_of(path: tuple[str, ...]) -> str:
     """Where a command is documented: under its own heading, or in its group's table."""
-    if path == ("ls",):
-        path = ("list",)
+    path = ALIASES.get(path, path)
     for length in range(len(path), 0, -1):
         heading = f"`gpupool {' '.join(path[:length])}"
         if f"\n### {heading}" in CLI.text:

@@ -28,7 +28,7 @@ class Plan(NamedTuple):
 
 
 def plan_pin(model: TopModel) -> Plan:
-    """Keep a model's image in host memory, or let it go."""
+    """Keep a model's snapshot in host memory, or let it go."""
     name, is_pinned = model.usage.name, not model.is_pinned
 
     def call(client: AdminClient) -> str:
@@ -36,9 +36,9 @@ def plan_pin(model: TopModel) -> Plan:
         return f"{answer.name}: {'pinned' if answer.is_pinned else 'not pinned any more'}"
 
     if is_pinned:
-        text = "Its image stays in host memory once it is there, also after a restart."
+        text = "Its snapshot stays in host memory once it is there, also after a restart."
         return Plan(f"pin {name}?", text, f"pinning {name}", [(Choice("pin it", "pin"), call)])
-    text = "Its image may go from host memory when others need the room."
+    text = "Its snapshot may go from host memory when others need the room."
     choice = Choice("unpin it", "unpin")
     return Plan(f"unpin {name}?", text, f"unpinning {name}", [(choice, call)])
 

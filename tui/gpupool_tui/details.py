@@ -84,7 +84,9 @@ def model_fields(model: TopModel, info: ModelInfo | None) -> Fields:
         f" {usage.dropped} dropped",
         "weights": f"{size(usage.weights_total_bytes)},"
         f" {size(usage.weights_resident_bytes)} on devices",
-        "image": (f"{size(usage.cached_bytes)} in host memory" if usage.cached_bytes else NOTHING)
+        "snapshot": (
+            f"{size(usage.cached_bytes)} in host memory" if usage.cached_bytes else NOTHING
+        )
         + (", pinned" if model.is_pinned else ""),
         "KV": f"{size(usage.kv_resident_bytes)} on devices,"
         f" {size(usage.kv_host_bytes)} in host memory",

@@ -56,7 +56,7 @@ KEYS: tuple[tuple[str, tuple[Key, ...]], ...] = (
     (
         "Doing, after a question",
         (
-            Key("p", "pin", "p", "model: keep its image in host memory, or no more", True),
+            Key("p", "pin", "p", "model: keep its snapshot in host memory, or no more", True),
             Key("u", "unload", "u", "model: off the devices, out of host memory", True),
             Key("t", "targets", "t", "model: other targets", True),
             Key("x", "cancel", "x", "request: end it with an error", True),

@@ -1,4 +1,5 @@
-"""From an image on disk to a running model: nothing of it in host memory, nor in the page cache."""
+"""From a snapshot on disk to a running model: nothing of it in host memory, nor in the page
+cache."""
 
 from __future__ import annotations
 
@@ -51,12 +52,12 @@ class ColdStart:
 def measure_cold(
     daemon: PrivateDaemon, models: Sequence[str], rounds: int, host_cached_limit_s: float
 ) -> dict[str, Any]:
-    """Drop each model's image in turn, read its file plainly, then have the model run again.
+    """Drop each model's snapshot in turn, read its file plainly, then have the model run again.
 
-    The files must be the only ones in the daemon's image folder, of about one size.
+    The files must be the only ones in the daemon's snapshot folder, of about one size.
 
     Raises:
-        GpupoolError: an image could not be saved or brought back.
+        GpupoolError: a snapshot could not be saved or brought back.
     """
     starts: list[ColdStart] = []
     with daemon.client() as client, httpx.Client(timeout=_REQUEST_TIMEOUT_S) as http:
@@ -72,7 +73,7 @@ def summary(
     starts: Sequence[ColdStart], num_bytes: int, host_cached_limit_s: float
 ) -> dict[str, Any]:
     """The figures of at least one start. The limit is a read of the file at nine tenths of a
-    plain read's speed, and what a switch may take once the image is in host memory."""
+    plain read's speed, and what a switch may take once the snapshot is in host memory."""
     totals_s = sorted(start.total_s for start in starts)
     read_s = median(start.plain_read_s for start in starts)
     p50_s, limit_s = median(totals_s), read_s / _READ_SHARE + host_cached_limit_s
@@ -97,7 +98,7 @@ def summary(
 def _start(
     client: AdminClient, http: httpx.Client, url: str, model: str, files: Sequence[Path]
 ) -> ColdStart:
-    client.drop_image(model)
+    client.drop_snapshot(model)
     plain_read_s = sum(map(_plain_read_s, files)) / len(files)
     for file in files:
         _forget(file)
@@ -109,20 +110,20 @@ def _start(
 
 
 def _wait_saved(daemon: PrivateDaemon, client: AdminClient, models: Sequence[str]) -> list[Path]:
-    """The image files; they are written after the models are ready."""
+    """The snapshot files; they are written after the models are ready."""
     deadline_s = time.monotonic() + _SAVE_TIMEOUT_S
     while sum(one.is_saved for one in client.cache().models) < len(models):
         if time.monotonic() > deadline_s:
-            raise TimedOut("the models' images are not saved", f"see {daemon.log_path}")
+            raise TimedOut("the models' snapshots are not saved", f"see {daemon.log_path}")
         time.sleep(_POLL_S)
-    folder = daemon.log_path.parent / "state" / "images"
-    return sorted(folder.glob("*.image"))
+    folder = daemon.log_path.parent / "state" / "snapshots"
+    return sorted(folder.glob("*.snapshot"))
 
 
 def _plain_read_s(file: Path) -> float:
     """Seconds to read a file that is not in the page cache into new shared memory.
 
-    By as many threads as the daemon reads an image with, but without its checksums. What the
+    By as many threads as the daemon reads a snapshot with, but without its checksums. What the
     kernel takes to make the memory is part of it, as it is part of any start from disk.
     """
     _forget(file)

@@ -61,7 +61,7 @@ def run_switch_bench(folder: Path, size_bytes: int, rounds: int) -> dict[str, An
 def _config(size_bytes: int, kv_bytes: int) -> str:
     kv_host_bytes = max(MemorySettings().kv_host_bytes, 8 * kv_bytes + _SLACK_BYTES)
     memory = f"[memory]\nkv_host = {kv_host_bytes}\n"
-    memory += f"image_files = {3 * size_bytes + _SLACK_BYTES}\n"
+    memory += f"snapshot_files = {3 * size_bytes + _SLACK_BYTES}\n"
     # A checkpoint may have 5 % more than was asked for. Both models' KV grows by some tokens
     # in every round, and prefetching leaves room for a turn's.
     return device_config(int(2.3 * size_bytes) + 8 * kv_bytes + _SLACK_BYTES) + memory

@@ -31,7 +31,7 @@ class ModelMeter:
     cache_hits: int = 0
     cache_misses: int = 0
     quarantines: int = 0
-    canary_failures: int = 0
+    self_check_failures: int = 0
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class DeviceMeter:
     _cold: set[str] = field(default_factory=set)
 
     def warmed(self, model: str) -> None:
-        """A model's image is in host memory again, from the disk or from its checkpoint."""
+        """A model's snapshot is in host memory again, from the disk or from its checkpoint."""
         self._cold.add(model)
 
     def switched(self, switch: m.SwitchRecord) -> SwitchKind:
@@ -117,7 +117,7 @@ class Meters:
         return self.devices.setdefault(number, DeviceMeter())
 
     def arrived(self, message: m.AddRequest, *, is_warm: bool) -> None:
-        """A request was taken; ``is_warm``: its model's image is in host memory."""
+        """A request was taken; ``is_warm``: its model's snapshot is in host memory."""
         meter = self.model(message.model)
         meter.prompt_tokens += message.num_prompt_tokens
         meter.cache_hits += is_warm
@@ -138,7 +138,7 @@ class Meters:
             self.switch_seconds["resident"].add(0.0)
 
     def warmed(self, model: str, numbers: Iterable[int]) -> None:
-        """The model's image had to be read or made again, for these devices."""
+        """The model's snapshot had to be read or made again, for these devices."""
         for number in numbers:
             self.device(number).warmed(model)
 

@@ -6,22 +6,22 @@ from gpupool_state import ModelRow, Registry
 from gpupoold.api.schemas import CachedModel, CacheInfo
 from gpupoold.control.live_requests import LiveRequests
 from gpupoold.control.models.lifecycle import ModelLifecycle
-from gpupoold.control.weights.cache import ImageCache
-from gpupoold.control.weights.saved_snapshots import SavedImages
+from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.errors import Refused
 from gpupoold.units import format_bytes
 
 
 class CacheControl:
-    """What a user can do with the images of registered models."""
+    """What a user can do with the snapshots of registered models."""
 
     def __init__(
         self,
         registry: Registry,
         lifecycle: ModelLifecycle,
         live: LiveRequests,
-        cache: ImageCache,
-        saved: SavedImages,
+        cache: SnapshotCache,
+        saved: SavedSnapshots,
     ) -> None:
         self._registry = registry
         self._lifecycle = lifecycle
@@ -31,7 +31,7 @@ class CacheControl:
         self._saved = saved
 
     async def info(self) -> CacheInfo:
-        """All models' images by name, and how much of the budgets is used."""
+        """All models' snapshots by name, and how much of the budgets is used."""
         saved_bytes = await self._saved.sizes()
         return CacheInfo(
             host_bytes=self._cache.used_bytes,
@@ -42,12 +42,12 @@ class CacheControl:
         )
 
     async def set_pinned(self, name: str, is_pinned: bool) -> CachedModel:
-        """Keep a model's image in host memory once it is there, or let it go when others need
+        """Keep a model's snapshot in host memory once it is there, or let it go when others need
         the room; survives a restart.
 
         Raises:
             NoSuchModel: it is not registered.
-            Refused: the pinned images would not fit into the cache together.
+            Refused: the pinned snapshots would not fit into the cache together.
         """
         row = await self._lifecycle.find(name)
         model = row.spec.name
@@ -63,7 +63,7 @@ class CacheControl:
         return self._view(row, saved_bytes)
 
     async def drop(self, name: str) -> CachedModel:
-        """Let a model's image go from host memory; a saved one stays on the disk.
+        """Let a model's snapshot go from host memory; a saved one stays on the disk.
 
         Raises:
             NoSuchModel: it is not registered.
@@ -74,7 +74,7 @@ class CacheControl:
         return self._view(row, await self._saved.sizes())
 
     async def warm(self, name: str) -> CachedModel:
-        """Return when a model's image is in host memory and its workers can use it.
+        """Return when a model's snapshot is in host memory and its workers can use it.
 
         Raises:
             NoSuchModel: it is not registered.
@@ -84,18 +84,18 @@ class CacheControl:
         return self._view(row, await self._saved.sizes())
 
     def set_host_budget(self, num_bytes: int) -> None:
-        """Let the model cache have so many bytes; images that do not fit go as they may."""
+        """Let the model cache have so many bytes; snapshots that do not fit go as they may."""
         self._cache.budget_bytes = num_bytes
         self._room.changed()
         self._room.shrink()
 
     def set_disk_budget(self, num_bytes: int) -> None:
-        """Let saved images have so many bytes; those that do not fit are deleted."""
+        """Let saved snapshots have so many bytes; those that do not fit are deleted."""
         self._saved.budget_bytes = num_bytes
         self._saved.shrink(self._cache.last_used_at)
 
     async def check_budget(self, num_bytes: int) -> None:
-        """See that all pinned images fit into a model cache of ``num_bytes``.
+        """See that all pinned snapshots fit into a model cache of ``num_bytes``.
 
         Raises:
             Refused: they do not.
@@ -107,7 +107,7 @@ class CacheControl:
         if pinned_bytes > num_bytes:
             raise Refused(
                 f"memory.model_cache: {format_bytes(num_bytes)} are too little for the pinned "
-                f"images of {', '.join(view.name for view in pinned)}, "
+                f"snapshots of {', '.join(view.name for view in pinned)}, "
                 f"{format_bytes(pinned_bytes)}",
                 "unpin a model (`gpupool cache unpin`) or leave the cache larger",
             )
@@ -118,7 +118,7 @@ class CacheControl:
         pinned[row.spec.name] = self._view(row, saved_bytes).num_bytes
         if sum(pinned.values()) > self._cache.budget_bytes:
             raise Refused(
-                f"{row.spec.name} cannot be pinned: pinned images would take "
+                f"{row.spec.name} cannot be pinned: pinned snapshots would take "
                 f"{format_bytes(sum(pinned.values()))} of a model cache of "
                 f"{format_bytes(self._cache.budget_bytes)}",
                 "unpin another model or raise memory.model_cache",
@@ -126,11 +126,11 @@ class CacheControl:
 
     def _view(self, row: ModelRow, saved_bytes: dict[str, int]) -> CachedModel:
         name = row.spec.name
-        image, saved = self._cache.get(name), saved_bytes.get(name)
+        snapshot, saved = self._cache.get(name), saved_bytes.get(name)
         return CachedModel(
             name=name,
-            state="host" if image is not None else "none" if saved is None else "disk",
-            num_bytes=image.num_bytes if image is not None else saved or row.weight_bytes,
+            state="host" if snapshot is not None else "none" if saved is None else "disk",
+            num_bytes=snapshot.num_bytes if snapshot is not None else saved or row.weight_bytes,
             is_saved=saved is not None,
             is_pinned=row.is_pinned,
             num_live=self._live.num_of(name),

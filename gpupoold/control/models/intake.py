@@ -13,7 +13,7 @@ from gpupoold.checkpoints.fit import estimate_weight_bytes, fits
 from gpupoold.checkpoints.resolve import HubSource, resolve
 from gpupoold.config.schema import Settings
 from gpupoold.control.models.specs import checked_info, spec_of
-from gpupoold.control.weights.host_budget import ImageRoom
+from gpupoold.control.weights.host_budget import SnapshotRoom
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
 
@@ -32,7 +32,7 @@ class Intake:
         request: AddModelRequest,
         settings: Settings,
         supervisor: WorkerSupervisor,
-        room: ImageRoom,
+        room: SnapshotRoom,
     ) -> None:
         self._request = request
         self._settings = settings

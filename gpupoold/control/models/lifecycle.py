@@ -26,10 +26,10 @@ from gpupoold.control.models.startup import rows_in_start_order
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.weights.cache import ImageCache
-from gpupoold.control.weights.fd_store import ParkedImages
+from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.weights.fd_store import StoredSnapshots
 from gpupoold.control.weights.host_budget import NoRoom
-from gpupoold.control.weights.saved_snapshots import SavedImages
+from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec, ModelState, Targets
@@ -56,9 +56,9 @@ class ModelLifecycle:
         history: History,
         dispatcher: Dispatcher,
         supervisor: WorkerSupervisor,
-        cache: ImageCache,
-        saved: SavedImages,
-        parked: ParkedImages,
+        cache: SnapshotCache,
+        saved: SavedSnapshots,
+        stored_snapshots: StoredSnapshots,
     ) -> None:
         self._settings = settings
         self._registry = registry
@@ -67,7 +67,7 @@ class ModelLifecycle:
         self._supervisor = supervisor
         self._cache = cache
         self._saved = saved
-        self._parked = parked
+        self._stored_snapshots = stored_snapshots
         self._changing = SharedLock()
         self._leaving: set[str] = set()
         self._tasks: set[asyncio.Task[ModelRow]] = set()
@@ -227,7 +227,7 @@ class ModelLifecycle:
         await self.loader.room.stop()
 
     async def warm(self, name: str) -> ModelRow:
-        """Bring a model's image into host memory, and its engine onto workers that have none;
+        """Bring a model's snapshot into host memory, and its engine onto workers that have none;
         one that is in quarantine too.
 
         Raises:
@@ -255,19 +255,19 @@ class ModelLifecycle:
         self._dispatcher.worker_up(worker)
         async with self._changing.shared():
             rows = await rows_in_start_order(self._registry, self._history, self._cache)
-            await self._take_images_back(rows, worker)
+            await self._take_snapshots_back(rows, worker)
             later = [row for row in rows if not await self._reload(row, worker)]
             await self.publish()
         for row in later:
             await self._reload_later(row, worker)
         await self._saved.tidy([row.spec.name for row in await self._registry.list()])
 
-    async def _take_images_back(self, rows: list[ModelRow], worker: Worker) -> None:
+    async def _take_snapshots_back(self, rows: list[ModelRow], worker: Worker) -> None:
         """Use what has outlived an earlier daemon, before anything is read from the disk."""
         if worker.ready is not None:
-            needs_images = worker.device.kind != "sim"
-            models = [to_load(row.spec, self._settings) for row in rows if needs_images]
-            await self._parked.take_back(models, worker.ready, self._cache)
+            needs_snapshots = worker.device.kind != "sim"
+            models = [to_load(row.spec, self._settings) for row in rows if needs_snapshots]
+            await self._stored_snapshots.take_back(models, worker.ready, self._cache)
 
     async def worker_down(self, worker: Worker, death: Death) -> None:
         """Take a worker that has ended out of all routes."""

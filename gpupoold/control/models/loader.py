@@ -1,4 +1,4 @@
-"""Loaded models: on which workers, with which image, mounted in the frontends."""
+"""Loaded models: on which workers, with which snapshot, mounted in the frontends."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gpupoold.control.models.circuit_breaker import CircuitBreakers
 from gpupoold.control.models.profiles import is_profiled, latency_model_of, profile_rows
 from gpupoold.control.models.specs import to_load
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.weights.cache import CachedImage, ImageCache
-from gpupoold.control.weights.host_budget import ImageRoom
-from gpupoold.control.weights.saved_snapshots import SavedImages
+from gpupoold.control.weights.cache import CachedSnapshot, SnapshotCache
+from gpupoold.control.weights.host_budget import SnapshotRoom
+from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
@@ -46,8 +46,8 @@ class ModelLoader:
         history: History,
         dispatcher: Dispatcher,
         supervisor: WorkerSupervisor,
-        cache: ImageCache,
-        saved: SavedImages,
+        cache: SnapshotCache,
+        saved: SavedSnapshots,
         breakers: CircuitBreakers,
     ) -> None:
         self._breakers = breakers
@@ -58,7 +58,7 @@ class ModelLoader:
         self._supervisor = supervisor
         self._cache = cache
         self._saved = saved
-        self.room = ImageRoom(cache, self._is_in_use, self._let_go)
+        self.room = SnapshotRoom(cache, self._is_in_use, self._let_go)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._cleaning: set[asyncio.Task[None]] = set()
         self._loaded: dict[str, m.LoadedModel] = {}
@@ -74,7 +74,7 @@ class ModelLoader:
         return name in self._served and bool(self._dispatcher.routes.get(name))
 
     def lock(self, name: str) -> asyncio.Lock:
-        """Held by whoever changes on which workers the model is, or what image it has."""
+        """Held by whoever changes on which workers the model is, or what snapshot it has."""
         return self._locks[name]
 
     async def load_everywhere(self, spec: ModelSpec, expected_bytes: int = 0) -> None:
@@ -92,7 +92,7 @@ class ModelLoader:
     async def load(self, spec: ModelSpec, worker: Worker, expected_bytes: int = 0) -> None:
         """Load on one worker; does nothing when it has the model already.
 
-        An image that is still to be made takes about ``expected_bytes``; others go for it.
+        A snapshot that is still to be made takes about ``expected_bytes``; others go for it.
 
         Raises:
             NoRoom: too few others may go now.
@@ -106,13 +106,13 @@ class ModelLoader:
     async def wait_for_room(
         self, spec: ModelSpec, worker: Worker, expected_bytes: int, wait_s: float
     ) -> None:
-        """Keep room for the model's image, unless it is there; for who holds the model.
+        """Keep room for the model's snapshot, unless it is there; for who holds the model.
 
         Nobody may hold a lock meanwhile: others may need it to come to an end, which is what
         is waited for.
 
         Raises:
-            NoRoom, TimedOut: see :meth:`ImageRoom.reserve`.
+            NoRoom, TimedOut: see :meth:`SnapshotRoom.reserve`.
         """
         is_sim = worker.device.kind == "sim"
         if is_sim or worker.ready is None or self._cache.get(spec.name) is not None:
@@ -122,7 +122,7 @@ class ModelLoader:
         await self.room.reserve(spec.name, num_bytes, wait_s)
 
     async def reload(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
-        """Make the model's engine on a worker anew: with the image that there is, else with
+        """Make the model's engine on a worker anew: with the snapshot that there is, else with
         one that is made on the way. For who holds the model and its lock.
 
         Raises:
@@ -135,8 +135,8 @@ class ModelLoader:
             self._dispatcher.unhost(spec.name, worker)
             raise
 
-    async def read_image(self, spec: ModelSpec, ready: m.WorkerReady) -> CachedImage | None:
-        """The model's image, brought into the cache from the disk; None when it is not there.
+    async def read_snapshot(self, spec: ModelSpec, ready: m.WorkerReady) -> CachedSnapshot | None:
+        """The model's snapshot, brought into the cache from the disk; None when it is not there.
 
         For who holds the model and its lock.
 
@@ -152,15 +152,15 @@ class ModelLoader:
         if saved is None:
             return None
         _logger.info(
-            "%s: its image of %s was read in %.2f s",
+            "%s: its snapshot of %s was read in %.2f s",
             spec.name,
             format_bytes(saved.num_bytes),
             time.monotonic() - started_s,
         )
-        return self._cache.put(spec.name, saved.fd, saved.layout_digest, saved.canary)
+        return self._cache.put(spec.name, saved.fd, saved.layout_digest, saved.self_check)
 
-    def forget_image(self, name: str) -> None:
-        """Let the daemon's image of a model go, and the saved one."""
+    def forget_snapshot(self, name: str) -> None:
+        """Let the daemon's snapshot of a model go, and the saved one."""
         self._cache.drop(name)
         self._saved.forget(name)
 
@@ -168,24 +168,24 @@ class ModelLoader:
         return self._dispatcher.live.num_of(name) > 0
 
     async def _let_go(self, name: str) -> None:
-        """Return when no process but the daemon has the model's image."""
+        """Return when no process but the daemon has the model's snapshot."""
         await self._saved.settled(name)  # else its writer would keep the memory
         workers = self._supervisor.workers
-        await asyncio.gather(*(self._supervisor.drop_image(one, name) for one in workers))
+        await asyncio.gather(*(self._supervisor.drop_snapshot(one, name) for one in workers))
 
     async def _load(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
         name = spec.name
         self._check_quarantine(name)
-        image = await self._image(spec, worker, expected_bytes)
+        snapshot = await self._snapshot(spec, worker, expected_bytes)
         budget_s = await self._profiling_budget_s(spec, worker)
         model = to_load(spec, self._settings)
         started_s = time.monotonic()
         try:
-            loaded, fd = await self._supervisor.load(worker, model, image, budget_s)
+            loaded, fd = await self._supervisor.load(worker, model, snapshot, budget_s)
             self._check_quarantine(name)  # another worker may have died of it meanwhile
             if fd is not None:
-                kept = await self._keep_image(fd, loaded)
-                if image is None or loaded.image_problem:
+                kept = await self._keep_snapshot(fd, loaded)
+                if snapshot is None or loaded.snapshot_problem:
                     self._saved.keep(name, kept)
         except BaseException:
             self._clean_up(worker, name)  # something may still come of it
@@ -226,30 +226,30 @@ class ModelLoader:
             return None
         return costs_of(latency) if latency is not None else None
 
-    async def _image(
+    async def _snapshot(
         self, spec: ModelSpec, worker: Worker, expected_bytes: int
-    ) -> CachedImage | None:
-        """The model's image, from the disk if need be; None when it is to be made, for which
+    ) -> CachedSnapshot | None:
+        """The model's snapshot, from the disk if need be; None when it is to be made, for which
         there is room then."""
         name, ready = spec.name, worker.ready
         if worker.device.kind == "sim" or ready is None:
             return None
-        image = self._cache.get(name) or await self.read_image(spec, ready)
-        if image is None:
+        snapshot = self._cache.get(name) or await self.read_snapshot(spec, ready)
+        if snapshot is None:
             await self.room.reserve(name, _whole_pages(expected_bytes, worker))
-        return image
+        return snapshot
 
-    async def _keep_image(self, fd: int, loaded: m.ModelLoaded) -> CachedImage:
+    async def _keep_snapshot(self, fd: int, loaded: m.ModelLoaded) -> CachedSnapshot:
         name = loaded.model.name
-        if loaded.image_problem:
-            self._history.record_event("error", "image_refused", name, loaded.image_problem)
+        if loaded.snapshot_problem:
+            self._history.record_event("error", "snapshot_refused", name, loaded.snapshot_problem)
         try:
             # What was expected was an estimate.
             await self.room.reserve(name, os.fstat(fd).st_size)
         except BaseException:
             os.close(fd)
             raise
-        return self._cache.put(name, fd, loaded.layout_digest, loaded.canary)
+        return self._cache.put(name, fd, loaded.layout_digest, loaded.self_check)
 
     def _clean_up(self, worker: Worker, name: str) -> None:
         """Take what is left of a model off a worker; a later load waits for that."""
@@ -303,7 +303,7 @@ class ModelLoader:
         self._served.add(spec.name)
 
     async def unload(self, name: str) -> None:
-        """Take the model off all frontends and workers; its images are dropped."""
+        """Take the model off all frontends and workers; its snapshots are dropped."""
         self._dispatcher.forget(name)
         async with self.lock(name):
             await self._take_off(name)
@@ -333,6 +333,6 @@ class ModelLoader:
 
 
 def _whole_pages(num_bytes: int, worker: Worker) -> int:
-    """What an image of ``num_bytes`` takes in host memory."""
+    """What a snapshot of ``num_bytes`` takes in host memory."""
     page_bytes = worker.ready.page_bytes if worker.ready is not None else 1
     return -(-num_bytes // page_bytes) * page_bytes

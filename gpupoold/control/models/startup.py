@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from gpupool_state import History, ModelRow, Registry
-from gpupoold.control.weights.cache import ImageCache
+from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.weights.lru import Candidate, start_order
 from gpupoold.errors import GpupoolError
 
@@ -13,9 +13,9 @@ _logger = logging.getLogger(__name__)
 
 
 async def rows_in_start_order(
-    registry: Registry, history: History, cache: ImageCache
+    registry: Registry, history: History, cache: SnapshotCache
 ) -> list[ModelRow]:
-    """All models, so that those with pinned images and then those used last are in the cache
+    """All models, so that those with pinned snapshots and then those used last are in the cache
     at the end.
 
     The cache learns of pins, and of uses before the daemon started.
@@ -33,7 +33,7 @@ async def rows_in_start_order(
     return [rows[name] for name in start_order(candidates, cache.budget_bytes)]
 
 
-async def _recall_use(rows: dict[str, ModelRow], history: History, cache: ImageCache) -> None:
+async def _recall_use(rows: dict[str, ModelRow], history: History, cache: SnapshotCache) -> None:
     """When models were last used as far as that is recorded, or else when they were added."""
     unknown = [name for name in rows if cache.last_used_at(name) is None]
     if not unknown:

@@ -8,7 +8,7 @@ from gpupool_state import History
 from gpupoold.api.schemas_top import Unloaded, UnloadMode
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.weights.cache import ImageCache
+from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.errors import Refused
@@ -23,7 +23,7 @@ class ModelUnloader:
         lifecycle: ModelLifecycle,
         dispatcher: Dispatcher,
         supervisor: WorkerSupervisor,
-        cache: ImageCache,
+        cache: SnapshotCache,
         history: History,
     ) -> None:
         self._lifecycle = lifecycle
@@ -33,7 +33,7 @@ class ModelUnloader:
         self._history = history
 
     async def unload(self, name: str, mode: UnloadMode, *, keep_host: bool = False) -> Unloaded:
-        """Take a model's weights and KV off all devices, and its image out of host memory
+        """Take a model's weights and KV off all devices, and its snapshot out of host memory
         unless that is to be kept. Its engines stay.
 
         ``mode`` says what happens to its live requests: ``refuse`` changes nothing if there
@@ -41,7 +41,7 @@ class ModelUnloader:
 
         Raises:
             NoSuchModel: it is not registered.
-            Refused: it has live requests and ``mode`` is "refuse", or its image is pinned.
+            Refused: it has live requests and ``mode`` is "refuse", or its snapshot is pinned.
             TimedOut: they did not end within the drain timeout.
             Failed: a worker does not answer.
         """
@@ -49,7 +49,7 @@ class ModelUnloader:
         if model in self._cache.pinned and not keep_host:
             raise Refused(
                 f"{model} is pinned",
-                f"`gpupool cache unpin {model}` first, or keep its image with --keep-host",
+                f"`gpupool cache unpin {model}` first, or keep its snapshot with --keep-host",
             )
         num_live = self._dispatcher.live.num_of(model)
         if num_live and mode == "refuse":
@@ -72,8 +72,8 @@ class ModelUnloader:
         device_bytes = sum(_held_bytes(worker, model) for worker in ready)
         calls = (self._supervisor.call(one, "page_out", model=model) for one in ready)
         await asyncio.gather(*calls)
-        image = self._cache.get(model)
-        host_bytes = 0 if image is None or keep_host else image.num_bytes
+        snapshot = self._cache.get(model)
+        host_bytes = 0 if snapshot is None or keep_host else snapshot.num_bytes
         if host_bytes:
             await self._lifecycle.loader.room.drop(model)
         return Unloaded(name=model, device_bytes=device_bytes, host_bytes=host_bytes)

@@ -1,4 +1,4 @@
-"""Images of models that are asked for come back into host memory, and onto the workers."""
+"""Snapshots of models that are asked for come back into host memory, and onto the workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpupool_state import History, ModelRow, Registry
 from gpupoold.config.schema import Settings
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.weights.cache import CachedImage, ImageCache
+from gpupoold.control.weights.cache import CachedSnapshot, SnapshotCache
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerEnded, WorkerSupervisor
 from gpupoold.domain import ModelSpec
@@ -26,8 +26,8 @@ Bring = Callable[[ModelRow, list[Worker]], Awaitable[None]]
 class Warmer:
     """Warms models: one attempt at a time for each, for all requests that wait for it.
 
-    A model is warm when its image is in host memory and all workers that have its engine
-    can bring it in. What is missing comes from a saved image; without one, a worker makes
+    A model is warm when its snapshot is in host memory and all workers that have its engine
+    can bring it in. What is missing comes from a saved snapshot; without one, a worker makes
     the engine anew from the checkpoint.
     """
 
@@ -38,7 +38,7 @@ class Warmer:
         history: History,
         dispatcher: Dispatcher,
         supervisor: WorkerSupervisor,
-        cache: ImageCache,
+        cache: SnapshotCache,
         loader: ModelLoader,
         on_lost: Callable[[str, GpupoolError], Awaitable[None]],
     ) -> None:
@@ -55,13 +55,13 @@ class Warmer:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def is_warm(self, model: str) -> bool:
-        """See :class:`Warmth`. One whose workers need no image always is."""
+        """See :class:`Warmth`. One whose workers need no snapshot always is."""
         if model in self._tasks:
             return False
         hosts = self._hosts(model)
         if not hosts:
             return True
-        return self._cache.get(model) is not None and all(model in one.images for one in hosts)
+        return self._cache.get(model) is not None and all(model in one.snapshots for one in hosts)
 
     def begin(self, model: str) -> asyncio.Task[None]:
         """See :class:`Warmth`; the task raises what kept the model from being warmed."""
@@ -70,9 +70,9 @@ class Warmer:
     def damaged(self, message: m.WrongAnswer) -> None:
         """See :class:`Warmth`. What is on the disk is not trusted either: the checkpoint is."""
         model = message.model
-        text = f"its canary answered {list(message.answered)}, not {list(message.expected)}"
-        self._history.record_event("error", "canary_failed", model, text)
-        self._dispatcher.meters.model(model).canary_failures += 1
+        text = f"its self-check answered {list(message.answered)}, not {list(message.expected)}"
+        self._history.record_event("error", "self_check_failed", model, text)
+        self._dispatcher.meters.model(model).self_check_failures += 1
         self._dispatcher.fail_model(model, f"the weights of {model} were damaged; it is reloaded")
         self._begin(model, self._renew)
 
@@ -112,7 +112,7 @@ class Warmer:
         return min(workers, key=lambda one: len(self._dispatcher.live.on_device(one.number)))
 
     def _hosts(self, model: str) -> list[Worker]:
-        """The workers that need the model's image to run it."""
+        """The workers that need the model's snapshot to run it."""
         hosts = self._dispatcher.routes.get(model, [])
         return [worker for worker in hosts if worker.device.kind != "sim"]
 
@@ -161,7 +161,7 @@ class Warmer:
             await self._on_lost(model, error)
 
     async def _bring(self, row: ModelRow, hosts: list[Worker]) -> None:
-        """Let all workers that have the model have its image."""
+        """Let all workers that have the model have its snapshot."""
         model = row.spec.name
         if not hosts:
             raise Unavailable(f"no worker has {model}", "see `gpupool ps` and `gpupool logs`")
@@ -172,31 +172,31 @@ class Warmer:
             hosts = self._hosts(model)
             if not hosts:
                 return  # they have died meanwhile, and load it when they come back
-            image = self._cache.get(model) or await self._read(row.spec, hosts)
-            if image is None:
+            snapshot = self._cache.get(model) or await self._read(row.spec, hosts)
+            if snapshot is None:
                 await self._loader.reload(row.spec, self._least_busy(hosts), size)
-                image = self._cache.get(model)
-            if image is not None:
-                await self._hand_out(row, image)
+                snapshot = self._cache.get(model)
+            if snapshot is not None:
+                await self._hand_out(row, snapshot)
 
     async def _renew(self, row: ModelRow, hosts: list[Worker]) -> None:
-        """Make the model's image anew and let all its workers have that one."""
+        """Make the model's snapshot anew and let all its workers have that one."""
         async with self._loader.lock(row.spec.name):
-            self._loader.forget_image(row.spec.name)
+            self._loader.forget_snapshot(row.spec.name)
             for worker in self._hosts(row.spec.name):
                 await self._loader.reload(row.spec, worker, row.weight_bytes)
 
-    async def _read(self, spec: ModelSpec, hosts: list[Worker]) -> CachedImage | None:
+    async def _read(self, spec: ModelSpec, hosts: list[Worker]) -> CachedSnapshot | None:
         ready = hosts[0].ready
         assert ready is not None
-        return await self._loader.read_image(spec, ready)
+        return await self._loader.read_snapshot(spec, ready)
 
-    async def _hand_out(self, row: ModelRow, image: CachedImage) -> None:
-        """Let all workers have the image; an engine of another layout is made anew."""
+    async def _hand_out(self, row: ModelRow, snapshot: CachedSnapshot) -> None:
+        """Let all workers have the snapshot; an engine of another layout is made anew."""
         model = row.spec.name
-        lacking = [one for one in self._hosts(model) if model not in one.images]
-        fitting = [one for one in lacking if one.layouts.get(model) == image.digest]
-        given = (self._give(worker, model, image) for worker in fitting)
+        lacking = [one for one in self._hosts(model) if model not in one.snapshots]
+        fitting = [one for one in lacking if one.layouts.get(model) == snapshot.digest]
+        given = (self._give(worker, model, snapshot) for worker in fitting)
         for error in await asyncio.gather(*given, return_exceptions=True):
             if error is not None:
                 raise error
@@ -204,13 +204,13 @@ class Warmer:
             if worker not in fitting:
                 await self._loader.reload(row.spec, worker, row.weight_bytes)
 
-    async def _give(self, worker: Worker, model: str, image: CachedImage) -> None:
+    async def _give(self, worker: Worker, model: str, snapshot: CachedSnapshot) -> None:
         try:
-            await self._supervisor.give_image(worker, model, image)
+            await self._supervisor.give_snapshot(worker, model, snapshot)
         except GpupoolError:
             if worker.is_ready:
                 raise
-            # It has died, and has the image when it has loaded the model again.
+            # It has died, and has the snapshot when it has loaded the model again.
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:

@@ -10,7 +10,7 @@ def reconfigure(settings: Settings) -> Reconfigure:
     """All that workers and the frontend can heed while they run."""
     return Reconfigure(
         settings.log.level,
-        settings.memory.canary_interval,
+        settings.memory.self_check_interval,
         settings.server.max_body_bytes,
         max_live_requests_of_model(settings.limits),
         settings.limits.max_bytes_in_flight // settings.server.frontends,

@@ -96,7 +96,7 @@ class Overload:
     def admission(self, message: m.AddRequest, *, is_routed: bool, is_warm: bool) -> m.Admission:
         """Whether a request is taken; one that is not is counted.
 
-        ``is_routed``: some worker has its model; ``is_warm``: and needs no image first.
+        ``is_routed``: some worker has its model; ``is_warm``: and needs no snapshot first.
         """
         now_s = time.monotonic()
         model = message.model

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from gpupoold.control.requests.rows import finish_reason
 from gpupoold.domain import FinishReason, Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, Send
+from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, RunTurn, Send
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.event_log import RecordedCore
@@ -23,7 +23,7 @@ _BANDWIDTH_STEP = 0.05
 
 SendTo = Callable[[int, m.AddRequest | m.RunTurn], None]
 OnSent = Callable[[str, int], None]
-OnHandOver = Callable[[str, int, int], None]
+OnMigrate = Callable[[str, int, int], None]
 OnRole = Callable[[int, Role], None]
 
 
@@ -42,7 +42,7 @@ class Scheduler:
         policy: Policy,
         send: SendTo,
         on_sent: OnSent,
-        on_hand_over: OnHandOver,
+        on_migrate: OnMigrate,
         on_role: OnRole,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -50,7 +50,7 @@ class Scheduler:
         self.decisions = Buckets(WORK_BOUNDS_S)
         self._send = send
         self._on_sent = on_sent
-        self._on_hand_over = on_hand_over
+        self._on_migrate = on_migrate
         self._on_role = on_role
         self._clock = clock
         self._unsent: dict[str, m.AddRequest] = {}
@@ -121,9 +121,9 @@ class Scheduler:
         device = self.core.core.state.devices.get(number)
         return 0 if device is None else device.num_requests
 
-    def adopted(self, request_id: str, num_tokens: int) -> None:
+    def attached(self, request_id: str, num_tokens: int) -> None:
         """A request that was handed over can go on, with so many tokens of its answer."""
-        self._tell(e.Adopted(request_id, num_tokens))
+        self._tell(e.Attached(request_id, num_tokens))
 
     def tick(self) -> None:
         """Time has passed: of interest while there are requests. To be called every second."""
@@ -211,8 +211,8 @@ class Scheduler:
                 self._send(action.device, message)
             case RunTurn():
                 self._send(action.device, _order(action))
-            case HandOver():
-                self._on_hand_over(action.request_id, action.source, action.target)
+            case Migrate():
+                self._on_migrate(action.request_id, action.source, action.target)
             case ChangeRole():
                 self._on_role(action.device, action.role)
 

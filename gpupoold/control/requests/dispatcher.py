@@ -19,7 +19,7 @@ from gpupoold.control.processes.crash_attribution import NOBODY, Candidates
 from gpupoold.control.requests.admission import Overload, num_bytes_of
 from gpupoold.control.requests.core_shell import Scheduler
 from gpupoold.control.requests.isolation import Isolation
-from gpupoold.control.requests.migrations import Moves
+from gpupoold.control.requests.migrations import Migrations
 from gpupoold.control.requests.ports import Keys, Warmth
 from gpupoold.control.requests.replies import Replies
 from gpupoold.control.requests.rows import finish_reason, request_row, switch_row
@@ -71,9 +71,11 @@ class Dispatcher:
         self.targets: dict[str, Targets] = {}
         self._workers: dict[int, Worker] = {}
         self.roles = Roles(roles)
-        self.moves = Moves(self._workers, self.live, self._resumed_order, self._start_anew)
+        self.migrations = Migrations(
+            self._workers, self.live, self._resumed_order, self._start_anew
+        )
         self.scheduler = Scheduler(
-            policy, self._send_to, self._on_sent, self._hand_over, self._on_role, clock
+            policy, self._send_to, self._on_sent, self._migrate, self._on_role, clock
         )
         self.warmth: Warmth | None = None
         self._waiting: dict[str, dict[str, m.AddRequest]] = {}
@@ -108,12 +110,12 @@ class Dispatcher:
                 self.replies.outputs(message)
                 self.turns.stepped(worker.number, message)
                 self._note_outputs(worker, message)
-            case m.Moved():
-                self.moves.left(worker, message)
-            case m.Adopted():
-                self._note_adopted(message.request_id)
-            case m.ParcelUsed():
-                self.moves.parcel_used(message.parcel_id)
+            case m.Migrated():
+                self.migrations.left(worker, message)
+            case m.Attached():
+                self._note_attached(message.request_id)
+            case m.KvTransferUsed():
+                self.migrations.kv_transfer_used(message.transfer_id)
             case m.MemoryChanged():
                 self.scheduler.memory_changed(worker.number, message)
             case m.TurnEnded():
@@ -254,7 +256,7 @@ class Dispatcher:
         self.meters.device(worker.number).worker_ended()
         self.turns.worker_down(worker.number)
         lost = self.live.on_device(worker.number)
-        gone = [*lost, *self.moves.lost(worker.number)]
+        gone = [*lost, *self.migrations.lost(worker.number)]
         self.scheduler.device_down(worker.number, [one.request_id for one in gone])
         self.isolation.worker_down(lost, candidates, reason)
 
@@ -357,15 +359,15 @@ class Dispatcher:
         alone = self.isolation.is_isolated(request.request_id)
         return msgspec.structs.replace(order, output_token_ids=token_ids, is_isolated=alone)
 
-    def _hand_over(self, request_id: str, source: int, target: int) -> None:
+    def _migrate(self, request_id: str, source: int, target: int) -> None:
         request = self.live.get(request_id)
         if request is not None:
-            self.moves.begin(request, source, target)
+            self.migrations.begin(request, source, target)
 
-    def _note_adopted(self, request_id: str) -> None:
-        request = self.moves.adopted(request_id)
+    def _note_attached(self, request_id: str) -> None:
+        request = self.migrations.attached(request_id)
         if request is not None:
-            self.scheduler.adopted(request_id, len(request.output_token_ids))
+            self.scheduler.attached(request_id, len(request.output_token_ids))
 
     def _on_role(self, number: int, role: Role) -> None:
         self.roles.chosen(number, role)
@@ -377,7 +379,7 @@ class Dispatcher:
         with_role: dict[Role, list[int]] = {role: [] for role in Role}
         for number in self._workers:
             with_role[self.roles.of(number)[0]].append(number)
-        self.moves.introduce(with_role[Role.PREFILL], with_role[Role.DECODE])
+        self.migrations.introduce(with_role[Role.PREFILL], with_role[Role.DECODE])
 
     def _send_to(self, number: int, message: m.AddRequest | m.RunTurn | m.EndIsolation) -> None:
         self._workers[number].send(message)
@@ -430,7 +432,7 @@ class Dispatcher:
         if request is None:
             return
         del self._orders[request_id]
-        self.moves.ended(request_id)
+        self.migrations.ended(request_id)
         self.isolation.ended(request, reason)
         self.meters.model(request.model).finished[reason] += 1
         self.stats[request.model].end(reason)

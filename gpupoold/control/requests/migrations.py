@@ -20,7 +20,7 @@ from gpupoold.wire import messages as m
 
 
 @dataclass(slots=True)
-class _Move:
+class _Migration:
     """``target`` None: it has died before the request had left its source."""
 
     source: int
@@ -28,7 +28,7 @@ class _Move:
     has_left: bool = False
 
 
-class Moves:
+class Migrations:
     """Carries out hand-overs; one per daemon."""
 
     def __init__(
@@ -44,10 +44,10 @@ class Moves:
         self._live = live
         self._order_of = order_of
         self._start_anew = start_anew
-        self._moves: dict[str, _Move] = {}
-        self._parcels: dict[str, tuple[int, int]] = {}  # source and target of each
+        self._migrations: dict[str, _Migration] = {}
+        self._kv_transfers: dict[str, tuple[int, int]] = {}  # source and target of each
         self._introduced: set[tuple[int, int]] = set()  # source and target of each
-        self.num_moved = 0
+        self.num_migrated = 0
         self.num_unknown = 0  # not with their source when it was told to let them go
 
     def introduce(self, sources: Iterable[int], targets: Iterable[int]) -> None:
@@ -65,81 +65,81 @@ class Moves:
     def begin(self, request: LiveRequest, source: int, target: int) -> None:
         """Move a request; whoever sends it to the target comes to ``left``."""
         self.introduce([source], [target])
-        self._moves[request.request_id] = _Move(source, target)
-        self._workers[source].send(m.MoveOut(request.model, request.request_id))
+        self._migrations[request.request_id] = _Migration(source, target)
+        self._workers[source].send(m.MigrateOut(request.model, request.request_id))
 
-    def left(self, worker: Worker, message: m.Moved) -> None:
+    def left(self, worker: Worker, message: m.Migrated) -> None:
         """A request has left its source; its tokens so far are known."""
         self.num_unknown += not message.is_known
-        fds = (worker.take_fd(),) if message.parcel is not None else ()
+        fds = (worker.take_fd(),) if message.kv_transfer is not None else ()
         try:
             self._pass_on(worker, message, fds)
         finally:
             for fd in fds:
                 os.close(fd)
 
-    def adopted(self, request_id: str) -> LiveRequest | None:
+    def attached(self, request_id: str) -> LiveRequest | None:
         """A request can go on at its target; None if it has ended."""
-        move = self._moves.pop(request_id, None)
-        self.num_moved += move is not None
+        move = self._migrations.pop(request_id, None)
+        self.num_migrated += move is not None
         return None if move is None else self._live.get(request_id)
 
-    def parcel_used(self, parcel_id: str) -> None:
-        """A target does not need a parcel any more."""
-        parcel = self._parcels.pop(parcel_id, None)
-        if parcel is not None:
-            self._send(parcel[0], m.FreeParcel(parcel_id))
+    def kv_transfer_used(self, transfer_id: str) -> None:
+        """A target does not need a KV transfer any more."""
+        kv_transfer = self._kv_transfers.pop(transfer_id, None)
+        if kv_transfer is not None:
+            self._send(kv_transfer[0], m.ReleaseKvTransfer(transfer_id))
 
     def ended(self, request_id: str) -> None:
         """A request has ended, wherever it was."""
-        self._moves.pop(request_id, None)
+        self._migrations.pop(request_id, None)
 
     def lost(self, number: int) -> list[LiveRequest]:
         """A worker has died. The requests that it was to get, and that will come back when
         their source has let them go: until then nobody is to schedule them."""
-        for parcel_id, (source, target) in list(self._parcels.items()):
+        for transfer_id, (source, target) in list(self._kv_transfers.items()):
             if number in (source, target):
-                del self._parcels[parcel_id]
+                del self._kv_transfers[transfer_id]
             if number == target:
-                self._send(source, m.FreeParcel(parcel_id))
+                self._send(source, m.ReleaseKvTransfer(transfer_id))
         for source, target in list(self._introduced):
             if number in (source, target):
                 self._introduced.discard((source, target))
             if number == source:
                 self._send(target, m.PeerDown(number))
         waiting = []
-        for request_id, move in list(self._moves.items()):
+        for request_id, move in list(self._migrations.items()):
             if move.target == number and not move.has_left:
                 move.target = None
                 waiting.append(self._live.get(request_id))
             elif number == (move.target if move.has_left else move.source):
-                del self._moves[request_id]
+                del self._migrations[request_id]
         return [request for request in waiting if request is not None]
 
-    def _pass_on(self, worker: Worker, message: m.Moved, fds: tuple[int, ...]) -> None:
-        move = self._moves.get(message.request_id)
+    def _pass_on(self, worker: Worker, message: m.Migrated, fds: tuple[int, ...]) -> None:
+        move = self._migrations.get(message.request_id)
         request = self._live.get(message.request_id)
         if move is None or request is None or move.has_left:
-            self._let_go(worker, message.parcel)
+            self._let_go(worker, message.kv_transfer)
             return
         if move.target is None:
-            self._let_go(worker, message.parcel)
-            del self._moves[message.request_id]
+            self._let_go(worker, message.kv_transfer)
+            del self._migrations[message.request_id]
             self._start_anew(request)
             return
         move.has_left = True
         request.device = move.target
-        if message.parcel is not None:
-            self._parcels[message.parcel.parcel_id] = move.source, move.target
+        if message.kv_transfer is not None:
+            self._kv_transfers[message.kv_transfer.transfer_id] = move.source, move.target
         order = msgspec.structs.replace(
-            self._order_of(request), is_moving=True, parcel=message.parcel
+            self._order_of(request), is_moving=True, kv_transfer=message.kv_transfer
         )
         self._workers[move.target].send(order, fds)
 
-    def _let_go(self, source: Worker, parcel: m.Parcel | None) -> None:
+    def _let_go(self, source: Worker, kv_transfer: m.KvTransfer | None) -> None:
         """Nobody will read what has come along."""
-        if parcel is not None:
-            source.send(m.FreeParcel(parcel.parcel_id))
+        if kv_transfer is not None:
+            source.send(m.ReleaseKvTransfer(kv_transfer.transfer_id))
 
     def _introduce(self, source: int, target: int) -> None:
         worker, to = self._workers.get(source), self._workers.get(target)

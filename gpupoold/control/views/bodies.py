@@ -23,7 +23,7 @@ from gpupoold.control.accounting.model_stats import ModelStats
 from gpupoold.control.frontends.frontend import Frontend
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.weights.cache import ImageCache
+from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
 from gpupoold.wire.messages import ModelMemory, WorkerStatus
 
@@ -66,7 +66,7 @@ def ps(
     states: Mapping[str, str],
     dispatcher: Dispatcher,
     workers: Sequence[Worker],
-    cache: ImageCache,
+    cache: SnapshotCache,
 ) -> Values:
     """What runs now over all workers, as ``Ps`` has it; ``states`` are the models'."""
     now_s = time.monotonic()
@@ -154,13 +154,13 @@ def usage(
     state: str,
     dispatcher: Dispatcher,
     memories_of: Memories,
-    cache: ImageCache,
+    cache: SnapshotCache,
     *,
     has_minutes: bool = True,
 ) -> Values:
     """What a model has and does now over all workers, as ``ModelUsage`` has it; its attainment
     by the minute only if that is wanted."""
-    image = cache.get(name)
+    snapshot = cache.get(name)
     num_waiting = weights_bytes = total_bytes = kv_bytes = kv_host_bytes = 0
     for _, held in memories_of.get(name, ()):
         num_waiting += held.num_waiting
@@ -179,7 +179,7 @@ def usage(
         "weights_total_bytes": total_bytes,
         "kv_resident_bytes": kv_bytes,
         "kv_host_bytes": kv_host_bytes,
-        "cached_bytes": image.num_bytes if image else 0,
+        "cached_bytes": snapshot.num_bytes if snapshot else 0,
         "requests": so_far.requests,
         "completed": so_far.completed,
         "refused": so_far.refused,

@@ -22,7 +22,7 @@ from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.views import bodies as views
 from gpupoold.control.views.advice import advice, main_cause
 from gpupoold.control.views.spans import span_info
-from gpupoold.control.weights.cache import ImageCache
+from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import FinishReason, ModelState
 from gpupoold.errors import NoSuchModel, UsageError
@@ -62,7 +62,7 @@ class Explainer:
         dispatcher: Dispatcher,
         lifecycle: ModelLifecycle,
         workers: list[Worker],
-        cache: ImageCache,
+        cache: SnapshotCache,
     ) -> None:
         self._registry = registry
         self._history = history
@@ -130,7 +130,7 @@ class Explainer:
         devices = self._devices_of(name, now_s)
         known = self._state.models.get(name)
         first_s = first_token_in_s(self._state, known, _PROMPT_TOKENS, now_s) if known else None
-        image = self._cache.get(name)
+        snapshot = self._cache.get(name)
         span_s = NUM_MINUTES * 60.0
         return ModelWhy(
             name=name,
@@ -140,7 +140,7 @@ class Explainer:
             tbt_s=targets.tbt_s,
             attainment_1m=stats.attainment_1m(now_s),
             hour=span_info(time.time() - span_s, span_s, hour),
-            cached_bytes=image.num_bytes if image else 0,
+            cached_bytes=snapshot.num_bytes if snapshot else 0,
             weight_bytes=row.weight_bytes,
             standings=dict(self._standings(name)),
             devices=devices,

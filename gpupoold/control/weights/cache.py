@@ -1,4 +1,4 @@
-"""The model cache: weight images in shared host memory, owned by the daemon. Bookkeeping."""
+"""The model cache: weights snapshots in shared host memory, owned by the daemon. Bookkeeping."""
 
 from __future__ import annotations
 
@@ -10,116 +10,120 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class CachedImage:
-    """A model's image: the daemon's descriptor of its memfd, and what layout it has.
+class CachedSnapshot:
+    """A model's snapshot: the daemon's descriptor of its memfd, and what layout it has.
 
-    ``canary`` is what the model answers with it to a fixed prompt.
+    ``self-check`` is what the model answers with it to a fixed prompt.
     """
 
     fd: int
     num_bytes: int
     digest: str
-    canary: tuple[int, ...] = ()
+    self_check: tuple[int, ...] = ()
 
 
-class Shelf(Protocol):
-    """Who keeps images beyond the daemon's life."""
+class FdStorePort(Protocol):
+    """Who keeps snapshots beyond the daemon's life."""
 
-    def park(self, model: str, image: CachedImage) -> None:
-        """Keep the model's image too."""
+    def store(self, model: str, snapshot: CachedSnapshot) -> None:
+        """Keep the model's snapshot too."""
 
-    def release(self, image: CachedImage) -> None:
-        """The image is on its way out."""
+    def release(self, snapshot: CachedSnapshot) -> None:
+        """The snapshot is on its way out."""
 
 
-class ImageCache:
-    """One image per model within a byte budget; all workers share its memory.
+class SnapshotCache:
+    """One snapshot per model within a byte budget; all workers share its memory.
 
-    What ``shelf`` keeps of it are the images that nobody has let go.
+    What ``shelf`` keeps of it are the snapshots that nobody has let go.
 
-    ``pinned`` are the models whose images are to stay. Bytes of images that are on their way
-    in or out count as used. ``num_evicted`` images have gone before their models did.
+    ``pinned`` are the models whose snapshots are to stay. Bytes of snapshots that are on their way
+    in or out count as used. ``num_evicted`` snapshots have gone before their models did.
     """
 
     def __init__(self, budget_bytes: int, now: Callable[[], float] = time.time) -> None:
         self.budget_bytes = budget_bytes
-        self.shelf: Shelf | None = None
+        self.fd_store: FdStorePort | None = None
         self.pinned: set[str] = set()
         self.num_evicted = 0
         self._now = now
-        self._images: dict[str, CachedImage] = {}
-        self._leaving: dict[str, CachedImage] = {}
+        self._snapshots: dict[str, CachedSnapshot] = {}
+        self._leaving: dict[str, CachedSnapshot] = {}
         self._reserved_bytes: dict[str, int] = {}
         self._last_used_at: dict[str, float] = {}
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all images, with those on their way."""
-        images = (*self._images.values(), *self._leaving.values())
-        return sum(image.num_bytes for image in images) + sum(self._reserved_bytes.values())
+        """Bytes of all snapshots, with those on their way."""
+        snapshots = (*self._snapshots.values(), *self._leaving.values())
+        return sum(snapshot.num_bytes for snapshot in snapshots) + sum(
+            self._reserved_bytes.values()
+        )
 
     @property
-    def images(self) -> dict[str, CachedImage]:
-        """The images by model, without those on their way."""
-        return dict(self._images)
+    def snapshots(self) -> dict[str, CachedSnapshot]:
+        """The snapshots by model, without those on their way."""
+        return dict(self._snapshots)
 
-    def get(self, model: str) -> CachedImage | None:
-        """The model's image, if it is in host memory."""
-        return self._images.get(model)
+    def get(self, model: str) -> CachedSnapshot | None:
+        """The model's snapshot, if it is in host memory."""
+        return self._snapshots.get(model)
 
     def short_bytes(self, model: str, num_bytes: int) -> int:
-        """By how much an image of ``num_bytes`` would go over the budget; 0 if it would not.
+        """By how much a snapshot of ``num_bytes`` would go over the budget; 0 if it would not.
 
-        An image that the model has is replaced.
+        A snapshot that the model has is replaced.
         """
         others_bytes = self.used_bytes - self._reserved_bytes.get(model, 0)
-        if (image := self._images.get(model)) is not None:
-            others_bytes -= image.num_bytes
+        if (snapshot := self._snapshots.get(model)) is not None:
+            others_bytes -= snapshot.num_bytes
         return max(0, others_bytes + num_bytes - self.budget_bytes)
 
     def reserve(self, model: str, num_bytes: int) -> None:
-        """Keep room for the model's image, which is to have ``num_bytes``."""
-        image = self._images.get(model)
-        held_bytes = 0 if image is None else image.num_bytes
+        """Keep room for the model's snapshot, which is to have ``num_bytes``."""
+        snapshot = self._snapshots.get(model)
+        held_bytes = 0 if snapshot is None else snapshot.num_bytes
         self._reserved_bytes[model] = max(0, num_bytes - held_bytes)
 
     def release(self, model: str) -> None:
         """The room that was kept is not needed any more."""
         self._reserved_bytes.pop(model, None)
 
-    def put(self, model: str, fd: int, digest: str, canary: tuple[int, ...] = ()) -> CachedImage:
-        """Keep the image behind ``fd``, which the cache owns from now on, in the room for it.
+    def put(
+        self, model: str, fd: int, digest: str, self_check: tuple[int, ...] = ()
+    ) -> CachedSnapshot:
+        """Keep the snapshot behind ``fd``, which the cache owns from now on, in the room for it.
 
         The one that the model has is kept if it is the same.
         """
         self.release(model)
-        old = self._images.get(model)
-        image = CachedImage(fd, os.fstat(fd).st_size, digest, canary)
-        if old is not None and _is_same(old, image):
+        old = self._snapshots.get(model)
+        snapshot = CachedSnapshot(fd, os.fstat(fd).st_size, digest, self_check)
+        if old is not None and _is_same(old, snapshot):
             os.close(fd)
             return old
         self.drop(model)
-        self._images[model] = image
-        if self.shelf is not None:
-            self.shelf.park(model, image)
-        return image
+        self._snapshots[model] = snapshot
+        if self.fd_store is not None:
+            self.fd_store.store(model, snapshot)
+        return snapshot
 
     def retire(self, model: str) -> None:
-        """The image is on its way out: it is nobody's from now on, but its memory is used."""
-        image = self._images.pop(model)
-        self._take_off_shelf(image)
-        self._leaving[model] = image
+        """The snapshot is on its way out: it is nobody's from now on, but its memory is used."""
+        snapshot = self._snapshots.pop(model)
+        self._drop_from_fd_store(snapshot)
+        self._leaving[model] = snapshot
         self.num_evicted += 1
 
     def drop_retired(self, model: str) -> None:
-        """No worker has the retired image any more."""
+        """No worker has the retired snapshot any more."""
         self._close(self._leaving, model)
 
     def drop(self, model: str) -> None:
-        """Let the image go; its memory is freed when no worker has it mapped."""
-        if (image := self._images.get(model)) is not None:
-            self._take_off_shelf(image)
-        self._close(self._images, model)
+        """Let the snapshot go; its memory is freed when no worker has it mapped."""
+        if (snapshot := self._snapshots.get(model)) is not None:
+            self._drop_from_fd_store(snapshot)
+        self._close(self._snapshots, model)
 
     def touch(self, model: str, at: float | None = None) -> None:
         """The model has been used, now or ``at`` (wall-clock seconds)."""
@@ -130,29 +134,29 @@ class ImageCache:
         return self._last_used_at.get(model)
 
     def forget(self, model: str) -> None:
-        """The model is gone, with its image."""
+        """The model is gone, with its snapshot."""
         self.drop(model)
         self.release(model)
         self.pinned.discard(model)
         self._last_used_at.pop(model, None)
 
     def close(self) -> None:
-        """Let all images go; what is kept elsewhere stays there."""
-        for images in (self._images, self._leaving):
-            for model in list(images):
-                self._close(images, model)
+        """Let all snapshots go; what is kept elsewhere stays there."""
+        for snapshots in (self._snapshots, self._leaving):
+            for model in list(snapshots):
+                self._close(snapshots, model)
 
-    def _take_off_shelf(self, image: CachedImage) -> None:
-        if self.shelf is not None:
-            self.shelf.release(image)
+    def _drop_from_fd_store(self, snapshot: CachedSnapshot) -> None:
+        if self.fd_store is not None:
+            self.fd_store.release(snapshot)
 
     @staticmethod
-    def _close(images: dict[str, CachedImage], model: str) -> None:
-        image = images.pop(model, None)
-        if image is not None:
-            os.close(image.fd)
+    def _close(snapshots: dict[str, CachedSnapshot], model: str) -> None:
+        snapshot = snapshots.pop(model, None)
+        if snapshot is not None:
+            os.close(snapshot.fd)
 
 
-def _is_same(one: CachedImage, other: CachedImage) -> bool:
-    is_alike = (one.digest, one.canary) == (other.digest, other.canary)
+def _is_same(one: CachedSnapshot, other: CachedSnapshot) -> bool:
+    is_alike = (one.digest, one.self_check) == (other.digest, other.self_check)
     return is_alike and os.path.sameopenfile(one.fd, other.fd)

@@ -1,16 +1,16 @@
-"""Images that outlive the daemon: the service manager has their descriptors too.
+"""Snapshots that outlive the daemon: the service manager has their descriptors too.
 
-What is kept of an image under one name (``image-`` and 16 random digits) are two memfds: the
-image, and a small sealed one that says what it is. A daemon that starts again gets both back
-and takes the image if
+What is kept of a snapshot under one name (``snapshot-`` and 16 random digits) are two memfds: the
+snapshot, and a small sealed one that says what it is. A daemon that starts again gets both back
+and takes the snapshot if
 
-- neither can change its size any more, and the image has the size that is written down;
+- neither can change its size any more, and the snapshot has the size that is written down;
 - it belongs to a registered model of that name, whose checkpoint and engine still have the
   same key (:mod:`gpupoold.control.weights.keys`);
 - it fits in ``memory.model_cache``.
 
-Its bytes are not compared: nobody writes to an image after it was made, and a model that is
-loaded with it has to answer its canary's prompt as before, else the checkpoint is read.
+Its bytes are not compared: nobody writes to a snapshot after it was made, and a model that is
+loaded with it has to answer its self-check's prompt as before, else the checkpoint is read.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gpupoold.control.weights.cache import CachedImage, ImageCache
-from gpupoold.control.weights.keys import ImageKeys
+from gpupoold.control.weights.cache import CachedSnapshot, SnapshotCache
+from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.system.systemd import FdStore
 from gpupoold.units import format_bytes
 from gpupoold.wire.messages import ModelToLoad, WorkerReady
 
 _logger = logging.getLogger(__name__)
 
-PREFIX = "image-"
+PREFIX = "snapshot-"
+# Descriptors of releases that called a snapshot an image; they are dropped from the store.
+EARLIER_PREFIX = "image-"
 _FIXED_SIZE = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 _FIXED = _FIXED_SIZE | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 _FORMAT = 1
@@ -42,19 +44,19 @@ _MAX_LABEL_BYTES = 1 << 16
 
 
 class Label(msgspec.Struct, frozen=True, kw_only=True):
-    """What an image is: whose, under which key, and what ``CachedImage`` has of it."""
+    """What a snapshot is: whose, under which key, and what ``CachedSnapshot`` has of it."""
 
     format: int = _FORMAT
     model: str
     key: str
     num_bytes: int
     digest: str
-    canary: tuple[int, ...]
+    self_check: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Parked:
-    """An image that came back, under the name by which the service manager knows it."""
+class _StoredSnapshot:
+    """A snapshot that came back, under the name by which the service manager knows it."""
 
     name: str
     fd: int
@@ -62,87 +64,89 @@ class _Parked:
 
 
 class _Unfit(Exception):
-    """Why what came back is no image."""
+    """Why what came back is no snapshot."""
 
 
-class ParkedImages:
-    """Has the cache's images kept by the service manager, and brings them back at the start.
+class StoredSnapshots:
+    """Has the cache's snapshots kept by the service manager, and brings them back at the start.
 
     Without one it does nothing.
     """
 
-    def __init__(self, store: FdStore, keys: ImageKeys) -> None:
-        """Looks through what the store has given back; what is no image is closed."""
+    def __init__(self, store: FdStore, keys: SnapshotKeys) -> None:
+        """Looks through what the store has given back; what is no snapshot is closed."""
         self._store = store
         self._keys = keys
-        self._names: dict[int, str] = {}  # by the image's descriptor here
-        self._found: dict[str, _Parked] = {}
+        self._names: dict[int, str] = {}  # by the snapshot's descriptor here
+        self._found: dict[str, _StoredSnapshot] = {}
         self._taking = asyncio.Lock()
         self._sort_out()
 
-    def park(self, model: str, image: CachedImage) -> None:
-        """Have the model's image kept from now on, unless it is already.
+    def store(self, model: str, snapshot: CachedSnapshot) -> None:
+        """Have the model's snapshot kept from now on, unless it is already.
 
         One that cannot be given away is logged: it is there as long as the daemon.
         """
         key = self._keys.get(model)
-        if image.fd in self._names or key is None or not self._store.is_there:
+        if snapshot.fd in self._names or key is None or not self._store.is_there:
             return
         name = f"{PREFIX}{secrets.token_hex(8)}"
         label = Label(
             model=model,
             key=key,
-            num_bytes=image.num_bytes,
-            digest=image.digest,
-            canary=image.canary,
+            num_bytes=snapshot.num_bytes,
+            digest=snapshot.digest,
+            self_check=snapshot.self_check,
         )
         try:
             label_fd = _sealed(msgspec.json.encode(label))
         except OSError as error:
-            _logger.warning("%s: its image is not kept by systemd: %s", model, error)
+            _logger.warning("%s: its snapshot is not kept by systemd: %s", model, error)
             return
         try:
-            if self._store.keep(name, (image.fd, label_fd)):
-                self._names[image.fd] = name
+            if self._store.keep(name, (snapshot.fd, label_fd)):
+                self._names[snapshot.fd] = name
         finally:
             os.close(label_fd)
 
-    def release(self, image: CachedImage) -> None:
-        """The image is not to be kept any more; to be called while its descriptor is open."""
-        name = self._names.pop(image.fd, None)
+    def release(self, snapshot: CachedSnapshot) -> None:
+        """The snapshot is not to be kept any more; to be called while its descriptor is open."""
+        name = self._names.pop(snapshot.fd, None)
         if name is not None:
             self._store.drop(name)
 
     async def take_back(
-        self, models: Sequence[ModelToLoad], ready: WorkerReady, cache: ImageCache
+        self, models: Sequence[ModelToLoad], ready: WorkerReady, cache: SnapshotCache
     ) -> None:
-        """Put the images that came back and belong to ``models`` into the cache, in that order
+        """Put the snapshots that came back and belong to ``models`` into the cache, in that order
         as far as they fit; the others are let go. For a worker that is ``ready``."""
         async with self._taking:
             for model in models if self._found else ():
                 await self._take_back(model, ready, cache)
-            for parked in self._found.values():
+            for stored in self._found.values():
                 _logger.warning(
-                    "%s: its image of %s came back and is not needed",
-                    parked.label.model,
-                    format_bytes(parked.label.num_bytes),
+                    "%s: its snapshot of %s came back and is not needed",
+                    stored.label.model,
+                    format_bytes(stored.label.num_bytes),
                 )
-                self._let_go(parked.name, parked.fd)
+                self._let_go(stored.name, stored.fd)
             self._found.clear()
 
-    async def _take_back(self, model: ModelToLoad, ready: WorkerReady, cache: ImageCache) -> None:
-        parked = self._found.get(model.name)
-        if parked is None or cache.get(model.name) is not None:
+    async def _take_back(
+        self, model: ModelToLoad, ready: WorkerReady, cache: SnapshotCache
+    ) -> None:
+        stored = self._found.get(model.name)
+        if stored is None or cache.get(model.name) is not None:
             return
-        label = parked.label
+        label = stored.label
         if await self._keys.note(model, ready) != label.key:
-            _logger.warning("%s: the image that came back is of another checkpoint", model.name)
+            _logger.warning("%s: the snapshot that came back is of another checkpoint", model.name)
         elif cache.short_bytes(model.name, label.num_bytes) == 0:
             del self._found[model.name]
-            self._names[parked.fd] = parked.name
-            cache.put(model.name, parked.fd, label.digest, label.canary)
+            self._names[stored.fd] = stored.name
+            cache.put(model.name, stored.fd, label.digest, label.self_check)
             _logger.info(
-                "%s: its image of %s has outlived the last daemon",
+                "%s: its snapshot of %s has outlived the last daemon",
                 model.name,
                 format_bytes(label.num_bytes),
             )
@@ -153,16 +157,16 @@ class ParkedImages:
             by_name[one.name].append(one.fd)
         for name, fds in by_name.items():
             try:
-                parked = _checked(name, fds)
-                if parked.label.model in self._found:
-                    raise _Unfit(f"it is the second one of {parked.label.model}")
+                stored = _checked(name, fds)
+                if stored.label.model in self._found:
+                    raise _Unfit(f"it is the second one of {stored.label.model}")
             except (_Unfit, OSError) as error:
                 _logger.warning("what systemd kept as %s is not used: %s", name, error)
                 self._let_go(name, *fds)
                 continue
-            self._found[parked.label.model] = parked
+            self._found[stored.label.model] = stored
             for fd in fds:
-                if fd != parked.fd:
+                if fd != stored.fd:
                     os.close(fd)
 
     def _let_go(self, name: str, *fds: int) -> None:
@@ -171,26 +175,28 @@ class ParkedImages:
             os.close(fd)
 
 
-def _checked(name: str, fds: Sequence[int]) -> _Parked:
-    """The image and its label, told apart by their seals.
+def _checked(name: str, fds: Sequence[int]) -> _StoredSnapshot:
+    """The snapshot and its label, told apart by their seals.
 
     Raises:
         _Unfit, OSError: they are not what was given to be kept.
     """
     labels = [fd for fd in fds if _seals(fd) & _FIXED == _FIXED]
-    images = [fd for fd in fds if _seals(fd) & _FIXED == _FIXED & ~fcntl.F_SEAL_WRITE]
-    if len(labels) != 1 or len(images) != 1 or len(fds) != 2:
-        raise _Unfit(f"{len(images)} images and {len(labels)} labels in {len(fds)} descriptors")
+    snapshots = [fd for fd in fds if _seals(fd) & _FIXED == _FIXED & ~fcntl.F_SEAL_WRITE]
+    if len(labels) != 1 or len(snapshots) != 1 or len(fds) != 2:
+        raise _Unfit(
+            f"{len(snapshots)} snapshots and {len(labels)} labels in {len(fds)} descriptors"
+        )
     try:
         label = msgspec.json.decode(os.pread(labels[0], _MAX_LABEL_BYTES, 0), type=Label)
     except msgspec.DecodeError as error:
         raise _Unfit(f"its label is wrong: {error}") from error
     if label.format != _FORMAT:
         raise _Unfit(f"its label has format {label.format}, this gpupoold reads {_FORMAT}")
-    num_bytes = os.fstat(images[0]).st_size
+    num_bytes = os.fstat(snapshots[0]).st_size
     if num_bytes != label.num_bytes:
         raise _Unfit(f"it has {num_bytes} bytes instead of {label.num_bytes}")
-    return _Parked(name, images[0], label)
+    return _StoredSnapshot(name, snapshots[0], label)
 
 
 def _seals(fd: int) -> int:

@@ -1,4 +1,4 @@
-"""Room in the model cache: images go for others, or one waits until some can go."""
+"""Room in the model cache: snapshots go for others, or one waits until some can go."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 
-from gpupoold.control.weights.cache import ImageCache
+from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.weights.lru import Candidate, choose_victims
 from gpupoold.errors import GpupoolError, Refused, TimedOut
 from gpupoold.units import format_bytes
@@ -18,19 +18,19 @@ _logger = logging.getLogger(__name__)
 
 
 class NoRoom(Refused):
-    """Images that may not go leave too little room for another."""
+    """Snapshots that may not go leave too little room for another."""
 
 
-class ImageRoom:
-    """Makes room in ``cache``, least recently used images first.
+class SnapshotRoom:
+    """Makes room in ``cache``, least recently used snapshots first.
 
-    An image does not go while it is pinned, while the model ``is_in_use``, or while it is
-    held. ``let_go`` returns when no worker has the image any more.
+    A snapshot does not go while it is pinned, while the model ``is_in_use``, or while it is
+    held. ``let_go`` returns when no worker has the snapshot any more.
     """
 
     def __init__(
         self,
-        cache: ImageCache,
+        cache: SnapshotCache,
         is_in_use: Callable[[str], bool],
         let_go: Callable[[str], Awaitable[None]],
     ) -> None:
@@ -38,7 +38,7 @@ class ImageRoom:
         self._is_in_use = is_in_use
         self._let_go = let_go
         self._holds: Counter[str] = Counter()
-        # One at a time makes room: else two would let images go for the same bytes.
+        # One at a time makes room: else two would let snapshots go for the same bytes.
         self._making = asyncio.Lock()
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._change = asyncio.Event()
@@ -46,7 +46,8 @@ class ImageRoom:
 
     @contextlib.contextmanager
     def holding(self, model: str) -> Iterator[None]:
-        """The model's image does not go inside; room that was reserved is given up at the end."""
+        """The model's snapshot does not go inside; room that was reserved is given up at the
+        end."""
         self._holds[model] += 1
         try:
             yield
@@ -63,20 +64,20 @@ class ImageRoom:
         self._change = asyncio.Event()
 
     def check(self, model: str, num_bytes: int) -> None:
-        """See that an image of ``num_bytes`` may come in now, when others go for it.
+        """See that a snapshot of ``num_bytes`` may come in now, when others go for it.
 
         Raises:
-            NoRoom: pinned images and those in use leave too little.
+            NoRoom: pinned snapshots and those in use leave too little.
         """
         short_bytes = self._cache.short_bytes(model, num_bytes)
         if choose_victims(self._candidates(model), short_bytes) is None:
             raise self._refusal(model, num_bytes)
 
     async def reserve(self, model: str, num_bytes: int, wait_s: float = 0.0) -> None:
-        """Make and keep room for the image of a model that is being held.
+        """Make and keep room for the snapshot of a model that is being held.
 
         Raises:
-            NoRoom: pinned images leave too little; or those in use, when ``wait_s`` is 0.
+            NoRoom: pinned snapshots leave too little; or those in use, when ``wait_s`` is 0.
             TimedOut: those in use have left too little for ``wait_s``.
         """
         deadline_s = time.monotonic() + wait_s
@@ -94,7 +95,7 @@ class ImageRoom:
                 raise self._refusal(model, num_bytes)
             if left_s <= 0:
                 raise TimedOut(
-                    f"{model}: no room for its image of {format_bytes(num_bytes)} came free in "
+                    f"{model}: no room for its snapshot of {format_bytes(num_bytes)} came free in "
                     f"the model cache within {wait_s:g} s: all others are pinned or in use",
                     "raise memory.model_cache, or unpin a model (`gpupool cache unpin`)",
                 )
@@ -102,7 +103,7 @@ class ImageRoom:
                 await asyncio.wait_for(change.wait(), left_s)
 
     async def drop(self, model: str) -> None:
-        """Let a model's image go; does nothing when it is not in host memory.
+        """Let a model's snapshot go; does nothing when it is not in host memory.
 
         Raises:
             Refused: it is pinned, in use, or being loaded.
@@ -118,13 +119,13 @@ class ImageRoom:
                 await self._drop_all([model])
 
     def shrink(self) -> None:
-        """The cache's budget has become smaller: what is over it goes, idle images now, others
+        """The cache's budget has become smaller: what is over it goes, idle snapshots now, others
         when they are needed no more."""
         if self._shrinking is None or self._shrinking.done():
             self._shrinking = asyncio.create_task(self._shrink(), name="shrink-cache")
 
     async def stop(self) -> None:
-        """Wait for images on their way out; the workers have stopped before."""
+        """Wait for snapshots on their way out; the workers have stopped before."""
         if self._shrinking is not None:
             self._shrinking.cancel()
             await asyncio.wait({self._shrinking})
@@ -136,7 +137,7 @@ class ImageRoom:
             victims = choose_victims(self._candidates(model), short_bytes)
             if victims is None:
                 return False
-            _logger.info("%s: room for its image is made by those of %s", model, victims)
+            _logger.info("%s: room for its snapshot is made by those of %s", model, victims)
             await self._drop_all(victims)
         return True
 
@@ -160,7 +161,7 @@ class ImageRoom:
 
     async def _drop_all(self, models: list[str]) -> None:
         for model in models:
-            # From here on the model has no image, whatever becomes of who asked for this.
+            # From here on the model has no snapshot, whatever becomes of who asked for this.
             self._cache.retire(model)
             self._leaving[model] = asyncio.create_task(self._leave(model))
         await asyncio.shield(asyncio.gather(*(self._leaving[model] for model in models)))
@@ -169,7 +170,7 @@ class ImageRoom:
         try:
             await self._let_go(model)
         except GpupoolError as error:
-            _logger.error("%s: its image may still take memory: %s", model, error)
+            _logger.error("%s: its snapshot may still take memory: %s", model, error)
         finally:
             self._cache.drop_retired(model)
             del self._leaving[model]
@@ -179,12 +180,12 @@ class ImageRoom:
         return [
             Candidate(
                 name,
-                image.num_bytes,
+                snapshot.num_bytes,
                 self._cache.last_used_at(name) or 0.0,
                 name in self._cache.pinned,
                 self._holds[name] > 0 or self._is_in_use(name),
             )
-            for name, image in self._cache.images.items()
+            for name, snapshot in self._cache.snapshots.items()
             if name != model
         ]
 
@@ -193,7 +194,7 @@ class ImageRoom:
         return num_bytes <= self._cache.budget_bytes - self._bytes_of(model, pinned=True)
 
     def _bytes_of(self, model: str, *, pinned: bool) -> int:
-        """Bytes of other models' images: of the pinned ones, or of the busy ones beside them."""
+        """Bytes of other models' snapshots: of the pinned ones, or of the busy ones beside them."""
         others = self._candidates(model)
         if pinned:
             return sum(one.num_bytes for one in others if one.is_pinned)
@@ -202,7 +203,7 @@ class ImageRoom:
     def _refusal(self, model: str, num_bytes: int) -> NoRoom:
         pinned_bytes = self._bytes_of(model, pinned=True)
         text = (
-            f"{model}: an image of {format_bytes(num_bytes)} does not fit in the model cache "
+            f"{model}: a snapshot of {format_bytes(num_bytes)} does not fit in the model cache "
             f"of {format_bytes(self._cache.budget_bytes)}"
         )
         if pinned_bytes:

@@ -1,4 +1,4 @@
-"""What decides which weight image a model has: the key under which it is kept."""
+"""What decides which weights snapshot a model has: the key under which it is kept."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gpupoold.wire.messages import ModelToLoad, WorkerReady
 _logger = logging.getLogger(__name__)
 
 # Names, targets and what its requests may fetch change nothing in a model's weights.
-_NOT_IN_IMAGE = frozenset({"name", "aliases", "ttft_s", "tbt_s", "media_hosts"})
+_NOT_IN_SNAPSHOT = frozenset({"name", "aliases", "ttft_s", "tbt_s", "media_hosts"})
 
 
-def image_key(model: ModelToLoad, engine_version: str, device_name: str, page_bytes: int) -> str:
-    """Hex digest of all that decides what is in the model's image.
+def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page_bytes: int) -> str:
+    """Hex digest of all that decides what is in the model's snapshot.
 
     A checkpoint counts by the paths, sizes and modification times of its files, not hidden
     ones. Take the key before the engine reads them: else a change meanwhile goes unseen.
@@ -30,7 +30,7 @@ def image_key(model: ModelToLoad, engine_version: str, device_name: str, page_by
         Failed: the checkpoint's folder cannot be read.
     """
     fields = msgspec.structs.asdict(model)
-    decisive = sorted((name, fields[name]) for name in fields.keys() - _NOT_IN_IMAGE)
+    decisive = sorted((name, fields[name]) for name in fields.keys() - _NOT_IN_SNAPSHOT)
     try:
         files = sorted(_checkpoint_files(model.path))
     except OSError as error:
@@ -42,18 +42,18 @@ def image_key(model: ModelToLoad, engine_version: str, device_name: str, page_by
     return blake3(msgspec.json.encode(what)).hexdigest()
 
 
-class ImageKeys:
-    """The keys of models' images, each as it was when its model was last looked at."""
+class SnapshotKeys:
+    """The keys of models' snapshots, each as it was when its model was last looked at."""
 
     def __init__(self) -> None:
         self._keys: dict[str, str] = {}
 
     async def note(self, model: ModelToLoad, ready: WorkerReady) -> str | None:
-        """Look at a model's checkpoint: the key of its image for such a worker, None (and a
+        """Look at a model's checkpoint: the key of its snapshot for such a worker, None (and a
         line in the log) when its folder cannot be read."""
         try:
             key = await asyncio.to_thread(
-                image_key, model, ready.engine_version, ready.device_name, ready.page_bytes
+                snapshot_key, model, ready.engine_version, ready.device_name, ready.page_bytes
             )
         except GpupoolError as error:
             _logger.warning("%s", error)
@@ -71,7 +71,7 @@ class ImageKeys:
         return dict(self._keys)
 
     def forget(self, model: str) -> None:
-        """The model is gone, or its image is to be made anew."""
+        """The model is gone, or its snapshot is to be made anew."""
         self._keys.pop(model, None)
 
 

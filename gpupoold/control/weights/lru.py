@@ -1,4 +1,4 @@
-"""Which images go for another, and in which order models are loaded at the start. Pure."""
+"""Which snapshots go for another, and in which order models are loaded at the start. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A model's image of ``num_bytes``; ``last_used_at`` is wall-clock seconds."""
+    """A model's snapshot of ``num_bytes``; ``last_used_at`` is wall-clock seconds."""
 
     model: str
     num_bytes: int
@@ -18,7 +18,7 @@ class Candidate:
 
 
 def choose_victims(candidates: Sequence[Candidate], short_bytes: int) -> list[str] | None:
-    """The models whose images go to free ``short_bytes``; None when there are too few.
+    """The models whose snapshots go to free ``short_bytes``; None when there are too few.
 
     Pinned and busy ones stay. Least recently used ones go first, but none that need not: a
     small one is spared when a larger one has to go anyway.

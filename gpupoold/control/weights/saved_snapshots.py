@@ -1,4 +1,4 @@
-"""Images on disk as the daemon uses them: looked for before a load, written after one."""
+"""Snapshots on disk as the daemon uses them: looked for before a load, written after one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from gpupoold.control.weights.cache import CachedImage
-from gpupoold.control.weights.keys import ImageKeys
-from gpupoold.control.weights.snapshot_files import ImageFiles, SavedImage
+from gpupoold.control.weights.cache import CachedSnapshot
+from gpupoold.control.weights.keys import SnapshotKeys
+from gpupoold.control.weights.snapshot_files import SavedSnapshot, SnapshotFiles
 from gpupoold.errors import GpupoolError
 from gpupoold.units import format_bytes
 from gpupoold.wire.messages import ModelToLoad, WorkerReady
@@ -18,58 +18,58 @@ from gpupoold.wire.messages import ModelToLoad, WorkerReady
 _logger = logging.getLogger(__name__)
 
 
-class SavedImages:
-    """The registered models' images in a folder, within a byte budget; 0 bytes: there are none.
+class SavedSnapshots:
+    """The registered models' snapshots in a folder, within a byte budget; 0 bytes: there are none.
 
     Saving goes on in the background and never fails a load. When ``budget_bytes`` has
     become smaller, call ``shrink``.
     """
 
-    def __init__(self, folder: Path, budget_bytes: int, keys: ImageKeys) -> None:
+    def __init__(self, folder: Path, budget_bytes: int, keys: SnapshotKeys) -> None:
         self.budget_bytes = budget_bytes
-        self._files = ImageFiles(folder)
+        self._files = SnapshotFiles(folder)
         self._keys = keys
         self._saving: dict[str, asyncio.Task[None]] = {}
         self._shrinking: set[asyncio.Task[None]] = set()
 
     async def look_up(self, model: ModelToLoad, ready: WorkerReady) -> int | None:
-        """Bytes of the model's image for such a worker; None when there is none.
+        """Bytes of the model's snapshot for such a worker; None when there is none.
 
-        From now on it is this image that ``read`` and ``keep`` are about.
+        From now on it is this snapshot that ``read`` and ``keep`` are about.
         """
         if await self._keys.note(model, ready) is None:
             return None
         return (await self.sizes()).get(model.name)
 
-    async def read(self, name: str) -> SavedImage | None:
-        """The image of a model that was looked up, its descriptor the caller's; None without."""
+    async def read(self, name: str) -> SavedSnapshot | None:
+        """The snapshot of a model that was looked up, its descriptor the caller's; None without."""
         key = self._keys.get(name)
         if key is None or not self.budget_bytes:
             return None
         return await asyncio.to_thread(self._files.load, key)
 
     async def sizes(self) -> dict[str, int]:
-        """Bytes of the saved images of all models that were looked up and have one."""
+        """Bytes of the saved snapshots of all models that were looked up and have one."""
         if not self.budget_bytes:
             return {}
         found = {file.key: file.num_bytes for file in await asyncio.to_thread(self._files.list)}
         return {name: found[key] for name, key in self._keys.all().items() if key in found}
 
     async def used_bytes(self) -> int:
-        """Bytes of all images in the folder."""
+        """Bytes of all snapshots in the folder."""
         if not self.budget_bytes:
             return 0
         return sum(file.num_bytes for file in await asyncio.to_thread(self._files.list))
 
-    def keep(self, name: str, image: CachedImage) -> None:
-        """Save the image of a model that was looked up before; in the background."""
+    def keep(self, name: str, snapshot: CachedSnapshot) -> None:
+        """Save the snapshot of a model that was looked up before; in the background."""
         key = self._keys.get(name)
         if key is None or not self.budget_bytes:
             return
         try:
-            copy = _copy(image)
+            copy = _copy(snapshot)
         except OSError as error:
-            _logger.warning("%s: its image could not be saved: %s", name, error)
+            _logger.warning("%s: its snapshot could not be saved: %s", name, error)
             return
         before = self._saving.get(name)
         task = asyncio.create_task(self._save_after(before, name, key, copy))
@@ -77,7 +77,7 @@ class SavedImages:
         task.add_done_callback(lambda done: self._saved(name, done))
 
     async def settled(self, name: str) -> None:
-        """Return when the model's image is not being saved: until then it takes memory."""
+        """Return when the model's snapshot is not being saved: until then it takes memory."""
         if name in self._saving:
             await asyncio.wait({self._saving[name]})
 
@@ -99,9 +99,9 @@ class SavedImages:
 
     def shrink(self, last_used_at: Callable[[str], float | None]) -> None:
         """The budget has become smaller: what is over it is deleted in the background, first
-        images of no model that is known, then of those used least recently."""
+        snapshots of no model that is known, then of those used least recently."""
         used_at = {key: last_used_at(name) or 0.0 for name, key in self._keys.all().items()}
-        task = asyncio.create_task(asyncio.to_thread(self._fit, used_at), name="shrink-images")
+        task = asyncio.create_task(asyncio.to_thread(self._fit, used_at), name="shrink-snapshots")
         self._shrinking.add(task)
         task.add_done_callback(self._shrinking.discard)
 
@@ -124,32 +124,34 @@ class SavedImages:
             del self._saving[name]
 
     async def _save_after(
-        self, before: asyncio.Task[None] | None, name: str, key: str, image: CachedImage
+        self, before: asyncio.Task[None] | None, name: str, key: str, snapshot: CachedSnapshot
     ) -> None:
         if before is not None:
             await asyncio.wait({before})
-        await asyncio.to_thread(self._save, name, key, image)
+        await asyncio.to_thread(self._save, name, key, snapshot)
 
-    def _save(self, name: str, key: str, image: CachedImage) -> None:
+    def _save(self, name: str, key: str, snapshot: CachedSnapshot) -> None:
         try:
             others = [file for file in self._files.list() if file.key != key]
             used_bytes = sum(file.num_bytes for file in others)
-            if used_bytes + image.num_bytes > self.budget_bytes:
+            if used_bytes + snapshot.num_bytes > self.budget_bytes:
                 _logger.warning(
-                    "%s: its image of %s is not saved: %s of %s are used (memory.image_files)",
+                    "%s: a snapshot of %s is not saved: %s of %s are used (memory.snapshot_files)",
                     name,
-                    format_bytes(image.num_bytes),
+                    format_bytes(snapshot.num_bytes),
                     format_bytes(used_bytes),
                     format_bytes(self.budget_bytes),
                 )
                 return
-            self._files.save(key, image.fd, image.digest, image.canary)
+            self._files.save(key, snapshot.fd, snapshot.digest, snapshot.self_check)
         except (GpupoolError, OSError) as error:
-            _logger.warning("%s: its image could not be saved: %s", name, error)
+            _logger.warning("%s: its snapshot could not be saved: %s", name, error)
         finally:
-            os.close(image.fd)
+            os.close(snapshot.fd)
 
 
-def _copy(image: CachedImage) -> CachedImage:
-    """The same with a descriptor of its own: the cache may drop the image meanwhile."""
-    return CachedImage(os.dup(image.fd), image.num_bytes, image.digest, image.canary)
+def _copy(snapshot: CachedSnapshot) -> CachedSnapshot:
+    """The same with a descriptor of its own: the cache may drop the snapshot meanwhile."""
+    return CachedSnapshot(
+        os.dup(snapshot.fd), snapshot.num_bytes, snapshot.digest, snapshot.self_check
+    )

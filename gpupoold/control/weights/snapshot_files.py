@@ -1,14 +1,14 @@
-"""Weight images saved on disk, so that a daemon that starts again reads no checkpoint.
+"""Weights snapshots saved on disk, so that a daemon that starts again reads no checkpoint.
 
-A file is named ``<key>.image`` after all that decides what is in the image. It has a header
-of 4096 bytes, so that the data begins on a page, and then the image as it lies in memory:
+A file is named ``<key>.snapshot`` after all that decides what is in the snapshot. It has a header
+of 4096 bytes, so that the data begins on a page, and then the snapshot as it lies in memory:
 
 ====== ===== ==========================================================================
 offset bytes what
 ====== ===== ==========================================================================
 0      16    magic
 16     32    BLAKE3 of the rest of the header
-48     4048  JSON: format, key, num_bytes, layout_digest, canary, checksum (hex); padded
+48     4048  JSON: format, key, num_bytes, layout_digest, self-check, checksum (hex); padded
              with spaces
 4096         the data
 ====== ===== ==========================================================================
@@ -41,7 +41,7 @@ from gpupoold.units import format_bytes
 _logger = logging.getLogger(__name__)
 
 FORMAT = 2
-_MAGIC = b"gpupool image\r\n\0"
+_MAGIC = b"gpupool snapshot\r\n\0"
 _TEXT_OFFSET = len(_MAGIC) + blake3.digest_size
 _HEADER_BYTES = 4096
 _CHUNK_BYTES = 16 << 20
@@ -49,22 +49,22 @@ _CHUNK_BYTES = 16 << 20
 _PIECE_BYTES = 256 << 10
 # A few per disk keep it busy; a core takes 1 to 2 GB/s from one end to the other.
 _NUM_READERS = min(16, max(4, len(os.sched_getaffinity(0))))
-_IMAGE_SUFFIX = ".image"
+_SNAPSHOT_SUFFIX = ".snapshot"
 _DRAFT_SUFFIX = ".new"
 
 
 @dataclass(frozen=True, slots=True)
-class SavedImage:
-    """An image read from disk; ``fd`` is a new memfd with its bytes, owned by the caller."""
+class SavedSnapshot:
+    """A snapshot read from disk; ``fd`` is a new memfd with its bytes, owned by the caller."""
 
     fd: int
     num_bytes: int
     layout_digest: str
-    canary: tuple[int, ...]
+    self_check: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ImageFile:
+class SnapshotFile:
     """A file as the folder lists it, unchecked; ``saved_at`` is in seconds since the epoch."""
 
     key: str
@@ -80,7 +80,7 @@ class _Header(_Versioned, frozen=True, kw_only=True):
     key: str
     num_bytes: int
     layout_digest: str
-    canary: tuple[int, ...]
+    self_check: tuple[int, ...]
     checksum: str
 
 
@@ -88,16 +88,16 @@ class _Damaged(Exception):
     """What is wrong with a file."""
 
 
-class ImageFiles:
-    """The saved images in a folder, which belongs to one daemon. Every method blocks."""
+class SnapshotFiles:
+    """The saved snapshots in a folder, which belongs to one daemon. Every method blocks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         # Saving two at once is no quicker, and one key may belong to two models.
         self._writing = threading.Lock()
 
-    def save(self, key: str, fd: int, layout_digest: str, canary: tuple[int, ...]) -> None:
-        """Write the image behind the memfd ``fd``, which stays the caller's, or nothing at all.
+    def save(self, key: str, fd: int, layout_digest: str, self_check: tuple[int, ...]) -> None:
+        """Write the snapshot behind the memfd ``fd``, which stays the caller's, or nothing at all.
 
         Raises:
             Failed: no room on the disk, or it could not be written.
@@ -110,18 +110,18 @@ class ImageFiles:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _check_room(path, num_bytes)
                 draft.unlink(missing_ok=True)
-                _write_draft(draft, key, fd, layout_digest, canary)
+                _write_draft(draft, key, fd, layout_digest, self_check)
                 durable.replace(draft, path)
             except (OSError, ValueError) as error:
                 raise Failed(
-                    f"{path}: saving an image of {format_bytes(num_bytes)} failed: {error}",
+                    f"{path}: saving a snapshot of {format_bytes(num_bytes)} failed: {error}",
                     f"see that {self._folder} can be written to and has room",
                 ) from error
             finally:
                 _remove(draft)
 
-    def load(self, key: str) -> SavedImage | None:
-        """The image in a new memfd; None if there is none that is as it was saved.
+    def load(self, key: str) -> SavedSnapshot | None:
+        """The snapshot in a new memfd; None if there is none that is as it was saved.
 
         What is damaged is deleted; what cannot be read now stays. The log says why.
         """
@@ -138,52 +138,52 @@ class ImageFiles:
         return None
 
     def drop(self, key: str) -> None:
-        """Delete an image; one that cannot be deleted is logged."""
+        """Delete a snapshot; one that cannot be deleted is logged."""
         _remove(self._path(key))
 
     def remove_others(self, keys: set[str]) -> None:
-        """Delete the images that have none of the ``keys``, and what an ended save left."""
+        """Delete the snapshots that have none of the ``keys``, and what an ended save left."""
         with self._writing:
-            for path in self._folder.glob(f"*{_IMAGE_SUFFIX}{_DRAFT_SUFFIX}"):
+            for path in self._folder.glob(f"*{_SNAPSHOT_SUFFIX}{_DRAFT_SUFFIX}"):
                 _remove(path)
-            for path in self._folder.glob(f"*{_IMAGE_SUFFIX}"):
+            for path in self._folder.glob(f"*{_SNAPSHOT_SUFFIX}"):
                 if path.stem not in keys:
                     _remove(path)
 
-    def list(self) -> list[ImageFile]:
-        """All images by key, as the folder lists them: nothing is read or checked."""
+    def list(self) -> list[SnapshotFile]:
+        """All snapshots by key, as the folder lists them: nothing is read or checked."""
         found = []
-        for path in sorted(self._folder.glob(f"*{_IMAGE_SUFFIX}")):
+        for path in sorted(self._folder.glob(f"*{_SNAPSHOT_SUFFIX}")):
             try:
                 status = path.stat()
             except FileNotFoundError:
                 continue  # deleted meanwhile
             num_bytes = max(0, status.st_size - _HEADER_BYTES)
-            found.append(ImageFile(path.stem, num_bytes, status.st_mtime))
+            found.append(SnapshotFile(path.stem, num_bytes, status.st_mtime))
         return found
 
     def _path(self, key: str) -> Path:
-        return self._folder / f"{key}{_IMAGE_SUFFIX}"
+        return self._folder / f"{key}{_SNAPSHOT_SUFFIX}"
 
 
 def _check_room(path: Path, num_bytes: int) -> None:
     free_bytes = shutil.disk_usage(path.parent).free
     if _HEADER_BYTES + num_bytes > free_bytes:
         raise Failed(
-            f"{path}: an image of {format_bytes(num_bytes)} does not fit on the disk, "
+            f"{path}: a snapshot of {format_bytes(num_bytes)} does not fit on the disk, "
             f"{format_bytes(free_bytes)} are free",
             f"make room in {path.parent}; until then the checkpoint is read at every start",
         )
 
 
 def _write_draft(
-    draft: Path, key: str, fd: int, layout_digest: str, canary: tuple[int, ...]
+    draft: Path, key: str, fd: int, layout_digest: str, self_check: tuple[int, ...]
 ) -> None:
     """The header comes last: before that the file has no magic.
 
     Raises:
         OSError: it could not be written.
-        ValueError: the image is empty, or the canary does not fit in the header.
+        ValueError: the snapshot is empty, or the self-check does not fit in the header.
     """
     digests = []
     with (
@@ -200,7 +200,7 @@ def _write_draft(
             key=key,
             num_bytes=len(data),
             layout_digest=layout_digest,
-            canary=canary,
+            self_check=self_check,
             checksum=_combined(digests),
         )
         file.seek(0)
@@ -217,8 +217,8 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _read(path: Path, key: str) -> SavedImage:
-    """The image in a new memfd.
+def _read(path: Path, key: str) -> SavedSnapshot:
+    """The snapshot in a new memfd.
 
     Raises:
         _Damaged: it is not what was saved under that key.
@@ -231,13 +231,13 @@ def _read(path: Path, key: str) -> SavedImage:
         wanted_bytes, file_bytes = _HEADER_BYTES + header.num_bytes, os.fstat(file.fileno()).st_size
         if file_bytes != wanted_bytes:
             raise _Damaged(f"it has {file_bytes} bytes instead of {wanted_bytes}")
-        fd = create_memfd("gpupool-image", header.num_bytes)
+        fd = create_memfd("gpupool-snapshot", header.num_bytes)
         try:
             _fill(fd, file.fileno(), header)
         except BaseException:
             os.close(fd)
             raise
-    return SavedImage(fd, header.num_bytes, header.layout_digest, header.canary)
+    return SavedSnapshot(fd, header.num_bytes, header.layout_digest, header.self_check)
 
 
 def _fill(fd: int, source: int, header: _Header) -> None:
@@ -247,7 +247,7 @@ def _fill(fd: int, source: int, header: _Header) -> None:
         num_bytes = min(_CHUNK_BYTES, header.num_bytes - start)
         return _copy_chunk(fd, source, start, num_bytes)
 
-    with ThreadPoolExecutor(_NUM_READERS, "read-image") as readers:
+    with ThreadPoolExecutor(_NUM_READERS, "read-snapshots") as readers:
         digests = readers.map(read_chunk, range(0, header.num_bytes, _CHUNK_BYTES))
         checksum = _combined(digests)
     if checksum != header.checksum:
@@ -312,7 +312,7 @@ def _decode(block: bytes) -> _Header:
     if len(block) < _HEADER_BYTES:
         raise _Damaged(f"it has only {len(block)} bytes")
     if not block.startswith(_MAGIC):
-        raise _Damaged("it does not begin like an image")
+        raise _Damaged("it does not begin like a snapshot")
     text = block[_TEXT_OFFSET:]
     if blake3(text).digest() != block[len(_MAGIC) : _TEXT_OFFSET]:
         raise _Damaged("its header has a wrong checksum")

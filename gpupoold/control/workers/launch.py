@@ -30,7 +30,7 @@ def arguments_of(settings: Settings, number: int) -> list[str]:
             "--reserve-bytes": reserve_bytes,
             "--page-bytes": device.page_bytes or 0,
             "--kv-host-bytes": settings.memory.kv_host_bytes,
-            "--canary-interval": settings.memory.canary_interval,
+            "--self-check-interval": settings.memory.self_check_interval,
             "--compute-threads": compute_threads(settings),
             "--num-sharing": sum(other.index == device.index for other in settings.devices)
             if device.kind == "cuda"

@@ -18,7 +18,7 @@ class Worker:
     """One worker, and the answers that it owes.
 
     ``models`` are those it was told to load, ``layouts`` the digests of those that it has
-    loaded, ``images`` those whose image it has.
+    loaded, ``snapshots`` those whose snapshot it has.
     """
 
     number: int
@@ -35,7 +35,7 @@ class Worker:
     """What the driver last said of its GPU."""
     models: set[str] = field(default_factory=set)
     layouts: dict[str, str] = field(default_factory=dict)
-    images: set[str] = field(default_factory=set)
+    snapshots: set[str] = field(default_factory=set)
     loading: Pending[str, m.ModelLoaded] = field(default_factory=Pending)
     unloading: Pending[str, None] = field(default_factory=Pending)
     taking: Pending[str, str] = field(default_factory=Pending)
@@ -45,7 +45,7 @@ class Worker:
     watch: Watch | None = None
     ended_for: str = ""
     """Why the daemon has killed the process that runs, if it has."""
-    image_fds: dict[str, int] = field(default_factory=dict)
+    snapshot_fds: dict[str, int] = field(default_factory=dict)
     kv_host_fd: int | None = None
     """Of its KV host cache, for the others."""
 

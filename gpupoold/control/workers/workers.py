@@ -18,7 +18,7 @@ from gpupoold.control.processes.oom_kills import OomKills
 from gpupoold.control.processes.reconfigure import reconfigure
 from gpupoold.control.processes.restarts import keep_running
 from gpupoold.control.processes.watchdog import Watch
-from gpupoold.control.weights.cache import CachedImage
+from gpupoold.control.weights.cache import CachedSnapshot
 from gpupoold.control.workers.launch import arguments_of, module_of
 from gpupoold.control.workers.worker import Worker
 from gpupoold.errors import Failed, TimedOut, Unavailable, error_from_code
@@ -117,10 +117,10 @@ class WorkerSupervisor:
         self,
         worker: Worker,
         model: m.ModelToLoad,
-        image: CachedImage | None,
+        snapshot: CachedSnapshot | None,
         profiling_budget_s: float = 0.0,
     ) -> tuple[m.ModelLoaded, int | None]:
-        """Load a model on a worker; returns what it learnt and a descriptor of the image,
+        """Load a model on a worker; returns what it learnt and a descriptor of the snapshot,
         None from a device that makes none.
 
         Its steps are timed afterwards, for ``profiling_budget_s`` at most.
@@ -134,11 +134,13 @@ class WorkerSupervisor:
         await worker.unloading.settled(model.name)
         future = worker.loading.expect(model.name)
         worker.models.add(model.name)  # even if nobody waits for the end of the load
-        if image is None:
+        if snapshot is None:
             worker.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
         else:
-            order = m.LoadModel(model, True, image.digest, profiling_budget_s, image.canary)
-            worker.send(order, (image.fd,))
+            order = m.LoadModel(
+                model, True, snapshot.digest, profiling_budget_s, snapshot.self_check
+            )
+            worker.send(order, (snapshot.fd,))
         try:
             async with asyncio.timeout(self._settings.limits.load_timeout_s):
                 loaded = await future
@@ -149,7 +151,7 @@ class WorkerSupervisor:
             ) from None
         finally:
             worker.loading.forget(model.name)
-        return loaded, worker.image_fds.pop(model.name, None)
+        return loaded, worker.snapshot_fds.pop(model.name, None)
 
     async def unload(self, worker: Worker, name: str) -> None:
         """Drop a model from a worker; returns when its memory is free.
@@ -163,16 +165,16 @@ class WorkerSupervisor:
         future = worker.unloading.expect(name)
         worker.models.discard(name)
         worker.layouts.pop(name, None)
-        worker.images.discard(name)
+        worker.snapshots.discard(name)
         worker.send(m.UnloadModel(name))
         try:
             await self._in_time(worker, future, f"let go of {name}")
         finally:
             worker.unloading.forget(name)
-            _close(worker.image_fds.pop(name, None))
+            _close(worker.snapshot_fds.pop(name, None))
 
-    async def give_image(self, worker: Worker, name: str, image: CachedImage) -> None:
-        """Let a model on a worker have an image of its layout; returns when it can run.
+    async def give_snapshot(self, worker: Worker, name: str, snapshot: CachedSnapshot) -> None:
+        """Let a model on a worker have a snapshot of its layout; returns when it can run.
 
         Raises:
             Failed: the worker cannot map or pin it, or is down.
@@ -181,34 +183,34 @@ class WorkerSupervisor:
         if not worker.is_ready:
             raise Failed(f"worker {worker.number} is {worker.state}")
         future = worker.taking.expect(name)
-        worker.send(m.TakeImage(name), (image.fd,))
+        worker.send(m.TakeSnapshot(name), (snapshot.fd,))
         try:
-            problem = await self._in_time(worker, future, f"take the image of {name}")
+            problem = await self._in_time(worker, future, f"take the snapshot of {name}")
         except BaseException:
-            worker.send(m.DropImage(name))  # it shall not have it later without being asked
+            worker.send(m.DropSnapshot(name))  # it shall not have it later without being asked
             raise
         finally:
             worker.taking.forget(name)
         if problem:
             raise Failed(
-                f"worker {worker.number} cannot take the image of {name}: {problem}",
+                f"worker {worker.number} cannot take the snapshot of {name}: {problem}",
                 "see `gpupool logs`",
             )
-        worker.images.add(name)
+        worker.snapshots.add(name)
 
-    async def drop_image(self, worker: Worker, name: str) -> None:
-        """Let a worker give up its view of a model's image; returns when it has.
+    async def drop_snapshot(self, worker: Worker, name: str) -> None:
+        """Let a worker give up its view of a model's snapshot; returns when it has.
 
         Raises:
             TimedOut: the worker did not answer.
         """
-        if name not in worker.images:
+        if name not in worker.snapshots:
             return
         future = worker.dropping.expect(name)
-        worker.images.discard(name)
-        worker.send(m.DropImage(name))
+        worker.snapshots.discard(name)
+        worker.send(m.DropSnapshot(name))
         try:
-            await self._in_time(worker, future, f"let the image of {name} go")
+            await self._in_time(worker, future, f"let the snapshot of {name} go")
         finally:
             worker.dropping.forget(name)
 
@@ -336,9 +338,9 @@ class WorkerSupervisor:
                 worker.loading.reject(message.name, error)
             case m.ModelUnloaded():
                 worker.unloading.resolve(message.name, None)
-            case m.ImageDropped():
+            case m.SnapshotDropped():
                 worker.dropping.resolve(message.model, None)
-            case m.ImageTaken():
+            case m.SnapshotTaken():
                 worker.taking.resolve(message.model, message.problem)
             case m.CallResult() if message.error_code:
                 error = error_from_code(
@@ -365,11 +367,11 @@ class WorkerSupervisor:
     def _note_loaded(self, worker: Worker, message: m.ModelLoaded) -> None:
         name = message.model.name
         worker.layouts[name] = message.layout_digest
-        if message.has_image:
+        if message.has_snapshot:
             fd = worker.take_fd()
-            worker.images.add(name)
+            worker.snapshots.add(name)
             if name in worker.loading:
-                worker.image_fds[name] = fd
+                worker.snapshot_fds[name] = fd
             else:
                 os.close(fd)  # who asked for it has left, and has it unloaded
         worker.loading.resolve(name, message)
@@ -385,14 +387,14 @@ class WorkerSupervisor:
         worker.calls.reject_all(died)
         worker.unloading.resolve_all(None)
         worker.dropping.resolve_all(None)
-        for fd in worker.image_fds.values():
+        for fd in worker.snapshot_fds.values():
             os.close(fd)
-        worker.image_fds.clear()
+        worker.snapshot_fds.clear()
         _close(worker.kv_host_fd)
         worker.kv_host_fd = None
         worker.models.clear()
         worker.layouts.clear()
-        worker.images.clear()
+        worker.snapshots.clear()
         worker.status = None
         worker.ended_for = ""
 

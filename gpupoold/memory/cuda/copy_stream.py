@@ -1,4 +1,4 @@
-"""Copies beside the engines' kernels: a CUDA stream for each lane.
+"""Copies beside the engines' kernels: a CUDA stream for each copy stream.
 
 A batch of copies is one call to the driver where it has one for that: 4 us for each copy of a
 loop add up, so that blocks of 32 KiB would come at 8 GB/s. Inside such a call host-to-device
@@ -20,11 +20,11 @@ from gpupoold.memory.cuda.driver import CudaDriver
 _MAX_COPIES_PER_CALL = 1024
 
 
-class StreamLane:
-    """See :class:`~gpupoold.memory.contracts.Lane`; every method raises ``CudaError``.
+class CudaCopyStream:
+    """See :class:`~gpupoold.memory.contracts.CopyStream`; every method raises ``CudaError``.
 
     ``split`` parts a host range where registrations meet. ``fence`` is called from the turn
-    loop's thread, ``close`` from any, all else from the lane's own.
+    loop's thread, ``close`` from any, all else from the copy stream's own.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class StreamLane:
         self._imported: dict[bytes, int] = {}
 
     def fence(self) -> int:
-        """See :meth:`Lane.fence`."""
+        """See :meth:`CopyStream.fence`."""
         events = []
         for stream in self._compute_streams():
             events.append(self._fence_events.take())
@@ -62,7 +62,7 @@ class StreamLane:
         return self._num_fences
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
-        """See :meth:`Lane.begin`."""
+        """See :meth:`CopyStream.begin`."""
         self._bind_thread()
         self._pass_fences(after)
         parts = [part for copy in copies for part in self._parts(copy)]
@@ -80,7 +80,7 @@ class StreamLane:
         return self._num_batches
 
     def wait(self, batch: int) -> None:
-        """See :meth:`Lane.wait`."""
+        """See :meth:`CopyStream.wait`."""
         assert batch <= self._num_batches, f"batch {batch} has not been begun"
         events = []
         while self._batches and self._batches[0][0] <= batch:
@@ -90,10 +90,10 @@ class StreamLane:
             self._batch_events.give_back(events)
 
     def export(self, batch: int) -> bytes:
-        """A handle with which a lane of another process can come after ``batch``.
+        """A handle with which a copy stream of another process can come after ``batch``.
 
         It stands for the batches begun up to now, so ask for it before the next one. To be
-        taken back with ``end_export``; it must not be used once this lane is closed.
+        taken back with ``end_export``; it must not be used once this copy stream is closed.
         """
         assert batch <= self._num_batches, f"batch {batch} has not been begun"
         return self._exports.record(self._stream)
@@ -103,14 +103,14 @@ class StreamLane:
         self._exports.give_back(handle)
 
     def wait_for(self, handle: bytes) -> None:
-        """Batches begun from now on come after what another process's lane has exported."""
+        """Batches begun from now on come after what another process's copy stream has exported."""
         self._bind_thread()
         if handle not in self._imported:  # opening is slow, and a handle comes again and again
             self._imported[handle] = self._driver.open_ipc_event(handle)
         self._driver.wait_event(self._stream, self._imported[handle])
 
     def close(self) -> None:
-        """See :meth:`Lane.close`. What nobody has waited for is waited for here."""
+        """See :meth:`CopyStream.close`. What nobody has waited for is waited for here."""
         self._driver.bind_thread()
         self._driver.synchronize_stream(self._stream)
         fences = (event for _, events in self._fences for event in events)
@@ -185,6 +185,6 @@ class _Exports:
         return handle
 
     def give_back(self, handle: bytes) -> None:
-        assert handle in self._event_of, "this lane has not exported it"
+        assert handle in self._event_of, "this copy stream has not exported it"
         assert handle not in self._spare, "it was given back before"
         self._spare.append(handle)

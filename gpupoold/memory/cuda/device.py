@@ -3,10 +3,10 @@
 Order between our copies and the engines' kernels:
 
 - pages are unmapped, and copied out, only after the compute streams have run dry;
-- copies into a region are visible after ``synchronize``; zeros need no call,
+- copies into an address range are visible after ``synchronize``; zeros need no call,
   because the compute streams themselves wait for them;
 - copies in and copies out have a stream each, so that they can overlap;
-- a lane's copies have streams of their own and are waited for by whoever began them, before
+- a copy stream's copies have streams of their own and are waited for by whoever began them, before
   their pages are unmapped or their host memory is unpinned: nothing here waits for all.
 
 One process makes all page-table calls of a GPU, and one thread of it: two at once hang or
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gpupoold.errors import Failed
 from gpupoold.memory.contracts import Device, Direction, PageRun
-from gpupoold.memory.cuda.copy_stream import StreamLane
+from gpupoold.memory.cuda.copy_stream import CudaCopyStream
 from gpupoold.memory.cuda.driver import BindingsDriver, CudaDriver, CudaError
 from gpupoold.memory.cuda.pinning import PinnedMemory
 from gpupoold.memory.numa import node_of, prefer_node
@@ -31,7 +31,7 @@ from gpupoold.units import format_bytes
 # many one call is for (pytorch#96995): with access 40 us to map one, 26 us to unmap it, on an
 # A100 (kvcached). In pages of 2 MiB, the smallest, 16 GB would take 0.2 s to evict and 0.3 s to
 # map, as long as the copy itself; in these a quarter of it. A page has KV of 64 tokens of an 8B
-# model; but where attention wants layers outermost, a KV chunk takes a page per layer: of 32
+# model; but where attention wants layers outermost, a KV extent takes a page per layer: of 32
 # layers 256 MiB, and 1 GiB with 32 MiB pages. Making pages (0.2 ms each, 4 s for 140 GB) happens
 # at start-up only.
 _PAGE_BYTES = 8 << 20
@@ -169,10 +169,10 @@ class CudaDevice(Device):
         for offset, length in self._pinned.split(target, num_bytes):
             self._driver.copy_out(target + offset, address + offset, length, self._out_stream)
 
-    def open_lane(self, direction: Direction) -> StreamLane:
+    def open_copy_stream(self, direction: Direction) -> CudaCopyStream:
         """See :meth:`Device.open_lane`: a stream of its own."""
         split = self._pinned.split
-        return StreamLane(self._driver, direction, self._compute_streams, split)
+        return CudaCopyStream(self._driver, direction, self._compute_streams, split)
 
     def synchronize(self) -> None:
         """See :meth:`Device.synchronize`. The wait counts as time of copying."""

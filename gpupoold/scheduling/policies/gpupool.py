@@ -29,17 +29,17 @@ from gpupoold.scheduling.policies.placement import choose, is_worth_a_copy
 from gpupoold.scheduling.policies.planned_turns import (
     FIRST_TOKEN_SHARE,
     Loads,
+    PlannedTurn,
     Ranked,
     Switching,
     Tuning,
-    Visit,
     Work,
-    first_visit,
+    first_planned_turn,
     load_of,
-    plan_visit,
+    plan_turn,
     prompts_of,
     queue_load,
-    rank_visits,
+    rank_planned_turns,
     switching_of,
     work_of,
 )
@@ -59,7 +59,7 @@ class _Plan(NamedTuple):
 
     works: list[Work]
     switching: Switching
-    visits: list[Visit]
+    planned_turns: list[PlannedTurn]
 
 
 class GpupoolPolicy(SimplePolicy):
@@ -72,15 +72,15 @@ class GpupoolPolicy(SimplePolicy):
         self._converts_decoders = converts_decoders
         self._home: dict[str, int] = {}
         self._answers_home: dict[str, int] = {}  # where roles are split
-        self._visited_s: dict[tuple[int, str], float] = {}
-        self._no_mercy_until_s: dict[int, float] = {}
+        self._served_s: dict[tuple[int, str], float] = {}
+        self._no_starvation_turn_until_s: dict[int, float] = {}
         self._planned: dict[int, _Plan] = {}
         self._roles = RolePlanner()
         self._rebalancer = Rebalancer(self._tuning)
 
     def set_quota_max(self, quota_max_s: float) -> None:
         """See :class:`Policy`."""
-        self._tuning = replace(self._tuning, visit_max_s=quota_max_s)
+        self._tuning = replace(self._tuning, turn_max_s=quota_max_s)
 
     def arrived(self, request: Request, state: State) -> None:
         """It counts for the roles."""
@@ -92,7 +92,7 @@ class GpupoolPolicy(SimplePolicy):
 
     def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
         """See :mod:`.rebalancing`."""
-        return self._rebalancer.moves(state, now_s)
+        return self._rebalancer.migrations(state, now_s)
 
     def roles(self, state: State, now_s: float) -> Iterable[tuple[Device, Role]]:
         """See :mod:`gpupoold.scheduling.roles`."""
@@ -114,7 +114,7 @@ class GpupoolPolicy(SimplePolicy):
                     chosen, rule = choose(request, devices, loads, self._home, self._tuning)
                 yield Placement(request, chosen, rule)
                 loads.forget(chosen)
-        yield from self._moves(state, loads)
+        yield from self._migrations(state, loads)
         yield from self._moves_for_kv(state, loads)
 
     def send(self, device: Device, state: State, now_s: float) -> Iterable[Request]:
@@ -130,39 +130,39 @@ class GpupoolPolicy(SimplePolicy):
 
     def _hopeful_first(self, batch: Batch, now_s: float) -> list[Request]:
         """The order in which their prompts are prefilled, as :func:`plan_visit` reckons."""
-        late_s = now_s - self._tuning.hopeless_share * batch.model.targets.ttft_s
+        late_s = now_s - self._tuning.expired_share * batch.model.targets.ttft_s
         return sorted(batch.requests.values(), key=lambda one: one.next_deadline_s < late_s)
 
     def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
         """The first visit, for as long as it takes to be ``window`` ahead."""
         plan = self._plan(device, work_of(device), now_s)
-        if not plan.visits:
+        if not plan.planned_turns:
             return None
-        ranked = rank_visits(plan.visits, is_switching_dear=plan.switching.is_exposed)
-        first = first_visit(ranked)
+        ranked = rank_planned_turns(plan.planned_turns, is_switching_dear=plan.switching.is_exposed)
+        first = first_planned_turn(ranked)
         assert first is not None
-        visit, rule = first
-        if math.isinf(visit.tokens_in_time):
-            pause_s = visit.duration_s / self._tuning.mercy_share
-            self._no_mercy_until_s[device.number] = now_s + pause_s
+        planned_turn, rule = first
+        if math.isinf(planned_turn.tokens_in_time):
+            pause_s = planned_turn.duration_s / self._tuning.starvation_share
+            self._no_starvation_turn_until_s[device.number] = now_s + pause_s
         else:
             self._planned[device.number] = plan  # holds for upcoming(), asked next
-        self._visited_s[device.number, visit.model] = now_s
-        chunk_tokens = self._chunk_tokens(visit.model, device, now_s)
-        return Choice(visit.model, visit.quota_s, chunk_tokens, rule)
+        self._served_s[device.number, planned_turn.model] = now_s
+        chunk_tokens = self._chunk_tokens(planned_turn.model, device, now_s)
+        return Choice(planned_turn.model, planned_turn.quota_s, chunk_tokens, rule)
 
     def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
         """The first visit after the present turn."""
         planned = self._planned.pop(device.number, None)
-        first = first_visit(self._after(device, planned, now_s))
+        first = first_planned_turn(self._after(device, planned, now_s))
         return None if first is None else first[0].model
 
     def line(self, device: Device, state: State, now_s: float) -> list[InLine]:
         """The visits after the present turn."""
         return [
-            InLine(visit.model, visit.rule or rule, visit.duration_s)
+            InLine(planned_turn.model, planned_turn.rule or rule, planned_turn.duration_s)
             for rule, group in self._after(device, None, now_s)
-            for visit in group
+            for planned_turn in group
         ]
 
     def _after(self, device: Device, planned: _Plan | None, now_s: float) -> Ranked:
@@ -174,12 +174,16 @@ class GpupoolPolicy(SimplePolicy):
         works = planned.works if planned else work_of(device)
         works = [work for work in works if work.model.name != on_turn]
         if planned and planned.switching == switching_of(device, works, self._tuning):
-            visits = [visit for visit in planned.visits if visit.model != on_turn]
-            plan = planned._replace(visits=visits)
+            planned_turns = [
+                planned_turn
+                for planned_turn in planned.planned_turns
+                if planned_turn.model != on_turn
+            ]
+            plan = planned._replace(planned_turns=planned_turns)
         else:
             plan = self._plan(device, works, now_s)
         left_s = device.turn_began_s + turn.quota_s - now_s if turn else 0.0
-        return rank_visits(plan.visits, max(left_s, 0.0), plan.switching.is_exposed)
+        return rank_planned_turns(plan.planned_turns, max(left_s, 0.0), plan.switching.is_exposed)
 
     def revise(self, turn: Turn, device: Device, state: State, now_s: float) -> Turn:
         """A turn ends early for whoever came after it began and cannot wait for its end.
@@ -212,8 +216,8 @@ class GpupoolPolicy(SimplePolicy):
         is_alone = len(device.working) == 1 and not device.queued.keys() - {name}
         if device.role is Role.PREFILL or not is_alone:
             return None
-        hopeless_s = self._tuning.hopeless_share * batch.model.targets.ttft_s
-        return chunk_tokens(batch) if would_delay_answers(batch, now_s, hopeless_s) else None
+        expired_s = self._tuning.expired_share * batch.model.targets.ttft_s
+        return chunk_tokens(batch) if would_delay_answers(batch, now_s, expired_s) else None
 
     def first_token(self, request: Request, state: State, now_s: float) -> Device | None:
         """To a decode device, chosen by load as for a new request; or it stays.
@@ -230,7 +234,7 @@ class GpupoolPolicy(SimplePolicy):
             return None
         return choose(request, roomy, Loads(), self._answers_home, self._tuning)[0]
 
-    def _moves(self, state: State, loads: Loads) -> Iterable[Placement]:
+    def _migrations(self, state: State, loads: Loads) -> Iterable[Placement]:
         """Models that a full device has not begun with go where there is room for all that waits
         of them: there they stay, as they do not make the other device full."""
         full_load = self._tuning.full_load
@@ -249,7 +253,7 @@ class GpupoolPolicy(SimplePolicy):
                 self._home[name] = target.number
                 for request in requests:
                     if admits(target, request):
-                        yield Placement(request, target, Rule.MOVED_OFF_FULL)
+                        yield Placement(request, target, Rule.MIGRATED_OFF_FULL)
 
     def _moves_for_kv(self, state: State, loads: Loads) -> Iterable[Placement]:
         """Requests that wait for KV room go where there is some, and where the model may be."""
@@ -262,7 +266,7 @@ class GpupoolPolicy(SimplePolicy):
             else:
                 is_wanted = is_worth_a_copy(request, target, loads, self._tuning)
             if is_wanted:
-                yield Placement(request, target, Rule.MOVED_FOR_KV)
+                yield Placement(request, target, Rule.MIGRATED_FOR_KV)
                 loads.forget(target)
 
     def _plan(self, device: Device, works: list[Work], now_s: float) -> _Plan:
@@ -272,35 +276,35 @@ class GpupoolPolicy(SimplePolicy):
         # Where the next model comes in meanwhile, beginning with one more costs little.
         is_full = switching.is_exposed and bool(device.working)
         is_full = is_full and load_of(device) > tuning.full_load
-        has_mercy = now_s >= self._no_mercy_until_s.get(device.number, -math.inf)
-        visits = []
+        may_serve_starving = now_s >= self._no_starvation_turn_until_s.get(device.number, -math.inf)
+        planned_turns = []
         for work in works:
             waited_s = self._waited_s(device, work, now_s)
             switch_s = device.switch_s(work.model)
             gives_away = device.role is Role.PREFILL and work.num_waiting == len(work.requests)
-            visit = plan_visit(
+            planned_turn = plan_turn(
                 work, now_s, switch_s, switching, tuning, waited_s, prefills_only=gives_away
             )
-            if is_full and work.is_new and visit.due_in_s > _latest_start_s(work, tuning):
-                visit = visit._replace(due_in_s=math.inf, rule=Rule.NOT_YET_BEGUN)
-            if has_mercy and waited_s > tuning.patience_s:
+            if is_full and work.is_new and planned_turn.due_in_s > _latest_start_s(work, tuning):
+                planned_turn = planned_turn._replace(due_in_s=math.inf, rule=Rule.NOT_YET_BEGUN)
+            if may_serve_starving and waited_s > tuning.patience_s:
                 # The longest waiting first, and never put off.
-                visit = visit._replace(
+                planned_turn = planned_turn._replace(
                     due_in_s=-waited_s,
                     tokens_in_time=math.inf,
                     rule=Rule.STARVING,
                     is_ahead=False,
                 )
-            visits.append(visit)
-        return _Plan(works, switching, visits)
+            planned_turns.append(planned_turn)
+        return _Plan(works, switching, planned_turns)
 
     def _waited_s(self, device: Device, work: Work, now_s: float) -> float:
         """Since the last visit, or since the oldest request came if that was later."""
-        visited_s = self._visited_s.get((device.number, work.model.name), -math.inf)
-        if work.requests[0].arrival_s <= visited_s:
-            return now_s - visited_s
+        served_s = self._served_s.get((device.number, work.model.name), -math.inf)
+        if work.requests[0].arrival_s <= served_s:
+            return now_s - served_s
         oldest_s = min(request.arrival_s for request in work.requests)
-        return now_s - max(oldest_s, visited_s)
+        return now_s - max(oldest_s, served_s)
 
 
 def _latest_start_s(work: Work, tuning: Tuning) -> float:

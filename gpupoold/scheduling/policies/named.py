@@ -37,7 +37,7 @@ def _aegaeon(options: PolicyOptions) -> Policy:
 
 def _gpupool(options: PolicyOptions) -> Policy:
     quota_max_s = options.quota_max_s
-    tuning = None if quota_max_s is None else Tuning(visit_max_s=quota_max_s)
+    tuning = None if quota_max_s is None else Tuning(turn_max_s=quota_max_s)
     return GpupoolPolicy(tuning, converts_decoders=options.converts_decoders)
 
 

@@ -26,7 +26,7 @@ LOAD_GRAIN = 0.1
 # When a turn is cut short for a newcomer: so much of its TTFT may have gone at its first token.
 FIRST_TOKEN_SHARE = 0.7
 # No visit is for nothing: what it is worth is divided by what it takes.
-_LEAST_VISIT_S = 1e-3
+_LEAST_TURN_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class Tuning:
 
     # How far a visit takes a batch ahead: the longer, the fewer switches, but whoever comes
     # meanwhile waits for a round of such visits and must still be in time.
-    window_share: float = 0.7
+    lead_share: float = 0.7
     # A request later than this is given up as a reason to visit: in overload, catching up
     # with one makes others late, and all tokens count alike.
-    hopeless_share: float = 0.002
+    expired_share: float = 0.002
     # A device with more than this to do does not begin with another model before it must.
     full_load: float = 1.0
     # A second device for a model splits its batch: only one that stays this idle is worth it.
@@ -46,12 +46,12 @@ class Tuning:
     latest_start_share: float = 0.2
     # A visit is not shorter than the copy that it hides, or than so many exposed switches.
     exposed_switch_factor: float = 4.0
-    visit_min_s: float = 0.25
-    visit_max_s: float = 4.0
+    turn_min_s: float = 0.25
+    turn_max_s: float = 4.0
     # A batch that has waited this long for a visit is starving: it goes first, hopeless or
     # not, but in overload the starving together get only this share of the device.
     patience_s: float = 60.0
-    mercy_share: float = 0.03
+    starvation_share: float = 0.03
 
 
 class Work(NamedTuple):
@@ -71,7 +71,7 @@ class Work(NamedTuple):
     speed: Speed
 
 
-class Visit(NamedTuple):
+class PlannedTurn(NamedTuple):
     """What a visit now would take, be worth, and when it must be made.
 
     ``due_in_s``: until the first deadline that it should meet, infinite if all are hopeless;
@@ -213,16 +213,16 @@ def switching_of(device: Device, works: Sequence[Work], tuning: Tuning) -> Switc
     """Whether the next model's copy is hidden by the visit before, as there is room for both."""
     missing_s = max((device.switch_s(work.model) for work in works), default=0.0)
     if not missing_s:
-        return Switching(tuning.visit_min_s, is_exposed=False)
+        return Switching(tuning.turn_min_s, is_exposed=False)
     two_largest = sorted(work.model.weight_bytes for work in works)[-2:]
     kv_bytes = sum(device.total_bytes(w.model) - w.model.weight_bytes for w in works)
     if device.prefetches and sum(two_largest) + kv_bytes <= device.capacity_bytes:
-        return Switching(max(tuning.visit_min_s, missing_s), is_exposed=False)
+        return Switching(max(tuning.turn_min_s, missing_s), is_exposed=False)
     exposed_s = missing_s * tuning.exposed_switch_factor
-    return Switching(max(tuning.visit_min_s, exposed_s), is_exposed=True)
+    return Switching(max(tuning.turn_min_s, exposed_s), is_exposed=True)
 
 
-def plan_visit(
+def plan_turn(
     work: Work,
     now_s: float,
     switch_s: float,
@@ -231,31 +231,31 @@ def plan_visit(
     waited_s: float = 0.0,
     *,
     prefills_only: bool = False,
-) -> Visit:
+) -> PlannedTurn:
     """A visit to this work now; ``switch_s`` is what it takes to make its model resident.
 
     With ``prefills_only`` it ends with the first tokens: answers go on elsewhere.
     """
     targets, step_s, prefill_s = work.model.targets, work.step_s, work.prefill_s
-    window_s = tuning.window_share * targets.ttft_s
-    hopeless_s = -tuning.hopeless_share * targets.ttft_s
+    window_s = tuning.lead_share * targets.ttft_s
+    expired_s = -tuning.expired_share * targets.ttft_s
     stall_s = switch_s if switching.is_exposed else 0.0
     due_s, tbt_s = targets.ttft_s - now_s, targets.tbt_s
     slacks_s = [one.arrival_s + due_s + one.num_tokens * tbt_s for one in work.requests]
-    hopeful_s = [slack_s for slack_s in slacks_s if slack_s >= hopeless_s]
+    hopeful_s = [slack_s for slack_s in slacks_s if slack_s >= expired_s]
     due_in_s = min(hopeful_s, default=math.inf)
     hopeful_prefill_s = prefill_s
     if prefill_s and len(hopeful_s) < len(slacks_s):
-        hopeful_prefill_s = _hopeful_prefill_s(work, slacks_s, hopeless_s)
+        hopeful_prefill_s = _hopeful_prefill_s(work, slacks_s, expired_s)
     if prefills_only:
         due_s = due_in_s - stall_s - prefill_s / max(1, work.num_waiting)
         num_in_time = _num_first_in_time(hopeful_s, stall_s, hopeful_prefill_s)
-        duration_s = max(prefill_s, _LEAST_VISIT_S) + stall_s
-        return Visit(work.model.name, due_s, duration_s, prefill_s, num_in_time, waited_s)
+        duration_s = max(prefill_s, _LEAST_TURN_S) + stall_s
+        return PlannedTurn(work.model.name, due_s, duration_s, prefill_s, num_in_time, waited_s)
     behind_s = window_s - (due_in_s if hopeful_s else 0.0) + prefill_s
     # Each step gains a target and costs its own time.
     gain_s = max(tbt_s - step_s, 0.05 * tbt_s)
-    decode_s = min(max(switching.floor_s, behind_s / gain_s * step_s), tuning.visit_max_s)
+    decode_s = min(max(switching.floor_s, behind_s / gain_s * step_s), tuning.turn_max_s)
     num_steps = decode_s / step_s
     tokens = 0.0
     for slack_s in hopeful_s:
@@ -268,7 +268,7 @@ def plan_visit(
         if in_time > 0:
             tokens += in_time
     quota_s = prefill_s + decode_s
-    return Visit(
+    return PlannedTurn(
         work.model.name,
         due_in_s - stall_s,
         quota_s + stall_s,
@@ -279,13 +279,13 @@ def plan_visit(
     )
 
 
-def _hopeful_prefill_s(work: Work, slacks_s: Sequence[float], hopeless_s: float) -> float:
+def _hopeful_prefill_s(work: Work, slacks_s: Sequence[float], expired_s: float) -> float:
     """Seconds to prefill those that wait and can still be in time."""
     prefill_s = work.speed.costs.prefill_s
     return sum(
         prefill_s(one.context_tokens)
         for one, slack_s in zip(work.requests, slacks_s, strict=True)
-        if slack_s >= hopeless_s and one.phase is not Phase.DECODING
+        if slack_s >= expired_s and one.phase is not Phase.DECODING
     )
 
 
@@ -300,19 +300,19 @@ def _num_first_in_time(slacks_s: Sequence[float], stall_s: float, prefill_s: flo
     return max(1, in_time)
 
 
-def order_visits(
-    visits: Iterable[Visit], start_in_s: float = 0.0, is_switching_dear: bool = False
-) -> list[Visit]:
+def order_planned_turns(
+    planned_turns: Iterable[PlannedTurn], start_in_s: float = 0.0, is_switching_dear: bool = False
+) -> list[PlannedTurn]:
     """Visits in the order to make them; see :func:`rank_visits`."""
-    ranked = rank_visits(visits, start_in_s, is_switching_dear)
-    return [visit for _, group in ranked for visit in group]
+    ranked = rank_planned_turns(planned_turns, start_in_s, is_switching_dear)
+    return [planned_turn for _, group in ranked for planned_turn in group]
 
 
-Ranked = list[tuple[Rule, list[Visit]]]
+Ranked = list[tuple[Rule, list[PlannedTurn]]]
 
 
-def rank_visits(
-    visits: Iterable[Visit], start_in_s: float = 0.0, is_switching_dear: bool = False
+def rank_planned_turns(
+    planned_turns: Iterable[PlannedTurn], start_in_s: float = 0.0, is_switching_dear: bool = False
 ) -> Ranked:
     """Visits in the order to make them, if the first can start in ``start_in_s``, by the rule
     that puts them there.
@@ -323,35 +323,37 @@ def rank_visits(
     the longest waiting first; last those that are ahead already and owe nothing (where
     ``is_switching_dear``, before the hopeless). One of infinite worth is never put off.
     """
-    kept: list[Visit] = []
-    put_off: list[Visit] = []
-    hopeless: list[Visit] = []
-    ahead: list[Visit] = []
+    kept: list[PlannedTurn] = []
+    put_off: list[PlannedTurn] = []
+    hopeless: list[PlannedTurn] = []
+    ahead: list[PlannedTurn] = []
     at_s = start_in_s
-    for visit in sorted(visits, key=attrgetter("due_in_s", "model")):
-        if math.isinf(visit.due_in_s):
-            hopeless.append(visit)
+    for planned_turn in sorted(planned_turns, key=attrgetter("due_in_s", "model")):
+        if math.isinf(planned_turn.due_in_s):
+            hopeless.append(planned_turn)
             continue
-        if visit.is_ahead:
-            ahead.append(visit)
+        if planned_turn.is_ahead:
+            ahead.append(planned_turn)
             continue
-        if at_s > visit.due_in_s and not math.isinf(visit.tokens_in_time):
-            gone = _gone_for(visit, kept, at_s - visit.due_in_s)
+        if at_s > planned_turn.due_in_s and not math.isinf(planned_turn.tokens_in_time):
+            gone = _gone_for(planned_turn, kept, at_s - planned_turn.due_in_s)
             put_off += gone
-            if visit in gone:
+            if planned_turn in gone:
                 continue
             kept = [one for one in kept if one not in gone]
             at_s -= sum(one.duration_s for one in gone)
-        kept.append(visit)
-        at_s += visit.duration_s
-    put_off.sort(key=lambda visit: (-visit.density, visit.due_in_s, visit.model))
-    hopeless.sort(key=lambda visit: (-visit.waited_s, visit.model))
-    late, early = (Rule.HOPELESS, hopeless), (Rule.AHEAD, ahead)
+        kept.append(planned_turn)
+        at_s += planned_turn.duration_s
+    put_off.sort(
+        key=lambda planned_turn: (-planned_turn.density, planned_turn.due_in_s, planned_turn.model)
+    )
+    hopeless.sort(key=lambda planned_turn: (-planned_turn.waited_s, planned_turn.model))
+    late, early = (Rule.EXPIRED, hopeless), (Rule.AHEAD, ahead)
     rest = (early, late) if is_switching_dear else (late, early)
     return [(Rule.DEADLINE, kept), (Rule.PUT_OFF, put_off), *rest]
 
 
-def first_visit(ranked: Ranked) -> tuple[Visit, Rule] | None:
+def first_planned_turn(ranked: Ranked) -> tuple[PlannedTurn, Rule] | None:
     """The visit to make first, and its rule; None of none."""
     for rule, group in ranked:
         if group:
@@ -359,9 +361,11 @@ def first_visit(ranked: Ranked) -> tuple[Visit, Rule] | None:
     return None
 
 
-def _gone_for(visit: Visit, kept: Sequence[Visit], late_s: float) -> list[Visit]:
+def _gone_for(
+    planned_turn: PlannedTurn, kept: Sequence[PlannedTurn], late_s: float
+) -> list[PlannedTurn]:
     """Who is put off so that ``visit`` is not late: the least dense before it, or itself."""
-    gone: list[Visit] = []
+    gone: list[PlannedTurn] = []
     for one in sorted(kept, key=attrgetter("density", "model")):
         if sum(other.duration_s for other in gone) >= late_s:
             break
@@ -369,4 +373,4 @@ def _gone_for(visit: Visit, kept: Sequence[Visit], late_s: float) -> list[Visit]
     freed_s = sum(one.duration_s for one in gone)
     lost = sum(one.tokens_in_time for one in gone)
     # Per second, as what the longer one leaves of the time is not lost.
-    return gone if freed_s >= late_s and lost < visit.density * freed_s else [visit]
+    return gone if freed_s >= late_s and lost < planned_turn.density * freed_s else [planned_turn]

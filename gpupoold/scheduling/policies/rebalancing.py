@@ -43,7 +43,7 @@ class Rebalancer:
         """It moves no more."""
         self._moved_s.pop(request.id, None)
 
-    def moves(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+    def migrations(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
         """Answers that go on better elsewhere."""
         devices = [one for one in state.devices.values() if not one.gives_away]
         full = [one for one in devices if one.role is Role.DECODE and len(devices) > 1]
@@ -63,9 +63,9 @@ class Rebalancer:
             if one.phase is Phase.DECODING
         ]
         answers.sort(key=lambda answer: (-answer[0], answer[1].id))
-        num_moved = 0
+        num_migrated = 0
         for tokens_left, request in answers:
-            if loads.of(source) <= self._tuning.full_load or num_moved == _MAX_MOVES:
+            if loads.of(source) <= self._tuning.full_load or num_migrated == _MAX_MOVES:
                 return
             if not self._is_worth_it(request, tokens_left, source, now_s):
                 continue
@@ -74,7 +74,7 @@ class Rebalancer:
                 less, more = more_load(request, source), more_load(request, target)
                 loads.move(less, more, source, target)
                 self._moved_s[request.id] = now_s
-                num_moved += 1
+                num_migrated += 1
                 yield request, target
 
     def _is_worth_it(

@@ -40,7 +40,7 @@ def chunk_tokens(batch: Batch) -> int:
     return max(tokens // _CHUNK_GRAIN, -(-num_running // _CHUNK_GRAIN) + 1) * _CHUNK_GRAIN
 
 
-def would_delay_answers(batch: Batch, now_s: float, hopeless_s: float) -> bool:
+def would_delay_answers(batch: Batch, now_s: float, expired_s: float) -> bool:
     """Whether answers that are in time would not be if the prompts were prefilled at once.
 
     Prompts that take less than a target between tokens are never worth the trouble.
@@ -50,7 +50,7 @@ def would_delay_answers(batch: Batch, now_s: float, hopeless_s: float) -> bool:
         return False
     latest_s = now_s + prefill_s + batch.step_s()
     return any(
-        now_s - hopeless_s <= one.next_deadline_s < latest_s
+        now_s - expired_s <= one.next_deadline_s < latest_s
         for one in batch.requests.values()
         if one.num_tokens
     )

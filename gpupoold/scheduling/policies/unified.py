@@ -38,7 +38,7 @@ class _UnifiedPolicy(SimplePolicy):
         for request, devices in waiting_for_kv(state):
             target = _least_busy(devices)
             if admits(target, request):
-                yield Placement(request, target, Rule.MOVED_FOR_KV)
+                yield Placement(request, target, Rule.MIGRATED_FOR_KV)
 
     def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
         """The next batch of the round."""

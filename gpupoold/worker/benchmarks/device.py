@@ -1,4 +1,5 @@
-"""What a device's memory operations cost: mapping, copies by lanes and queues, plain copies."""
+"""What a device's memory operations cost: mapping, copies by copy streams and queues, plain
+copies."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpupoold.errors import Refused
-from gpupoold.memory.contracts import Copy, Device, Direction, Lane, PageRun
+from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction, PageRun
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.scratch import Scratch, scratch_memory
 from gpupoold.memory.transfers import TransferQueue
@@ -53,14 +54,14 @@ def bench_device(loop: TurnLoop, rounds: int) -> dict[str, Any]:
         raise Refused("the device has too few free pages to measure on", "use a larger device")
     with contextlib.ExitStack() as undo:
         scratch = undo.enter_context(scratch_memory(device, pool, num_bytes))
-        lanes = {way: device.open_lane(way) for way in Direction}
+        copy_streams = {way: device.open_copy_stream(way) for way in Direction}
         queues = {way: TransferQueue.open(device, way, f"bench-{way}") for way in Direction}
         for way in Direction:
-            undo.callback(lanes[way].close)
+            undo.callback(copy_streams[way].close)
             undo.callback(queues[way].close)
         cases = [
             *_plain_cases(device, scratch),
-            *_lane_cases(scratch, lanes),
+            *_copy_stream_cases(scratch, copy_streams),
             *_queue_cases(scratch, queues),
         ]
         mappings = _Mappings(device, pool)
@@ -89,9 +90,11 @@ def _plain_cases(device: Device, scratch: Scratch) -> Iterator[_Case]:
             yield _Case({"by": name, "direction": direction}, scratch.num_bytes, run)
 
 
-def _lane_cases(scratch: Scratch, lanes: dict[Direction, Lane]) -> Iterator[_Case]:
+def _copy_stream_cases(
+    scratch: Scratch, copy_streams: dict[Direction, CopyStream]
+) -> Iterator[_Case]:
     """One contiguous copy per batch, and batches of 8 MiB made of small pieces."""
-    for way, lane in lanes.items():
+    for way, copy_stream in copy_streams.items():
         shapes = [("batch_bytes", size, size) for size in _BATCH_BYTES]
         shapes += [("piece_bytes", size, _BATCH_BYTES[-1]) for size in _PIECE_BYTES]
         for label, piece_bytes, batch_bytes in shapes:
@@ -99,9 +102,9 @@ def _lane_cases(scratch: Scratch, lanes: dict[Direction, Lane]) -> Iterator[_Cas
             per_batch = batch_bytes // piece_bytes
             batches = [copies[at : at + per_batch] for at in range(0, len(copies), per_batch)]
             yield _Case(
-                {"by": "lane", "direction": way.name.lower(), label: piece_bytes},
+                {"by": "copy_stream", "direction": way.name.lower(), label: piece_bytes},
                 sum(copy.num_bytes for copy in copies),
-                _lane_run(lane, batches),
+                _copy_stream_run(copy_stream, batches),
             )
 
 
@@ -115,19 +118,21 @@ def _pieces(scratch: Scratch, way: Direction, piece_bytes: int) -> list[Copy]:
     return [Copy(target + offset, source + offset, piece_bytes) for offset in offsets]
 
 
-def _lane_run(lane: Lane, batches: Sequence[Sequence[Copy]]) -> Callable[[], float]:
+def _copy_stream_run(
+    copy_stream: CopyStream, batches: Sequence[Sequence[Copy]]
+) -> Callable[[], float]:
     def run() -> float:
         """As a queue does it: each batch is begun before the one before it has been made."""
-        after = lane.fence()
+        after = copy_stream.fence()
         started_s = time.perf_counter()
         before: int | None = None
         for batch in batches:
-            number = lane.begin(batch, after)
+            number = copy_stream.begin(batch, after)
             if before is not None:
-                lane.wait(before)
+                copy_stream.wait(before)
             before = number
         if before is not None:
-            lane.wait(before)
+            copy_stream.wait(before)
         return time.perf_counter() - started_s
 
     return run

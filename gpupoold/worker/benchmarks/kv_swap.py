@@ -122,7 +122,7 @@ class _Bench:
     def _out_s(self) -> float:
         kv = self._moved.kv
         started_s = time.perf_counter()
-        for group in kv.cut(kv.chunks(Place.DEVICE)):
+        for group in kv.cut(kv.extents(Place.DEVICE)):
             self._begin_out(group)
         kv.finish(Place.LEAVING)
         return time.perf_counter() - started_s
@@ -136,7 +136,7 @@ class _Bench:
     def _steps_during_out(self) -> Iterator[float]:
         """The other model's steps until all KV is on the host."""
         kv = self._moved.kv
-        while kv.chunks(Place.DEVICE) or kv.chunks(Place.LEAVING):
+        while kv.extents(Place.DEVICE) or kv.extents(Place.LEAVING):
             yield self._step_s(self._begin_some_out)
 
     def _steps_during_in(self) -> Iterator[float]:
@@ -164,22 +164,22 @@ class _Bench:
     def _begin_some_out(self) -> None:
         """As much as the queue takes before the next step."""
         kv = self._moved.kv
-        for group in kv.cut(kv.chunks(Place.DEVICE)):
+        for group in kv.cut(kv.extents(Place.DEVICE)):
             if not self._queue.has_room:
                 return
             self._begin_out(group)
 
-    def _begin_out(self, chunks: list[int]) -> None:
-        if self._moved.kv.begin_page_out(chunks, self._queue) < len(chunks):
+    def _begin_out(self, extents: list[int]) -> None:
+        if self._moved.kv.begin_page_out(extents, self._queue) < len(extents):
             raise Failed("the KV host cache is full", "raise memory.kv_host")
 
 
 def _map_again_s(scratch: Scratch) -> float:
     """Seconds to unmap all pages of ``scratch`` and to map as many again."""
-    pages = range(scratch.region.num_pages)
+    pages = range(scratch.address_range.num_pages)
     started_s = time.perf_counter()
-    scratch.region.drop(pages)
-    scratch.region.retain(pages, is_filled=False)
+    scratch.address_range.drop(pages)
+    scratch.address_range.retain(pages, is_filled=False)
     return time.perf_counter() - started_s
 
 

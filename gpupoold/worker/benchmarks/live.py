@@ -82,7 +82,7 @@ class LiveRequests:
                 break
             self._residency.switch_in(engine.name)
             engine.step()
-        engine.kv.unback(engine.kv.free_chunks())
+        engine.kv.unback(engine.kv.free_extents())
 
     def _wait_for_all(self) -> None:
         waiting = set(self._ids)
@@ -96,4 +96,4 @@ class LiveRequests:
             if not self.can_step:
                 break
         num = f"{len(waiting)} of {len(self._ids)}"
-        raise Failed(f"{self.engine.name}: {num} made-up requests do not start")
+        raise Failed(f"{self.engine.name}: {num} synthetic requests do not start")

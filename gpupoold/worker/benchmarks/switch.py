@@ -216,15 +216,16 @@ class _Bench:
         return live.step() if live is not None and live.can_step else None
 
     def _copy_plainly(self, engine: ModelEngine) -> None:
-        """Copy the image into its mapped region and note the time, by each way there is."""
+        """Copy the snapshot into its mapped address range and note the time, by each way there
+        is."""
         weights, device = engine.weights, self._loop.device
         started_s = time.perf_counter()
-        device.copy_in(weights.address, weights.image.address, weights.num_bytes)
+        device.copy_in(weights.address, weights.snapshot.address, weights.num_bytes)
         device.synchronize()
         self._copies_s.append(time.perf_counter() - started_s)
         if device.is_host_addressable:
             started_s = time.perf_counter()
-            libc.memcpy(weights.address, weights.image.address, weights.num_bytes)
+            libc.memcpy(weights.address, weights.snapshot.address, weights.num_bytes)
         self._memcpys_s.append(time.perf_counter() - started_s)
 
 
@@ -236,7 +237,7 @@ _PREPARE: dict[str, Callable[[_Bench, ModelEngine, ModelEngine], None]] = {
 
 
 def _is_arriving(engine: ModelEngine) -> bool:
-    return engine.weights.is_arriving or bool(engine.kv.chunks(Place.ARRIVING))
+    return engine.weights.is_arriving or bool(engine.kv.extents(Place.ARRIVING))
 
 
 def _summary(switches: Sequence[_Switch]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""vLLM's CPU worker with weights and KV in our regions (vLLM's ``worker_cls`` option).
+"""vLLM's CPU worker with weights and KV in our address ranges (vLLM's ``worker_cls`` option).
 
 Not to be imported in a process that uses a GPU: with its CPU worker vLLM replaces torch's
 streams, events and synchronisation by some that do nothing, for the whole process.

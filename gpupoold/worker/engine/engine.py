@@ -41,7 +41,7 @@ from gpupoold.worker.engine.load_errors import check_kind, refusal
 from gpupoold.worker.engine.resume import resume
 from gpupoold.worker.engine.steps import EngineSteps, Step
 from gpupoold.worker.environment import engine_arguments
-from gpupoold.worker.weights import snapshot_loader as image_loader
+from gpupoold.worker.weights import snapshot_loader as snapshot_loader
 from gpupoold.worker.weights.loading import ModelLoad
 
 SUPPORTED_VERSION = "0.32.0"
@@ -182,25 +182,25 @@ class ModelEngine:
         Raises:
             Refused: the engine does not accept it.
         """
-        blocks = self._adopt(*kv) if kv is not None else []
-        claimed: list[str] = []
+        blocks = self._attach(*kv) if kv is not None else []
+        attached: list[str] = []
 
-        def claim(request: Request) -> None:
-            self._scheduler.claim(request, blocks)
-            claimed.append(request.request_id)
+        def attach(request: Request) -> None:
+            self._scheduler.attach(request, blocks)
+            attached.append(request.request_id)
 
         try:
             decoded = self._decoder.decode(frames)
             decoded.client_index = frontend  # the engine sorts its outputs by these
             request, wave = self._core.preprocess_add_request(decoded)
             if output_token_ids:
-                resume(self._core, request, wave, output_token_ids, claim)
+                resume(self._core, request, wave, output_token_ids, attach)
             else:
                 self._core.add_request(request, wave)
         except Exception as error:  # whatever one request does must not end the others
-            if not claimed:
+            if not attached:
                 self._ledger.give(blocks)
-            for request_id in claimed:
+            for request_id in attached:
                 self._scheduler.release(request_id)
             self.kv.discard_dead()
             raise Refused(f"{self.name}: the engine refused the request: {error}") from error
@@ -220,10 +220,10 @@ class ModelEngine:
         structured = None if request is None else request.structured_output_request
         return structured is None or structured.grammar is not None
 
-    def _adopt(self, slot: Slot, num_blocks: int) -> list[int]:
+    def _attach(self, slot: Slot, num_blocks: int) -> list[int]:
         """Blocks whose bytes are in ``slot``; none, and the slot freed, if that cannot be."""
         if slot.num_bytes == num_blocks * self.kv.geometry.block_bytes:
-            blocks = self.kv.adopt(slot, num_blocks)
+            blocks = self.kv.attach_slot(slot, num_blocks)
             if blocks is not None:
                 return blocks
         slot.free()
@@ -248,7 +248,7 @@ class ModelEngine:
         return int(self._core.scheduler.max_num_running_reqs)
 
     def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Queue a request with a made-up prompt, greedy, of exactly ``max_tokens`` tokens.
+        """Queue a request with a synthetic prompt, greedy, of exactly ``max_tokens`` tokens.
 
         No prefix of it is another's, so it is always prefilled in full.
         """
@@ -327,7 +327,7 @@ class ModelEngine:
             wanted += 1 + -(-(request.num_tokens - request.num_computed_tokens) // size)
         for request in scheduler.waiting:
             wanted += 1 + -(-request.num_tokens // size)
-        wanted -= self._scheduler.num_claimed
+        wanted -= self._scheduler.num_attached
         groups = len(scheduler.kv_cache_config.kv_cache_groups)
         limit = self.kv.geometry.num_blocks - 1
         return max(0, min(wanted * groups, limit) - self._ledger.num_free)
@@ -378,8 +378,8 @@ def load_engine(
         try:
             core = _build_core(model, device, skips_checkpoint=load.skips_checkpoint)
             geometry = _geometry(core, device.page_bytes)
-            assert load.kv_region is not None
-            kv = KvMemory(geometry, load.kv_region, device, host)
+            assert load.kv_address_range is not None
+            kv = KvMemory(geometry, load.kv_address_range, device, host)
             info = _describe(model, core, load, time.monotonic() - started_s)
             return ModelEngine(core, load, kv, info)
         except GpupoolError:
@@ -404,8 +404,8 @@ def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -
         "worker_cls": f"gpupoold.worker.engine.{_WORKERS[emulated]}",
     }
     if skips_checkpoint:
-        image_loader.register()
-        arguments["load_format"] = image_loader.LOAD_FORMAT
+        snapshot_loader.register()
+        arguments["load_format"] = snapshot_loader.LOAD_FORMAT
     # Batches as large as vLLM's own server makes on the device; its other default is for old GPUs.
     arguments |= engine_arguments()
     config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)

@@ -1,4 +1,4 @@
-"""vLLM's CUDA worker with weights and KV in our regions (vLLM's ``worker_cls`` option)."""
+"""vLLM's CUDA worker with weights and KV in our address ranges (vLLM's ``worker_cls`` option)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CudaWorker(PooledMemory, Worker):
     """
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load, move the weights into the region and make them resident for what follows."""
+        """Load, move the weights into the address range and make them resident for what follows."""
         super().load_model(load_dummy_weights=load_dummy_weights)
         current_load().bring_weights()
 

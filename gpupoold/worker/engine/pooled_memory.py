@@ -1,4 +1,4 @@
-"""What our worker classes have in common: weights and KV in our regions."""
+"""What our worker classes have in common: weights and KV in our address ranges."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PooledMemory:
         super().init_device()  # type: ignore[misc]
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load as vLLM does, then move the weights into the model's region."""
+        """Load as vLLM does, then move the weights into the model's address range."""
         super().load_model(load_dummy_weights=load_dummy_weights)  # type: ignore[misc]
         current_load().take_weights(self.model_runner.get_model())
 

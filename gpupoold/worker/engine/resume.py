@@ -24,7 +24,7 @@ def resume(
     request: Request,
     wave: int,
     token_ids: Sequence[int],
-    claim: Callable[[Request], None] | None = None,
+    attach: Callable[[Request], None] | None = None,
 ) -> None:
     """Queue ``request`` as if ``core`` had computed ``token_ids`` of its answer.
 
@@ -38,8 +38,8 @@ def resume(
     if sampling is not None and sampling.prompt_logprobs is not None:
         sampling.prompt_logprobs = None  # and so were they
         request.skip_reading_prefix_cache = False
-    if claim is not None:
-        claim(request)
+    if attach is not None:
+        attach(request)
     scheduler: Any = core.scheduler
     if scheduler.use_v2_model_runner:
         # It gets the tokens with the request, and draws by seed and position.

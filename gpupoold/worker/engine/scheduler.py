@@ -52,7 +52,7 @@ class PooledScheduler(Scheduler):
         self.is_held = False
         self.num_updates = 0
         self.was_decode = False
-        self._claims: dict[str, list[int]] = {}
+        self._attached: dict[str, list[int]] = {}
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """vLLM's step, without the requests under way that may not run."""
@@ -67,7 +67,7 @@ class PooledScheduler(Scheduler):
         WORKER.begin_step(self.name, list(output.num_scheduled_tokens))
         if WORKER.main.phase == Phase.STEP:
             WORKER.main.clear()
-        if self._claims:
+        if self._attached:
             for request in self.running:
                 self.release(request.request_id)
         return output
@@ -114,19 +114,19 @@ class PooledScheduler(Scheduler):
         self._on_trial = next(iter(self.isolated))
         self.isolated[self._on_trial] = self.isolated.pop(self._on_trial)  # to the end of the line
 
-    def claim(self, request: Request, blocks: list[int]) -> None:
+    def attach(self, request: Request, blocks: list[int]) -> None:
         """A request is about to come whose first blocks these are; the references are its."""
         if not blocks:
             return
         pool = self.kv_cache_manager.block_pool
         full = [pool.blocks[block] for block in blocks]
         pool.cache_full_blocks(request, full, 0, len(full), self.block_size, 0)
-        self._claims[request.request_id] = blocks
+        self._attached[request.request_id] = blocks
 
     @property
-    def num_claimed(self) -> int:
+    def num_attached(self) -> int:
         """Blocks of requests that have come with KV and wait to run."""
-        return sum(map(len, self._claims.values()))
+        return sum(map(len, self._attached.values()))
 
     def full_blocks(self, request: Request) -> list[int]:
         """Blocks of a request, from the first on, that are full and will not be written again.
@@ -136,8 +136,8 @@ class PooledScheduler(Scheduler):
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
         if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
             return []
-        if request.request_id in self._claims:
-            return list(self._claims[request.request_id])
+        if request.request_id in self._attached:
+            return list(self._attached[request.request_id])
         num_full = min(request.num_computed_tokens, request.num_tokens - 1) // self.block_size
         return self._blocks(request)[:num_full]
 
@@ -150,13 +150,13 @@ class PooledScheduler(Scheduler):
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """As vLLM's; nobody has KV afterwards."""
-        for request_id in list(self._claims):
+        for request_id in list(self._attached):
             self.release(request_id)
         return super().reset_prefix_cache(*args, **kwargs)
 
     def release(self, request_id: str) -> None:
         """A request has its blocks itself now, or needs none."""
-        blocks = self._claims.pop(request_id, None)
+        blocks = self._attached.pop(request_id, None)
         if blocks is None:
             return
         pool = self.kv_cache_manager.block_pool
@@ -184,14 +184,14 @@ class PooledScheduler(Scheduler):
 
     def can_schedule(self) -> bool:
         """Whether a request could run now."""
-        waiting = any(self._is_claim_here(one) for one in self.waiting)
+        waiting = any(self._is_attached_here(one) for one in self.waiting)
         return waiting or any(self._is_here(one) for one in self.running)
 
     def blocks_under_way(self) -> Iterator[int]:
         """Blocks of the running requests, those that came first first; then of who came with KV."""
         for request in self.running:
             yield from self._blocks(request)
-        for blocks in self._claims.values():
+        for blocks in self._attached.values():
             yield from blocks
 
     @property
@@ -213,10 +213,10 @@ class PooledScheduler(Scheduler):
         hit = self.kv_cache_manager.get_computed_blocks(request)[0]
         return self.kv.is_here(block for group in hit.get_block_ids() for block in group)
 
-    def _is_claim_here(self, request: Request) -> bool:
+    def _is_attached_here(self, request: Request) -> bool:
         """Whether the blocks that a waiting request claims are here; it may claim none."""
-        claimed = self._claims.get(request.request_id)
-        return claimed is None or self.kv is None or self.kv.is_here(claimed)
+        attached = self._attached.get(request.request_id)
+        return attached is None or self.kv is None or self.kv.is_here(attached)
 
     def _may_run(self, request: Request) -> bool:
         return not self._sits_out(request.request_id) and self._is_here(request)

@@ -21,7 +21,7 @@ def weights_digest(device: Device, engine: ModelEngine) -> str:
 
 def live_blocks(engine: ModelEngine) -> list[int]:
     """Blocks on the device that requests use, lowest first."""
-    return [b for c in engine.kv.chunks(Place.DEVICE) for b in engine.kv.live_blocks(c)]
+    return [b for c in engine.kv.extents(Place.DEVICE) for b in engine.kv.live_blocks(c)]
 
 
 def kv_digest(device: Device, engine: ModelEngine) -> str:

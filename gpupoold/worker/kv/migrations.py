@@ -44,8 +44,9 @@ class _Coming:
     arrival: Arrival
 
 
-class Moves:
-    """Parcels of this worker that others read, and parcels of others for requests here."""
+class Migrations:
+    """KV transfers of this worker that others read, and KV transfers of others for requests
+    here."""
 
     def __init__(
         self,
@@ -72,31 +73,31 @@ class Moves:
 
     @property
     def sent_bytes(self) -> int:
-        """Host memory of parcels that others may read."""
+        """Host memory of KV transfers that others may read."""
         return sum(one.slot.num_bytes for one in (*self._sent.values(), *self._doomed))
 
-    def move_out(self, engine: ModelEngine, residency: Residency, request_id: str) -> None:
+    def migrate_out(self, engine: ModelEngine, residency: Residency, request_id: str) -> None:
         """Let a request go, its KV being copied meanwhile; tells of it."""
         blocks = engine.full_blocks(request_id)
         if blocks is None:
-            self._send(m.Moved(engine.name, request_id, is_known=False), ())
+            self._send(m.Migrated(engine.name, request_id, is_known=False), ())
             return
         arrival = Arrival()
         copied = residency.export(engine.name, blocks, arrival.tell) if blocks else None
         engine.abort([request_id])
         if copied is None:
             arrival.close()
-            self._send(m.Moved(engine.name, request_id), ())
+            self._send(m.Migrated(engine.name, request_id), ())
             return
         slot, transfer = copied
-        parcel_id = f"{os.getpid()}-{next(self._numbers)}"
-        self._sent[parcel_id] = _Sent(slot, transfer, arrival)
-        parcel = m.Parcel(parcel_id, self._worker, len(blocks), self._host.offsets(slot))
-        self._send(m.Moved(engine.name, request_id, parcel=parcel), (arrival.fd,))
+        transfer_id = f"{os.getpid()}-{next(self._numbers)}"
+        self._sent[transfer_id] = _Sent(slot, transfer, arrival)
+        kv_transfer = m.KvTransfer(transfer_id, self._worker, len(blocks), self._host.offsets(slot))
+        self._send(m.Migrated(engine.name, request_id, kv_transfer=kv_transfer), (arrival.fd,))
 
-    def free(self, parcel_id: str) -> None:
-        """Nobody reads a parcel any more; an unknown one is ignored."""
-        sent = self._sent.pop(parcel_id, None)
+    def free(self, transfer_id: str) -> None:
+        """Nobody reads a KV transfer any more; an unknown one is ignored."""
+        sent = self._sent.pop(transfer_id, None)
         if sent is not None:
             self._doomed.append(sent)
             self._settle()
@@ -117,10 +118,10 @@ class Moves:
     def peer_down(self, device_number: int) -> None:
         """A worker has died: what has not arrived from there never will."""
         for coming in self._coming.values():
-            parcel = coming.message.parcel
+            kv_transfer = coming.message.kv_transfer
             if (
-                parcel is not None
-                and parcel.source == device_number
+                kv_transfer is not None
+                and kv_transfer.source == device_number
                 and not coming.arrival.is_told()
             ):
                 coming.arrival.tell(False)
@@ -129,19 +130,19 @@ class Moves:
             cache.leave()
 
     def expect(self, message: m.AddRequest, arrival: Arrival) -> None:
-        """A request whose parcel is on its way; ``arrived`` has it when its bytes are there.
+        """A request whose KV transfer is on its way; ``arrived`` has it when its bytes are there.
 
         Without KV, and at once, when its sender's host cache is not usable (yet).
         """
-        parcel = message.parcel
-        assert parcel is not None
-        peer = self._peers.get(parcel.source)
+        kv_transfer = message.kv_transfer
+        assert kv_transfer is not None
+        peer = self._peers.get(kv_transfer.source)
         if peer is None or not peer.is_usable:
             arrival.tell(False)
-            self._used(parcel)
+            self._used(kv_transfer)
             self._coming[message.request_id] = _Coming(message, None, arrival)
             return
-        slot = peer.slot(parcel.offsets, lambda: self._used(parcel))
+        slot = peer.slot(kv_transfer.offsets, lambda: self._used(kv_transfer))
         self._coming[message.request_id] = _Coming(message, slot, arrival)
 
     def arrived(self) -> list[tuple[m.AddRequest, PeerSlot | None]]:
@@ -171,5 +172,5 @@ class Moves:
             self.peer_down(worker)
         self._thread.close()
 
-    def _used(self, parcel: m.Parcel) -> None:
-        self._send(m.ParcelUsed(parcel.parcel_id, parcel.source), ())
+    def _used(self, kv_transfer: m.KvTransfer) -> None:
+        self._send(m.KvTransferUsed(kv_transfer.transfer_id, kv_transfer.source), ())

@@ -132,7 +132,7 @@ class Room:
         model.kv.stop_arriving()
         model.preempt()
         model.kv.discard_dead()
-        model.kv.unback(spare_chunks(model.kv))
+        model.kv.unback(spare_extents(model.kv))
 
     def _holding(self, name: str, is_host_full: bool) -> Holding:
         model, use = self.models[name], self._use_of(name)
@@ -169,10 +169,10 @@ class Room:
                 model.weights.evict(short)
             case Victim.FREE_KV:
                 enough = self.pool.num_free + short
-                for chunk in model.kv.free_chunks():
+                for extent in model.kv.free_extents():
                     if self.pool.num_free >= enough:
                         break
-                    model.kv.unback([chunk])
+                    model.kv.unback([extent])
             case Victim.RECOMPUTE:
                 self.recompute_later(model)
             case Victim.LIVE_KV:
@@ -183,24 +183,24 @@ class Room:
         model.kv.stop_arriving()
         before = model.kv.host_bytes
         # Who runs first when the model is back keeps its KV longest.
-        chunks = model.kv.chunks_in_order(Place.DEVICE, chain([0], model.wanted_blocks()))
-        for group in model.kv.cut(chunks[::-1]):
+        extents = model.kv.extents_in_order(Place.DEVICE, chain([0], model.wanted_blocks()))
+        for group in model.kv.cut(extents[::-1]):
             leaving = _enough(model.kv, group, short)
-            # Less than what comes free in the end where chunks share pages: planned anew.
+            # Less than what comes free in the end where extents share pages: planned anew.
             short -= model.kv.num_resident_pages(leaving)
             if model.kv.begin_page_out(leaving, self._out) < len(leaving) or short <= 0:
                 break  # the host is full, or enough is on its way
         return model.kv.host_bytes - before
 
 
-def spare_chunks(kv: KvMemory) -> list[int]:
-    """Chunks that a model which runs can give up: not the null block's, which kernels touch."""
-    return [chunk for chunk in kv.free_chunks() if chunk]
+def spare_extents(kv: KvMemory) -> list[int]:
+    """Extents that a model which runs can give up: not the null block's, which kernels touch."""
+    return [extent for extent in kv.free_extents() if extent]
 
 
-def _enough(kv: KvMemory, chunks: list[int], num_pages: int) -> list[int]:
-    """As many of ``chunks`` as give ``num_pages``, or all."""
-    for count in range(1, len(chunks)):
-        if kv.num_resident_pages(chunks[:count]) >= num_pages:
-            return chunks[:count]
-    return chunks
+def _enough(kv: KvMemory, extents: list[int], num_pages: int) -> list[int]:
+    """As many of ``extents`` as give ``num_pages``, or all."""
+    for count in range(1, len(extents)):
+        if kv.num_resident_pages(extents[:count]) >= num_pages:
+            return extents[:count]
+    return extents

@@ -14,7 +14,7 @@ from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.transfers import BATCH_BYTES, Transfer, TransferQueue
-from gpupoold.worker.kv.page_eviction import PooledModel, Room, Use, spare_chunks
+from gpupoold.worker.kv.page_eviction import PooledModel, Room, Use, spare_extents
 
 _BANDWIDTH_SMOOTHING = 0.2
 _MIN_BYTES_FOR_BANDWIDTH = 1 << 20
@@ -128,7 +128,7 @@ class Residency:
         model.kv.settle()
         model.kv.stop_leaving()
         model.weights.settle()
-        first = self._first_chunk(model)
+        first = self._first_extent(model)
         if model.weights.is_resident and model.kv.is_whole and not first:
             return SwitchStages(prefetched_bytes=prefetched_bytes) if prefetched_bytes else None
         arrived_bytes = model.kv.arrived_bytes
@@ -216,9 +216,9 @@ class Residency:
         if self._next == name:
             self.stop_prefetch()
         model.kv.stop_arriving()
-        model.kv.unback(model.kv.free_chunks())
+        model.kv.unback(model.kv.free_extents())
         before = model.kv.host_bytes
-        for group in model.kv.cut(model.kv.chunks(Place.DEVICE)):
+        for group in model.kv.cut(model.kv.extents(Place.DEVICE)):
             model.kv.begin_page_out(group, self._out)
         model.kv.finish(Place.LEAVING)
         model.weights.evict()
@@ -236,8 +236,8 @@ class Residency:
             return
         # What is away comes back first: else requests that run could keep it out for ever.
         reserved = model.kv.num_returning_pages
-        count = -(-missing // model.kv.geometry.blocks_per_chunk)
-        unbacked = model.kv.first_chunks(Place.UNBACKED, count)
+        count = -(-missing // model.kv.geometry.blocks_per_extent)
+        unbacked = model.kv.first_extents(Place.UNBACKED, count)
         wanted = model.kv.num_missing_pages(unbacked) + reserved
         if wanted > self.pool.num_free:
             self._room.make(wanted, {name})
@@ -256,7 +256,7 @@ class Residency:
             model.kv.settle_exports()
 
     def check_integrity(self, sent_bytes: int = 0) -> int:
-        """Raise AssertionError when pool, page tables, chunks and host slots disagree.
+        """Raise AssertionError when pool, page tables, extents and host slots disagree.
 
         ``sent_bytes`` of the host are others' to read. Returns the pages that models have.
         """
@@ -304,10 +304,10 @@ class Residency:
     def _pages_per_prefetch(self) -> int:
         return max(1, _PREFETCH_BYTES // self._device.page_bytes)
 
-    def _back(self, model: PooledModel, chunks: list[int]) -> None:
-        if chunks and self._room.wait_for(model.kv.num_missing_pages(chunks)):
-            model.kv.back(chunks)
-        elif chunks:
+    def _back(self, model: PooledModel, extents: list[int]) -> None:
+        if extents and self._room.wait_for(model.kv.num_missing_pages(extents)):
+            model.kv.back(extents)
+        elif extents:
             raise OutOfPages(f"{model.name} has no page for its first block")
 
     def _bring(self, model: PooledModel, keep_free: int | None = None) -> None:
@@ -323,7 +323,7 @@ class Residency:
         for group in model.kv.groups_on_host(chain([0], model.wanted_blocks())):
             num_pages += model.kv.num_missing_pages(group)
             if num_pages > self.pool.num_free and keep_free is None:
-                model.kv.unback(spare_chunks(model.kv))
+                model.kv.unback(spare_extents(model.kv))
                 self._room.make(num_pages, {model.name})
             if num_pages + (keep_free or 0) > self.pool.num_free or room_bytes <= 0:
                 break
@@ -334,11 +334,13 @@ class Residency:
                 num_pages, ready = 0, []
         model.kv.begin_page_in(ready, self._in)
 
-    def _fitting(self, kv: KvMemory, chunks: list[int], keep_free: int) -> list[int]:
-        """As many of ``chunks`` as there are free pages for."""
+    def _fitting(self, kv: KvMemory, extents: list[int], keep_free: int) -> list[int]:
+        """As many of ``extents`` as there are free pages for."""
         room = self.pool.num_free - keep_free
-        counts = range(1, len(chunks) + 1)  # the more chunks, the more pages
-        return chunks[: bisect_right(counts, room, key=lambda n: kv.num_missing_pages(chunks[:n]))]
+        counts = range(1, len(extents) + 1)  # the more extents, the more pages
+        return extents[
+            : bisect_right(counts, room, key=lambda n: kv.num_missing_pages(extents[:n]))
+        ]
 
     def _is_coming(self, model: PooledModel) -> bool:
         """Whether more of a model's KV is on its way, or pages for it are."""
@@ -358,7 +360,7 @@ class Residency:
     def _go_on_prefetching(self, name: str, current: str) -> None:
         model = self._models[name]
         keep_free = self._growth_pages(self._models[current].kv)
-        first = self._first_chunk(model)
+        first = self._first_extent(model)
         if first and model.kv.num_missing_pages(first) + keep_free <= self.pool.num_free:
             model.kv.back(first)
         missing = model.weights.num_missing_pages
@@ -371,18 +373,18 @@ class Residency:
             if count > 0 and (is_enough or self._room.oldest_leaving() is None):
                 model.weights.begin_load(self._in, count)
 
-    def _first_chunk(self, model: PooledModel) -> list[int]:
+    def _first_extent(self, model: PooledModel) -> list[int]:
         """Kernels may touch the null block, block 0, whichever blocks are in use."""
         return [0] if model.kv.place(0) is Place.UNBACKED else []
 
     def _num_wanted_pages(self, model: PooledModel) -> int:
-        first = model.kv.num_missing_pages(self._first_chunk(model))
+        first = model.kv.num_missing_pages(self._first_extent(model))
         return model.weights.num_missing_pages + model.kv.num_returning_pages + first
 
     def _growth_pages(self, kv: KvMemory) -> int:
         """Pages that a running model's KV may want during its turn: a guess."""
         resident = kv.resident_bytes // self._device.page_bytes
-        return kv.geometry.chunk_pages + int(_GROWTH_SHARE * resident)
+        return kv.geometry.extent_pages + int(_GROWTH_SHARE * resident)
 
     def _learn_bandwidth(self, num_bytes: int, seconds: float) -> None:
         if num_bytes < _MIN_BYTES_FOR_BANDWIDTH or seconds <= 0:

@@ -18,7 +18,7 @@ from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 from gpupoold.worker.device import DriverMemory
 from gpupoold.worker.engine.engine import ModelEngine
-from gpupoold.worker.kv.migrations import Moves
+from gpupoold.worker.kv.migrations import Migrations
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency, SwitchStages
 from gpupoold.worker.turns.isolation import ALONE_S, GRAMMAR_S, wait_until
@@ -26,14 +26,14 @@ from gpupoold.worker.turns.ledger import RequestLedger
 from gpupoold.worker.turns.model_loads import EngineLoader
 from gpupoold.worker.turns.orders import Orders
 from gpupoold.worker.turns.reports import status, switch_record
-from gpupoold.worker.turns.self_check import Canaries
+from gpupoold.worker.turns.self_check import SelfChecks
 from gpupoold.worker.turns.steps import TurnSteps, may_come_between
-from gpupoold.worker.weights.snapshots import Images
+from gpupoold.worker.weights.snapshots import Snapshots
 
 _logger = logging.getLogger(__name__)
 
 _STATUS_INTERVAL_S = 0.25
-_IMAGES_POLL_S = 0.005
+_SNAPSHOTS_POLL_S = 0.005
 
 
 class TurnLoop:
@@ -47,7 +47,7 @@ class TurnLoop:
         residency_of: Callable[[Callable[[str], Use]], Residency],
         channel: BlockingChannel[m.ToWorker],
         answer_call: Callable[[TurnLoop, m.Call], m.CallResult],
-        canary_interval: int = 0,
+        self_check_interval: int = 0,
         *,
         has_gpu_alone: bool = True,
     ) -> None:
@@ -59,9 +59,9 @@ class TurnLoop:
         self.residency = residency_of(self._use)
         self.engines: dict[str, ModelEngine] = {}
         self._loader = EngineLoader(device, host, self.residency)
-        self._canaries = Canaries(canary_interval)
-        self._images = Images(device)
-        self.moves = Moves(device_number, device, host, channel.send)
+        self._self_checks = SelfChecks(self_check_interval)
+        self._snapshots = Snapshots(device)
+        self.migrations = Migrations(device_number, device, host, channel.send)
         self.driver_memory = DriverMemory(device, has_gpu_alone=has_gpu_alone)
         self._channel = channel
         self._answer_call = answer_call
@@ -95,7 +95,7 @@ class TurnLoop:
             record = switch_record(self.device_number, name, self.previous, stages, started_s)
             self._channel.send(m.Switched(record, self.residency.bandwidth_bytes_per_s))
             if stages.weight_bytes or stages.prefetched_bytes:
-                self._canaries.moved(name)
+                self._self_checks.moved(name)
         self.previous = name
         self._last_used_s[name] = time.monotonic()
         return stages
@@ -127,7 +127,7 @@ class TurnLoop:
             self._fail_all(model, f"no room on the device for {model}: {error}")
             self._end_turn()
             return
-        if self._canaries.is_due(model) and not self._is_right(engine):
+        if self._self_checks.is_due(model) and not self._is_right(engine):
             self._end_turn()
             return
         self.orders.began(time.monotonic())
@@ -161,9 +161,10 @@ class TurnLoop:
         return True
 
     def _is_right(self, engine: ModelEngine) -> bool:
-        """Whether a model still answers the canary's prompt as it did; else its requests end."""
+        """Whether a model still answers the self-check's prompt as it did; else its requests
+        end."""
         with WORKER.main.doing(Phase.SELF_CHECK, engine.name):
-            wrong = self._canaries.check(engine, self.residency)
+            wrong = self._self_checks.check(engine, self.residency)
         if wrong is None:
             return True
         _logger.error("%s: %s instead of %s", engine.name, wrong.answered, wrong.expected)
@@ -211,9 +212,9 @@ class TurnLoop:
         """Handle every message that is there; with ``block`` wait for one, but report status."""
         WORKER.main.clear()  # what failed before has been handled
         self._maybe_report()
-        self._tell_images()
-        wait_s = _IMAGES_POLL_S if self._images.is_busy else _STATUS_INTERVAL_S
-        message = self._channel.receive(wait_s if block else 0.0, self.moves.wake_fds)
+        self._tell_snapshots()
+        wait_s = _SNAPSHOTS_POLL_S if self._snapshots.is_busy else _STATUS_INTERVAL_S
+        message = self._channel.receive(wait_s if block else 0.0, self.migrations.wake_fds)
         while message is not None and not self._stopping:
             if not may_come_between(message):
                 self.steps.settle()
@@ -225,34 +226,34 @@ class TurnLoop:
             self._abort(failed.model, failed.request_ids)
             self._channel.send(failed)
         self.residency.settle_exports()
-        for arrived, slot in self.moves.arrived():
+        for arrived, slot in self.migrations.arrived():
             self.steps.settle()
             self._add_request(arrived, slot)
 
     def _handle(self, message: m.ToWorker) -> None:
         match message:
-            case m.AddRequest() if message.parcel is not None:
-                self.moves.expect(message, Arrival(self._channel.take_fd()))
+            case m.AddRequest() if message.kv_transfer is not None:
+                self.migrations.expect(message, Arrival(self._channel.take_fd()))
             case m.AddRequest():
                 self._add_request(message)
-            case m.MoveOut():
-                self._move_out(message)
+            case m.MigrateOut():
+                self._migrate_out(message)
             case m.PeerHost():
-                self.moves.peer_up(message.device, self._channel.take_fd(), message.num_bytes)
+                self.migrations.peer_up(message.device, self._channel.take_fd(), message.num_bytes)
             case m.PeerDown():
-                self.moves.peer_down(message.device)
-            case m.FreeParcel():
-                self.moves.free(message.parcel_id)
+                self.migrations.peer_down(message.device)
+            case m.ReleaseKvTransfer():
+                self.migrations.free(message.transfer_id)
             case m.AbortRequests():
                 self._abort(message.model, message.request_ids)
             case m.LoadModel():
                 self._load(message)
             case m.UnloadModel():
                 self._unload(message.name)
-            case m.DropImage():
-                self._drop_image(message.model)
-            case m.TakeImage():
-                self._take_image(message.model)
+            case m.DropSnapshot():
+                self._drop_snapshot(message.model)
+            case m.TakeSnapshot():
+                self._take_snapshot(message.model)
             case m.SetTargets():
                 if message.name in self.engines:
                     targets = Targets(message.ttft_s, message.tbt_s)
@@ -264,7 +265,7 @@ class TurnLoop:
                     self.engines[message.model].end_isolation(message.request_id)
             case m.Reconfigure():
                 set_log_level(message.log_level)
-                self._canaries.interval = message.canary_interval
+                self._self_checks.interval = message.self_check_interval
             case m.Call():
                 self._channel.send(self._answer_call(self, message))
             case m.Shutdown():
@@ -273,12 +274,16 @@ class TurnLoop:
     def _add_request(self, message: m.AddRequest, slot: Slot | None = None) -> None:
         """A request, and where its KV is if it comes with some."""
         engine = self.engines.get(message.model)
-        kv = (slot, message.parcel.num_blocks) if slot is not None and message.parcel else None
+        kv = (
+            (slot, message.kv_transfer.num_blocks)
+            if slot is not None and message.kv_transfer
+            else None
+        )
         try:
-            if engine is None or not engine.weights.has_image:
+            if engine is None or not engine.weights.has_snapshot:
                 if slot is not None:
                     slot.free()
-                lacks = "is not loaded" if engine is None else "has no image"
+                lacks = "is not loaded" if engine is None else "has no snapshot"
                 raise Refused(f"{message.model} {lacks} on worker {self.device_number}")
             with WORKER.main.doing(Phase.ADD_REQUEST, message.model, [message.request_id]):
                 self._add_to(engine, message, kv)
@@ -290,7 +295,7 @@ class TurnLoop:
         self.ledger.progress(message.model, message.request_id, len(message.output_token_ids))
         if message.is_moving:
             self._report_memory()
-            self._channel.send(m.Adopted(message.model, message.request_id))
+            self._channel.send(m.Attached(message.model, message.request_id))
 
     def _add_to(
         self, engine: ModelEngine, message: m.AddRequest, kv: tuple[Slot, int] | None
@@ -304,17 +309,17 @@ class TurnLoop:
         engine.add(message.frames, message.output_token_ids, kv, message.frontend)
         wait_until(lambda: engine.has_grammar(message.request_id), GRAMMAR_S)
 
-    def _move_out(self, message: m.MoveOut) -> None:
+    def _migrate_out(self, message: m.MigrateOut) -> None:
         engine = self.engines.get(message.model)
         if engine is None:
-            self._channel.send(m.Moved(message.model, message.request_id, is_known=False))
+            self._channel.send(m.Migrated(message.model, message.request_id, is_known=False))
             return
-        self.moves.move_out(engine, self.residency, message.request_id)
+        self.migrations.migrate_out(engine, self.residency, message.request_id)
         self.ledger.finish(message.model, message.request_id)
         engine.kv.discard_dead()
 
     def _abort(self, model: str, request_ids: list[str]) -> None:
-        self.moves.abort(request_ids)
+        self.migrations.abort(request_ids)
         engine = self.engines.get(model)
         if engine is None:
             return
@@ -324,16 +329,16 @@ class TurnLoop:
         engine.kv.discard_dead()
 
     def _load(self, message: m.LoadModel) -> None:
-        fd = self._channel.take_fd() if message.has_image else -1
+        fd = self._channel.take_fd() if message.has_snapshot else -1
         model = message.model
         self.interrupt_turn()  # a load takes pages
         # The residency asks for these as soon as it has the model.
         self._last_used_s[model.name] = time.monotonic()
         self.ledger.add_model(model.name, Targets(model.ttft_s, model.tbt_s))
         try:
-            image = HostBuffer(fd, os.fstat(fd).st_size) if message.has_image else None
+            snapshot = HostBuffer(fd, os.fstat(fd).st_size) if message.has_snapshot else None
             with WORKER.main.doing(Phase.LOAD, model.name):
-                loaded = self._loader.load(message, image)
+                loaded = self._loader.load(message, snapshot)
         except (GpupoolError, OSError) as error:
             _logger.exception("loading %s failed", model.name)
             self.ledger.remove_model(model.name)
@@ -341,52 +346,52 @@ class TurnLoop:
             return
         engine = loaded.engine
         self.engines[model.name] = engine
-        self._canaries.expect(model.name, loaded.canary)
+        self._self_checks.expect(model.name, loaded.self_check)
         answer = m.ModelLoaded(
             engine.info,
             engine.layout_digest,
             True,
             loaded.profile,
-            loaded.canary,
-            loaded.image_problem,
+            loaded.self_check,
+            loaded.snapshot_problem,
         )
-        self._channel.send(answer, (engine.weights.image.fd,))
+        self._channel.send(answer, (engine.weights.snapshot.fd,))
         self._report_memory()
 
     def _unload(self, name: str) -> None:
-        self._images.forget(name)
+        self._snapshots.forget(name)
         engine = self.engines.pop(name, None)
         if engine is not None:
             self.ledger.remove_model(name)
-            self._canaries.forget(name)
+            self._self_checks.forget(name)
             self.residency.remove(name)
             engine.close()
         self._channel.send(m.ModelUnloaded(name))
 
-    def _drop_image(self, model: str) -> None:
+    def _drop_snapshot(self, model: str) -> None:
         if model == self._prefetching_for:
             self.residency.stop_prefetch()
         engine = self.engines.get(model)
-        self._images.drop(model, engine.weights if engine is not None else None)
+        self._snapshots.drop(model, engine.weights if engine is not None else None)
         self._report_memory()
 
-    def _take_image(self, model: str) -> None:
+    def _take_snapshot(self, model: str) -> None:
         fd = self._channel.take_fd()
         engine = self.engines.get(model)
         if engine is None:
             os.close(fd)
             problem = f"{model} is not loaded on worker {self.device_number}"
-            self._channel.send(m.ImageTaken(model, problem))
+            self._channel.send(m.SnapshotTaken(model, problem))
         else:
-            self._images.take(model, engine.weights, fd)
+            self._snapshots.take(model, engine.weights, fd)
 
-    def _tell_images(self) -> None:
-        for message in self._images.finished():
+    def _tell_snapshots(self) -> None:
+        for message in self._snapshots.finished():
             self._channel.send(message)
 
     def _can_run(self, model: str) -> bool:
         engine = self.engines.get(model)
-        return engine is not None and engine.weights.has_image
+        return engine is not None and engine.weights.has_snapshot
 
     def _fail_all(self, model: str, reason: str) -> None:
         request_ids = self.ledger.live_requests(model)

@@ -1,4 +1,4 @@
-"""Bringing a model up: from its image if that can be trusted, else from the checkpoint."""
+"""Bringing a model up: from its snapshot if that can be trusted, else from the checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpupoold.worker.engine.engine import ModelEngine, load_engine
 from gpupoold.worker.engine.load_errors import failure
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.profiling import profile
-from gpupoold.worker.turns.self_check import run_canary
+from gpupoold.worker.turns.self_check import run_self_check
 from gpupoold.worker.weights.loading import ModelLoad
 from gpupoold.worker.weights.torch_release import pages_to_lend
 
@@ -24,12 +24,12 @@ _logger = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
-    """A model that is up, what it answered to the canary's prompt, why not from its image, and
-    what was measured of its speed."""
+    """A model that is up, what it answered to the self-check's prompt, why not from its snapshot,
+    and what was measured of its speed."""
 
     engine: ModelEngine
-    canary: tuple[int, ...]
-    image_problem: str
+    self_check: tuple[int, ...]
+    snapshot_problem: str
     profile: Profile | None = None
 
 
@@ -41,17 +41,17 @@ class EngineLoader:
         self._host = host
         self._residency = residency
 
-    def load(self, message: LoadModel, image: HostBuffer | None) -> Loaded:
-        """The model, known to the residency. Owns ``image`` from now on, even if it fails.
+    def load(self, message: LoadModel, snapshot: HostBuffer | None) -> Loaded:
+        """The model, known to the residency. Owns ``snapshot`` from now on, even if it fails.
 
-        With an image the checkpoint is not read. If the image is of another layout, or the
+        With a snapshot the checkpoint is not read. If the snapshot is of another layout, or the
         model with it does not answer as it did before, the checkpoint is read after all.
 
         Raises:
             GpupoolError: the checkpoint cannot be served here.
-            OSError: no host memory for an image.
+            OSError: no host memory for a snapshot.
         """
-        loaded = self._load(message, image)
+        loaded = self._load(message, snapshot)
         engine, budget_s = loaded.engine, message.profiling_budget_s
         try:
             with WORKER.main.doing(Phase.PROFILE, engine.name):
@@ -61,37 +61,39 @@ class EngineLoader:
             raise
         return loaded._replace(profile=measured)
 
-    def _load(self, message: LoadModel, image: HostBuffer | None) -> Loaded:
-        if image is None:
+    def _load(self, message: LoadModel, snapshot: HostBuffer | None) -> Loaded:
+        if snapshot is None:
             return self._from_checkpoint(message, None, "")
-        spare = os.dup(image.fd)  # the image is closed by a load that fails
+        spare = os.dup(snapshot.fd)  # the snapshot is closed by a load that fails
         try:
-            engine = self._build(message, image, skips_checkpoint=True)
-            canary = self._try(engine)
-            if message.canary in ((), canary):
+            engine = self._build(message, snapshot, skips_checkpoint=True)
+            self_check = self._try(engine)
+            if message.self_check in ((), self_check):
                 os.close(spare)
-                return Loaded(engine, canary, "")
+                return Loaded(engine, self_check, "")
         except GpupoolError as error:
-            problem = f"not loaded from its image: {error.message}"
+            problem = f"not loaded from its snapshot: {error.message}"
             _logger.warning("%s: %s", message.model.name, problem)
-            return self._from_checkpoint(message, HostBuffer(spare, image.num_bytes), problem)
+            return self._from_checkpoint(message, HostBuffer(spare, snapshot.num_bytes), problem)
         except BaseException:
             os.close(spare)
             raise
         os.close(spare)
         self._give_up(engine)
-        problem = f"with its image it answers {list(canary)} instead of {list(message.canary)}"
+        problem = (
+            f"with its snapshot it answers {list(self_check)} instead of {list(message.self_check)}"
+        )
         _logger.error("%s: %s", message.model.name, problem)
         return self._from_checkpoint(message, None, problem)
 
     def _from_checkpoint(
-        self, message: LoadModel, image: HostBuffer | None, problem: str
+        self, message: LoadModel, snapshot: HostBuffer | None, problem: str
     ) -> Loaded:
-        engine = self._build(message, image, skips_checkpoint=False)
+        engine = self._build(message, snapshot, skips_checkpoint=False)
         return Loaded(engine, self._try(engine), problem)
 
     def _build(
-        self, message: LoadModel, image: HostBuffer | None, *, skips_checkpoint: bool
+        self, message: LoadModel, snapshot: HostBuffer | None, *, skips_checkpoint: bool
     ) -> ModelEngine:
         model = message.model
         try:
@@ -99,14 +101,14 @@ class EngineLoader:
             if num_lent:
                 self._residency.make_room(num_lent)
         except BaseException:
-            if image is not None:
-                image.close()
+            if snapshot is not None:
+                snapshot.close()
             raise
         load = ModelLoad(
             model.name,
             self._device,
             self._residency.pool,
-            image,
+            snapshot,
             message.layout_digest,
             num_lent,
             skips_checkpoint=skips_checkpoint,
@@ -116,12 +118,12 @@ class EngineLoader:
         return engine
 
     def _try(self, engine: ModelEngine) -> tuple[int, ...]:
-        """The canary's answer; a model that gives none is given up."""
+        """The self-check's answer; a model that gives none is given up."""
         try:
             with WORKER.main.doing(Phase.SELF_CHECK, engine.name):
-                canary = run_canary(engine, self._residency)
-            engine.kv.unback(engine.kv.free_chunks())
-            return canary
+                self_check = run_self_check(engine, self._residency)
+            engine.kv.unback(engine.kv.free_extents())
+            return self_check
         except Exception as error:
             self._give_up(engine)
             if isinstance(error, GpupoolError):

@@ -9,17 +9,17 @@ from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.kv.residency import Residency
 
 # The prompt is made up from the request's name, so it is the same everywhere.
-_CANARY = "canary"
+_SELF_CHECK = "self-check"
 _NUM_PROMPT_TOKENS = 16
 _NUM_TOKENS = 8
 _MAX_STEPS = 64
 
 
 class NoAnswer(Failed):
-    """The model did not answer the canary's prompt, which says nothing about its weights."""
+    """The model did not answer the self-check's prompt, which says nothing about its weights."""
 
 
-def run_canary(engine: ModelEngine, residency: Residency) -> tuple[int, ...]:
+def run_self_check(engine: ModelEngine, residency: Residency) -> tuple[int, ...]:
     """Greedy tokens that a model answers to a fixed prompt; none if it makes no text.
 
     Its other requests sit out meanwhile: in a batch the last bits of a sum may differ.
@@ -37,17 +37,17 @@ def run_canary(engine: ModelEngine, residency: Residency) -> tuple[int, ...]:
     num_prompt_tokens = max(1, min(_NUM_PROMPT_TOKENS, room - _NUM_TOKENS))
     num_tokens = max(1, min(_NUM_TOKENS, room - num_prompt_tokens))
     tokens: list[int] = []
-    with engine.only(_CANARY):
-        engine.add_synthetic(_CANARY, num_prompt_tokens, num_tokens)
+    with engine.only(_SELF_CHECK):
+        engine.add_synthetic(_SELF_CHECK, num_prompt_tokens, num_tokens)
         for _ in range(_MAX_STEPS):
             residency.ensure_kv(engine.name)
             for item in engine.step():
                 tokens += item.new_token_ids
                 if item.finish_reason is not None:
                     return tuple(tokens)
-        engine.abort([_CANARY])
+        engine.abort([_SELF_CHECK])
         engine.kv.discard_dead()
-    raise NoAnswer(f"{engine.name}: no end of a canary's answer after {_MAX_STEPS} steps")
+    raise NoAnswer(f"{engine.name}: no end of a self-check's answer after {_MAX_STEPS} steps")
 
 
 class WrongAnswer(NamedTuple):
@@ -57,7 +57,7 @@ class WrongAnswer(NamedTuple):
     answered: tuple[int, ...]
 
 
-class Canaries:
+class SelfChecks:
     """Asks a model again after its weights have been brought in ``interval`` times (0: never).
 
     The interval may change at any time.
@@ -66,28 +66,28 @@ class Canaries:
     def __init__(self, interval: int) -> None:
         self.interval = interval
         self._expected: dict[str, tuple[int, ...]] = {}
-        self._num_moves: dict[str, int] = {}
+        self._num_migrations: dict[str, int] = {}
 
     def expect(self, model: str, tokens: tuple[int, ...]) -> None:
         """What a model that has just been loaded answers."""
         self._expected[model] = tokens
-        self._num_moves[model] = 0
+        self._num_migrations[model] = 0
 
     def forget(self, model: str) -> None:
         """The model is gone."""
         self._expected.pop(model, None)
-        self._num_moves.pop(model, None)
+        self._num_migrations.pop(model, None)
 
     def moved(self, model: str) -> None:
         """Weights of the model have been brought in."""
-        if model in self._num_moves:
-            self._num_moves[model] += 1
+        if model in self._num_migrations:
+            self._num_migrations[model] += 1
 
     def is_due(self, model: str) -> bool:
         """Whether it is to be asked again."""
         if not self.interval or not self._expected.get(model):
             return False
-        return self._num_moves[model] >= self.interval
+        return self._num_migrations[model] >= self.interval
 
     def check(self, engine: ModelEngine, residency: Residency) -> WrongAnswer | None:
         """Ask a model that is resident; what it said if that was wrong.
@@ -96,8 +96,8 @@ class Canaries:
         """
         expected = self._expected[engine.name]
         try:
-            answered = run_canary(engine, residency)
+            answered = run_self_check(engine, residency)
         except NoAnswer:
             return None
-        self._num_moves[engine.name] = 0
+        self._num_migrations[engine.name] = 0
         return None if answered == expected else WrongAnswer(expected, answered)

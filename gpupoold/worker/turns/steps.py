@@ -18,7 +18,7 @@ def may_come_between(message: m.ToWorker) -> bool:
     may then be dealt with while a step is under way."""
     if isinstance(message, m.AddRequest):
         return not message.output_token_ids and not message.is_isolated
-    return isinstance(message, m.RunTurn | m.SetTargets | m.FreeParcel | m.Reconfigure)
+    return isinstance(message, m.RunTurn | m.SetTargets | m.ReleaseKvTransfer | m.Reconfigure)
 
 
 class TurnSteps:

@@ -1,4 +1,4 @@
-"""What a model that is being loaded gets from us: regions under its weights and KV.
+"""What a model that is being loaded gets from us: address ranges under its weights and KV.
 
 vLLM builds its worker itself, so the worker finds the load in progress here.
 Loads never overlap; the turn loop is one thread.
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from torch.overrides import TorchFunctionMode
 
 from gpupoold.errors import Refused, ServerError
-from gpupoold.memory.address_ranges import Region
+from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import Device
-from gpupoold.memory.geometry import in_whole_chunks
+from gpupoold.memory.geometry import in_whole_extents
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.numa import prefer_node
 from gpupoold.memory.pages import PagePool
@@ -42,14 +42,14 @@ def current_load() -> ModelLoad:
     return _current[-1]
 
 
-class StaleImage(ServerError):
-    """The image does not belong to the model as it is loaded now."""
+class StaleSnapshot(ServerError):
+    """The snapshot does not belong to the model as it is loaded now."""
 
 
 class ModelLoad:
     """One model's memory while vLLM loads it; ``weights`` and ``kv_region`` are its yield.
 
-    A load that ``skips_checkpoint`` takes all from the image.
+    A load that ``skips_checkpoint`` takes all from the snapshot.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ModelLoad:
         name: str,
         device: Device,
         pool: PagePool,
-        image: HostBuffer | None,
+        snapshot: HostBuffer | None,
         digest: str,
         num_lent_pages: int = 0,
         *,
@@ -66,13 +66,13 @@ class ModelLoad:
         self._name = name
         self._device = device
         self._pool = pool
-        self._image = image
-        self._image_digest = digest
+        self._snapshot = snapshot
+        self._snapshot_digest = digest
         self._num_lent_pages = num_lent_pages
         self.skips_checkpoint = skips_checkpoint
         self._loan = PageLoan(device, pool)
         self.weights: WeightMemory | None = None
-        self.kv_region: Region | None = None
+        self.kv_address_range: AddressRange | None = None
         self.layout: WeightLayout | None = None
 
     @contextlib.contextmanager
@@ -90,24 +90,24 @@ class ModelLoad:
             _current.pop()
 
     def take_weights(self, model: torch.nn.Module) -> None:
-        """Move the weights of a loaded model into its region, by way of the host image.
+        """Move the weights of a loaded model into its address range, by way of the host snapshot.
 
         The weights are not resident afterwards: the first switch brings them.
         """
         layout = plan_layout(model)
         num_pages = -(-layout.num_bytes // self._device.page_bytes)
         self._check_fits(layout.num_bytes, num_pages)
-        image, is_new = self._usable_image(layout, num_pages)
-        region = Region(self._device, self._pool, num_pages)
+        snapshot, is_new = self._usable_snapshot(layout, num_pages)
+        address_range = AddressRange(self._device, self._pool, num_pages)
         self.layout = layout
         try:
-            self.weights = WeightMemory(region, self._device, image)
+            self.weights = WeightMemory(address_range, self._device, snapshot)
         except BaseException:
-            region.close()
+            address_range.close()
             raise
         if is_new:  # not before it is pinned: a GPU's copies to other memory are ten times slower
-            copy_out(layout, image.address, self._device)
-        relocate(layout, region.address, self._device)
+            copy_out(layout, snapshot.address, self._device)
+        relocate(layout, address_range.address, self._device)
         self._loan.take_back()
 
     def bring_weights(self) -> None:
@@ -124,22 +124,22 @@ class ModelLoad:
         """Inside this context every KV address is valid, on a device that allows it.
 
         Warm-up and graph capture touch many blocks, and what they read and write does not
-        matter: one page is mapped all over the region.
+        matter: one page is mapped all over the address range.
         """
-        region = self.kv_region
-        if region is None:
+        address_range = self.kv_address_range
+        if address_range is None:
             yield
             return
         [page] = self._pool.allocate(1)
-        runs = [page] * region.num_pages
+        runs = [page] * address_range.num_pages
         try:
-            self._device.map_and_fill(region.address, [page], None)
-            self._device.unmap(region.address, [page])
-            self._device.map(region.address, runs)
+            self._device.map_and_fill(address_range.address, [page], None)
+            self._device.unmap(address_range.address, [page])
+            self._device.map(address_range.address, runs)
             try:
                 yield
             finally:
-                self._device.unmap(region.address, runs)
+                self._device.unmap(address_range.address, runs)
         finally:
             self._pool.free([page])
 
@@ -151,32 +151,32 @@ class ModelLoad:
         assert self.weights is not None, "weights are loaded before KV is sized"
         page_bytes = self._device.page_bytes
         num_bytes = (self._device.num_pages - self.weights.num_pages) * page_bytes
-        return in_whole_chunks(num_bytes, page_bytes, strides)
+        return in_whole_extents(num_bytes, page_bytes, strides)
 
     def kv_allocation(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside this context vLLM's KV buffer comes from a region of ours."""
+        """Inside this context vLLM's KV buffer comes from an address range of ours."""
         return _KvAllocation(self)
 
     def make_kv(self, num_bytes: int) -> torch.Tensor:
-        """Reserve the KV region; its pages are mapped later, chunk by chunk."""
-        assert self.kv_region is None, "vLLM allocates one KV buffer per model"
+        """Reserve the KV address range; its pages are mapped later, chunk by chunk."""
+        assert self.kv_address_range is None, "vLLM allocates one KV buffer per model"
         num_pages = -(-num_bytes // self._device.page_bytes)
-        self.kv_region = Region(self._device, self._pool, num_pages)
-        return tensors.over(self._device, self.kv_region.address, num_bytes)
+        self.kv_address_range = AddressRange(self._device, self._pool, num_pages)
+        return tensors.over(self._device, self.kv_address_range.address, num_bytes)
 
-    def _usable_image(self, layout: WeightLayout, num_pages: int) -> tuple[HostBuffer, bool]:
-        """The image, and whether it is one that nothing has been written to yet."""
-        if self._image is not None and self._image_digest == layout.digest:
-            return self._image, False
+    def _usable_snapshot(self, layout: WeightLayout, num_pages: int) -> tuple[HostBuffer, bool]:
+        """The snapshot, and whether it is one that nothing has been written to yet."""
+        if self._snapshot is not None and self._snapshot_digest == layout.digest:
+            return self._snapshot, False
         if self.skips_checkpoint:
-            raise StaleImage(f"{self._name}: the image is of another layout")
-        if self._image is not None:
-            self._image.close()
+            raise StaleSnapshot(f"{self._name}: the snapshot is of another layout")
+        if self._snapshot is not None:
+            self._snapshot.close()
         with prefer_node(self._device.numa_node):
-            self._image = HostBuffer.create(
-                f"gpupool-image-{self._name}", num_pages * self._device.page_bytes
+            self._snapshot = HostBuffer.create(
+                f"gpupool-snapshot-{self._name}", num_pages * self._device.page_bytes
             )
-        return self._image, True
+        return self._snapshot, True
 
     def _check_fits(self, weight_bytes: int, num_pages: int) -> None:
         if num_pages >= self._device.num_pages:
@@ -188,12 +188,12 @@ class ModelLoad:
             )
 
     def _give_back(self) -> None:
-        if self.kv_region is not None:
-            self.kv_region.close()
+        if self.kv_address_range is not None:
+            self.kv_address_range.close()
         if self.weights is not None:
             self.weights.close()
-        elif self._image is not None:
-            self._image.close()
+        elif self._snapshot is not None:
+            self._snapshot.close()
 
 
 class _KvAllocation(TorchFunctionMode):

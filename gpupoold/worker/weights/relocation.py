@@ -1,8 +1,8 @@
-"""Where each weight of a model lies in its region, and moving the weights there.
+"""Where each weight of a model lies in its address range, and moving the weights there.
 
 vLLM loads and post-processes a model into ordinary torch memory. What it left
-there, storage by storage, is the image; parameters and buffers then become
-views of the region under the same shapes and strides.
+there, storage by storage, is the snapshot; parameters and buffers then become
+views of the address range under the same shapes and strides.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _ALIGNMENT_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class WeightLayout:
-    """The tensors of a model and the place of each one's storage in the region."""
+    """The tensors of a model and the place of each one's storage in the address range."""
 
     tensors: tuple[torch.Tensor, ...]
-    offsets: dict[int, int]  # address of a storage → its offset in the region
+    offsets: dict[int, int]  # address of a storage → its offset in the address range
     num_bytes: int
     digest: str
 
@@ -33,8 +33,8 @@ def plan_layout(model: torch.nn.Module) -> WeightLayout:
     """Lay the storages of all parameters and buffers out one behind the other.
 
     Two loads of one checkpoint with one configuration have the same digest, so
-    an image made by one can be used by the other. What the model keeps outside of the
-    image counts, so an image without it is not taken for the whole.
+    a snapshot made by one can be used by the other. What the model keeps outside of the
+    snapshot counts, so a snapshot without it is not taken for the whole.
     """
     found: dict[int, torch.Tensor] = {}
     offsets: dict[int, int] = {}
@@ -55,15 +55,16 @@ def plan_layout(model: torch.nn.Module) -> WeightLayout:
     return WeightLayout(tuple(found.values()), offsets, num_bytes, digest.hexdigest())
 
 
-def copy_out(layout: WeightLayout, image_address: int, device: Device) -> None:
-    """Write the image: every storage at its offset in host memory, which ``device`` has pinned."""
+def copy_out(layout: WeightLayout, snapshot_address: int, device: Device) -> None:
+    """Write the snapshot: every storage at its offset in host memory, which ``device`` has
+    pinned."""
     done: set[int] = set()
     for tensor in layout.tensors:
         storage = tensor.untyped_storage()
         if storage.data_ptr() in done:
             continue
         done.add(storage.data_ptr())
-        address = image_address + layout.offsets[storage.data_ptr()]
+        address = snapshot_address + layout.offsets[storage.data_ptr()]
         if tensor.is_cuda:  # torch would copy across two registrations, which CUDA refuses
             device.copy_out(address, storage.data_ptr(), storage.nbytes())
         else:
@@ -73,12 +74,12 @@ def copy_out(layout: WeightLayout, image_address: int, device: Device) -> None:
 
 
 def relocate(layout: WeightLayout, address: int, device: Device) -> None:
-    """Make every tensor a view of the region at ``address``; its old memory is let go."""
-    region = tensors.over(device, address, layout.num_bytes)
+    """Make every tensor a view of the address range at ``address``; its old memory is let go."""
+    address_range = tensors.over(device, address, layout.num_bytes)
     for tensor in layout.tensors:
         storage = tensor.untyped_storage()
         start = layout.offsets[storage.data_ptr()]
-        flat = region[start : start + storage.nbytes()].view(tensor.dtype)
+        flat = address_range[start : start + storage.nbytes()].view(tensor.dtype)
         tensor.data = flat.as_strided(tensor.shape, tensor.stride(), _at(flat, tensor))
 
 

@@ -1,8 +1,8 @@
-"""A vLLM load format for models whose weights are already in an image: it reads no checkpoint.
+"""A vLLM load format for models whose weights are already in a snapshot: it reads no checkpoint.
 
-vLLM builds the model and post-processes zeros; then the image takes the place of whatever
+vLLM builds the model and post-processes zeros; then the snapshot takes the place of whatever
 came out. That is right as long as all that the weights decide lies in parameters and
-buffers: :func:`loose_digest` tells whether anything else differs, a canary the rest.
+buffers: :func:`loose_digest` tells whether anything else differs, a self-check the rest.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-LOAD_FORMAT = "gpupool-image"
+LOAD_FORMAT = "gpupool-snapshot"
 
 
 def register() -> None:
     """Make the load format known to vLLM in this process."""
-    register_model_loader(LOAD_FORMAT)(_ImageLoader)
+    register_model_loader(LOAD_FORMAT)(_SnapshotLoader)
 
 
-class _ImageLoader(BaseModelLoader):
+class _SnapshotLoader(BaseModelLoader):
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
 
@@ -43,7 +43,7 @@ def loose_digest(model: nn.Module) -> str:
     """A digest of what a loaded model keeps besides parameters and buffers.
 
     Post-processing may put what it works out of the weights into other tensors or into
-    numbers, where no image has it. Two loads agree here if nothing of it differs.
+    numbers, where no snapshot has it. Two loads agree here if nothing of it differs.
     """
     digest = hashlib.sha256()
     for name, module in model.named_modules():

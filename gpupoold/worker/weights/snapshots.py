@@ -1,4 +1,4 @@
-"""This process's views of models' images: let go, and had again, while others are served.
+"""This process's views of models' snapshots: let go, and had again, while others are served.
 
 Mapping and pinning take a GPU 0.1 s per GB and more, undoing it takes its time too: a thread
 does that, and the turn loop takes note between two steps.
@@ -15,17 +15,18 @@ from gpupoold.memory.device_thread import DeviceThread
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.system.activity import WORKER, Phase
-from gpupoold.wire.messages import ImageDropped, ImageTaken
+from gpupoold.wire.messages import SnapshotDropped, SnapshotTaken
 
 _logger = logging.getLogger(__name__)
 
 
-class Images:
-    """Drops and takes images, of models that do not run meanwhile. For the turn loop's thread."""
+class Snapshots:
+    """Drops and takes snapshots, of models that do not run meanwhile. For the turn loop's
+    thread."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._thread = DeviceThread(device, "images")
+        self._thread = DeviceThread(device, "snapshots")
         self._dropping: dict[str, Future[None]] = {}
         self._taking: dict[str, tuple[WeightMemory, Future[HostBuffer]]] = {}
 
@@ -35,44 +36,46 @@ class Images:
         return bool(self._dropping or self._taking)
 
     def drop(self, model: str, weights: WeightMemory | None) -> None:
-        """Take a model's weights off the device and let its image go, if it has one."""
+        """Take a model's weights off the device and let its snapshot go, if it has one."""
         self.forget(model)
-        image = weights.detach_image() if weights is not None and weights.has_image else None
-        self._dropping[model] = self._thread.submit(self._close, model, image)
+        snapshot = (
+            weights.detach_snapshot() if weights is not None and weights.has_snapshot else None
+        )
+        self._dropping[model] = self._thread.submit(self._close, model, snapshot)
 
     def take(self, model: str, weights: WeightMemory, fd: int) -> None:
-        """Let a model have the image behind ``fd``, which belongs to this object from now on."""
+        """Let a model have the snapshot behind ``fd``, which belongs to this object from now on."""
         self.forget(model)
-        if weights.has_image:
-            self._thread.submit(self._close, model, weights.detach_image())
+        if weights.has_snapshot:
+            self._thread.submit(self._close, model, weights.detach_snapshot())
         taken = self._thread.submit(self._open, model, fd, weights.num_bytes)
         self._taking[model] = weights, taken
 
     def forget(self, model: str) -> None:
-        """The model is gone, or its image: one that is on its way is not wanted any more."""
+        """The model is gone, or its snapshot: one that is on its way is not wanted any more."""
         taking = self._taking.pop(model, None)
         if taking is not None:
             self._thread.submit(self._discard, model, taking[1])
 
-    def finished(self) -> list[ImageDropped | ImageTaken]:
+    def finished(self) -> list[SnapshotDropped | SnapshotTaken]:
         """What the thread has done since this was asked last, as messages to the daemon.
 
-        Images that have come are the models' from then on.
+        Snapshots that have come are the models' from then on.
         """
-        messages: list[ImageDropped | ImageTaken] = []
+        messages: list[SnapshotDropped | SnapshotTaken] = []
         for model, dropped in list(self._dropping.items()):
             if dropped.done():
                 del self._dropping[model]
                 if (error := dropped.exception()) is not None:
-                    _logger.error("letting the image of %s go: %s", model, error)
-                messages.append(ImageDropped(model))
+                    _logger.error("letting the snapshot of %s go: %s", model, error)
+                messages.append(SnapshotDropped(model))
         for model, (weights, taken) in list(self._taking.items()):
             if taken.done():
                 del self._taking[model]
                 error = taken.exception()
                 if error is None:
-                    weights.attach_image(taken.result())
-                messages.append(ImageTaken(model, "" if error is None else str(error)))
+                    weights.attach_snapshot(taken.result())
+                messages.append(SnapshotTaken(model, "" if error is None else str(error)))
         return messages
 
     def close(self) -> None:
@@ -85,24 +88,24 @@ class Images:
         found_bytes = os.fstat(fd).st_size
         if found_bytes != num_bytes:
             os.close(fd)
-            raise ValueError(f"the image has {found_bytes} bytes, the weights have {num_bytes}")
-        with WORKER.beside(Phase.IMAGE, model):
-            image = HostBuffer(fd, num_bytes)
+            raise ValueError(f"the snapshot has {found_bytes} bytes, the weights have {num_bytes}")
+        with WORKER.beside(Phase.SNAPSHOT, model):
+            snapshot = HostBuffer(fd, num_bytes)
             try:
-                self._device.pin(image.address, num_bytes)
+                self._device.pin(snapshot.address, num_bytes)
             except BaseException:
-                image.close()
+                snapshot.close()
                 raise
-            return image
+            return snapshot
 
-    def _close(self, model: str, image: HostBuffer | None) -> None:
-        if image is None:
+    def _close(self, model: str, snapshot: HostBuffer | None) -> None:
+        if snapshot is None:
             return
-        with WORKER.beside(Phase.IMAGE, model):
+        with WORKER.beside(Phase.SNAPSHOT, model):
             try:
-                self._device.unpin(image.address, image.num_bytes)
+                self._device.unpin(snapshot.address, snapshot.num_bytes)
             finally:
-                image.close()
+                snapshot.close()
 
     def _discard(self, model: str, taken: Future[HostBuffer]) -> None:
         if taken.exception() is None:

@@ -90,11 +90,11 @@ def test_the_cache(daemon: FakeDaemon, client: AdminClient) -> None:
     assert client.pin("org/a b?#%").is_pinned
     assert [model.is_pinned for model in client.cache().models] == [True, False]
     assert not client.pin("org/a b?#%", is_pinned=False).is_pinned
-    assert client.drop_image("chat").state == "disk"
+    assert client.drop_snapshot("chat").state == "disk"
     assert client.warm("chat").state == "host"
     daemon.live["q"] = 1
     with pytest.raises(Refused, match="q has live requests"):
-        client.drop_image("chat")
+        client.drop_snapshot("chat")
     with pytest.raises(NoSuchModel):
         client.warm("nobody")
 

@@ -1,4 +1,4 @@
-"""Hollow checkpoints: real dimensions, valid files, no room on the disk."""
+"""Dummy-weights checkpoints: real dimensions, valid files, no room on the disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.checkpoints import dummy as hollow
+from gpupoold.checkpoints import dummy as dummy
 from gpupoold.checkpoints.check import check_checkpoint
 from gpupoold.checkpoints.fit import estimate_weight_bytes
 from gpupoold.errors import Refused, UsageError
@@ -17,13 +17,13 @@ from gpupoold.latency.shape import builtin_shapes, from_hf_config
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hollow")
+    return tmp_path_factory.mktemp("dummy-weights")
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-7B", "Yi-1.5-9B", "Llama-2-13B", "Qwen-72B"])
 def test_it_reads_like_the_real_checkpoint(name: str, folder: Path) -> None:
     shape = builtin_shapes()[name]
-    path = hollow.make_hollow_checkpoint(folder, name)
+    path = dummy.make_dummy_checkpoint(folder, name)
     info = check_checkpoint(path, allow_pickle=False, allow_remote_code=False)
     assert info.num_parameters == shape.num_parameters
     assert estimate_weight_bytes(info, "auto") == shape.weight_bytes
@@ -37,7 +37,7 @@ def test_it_reads_like_the_real_checkpoint(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", sorted(builtin_shapes()))
 def test_tensors_add_up_for_every_shape(name: str) -> None:
     shape = builtin_shapes()[name]
-    tensors = hollow.tensors_of(shape, qkv_bias=name.startswith("Qwen"))
+    tensors = dummy.tensors_of(shape, qkv_bias=name.startswith("Qwen"))
     assert len({tensor.name for tensor in tensors}) == len(tensors)
     vocab_size, hidden = tensors[0].shape
     assert hidden == shape.hidden_size
@@ -47,23 +47,23 @@ def test_tensors_add_up_for_every_shape(name: str) -> None:
 def test_parameters_that_make_no_vocabulary_are_refused() -> None:
     odd = replace(builtin_shapes()["Qwen2.5-7B"], num_parameters=7_615_616_513)
     with pytest.raises(UsageError, match="do not add up"):
-        hollow.tensors_of(odd, qkv_bias=True)
+        dummy.tensors_of(odd, qkv_bias=True)
 
 
 def test_made_once(folder: Path) -> None:
-    path = hollow.make_hollow_checkpoint(folder, "Qwen2.5-7B")
+    path = dummy.make_dummy_checkpoint(folder, "Qwen2.5-7B")
     before = (path / "config.json").stat().st_mtime_ns
-    assert hollow.make_hollow_checkpoint(folder, "Qwen2.5-7B") == path
+    assert dummy.make_dummy_checkpoint(folder, "Qwen2.5-7B") == path
     assert (path / "config.json").stat().st_mtime_ns == before
 
 
 def test_other_folders_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "hollow-qwen2.5-7b").mkdir()
-    with pytest.raises(Refused, match="is no hollow checkpoint"):
-        hollow.make_hollow_checkpoint(tmp_path, "Qwen2.5-7B")
+    (tmp_path / "dummy-weights-qwen2.5-7b").mkdir()
+    with pytest.raises(Refused, match="is no dummy-weights checkpoint"):
+        dummy.make_dummy_checkpoint(tmp_path, "Qwen2.5-7B")
 
 
 def test_unknown_shape_names_the_known(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="'GPT-9': there are Baichuan-7B"):
-        hollow.make_hollow_checkpoint(tmp_path, "GPT-9")
+        dummy.make_dummy_checkpoint(tmp_path, "GPT-9")
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ from gpupoold.control.event_log_file import Header, read, replay_file, write
 from gpupoold.domain import Role, Targets
 from gpupoold.errors import UsageError
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, ChangeRole, HandOver, RunTurn, Send, Turn
+from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, RunTurn, Send, Turn
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.event_log import RecordedCore, Stimulus
@@ -41,8 +41,8 @@ EVENTS: tuple[e.Event, ...] = (
     e.Arrived("r", "a", 1.0, 5, num_tokens=3, max_tokens=16),
     e.Stepped(0, "a", ("r", "s"), 3, 0.02),
     e.Stepped(0, "a", (), 1, None),
-    e.Adopted("r"),
-    e.Adopted("r", 12),
+    e.Attached("r"),
+    e.Attached("r", 12),
     e.Ended("12"),
     e.Ended("13", is_complete=False),
     e.MemoryChanged(0, (("a", 0), ("b", 1 << 35))),
@@ -50,7 +50,7 @@ EVENTS: tuple[e.Event, ...] = (
 )
 ACTIONS: tuple[Action, ...] = (
     Send("r", 3),
-    HandOver("r", 0, 1),
+    Migrate("r", 0, 1),
     RunTurn(0, Turn(1, "a", math.inf), "b"),
     RunTurn(0, Turn(1, "a", 0.1), None),
     RunTurn(0, Turn(1, "a", 0.1, 256), None),

@@ -89,7 +89,7 @@ async def test_it_waits_until_all_have_left(box: Box) -> None:
     await asyncio.sleep(0)
     while box.workers[0].inbox:
         last = box.heed(0)
-    assert last == m.MoveOut(MODELS[0], request_id)
+    assert last == m.MigrateOut(MODELS[0], request_id)
     await asyncio.sleep(0)
     assert not drained.done()  # it has let it go, but the daemon does not know
     box.exchange()

@@ -175,13 +175,13 @@ WARNINGS: list[tuple[str, Facts, str, str]] = [
     ("folder state_dir", state_dir(filesystem="tmpfs"), "restarts", "paths.state_dir"),
     ("folder state_dir", state_dir(free_bytes=GIB // 2), "512 MiB free", "free some space"),
     (
-        "image files",
+        "snapshot files",
         healthy(
-            settings=settings(memory={"image_files": "50GiB"}),
-            folders=(replace(STATE_DIR, key="images", free_bytes=30 * GIB, num_bytes=GIB),),
+            settings=settings(memory={"snapshot_files": "50GiB"}),
+            folders=(replace(STATE_DIR, key="snapshots", free_bytes=30 * GIB, num_bytes=GIB),),
         ),
         "room for 31 GiB",
-        "lower memory.image_files",
+        "lower memory.snapshot_files",
     ),
 ]
 

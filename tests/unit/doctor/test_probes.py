@@ -1,4 +1,4 @@
-"""What the doctor finds on this machine and in made-up files."""
+"""What the doctor finds on this machine and in synthetic files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TestMemory:
         assert 0 < facts.available_bytes <= facts.total_bytes
         assert facts.overcommit in (0, 1, 2)
 
-    def test_of_made_up_files(self, tmp_path: Path) -> None:
+    def test_of_synthetic_files(self, tmp_path: Path) -> None:
         write(
             tmp_path,
             proc__meminfo="HugePages_Free:       512\nHugepagesize:       2048 kB\n",
@@ -150,22 +150,22 @@ class TestFolders:
         settings = parse_settings(
             {
                 "paths": {"state_dir": str(tmp_path / "a/b"), "log_dir": str(tmp_path)},
-                "memory": {"image_files": "1GiB"},
+                "memory": {"snapshot_files": "1GiB"},
             },
             "test",
         )
         facts = {one.key: one for one in probes.folder_facts(settings)}
-        assert list(facts) == ["state_dir", "log_dir", "download_dir", "runtime_dir", "images"]
+        assert list(facts) == ["state_dir", "log_dir", "download_dir", "runtime_dir", "snapshots"]
         assert (facts["state_dir"].exists, facts["log_dir"].exists) == (False, True)
         assert facts["state_dir"].is_writable
         assert facts["state_dir"].free_bytes > 0
         assert facts["state_dir"].filesystem not in ("", "unknown")
 
-    def test_images_that_are_there(self, tmp_path: Path) -> None:
-        (tmp_path / "images").mkdir()
-        (tmp_path / "images" / "one").write_bytes(b"x" * 1000)
+    def test_snapshots_that_are_there(self, tmp_path: Path) -> None:
+        (tmp_path / "snapshots").mkdir()
+        (tmp_path / "snapshots" / "one").write_bytes(b"x" * 1000)
         settings = parse_settings(
-            {"paths": {"state_dir": str(tmp_path)}, "memory": {"image_files": "1GiB"}}, "test"
+            {"paths": {"state_dir": str(tmp_path)}, "memory": {"snapshot_files": "1GiB"}}, "test"
         )
         assert probes.folder_facts(settings)[-1].num_bytes == 1000
 

@@ -101,7 +101,7 @@ class FakeDaemon:
     """What the tests look at and turn knobs on.
 
     ``live`` counts live requests per model, ``cached`` and ``device`` are changes to the samples
-    of images and of the device, ``delay_s`` holds back the answers to ``GET /status`` and
+    of snapshots and of the device, ``delay_s`` holds back the answers to ``GET /status`` and
     ``GET /models``, ``raw_answer`` replaces the first of them. ``chat_chunks`` are the
     server-sent data of the next chat, ``chat_status`` is its HTTP status. ``queries`` are those
     of what was asked of the past.
@@ -167,8 +167,8 @@ class FakeDaemon:
         self.models[name] = model
         return model
 
-    def image(self, name: str, **changes: Any) -> CachedModel:
-        """The image of a model, with changes from now on."""
+    def snapshot(self, name: str, **changes: Any) -> CachedModel:
+        """The snapshot of a model, with changes from now on."""
         model = self.find(name)
         changed = self.cached.setdefault(model.name, {})
         changed.update(changes)
@@ -282,22 +282,22 @@ def _add_model_routes(app: FastAPI, daemon: FakeDaemon) -> None:
 def _add_cache_routes(app: FastAPI, daemon: FakeDaemon) -> None:
     @app.get("/cache")
     async def cache() -> CacheInfo:
-        return samples.cache([daemon.image(name) for name in daemon.models])
+        return samples.cache([daemon.snapshot(name) for name in daemon.models])
 
     @app.patch("/cache/{name:path}")
     async def set_cached(name: str, body: SetCachedRequest) -> CachedModel:
-        return daemon.image(name, is_pinned=body.is_pinned)
+        return daemon.snapshot(name, is_pinned=body.is_pinned)
 
     @app.post("/cache/{name:path}")
     async def warm(name: str) -> CachedModel:
-        return daemon.image(name, state="host")
+        return daemon.snapshot(name, state="host")
 
     @app.delete("/cache/{name:path}")
     async def drop(name: str) -> CachedModel:
         model = daemon.find(name)
         if daemon.live.get(model.name, 0):
             raise Refused(f"{model.name} has live requests", "wait until they have ended")
-        return daemon.image(name, state="disk")
+        return daemon.snapshot(name, state="disk")
 
 
 def _add_device_routes(app: FastAPI, daemon: FakeDaemon) -> None:

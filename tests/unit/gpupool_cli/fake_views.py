@@ -75,7 +75,7 @@ def _add_top_routes(app: FastAPI, daemon: FakeDaemon) -> None:
             devices=now.devices,
             models=[
                 samples.top_model(
-                    row, daemon.find(row.name), is_pinned=daemon.image(row.name).is_pinned
+                    row, daemon.find(row.name), is_pinned=daemon.snapshot(row.name).is_pinned
                 )
                 for row in now.models
             ],

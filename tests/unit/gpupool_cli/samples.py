@@ -193,7 +193,7 @@ def switch(name: str, previous: str | None) -> SwitchInfo:
 
 
 def cached(name: str) -> CachedModel:
-    """An image of a 7B model in host memory, saved too."""
+    """A snapshot of a 7B model in host memory, saved too."""
     return CachedModel(
         name=name,
         state="host",
@@ -206,7 +206,7 @@ def cached(name: str) -> CachedModel:
 
 
 def cache(models: list[CachedModel]) -> CacheInfo:
-    """A cache with room for four such images, and the disk for eight."""
+    """A cache with room for four such snapshots, and the disk for eight."""
     return CacheInfo(
         host_bytes=sum(model.num_bytes for model in models if model.state == "host"),
         host_limit_bytes=60 * GIB,

@@ -1,4 +1,4 @@
-"""``cache``: what is shown of images, and what is done to them."""
+"""``cache``: what is shown of snapshots, and what is done to them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 def test_ls(daemon: FakeDaemon, cli: Cli) -> None:
     daemon.add("a")
     daemon.add("b")
-    daemon.image("a", is_pinned=True)
-    daemon.image("b", state="none", is_saved=False, num_live=0, last_used_at=None)
+    daemon.snapshot("a", is_pinned=True)
+    daemon.snapshot("b", state="none", is_saved=False, num_live=0, last_used_at=None)
     lines = cli("cache", "ls").stdout.splitlines()
     assert [line.split() for line in lines] == [
         "NAME STATE SIZE SAVED PINNED LIVE LAST-USED".split(),
@@ -29,26 +29,26 @@ def test_ls(daemon: FakeDaemon, cli: Cli) -> None:
     assert [(model.name, model.is_pinned) for model in info.models] == [("a", True), ("b", False)]
 
 
-def test_ls_without_saved_images(
+def test_ls_without_saved_snapshots(
     daemon: FakeDaemon, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = samples.cache([]).model_copy(update={"disk_limit_bytes": 0})
     monkeypatch.setattr(samples, "cache", lambda models: cache)
-    assert "no images are saved (memory.image_files)" in cli("cache", "ls").stdout
+    assert "no snapshots are saved (memory.snapshot_files)" in cli("cache", "ls").stdout
 
 
 def test_pin_and_unpin(daemon: FakeDaemon, cli: Cli) -> None:
     daemon.add("a", aliases=["chat"])
     done = cli("cache", "pin", "chat")
     assert (done.exit_code, done.stdout, done.stderr) == (0, "", "a: pinned\n")
-    assert daemon.image("a").is_pinned
+    assert daemon.snapshot("a").is_pinned
     assert cli("cache", "unpin", "chat").stderr == "a: not pinned\n"
-    assert not daemon.image("a").is_pinned
+    assert not daemon.snapshot("a").is_pinned
 
 
 def test_pin_of_a_model_that_is_not_in_memory(daemon: FakeDaemon, cli: Cli) -> None:
     daemon.add("a")
-    daemon.image("a", state="disk")
+    daemon.snapshot("a", state="disk")
     assert "`gpupool cache warm a`" in cli("cache", "pin", "a").stderr
 
 
@@ -57,11 +57,11 @@ def test_drop_and_warm(daemon: FakeDaemon, cli: Cli) -> None:
     done = cli("cache", "drop", "org/a")
     assert (done.exit_code, done.stdout) == (0, "")
     assert done.stderr == "org/a: not in host memory\n"
-    assert daemon.image("org/a").state == "disk"
+    assert daemon.snapshot("org/a").state == "disk"
     done = cli("cache", "warm", "org/a")
     assert (done.exit_code, done.stdout) == (0, "")
     assert done.stderr == "org/a: loading\norg/a: in host memory, 15 GiB\n"
-    assert daemon.image("org/a").state == "host"
+    assert daemon.snapshot("org/a").state == "host"
 
 
 def test_drop_while_in_use(daemon: FakeDaemon, cli: Cli) -> None:

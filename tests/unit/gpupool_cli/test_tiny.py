@@ -29,15 +29,18 @@ def test_made_folders_are_listed(cli: Cli, tmp_path: Path) -> None:
     assert made["size_bytes"] == sum(file.stat().st_size for file in folder.iterdir())
 
 
-def test_hollow_models_take_no_disk(cli: Cli, tmp_path: Path) -> None:
+def test_dummy_models_take_no_disk(cli: Cli, tmp_path: Path) -> None:
     shapes = ["--shape", "Qwen2.5-7B", "--shape", "Llama-2-13B"]
-    made = json.loads(cli("make-hollow-models", str(tmp_path), *shapes, "--json").stdout)
-    assert [model["name"] for model in made] == ["hollow-qwen2.5-7b", "hollow-llama-2-13b"]
+    made = json.loads(cli("make-dummy-models", str(tmp_path), *shapes, "--json").stdout)
+    assert [model["name"] for model in made] == [
+        "dummy-weights-qwen2.5-7b",
+        "dummy-weights-llama-2-13b",
+    ]
     for model in made:
         weights = Path(model["path"]) / "model.safetensors"
         assert weights.stat().st_size > 15_000_000_000
         assert model["size_bytes"] < 1_000_000
-    assert cli("make-hollow-models", str(tmp_path), "--shape", "GPT-9").exit_code == 2
+    assert cli("make-dummy-models", str(tmp_path), "--shape", "GPT-9").exit_code == 2
 
 
 @pytest.mark.parametrize("options", [["--size", "1MB"], ["--size", "x"], ["--arch", "gpt"]])
@@ -46,7 +49,7 @@ def test_bad_options_are_usage_errors(cli: Cli, tmp_path: Path, options: list[st
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("maker", ["make-tiny-models", "make-hollow-models"])
+@pytest.mark.parametrize("maker", ["make-tiny-models", "make-dummy-models"])
 def test_a_folder_that_cannot_be_made(cli: Cli, tmp_path: Path, maker: str) -> None:
     (tmp_path / "file").touch()
     result = cli(maker, str(tmp_path / "file"))

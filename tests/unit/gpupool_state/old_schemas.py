@@ -41,7 +41,7 @@ def rows_of(path: Path) -> Rows:
 def has_kept(before: Rows, after: Rows) -> bool:
     """Return whether all rows are there with their values, perhaps with more columns.
 
-    Schema 7 renamed the columns ``instance`` and two kinds of events.
+    Schema 7 renamed the columns ``instance`` and three kinds of events.
     """
     if any("device" in row for row in after.get("requests", ())):
         before = {table: [_renamed(row) for row in rows] for table, rows in before.items()}
@@ -53,7 +53,11 @@ def has_kept(before: Rows, after: Rows) -> bool:
 
 
 def _renamed(row: dict[str, object]) -> dict[str, object]:
-    kinds: dict[object, str] = {"instance_ready": "worker_ready", "instance_down": "worker_down"}
+    kinds: dict[object, str] = {
+        "instance_ready": "worker_ready",
+        "instance_down": "worker_down",
+        "image_refused": "snapshot_refused",
+    }
     row = {_COLUMNS.get(name, name): value for name, value in row.items()}
     return row | {"kind": kinds.get(row["kind"], row["kind"])} if "kind" in row else row
 

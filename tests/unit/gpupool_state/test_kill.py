@@ -45,7 +45,7 @@ def test_acknowledged_changes_survive_a_thousand_kills(tmp_path: Path) -> None:
     assert found["flushes"] > NUM_KILLS / 4
 
 
-def test_an_upgrade_that_is_killed_is_made_up_for(tmp_path: Path) -> None:
+def test_an_upgrade_that_is_killed_is_synthetic_for(tmp_path: Path) -> None:
     found = kill(tmp_path, "upgrade", NUM_UPGRADE_KILLS)
     assert found["kills"] == NUM_UPGRADE_KILLS
     # Some died while the copy was made, some during a step of the change, some after it.

@@ -27,17 +27,17 @@ def driver() -> FakeCuda:
 
 
 @pytest.fixture
-def image() -> Iterator[HostBuffer]:
+def snapshot() -> Iterator[HostBuffer]:
     """Sixteen pages of host bytes, each page different."""
-    buffer = HostBuffer.create("test-image", 16 * PAGE)
+    buffer = HostBuffer.create("test-snapshots", 16 * PAGE)
     ctypes.memmove(buffer.address, b"".join(page_of(i) for i in range(16)), 16 * PAGE)
     yield buffer
     buffer.close()
 
 
 @pytest.fixture
-def device(driver: FakeCuda, image: HostBuffer) -> Iterator[CudaDevice]:
-    """Every test ends with everything given back. The image outlives copies left behind."""
+def device(driver: FakeCuda, snapshot: HostBuffer) -> Iterator[CudaDevice]:
+    """Every test ends with everything given back. The snapshot outlives copies left behind."""
     opened = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=driver)
     yield opened
     opened.close()

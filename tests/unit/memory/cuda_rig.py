@@ -36,6 +36,6 @@ def mapped(device: CudaDevice, num_pages: int) -> Iterator[int]:
 
 
 def in_thread(work: Callable[[], None]) -> None:
-    """Run ``work`` in another thread, as a lane's is; what it raises is raised here."""
+    """Run ``work`` in another thread, as a copy stream's is; what it raises is raised here."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(work).result()

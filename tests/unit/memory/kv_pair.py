@@ -24,14 +24,14 @@ ORDERS: dict[str, Callable[[list[int]], list[int]]] = {
 }
 
 
-def all_chunks(kv: KvMemory) -> list[int]:
-    return list(range(kv.geometry.num_chunks))
+def all_extents(kv: KvMemory) -> list[int]:
+    return list(range(kv.geometry.num_extents))
 
 
 def backed(rig: Rig, layout: str) -> tuple[KvMemory, MemoryLedger, dict[int, bytes]]:
     """A model all of whose blocks are in use, and their bytes."""
     kv, ledger = rig.kv(geometry_of(layout))
-    kv.back(all_chunks(kv))
+    kv.back(all_extents(kv))
     written = fill_blocks(kv, ledger.allocate(ledger.num_free), layout)
     return kv, ledger, written
 
@@ -75,8 +75,8 @@ class Pair:
         self.source, self.target = Rig(), Rig(num_pages)
         self.sender, self.sender_ledger, written = backed(self.source, layout)
         self.kv, self.ledger = self.target.kv(geometry_of(layout))
-        # As many as the second has room for: the null block's chunk is not for parcels.
-        num_blocks = len(written) - (self.kv.geometry.blocks_per_chunk - 1)
+        # As many as the second has room for: the null block's extent is not for KV transfers.
+        num_blocks = len(written) - (self.kv.geometry.blocks_per_extent - 1)
         self.written = dict(list(written.items())[:num_blocks])
         host = self.source.host
         self._thread = DeviceThread(self.target.device, "peers")
@@ -84,7 +84,7 @@ class Pair:
         self.num_freed = 0
         self._sent: list[HostSlot] = []
 
-    def parcel(self, blocks: Sequence[int]) -> PeerSlot:
+    def kv_transfer(self, blocks: Sequence[int]) -> PeerSlot:
         """These blocks of the first device, as the second gets them."""
         slot, transfer, _ = export(self.source, self.sender, blocks)
         transfer.wait()
@@ -92,17 +92,17 @@ class Pair:
         self._sent.append(slot)
         return self.cache.slot(self.source.host.offsets(slot), self._freed)
 
-    def adopt(self, blocks: Sequence[int]) -> list[int]:
+    def attach_slot(self, blocks: Sequence[int]) -> list[int]:
         """Blocks of the second device that have the bytes of these of the first."""
-        adopted = self.kv.adopt(self.parcel(blocks), len(blocks))
-        assert adopted is not None
-        assert len(set(adopted)) == len(blocks)
-        return adopted
+        attached = self.kv.attach_slot(self.kv_transfer(blocks), len(blocks))
+        assert attached is not None
+        assert len(set(attached)) == len(blocks)
+        return attached
 
     def bring_in(self) -> None:
         """All that is on the host comes to the second device."""
         self.target.soil()
-        while on_host := self.kv.chunks(Place.HOST):
+        while on_host := self.kv.extents(Place.HOST):
             self.target.page_in(self.kv, on_host[0])
             check(self.target, self.kv)
 

@@ -9,8 +9,8 @@ import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 
-from gpupoold.memory.address_ranges import Region
-from gpupoold.memory.contracts import Copy, Direction, Lane, PageRun
+from gpupoold.memory.address_ranges import AddressRange
+from gpupoold.memory.contracts import Copy, CopyStream, Direction, PageRun
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import HostBuffer, KvHostCache
@@ -86,21 +86,22 @@ class FailingDevice(EmulatedDevice):
             raise OSError(errno.ENOMEM, "too many mappings")
 
 
-class GatedLane:
-    """A lane whose copies begin only while ``gate`` is open; ``error`` is raised by the next.
+class GatedCopyStream:
+    """A copy stream whose copies begin only while ``gate`` is open; ``error`` is raised by the
+    next.
 
     The gate closes after ``num_allowed`` batches.
     """
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, copy_stream: CopyStream) -> None:
+        self._copy_stream = copy_stream
         self.gate = threading.Event()
         self.gate.set()
         self.error: Exception | None = None
         self.num_allowed: int | None = None
 
     def fence(self) -> int:
-        return self._lane.fence()
+        return self._copy_stream.fence()
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
         self.gate.wait()
@@ -111,13 +112,13 @@ class GatedLane:
             self.num_allowed -= 1
             if not self.num_allowed:
                 self.gate.clear()
-        return self._lane.begin(copies, after)
+        return self._copy_stream.begin(copies, after)
 
     def wait(self, batch: int) -> None:
-        self._lane.wait(batch)
+        self._copy_stream.wait(batch)
 
     def close(self) -> None:
-        self._lane.close()
+        self._copy_stream.close()
 
 
 class Rig:
@@ -127,54 +128,54 @@ class Rig:
         self.device = FailingDevice(num_pages * page_bytes, page_bytes)
         self.pool = PagePool(num_pages, table_pages=4)
         self.host = KvHostCache(host_pages * page_bytes, page_bytes)
-        self.in_lane = GatedLane(self.device.open_lane(Direction.IN))
-        self.out_lane = GatedLane(self.device.open_lane(Direction.OUT))
-        self.ins = TransferQueue([self.in_lane], "copy-in", batch_bytes=2 * page_bytes)
-        self.outs = TransferQueue([self.out_lane], "copy-out", batch_bytes=2 * page_bytes)
-        self._open: list[Region | KvMemory | WeightMemory] = []
+        self.in_copy_stream = GatedCopyStream(self.device.open_copy_stream(Direction.IN))
+        self.out_copy_stream = GatedCopyStream(self.device.open_copy_stream(Direction.OUT))
+        self.ins = TransferQueue([self.in_copy_stream], "copy-in", batch_bytes=2 * page_bytes)
+        self.outs = TransferQueue([self.out_copy_stream], "copy-out", batch_bytes=2 * page_bytes)
+        self._open: list[AddressRange | KvMemory | WeightMemory] = []
 
-    def region(self, num_pages: int) -> Region:
-        region = Region(self.device, self.pool, num_pages)
-        self._open.append(region)
-        return region
+    def address_range(self, num_pages: int) -> AddressRange:
+        address_range = AddressRange(self.device, self.pool, num_pages)
+        self._open.append(address_range)
+        return address_range
 
     def kv(self, geometry: KvGeometry) -> tuple[KvMemory, MemoryLedger]:
-        region = Region(self.device, self.pool, geometry.num_pages)
-        kv = KvMemory(geometry, region, self.device, self.host)
+        address_range = AddressRange(self.device, self.pool, geometry.num_pages)
+        kv = KvMemory(geometry, address_range, self.device, self.host)
         ledger = MemoryLedger(geometry.num_blocks)
         kv.attach(ledger)
         self._open.append(kv)
         return kv, ledger
 
     def weights(self, num_pages: int, key: object) -> tuple[WeightMemory, bytes]:
-        image = HostBuffer.create("test-image", num_pages * self.device.page_bytes)
-        data = pattern(key, image.num_bytes)
-        write(image.address, data)
-        region = Region(self.device, self.pool, num_pages)
-        weights = WeightMemory(region, self.device, image)
+        snapshot = HostBuffer.create("test-snapshots", num_pages * self.device.page_bytes)
+        data = pattern(key, snapshot.num_bytes)
+        write(snapshot.address, data)
+        address_range = AddressRange(self.device, self.pool, num_pages)
+        weights = WeightMemory(address_range, self.device, snapshot)
         self._open.append(weights)
         return weights, data
 
     @contextlib.contextmanager
     def copies_held(self) -> Iterator[None]:
         """No copy of a queue begins inside."""
-        self.in_lane.gate.clear()
-        self.out_lane.gate.clear()
+        self.in_copy_stream.gate.clear()
+        self.out_copy_stream.gate.clear()
         try:
             yield
         finally:
-            self.in_lane.gate.set()
-            self.out_lane.gate.set()
+            self.in_copy_stream.gate.set()
+            self.out_copy_stream.gate.set()
 
-    def page_out(self, kv: KvMemory, chunk: int) -> bool:
-        """Page a chunk out and wait for it; whether the host had room."""
-        done = kv.begin_page_out([chunk], self.outs)
+    def page_out(self, kv: KvMemory, extent: int) -> bool:
+        """Page an extent out and wait for it; whether the host had room."""
+        done = kv.begin_page_out([extent], self.outs)
         self.finish(kv)
         return done == 1
 
-    def page_in(self, kv: KvMemory, chunk: int) -> None:
-        """Page a chunk in and wait for it."""
-        kv.begin_page_in([chunk], self.ins)
+    def page_in(self, kv: KvMemory, extent: int) -> None:
+        """Page an extent in and wait for it."""
+        kv.begin_page_in([extent], self.ins)
         self.finish(kv)
 
     def finish(self, kv: KvMemory) -> None:
@@ -185,7 +186,7 @@ class Rig:
     def soil(self) -> None:
         """Leave bytes of "another model" in every free page."""
         num_pages = self.pool.num_free
-        other = Region(self.device, self.pool, num_pages)
+        other = AddressRange(self.device, self.pool, num_pages)
         other.retain(range(num_pages))
         write(other.address, b"\xee" * (num_pages * self.device.page_bytes))
         other.close()

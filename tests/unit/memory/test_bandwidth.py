@@ -26,7 +26,7 @@ def test_an_emulated_device_has_a_speed_and_keeps_nothing() -> None:
     device.close()
 
 
-def test_a_gpu_is_measured_with_lanes_in_batches_that_overlap(
+def test_a_gpu_is_measured_with_copy_streams_in_batches_that_overlap(
     device: CudaDevice, driver: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bandwidth, "BATCH_BYTES", 4 * PAGE)
@@ -63,8 +63,8 @@ def test_a_failure_gives_everything_back(device: CudaDevice, driver: FakeCuda) -
 
 def test_the_best_try_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = iter([4.0, 1.0, 2.0])
-    monkeypatch.setattr(bandwidth, "_try_s", lambda lane, batches: next(tries))
+    monkeypatch.setattr(bandwidth, "_try_s", lambda copy_stream, batches: next(tries))
     device = EmulatedDevice(PAGE, PAGE)
-    lane = device.open_lane(Direction.IN)
-    assert bandwidth._best_of(lane, Copy(0, 0, 1000)) == 1000
+    copy_stream = device.open_copy_stream(Direction.IN)
+    assert bandwidth._best_of(copy_stream, Copy(0, 0, 1000)) == 1000
     device.close()

@@ -197,8 +197,8 @@ def test_more_memory_than_there_is_is_refused_at_once() -> None:
     started_s, fds = time.monotonic(), num_fds()
     with pytest.raises(OSError, match="gpupool-device"):
         EmulatedDevice(too_much)
-    with pytest.raises(OSError, match="image"):
-        HostBuffer.create("image", too_much)
+    with pytest.raises(OSError, match="snapshot"):
+        HostBuffer.create("snapshot", too_much)
     assert time.monotonic() - started_s < 1
     assert num_fds() == fds
 

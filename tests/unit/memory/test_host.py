@@ -15,7 +15,7 @@ from tests.unit.memory.rig import PAGE, read, write
 
 
 def test_a_buffer_is_zeroed_and_shared_by_its_descriptor() -> None:
-    buffer = HostBuffer.create("image", 3 * PAGE)
+    buffer = HostBuffer.create("snapshot", 3 * PAGE)
     assert read(buffer.address, 3 * PAGE) == bytes(3 * PAGE)
     write(buffer.address, b"abc")
     other = HostBuffer(os.dup(buffer.fd), 3 * PAGE)
@@ -25,7 +25,7 @@ def test_a_buffer_is_zeroed_and_shared_by_its_descriptor() -> None:
 
 
 def test_closing_twice_harms_nobody() -> None:
-    buffer = HostBuffer.create("image", PAGE)
+    buffer = HostBuffer.create("snapshot", PAGE)
     buffer.close()
     later = HostBuffer.create("later", PAGE)  # likely the same descriptor and address
     buffer.close()

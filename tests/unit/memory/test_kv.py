@@ -17,8 +17,8 @@ from tests.unit.memory.rig import LAYOUTS, PAGE, Rig, fill_blocks, geometry_of, 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-def all_chunks(kv: KvMemory) -> list[int]:
-    return list(range(kv.geometry.num_chunks))
+def all_extents(kv: KvMemory) -> list[int]:
+    return list(range(kv.geometry.num_extents))
 
 
 def check(rig: Rig, *kvs: KvMemory) -> None:
@@ -32,18 +32,18 @@ def check(rig: Rig, *kvs: KvMemory) -> None:
 def test_the_engine_gets_only_backed_blocks(rig: Rig, layout: str) -> None:
     kv, ledger = rig.kv(geometry_of(layout))
     assert (ledger.num_free, kv.resident_bytes) == (0, 0)
-    assert kv.chunks(Place.UNBACKED) == all_chunks(kv)
+    assert kv.extents(Place.UNBACKED) == all_extents(kv)
     kv.back([1, 2])
     backed = [*kv.geometry.blocks(1), *kv.geometry.blocks(2)]
     assert sorted(ledger.allocate(ledger.num_free)) == backed
-    assert kv.chunks(Place.DEVICE) == [1, 2]
+    assert kv.extents(Place.DEVICE) == [1, 2]
     check(rig, kv)
 
 
 @every_layout
 def test_the_null_block_is_backed_but_never_given(rig: Rig, layout: str) -> None:
     kv, ledger = rig.kv(geometry_of(layout))
-    kv.back(all_chunks(kv))
+    kv.back(all_extents(kv))
     assert sorted(ledger.allocate(ledger.num_free)) == list(range(1, kv.geometry.num_blocks))
     assert read_block(kv, 0) == bytes(kv.geometry.block_bytes)
 
@@ -52,7 +52,7 @@ def test_the_null_block_is_backed_but_never_given(rig: Rig, layout: str) -> None
 def test_fresh_blocks_are_zero(rig: Rig, layout: str) -> None:
     rig.soil()
     kv, _ = rig.kv(geometry_of(layout))
-    kv.back(all_chunks(kv))
+    kv.back(all_extents(kv))
     for block in range(kv.geometry.num_blocks):
         assert read_block(kv, block) == bytes(kv.geometry.block_bytes)
 
@@ -60,20 +60,20 @@ def test_fresh_blocks_are_zero(rig: Rig, layout: str) -> None:
 @every_layout
 def test_predicted_pages_are_those_taken_and_freed(rig: Rig, layout: str) -> None:
     kv, _ = rig.kv(geometry_of(layout))
-    for chunks in ([1], [0, 2], [3]):
-        predicted, before = kv.num_missing_pages(chunks), rig.pool.num_free
-        kv.back(chunks)
+    for extents in ([1], [0, 2], [3]):
+        predicted, before = kv.num_missing_pages(extents), rig.pool.num_free
+        kv.back(extents)
         assert before - rig.pool.num_free == predicted
-        assert kv.num_missing_pages(chunks) == 0
+        assert kv.num_missing_pages(extents) == 0
     assert kv.resident_bytes == (64 - rig.pool.num_free) * PAGE
-    for chunks in ([1], [2, 3], [0]):
-        predicted, before = kv.num_resident_pages(chunks), rig.pool.num_free
-        kv.unback(chunks)
+    for extents in ([1], [2, 3], [0]):
+        predicted, before = kv.num_resident_pages(extents), rig.pool.num_free
+        kv.unback(extents)
         assert rig.pool.num_free - before == predicted
         check(rig, kv)
 
 
-def test_a_chunk_between_neighbours_frees_no_page(rig: Rig) -> None:
+def test_a_extent_between_neighbours_frees_no_page(rig: Rig) -> None:
     kv, _ = rig.kv(geometry_of("unaligned"))
     kv.back([0, 1, 2])
     assert kv.num_resident_pages([1]) == 0
@@ -83,22 +83,22 @@ def test_a_chunk_between_neighbours_frees_no_page(rig: Rig) -> None:
 @every_layout
 def test_out_and_in_again_at_other_pages(rig: Rig, layout: str) -> None:
     kv, ledger = rig.kv(geometry_of(layout))
-    kv.back(all_chunks(kv))
+    kv.back(all_extents(kv))
     live = ledger.allocate(ledger.num_free - 2)
     ledger.release(live[1::3])  # leaves gaps between live blocks
     del live[1::3]
     written = fill_blocks(kv, live, layout)
-    num_live = {chunk: len(kv.live_blocks(chunk)) for chunk in all_chunks(kv)}
-    for chunk in all_chunks(kv):
+    num_live = {extent: len(kv.live_blocks(extent)) for extent in all_extents(kv)}
+    for extent in all_extents(kv):
         before = kv.host_bytes
-        assert rig.page_out(kv, chunk)
-        assert kv.host_bytes - before == num_live[chunk] * kv.geometry.block_bytes
+        assert rig.page_out(kv, extent)
+        assert kv.host_bytes - before == num_live[extent] * kv.geometry.block_bytes
         check(rig, kv)
     assert (kv.resident_bytes, rig.pool.num_free) == (0, 64)
     assert kv.host_bytes == rig.host.used_bytes > 0
     rig.soil()
-    for chunk in reversed(kv.chunks(Place.HOST)):
-        rig.page_in(kv, chunk)
+    for extent in reversed(kv.extents(Place.HOST)):
+        rig.page_in(kv, extent)
         check(rig, kv)
     assert {block: read_block(kv, block) for block in live} == written
     assert rig.host.used_bytes == 0
@@ -106,17 +106,17 @@ def test_out_and_in_again_at_other_pages(rig: Rig, layout: str) -> None:
 
 
 @every_layout
-def test_neighbours_stay_intact_while_a_chunk_is_out(rig: Rig, layout: str) -> None:
+def test_neighbours_stay_intact_while_a_extent_is_out(rig: Rig, layout: str) -> None:
     kv, ledger = rig.kv(geometry_of(layout))
-    kv.back(all_chunks(kv))
+    kv.back(all_extents(kv))
     written = fill_blocks(kv, ledger.allocate(ledger.num_free), "n")
-    for chunk in (chunk for chunk in all_chunks(kv) if kv.live_blocks(chunk)):
-        rig.page_out(kv, chunk)
-        assert kv.chunks(Place.HOST) == [chunk]
-        there = [b for c in kv.chunks(Place.DEVICE) for b in kv.live_blocks(c)]
+    for extent in (extent for extent in all_extents(kv) if kv.live_blocks(extent)):
+        rig.page_out(kv, extent)
+        assert kv.extents(Place.HOST) == [extent]
+        there = [b for c in kv.extents(Place.DEVICE) for b in kv.live_blocks(c)]
         assert all(read_block(kv, block) == written[block] for block in there)
         rig.soil()
-        rig.page_in(kv, chunk)
+        rig.page_in(kv, extent)
         assert {block: read_block(kv, block) for block in written} == written
 
 
@@ -133,16 +133,16 @@ def test_blocks_that_do_not_travel_show_nothing_of_another_model(rig: Rig) -> No
     assert read_block(kv, idle) == bytes(kv.geometry.block_bytes)
 
 
-def test_free_chunks_are_those_without_a_live_block(rig: Rig) -> None:
+def test_free_extents_are_those_without_a_live_block(rig: Rig) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
     kv.back([0, 1, 2, 3])
-    assert kv.free_chunks() == [3, 2, 1, 0]
-    blocks = ledger.allocate(2)  # block 1 in chunk 0, block 2 in chunk 1
-    assert kv.free_chunks() == [3, 2]
+    assert kv.free_extents() == [3, 2, 1, 0]
+    blocks = ledger.allocate(2)  # block 1 in extent 0, block 2 in extent 1
+    assert kv.free_extents() == [3, 2]
     ledger.release(blocks[:1])
-    assert kv.free_chunks() == [3, 2, 0]
+    assert kv.free_extents() == [3, 2, 0]
     kv.unback([3, 0])
-    assert kv.chunks(Place.DEVICE) == [1, 2]
+    assert kv.extents(Place.DEVICE) == [1, 2]
     check(rig, kv)
 
 
@@ -180,7 +180,7 @@ def test_blocks_of_a_request_that_ended_outside_stay_with_us(rig: Rig) -> None:
     ledger.release(blocks[:1])
     assert ledger.num_free == 1
     kv.discard_dead()
-    assert kv.chunks(Place.HOST) == [1]  # the other block is still live
+    assert kv.extents(Place.HOST) == [1]  # the other block is still live
     assert (ledger.num_free, ledger.reuse("prefix")) == (0, None)
     check(rig, kv)
     rig.soil()
@@ -194,11 +194,11 @@ def test_discard_dead_frees_the_host_and_holds_the_blocks(rig: Rig) -> None:
     kv.back([1, 2])
     blocks = ledger.allocate(4)
     ledger.remember(blocks[0], "prefix")
-    for chunk in (1, 2):
-        rig.page_out(kv, chunk)
+    for extent in (1, 2):
+        rig.page_out(kv, extent)
     ledger.release(blocks[:2])
     kv.discard_dead()
-    assert (kv.chunks(Place.UNBACKED)[:2], kv.chunks(Place.HOST)) == ([0, 1], [2])
+    assert (kv.extents(Place.UNBACKED)[:2], kv.extents(Place.HOST)) == ([0, 1], [2])
     assert ledger.num_free == 0
     assert ledger.reuse("prefix") is None
     ledger.release(blocks[2:])
@@ -216,20 +216,20 @@ def test_host_cache_full_changes_nothing() -> None:
     written = fill_blocks(kv, ledger.allocate(4), "f")
     before = rig.pool.num_free
     assert not rig.page_out(kv, 1)
-    assert kv.chunks(Place.DEVICE) == [1, 2]
+    assert kv.extents(Place.DEVICE) == [1, 2]
     assert (rig.pool.num_free, rig.host.used_bytes) == (before, 0)
     assert {block: read_block(kv, block) for block in written} == written
     check(rig, kv)
     rig.close()
 
 
-def test_a_chunk_without_live_blocks_needs_no_host_room() -> None:
+def test_a_extent_without_live_blocks_needs_no_host_room() -> None:
     rig = Rig(host_pages=0)
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
     kv.back([1])
     assert rig.page_out(kv, 1)
     assert rig.pool.num_free == 64
-    assert kv.chunks(Place.HOST) == []
+    assert kv.extents(Place.HOST) == []
     assert ledger.num_free == 0
     rig.close()
 
@@ -240,13 +240,13 @@ def test_no_pages_to_come_back_to_changes_nothing(rig: Rig, layout: str) -> None
     kv.back([1, 2])
     written = fill_blocks(kv, ledger.allocate(ledger.num_free), "d")
     rig.page_out(kv, 2)
-    other = rig.region(64)
+    other = rig.address_range(64)
     other.retain(range(rig.pool.num_free - kv.num_missing_pages([2]) + 1))
     before = (rig.pool.num_free, rig.host.used_bytes)
     with pytest.raises(OutOfPages):
         rig.page_in(kv, 2)
     assert (rig.pool.num_free, rig.host.used_bytes) == before
-    assert kv.chunks(Place.HOST) == [2]
+    assert kv.extents(Place.HOST) == [2]
     check(rig, kv)
     other.drop(range(other.num_mapped))
     rig.page_in(kv, 2)
@@ -254,11 +254,11 @@ def test_no_pages_to_come_back_to_changes_nothing(rig: Rig, layout: str) -> None
 
 
 def test_no_pages_to_back_with_changes_nothing(rig: Rig) -> None:
-    kv, ledger = rig.kv(geometry_of("layers-outermost"))  # three pages per chunk
-    rig.region(64).retain(range(64 - 7))
+    kv, ledger = rig.kv(geometry_of("layers-outermost"))  # three pages per extent
+    rig.address_range(64).retain(range(64 - 7))
     with pytest.raises(OutOfPages):
         kv.back([1, 2, 3])
-    assert kv.chunks(Place.DEVICE) == []
+    assert kv.extents(Place.DEVICE) == []
     assert (ledger.num_free, rig.pool.num_free) == (0, 7)
     check(rig, kv)
 
@@ -268,24 +268,24 @@ def test_two_models_take_turns_on_a_full_device() -> None:
     models = [rig.kv(geometry_of("layers-outermost")) for _ in range(2)]
     written: list[dict[int, bytes]] = []
     for number, (kv, ledger) in enumerate(models):
-        kv.back(all_chunks(kv))
+        kv.back(all_extents(kv))
         written.append(fill_blocks(kv, ledger.allocate(15), number))
-        for chunk in all_chunks(kv):
-            rig.page_out(kv, chunk)
+        for extent in all_extents(kv):
+            rig.page_out(kv, extent)
     for turn in range(4):
         kv, _ = models[turn % 2]
-        for chunk in kv.chunks(Place.HOST):
-            rig.page_in(kv, chunk)
+        for extent in kv.extents(Place.HOST):
+            rig.page_in(kv, extent)
         assert {b: read_block(kv, b) for b in written[turn % 2]} == written[turn % 2]
-        for chunk in kv.chunks(Place.DEVICE):
-            rig.page_out(kv, chunk)
+        for extent in kv.extents(Place.DEVICE):
+            rig.page_out(kv, extent)
     rig.close()
 
 
 def test_unattached_memory_says_so(rig: Rig) -> None:
     geometry = geometry_of("layers-outermost")
-    region = rig.region(geometry.num_pages)
-    kv = KvMemory(geometry, region, rig.device, rig.host)
+    address_range = rig.address_range(geometry.num_pages)
+    kv = KvMemory(geometry, address_range, rig.device, rig.host)
     with pytest.raises(AssertionError, match="attach"):
         kv.live_blocks(0)
 
@@ -306,7 +306,7 @@ def test_ledger_refuses_to_hold_a_block_in_use() -> None:
         ledger.hold(blocks)
 
 
-def test_a_chunk_on_its_way_out_is_whole_until_it_is_out(rig: Rig) -> None:
+def test_a_extent_on_its_way_out_is_whole_until_it_is_out(rig: Rig) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
     kv.back([1])
     live = ledger.allocate(1)
@@ -314,14 +314,14 @@ def test_a_chunk_on_its_way_out_is_whole_until_it_is_out(rig: Rig) -> None:
     with rig.copies_held():
         kv.begin_page_out([1], rig.outs)
         kv.settle()
-        assert kv.chunks(Place.LEAVING) == [1]
+        assert kv.extents(Place.LEAVING) == [1]
         assert kv.num_leaving_pages == 3
         assert not kv.is_here(live)
         assert ledger.num_free == 0
         assert read_block(kv, live[0]) == written[live[0]]
         check(rig, kv)
     rig.finish(kv)
-    assert (kv.chunks(Place.HOST), kv.resident_bytes) == ([1], 0)
+    assert (kv.extents(Place.HOST), kv.resident_bytes) == ([1], 0)
 
 
 def test_what_was_leaving_stays_when_it_is_wanted_again(rig: Rig) -> None:
@@ -332,9 +332,9 @@ def test_what_was_leaving_stays_when_it_is_wanted_again(rig: Rig) -> None:
         kv.begin_page_out([1], rig.outs)
         kv.begin_page_out([2], rig.outs)
         # The first has been taken up by the thread, the second has not begun.
-        threading.Timer(0.02, rig.out_lane.gate.set).start()
+        threading.Timer(0.02, rig.out_copy_stream.gate.set).start()
         kv.stop_leaving()
-    assert kv.chunks(Place.DEVICE) == [1, 2]
+    assert kv.extents(Place.DEVICE) == [1, 2]
     assert kv.is_whole
     assert ledger.num_free == 1
     assert rig.host.used_bytes == 0
@@ -347,10 +347,10 @@ def test_a_request_may_run_when_its_own_kv_is_in(rig: Rig) -> None:
     kv.back([1, 2])
     first, second = ledger.allocate(2), ledger.allocate(2)
     fill_blocks(kv, [*first, *second], "x")
-    for chunk in (1, 2):
-        rig.page_out(kv, chunk)
+    for extent in (1, 2):
+        rig.page_out(kv, extent)
     assert not kv.is_here(first)
-    assert kv.chunks_in_order(Place.HOST, second) == [2, 1]
+    assert kv.extents_in_order(Place.HOST, second) == [2, 1]
     rig.page_in(kv, 2)
     assert kv.is_here(second)
     assert not kv.is_here(first)
@@ -368,23 +368,23 @@ def test_what_was_arriving_stays_on_the_host_when_plans_change(rig: Rig) -> None
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
     kv.back([1, 2])
     written = fill_blocks(kv, ledger.allocate(4), "x")
-    for chunk in (1, 2):
-        rig.page_out(kv, chunk)
+    for extent in (1, 2):
+        rig.page_out(kv, extent)
     rig.soil()
     with rig.copies_held():
         kv.begin_page_in([1], rig.ins)
         kv.begin_page_in([2], rig.ins)
-        threading.Timer(0.02, rig.in_lane.gate.set).start()
+        threading.Timer(0.02, rig.in_copy_stream.gate.set).start()
         kv.stop_arriving()
-    assert 2 in kv.chunks(Place.HOST)
+    assert 2 in kv.extents(Place.HOST)
     check(rig, kv)
-    for chunk in kv.chunks(Place.HOST):
-        rig.page_in(kv, chunk)
+    for extent in kv.extents(Place.HOST):
+        rig.page_in(kv, extent)
     assert {block: read_block(kv, block) for block in written} == written
 
 
 @pytest.mark.parametrize("leaving", [True, False])
-def test_a_chunk_whose_requests_end_under_way_is_let_go_when_it_has_come(
+def test_a_extent_whose_requests_end_under_way_is_let_go_when_it_has_come(
     rig: Rig, leaving: bool
 ) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
@@ -406,7 +406,7 @@ def test_a_chunk_whose_requests_end_under_way_is_let_go_when_it_has_come(
     rig.finish(kv)
     assert kv.is_whole
     assert rig.host.used_bytes == 0
-    assert kv.chunks(Place.DEVICE) == ([] if leaving else [1])
+    assert kv.extents(Place.DEVICE) == ([] if leaving else [1])
     assert ledger.num_free == (0 if leaving else 2)
     check(rig, kv)
 
@@ -415,10 +415,10 @@ def test_a_chunk_whose_requests_end_under_way_is_let_go_when_it_has_come(
 def test_neighbours_move_together(rig: Rig, layout: str) -> None:
     """Mapped in one go where they meet, and apart where pages of others lie between."""
     kv, ledger = rig.kv(geometry_of(layout))
-    kv.back(all_chunks(kv))
+    kv.back(all_extents(kv))
     written = fill_blocks(kv, ledger.allocate(ledger.num_free), layout)
-    chunks = [chunk for chunk in all_chunks(kv) if kv.live_blocks(chunk)]
-    for group in (chunks, chunks[::2], chunks[1:3]):
+    extents = [extent for extent in all_extents(kv) if kv.live_blocks(extent)]
+    for group in (extents, extents[::2], extents[1:3]):
         assert kv.begin_page_out(group, rig.outs) == len(group)
         rig.finish(kv)
         check(rig, kv)
@@ -431,16 +431,16 @@ def test_neighbours_move_together(rig: Rig, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_chunks", "sizes"), [(0, []), (1, [1]), (2, [1, 1]), (5, [2, 2, 1]), (16, [2] * 8)]
+    ("num_extents", "sizes"), [(0, []), (1, [1]), (2, [1, 1]), (5, [2, 2, 1]), (16, [2] * 8)]
 )
 def test_groups_are_alike_and_even_in_number_where_they_can_be(
-    rig: Rig, num_chunks: int, sizes: list[int]
+    rig: Rig, num_extents: int, sizes: list[int]
 ) -> None:
-    """A group has at most an eighth of the KV: of 16 chunks two."""
-    per_chunk = geometry_of("blocks-outermost").blocks_per_chunk
+    """A group has at most an eighth of the KV: of 16 extents two."""
+    per_extent = geometry_of("blocks-outermost").blocks_per_extent
     rows = LAYOUTS["blocks-outermost"][1]
-    kv, _ = rig.kv(KvGeometry(16 * per_chunk, PAGE, rows))
-    assert [len(group) for group in kv.cut(list(range(num_chunks)))] == sizes
+    kv, _ = rig.kv(KvGeometry(16 * per_extent, PAGE, rows))
+    assert [len(group) for group in kv.cut(list(range(num_extents)))] == sizes
 
 
 def test_what_the_host_has_no_room_for_stays() -> None:
@@ -449,35 +449,35 @@ def test_what_the_host_has_no_room_for_stays() -> None:
     kv.back([1, 2, 3])
     blocks = ledger.allocate(6)
     fill_blocks(kv, blocks, "x")
-    ledger.release([6, 7])  # all of chunk 3
+    ledger.release([6, 7])  # all of extent 3
     with rig.copies_held():
         assert kv.begin_page_out([3, 1, 2], rig.outs) == 2
-        assert (kv.chunks(Place.LEAVING), kv.chunks(Place.DEVICE)) == ([1], [2])
-        assert 3 in kv.chunks(Place.UNBACKED)
+        assert (kv.extents(Place.LEAVING), kv.extents(Place.DEVICE)) == ([1], [2])
+        assert 3 in kv.extents(Place.UNBACKED)
     rig.finish(kv)
     check(rig, kv)
     rig.close()
 
 
-def test_a_copy_that_fails_leaves_the_chunk_where_it_was(rig: Rig) -> None:
+def test_a_copy_that_fails_leaves_the_extent_where_it_was(rig: Rig) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
     kv.back([1])
     written = fill_blocks(kv, ledger.allocate(2), "x")
-    rig.out_lane.error = OSError("the link is broken")
+    rig.out_copy_stream.error = OSError("the link is broken")
     with pytest.raises(OSError, match="the link is broken"):
         rig.page_out(kv, 1)
     with contextlib.suppress(OSError):
         kv.settle()
-    assert kv.chunks(Place.DEVICE) == [1]
+    assert kv.extents(Place.DEVICE) == [1]
     check(rig, kv)
     rig.page_out(kv, 1)
     rig.soil()
-    rig.in_lane.error = OSError("the link is broken")
+    rig.in_copy_stream.error = OSError("the link is broken")
     with pytest.raises(OSError, match="the link is broken"):
         rig.page_in(kv, 1)
     with contextlib.suppress(OSError):
         kv.settle()
-    assert kv.chunks(Place.HOST) == [1]
+    assert kv.extents(Place.HOST) == [1]
     check(rig, kv)
     rig.page_in(kv, 1)
     assert {block: read_block(kv, block) for block in written} == written

@@ -11,7 +11,7 @@ from gpupoold.memory.kv_extents import Place
 from tests.unit.memory.kv_pair import (
     ORDERS,
     Pair,
-    all_chunks,
+    all_extents,
     backed,
     check,
     export,
@@ -36,20 +36,20 @@ def pair() -> Iterator[Pair]:
 def test_bytes_are_those_that_were_exported(layout: str, order: str) -> None:
     pair = Pair(layout)
     blocks = ORDERS[order](list(pair.written))
-    adopted = pair.adopt(blocks)
+    attached = pair.attach_slot(blocks)
     num_bytes = len(blocks) * pair.kv.geometry.block_bytes
     assert pair.kv.host_bytes == pair.kv.borrowed_bytes == pair.kv.missing_bytes == num_bytes
     assert pair.target.host.used_bytes == 0
-    assert not pair.kv.is_here(adopted)
+    assert not pair.kv.is_here(attached)
     assert pair.num_freed == 0
     pair.bring_in()
-    assert pair.kv.is_here(adopted)
+    assert pair.kv.is_here(attached)
     assert pair.num_freed == 1
     assert pair.kv.borrowed_bytes == pair.kv.host_bytes == 0
-    assert [read_block(pair.kv, block) for block in adopted] == [
+    assert [read_block(pair.kv, block) for block in attached] == [
         pair.written[block] for block in blocks
     ]
-    assert [pair.ledger.refs[block] for block in adopted] == [1] * len(adopted)
+    assert [pair.ledger.refs[block] for block in attached] == [1] * len(attached)
     pair.close()
 
 
@@ -60,20 +60,20 @@ def test_beside_others_and_out_again(layout: str) -> None:
     pair.kv.back([0, 1])
     own = fill_blocks(pair.kv, pair.ledger.allocate(pair.ledger.num_free), "own")
     blocks = list(pair.written)[: len(pair.written) // 3]
-    adopted = pair.adopt(blocks)
+    attached = pair.attach_slot(blocks)
     pair.bring_in()
-    expected = own | dict(zip(adopted, (pair.written[one] for one in blocks), strict=True))
+    expected = own | dict(zip(attached, (pair.written[one] for one in blocks), strict=True))
     assert {block: read_block(pair.kv, block) for block in expected} == expected
-    for chunk in pair.kv.chunks(Place.DEVICE):
-        pair.target.page_out(pair.kv, chunk)
+    for extent in pair.kv.extents(Place.DEVICE):
+        pair.target.page_out(pair.kv, extent)
     assert (pair.kv.resident_bytes, pair.kv.borrowed_bytes) == (0, 0)
     pair.bring_in()
     assert {block: read_block(pair.kv, block) for block in expected} == expected
     pair.close()
 
 
-def test_the_rest_of_their_chunks_is_held_until_they_are_in(pair: Pair) -> None:
-    assert pair.adopt([4]) == [2]  # block 3 comes along
+def test_the_rest_of_their_extents_is_held_until_they_are_in(pair: Pair) -> None:
+    assert pair.attach_slot([4]) == [2]  # block 3 comes along
     assert pair.ledger.num_free == 0
     pair.bring_in()
     assert pair.ledger.allocate(pair.ledger.num_free) == [3]
@@ -81,7 +81,7 @@ def test_the_rest_of_their_chunks_is_held_until_they_are_in(pair: Pair) -> None:
 
 
 def test_cached_prefixes_give_way(pair: Pair) -> None:
-    pair.kv.back(all_chunks(pair.kv))
+    pair.kv.back(all_extents(pair.kv))
     mine = pair.ledger.allocate(3)
     own = fill_blocks(pair.kv, mine, "own")
     cached = pair.ledger.allocate(2)
@@ -89,10 +89,10 @@ def test_cached_prefixes_give_way(pair: Pair) -> None:
         pair.ledger.remember(block, f"prefix {block}")
     pair.ledger.release(cached)
     blocks = list(pair.written)[:12]
-    adopted = pair.adopt(blocks)
-    assert not set(adopted) & set(mine)
+    attached = pair.attach_slot(blocks)
+    assert not set(attached) & set(mine)
     pair.bring_in()
-    assert [read_block(pair.kv, one) for one in adopted] == [pair.written[b] for b in blocks]
+    assert [read_block(pair.kv, one) for one in attached] == [pair.written[b] for b in blocks]
     assert {block: read_block(pair.kv, block) for block in own} == own
     assert pair.ledger.cached() == {}
 
@@ -101,37 +101,37 @@ def test_more_than_fit_are_not_taken(pair: Pair) -> None:
     pair.kv.back([1, 2])
     own = fill_blocks(pair.kv, pair.ledger.allocate(4), "own")
     num_room = len(pair.written) - 4
-    slot = pair.parcel(list(pair.written)[: num_room + 1])
+    slot = pair.kv_transfer(list(pair.written)[: num_room + 1])
     refs, mapped = list(pair.ledger.refs), pair.target.pool.num_free
-    assert pair.kv.adopt(slot, num_room + 1) is None
+    assert pair.kv.attach_slot(slot, num_room + 1) is None
     assert (pair.ledger.refs, pair.target.pool.num_free) == (refs, mapped)
     assert (pair.kv.host_bytes, pair.num_freed) == (0, 0)
     check(pair.target, pair.kv)
     slot.free()
-    pair.adopt(list(pair.written)[:num_room])
+    pair.attach_slot(list(pair.written)[:num_room])
     pair.bring_in()
     assert {block: read_block(pair.kv, block) for block in own} == own
 
 
 def test_a_request_that_ends_before_they_came(pair: Pair) -> None:
-    adopted = pair.adopt([2, 3, 4, 5])
-    pair.ledger.release(adopted[:1])
+    attached = pair.attach_slot([2, 3, 4, 5])
+    pair.ledger.release(attached[:1])
     pair.kv.discard_dead()
     assert pair.num_freed == 0
-    pair.ledger.release(adopted[1:])
+    pair.ledger.release(attached[1:])
     pair.kv.discard_dead()
     assert pair.num_freed == 1
     assert pair.kv.is_whole
-    assert pair.kv.chunks(Place.UNBACKED) == all_chunks(pair.kv)
+    assert pair.kv.extents(Place.UNBACKED) == all_extents(pair.kv)
     assert pair.ledger.num_free == 0
     check(pair.target, pair.kv)
 
 
 def test_a_request_that_ends_while_they_come(pair: Pair) -> None:
-    adopted = pair.adopt([2, 3, 4, 5])
+    attached = pair.attach_slot([2, 3, 4, 5])
     with pair.target.copies_held():
-        pair.kv.begin_page_in([pair.kv.chunks(Place.HOST)[0]], pair.target.ins)
-        pair.ledger.release(adopted)
+        pair.kv.begin_page_in([pair.kv.extents(Place.HOST)[0]], pair.target.ins)
+        pair.ledger.release(attached)
         pair.kv.discard_dead()
         assert (pair.num_freed, pair.ledger.num_free) == (0, 0)  # they are being read
         check(pair.target, pair.kv)
@@ -143,37 +143,37 @@ def test_a_request_that_ends_while_they_come(pair: Pair) -> None:
 
 def test_what_is_called_back_comes_later(pair: Pair) -> None:
     blocks = [9, 8, 7, 6]
-    adopted = pair.adopt(blocks)
+    attached = pair.attach_slot(blocks)
     with pair.target.copies_held():
-        pair.kv.begin_page_in([pair.kv.chunks(Place.HOST)[0]], pair.target.ins)
-        open_later(pair.target.in_lane.gate)
+        pair.kv.begin_page_in([pair.kv.extents(Place.HOST)[0]], pair.target.ins)
+        open_later(pair.target.in_copy_stream.gate)
         pair.kv.stop_arriving()
-    assert pair.num_freed == len(pair.kv.chunks(Place.DEVICE)[:1])
+    assert pair.num_freed == len(pair.kv.extents(Place.DEVICE)[:1])
     pair.bring_in()
     assert pair.num_freed == 1
-    assert [read_block(pair.kv, one) for one in adopted] == [pair.written[b] for b in blocks]
+    assert [read_block(pair.kv, one) for one in attached] == [pair.written[b] for b in blocks]
 
 
 def test_a_copy_that_fails_can_be_made_again(pair: Pair) -> None:
     blocks = [2, 3, 4]
-    adopted = pair.adopt(blocks)
-    pair.target.in_lane.error = OSError("the link is broken")
+    attached = pair.attach_slot(blocks)
+    pair.target.in_copy_stream.error = OSError("the link is broken")
     with pytest.raises(OSError, match="the link is broken"):
-        pair.target.page_in(pair.kv, pair.kv.chunks(Place.HOST)[0])
+        pair.target.page_in(pair.kv, pair.kv.extents(Place.HOST)[0])
     with contextlib.suppress(OSError):
         pair.kv.settle()
-    assert (pair.num_freed, pair.kv.is_here(adopted)) == (0, False)
+    assert (pair.num_freed, pair.kv.is_here(attached)) == (0, False)
     check(pair.target, pair.kv)
     pair.bring_in()
-    assert [read_block(pair.kv, one) for one in adopted] == [pair.written[b] for b in blocks]
+    assert [read_block(pair.kv, one) for one in attached] == [pair.written[b] for b in blocks]
 
 
 def test_what_has_not_come_in_can_be_sent_on(pair: Pair) -> None:
     """From the first device's host memory to the second's, without its device."""
     blocks = [7, 2, 5]
-    adopted = pair.adopt(blocks)
-    slot, transfer, told = export(pair.target, pair.kv, adopted)
-    pair.ledger.release(adopted)
+    attached = pair.attach_slot(blocks)
+    slot, transfer, told = export(pair.target, pair.kv, attached)
+    pair.ledger.release(attached)
     pair.kv.discard_dead()
     transfer.wait()
     pair.kv.settle()
@@ -190,17 +190,17 @@ def test_of_the_same_cache(rig: Rig) -> None:
     slot, transfer, _ = export(rig, kv, [4, 3])
     transfer.wait()
     kv.settle()
-    adopted = other.adopt(slot, 2)
-    assert adopted is not None
+    attached = other.attach_slot(slot, 2)
+    assert attached is not None
     assert (other.borrowed_bytes, other.host_bytes) == (0, rig.host.used_bytes)
-    rig.page_in(other, other.chunks(Place.HOST)[0])
-    assert [read_block(other, block) for block in adopted] == [written[4], written[3]]
+    rig.page_in(other, other.extents(Place.HOST)[0])
+    assert [read_block(other, block) for block in attached] == [written[4], written[3]]
     assert rig.host.used_bytes == 0
-    ledger.release(adopted)
+    ledger.release(attached)
     check(rig, kv, other)
 
 
 def test_a_model_that_goes_lets_go_of_them(pair: Pair) -> None:
-    pair.adopt([2, 3])
+    pair.attach_slot([2, 3])
     pair.kv.close()
     assert pair.num_freed == 1

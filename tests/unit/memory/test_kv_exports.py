@@ -7,7 +7,7 @@ import pytest
 from gpupoold.memory.kv_extents import Place
 from tests.unit.memory.kv_pair import (
     ORDERS,
-    all_chunks,
+    all_extents,
     backed,
     check,
     export,
@@ -27,7 +27,7 @@ def test_the_bytes_are_those_of_the_blocks(layout: str, order: str, step_away: i
     rig = Rig(host_pages=96)
     kv, ledger, written = backed(rig, layout)
     if step_away is not None:
-        away = [chunk for chunk in all_chunks(kv) if kv.live_blocks(chunk)][::step_away]
+        away = [extent for extent in all_extents(kv) if kv.live_blocks(extent)][::step_away]
         assert kv.begin_page_out(away[::2], rig.outs) == len(away[::2])
         assert kv.begin_page_out(away[1::2], rig.outs) == len(away[1::2])
         rig.finish(kv)
@@ -46,20 +46,20 @@ def test_the_bytes_are_those_of_the_blocks(layout: str, order: str, step_away: i
 
 def test_blocks_are_kept_until_they_have_been_copied(rig: Rig) -> None:
     kv, ledger, written = backed(rig, "layers-outermost")
-    blocks = [3, 2]  # all of chunk 1
+    blocks = [3, 2]  # all of extent 1
     with rig.copies_held():
         slot, transfer, told = export(rig, kv, blocks)
         ledger.release(blocks)
         kv.discard_dead()
         kv.settle()
-        assert (ledger.num_free, kv.free_chunks(), told) == (0, [], [])
+        assert (ledger.num_free, kv.free_extents(), told) == (0, [], [])
         assert {block: read_block(kv, block) for block in blocks} == {
             block: written[block] for block in blocks
         }
     transfer.wait()
-    assert (ledger.num_free, kv.free_chunks()) == (0, [])  # until somebody takes note
+    assert (ledger.num_free, kv.free_extents()) == (0, [])  # until somebody takes note
     kv.settle()
-    assert (ledger.num_free, kv.free_chunks(), told) == (2, [1], [True])
+    assert (ledger.num_free, kv.free_extents(), told) == (2, [1], [True])
     assert in_slot(slot) == row_by_row(kv, written, blocks)
     slot.free()
     check(rig, kv)
@@ -73,11 +73,11 @@ def test_blocks_on_the_host_are_kept_as_long(rig: Rig) -> None:
         slot, transfer, _ = export(rig, kv, [2, 4])  # one there, one here
         ledger.release([2, 3, 4])
         kv.discard_dead()
-        assert kv.chunks(Place.HOST) == [1]
+        assert kv.extents(Place.HOST) == [1]
         check(rig, kv)
     transfer.wait()
     kv.settle_exports()
-    assert (kv.chunks(Place.HOST), kv.chunks(Place.UNBACKED)) == ([], [1])
+    assert (kv.extents(Place.HOST), kv.extents(Place.UNBACKED)) == ([], [1])
     assert rig.host.used_bytes == used  # now of the copy
     assert in_slot(slot) == row_by_row(kv, written, [2, 4])
     slot.free()
@@ -86,16 +86,16 @@ def test_blocks_on_the_host_are_kept_as_long(rig: Rig) -> None:
 
 def test_pages_stay_until_they_have_been_copied(rig: Rig) -> None:
     kv, ledger, written = backed(rig, "layers-outermost")
-    rig.out_lane.gate.clear()
+    rig.out_copy_stream.gate.clear()
     slot, transfer, told = export(rig, kv, [2, 3])
     ledger.release([2, 3])
-    open_later(rig.out_lane.gate)
+    open_later(rig.out_copy_stream.gate)
     assert kv.begin_page_out([1, 2], rig.outs) == 2
     assert transfer.has_ended
     assert told == [True]
     rig.finish(kv)
     rig.soil()
-    assert (kv.chunks(Place.UNBACKED), kv.chunks(Place.HOST)) == ([1], [2])
+    assert (kv.extents(Place.UNBACKED), kv.extents(Place.HOST)) == ([1], [2])
     assert in_slot(slot) == row_by_row(kv, written, [2, 3])
     slot.free()
     check(rig, kv)
@@ -103,7 +103,7 @@ def test_pages_stay_until_they_have_been_copied(rig: Rig) -> None:
 
 def test_a_copy_that_fails_is_told_to_who_waits_and_nobody_else(rig: Rig) -> None:
     kv, ledger, written = backed(rig, "layers-outermost")
-    rig.out_lane.error = OSError("the link is broken")
+    rig.out_copy_stream.error = OSError("the link is broken")
     slot, transfer, told = export(rig, kv, [2, 3])
     ledger.release([2, 3])
     with pytest.raises(OSError, match="the link is broken"):
@@ -133,22 +133,22 @@ def test_no_room_on_the_host_changes_nothing() -> None:
 def test_what_is_on_its_way_is_called_back(rig: Rig, leaving: bool) -> None:
     kv, _, written = backed(rig, "layers-outermost")
     if not leaving:
-        for chunk in (1, 2):
-            rig.page_out(kv, chunk)
-    rig.in_lane.gate.clear()
-    rig.out_lane.gate.clear()
-    for chunk in (1, 2):
+        for extent in (1, 2):
+            rig.page_out(kv, extent)
+    rig.in_copy_stream.gate.clear()
+    rig.out_copy_stream.gate.clear()
+    for extent in (1, 2):
         if leaving:
-            kv.begin_page_out([chunk], rig.outs)
+            kv.begin_page_out([extent], rig.outs)
         else:
-            kv.begin_page_in([chunk], rig.ins)
+            kv.begin_page_in([extent], rig.ins)
     # The first has been taken up by the thread, the second has not begun.
-    open_later(rig.in_lane.gate)
-    open_later(rig.out_lane.gate)
+    open_later(rig.in_copy_stream.gate)
+    open_later(rig.out_copy_stream.gate)
     slot, transfer, _ = export(rig, kv, [5, 2, 4, 3])
     transfer.wait()
     assert in_slot(slot) == row_by_row(kv, written, [5, 2, 4, 3])
-    assert kv.chunks(Place.LEAVING) == kv.chunks(Place.ARRIVING) == []
+    assert kv.extents(Place.LEAVING) == kv.extents(Place.ARRIVING) == []
     kv.settle()
     slot.free()
     check(rig, kv)
@@ -173,9 +173,9 @@ def test_the_same_blocks_for_two(rig: Rig) -> None:
 
 def test_a_model_that_goes_makes_its_copies_first(rig: Rig) -> None:
     kv, _, written = backed(rig, "layers-outermost")
-    rig.out_lane.gate.clear()
+    rig.out_copy_stream.gate.clear()
     slot, transfer, told = export(rig, kv, [2, 3, 4])
-    open_later(rig.out_lane.gate)
+    open_later(rig.out_copy_stream.gate)
     kv.close()
     assert transfer.has_ended
     assert told == [True]

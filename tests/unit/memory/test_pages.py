@@ -29,7 +29,8 @@ def test_without_a_fitting_run_the_largest_go_first() -> None:
 
 
 class TestPageTables:
-    """Runs that lie in tables of four pages as the region's pages that they are mapped to."""
+    """Runs that lie in tables of four pages as the address range's pages that they are mapped
+    to."""
 
     @pytest.mark.parametrize(("at", "first"), [(0, 0), (1, 1), (7, 3), (8, 0)])
     def test_a_run_begins_where_its_addresses_begin_in_their_table(

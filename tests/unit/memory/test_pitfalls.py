@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gpupoold.memory.address_ranges import Region
-from gpupoold.memory.contracts import Copy, Direction, Lane
+from gpupoold.memory.address_ranges import AddressRange
+from gpupoold.memory.contracts import Copy, CopyStream, Direction
 from gpupoold.memory.cuda import pinning as cuda_pinning
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.host import HostBuffer, KvHostCache
@@ -19,7 +19,7 @@ from gpupoold.memory.transfers import TransferQueue
 from tests.unit.memory.cuda.test_models import Model
 from tests.unit.memory.cuda_rig import COMPUTE, NUM_PAGES, PAGE, mapped
 from tests.unit.memory.fake_cuda import FakeCuda
-from tests.unit.memory.rig import GatedLane, Rig, fill_blocks, geometry_of, read, read_block
+from tests.unit.memory.rig import GatedCopyStream, Rig, fill_blocks, geometry_of, read, read_block
 
 NUM_CYCLES = 200
 # Driver calls that take long, or take memory: none of them belongs to a switch.
@@ -38,8 +38,8 @@ class Pair:
         self.pool = PagePool(24)
         self._host = KvHostCache(64 * PAGE, 8 * PAGE)
         self._host.pin(device)
-        self.ins = TransferQueue(device.open_lanes(Direction.IN), "in", 6 * PAGE)
-        self.outs = TransferQueue(device.open_lanes(Direction.OUT), "out", 6 * PAGE)
+        self.ins = TransferQueue(device.open_copy_streams(Direction.IN), "in", 6 * PAGE)
+        self.outs = TransferQueue(device.open_copy_streams(Direction.OUT), "out", 6 * PAGE)
         self.models = [Model(device, self.pool, self._host, seed) for seed in (1, 2)]
 
     def start(self, model: Model) -> dict[int, bytes]:
@@ -49,8 +49,8 @@ class Pair:
         return model.write(self.driver, model.ledger.allocate(4))
 
     def take_off(self, model: Model) -> None:
-        for chunk in model.kv.chunks(Place.DEVICE):
-            model.kv.begin_page_out([chunk], self.outs)
+        for extent in model.kv.extents(Place.DEVICE):
+            model.kv.begin_page_out([extent], self.outs)
         model.finish()
         model.weights.evict()
 
@@ -81,16 +81,16 @@ class Pair:
         assert self.pool.num_free == self.pool.num_pages
 
 
-class UnendingLane(GatedLane):
+class UnendingCopyStream(GatedCopyStream):
     """Its copies have begun, and end when the gate is open."""
 
-    def __init__(self, lane: Lane) -> None:
-        super().__init__(lane)
+    def __init__(self, copy_stream: CopyStream) -> None:
+        super().__init__(copy_stream)
         self.gate.clear()
         self.has_begun = threading.Event()
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
-        batch = self._lane.begin(copies, after)
+        batch = self._copy_stream.begin(copies, after)
         self.has_begun.set()
         return batch
 
@@ -110,16 +110,16 @@ def test_pitfall_02_nothing_is_unmapped_or_freed_twice(
     device: CudaDevice, driver: FakeCuda
 ) -> None:
     pool = PagePool(NUM_PAGES)
-    region = Region(device, pool, 4)
-    region.retain(range(4))
-    pages = region.physical_pages
-    region.drop(range(1, 3))
+    address_range = AddressRange(device, pool, 4)
+    address_range.retain(range(4))
+    pages = address_range.physical_pages
+    address_range.drop(range(1, 3))
     calls = driver.calls.copy()
     with pytest.raises(ValueError, match="not all held"):
-        region.drop(range(4))
+        address_range.drop(range(4))
     assert driver.calls == calls, "nothing is done by halves"
-    assert region.physical_pages == [pages[0], pages[3]]
-    region.close()
+    assert address_range.physical_pages == [pages[0], pages[3]]
+    address_range.close()
     assert driver.calls["unmap"] == 3, "each page once"
     assert pool.num_free == NUM_PAGES
 
@@ -132,15 +132,15 @@ def test_pitfall_04_a_model_that_goes_ends_its_copies_first(
     pair.start(model)
     pair.take_off(model)
     pair.start(pair.models[0])
-    lanes = [UnendingLane(device.open_lane(Direction.IN)) for _ in range(2)]
-    queues = [TransferQueue([lane], "slow") for lane in lanes]
+    copy_streams = [UnendingCopyStream(device.open_copy_stream(Direction.IN)) for _ in range(2)]
+    queues = [TransferQueue([copy_stream], "slow") for copy_stream in copy_streams]
     model.weights.begin_load(queues[0], 2)
-    model.kv.begin_page_in([model.kv.chunks(Place.HOST)[0]], queues[1])
-    for lane in lanes:
-        lane.has_begun.wait()
+    model.kv.begin_page_in([model.kv.extents(Place.HOST)[0]], queues[1])
+    for copy_stream in copy_streams:
+        copy_stream.has_begun.wait()
     assert len(driver.busy_streams) >= 2
-    for lane, close in zip(lanes, (model.weights.close, model.kv.close), strict=True):
-        threading.Timer(0.02, lane.gate.set).start()
+    for copy_stream, close in zip(copy_streams, (model.weights.close, model.kv.close), strict=True):
+        threading.Timer(0.02, copy_stream.gate.set).start()
         close()
     for queue in queues:
         queue.close()
@@ -168,7 +168,7 @@ def test_pitfalls_09_10_and_16_switches_keep_and_make_nothing(pair: Pair) -> Non
 
 def test_pitfall_13_addresses_stay_while_pages_change(rig: Rig) -> None:
     """CUDA graphs have addresses burnt in, of weights and of KV."""
-    weights, image = rig.weights(8, "w")
+    weights, snapshot = rig.weights(8, "w")
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
     weights.load()
     kv.back([1])
@@ -176,12 +176,12 @@ def test_pitfall_13_addresses_stay_while_pages_change(rig: Rig) -> None:
     addresses, pages = (weights.address, kv.address), weights.physical_pages + kv.physical_pages
     weights.evict()
     rig.page_out(kv, 1)
-    rig.region(20).retain(range(20))
+    rig.address_range(20).retain(range(20))
     weights.load()
     rig.page_in(kv, 1)
     assert (weights.address, kv.address) == addresses
     assert not set(weights.physical_pages + kv.physical_pages) & set(pages)
-    assert read(weights.address, len(image)) == image
+    assert read(weights.address, len(snapshot)) == snapshot
     assert {block: read_block(kv, block) for block in written} == written
 
 
@@ -206,7 +206,7 @@ def test_pitfall_19_blocks_on_their_way_out_are_nobodys(rig: Rig) -> None:
 def test_pitfall_21_blocks_side_by_side_are_one_copy(pair: Pair) -> None:
     """Copies of less than 28 KiB are slow: neighbours are joined, whoever's block they are."""
     model = pair.models[0]
-    pair.start(model)  # blocks 1 to 4: chunks 0 to 2, of two blocks in each of three layers
+    pair.start(model)  # blocks 1 to 4: extents 0 to 2, of two blocks in each of three layers
     pair.driver.batches.clear()
     pair.take_off(model)
     sizes = [num_bytes for batch in pair.driver.batches for _, _, num_bytes in batch]
@@ -235,7 +235,7 @@ def test_pitfall_22_what_an_engine_forgets_is_still_on_the_host(rig: Rig) -> Non
 
 
 @pytest.mark.parametrize("fail_in", [1, 2, 3])
-def test_pitfall_29_a_chunk_that_cannot_be_mapped_whole_is_not_mapped(
+def test_pitfall_29_a_extent_that_cannot_be_mapped_whole_is_not_mapped(
     rig: Rig, fail_in: int
 ) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))  # a page in each of three layers
@@ -249,9 +249,9 @@ def test_pitfall_29_a_chunk_that_cannot_be_mapped_whole_is_not_mapped(
 
 
 def test_pitfall_29_two_threads_that_pin_lose_no_registration(
-    device: CudaDevice, image: HostBuffer, monkeypatch: pytest.MonkeyPatch
+    device: CudaDevice, snapshot: HostBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The turn loop loads a model while another thread pins the image of a second one."""
+    """The turn loop loads a model while another thread pins the snapshot of a second one."""
     is_slow, other_is_done = threading.Event(), threading.Event()
 
     def slow_sorted(values: Iterable[int]) -> list[int]:
@@ -262,13 +262,15 @@ def test_pitfall_29_two_threads_that_pin_lose_no_registration(
         return found
 
     monkeypatch.setattr(cuda_pinning, "sorted", slow_sorted, raising=False)
-    lane = device.open_lane(Direction.IN)
-    with ThreadPoolExecutor(1, "images", lambda: lane.wait(lane.begin([], 0))) as images:
-        other = images.submit(device.pin, image.address, PAGE)
+    copy_stream = device.open_copy_stream(Direction.IN)
+    with ThreadPoolExecutor(
+        1, "snapshots", lambda: copy_stream.wait(copy_stream.begin([], 0))
+    ) as snapshots:
+        other = snapshots.submit(device.pin, snapshot.address, PAGE)
         is_slow.wait()
-        device.pin(image.address + 4 * PAGE, PAGE)
+        device.pin(snapshot.address + 4 * PAGE, PAGE)
         other_is_done.set()
         other.result()
-    with mapped(device, 5) as region:
-        device.copy_in(region, image.address, 5 * PAGE)  # across both: the fake objects
-    lane.close()
+    with mapped(device, 5) as address_range:
+        device.copy_in(address_range, snapshot.address, 5 * PAGE)  # across both: the fake objects
+    copy_stream.close()

@@ -1,4 +1,4 @@
-"""Copies beside the main thread: in order, whole, and stopped at a chunk."""
+"""Copies beside the main thread: in order, whole, and stopped at an extent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpupoold.memory.transfers import BATCH_BYTES, TransferQueue
 
 
 class Link:
-    """A lane that takes note of batches; each waits for a permit once ``is_gated``."""
+    """A copy stream that takes note of batches; each waits for a permit once ``is_gated``."""
 
     def __init__(self) -> None:
         self.batches: list[list[Copy]] = []
@@ -26,7 +26,7 @@ class Link:
         self.is_closed = False
 
     @property
-    def chunks(self) -> list[Copy]:
+    def extents(self) -> list[Copy]:
         return [copy for batch in self.batches for copy in batch]
 
     def fence(self) -> int:
@@ -66,11 +66,11 @@ def queue(link: Link) -> Iterator[TransferQueue]:
     assert link.is_closed
 
 
-def test_chunks_cover_the_copy(link: Link, queue: TransferQueue) -> None:
+def test_extents_cover_the_copy(link: Link, queue: TransferQueue) -> None:
     transfer = queue.begin([Copy(1000, 5000, 2 * BATCH_BYTES + 7)])
     transfer.wait()
     assert transfer.has_ended
-    assert link.chunks == [
+    assert link.extents == [
         Copy(1000, 5000, BATCH_BYTES),
         Copy(1000 + BATCH_BYTES, 5000 + BATCH_BYTES, BATCH_BYTES),
         Copy(1000 + 2 * BATCH_BYTES, 5000 + 2 * BATCH_BYTES, 7),
@@ -82,19 +82,19 @@ def test_one_behind_the_other(link: Link, queue: TransferQueue) -> None:
     transfers = [queue.begin([Copy(number, 0, 1)]) for number in range(5)]
     for transfer in transfers:
         transfer.wait()
-    assert [copy.target for copy in link.chunks] == [0, 1, 2, 3, 4]
+    assert [copy.target for copy in link.extents] == [0, 1, 2, 3, 4]
 
 
-def test_stopped_at_the_chunk_under_way(link: Link, queue: TransferQueue) -> None:
+def test_stopped_at_the_extent_under_way(link: Link, queue: TransferQueue) -> None:
     link.is_gated = True
     transfer = queue.begin([Copy(0, 0, 4 * BATCH_BYTES)])
     link.permits.release()
     for _ in range(2):
-        link.waiting.acquire()  # the second chunk has begun
+        link.waiting.acquire()  # the second extent has begun
     assert not transfer.has_ended
     threading.Timer(0.05, link.permits.release).start()
     assert transfer.stop() == 2 * BATCH_BYTES
-    assert len(link.chunks) == 2
+    assert len(link.extents) == 2
     transfer.wait()
 
 
@@ -109,7 +109,7 @@ def test_stopped_before_it_began_it_waits_for_nobody(link: Link, queue: Transfer
     queue.begin([Copy(2, 0, 1)])
     link.permits.release()
     queue.close()
-    assert [copy.target for copy in link.chunks] == [0, 2]
+    assert [copy.target for copy in link.extents] == [0, 2]
     queue = TransferQueue([link], "another")
     queue.close()
 
@@ -172,7 +172,7 @@ class TestHelper:
         first, second = queue.begin([Copy(1, 0, 1)]), queue.begin([Copy(2, 0, 1)], told.append)
         link.waiting.acquire()  # the first is the queue's thread's
         second.wait()
-        assert [copy.target for copy in helper.chunks] == [2]
+        assert [copy.target for copy in helper.extents] == [2]
         assert told == [True]
         assert not first.has_ended
         link.permits.release()
@@ -187,7 +187,7 @@ class TestHelper:
         transfers = [queue.begin([Copy(at, 0, 1)]) for at in (1, 2, 3)]
         link.waiting.acquire()
         transfers[2].wait()
-        assert [copy.target for copy in helper.chunks] == [2, 3]
+        assert [copy.target for copy in helper.extents] == [2, 3]
         link.permits.release()
         queue.close()
         assert transfers[0].has_ended

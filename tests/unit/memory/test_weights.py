@@ -1,4 +1,4 @@
-"""Weight memory: the image comes in whole, at the same address, or not at all."""
+"""Weight memory: the snapshot comes in whole, at the same address, or not at all."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_load_that_cannot_begin_changes_nothing(rig: Rig) -> None:
 
 def test_a_broken_copy_is_given_up(rig: Rig) -> None:
     weights, data = rig.weights(10, "w")
-    rig.in_lane.error = OSError("the link is broken")
+    rig.in_copy_stream.error = OSError("the link is broken")
     weights.begin_load(rig.ins, 10)
     with pytest.raises(OSError, match="the link is broken"):
         weights.wait()
@@ -102,41 +102,41 @@ def test_no_room_changes_nothing(rig: Rig) -> None:
     assert read(first.address, len(data)) == data
 
 
-def test_an_image_goes_and_comes_back(rig: Rig) -> None:
+def test_an_snapshot_goes_and_comes_back(rig: Rig) -> None:
     weights, data = rig.weights(10, "w")
     weights.begin_load(rig.ins, 6)
-    image = weights.detach_image()
-    assert (weights.has_image, weights.is_resident, rig.pool.num_free) == (False, False, 64)
+    snapshot = weights.detach_snapshot()
+    assert (weights.has_snapshot, weights.is_resident, rig.pool.num_free) == (False, False, 64)
     assert weights.missing_bytes == weights.num_bytes == 10 * PAGE
-    for bring_in in (weights.load, lambda: weights.begin_load(rig.ins, 1), weights.detach_image):
+    for bring_in in (weights.load, lambda: weights.begin_load(rig.ins, 1), weights.detach_snapshot):
         with pytest.raises(Failed, match="not in host memory"):
             bring_in()
     assert rig.pool.num_free == 64
     weights.evict()
     rig.soil()
-    weights.attach_image(image)
+    weights.attach_snapshot(snapshot)
     assert weights.load() == 10 * PAGE
     assert read(weights.address, 10 * PAGE) == data
 
 
-def test_weights_without_an_image_can_be_closed(rig: Rig) -> None:
+def test_weights_without_an_snapshot_can_be_closed(rig: Rig) -> None:
     weights, _ = rig.weights(10, "w")
     weights.load()
-    weights.detach_image().close()  # the rig closes the rest
+    weights.detach_snapshot().close()  # the rig closes the rest
 
 
-def test_an_image_of_another_size_is_not_taken(rig: Rig) -> None:
+def test_an_snapshot_of_another_size_is_not_taken(rig: Rig) -> None:
     weights, _ = rig.weights(10, "w")
     other, _ = rig.weights(11, "x")
-    image = weights.detach_image()
+    snapshot = weights.detach_snapshot()
     with pytest.raises(AssertionError):
-        weights.attach_image(other.image)
-    weights.attach_image(image)
+        weights.attach_snapshot(other.snapshot)
+    weights.attach_snapshot(snapshot)
     with pytest.raises(AssertionError):
-        weights.attach_image(image)
+        weights.attach_snapshot(snapshot)
 
 
-def test_the_image_covers_the_region(rig: Rig) -> None:
+def test_the_snapshot_covers_the_address_range(rig: Rig) -> None:
     weights, _ = rig.weights(4, "a")
     with pytest.raises(AssertionError):
-        WeightMemory(rig.region(5), rig.device, weights.image)
+        WeightMemory(rig.address_range(5), rig.device, weights.snapshot)

@@ -105,7 +105,7 @@ async def test_what_devices_tell(pool: Pool) -> None:
     assert values(found, "device_steps_total") == {"1": 42}
     assert values(found, "device_info") == {"0 cuda ": 1, "1 cuda H100": 1}
     assert values(found, "waiting_requests") == {MODEL: 2}
-    kinds = {"weights": 300, "kv": 200, "kv_host": 100, "image_host": 0}
+    kinds = {"weights": 300, "kv": 200, "kv_host": 100, "snapshot_host": 0}
     assert values(found, "model_memory_bytes") == {
         f"{kind} {MODEL}": value for kind, value in kinds.items()
     }

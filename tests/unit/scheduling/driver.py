@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from gpupoold.domain import Priority, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, HandOver, RunTurn, Send
+from gpupoold.scheduling.actions import Action, Migrate, RunTurn, Send
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.invariants import check_state
@@ -139,8 +139,8 @@ def sends(actions: Iterable[Action]) -> list[tuple[str, int]]:
     return [(one.request_id, one.device) for one in actions if isinstance(one, Send)]
 
 
-def hand_overs(actions: Iterable[Action]) -> list[tuple[str, int, int]]:
-    return [(a.request_id, a.source, a.target) for a in actions if isinstance(a, HandOver)]
+def migrations_in(actions: Iterable[Action]) -> list[tuple[str, int, int]]:
+    return [(a.request_id, a.source, a.target) for a in actions if isinstance(a, Migrate)]
 
 
 def runs(actions: Iterable[Action]) -> list[tuple[int, str | None, str | None]]:

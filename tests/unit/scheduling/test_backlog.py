@@ -51,7 +51,7 @@ def test_it_leaves_a_full_device_for_one_that_has_time_for_all_of_it() -> None:
     for number in range(6):
         driver.arrive("ab"[source], f"more{number}")  # its model's prompts fill the device
     assert device_of_c(driver) == 1 - source
-    assert driver.state.requests["r3"].rule is Rule.MOVED_OFF_FULL
+    assert driver.state.requests["r3"].rule is Rule.MIGRATED_OFF_FULL
     loads = Loads()
     assert loads.of(driver.state.devices[1 - source]) <= 1.0
 

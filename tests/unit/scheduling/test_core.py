@@ -20,7 +20,7 @@ from tests.unit.scheduling.driver import (
     STEP_S,
     Driver,
     FirstDevicePolicy,
-    hand_overs,
+    migrations_in,
     runs,
     sends,
 )
@@ -167,7 +167,7 @@ class TestDevices:
             e.MemoryChanged(0, (("a", 1),)),
             e.Unhosted(0, "a"),
             e.DeviceDown(0),
-            e.Adopted("r"),
+            e.Attached("r"),
         )
         assert driver.tell(*late) == []
         assert driver.place("r") == ("HELD", None)
@@ -251,25 +251,25 @@ class Prefills(FirstDevicePolicy):
         return state.devices.get(1)
 
 
-class TestHandOver:
+class TestMigrate:
     def test_a_request_moves_with_its_first_token(self) -> None:
         driver = Driver(Prefills(), num_devices=2)
         driver.arrive("a", "r", prompt_tokens=10)
         actions = driver.step(0, "r")
-        assert hand_overs(actions) == [("r", 0, 1)]
+        assert migrations_in(actions) == [("r", 0, 1)]
         assert driver.place("r") == ("MOVING", 1)
         assert driver.state.devices[0].batches["a"].context_tokens == 0
         assert driver.state.devices[1].turn is None
-        assert runs(driver.tell(e.Adopted("r"))) == [(1, "a", None)]
+        assert runs(driver.tell(e.Attached("r"))) == [(1, "a", None)]
         assert driver.place("r") == ("DECODING", 1)
         assert driver.state.devices[1].batches["a"].context_tokens == 11
-        assert driver.tell(e.Adopted("r")) == []
+        assert driver.tell(e.Attached("r")) == []
 
     def test_it_stays_where_it_is_if_that_is_where_it_should_go(self) -> None:
         driver = Driver(Prefills(), num_devices=2)
         driver.tell(e.Unhosted(0, "a"))
         driver.arrive("a", "r")
-        assert hand_overs(driver.step(1, "r")) == []
+        assert migrations_in(driver.step(1, "r")) == []
         assert driver.place("r") == ("DECODING", 1)
 
     def test_one_that_has_ended_meanwhile_does_not_move(self) -> None:
@@ -281,14 +281,14 @@ class TestHandOver:
         driver = Driver(Prefills(), num_devices=2)
         driver.arrive("a", "r")
         actions = driver.tell(e.Stepped(0, "a", ("r",)), e.DeviceDown(0))
-        assert (hand_overs(actions), sends(actions)) == ([], [("r", 1)])
+        assert (migrations_in(actions), sends(actions)) == ([], [("r", 1)])
 
     def test_one_whose_new_device_goes_down_on_the_way_starts_anew(self) -> None:
         driver = Driver(Prefills(), num_devices=2)
         driver.arrive("a", "r")
         driver.step(0, "r")
         assert sends(driver.tell(e.DeviceDown(1))) == [("r", 0)]
-        assert driver.tell(e.Adopted("r")) == []
+        assert driver.tell(e.Attached("r")) == []
 
     def test_one_that_ends_on_the_way_is_gone(self) -> None:
         driver = Driver(Prefills(), num_devices=2)
@@ -296,7 +296,7 @@ class TestHandOver:
         driver.step(0, "r")
         driver.tell(e.Ended("r"))
         assert driver.state.devices[1].moving == {}
-        assert driver.tell(e.Adopted("r")) == []
+        assert driver.tell(e.Attached("r")) == []
 
 
 class TestRoles:
@@ -304,8 +304,8 @@ class TestRoles:
         driver = Driver(num_devices=2)
         driver.arrive("a", "r")
         driver.step(0, "r")
-        assert hand_overs(driver.tell(e.RoleSet(0, Role.PREFILL))) == [("r", 0, 1)]
-        driver.tell(e.Adopted("r", 7))
+        assert migrations_in(driver.tell(e.RoleSet(0, Role.PREFILL))) == [("r", 0, 1)]
+        driver.tell(e.Attached("r", 7))
         assert driver.place("r") == ("DECODING", 1)
         assert driver.state.requests["r"].num_tokens == 7
         assert driver.state.devices[1].batches["a"].context_tokens == 107
@@ -315,7 +315,7 @@ class TestRoles:
         for number in range(2):
             driver.tell(e.RoleSet(number, Role.PREFILL))
         driver.arrive("a", "r")
-        assert hand_overs(driver.step(0, "r")) == []
+        assert migrations_in(driver.step(0, "r")) == []
 
     def test_hosts_go_by_roles_where_any_has_them(self) -> None:
         driver = Driver(num_devices=3)
@@ -348,8 +348,8 @@ class TestRoles:
         driver.arrive("a", "r")
         driver.arrive("a", "waits")
         driver.step(0, "r")
-        assert hand_overs(driver.tell(e.Tick())) == [("r", 0, 1)]
-        assert hand_overs(driver.tell(e.Tick())) == []
+        assert migrations_in(driver.tell(e.Tick())) == [("r", 0, 1)]
+        assert migrations_in(driver.tell(e.Tick())) == []
 
 
 class TestDrain:
@@ -366,10 +366,10 @@ class TestDrain:
         for name in ("answered", "sent", "queued"):
             driver.arrive("a", name)
         driver.step(0, "answered")
-        assert hand_overs(driver.tell(e.DrainSet(0, True))) == [("answered", 0, 1)]
+        assert migrations_in(driver.tell(e.DrainSet(0, True))) == [("answered", 0, 1)]
         assert driver.place("queued") == ("QUEUED", 1)
         assert driver.place("sent") == ("SENT", 0)
-        assert hand_overs(driver.step(0, "sent")) == [("sent", 0, 1)]
+        assert migrations_in(driver.step(0, "sent")) == [("sent", 0, 1)]
         assert driver.state.devices[0].num_requests == 0
         assert sends(driver.arrive("a", "new")) == [("new", 1)]
         driver.tell(e.DrainSet(0, False))
@@ -379,7 +379,7 @@ class TestDrain:
         driver = Driver()
         driver.arrive("a", "r")
         driver.tell(e.DrainSet(0, True))
-        assert hand_overs(driver.step(0, "r")) == []
+        assert migrations_in(driver.step(0, "r")) == []
         assert driver.place("r") == ("DECODING", 0)
 
     def test_who_had_no_room_elsewhere_goes_when_there_is_some(self) -> None:
@@ -388,11 +388,11 @@ class TestDrain:
         )
         driver.tell(e.RoleSet(0, Role.PREFILL))
         driver.arrive("a", "large", prompt_tokens=1500)
-        assert hand_overs(driver.step(0, "large")) == [("large", 0, 1)]
-        driver.tell(e.Adopted("large"))
+        assert migrations_in(driver.step(0, "large")) == [("large", 0, 1)]
+        driver.tell(e.Attached("large"))
         driver.arrive("a", "small", prompt_tokens=10)
-        assert hand_overs(driver.step(0, "small")) == []
-        assert hand_overs(driver.tell(e.Ended("large"))) == [("small", 0, 1)]
+        assert migrations_in(driver.step(0, "small")) == []
+        assert migrations_in(driver.tell(e.Ended("large"))) == [("small", 0, 1)]
 
 
 def test_a_request_goes_to_an_emptied_device_when_no_other_has_its_model_any_more() -> None:

@@ -17,15 +17,15 @@ from gpupoold.scheduling.policies.aegaeon import MAX_GROUP_SIZE, AegaeonPolicy
 from gpupoold.scheduling.policies.base import CannotServe
 from gpupoold.scheduling.policies.named import POLICY_NAMES, make_policy
 from gpupoold.scheduling.policies.planned_turns import (
+    PlannedTurn,
     Switching,
     Tuning,
-    Visit,
     Work,
-    order_visits,
-    plan_visit,
+    order_planned_turns,
+    plan_turn,
 )
 from gpupoold.scheduling.state import Model, Request
-from tests.unit.scheduling.driver import GB, STEP_S, Driver, hand_overs, sends
+from tests.unit.scheduling.driver import GB, STEP_S, Driver, migrations_in, sends
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "scheduling.md").read_text("utf-8")
 TARGETS = Targets(10.0, 0.1)
@@ -81,7 +81,7 @@ class TestWhenKvMemoryIsFull:
 class TestGpupool:
     STEP_S = 0.02
 
-    def visit(self, name: str, num_requests: int, slack_s: float) -> Visit:
+    def planned_turn(self, name: str, num_requests: int, slack_s: float) -> PlannedTurn:
         """Requests of a model that is resident, which have ``slack_s`` until their next token."""
         costs = ModelCosts(decode_base_s=self.STEP_S)
         model = Model(name, TARGETS, GB, 0, costs)
@@ -90,24 +90,28 @@ class TestGpupool:
             request = Request(f"{name}{number}", model, 0.0, 100, None, Phase.DECODING, 0, 1)
             requests.append(request)
         now_s = requests[0].next_deadline_s - slack_s
-        switching = Switching(Tuning().visit_min_s, is_exposed=False)
+        switching = Switching(Tuning().turn_min_s, is_exposed=False)
         work = Work(model, requests, self.STEP_S, 0.0, 0, False, model.speed())
-        return plan_visit(work, now_s, 0.0, switching, Tuning())
+        return plan_turn(work, now_s, 0.0, switching, Tuning())
 
     def test_three_visits_one_of_which_is_put_off(self) -> None:
-        visits = [self.visit("a", 4, 1.0), self.visit("b", 1, 1.8), self.visit("c", 4, 2.6)]
-        assert [one.due_in_s for one in visits] == pytest.approx([1.0, 1.8, 2.6])
-        assert [one.duration_s for one in visits] == pytest.approx([1.5, 1.3, 1.1])
-        assert [one.tokens_in_time for one in visits] == pytest.approx([240, 52, 176])
-        assert [one.density for one in visits] == pytest.approx([160, 40, 160])
-        assert "".join(one.model for one in order_visits(visits)) == "acb"
+        planned_turns = [
+            self.planned_turn("a", 4, 1.0),
+            self.planned_turn("b", 1, 1.8),
+            self.planned_turn("c", 4, 2.6),
+        ]
+        assert [one.due_in_s for one in planned_turns] == pytest.approx([1.0, 1.8, 2.6])
+        assert [one.duration_s for one in planned_turns] == pytest.approx([1.5, 1.3, 1.1])
+        assert [one.tokens_in_time for one in planned_turns] == pytest.approx([240, 52, 176])
+        assert [one.density for one in planned_turns] == pytest.approx([160, 40, 160])
+        assert "".join(one.model for one in order_planned_turns(planned_turns)) == "acb"
         # Without b, c begins in time; b then begins 0.8 s late.
-        a, b, c = visits
+        a, b, c = planned_turns
         assert a.duration_s + b.duration_s == pytest.approx(c.due_in_s + 0.2)
         assert a.duration_s + c.duration_s == pytest.approx(b.due_in_s + 0.8)
         # With a little more time for c, nobody is put off.
-        later = [a, b, self.visit("c", 4, 2.9)]
-        assert "".join(one.model for one in order_visits(later)) == "abc"
+        later = [a, b, self.planned_turn("c", 4, 2.9)]
+        assert "".join(one.model for one in order_planned_turns(later)) == "abc"
 
     def test_a_turn_is_cut_short_for_a_strict_newcomer(self) -> None:
         driver = Driver(make_policy("gpupool"), "")
@@ -156,9 +160,9 @@ class TestGpupool:
 
     def test_mercy_of_a_visit_of_one_and_a_half_seconds(self) -> None:
         tuning = Tuning()
-        assert 1.5 / tuning.mercy_share == pytest.approx(50)
-        assert tuning.hopeless_share * TARGETS.ttft_s == pytest.approx(0.02)
-        assert tuning.window_share * TARGETS.ttft_s == pytest.approx(7.0)
+        assert 1.5 / tuning.starvation_share == pytest.approx(50)
+        assert tuning.expired_share * TARGETS.ttft_s == pytest.approx(0.02)
+        assert tuning.lead_share * TARGETS.ttft_s == pytest.approx(7.0)
         assert tuning.latest_start_share * TARGETS.ttft_s == pytest.approx(2.0)
 
 
@@ -178,9 +182,9 @@ class TestAegaeon:
         driver.tell(e.Tick())
         for model in "abc":
             driver.arrive(model, model)
-            assert hand_overs(driver.step(0, model)) == [(model, 0, 1)]
+            assert migrations_in(driver.step(0, model)) == [(model, 0, 1)]
             driver.end_turn(0)
-            driver.tell(e.Adopted(model))
+            driver.tell(e.Attached(model))
         device = driver.state.devices[1]
         switching_s = sum(batch.model.weight_bytes for batch in device.working.values()) / (
             device.bandwidth_bytes_per_s

@@ -155,7 +155,7 @@ class TestLine:
         told.arrive("b", "young", at_s=8.0)
         told.now_s = 12.0
         first, last = turns(told).line
-        assert (first.model, last.model, last.rule) == ("b", "a", Rule.HOPELESS)
+        assert (first.model, last.model, last.rule) == ("b", "a", Rule.EXPIRED)
 
     def test_looking_changes_nothing(self) -> None:
         told, untouched = driver("a b c"), driver("a b c")

@@ -19,8 +19,8 @@ def busy_state() -> State:
     """Requests everywhere: held, queued, sent, decoding, moving."""
     driver = Driver(Prefills(), num_devices=2)
     driver.arrive("a", "decoding")
-    driver.tell(e.Stepped(0, "a", ("decoding",)), e.Adopted("decoding"))
-    driver.tell(e.Adopted("decoding"))
+    driver.tell(e.Stepped(0, "a", ("decoding",)), e.Attached("decoding"))
+    driver.tell(e.Attached("decoding"))
     driver.arrive("a", "moving")
     driver.step(0, "moving")
     driver.arrive("a", "sent")

@@ -14,7 +14,7 @@ from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.policies.request_level import RequestLevelPolicy
 from gpupoold.scheduling.policies.unified import DecodeFirstPolicy, PrefillFirstPolicy
 from gpupoold.scheduling.state import Model
-from tests.unit.scheduling.driver import COSTS, GB, Driver, hand_overs, runs, sends
+from tests.unit.scheduling.driver import COSTS, GB, Driver, migrations_in, runs, sends
 from tests.unit.scheduling.test_core import Prefills
 
 MB = 10**6
@@ -350,18 +350,18 @@ class TestElsewhere:
         assert driver.state.requests == {}
 
 
-class TestHandOver:
-    def test_a_full_device_gets_no_request_by_hand_over_either(self) -> None:
+class TestMigrate:
+    def test_a_full_device_gets_no_request_by_migrate_either(self) -> None:
         driver = driver_of(Prefills(), num_devices=2)
         driver.arrive("a", "r1", prompt_tokens=1500)
-        assert hand_overs(driver.step(0, "r1")) == [("r1", 0, 1)]
+        assert migrations_in(driver.step(0, "r1")) == [("r1", 0, 1)]
         driver.arrive("a", "r2", prompt_tokens=700)
-        assert hand_overs(driver.step(0, "r2")) == []
+        assert migrations_in(driver.step(0, "r2")) == []
         assert driver.place("r2") == ("DECODING", 0)
 
-    def test_room_that_a_hand_over_leaves_is_used(self) -> None:
+    def test_room_that_a_migrate_leaves_is_used(self) -> None:
         driver = driver_of(Prefills(), num_devices=2)
         driver.arrive("a", "r1", prompt_tokens=1500)
         assert sends(driver.arrive("a", "r2", prompt_tokens=1500)) == []
         actions = driver.step(0, "r1")
-        assert (hand_overs(actions), sends(actions)) == ([("r1", 0, 1)], [("r2", 0)])
+        assert (migrations_in(actions), sends(actions)) == ([("r1", 0, 1)], [("r2", 0)])

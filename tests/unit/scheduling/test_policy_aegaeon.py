@@ -13,7 +13,7 @@ from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.aegaeon import AegaeonPolicy
-from tests.unit.scheduling.driver import COSTS, GB, Driver, hand_overs, runs, sends
+from tests.unit.scheduling.driver import COSTS, GB, Driver, migrations_in, runs, sends
 
 # Numbers that add up exactly in binary, so that equal loads are equal.
 PREFILL = ModelCosts(prefill_base_s=0.25, prefill_token_s=2.0**-10)
@@ -191,7 +191,7 @@ class TestPrefill:
     def test_without_a_decode_device_a_request_stays(self) -> None:
         driver = Driver(AegaeonPolicy(num_prefill=1), "a")
         driver.arrive("a", "r")
-        assert hand_overs(driver.step(0, "r")) == []
+        assert migrations_in(driver.step(0, "r")) == []
         assert driver.place("r") == ("DECODING", 0)
 
 
@@ -206,9 +206,9 @@ def decode_driver(models: str = "a b c d", num_decode: int = 1, quota_max_s: flo
 def decode(driver: Driver, model: str, request_id: str, prompt_tokens: int = 100) -> int:
     """A request is prefilled and handed over; where to."""
     driver.arrive(model, request_id, prompt_tokens=prompt_tokens)
-    [(_, _, target)] = hand_overs(driver.step(0, request_id))
+    [(_, _, target)] = migrations_in(driver.step(0, request_id))
     driver.end_turn(0)
-    driver.tell(e.Adopted(request_id))
+    driver.tell(e.Attached(request_id))
     return target
 
 
@@ -318,7 +318,7 @@ class TestDecode:
         for model in "aab":
             driver.arrive(model, f"{model}{driver.num_requests}")
             request_id = list(driver.state.requests)[-1]
-            targets += [target for _, _, target in hand_overs(driver.step(0, request_id))]
+            targets += [target for _, _, target in migrations_in(driver.step(0, request_id))]
             driver.end_turn(0)
         assert targets == [1, 1, 2]
 
@@ -334,8 +334,8 @@ class TestDecode:
         driver = decode_driver(num_decode=2)
         decode(driver, "a", "r1")
         assert decode(driver, "b", "r2") == 2
-        moves = hand_overs(driver.tell(e.DeviceDown(0), e.Tick()))
-        assert moves == [("r1", 1, 2)]
+        migrations = migrations_in(driver.tell(e.DeviceDown(0), e.Tick()))
+        assert migrations == [("r1", 1, 2)]
         roles = [one.role for one in driver.state.devices.values()]
         assert roles == [Role.PREFILL, Role.DECODE]
         driver.arrive("d", "r4")

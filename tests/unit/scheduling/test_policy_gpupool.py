@@ -13,19 +13,21 @@ from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
-from gpupoold.scheduling.policies.planned_turns import Tuning, Visit, order_visits
+from gpupoold.scheduling.policies.planned_turns import PlannedTurn, Tuning, order_planned_turns
 from tests.unit.scheduling.driver import GB, STEP_S, Driver, runs
 
 
-def visit(model: str, due_in_s: float, duration_s: float = 1.0, tokens: float = 1.0) -> Visit:
-    return Visit(model, due_in_s, duration_s, duration_s, tokens)
+def planned_turn(
+    model: str, due_in_s: float, duration_s: float = 1.0, tokens: float = 1.0
+) -> PlannedTurn:
+    return PlannedTurn(model, due_in_s, duration_s, duration_s, tokens)
 
 
-def names(visits: list[Visit]) -> str:
-    return "".join(one.model for one in visits)
+def names(planned_turns: list[PlannedTurn]) -> str:
+    return "".join(one.model for one in planned_turns)
 
 
-def is_on_time(order: tuple[Visit, ...], start_in_s: float) -> bool:
+def is_on_time(order: tuple[PlannedTurn, ...], start_in_s: float) -> bool:
     at_s = start_in_s
     for one in order:
         if at_s > one.due_in_s:
@@ -34,12 +36,12 @@ def is_on_time(order: tuple[Visit, ...], start_in_s: float) -> bool:
     return True
 
 
-def best_tokens(visits: list[Visit], start_in_s: float) -> float:
+def best_tokens(planned_turns: list[PlannedTurn], start_in_s: float) -> float:
     """The most that any choice and order of visits, each on time, is worth."""
     return max(
         sum(one.tokens_in_time for one in order)
-        for count in range(len(visits) + 1)
-        for order in itertools.permutations(visits, count)
+        for count in range(len(planned_turns) + 1)
+        for order in itertools.permutations(planned_turns, count)
         if is_on_time(order, start_in_s)
     )
 
@@ -53,21 +55,23 @@ class TestOrder:
     def test_if_all_can_be_met_by_deadline_they_go_by_deadline(
         self, pairs: list[tuple[int, int]], start_in_s: int
     ) -> None:
-        visits = [visit(str(n), due_s, length_s) for n, (due_s, length_s) in enumerate(pairs)]
-        by_deadline = sorted(visits, key=lambda one: (one.due_in_s, one.model))
-        order = order_visits(visits, start_in_s)
-        assert sorted(names(order)) == sorted(names(visits))
+        planned_turns = [
+            planned_turn(str(n), due_s, length_s) for n, (due_s, length_s) in enumerate(pairs)
+        ]
+        by_deadline = sorted(planned_turns, key=lambda one: (one.due_in_s, one.model))
+        order = order_planned_turns(planned_turns, start_in_s)
+        assert sorted(names(order)) == sorted(names(planned_turns))
         if is_on_time(tuple(by_deadline), start_in_s):
             assert order == by_deadline
 
     @settings(deadline=None)
     @given(DUES_S, START_IN_S)
-    def test_visits_of_equal_length_all_go_by_deadline_if_any_order_meets_all(
+    def test_planned_turns_of_equal_length_all_go_by_deadline_if_any_order_meets_all(
         self, dues_s: list[int], start_in_s: int
     ) -> None:
-        visits = [visit(str(number), due_s) for number, due_s in enumerate(dues_s)]
-        if best_tokens(visits, start_in_s) == len(visits):
-            dues = [one.due_in_s for one in order_visits(visits, start_in_s)]
+        planned_turns = [planned_turn(str(number), due_s) for number, due_s in enumerate(dues_s)]
+        if best_tokens(planned_turns, start_in_s) == len(planned_turns):
+            dues = [one.due_in_s for one in order_planned_turns(planned_turns, start_in_s)]
             assert dues == sorted(dues_s)
 
     @settings(deadline=None)
@@ -75,39 +79,43 @@ class TestOrder:
         st.lists(st.tuples(st.integers(-1, 6), st.integers(1, 9)), min_size=1, max_size=5),
         START_IN_S,
     )
-    def test_of_visits_of_equal_length_the_most_valuable_are_on_time(
+    def test_of_planned_turns_of_equal_length_the_most_valuable_are_on_time(
         self, pairs: list[tuple[int, int]], start_in_s: int
     ) -> None:
-        visits = [visit(str(n), due_s, tokens=tokens) for n, (due_s, tokens) in enumerate(pairs)]
-        order = order_visits(visits, start_in_s)
+        planned_turns = [
+            planned_turn(str(n), due_s, tokens=tokens) for n, (due_s, tokens) in enumerate(pairs)
+        ]
+        order = order_planned_turns(planned_turns, start_in_s)
         worth = max(
             sum(one.tokens_in_time for one in order[:count])
             for count in range(len(order) + 1)
             if is_on_time(tuple(order[:count]), start_in_s)
         )
-        assert worth == best_tokens(visits, start_in_s)
+        assert worth == best_tokens(planned_turns, start_in_s)
 
     def test_the_least_dense_is_put_off(self) -> None:
-        rich, poor = visit("r", 0.5, 1.0, 100.0), visit("p", 0.0, 1.0, 10.0)
-        assert names(order_visits([rich, poor])) == "rp"
-        dense, long = visit("d", 0.5, 1.0, 50.0), visit("l", 0.0, 10.0, 100.0)
-        assert names(order_visits([dense, long])) == "dl"
+        rich, poor = planned_turn("r", 0.5, 1.0, 100.0), planned_turn("p", 0.0, 1.0, 10.0)
+        assert names(order_planned_turns([rich, poor])) == "rp"
+        dense, long = planned_turn("d", 0.5, 1.0, 50.0), planned_turn("l", 0.0, 10.0, 100.0)
+        assert names(order_planned_turns([dense, long])) == "dl"
 
     def test_those_put_off_go_by_density_and_those_without_a_deadline_too(self) -> None:
-        late = [visit(name, -1.0, tokens=tokens) for name, tokens in (("a", 1.0), ("b", 3.0))]
-        never = visit("n", math.inf, tokens=2.0)
-        assert names(order_visits([*late, never, visit("x", 5.0)])) == "xban"
+        late = [
+            planned_turn(name, -1.0, tokens=tokens) for name, tokens in (("a", 1.0), ("b", 3.0))
+        ]
+        never = planned_turn("n", math.inf, tokens=2.0)
+        assert names(order_planned_turns([*late, never, planned_turn("x", 5.0)])) == "xban"
 
     def test_equals_go_by_name(self) -> None:
-        visits = [visit(name, 5.0) for name in "cab"]
-        assert names(order_visits(visits)) == "abc"
-        assert order_visits([]) == []
+        planned_turns = [planned_turn(name, 5.0) for name in "cab"]
+        assert names(order_planned_turns(planned_turns)) == "abc"
+        assert order_planned_turns([]) == []
 
     def test_nobody_is_put_off_in_vain(self) -> None:
-        small = visit("s", 0.0, 0.2, 0.1)
-        long = visit("l", 0.2, 10.0, 50.0)
-        too_late_anyhow = visit("n", 1.0, 1.0, 3.0)
-        assert names(order_visits([small, long, too_late_anyhow])) == "sln"
+        small = planned_turn("s", 0.0, 0.2, 0.1)
+        long = planned_turn("l", 0.2, 10.0, 50.0)
+        too_late_anyhow = planned_turn("n", 1.0, 1.0, 3.0)
+        assert names(order_planned_turns([small, long, too_late_anyhow])) == "sln"
 
 
 def driver_of(
@@ -154,7 +162,7 @@ class TestTurns:
         for _ in range(4):
             device = driver.state.devices[0]
             prefill_s = device.batches[driver.running() or ""].prefill_s()
-            assert 0 < prefill_s < driver.quota_s() <= prefill_s + tuning.visit_max_s + 1e-9
+            assert 0 < prefill_s < driver.quota_s() <= prefill_s + tuning.turn_max_s + 1e-9
             driver.end_turn(at_s=driver.now_s + driver.quota_s())
 
     def test_another_longest_visit_holds_from_the_next(self) -> None:
@@ -207,10 +215,10 @@ class TestTurns:
         assert driver.running() == "b"
 
 
-PATIENT = replace(Tuning(), patience_s=5.0, mercy_share=0.2, visit_max_s=1.0)
+PATIENT = replace(Tuning(), patience_s=5.0, starvation_share=0.2, turn_max_s=1.0)
 
 
-def visits_of(
+def planned_turns_of(
     hopeless: str, rivals: str, step_s: float = 0.02, until_s: float = 600.0
 ) -> list[tuple[float, str, float]]:
     """Start, model and length of each turn on a device that the rivals alone keep busy."""
@@ -223,45 +231,47 @@ def visits_of(
         driver.arrive(model, model)
     for model in hopeless:
         driver.tell(e.Arrived(model, model, -1000.0, 10))
-    visits = []
+    planned_turns = []
     while driver.now_s < until_s:
-        visited, quota_s = driver.running(), driver.quota_s()
-        assert visited is not None
-        visits.append((driver.now_s, visited, quota_s))
-        driver.step(0, visited, num_tokens=max(1, int(quota_s / step_s)))
+        served, quota_s = driver.running(), driver.quota_s()
+        assert served is not None
+        planned_turns.append((driver.now_s, served, quota_s))
+        driver.step(0, served, num_tokens=max(1, int(quota_s / step_s)))
         driver.end_turn(at_s=driver.now_s + quota_s)
-    return [*visits, (driver.now_s, "", 0.0)]
+    return [*planned_turns, (driver.now_s, "", 0.0)]
 
 
-def longest_wait_s(visits: list[tuple[float, str, float]], model: str) -> float:
+def longest_wait_s(planned_turns: list[tuple[float, str, float]], model: str) -> float:
     """The longest time without a visit to the model."""
-    mine = [(start_s, start_s + length_s) for start_s, name, length_s in visits if name == model]
-    starts_s = [start_s for start_s, _ in mine] + [visits[-1][0]]
+    mine = [
+        (start_s, start_s + length_s) for start_s, name, length_s in planned_turns if name == model
+    ]
+    starts_s = [start_s for start_s, _ in mine] + [planned_turns[-1][0]]
     ends_s = [0.0] + [end_s for _, end_s in mine]
     return max(start_s - end_s for start_s, end_s in zip(starts_s, ends_s, strict=True))
 
 
 class TestStarvation:
     # A visit of mercy, of at most 1 s and a prompt here, is followed by so long a time without.
-    PAUSE_S = (PATIENT.visit_max_s + 0.1) / PATIENT.mercy_share
-    TURN_S = PATIENT.visit_max_s + 0.1
+    PAUSE_S = (PATIENT.turn_max_s + 0.1) / PATIENT.starvation_share
+    TURN_S = PATIENT.turn_max_s + 0.1
 
     def test_a_hopeless_batch_is_visited_before_long(self) -> None:
-        visits = visits_of("h", "xy")
+        planned_turns = planned_turns_of("h", "xy")
         limit_s = max(PATIENT.patience_s, self.PAUSE_S) + self.TURN_S
-        assert longest_wait_s(visits, "h") <= limit_s
+        assert longest_wait_s(planned_turns, "h") <= limit_s
 
     def test_the_hopeless_do_not_take_over_in_overload(self) -> None:
         """The rivals need 120 % and turn hopeless in time: then all five share alike."""
-        visits = visits_of("ghi", "xy", 0.06)
-        merciful_s = sum(length_s for _, model, length_s in visits if model in "ghi")
-        assert 0 < merciful_s < 0.5 * visits[-1][0]
+        planned_turns = planned_turns_of("ghi", "xy", 0.06)
+        merciful_s = sum(length_s for _, model, length_s in planned_turns if model in "ghi")
+        assert 0 < merciful_s < 0.5 * planned_turns[-1][0]
 
     @pytest.mark.parametrize("step_s", [0.02, 0.06])  # the rivals need 40 % of the device; 120 %
     def test_every_hopeless_batch_is_visited_in_its_turn(self, step_s: float) -> None:
-        visits = visits_of("ghi", "xy", step_s)
+        planned_turns = planned_turns_of("ghi", "xy", step_s)
         limit_s = PATIENT.patience_s + 5 * (self.PAUSE_S + self.TURN_S)
-        assert max(longest_wait_s(visits, model) for model in "ghixy") <= limit_s
+        assert max(longest_wait_s(planned_turns, model) for model in "ghixy") <= limit_s
 
 
 class TestPlacement:

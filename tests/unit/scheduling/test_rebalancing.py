@@ -6,7 +6,7 @@ from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
-from tests.unit.scheduling.driver import GB, Driver, hand_overs
+from tests.unit.scheduling.driver import GB, Driver, migrations_in
 
 # A step takes 20 ms and 1 ms per answer: a load of 1 with 80 answers. KV of 1 GB per 10,000.
 COSTS = ModelCosts(
@@ -35,32 +35,32 @@ def box(*answers: int, role: Role = Role.DECODE) -> Driver:
     return driver
 
 
-def adopt_all(driver: Driver) -> None:
+def attach_all(driver: Driver) -> None:
     moving = [one.id for device in driver.state.devices.values() for one in device.moving.values()]
-    driver.tell(*(e.Adopted(request_id) for request_id in moving))
+    driver.tell(*(e.Attached(request_id) for request_id in moving))
 
 
 def test_a_full_device_gives_to_one_with_room_until_it_is_full_no_more() -> None:
     driver = box(90, 20)
-    num_moved = 0
+    num_migrated = 0
     for _ in range(20):
         driver.now_s += 1.0
-        moves = hand_overs(driver.tell(e.Tick()))
-        assert len(moves) <= 8
-        assert all((source, target) == (1, 2) for _, source, target in moves)
-        num_moved += len(moves)
-        adopt_all(driver)
+        migrations = migrations_in(driver.tell(e.Tick()))
+        assert len(migrations) <= 8
+        assert all((source, target) == (1, 2) for _, source, target in migrations)
+        num_migrated += len(migrations)
+        attach_all(driver)
     # 80 answers take 100 ms, and their KV a little of the device's load.
-    assert 10 <= num_moved <= 15
+    assert 10 <= num_migrated <= 15
 
 
 def test_nothing_moves_where_nobody_has_room_or_nobody_is_full() -> None:
     for answers in ((90, 70), (70, 20), (79,)):
-        assert hand_overs(box(*answers).tell(e.Tick())) == []
+        assert migrations_in(box(*answers).tell(e.Tick())) == []
 
 
 def test_devices_that_do_both_keep_their_answers() -> None:
-    assert hand_overs(box(90, 20, role=Role.MIXED).tell(e.Tick())) == []
+    assert migrations_in(box(90, 20, role=Role.MIXED).tell(e.Tick())) == []
 
 
 def test_no_answer_moves_for_the_last_of_its_tokens() -> None:
@@ -76,27 +76,27 @@ def test_no_answer_moves_for_the_last_of_its_tokens() -> None:
 def test_an_answer_is_not_made_late_for_it() -> None:
     driver = box(90, 20)
     due_s = Targets(10.0, 0.1).deadline_s(0.0, 10)
-    assert hand_overs(driver.tell(e.Tick(), at_s=due_s - 0.001)) == []  # a copy takes 2 ms
-    assert hand_overs(driver.tell(e.Tick(), at_s=due_s + 0.001)) != []  # late anyway
+    assert migrations_in(driver.tell(e.Tick(), at_s=due_s - 0.001)) == []  # a copy takes 2 ms
+    assert migrations_in(driver.tell(e.Tick(), at_s=due_s + 0.001)) != []  # late anyway
 
 
 def test_whoever_has_moved_stays_a_while() -> None:
     driver = box(90, 20)
-    moves = hand_overs(driver.tell(e.Tick()))
-    moved = {request_id for request_id, _, _ in moves}
+    migrations = migrations_in(driver.tell(e.Tick()))
+    moved = {request_id for request_id, _, _ in migrations}
     assert moved
-    adopt_all(driver)
+    attach_all(driver)
     for number in range(70):  # now the other device is full, and the first is not
         driver.arrive("a", f"n{number}", prompt_tokens=10)
         driver.step(0, f"n{number}")
-        adopt_all(driver)
+        attach_all(driver)
     for request_id in [f"r1-{k}" for k in range(90) if f"r1-{k}" not in moved]:
         driver.tell(e.Ended(request_id))
     counts = [len(driver.state.devices[n].batches["a"].requests) for n in (1, 2)]
     assert counts[1] > 80 > counts[0]
-    moves = hand_overs(driver.tell(e.Tick(), at_s=5.0))
-    assert {source for _, source, _ in moves} == {2}
-    assert not moved & {request_id for request_id, _, _ in moves}
+    migrations = migrations_in(driver.tell(e.Tick(), at_s=5.0))
+    assert {source for _, source, _ in migrations} == {2}
+    assert not moved & {request_id for request_id, _, _ in migrations}
 
 
 assert GB == 10**9  # what the figures above take for granted

@@ -20,7 +20,7 @@ from gpupoold.scheduling.policies.stages import (
     would_delay_answers,
 )
 from gpupoold.scheduling.wait_estimate import first_token_in_s
-from tests.unit.scheduling.driver import GB, Driver, hand_overs, sends
+from tests.unit.scheduling.driver import GB, Driver, migrations_in, sends
 
 PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED
 # A prompt token takes 0.1 ms, a step 20 ms and 1 ms per answer; 90 of 100 ms may be used.
@@ -48,7 +48,7 @@ def decoding(box: Driver, count: int, device: int = 1) -> None:
         assert where is not None
         box.step(where, name)
         if box.state.requests[name].phase.name == "MOVING":
-            box.tell(e.Adopted(name))
+            box.tell(e.Attached(name))
         assert box.place(name) == ("DECODING", device)
 
 
@@ -83,7 +83,7 @@ class TestChunks:
         for name in decoding_more:
             box.arrive("a", name, prompt_tokens=10)
             box.step(0, name)
-            box.tell(e.Adopted(name))
+            box.tell(e.Attached(name))
         turn = box.state.devices[1].turn
         assert turn is not None
         assert turn.chunk_tokens == (490 + 21) // 64 * 64
@@ -172,9 +172,9 @@ class TestWhere:
         targets = []
         for number in range(90):  # 80 answers make steps of 100 ms
             box.arrive("a", f"r{number}", prompt_tokens=10)
-            moves = hand_overs(box.step(0, f"r{number}"))
-            targets += [target for _, _, target in moves]
-            box.tell(e.Adopted(f"r{number}"))
+            migrations = migrations_in(box.step(0, f"r{number}"))
+            targets += [target for _, _, target in migrations]
+            box.tell(e.Attached(f"r{number}"))
         assert targets[:70] == [targets[0]] * 70
         assert set(targets) == {1, 2}
 
@@ -183,7 +183,7 @@ class TestWhere:
         targets = []
         for number in range(90):
             box.arrive("a", f"r{number}", prompt_tokens=10)
-            targets += [target for _, _, target in hand_overs(box.step(0, f"r{number}"))]
+            targets += [target for _, _, target in migrations_in(box.step(0, f"r{number}"))]
         assert set(targets) == {1, 2}
 
     def test_without_room_an_answer_stays_where_it_is(self) -> None:
@@ -193,11 +193,11 @@ class TestWhere:
         box.tell(e.RoleSet(0, PREFILL), e.RoleSet(1, DECODE))
         for name in ("r1", "r2"):
             box.arrive("a", name, prompt_tokens=6000)
-        assert hand_overs(box.step(0, "r1")) == [("r1", 0, 1)]
+        assert migrations_in(box.step(0, "r1")) == [("r1", 0, 1)]
         assert box.place("r2")[0] == "SENT"
-        assert hand_overs(box.step(0, "r2")) == []
-        box.tell(e.Adopted("r1"))
-        assert hand_overs(box.tell(e.Ended("r1"))) == [("r2", 0, 1)]
+        assert migrations_in(box.step(0, "r2")) == []
+        box.tell(e.Attached("r1"))
+        assert migrations_in(box.tell(e.Ended("r1"))) == [("r2", 0, 1)]
 
 
 def test_a_prefill_device_orders_models_by_first_tokens_alone() -> None:

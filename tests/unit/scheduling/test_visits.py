@@ -8,18 +8,18 @@ from gpupoold.domain import Targets
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.phases import Phase
 from gpupoold.scheduling.policies.planned_turns import (
+    PlannedTurn,
     Switching,
     Tuning,
-    Visit,
     Work,
-    plan_visit,
-    rank_visits,
+    plan_turn,
+    rank_planned_turns,
 )
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, Model, Request
 
 TUNING = Tuning()
-NO_SWITCH = Switching(TUNING.visit_min_s, is_exposed=False)
+NO_SWITCH = Switching(TUNING.turn_min_s, is_exposed=False)
 COSTS = ModelCosts(prefill_base_s=0.2, prefill_token_s=0.0, decode_base_s=0.025)
 NOW_S = 1000.0
 
@@ -33,7 +33,7 @@ def prompts(model: Model, count: int, due_in_s: float) -> list[Request]:
     ]
 
 
-def visit_to(*requests: Request, prefills_only: bool = False) -> Visit:
+def turn_to(*requests: Request, prefills_only: bool = False) -> PlannedTurn:
     model = requests[0].model
     batch = Batch(model)
     for request in requests:
@@ -47,11 +47,11 @@ def visit_to(*requests: Request, prefills_only: bool = False) -> Visit:
         True,
         batch.speed,
     )
-    return plan_visit(work, NOW_S, 0.0, NO_SWITCH, TUNING, prefills_only=prefills_only)
+    return plan_turn(work, NOW_S, 0.0, NO_SWITCH, TUNING, prefills_only=prefills_only)
 
 
-def rule_of(visit: Visit) -> Rule:
-    [(rule, _)] = [(rule, group) for rule, group in rank_visits([visit]) if group]
+def rule_of(planned_turn: PlannedTurn) -> Rule:
+    [(rule, _)] = [(rule, group) for rule, group in rank_planned_turns([planned_turn]) if group]
     return rule
 
 
@@ -63,8 +63,8 @@ def model() -> Model:
 @pytest.mark.parametrize("prefills_only", [False, True])
 def test_hopeless_prompts_do_not_make_others_worthless(model: Model, prefills_only: bool) -> None:
     hopeful = prompts(model, 3, due_in_s=4.0)
-    alone = visit_to(*hopeful, prefills_only=prefills_only)
-    behind = visit_to(*prompts(model, 100, due_in_s=-5.0), *hopeful, prefills_only=prefills_only)
+    alone = turn_to(*hopeful, prefills_only=prefills_only)
+    behind = turn_to(*prompts(model, 100, due_in_s=-5.0), *hopeful, prefills_only=prefills_only)
     assert rule_of(alone) is rule_of(behind) is Rule.DEADLINE
     assert behind.tokens_in_time == pytest.approx(alone.tokens_in_time)
     assert behind.duration_s > alone.duration_s + 19.0  # the hopeless are prefilled too
@@ -72,15 +72,15 @@ def test_hopeless_prompts_do_not_make_others_worthless(model: Model, prefills_on
 
 def test_what_is_due_and_cannot_be_in_time_is_not_ahead(model: Model) -> None:
     """A hundred prompts take 20 s, and are due in 4."""
-    visit = visit_to(*prompts(model, 100, due_in_s=4.0))
-    assert visit.tokens_in_time == 0
-    assert rule_of(visit) is Rule.DEADLINE
+    planned_turn = turn_to(*prompts(model, 100, due_in_s=4.0))
+    assert planned_turn.tokens_in_time == 0
+    assert rule_of(planned_turn) is Rule.DEADLINE
 
 
 def test_what_is_due_beyond_the_window_is_ahead(model: Model) -> None:
-    assert rule_of(visit_to(*prompts(model, 3, due_in_s=9.0))) is Rule.AHEAD
-    assert rule_of(visit_to(*prompts(model, 3, due_in_s=7.0))) is Rule.DEADLINE
+    assert rule_of(turn_to(*prompts(model, 3, due_in_s=9.0))) is Rule.AHEAD
+    assert rule_of(turn_to(*prompts(model, 3, due_in_s=7.0))) is Rule.DEADLINE
 
 
 def test_only_hopeless_ones_are_hopeless(model: Model) -> None:
-    assert rule_of(visit_to(*prompts(model, 3, due_in_s=-1.0))) is Rule.HOPELESS
+    assert rule_of(turn_to(*prompts(model, 3, due_in_s=-1.0))) is Rule.EXPIRED

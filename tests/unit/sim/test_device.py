@@ -171,8 +171,8 @@ def test_tokens_of_a_cut_off_run_are_counted_to_the_end() -> None:
     assert live.token_times_s[-1] <= 2.0
 
 
-class TestHandOver:
-    def handed_over(self, num_tokens: int = 1) -> SimLive:
+class TestMigrate:
+    def migrated(self, num_tokens: int = 1) -> SimLive:
         live = SimLive(request("a", request_id="moved", output_tokens=50))
         live.token_times_s = [0.0] * num_tokens
         return live
@@ -188,9 +188,9 @@ class TestHandOver:
 
     def test_adopted_between_turns_it_comes_in_with_the_switch(self) -> None:
         bench = Bench()
-        bench.device.take_over(self.handed_over(), 0.5)
+        bench.device.attach(self.migrated(), 0.5)
         bench.run(0.5)
-        assert bench.times(e.Adopted) == [0.5]
+        assert bench.times(e.Attached) == [0.5]
         bench.device.plan(Turn(1, "a", 60.0), None)
         assert bench.device.tally.switch_s == pytest.approx(1.0 + 0.101)
 
@@ -198,19 +198,19 @@ class TestHandOver:
         bench = Bench()
         bench.add("a", output_tokens=1000)
         bench.device.plan(Turn(1, "a", 60.0), None)
-        live = self.handed_over()
-        bench.device.take_over(live, 2.0)
+        live = self.migrated()
+        bench.device.attach(live, 2.0)
         bench.run(3.0)
-        assert bench.times(e.Adopted) == pytest.approx([2.101])
+        assert bench.times(e.Attached) == pytest.approx([2.101])
         assert live.token_times_s[1] >= 2.101
 
     def test_adopted_while_its_model_is_coming_in_its_kv_comes_after_it(self) -> None:
         bench = Bench()
-        first, late = self.handed_over(), self.handed_over()
-        bench.device.take_over(first, 0.0)
+        first, late = self.migrated(), self.migrated()
+        bench.device.attach(first, 0.0)
         bench.run(0.0)
         bench.device.plan(Turn(1, "a", 60.0), None)
-        bench.device.take_over(late, 0.5)
+        bench.device.attach(late, 0.5)
         bench.run(5.0)
         in_s = 1.0 + 2 * 0.101
         assert late.token_times_s[1] == pytest.approx(in_s + 0.01)

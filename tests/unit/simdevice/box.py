@@ -1,4 +1,4 @@
-"""A device in made-up time, with round numbers, and what it said."""
+"""A device in synthetic time, with round numbers, and what it said."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns, steps and switches of a device without an engine, in made-up time."""
+"""Turns, steps and switches of a device without an engine, in synthetic time."""
 
 from __future__ import annotations
 

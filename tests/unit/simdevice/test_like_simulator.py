@@ -1,4 +1,4 @@
-"""The same arrivals, the same core: the device in made-up time does what the simulator's does."""
+"""The same arrivals, the same core: the device in synthetic time does what the simulator's does."""
 
 from __future__ import annotations
 

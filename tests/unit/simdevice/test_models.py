@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpupoold.checkpoints.dummy import make_hollow_checkpoint
+from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.errors import Refused
 from gpupoold.latency.models import DecodeBatch
 from gpupoold.latency.shape import builtin_shape
@@ -21,7 +21,7 @@ H800_BYTES = Box(1, "H800").device_bytes
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_hollow_checkpoint(tmp_path_factory.mktemp("hollow"), "Qwen2.5-7B")
+    return make_dummy_checkpoint(tmp_path_factory.mktemp("dummy-weights"), "Qwen2.5-7B")
 
 
 def load(path: Path, gpu: str = "H800", device_bytes: int = H800_BYTES, **how: Any) -> KnownModel:

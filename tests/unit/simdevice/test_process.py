@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from gpupoold.checkpoints.dummy import make_hollow_checkpoint
+from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.latency.models import DecodeBatch
 from gpupoold.sim.boxes import Box
 from gpupoold.system.activity import Activity, Phase, create_page, digest, read_page
@@ -26,7 +26,7 @@ PROMPT = list(range(1300, 1400))
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_hollow_checkpoint(tmp_path_factory.mktemp("hollow"), "Qwen2.5-7B")
+    return make_dummy_checkpoint(tmp_path_factory.mktemp("dummy-weights"), "Qwen2.5-7B")
 
 
 class Peer:
@@ -100,7 +100,7 @@ def test_it_introduces_itself_and_is_light(peer: Peer, checkpoint: Path) -> None
 
 def test_it_serves_at_its_pace(peer: Peer, checkpoint: Path) -> None:
     loaded = peer.load("m", checkpoint)
-    assert loaded.has_image is False
+    assert loaded.has_snapshot is False
     decode = loaded.profile.decode.decode_law()
     peer.ask("m", "r", max_tokens=100)
     peer.channel.send(m.RunTurn(1, "m", 4.0))

@@ -48,7 +48,7 @@ def test_descriptors_have_names() -> None:
     ],
     ids=["none", "for another process", "no number", "negative", "fewer", "more", "no names"],
 )
-def test_what_counts_as_handed_over(variables: dict[str, str], names: list[str]) -> None:
+def test_what_counts_as_migrated(variables: dict[str, str], names: list[str]) -> None:
     assert [one.name for one in read_environment(variables, 7).fds] == names
 
 
@@ -87,7 +87,7 @@ def test_sockets_and_others_are_taken_by_name(caplog: pytest.LogCaptureFixture) 
     stranger = os.memfd_create("stranger")
     named = [
         NamedFd(listener.detach(), "http"),
-        NamedFd(kept, "image-1"),
+        NamedFd(kept, "snapshot-1"),
         NamedFd(stranger, "what"),
     ]
     with Inherited(named) as inherited:
@@ -97,8 +97,8 @@ def test_sockets_and_others_are_taken_by_name(caplog: pytest.LogCaptureFixture) 
             assert taken.getsockname() == address
         assert inherited.socket("http") is None
         assert inherited.socket("admin") is None
-        assert inherited.named("image-") == [NamedFd(kept, "image-1")]
-        assert inherited.named("image-") == []
+        assert inherited.named("snapshot-") == [NamedFd(kept, "snapshot-1")]
+        assert inherited.named("snapshot-") == []
     assert "a descriptor named 'what'" in caplog.text
     os.close(kept)
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -155,11 +155,11 @@ def test_descriptors_are_kept_and_dropped(manager: FakeManager) -> None:
     fd = os.memfd_create("kept")
     os.write(fd, b"bytes")
     assert store.is_there
-    assert store.keep("image-1", [fd])
+    assert store.keep("snapshot-1", [fd])
     os.close(fd)
     manager.wait_for("FDSTORE")
-    [kept] = manager.stored["image-1"]
+    [kept] = manager.stored["snapshot-1"]
     assert os.pread(kept, 5, 0) == b"bytes"
-    store.drop("image-1")
+    store.drop("snapshot-1")
     manager.wait_for("FDSTOREREMOVE")
     assert manager.stored == {}

@@ -112,7 +112,7 @@ async def test_descriptors_to_the_daemon_even_read_late() -> None:
 
 async def test_received_descriptors_are_not_inherited() -> None:
     async with channels() as (daemon, worker):
-        fd = memfd("image")
+        fd = memfd("snapshot")
         daemon.send(m.LoadModel(MODEL, True), (fd,))
         worker.receive(5.0)
         received = worker.take_fd()
@@ -123,7 +123,7 @@ async def test_received_descriptors_are_not_inherited() -> None:
 
 async def test_descriptors_that_nobody_takes_are_closed() -> None:
     async with channels() as (daemon, worker):  # checks for leaks
-        fd = memfd("image")
+        fd = memfd("snapshot")
         daemon.send(m.LoadModel(MODEL, True), (fd,))
         worker.send(m.ModelLoaded(LOADED, "", True), (fd,))
         os.close(fd)
@@ -133,7 +133,7 @@ async def test_descriptors_that_nobody_takes_are_closed() -> None:
 
 async def test_descriptors_of_unsent_messages_are_closed() -> None:
     async with channels() as (daemon, _):
-        fd = memfd("image")
+        fd = memfd("snapshot")
         daemon.send(m.LoadModel(MODEL, False, "x" * (8 << 20)))
         daemon.send(m.LoadModel(MODEL, True), (fd,))
         os.close(fd)
@@ -243,7 +243,7 @@ async def test_every_receive_after_the_end_raises() -> None:
 
 async def test_last_words_of_a_dead_peer_are_read_though_sending_to_it_failed() -> None:
     async with channels() as (daemon, worker):
-        fd = memfd("image")
+        fd = memfd("snapshot")
         for number in range(3):
             worker.send(m.ModelLoaded(LOADED, str(number), True), (fd,))
         os.close(fd)
@@ -253,7 +253,7 @@ async def test_last_words_of_a_dead_peer_are_read_though_sending_to_it_failed() 
         for number in range(3):
             assert await soon(daemon.receive()) == m.ModelLoaded(LOADED, str(number), True)
             await asyncio.sleep(0.01)  # the end of the stream is read meanwhile
-            assert content(daemon.take_fd()) == "image"
+            assert content(daemon.take_fd()) == "snapshot"
         with pytest.raises(ChannelClosed):
             await soon(daemon.receive())
 
@@ -286,7 +286,7 @@ def test_garbage_to_a_blocking_channel(garbage: bytes) -> None:
 def test_lost_descriptors_are_those_of_one_message() -> None:
     ours, theirs = socket.socketpair()
     worker: BlockingChannel[m.ToWorker] = BlockingChannel(theirs, m.ToWorker)
-    fd, last = memfd("image"), memfd("last")
+    fd, last = memfd("snapshot"), memfd("last")
     socket.send_fds(ours, [encode_frame(m.LoadModel(MODEL, True))], [fd] * 17)
     socket.send_fds(ours, [encode_frame(m.LoadModel(MODEL, True))], [last])
     before = len(os.listdir("/proc/self/fd"))
@@ -307,7 +307,7 @@ def test_lost_descriptors_are_those_of_one_message() -> None:
 
 async def test_descriptors_that_cannot_be_duplicated_are_not_leaked() -> None:
     async with channels() as (daemon, worker):  # checks for leaks
-        fd = memfd("image")
+        fd = memfd("snapshot")
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         free = os.dup(fd)
         os.close(free)
@@ -321,7 +321,7 @@ async def test_descriptors_that_cannot_be_duplicated_are_not_leaked() -> None:
         daemon.send(m.LoadModel(MODEL, True), (fd,))
         os.close(fd)
         assert worker.receive(5.0)
-        assert content(worker.take_fd()) == "image"
+        assert content(worker.take_fd()) == "snapshot"
 
 
 def test_a_descriptor_beyond_those_of_select() -> None:
@@ -345,7 +345,7 @@ import os, socket, signal
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 channel = BlockingChannel(socket.socket(fileno={theirs.fileno()}), m.ToWorker)
-fd = os.memfd_create("image")
+fd = os.memfd_create("snapshot")
 channel.send(m.ModelLoaded(channel.receive(None).model and m.LoadedModel(
     name="x", architecture="a", max_model_len=1, dtype="d", block_size=1, num_gpu_blocks=1,
     weight_bytes=1, kv_bytes_per_token=1, supported_tasks=(), load_s=0.0), "d", True), (fd,))

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="the engine is not installed")
 
 from torch import Tensor, nn  # noqa: E402
 
-from gpupoold.memory.address_ranges import Region  # noqa: E402
+from gpupoold.memory.address_ranges import AddressRange  # noqa: E402
 from gpupoold.memory.contracts import Direction  # noqa: E402
 from gpupoold.memory.cuda.device import CudaDevice  # noqa: E402
 from gpupoold.memory.cuda.driver import CudaError  # noqa: E402
@@ -28,7 +28,7 @@ from gpupoold.worker.turns.orders import Orders  # noqa: E402
 from gpupoold.worker.weights import relocation, tensors  # noqa: E402
 from gpupoold.worker.weights.loading import ModelLoad  # noqa: E402
 from tests.unit.memory.fake_cuda import FakeCuda  # noqa: E402
-from tests.unit.memory.rig import PAGE, GatedLane, pattern, read, write  # noqa: E402
+from tests.unit.memory.rig import PAGE, GatedCopyStream, pattern, read, write  # noqa: E402
 from tests.unit.worker.kv.test_residency import WEIGHT_PAGES, Box  # noqa: E402
 
 NUM_PAGES = 16
@@ -67,33 +67,33 @@ class Loaded(nn.Module):
         self.alias = self.transposed  # as tied embeddings are
 
 
-class Moved:
-    """``model`` in a region of ``device``, by way of its image."""
+class Migrated:
+    """``model`` in an address range of ``device``, by way of its snapshot."""
 
     def __init__(self, device: EmulatedDevice, model: nn.Module) -> None:
         self.pool = PagePool(NUM_PAGES)
         self.layout = relocation.plan_layout(model)
         num_pages = -(-self.layout.num_bytes // PAGE)
-        image = HostBuffer.create("test-image", num_pages * PAGE)
-        relocation.copy_out(self.layout, image.address, device)
-        region = Region(device, self.pool, num_pages)
-        self.weights = WeightMemory(region, device, image)
-        relocation.relocate(self.layout, region.address, device)
+        snapshot = HostBuffer.create("test-snapshots", num_pages * PAGE)
+        relocation.copy_out(self.layout, snapshot.address, device)
+        address_range = AddressRange(device, self.pool, num_pages)
+        self.weights = WeightMemory(address_range, device, snapshot)
+        relocation.relocate(self.layout, address_range.address, device)
 
 
 def test_pitfall_02_a_tensor_that_is_collected_frees_nothing(device: EmulatedDevice) -> None:
     """Its pages may be mapped, unmapped or another's by then: they were never the tensor's."""
     pool = PagePool(NUM_PAGES)
-    region = Region(device, pool, 2)
-    region.retain(range(2))
-    tensor = tensors.over(device, region.address, 2 * PAGE)
-    region.drop(range(2))
+    address_range = AddressRange(device, pool, 2)
+    address_range.retain(range(2))
+    tensor = tensors.over(device, address_range.address, 2 * PAGE)
+    address_range.drop(range(2))
     del tensor
     gc.collect()
-    region.retain(range(2))
-    write(region.address, b"still there")
-    assert read(region.address, 11) == b"still there"
-    region.close()
+    address_range.retain(range(2))
+    write(address_range.address, b"still there")
+    assert read(address_range.address, 11) == b"still there"
+    address_range.close()
     assert pool.num_free == NUM_PAGES
 
 
@@ -102,13 +102,13 @@ def test_pitfalls_07_13_and_14_all_of_a_model_comes_back_as_it_was(device: Emula
     model = Loaded()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     scale, strides = model.scale.clone(), model.transposed.stride()
-    moved = Moved(device, model)
+    moved = Migrated(device, model)
     moved.weights.load()
     addresses = [model.transposed.data_ptr(), model.scale.data_ptr()]
-    region = range(moved.weights.address, moved.weights.address + moved.weights.num_bytes)
-    assert all(address in region for address in addresses)
+    address_range = range(moved.weights.address, moved.weights.address + moved.weights.num_bytes)
+    assert all(address in address_range for address in addresses)
     moved.weights.evict()
-    other = Region(device, moved.pool, NUM_PAGES)
+    other = AddressRange(device, moved.pool, NUM_PAGES)
     other.retain(range(NUM_PAGES))
     write(other.address, b"\xee" * (NUM_PAGES * PAGE))
     other.close()
@@ -126,7 +126,7 @@ def test_pitfall_12_no_second_copy_of_the_weights_is_left(device: EmulatedDevice
     memory = weakref.ref(model.memory)
     del model.memory
     assert memory() is not None
-    moved = Moved(device, model)
+    moved = Migrated(device, model)
     gc.collect()
     assert memory() is None
     moved.weights.close()
@@ -186,7 +186,7 @@ def test_pitfall_27_a_full_device_raises_nothing(tight_box: Box) -> None:
 def test_pitfall_28_a_copy_that_hangs_stops_no_other_model() -> None:
     box = Box(60)
     box.switch_in("a")
-    gate = GatedLane(box.rig.device.open_lane(Direction.IN))
+    gate = GatedCopyStream(box.rig.device.open_copy_stream(Direction.IN))
     gate.gate.clear()
     watchdog = threading.Timer(10, gate.gate.set)  # whoever waits for the copy waits so long
     watchdog.start()
@@ -230,7 +230,7 @@ def test_pitfall_30_the_null_block_is_there_whenever_a_model_runs(tight_box: Box
     box.ask("b", 3)  # a's KV leaves
     box.switch_in("a")  # b's KV leaves, so that pages are short while a's comes
     assert box.models["a"].is_ready()
-    assert 0 in box.models["a"].kv.chunks(Place.DEVICE)
+    assert 0 in box.models["a"].kv.extents(Place.DEVICE)
 
 
 def test_pitfall_31_kv_is_sized_by_the_device_not_by_what_is_free(device: EmulatedDevice) -> None:

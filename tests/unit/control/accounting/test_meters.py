@@ -31,7 +31,7 @@ class TestSwitches:
         assert meter.switched(record) == kind
         assert meter.switches == {kind: 1}
 
-    def test_first_switch_after_the_image_was_read_is_cold(self) -> None:
+    def test_first_switch_after_the_snapshot_was_read_is_cold(self) -> None:
         meters = Meters()
         meters.warmed("llama", [0, 1])
         for _ in range(2):

@@ -93,7 +93,7 @@ class Box:
         settings = SimpleNamespace(
             server=server,
             log=SimpleNamespace(level="info"),
-            memory=SimpleNamespace(canary_interval=0),
+            memory=SimpleNamespace(self_check_interval=0),
             limits=LimitSettings(),
             paths=SimpleNamespace(log_dir=folder),
         )

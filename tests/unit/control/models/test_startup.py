@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpupool_state import Database, History, Registry, RequestRow
 from gpupoold.control.models.startup import rows_in_start_order
-from gpupoold.control.weights.cache import ImageCache
+from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.domain import FinishReason, ModelName, ModelSpec
 
 SIZE = 1 << 20
@@ -38,7 +38,7 @@ async def request(history: History, model: str, arrived_at: float) -> None:
     await history.flush()
 
 
-async def order(registry: Registry, history: History, cache: ImageCache) -> list[str]:
+async def order(registry: Registry, history: History, cache: SnapshotCache) -> list[str]:
     return [row.spec.name for row in await rows_in_start_order(registry, history, cache)]
 
 
@@ -48,7 +48,7 @@ async def test_pinned_ones_then_those_used_last(registry: Registry, history: His
     await register(registry, "pinned", is_pinned=True)
     for at, name in enumerate(("c", "a", "b", "c")):
         await request(history, name, 1e6 + at)
-    cache = ImageCache(10 * SIZE)
+    cache = SnapshotCache(10 * SIZE)
     assert await order(registry, history, cache) == ["pinned", "c", "b", "a"]
     assert cache.pinned == {"pinned"}
     assert cache.last_used_at("a") == 1e6 + 1
@@ -58,7 +58,7 @@ async def test_what_has_been_used_since_counts(registry: Registry, history: Hist
     for name in ("a", "b"):
         await register(registry, name)
         await request(history, name, 1e6)
-    cache = ImageCache(10 * SIZE)
+    cache = SnapshotCache(10 * SIZE)
     cache.touch("b")
     assert await order(registry, history, cache) == ["b", "a"]
     cache.touch("a")
@@ -72,7 +72,7 @@ async def test_one_that_was_never_used_counts_from_when_it_was_added(
         await register(Registry(database, now=lambda at=created_at: at), name)  # type: ignore[misc]
     await register(Registry(database), "used")
     await request(history, "used", 2e6)
-    cache = ImageCache(10 * SIZE)
+    cache = SnapshotCache(10 * SIZE)
     assert await order(Registry(database), history, cache) == ["new", "used", "old"]
 
 
@@ -80,4 +80,4 @@ async def test_a_small_cache(registry: Registry, history: History) -> None:
     for at, name in enumerate(("a", "b", "c")):
         await register(registry, name)
         await request(history, name, 1e6 + at)
-    assert await order(registry, history, ImageCache(2 * SIZE)) == ["c", "a", "b"]
+    assert await order(registry, history, SnapshotCache(2 * SIZE)) == ["c", "a", "b"]

@@ -101,7 +101,7 @@ def test_nobody_is_a_candidate() -> None:
     killed = Death("signal 9", False, (step("llama", "a"),))
     assert candidates_of(killed, MODEL_OF) == NOBODY
     # Requests of the model's own: its self-check, or the timing of its steps.
-    assert candidates_of(crash(step("llama", "canary")), MODEL_OF) == NOBODY
+    assert candidates_of(crash(step("llama", "self-check")), MODEL_OF) == NOBODY
 
 
 def test_what_the_worker_did_in_words() -> None:

@@ -46,18 +46,18 @@ class Answer:
 
     order: m.AddRequest
     num_tokens: int
-    borrowed: m.Parcel | None = None
+    borrowed: m.KvTransfer | None = None
 
 
 class FakeWorker(Worker):
     """Heeds messages and says what it would, in order, one at a time.
 
-    ``coming`` are requests whose KV is on its way, ``parcels`` those that others may read.
+    ``coming`` are requests whose KV is on its way, ``KV transfers`` those that others may read.
     """
 
     def __init__(self, number: int) -> None:
         super().__init__(number, DeviceSettings(kind="emulated"), state="down")
-        self._num_parcels = 0
+        self._num_kv_transfers = 0
         self.forget()
 
     def forget(self) -> None:
@@ -66,7 +66,7 @@ class FakeWorker(Worker):
         self.outbox: deque[m.FromWorker] = deque()
         self.answers: dict[str, Answer] = {}
         self.coming: dict[str, m.AddRequest] = {}
-        self.parcels: set[str] = set()
+        self.kv_transfers: set[str] = set()
         self.peers: set[int] = set()
         self.turn: m.RunTurn | None = None
 
@@ -82,24 +82,24 @@ class FakeWorker(Worker):
         """The next message is taken note of; ``has_kv``: who has to go can take its KV along."""
         message = self.inbox.popleft()
         match message:
-            case m.AddRequest() if message.parcel is not None:
-                assert message.parcel.source in self.peers
+            case m.AddRequest() if message.kv_transfer is not None:
+                assert message.kv_transfer.source in self.peers
                 self.coming[message.request_id] = message
             case m.AddRequest():
                 self._go_on(message, None)
-            case m.MoveOut():
-                self._move_out(message, has_kv)
+            case m.MigrateOut():
+                self._migrate_out(message, has_kv)
             case m.AbortRequests():
                 for request_id in message.request_ids:
                     self._drop(request_id)
-            case m.FreeParcel():
-                self.parcels.remove(message.parcel_id)
+            case m.ReleaseKvTransfer():
+                self.kv_transfers.remove(message.transfer_id)
             case m.PeerHost():
                 self.peers.add(message.device)
             case m.PeerDown():
                 self.peers.discard(message.device)
                 for one in list(self.coming.values()):
-                    if one.parcel is not None and one.parcel.source == message.device:
+                    if one.kv_transfer is not None and one.kv_transfer.source == message.device:
                         self.arrive(one.request_id, is_there=False)
             case m.RunTurn():
                 self._take_turn(message)
@@ -108,15 +108,15 @@ class FakeWorker(Worker):
     def arrive(self, request_id: str, *, is_there: bool = True) -> None:
         """KV has come, or never will."""
         order = self.coming.pop(request_id)
-        if order.parcel is not None and not is_there:
-            self._used(order.parcel)
-        self._go_on(order, order.parcel if is_there else None)
+        if order.kv_transfer is not None and not is_there:
+            self._used(order.kv_transfer)
+        self._go_on(order, order.kv_transfer if is_there else None)
 
     def refuse(self, request_id: str) -> None:
         """KV has come, but the engine does not take the request."""
         order = self.coming.pop(request_id)
-        if order.parcel is not None:
-            self._used(order.parcel)
+        if order.kv_transfer is not None:
+            self._used(order.kv_transfer)
         self.outbox.append(m.RequestsFailed(order.model, [request_id], "refused"))
 
     def use(self, request_id: str) -> None:
@@ -147,15 +147,15 @@ class FakeWorker(Worker):
             self.outbox.append(m.TurnEnded(self.turn.turn_id))
             self.turn = None
 
-    def parcels_in_use(self) -> Iterator[str]:
-        """Parcels that it reads, or will."""
+    def kv_transfers_in_use(self) -> Iterator[str]:
+        """KV transfers that it reads, or will."""
         orders = [one for one in self.inbox if isinstance(one, m.AddRequest)]
         for order in (*orders, *self.coming.values()):
-            if order.parcel is not None:
-                yield order.parcel.parcel_id
+            if order.kv_transfer is not None:
+                yield order.kv_transfer.transfer_id
         for answer in self.answers.values():
             if answer.borrowed is not None:
-                yield answer.borrowed.parcel_id
+                yield answer.borrowed.transfer_id
 
     def num_places(self, request_id: str) -> int:
         """How often it has a request, or is to get it."""
@@ -173,35 +173,37 @@ class FakeWorker(Worker):
         if order.model is not None:
             self.turn = order
 
-    def _go_on(self, order: m.AddRequest, borrowed: m.Parcel | None) -> None:
+    def _go_on(self, order: m.AddRequest, borrowed: m.KvTransfer | None) -> None:
         assert order.request_id not in self.answers
         assert order.output_token_ids == list(range(len(order.output_token_ids)))
         answer = Answer(order, len(order.output_token_ids), borrowed)
         self.answers[order.request_id] = answer
         if order.is_moving:
-            self.outbox.append(m.Adopted(order.model, order.request_id))
+            self.outbox.append(m.Attached(order.model, order.request_id))
 
-    def _move_out(self, message: m.MoveOut, has_kv: bool) -> None:
+    def _migrate_out(self, message: m.MigrateOut, has_kv: bool) -> None:
         if message.request_id not in self.answers:
-            self.outbox.append(m.Moved(message.model, message.request_id, is_known=False))
+            self.outbox.append(m.Migrated(message.model, message.request_id, is_known=False))
             return
         self._drop(message.request_id)
-        parcel = None
+        kv_transfer = None
         if has_kv:
-            self._num_parcels += 1
-            parcel = m.Parcel(f"{self.number}-{self._num_parcels}", self.number, 1, [(0, 1)])
-            self.parcels.add(parcel.parcel_id)
-        self.outbox.append(m.Moved(message.model, message.request_id, parcel=parcel))
+            self._num_kv_transfers += 1
+            kv_transfer = m.KvTransfer(
+                f"{self.number}-{self._num_kv_transfers}", self.number, 1, [(0, 1)]
+            )
+            self.kv_transfers.add(kv_transfer.transfer_id)
+        self.outbox.append(m.Migrated(message.model, message.request_id, kv_transfer=kv_transfer))
 
     def _drop(self, request_id: str) -> None:
         answer, order = self.answers.pop(request_id, None), self.coming.pop(request_id, None)
         if answer is not None and answer.borrowed is not None:
             self._used(answer.borrowed)
-        if order is not None and order.parcel is not None:
-            self._used(order.parcel)
+        if order is not None and order.kv_transfer is not None:
+            self._used(order.kv_transfer)
 
-    def _used(self, parcel: m.Parcel) -> None:
-        self.outbox.append(m.ParcelUsed(parcel.parcel_id, parcel.source))
+    def _used(self, kv_transfer: m.KvTransfer) -> None:
+        self.outbox.append(m.KvTransferUsed(kv_transfer.transfer_id, kv_transfer.source))
 
 
 class Box:
@@ -218,7 +220,7 @@ class Box:
         )
         self.sent: list[m.Message] = []
         self.dispatcher.replies.send = lambda _, message: self.sent.append(message)
-        self.moves = self.dispatcher.moves
+        self.migrations = self.dispatcher.migrations
         self.workers = [FakeWorker(number) for number in range(num_workers)]
         self._num_asked = 0
         for number in range(num_workers):
@@ -270,11 +272,11 @@ class Box:
         return message
 
     def heed(self, number: int, *, has_kv: bool = True) -> m.Message:
-        """A worker takes note of its next message; of no parcel in use that it is free."""
+        """A worker takes note of its next message; of no KV transfer in use that it is free."""
         message = self.workers[number].heed(has_kv=has_kv)
-        if isinstance(message, m.FreeParcel):
+        if isinstance(message, m.ReleaseKvTransfer):
             for worker in self.workers:
-                assert message.parcel_id not in worker.parcels_in_use()
+                assert message.transfer_id not in worker.kv_transfers_in_use()
         return message
 
     def exchange(self) -> bool:
@@ -329,27 +331,27 @@ class Box:
             assert num_places <= 1, f"{name} is in {num_places} places"
             is_told_of = any(one.tells_of(name) for one in self.workers)
             assert num_places or is_told_of, f"{name} is lost"
-        assert self.moves._moves.keys() <= set(self.live)
-        there = {parcel for one in self.workers for parcel in one.parcels}
-        assert self.moves._parcels.keys() <= there
+        assert self.migrations._migrations.keys() <= set(self.live)
+        there = {kv_transfer for one in self.workers for kv_transfer in one.kv_transfers}
+        assert self.migrations._kv_transfers.keys() <= there
 
     def check_empty(self) -> None:
         """Nobody has a request, or anything that was for one."""
         assert self.live == []
-        assert (self.moves._moves, self.moves._parcels) == ({}, {})
+        assert (self.migrations._migrations, self.migrations._kv_transfers) == ({}, {})
         assert self.dispatcher.scheduler.core.core.state.requests == {}
         for worker in self.workers:
-            assert (worker.answers, worker.coming, worker.parcels) == ({}, {}, set())
+            assert (worker.answers, worker.coming, worker.kv_transfers) == ({}, {}, set())
 
 
 def _num_fds(message: m.Message) -> int:
-    has_parcel = isinstance(message, m.AddRequest) and message.parcel is not None
-    return int(has_parcel or isinstance(message, m.PeerHost))
+    has_kv_transfer = isinstance(message, m.AddRequest) and message.kv_transfer is not None
+    return int(has_kv_transfer or isinstance(message, m.PeerHost))
 
 
 def _is_end_of(message: m.Message, request_id: str) -> bool:
     match message:
-        case m.Moved():
+        case m.Migrated():
             return message.request_id == request_id
         case m.RequestsFailed():
             return request_id in message.request_ids

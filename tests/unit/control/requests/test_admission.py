@@ -148,7 +148,7 @@ async def test_not_all_are_told_the_same_time(history: History) -> None:
     assert told_s[9] == told_s[-1] == pytest.approx(4 * told_s[0], rel=0.2)
 
 
-async def test_nothing_is_known_of_who_waits_for_an_image(history: History) -> None:
+async def test_nothing_is_known_of_who_waits_for_an_snapshot(history: History) -> None:
     queue = Queue(history, max_live_requests_per_model=1)
     queue.live.add(LiveRequest("a1", "a", None, time.monotonic(), TARGETS, 1))
     assert queue.ask("a", is_warm=False).retry_after_s == 5.0

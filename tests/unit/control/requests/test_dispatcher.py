@@ -65,7 +65,7 @@ class Frontend:
 
 
 class Bench:
-    """A dispatcher with one worker that has a model without an image."""
+    """A dispatcher with one worker that has a model without a snapshot."""
 
     def __init__(self, history: History, *, drop_late: bool = False) -> None:
         limits = LimitSettings(max_live_requests_per_model=3, drop_late=drop_late)

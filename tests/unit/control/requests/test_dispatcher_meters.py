@@ -28,7 +28,7 @@ async def test_a_request_from_its_arrival_to_its_end(history: History) -> None:
     assert (meter.cache_hits, meter.cache_misses) == (1, 0)
 
 
-async def test_refused_aborted_and_waiting_for_an_image(history: History) -> None:
+async def test_refused_aborted_and_waiting_for_an_snapshot(history: History) -> None:
     bench = Bench(history)
     for request_id in "abcd":
         bench.ask(request_id)

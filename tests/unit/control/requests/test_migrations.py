@@ -19,8 +19,8 @@ LET_GO = "the source has let it go"
 ON_ITS_WAY = "the target has been sent it"
 COMING = "the target waits for its KV"
 THERE = "its KV is there"
-ADOPTED = "the daemon knows"
-STAGES = (TOLD, LET_GO, ON_ITS_WAY, COMING, THERE, ADOPTED)
+ATTACHED = "the daemon knows"
+STAGES = (TOLD, LET_GO, ON_ITS_WAY, COMING, THERE, ATTACHED)
 every_stage = pytest.mark.parametrize("stage", STAGES)
 has_kv_or_not = pytest.mark.parametrize("has_kv", [True, False], ids=["kv", "no-kv"])
 
@@ -61,9 +61,9 @@ def bring_to(box: Box, stage: str, *, has_kv: bool = True) -> None:
         ON_ITS_WAY: lambda: [box.hear(SOURCE) for _ in list(source.outbox)],
         COMING: lambda: heed_all(target),
         THERE: arrive,
-        ADOPTED: lambda: [box.hear(TARGET) for _ in list(target.outbox)],
+        ATTACHED: lambda: [box.hear(TARGET) for _ in list(target.outbox)],
     }
-    assert [type(one) for one in source.inbox].count(m.MoveOut) == 1
+    assert [type(one) for one in source.inbox].count(m.MigrateOut) == 1
     for act in [acts[one] for one in STAGES[1 : STAGES.index(stage) + 1]]:
         act()
     box.check()
@@ -82,18 +82,18 @@ def test_undisturbed(box: Box, has_kv: bool) -> None:
     order = box.workers[TARGET].inbox[-1]
     assert isinstance(order, m.AddRequest)
     assert (order.is_moving, order.output_token_ids) == (True, [0])
-    assert (order.parcel is not None) == has_kv
-    assert (core_phase(box), box.moves.num_moved) == (("MOVING", TARGET), 0)
+    assert (order.kv_transfer is not None) == has_kv
+    assert (core_phase(box), box.migrations.num_migrated) == (("MOVING", TARGET), 0)
     while box.workers[TARGET].inbox:
         box.workers[TARGET].heed()
     if has_kv:
         box.workers[TARGET].arrive("r1")
     box.exchange()
-    assert (core_phase(box), box.moves.num_moved) == (("DECODING", TARGET), 1)
-    assert len(box.workers[SOURCE].parcels) == has_kv  # kept as long as it is read
+    assert (core_phase(box), box.migrations.num_migrated) == (("DECODING", TARGET), 1)
+    assert len(box.workers[SOURCE].kv_transfers) == has_kv  # kept as long as it is read
     box.workers[TARGET].use("r1")
     box.exchange()
-    assert box.workers[SOURCE].parcels == set()
+    assert box.workers[SOURCE].kv_transfers == set()
     box.settle()
     assert box.records.ends == {"r1": FinishReason.LENGTH}
 
@@ -101,7 +101,7 @@ def test_undisturbed(box: Box, has_kv: bool) -> None:
 def test_tokens_on_the_way_out_go_with_it(box: Box) -> None:
     """The source goes on until it is told; all that it says before it lets go counts."""
     box.workers[SOURCE].step(MODELS[0])
-    bring_to(box, ADOPTED)
+    bring_to(box, ATTACHED)
     [request] = box.dispatcher.live.all()
     assert request.output_token_ids == [0, 1]
     [known] = box.dispatcher.scheduler.core.core.state.requests.values()
@@ -126,7 +126,7 @@ def test_the_target_dies(box: Box, stage: str, has_kv: bool) -> None:
         assert box.dispatcher.scheduler.core.core.state.requests == {}
         assert box.dispatcher.nums_of_requests([SOURCE])[0] == 1
     box.exchange()
-    assert box.workers[SOURCE].parcels == set()
+    assert box.workers[SOURCE].kv_transfers == set()
     assert sum(one.num_places("r1") for one in box.workers) == 1
     box.settle()
     assert box.records.ends == {"r1": FinishReason.LENGTH}
@@ -147,7 +147,7 @@ def test_the_source_dies(box: Box, stage: str, has_kv: bool) -> None:
     box.check()
     if is_at_target:  # it has what had come, and computes the rest
         assert "r1" in box.workers[TARGET].answers
-        assert box.moves.num_moved == 1
+        assert box.migrations.num_migrated == 1
 
 
 @pytest.mark.parametrize("first", [SOURCE, TARGET], ids=["source-first", "target-first"])
@@ -159,7 +159,7 @@ def test_both_die(box: Box, stage: str, first: int, num_heard: int) -> None:
     for number in (first, SOURCE + TARGET - first):
         box.die(number, num_heard)
         box.check()
-    assert box.moves._parcels == {}
+    assert box.migrations._kv_transfers == {}
     assert core_phase(box)[1] in (None, OTHER)
     [request] = box.dispatcher.live.all()
     assert request.device in (None, OTHER)
@@ -175,8 +175,9 @@ def test_one_that_dies_and_is_back_at_once(box: Box, stage: str, comes_back: int
     box.check()
     box.exchange()
     box.check()
-    # The old life's parcels are nobody's: none was freed there, or the fake would have said so.
-    assert box.workers[comes_back].parcels == set()
+    # The old life's KV transfers are nobody's: none was freed there, or the fake would have said
+    # so.
+    assert box.workers[comes_back].kv_transfers == set()
 
 
 @has_kv_or_not
@@ -227,29 +228,29 @@ def test_a_source_that_has_it_no_more(box: Box) -> None:
     bring_to(box, ON_ITS_WAY)
     order = box.workers[TARGET].inbox[-1]
     assert isinstance(order, m.AddRequest)
-    assert (order.parcel, order.is_moving, order.output_token_ids) == (None, True, [0])
+    assert (order.kv_transfer, order.is_moving, order.output_token_ids) == (None, True, [0])
 
 
 def test_what_nobody_has_asked_for_is_free_at_once(box: Box) -> None:
     """An answer that comes twice, and one of a request that has ended."""
     bring_to(box, ON_ITS_WAY)
     source = box.workers[SOURCE]
-    for name, parcel_id in (("r1", "again"), ("nobody", "stray")):
-        parcel = m.Parcel(parcel_id, SOURCE, 1, [(0, 1)])
-        source.parcels.add(parcel_id)
-        source.outbox.append(m.Moved(MODELS[0], name, parcel=parcel))
+    for name, transfer_id in (("r1", "again"), ("nobody", "stray")):
+        kv_transfer = m.KvTransfer(transfer_id, SOURCE, 1, [(0, 1)])
+        source.kv_transfers.add(transfer_id)
+        source.outbox.append(m.Migrated(MODELS[0], name, kv_transfer=kv_transfer))
         box.hear(SOURCE)
-        assert source.inbox[-1] == m.FreeParcel(parcel_id)
-    source.outbox.append(m.ParcelUsed("unknown", SOURCE))
+        assert source.inbox[-1] == m.ReleaseKvTransfer(transfer_id)
+    source.outbox.append(m.KvTransferUsed("unknown", SOURCE))
     box.hear(SOURCE)
-    assert source.inbox[-1] == m.FreeParcel("stray")
+    assert source.inbox[-1] == m.ReleaseKvTransfer("stray")
 
 
 def test_an_adoption_of_nothing_is_ignored(box: Box) -> None:
     other = box.workers[OTHER]
-    other.outbox.append(m.Adopted(MODELS[0], "nobody"))
+    other.outbox.append(m.Attached(MODELS[0], "nobody"))
     box.hear(OTHER)
-    assert (box.moves.num_moved, core_phase(box)) == (0, ("MOVING", TARGET))
+    assert (box.migrations.num_migrated, core_phase(box)) == (0, ("MOVING", TARGET))
 
 
 class TestIntroductions:
@@ -294,7 +295,7 @@ class TestIntroductions:
         assert self.introduced(three) == [[], [], [1]]
 
     def test_before_the_first_request_moves(self, box: Box) -> None:
-        """The fake workers refuse a parcel of one that they do not know."""
+        """The fake workers refuse a KV transfer of one that they do not know."""
         bring_to(box, COMING)
         assert [one.peers for one in box.workers] == [set(), {SOURCE}, set()]
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 from gpupool_state import DATABASE_NAME, Database, History, Registry
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.views.explain import Explainer
-from gpupoold.control.weights.cache import ImageCache
+from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
 from gpupoold.errors import NoSuchModel, UsageError
 from gpupoold.wire import messages as m
@@ -34,7 +34,7 @@ class Told:
             self.bench.dispatcher,
             cast(ModelLifecycle, self.lifecycle),
             [self.bench.worker],
-            ImageCache(1 << 30),
+            SnapshotCache(1 << 30),
         )
 
 

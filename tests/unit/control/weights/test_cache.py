@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from gpupoold.control.weights.cache import CachedImage, ImageCache
+from gpupoold.control.weights.cache import CachedSnapshot, SnapshotCache
 
 
-def image(num_bytes: int) -> int:
-    fd = os.memfd_create("image")
+def snapshot(num_bytes: int) -> int:
+    fd = os.memfd_create("snapshot")
     os.ftruncate(fd, num_bytes)
     return fd
 
@@ -21,42 +21,42 @@ def is_open(fd: int) -> bool:
     return True
 
 
-def test_images_come_and_go() -> None:
-    cache = ImageCache(10_000)
-    first, second = image(3000), image(4000)
+def test_snapshots_come_and_go() -> None:
+    cache = SnapshotCache(10_000)
+    first, second = snapshot(3000), snapshot(4000)
     cache.put("a", first, "d1")
     cache.put("b", second, "d2")
-    assert cache.get("a") == CachedImage(first, 3000, "d1")
+    assert cache.get("a") == CachedSnapshot(first, 3000, "d1")
     assert cache.get("c") is None
     assert cache.used_bytes == 7000
     cache.drop("a")
     cache.drop("a")
     assert not is_open(first)
     assert cache.used_bytes == 4000
-    assert list(cache.images) == ["b"]
+    assert list(cache.snapshots) == ["b"]
     cache.close()
     assert not is_open(second)
     assert cache.used_bytes == 0
 
 
-def test_a_new_image_replaces_the_old_one() -> None:
-    cache = ImageCache(10_000)
-    old, new = image(3000), image(5000)
+def test_a_new_snapshot_replaces_the_old_one() -> None:
+    cache = SnapshotCache(10_000)
+    old, new = snapshot(3000), snapshot(5000)
     cache.put("a", old, "d1")
     cache.put("a", new, "d2")
     assert not is_open(old)
-    assert cache.get("a") == CachedImage(new, 5000, "d2")
+    assert cache.get("a") == CachedSnapshot(new, 5000, "d2")
     cache.close()
 
 
 def test_room_that_is_kept_is_used() -> None:
-    cache = ImageCache(10_000)
+    cache = SnapshotCache(10_000)
     assert (cache.short_bytes("a", 10_000), cache.short_bytes("a", 10_001)) == (0, 1)
     cache.reserve("a", 6000)
     assert cache.used_bytes == 6000
     assert cache.short_bytes("a", 10_000) == 0  # its own
     assert cache.short_bytes("b", 5000) == 1000
-    cache.put("a", image(5500), "d")
+    cache.put("a", snapshot(5500), "d")
     assert cache.used_bytes == 5500
     cache.reserve("a", 7000)  # to be replaced by a larger one
     assert cache.used_bytes == 7000
@@ -67,13 +67,13 @@ def test_room_that_is_kept_is_used() -> None:
     cache.close()
 
 
-def test_an_image_on_its_way_out_is_used_but_nobodys() -> None:
-    cache = ImageCache(10_000)
-    old, new = image(3000), image(4000)
+def test_an_snapshot_on_its_way_out_is_used_but_nobodys() -> None:
+    cache = SnapshotCache(10_000)
+    old, new = snapshot(3000), snapshot(4000)
     cache.put("a", old, "d")
     cache.retire("a")
     assert cache.get("a") is None
-    assert cache.images == {}
+    assert cache.snapshots == {}
     assert cache.used_bytes == 3000
     assert is_open(old)
     cache.put("a", new, "d")
@@ -89,7 +89,7 @@ def test_an_image_on_its_way_out_is_used_but_nobodys() -> None:
 
 def test_when_models_were_used() -> None:
     now_s = 100.0
-    cache = ImageCache(0, now=lambda: now_s)
+    cache = SnapshotCache(0, now=lambda: now_s)
     assert cache.last_used_at("a") is None
     cache.touch("a")
     cache.touch("b", at=50.0)
@@ -100,8 +100,8 @@ def test_when_models_were_used() -> None:
 
 
 def test_a_model_that_is_gone_leaves_nothing() -> None:
-    cache = ImageCache(10_000)
-    fd = image(3000)
+    cache = SnapshotCache(10_000)
+    fd = snapshot(3000)
     cache.put("a", fd, "d")
     cache.reserve("a", 4000)
     cache.touch("a")
@@ -112,14 +112,14 @@ def test_a_model_that_is_gone_leaves_nothing() -> None:
     assert (cache.used_bytes, cache.pinned, cache.last_used_at("a")) == (0, set(), None)
 
 
-def test_an_image_that_is_there_already_stays() -> None:
-    cache = ImageCache(10_000)
-    fd = image(3000)
+def test_an_snapshot_that_is_there_already_stays() -> None:
+    cache = SnapshotCache(10_000)
+    fd = snapshot(3000)
     first = cache.put("a", fd, "d1", (1,))
     again = os.dup(fd)
     assert cache.put("a", again, "d1", (1,)) is first
     assert not is_open(again)
     other = os.dup(fd)
-    assert cache.put("a", other, "d1", (2,)) == CachedImage(other, 3000, "d1", (2,))
+    assert cache.put("a", other, "d1", (2,)) == CachedSnapshot(other, 3000, "d1", (2,))
     assert not is_open(fd)
     cache.close()

@@ -1,4 +1,4 @@
-"""Images that a service manager keeps: which come back, and which are let go."""
+"""Snapshots that a service manager keeps: which come back, and which are let go."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gpupoold.control.weights.cache import ImageCache
-from gpupoold.control.weights.fd_store import Label, ParkedImages, _sealed
-from gpupoold.control.weights.keys import ImageKeys
+from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.weights.fd_store import Label, StoredSnapshots, _sealed
+from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.memory.memfd import create_memfd
 from gpupoold.system.systemd import FdStore, NamedFd, Notifier
 from gpupoold.wire.messages import ModelToLoad, WorkerReady
@@ -36,31 +36,33 @@ def model(tmp_path: Path) -> ModelToLoad:
 
 
 class Daemon:
-    """The parts of one run that images are about; the manager outlives it."""
+    """The parts of one run that snapshots are about; the manager outlives it."""
 
     def __init__(self, manager: FakeManager, budget_bytes: int = 10 * SIZE) -> None:
         # As at a start: what was handed over is this process's own.
         stored = [NamedFd(os.dup(fd), name) for name, fds in manager.stored.items() for fd in fds]
-        self.keys = ImageKeys()
-        self.parked = ParkedImages(FdStore(Notifier(manager.address), stored), self.keys)
-        self.cache = ImageCache(budget_bytes)
-        self.cache.shelf = self.parked
+        self.keys = SnapshotKeys()
+        self.stored_snapshots = StoredSnapshots(
+            FdStore(Notifier(manager.address), stored), self.keys
+        )
+        self.cache = SnapshotCache(budget_bytes)
+        self.cache.fd_store = self.stored_snapshots
 
     async def put(self, model: ModelToLoad, data: bytes = b"weights") -> None:
         await self.keys.note(model, READY)
-        fd = create_memfd("image", SIZE)
+        fd = create_memfd("snapshot", SIZE)
         os.pwrite(fd, data, 0)
         self.cache.put(model.name, fd, "layout", (1, 2))
 
     async def take_back(self, *models: ModelToLoad) -> dict[str, bytes]:
-        await self.parked.take_back(models, READY, self.cache)
-        return {name: os.pread(one.fd, 7, 0) for name, one in self.cache.images.items()}
+        await self.stored_snapshots.take_back(models, READY, self.cache)
+        return {name: os.pread(one.fd, 7, 0) for name, one in self.cache.snapshots.items()}
 
     def end(self) -> None:
         self.cache.close()
 
 
-async def park_one(manager: FakeManager, model: ModelToLoad) -> None:
+async def store_one(manager: FakeManager, model: ModelToLoad) -> None:
     daemon = Daemon(manager)
     await daemon.put(model)
     manager.wait_for("FDSTORE")
@@ -68,14 +70,18 @@ async def park_one(manager: FakeManager, model: ModelToLoad) -> None:
     assert len(manager.stored) == 1
 
 
-async def test_an_image_outlives_daemons(manager: FakeManager, model: ModelToLoad) -> None:
-    await park_one(manager, model)
+async def test_an_snapshot_outlives_daemons(manager: FakeManager, model: ModelToLoad) -> None:
+    await store_one(manager, model)
     for _ in range(2):
         daemon = Daemon(manager)
         assert await daemon.take_back(model) == {"a": b"weights"}
-        image = daemon.cache.get("a")
-        assert image is not None
-        assert (image.num_bytes, image.digest, image.canary) == (SIZE, "layout", (1, 2))
+        snapshot = daemon.cache.get("a")
+        assert snapshot is not None
+        assert (snapshot.num_bytes, snapshot.digest, snapshot.self_check) == (
+            SIZE,
+            "layout",
+            (1, 2),
+        )
         daemon.end()
     assert len(manager.values("FDSTORE")) == 1  # it is there and need not be given again
 
@@ -84,7 +90,7 @@ async def test_an_image_outlives_daemons(manager: FakeManager, model: ModelToLoa
 async def test_what_leaves_the_cache_is_not_kept(
     manager: FakeManager, model: ModelToLoad, how: str
 ) -> None:
-    await park_one(manager, model)
+    await store_one(manager, model)
     [before] = manager.stored
     daemon = Daemon(manager)
     await daemon.take_back(model)
@@ -109,19 +115,19 @@ async def refused(manager: FakeManager, *models: ModelToLoad, budget_bytes: int 
 
 
 async def test_a_checkpoint_that_has_changed(manager: FakeManager, model: ModelToLoad) -> None:
-    await park_one(manager, model)
+    await store_one(manager, model)
     Path(model.path, "config.json").write_text('{"changed": true}')
     assert await refused(manager, model)
 
 
 async def test_a_model_that_is_gone(manager: FakeManager, model: ModelToLoad) -> None:
-    await park_one(manager, model)
+    await store_one(manager, model)
     other = msgspec.structs.replace(model, name="b")
     assert await refused(manager, other)
 
 
 async def test_a_budget_that_has_shrunk(manager: FakeManager, model: ModelToLoad) -> None:
-    await park_one(manager, model)
+    await store_one(manager, model)
     assert await refused(manager, model, budget_bytes=SIZE - 1)
 
 
@@ -140,7 +146,7 @@ async def test_the_budget_is_for_the_first(manager: FakeManager, model: ModelToL
 
 
 def label(**changes: object) -> bytes:
-    fields = {"model": "a", "key": "k", "num_bytes": SIZE, "digest": "d", "canary": ()}
+    fields = {"model": "a", "key": "k", "num_bytes": SIZE, "digest": "d", "self_check": ()}
     return msgspec.json.encode(msgspec.convert(fields | changes, Label))
 
 
@@ -153,22 +159,30 @@ def loose() -> int:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: [create_memfd("i", SIZE)], "1 images and 0 labels in 1 descriptors"),
-        (lambda: [_sealed(label())], "0 images and 1 labels"),
-        (lambda: [loose(), _sealed(label())], "0 images and 1 labels in 2"),
+        (lambda: [create_memfd("i", SIZE)], "1 snapshots and 0 labels in 1 descriptors"),
+        (lambda: [_sealed(label())], "0 snapshots and 1 labels"),
+        (lambda: [loose(), _sealed(label())], "0 snapshots and 1 labels in 2"),
         (lambda: [create_memfd("i", SIZE), _sealed(b"{")], "its label is wrong"),
         (lambda: [create_memfd("i", SIZE), _sealed(label(format=9))], "has format 9"),
         (lambda: [create_memfd("i", 4096), _sealed(label())], "4096 bytes instead of 8192"),
         (lambda: [os.open("/dev/null", os.O_RDONLY)], "Invalid argument"),
     ],
-    ids=["no label", "no image", "not sealed", "no JSON", "other format", "other size", "no memfd"],
+    ids=[
+        "no label",
+        "no snapshot",
+        "not sealed",
+        "no JSON",
+        "other format",
+        "other size",
+        "no memfd",
+    ],
 )
-async def test_what_is_no_image_is_let_go(
+async def test_what_is_no_snapshot_is_let_go(
     manager: FakeManager, caplog: pytest.LogCaptureFixture, make: object, why: str
 ) -> None:
     assert callable(make)
     fds = make()
-    FdStore(Notifier(manager.address)).keep("image-1", fds)
+    FdStore(Notifier(manager.address)).keep("snapshot-1", fds)
     manager.wait_for("FDSTORE")
     for fd in fds:
         os.close(fd)
@@ -176,17 +190,17 @@ async def test_what_is_no_image_is_let_go(
     daemon = Daemon(manager)
     manager.wait_for("FDSTOREREMOVE")
     assert manager.stored == {}
-    assert "what systemd kept as image-1 is not used" in caplog.text
+    assert "what systemd kept as snapshot-1 is not used" in caplog.text
     assert why in caplog.text
     assert await daemon.take_back() == {}
     assert len(os.listdir("/proc/self/fd")) == num_before - len(fds)
 
 
 async def test_nothing_is_kept_without_a_manager(model: ModelToLoad) -> None:
-    keys = ImageKeys()
-    cache = ImageCache(SIZE)
-    cache.shelf = ParkedImages(FdStore(Notifier()), keys)
+    keys = SnapshotKeys()
+    cache = SnapshotCache(SIZE)
+    cache.fd_store = StoredSnapshots(FdStore(Notifier()), keys)
     await keys.note(model, READY)
-    cache.put("a", create_memfd("image", SIZE), "layout")
+    cache.put("a", create_memfd("snapshot", SIZE), "layout")
     cache.drop("a")
     assert cache.used_bytes == 0

@@ -1,4 +1,4 @@
-"""Room for images: who goes, who waits, what is refused, and that bytes are counted once."""
+"""Room for snapshots: who goes, who waits, what is refused, and that bytes are counted once."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpupoold.control.weights.cache import ImageCache
-from gpupoold.control.weights.host_budget import ImageRoom
+from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.weights.host_budget import SnapshotRoom
 from gpupoold.errors import Refused, TimedOut
 
 MIB = 1 << 20
 
 
 class Bench:
-    """A cache of 4 MiB; workers let images go while ``gate`` is open."""
+    """A cache of 4 MiB; workers let snapshots go while ``gate`` is open."""
 
     def __init__(self) -> None:
-        self.cache = ImageCache(4 * MIB)
+        self.cache = SnapshotCache(4 * MIB)
         self.in_use: set[str] = set()
         self.gate = asyncio.Event()
         self.gate.set()
         self.gone: list[str] = []
         self.error: Exception | None = None
-        self.room = ImageRoom(self.cache, self.in_use.__contains__, self._let_go)
+        self.room = SnapshotRoom(self.cache, self.in_use.__contains__, self._let_go)
 
     async def _let_go(self, model: str) -> None:
         await self.gate.wait()
@@ -34,7 +34,7 @@ class Bench:
         self.gone.append(model)
 
     def put(self, model: str, mib: int, at: float = 0.0) -> None:
-        fd = os.memfd_create("image")
+        fd = os.memfd_create("snapshot")
         os.ftruncate(fd, mib * MIB)
         self.cache.put(model, fd, "d")
         self.cache.touch(model, at)
@@ -70,7 +70,7 @@ async def test_the_least_recently_used_makes_room(bench: Bench) -> None:
     bench.put("b", 2, at=1.0)
     await bench.bring("c", 2)
     assert bench.gone == ["b"]
-    assert sorted(bench.cache.images) == ["a", "c"]
+    assert sorted(bench.cache.snapshots) == ["a", "c"]
     assert bench.cache.used_bytes == 4 * MIB
 
 
@@ -89,13 +89,13 @@ async def test_room_that_is_not_used_is_given_up(bench: Bench) -> None:
     assert bench.cache.used_bytes == 0
 
 
-async def test_pinned_images_stay(bench: Bench) -> None:
+async def test_pinned_snapshots_stay(bench: Bench) -> None:
     bench.put("a", 2)
     bench.cache.pinned.add("a")
     for wait_s in (0.0, 60.0):  # no use in waiting
         with pytest.raises(
             Refused,
-            match=r"c: an image of 3 MiB does not fit .* of 4 MiB, where "
+            match=r"c: a snapshot of 3 MiB does not fit .* of 4 MiB, where "
             r"2 MiB are pinned",
         ) as caught:
             await bench.bring("c", 3, wait_s)
@@ -105,17 +105,19 @@ async def test_pinned_images_stay(bench: Bench) -> None:
     with pytest.raises(Refused):
         bench.room.check("c", 3 * MIB)
     await bench.bring("c", 2)
-    assert sorted(bench.cache.images) == ["a", "c"]
+    assert sorted(bench.cache.snapshots) == ["a", "c"]
 
 
-async def test_an_image_larger_than_the_cache(bench: Bench) -> None:
+async def test_an_snapshot_larger_than_the_cache(bench: Bench) -> None:
     bench.put("a", 2)
-    with pytest.raises(Refused, match="c: an image of 5 MiB does not fit in the model cache of 4"):
+    with pytest.raises(
+        Refused, match="c: a snapshot of 5 MiB does not fit in the model cache of 4"
+    ):
         await bench.bring("c", 5, wait_s=60.0)
     assert bench.gone == []
 
 
-async def test_without_patience_busy_images_are_in_the_way(bench: Bench) -> None:
+async def test_without_patience_busy_snapshots_are_in_the_way(bench: Bench) -> None:
     bench.put("a", 2)
     bench.put("b", 1)
     bench.in_use.add("a")
@@ -149,19 +151,21 @@ async def test_one_waits_until_a_pin_is_removed_beside_busy_ones(bench: Bench) -
     bench.cache.pinned.clear()
     bench.room.changed()
     await task
-    assert sorted(bench.cache.images) == ["a", "c"]
+    assert sorted(bench.cache.snapshots) == ["a", "c"]
 
 
 async def test_waiting_ends(bench: Bench) -> None:
     bench.put("a", 4)
     bench.in_use.add("a")
-    with pytest.raises(TimedOut, match=r"c: no room for its image of 2 MiB .* within 0.02 s") as e:
+    with pytest.raises(
+        TimedOut, match=r"c: no room for its snapshot of 2 MiB .* within 0.02 s"
+    ) as e:
         await bench.bring("c", 2, wait_s=0.02)
     assert "memory.model_cache" in e.value.hint
     assert bench.cache.used_bytes == 4 * MIB
 
 
-async def test_held_images_stay(bench: Bench) -> None:
+async def test_held_snapshots_stay(bench: Bench) -> None:
     bench.put("a", 4)
     with bench.room.holding("a"):
         task = asyncio.create_task(bench.bring("c", 2, wait_s=60.0))
@@ -179,7 +183,7 @@ async def test_two_that_want_the_same_bytes(bench: Bench) -> None:
     bench.gate.set()
     await asyncio.gather(*tasks)
     assert bench.gone == ["a"]
-    assert sorted(bench.cache.images) == ["b", "c", "d"]
+    assert sorted(bench.cache.snapshots) == ["b", "c", "d"]
 
 
 async def test_one_that_waits_does_not_keep_others_from_room_that_is_there(bench: Bench) -> None:
@@ -190,7 +194,7 @@ async def test_one_that_waits_does_not_keep_others_from_room_that_is_there(bench
     await bench.bring("d", 2, wait_s=60.0)
     bench.end("a")
     await large
-    assert sorted(bench.cache.images) == ["c"]
+    assert sorted(bench.cache.snapshots) == ["c"]
 
 
 async def test_who_gives_up_leaves_the_books_right(bench: Bench) -> None:
@@ -217,8 +221,8 @@ async def test_a_worker_that_does_not_answer(
     bench.put("a", 4)
     bench.error = TimedOut("worker 0 did not answer")
     await bench.bring("c", 2)
-    assert sorted(bench.cache.images) == ["c"]
-    assert "a: its image may still take memory: worker 0" in caplog.text
+    assert sorted(bench.cache.snapshots) == ["c"]
+    assert "a: its snapshot may still take memory: worker 0" in caplog.text
 
 
 class TestDrop:
@@ -244,7 +248,9 @@ class TestDrop:
         assert bench.cache.get("a") is not None
 
 
-async def test_a_smaller_cache_lets_idle_images_go_at_once_and_others_later(bench: Bench) -> None:
+async def test_a_smaller_cache_lets_idle_snapshots_go_at_once_and_others_later(
+    bench: Bench,
+) -> None:
     bench.put("a", 1, at=1.0)
     bench.put("b", 1, at=2.0)
     bench.put("c", 2, at=3.0)
@@ -255,7 +261,7 @@ async def test_a_smaller_cache_lets_idle_images_go_at_once_and_others_later(benc
     for _ in range(50):
         await asyncio.sleep(0)
     assert bench.gone == ["a", "b"]
-    assert sorted(bench.cache.images) == ["c"]
+    assert sorted(bench.cache.snapshots) == ["c"]
     bench.end("c")
     for _ in range(50):
         await asyncio.sleep(0)
@@ -280,4 +286,4 @@ async def test_shrinking_ends_with_the_daemon(bench: Bench) -> None:
     for _ in range(20):
         await asyncio.sleep(0)
     await bench.room.stop()
-    assert sorted(bench.cache.images) == ["a"]
+    assert sorted(bench.cache.snapshots) == ["a"]

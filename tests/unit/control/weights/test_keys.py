@@ -1,4 +1,4 @@
-"""Keys of saved images: what changes them, and what does not."""
+"""Keys of saved snapshots: what changes them, and what does not."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gpupoold.control.weights import keys as image_keys
-from gpupoold.control.weights.keys import ImageKeys, image_key
+from gpupoold.control.weights import keys as snapshot_keys
+from gpupoold.control.weights.keys import SnapshotKeys, snapshot_key
 from gpupoold.errors import Failed
 from gpupoold.wire.messages import ModelToLoad, WorkerReady
 
@@ -45,7 +45,7 @@ def model(checkpoint: Path) -> ModelToLoad:
 
 
 def key_of(model: ModelToLoad) -> str:
-    return image_key(model, "0.32.0", "NVIDIA H200", 2 * MIB)
+    return snapshot_key(model, "0.32.0", "NVIDIA H200", 2 * MIB)
 
 
 def test_a_key_is_the_same_each_time(model: ModelToLoad) -> None:
@@ -90,11 +90,11 @@ def test_engine_device_page_and_format_are_in_the_key(
 ) -> None:
     keys = {
         key_of(model),
-        image_key(model, "0.33.0", "NVIDIA H200", 2 * MIB),
-        image_key(model, "0.32.0", "NVIDIA H100", 2 * MIB),
-        image_key(model, "0.32.0", "NVIDIA H200", 4 * MIB),
+        snapshot_key(model, "0.33.0", "NVIDIA H200", 2 * MIB),
+        snapshot_key(model, "0.32.0", "NVIDIA H100", 2 * MIB),
+        snapshot_key(model, "0.32.0", "NVIDIA H200", 4 * MIB),
     }
-    monkeypatch.setattr(image_keys, "FORMAT", 1)
+    monkeypatch.setattr(snapshot_keys, "FORMAT", 1)
     assert len(keys | {key_of(model)}) == 5
 
 
@@ -161,7 +161,7 @@ async def test_a_key_is_that_of_the_last_look(
 ) -> None:
     model = ModelToLoad(name="a", path=str(checkpoint), ttft_s=1.0, tbt_s=0.1)
     ready = WorkerReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
-    keys = ImageKeys()
+    keys = SnapshotKeys()
     assert keys.get("a") is None
     first = await keys.note(model, ready)
     assert first is not None

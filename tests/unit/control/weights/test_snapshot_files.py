@@ -1,4 +1,4 @@
-"""Images on disk: what comes back, what counts as damage, what an interrupted save leaves."""
+"""Snapshots on disk: what comes back, what counts as damage, what an interrupted save leaves."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ import msgspec
 import pytest
 from blake3 import blake3
 
-from gpupoold.control.weights import snapshot_files as image_files
-from gpupoold.control.weights.snapshot_files import ImageFiles
+from gpupoold.control.weights import snapshot_files as snapshot_files
+from gpupoold.control.weights.snapshot_files import SnapshotFiles
 from gpupoold.errors import Failed
 from gpupoold.memory import memfd
 
 MIB = 1 << 20
 HEADER_BYTES = 4096
-CANARY = (5, 0, 151_935)
+SELF_CHECK = (5, 0, 151_935)
 
 
 def memfd_of(data: bytes) -> int:
-    fd = os.memfd_create("image")
+    fd = os.memfd_create("snapshot")
     assert os.write(fd, data) == len(data)
     return fd
 
 
-def save(files: ImageFiles, key: str, data: bytes) -> None:
+def save(files: SnapshotFiles, key: str, data: bytes) -> None:
     fd = memfd_of(data)
     try:
-        files.save(key, fd, "layout", CANARY)
+        files.save(key, fd, "layout", SELF_CHECK)
     finally:
         os.close(fd)
 
 
-def loaded(files: ImageFiles, key: str) -> bytes | None:
+def loaded(files: SnapshotFiles, key: str) -> bytes | None:
     saved = files.load(key)
     if saved is None:
         return None
@@ -61,12 +61,12 @@ def open_descriptors() -> dict[str, str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return tmp_path / "state" / "images"
+    return tmp_path / "state" / "snapshots"
 
 
 @pytest.fixture
-def files(folder: Path) -> ImageFiles:
-    return ImageFiles(folder)
+def files(folder: Path) -> SnapshotFiles:
+    return SnapshotFiles(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -80,26 +80,30 @@ def no_leaked_descriptors() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("num_bytes", [1, HEADER_BYTES, 16 * MIB, 2 * 16 * MIB + 12_345])
-def test_an_image_comes_back(files: ImageFiles, num_bytes: int) -> None:
+def test_an_snapshot_comes_back(files: SnapshotFiles, num_bytes: int) -> None:
     data = os.urandom(num_bytes)
     save(files, "k", data)
     saved = files.load("k")
     assert saved is not None
-    assert (saved.num_bytes, saved.layout_digest, saved.canary) == (num_bytes, "layout", CANARY)
+    assert (saved.num_bytes, saved.layout_digest, saved.self_check) == (
+        num_bytes,
+        "layout",
+        SELF_CHECK,
+    )
     assert not os.get_inheritable(saved.fd)
     assert os.readlink(f"/proc/self/fd/{saved.fd}").startswith("/memfd:")
     os.close(saved.fd)
     assert loaded(files, "k") == data
 
 
-def test_the_image_saved_stays_the_callers(files: ImageFiles) -> None:
+def test_the_snapshot_saved_stays_the_callers(files: SnapshotFiles) -> None:
     fd = memfd_of(b"weights")
-    files.save("k", fd, "layout", CANARY)
+    files.save("k", fd, "layout", SELF_CHECK)
     assert os.pread(fd, 100, 0) == b"weights"
     os.close(fd)
 
 
-def test_a_loaded_image_is_a_copy(files: ImageFiles) -> None:
+def test_a_loaded_snapshot_is_a_copy(files: SnapshotFiles) -> None:
     save(files, "k", b"weights")
     saved = files.load("k")
     assert saved is not None
@@ -108,7 +112,9 @@ def test_a_loaded_image_is_a_copy(files: ImageFiles) -> None:
     assert loaded(files, "k") == b"weights"
 
 
-def test_none_is_there(files: ImageFiles, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_none_is_there(
+    files: SnapshotFiles, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert files.load("k") is None
     assert files.list() == []
     files.drop("k")
@@ -117,28 +123,28 @@ def test_none_is_there(files: ImageFiles, folder: Path, caplog: pytest.LogCaptur
     assert caplog.text == ""
 
 
-def test_a_later_save_replaces_an_earlier_one(files: ImageFiles) -> None:
+def test_a_later_save_replaces_an_earlier_one(files: SnapshotFiles) -> None:
     save(files, "k", b"a longer old one")
     save(files, "k", b"new")
     assert loaded(files, "k") == b"new"
 
 
-def test_only_the_owner_may_read(files: ImageFiles, folder: Path) -> None:
+def test_only_the_owner_may_read(files: SnapshotFiles, folder: Path) -> None:
     old = os.umask(0)
     try:
         save(files, "k", b"weights")
     finally:
         os.umask(old)
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert (folder / "k.image").stat().st_mode & 0o777 == 0o600
+    assert (folder / "k.snapshot").stat().st_mode & 0o777 == 0o600
 
 
-def test_list_drop_and_remove_others(files: ImageFiles, folder: Path) -> None:
+def test_list_drop_and_remove_others(files: SnapshotFiles, folder: Path) -> None:
     for key, data in (("b", b"22"), ("a", b"1"), ("c", b"333")):
         save(files, key, data)
-    (folder / "d.image.new").write_bytes(b"what a killed daemon left")
-    (folder / "a.image").touch()
-    os.utime(folder / "a.image", (1000.0, 2000.5))
+    (folder / "d.snapshot.new").write_bytes(b"what a killed daemon left")
+    (folder / "a.snapshot").touch()
+    os.utime(folder / "a.snapshot", (1000.0, 2000.5))
     found = files.list()
     assert [(file.key, file.num_bytes) for file in found] == [("a", 1), ("b", 2), ("c", 3)]
     assert found[0].saved_at == 2000.5
@@ -146,7 +152,7 @@ def test_list_drop_and_remove_others(files: ImageFiles, folder: Path) -> None:
     files.drop("b")
     assert [file.key for file in files.list()] == ["a", "c"]
     files.remove_others({"c", "unknown"})
-    assert os.listdir(folder) == ["c.image"]
+    assert os.listdir(folder) == ["c.snapshot"]
     assert loaded(files, "c") == b"333"
 
 
@@ -175,7 +181,7 @@ class Damage(NamedTuple):
 DAMAGES = {
     "first byte of data": Damage(flip(HEADER_BYTES), "its data has the checksum"),
     "last byte of data": Damage(flip(-1), "its data has the checksum"),
-    "magic": Damage(flip(0), "does not begin like an image"),
+    "magic": Damage(flip(0), "does not begin like a snapshot"),
     "checksum of the header": Damage(flip(20), "its header has a wrong checksum"),
     "text of the header": Damage(flip(60), "its header has a wrong checksum"),
     "padding of the header": Damage(flip(HEADER_BYTES - 1), "its header has a wrong checksum"),
@@ -189,31 +195,31 @@ DAMAGES = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_what_is_damaged_is_deleted(
-    files: ImageFiles, folder: Path, caplog: pytest.LogCaptureFixture, name: str
+    files: SnapshotFiles, folder: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     save(files, "k", os.urandom(4200))
     save(files, "other", b"weights")
-    path = folder / "k.image"
+    path = folder / "k.snapshot"
     DAMAGES[name].harm(path)
     assert files.load("k") is None
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert str(path) in record.message
     assert DAMAGES[name].reason in record.message
-    assert os.listdir(folder) == ["other.image"]
+    assert os.listdir(folder) == ["other.snapshot"]
     save(files, "k", b"again")
     assert loaded(files, "k") == b"again"
 
 
 def test_another_format_is_deleted(
-    files: ImageFiles,
+    files: SnapshotFiles,
     folder: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    encode = image_files._encode
+    encode = snapshot_files._encode
     other = lambda header: encode(msgspec.structs.replace(header, format=3))  # noqa: E731
-    monkeypatch.setattr(image_files, "_encode", other)
+    monkeypatch.setattr(snapshot_files, "_encode", other)
     save(files, "k", b"weights")
     assert files.load("k") is None
     assert "it has format 3, this gpupoold reads 2" in caplog.text
@@ -221,11 +227,11 @@ def test_another_format_is_deleted(
 
 
 def test_a_header_without_its_fields_is_deleted(
-    files: ImageFiles, folder: Path, caplog: pytest.LogCaptureFixture
+    files: SnapshotFiles, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(files, "k", b"weights")
     text = b'{"format":2}'.ljust(HEADER_BYTES - 48)
-    with (folder / "k.image").open("r+b") as file:
+    with (folder / "k.snapshot").open("r+b") as file:
         file.seek(16)
         file.write(blake3(text).digest() + text)
     assert files.load("k") is None
@@ -233,18 +239,18 @@ def test_a_header_without_its_fields_is_deleted(
     assert os.listdir(folder) == []
 
 
-def test_an_image_under_another_key_is_deleted(
-    files: ImageFiles, folder: Path, caplog: pytest.LogCaptureFixture
+def test_an_snapshot_under_another_key_is_deleted(
+    files: SnapshotFiles, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(files, "k", b"weights")
-    (folder / "k.image").rename(folder / "l.image")
+    (folder / "k.snapshot").rename(folder / "l.snapshot")
     assert files.load("l") is None
     assert "it was saved as k" in caplog.text
     assert os.listdir(folder) == []
 
 
 def test_a_file_cut_while_it_is_read_is_deleted(
-    files: ImageFiles,
+    files: SnapshotFiles,
     folder: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -252,26 +258,26 @@ def test_a_file_cut_while_it_is_read_is_deleted(
     save(files, "k", bytes(2 * 16 * MIB + 1))
 
     def cut_and_create(name: str, num_bytes: int) -> int:
-        os.truncate(folder / "k.image", HEADER_BYTES + 20 * MIB)
+        os.truncate(folder / "k.snapshot", HEADER_BYTES + 20 * MIB)
         return memfd.create_memfd(name, num_bytes)
 
-    monkeypatch.setattr(image_files, "create_memfd", cut_and_create)
+    monkeypatch.setattr(snapshot_files, "create_memfd", cut_and_create)
     assert files.load("k") is None
     assert f"it ends at byte {HEADER_BYTES + 20 * MIB}" in caplog.text
     assert os.listdir(folder) == []
 
 
 def test_what_cannot_be_read_stays(
-    files: ImageFiles, folder: Path, caplog: pytest.LogCaptureFixture
+    files: SnapshotFiles, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (folder / "k.image").mkdir(parents=True)
+    (folder / "k.snapshot").mkdir(parents=True)
     assert files.load("k") is None
-    assert "k.image could not be read" in caplog.text
-    assert (folder / "k.image").is_dir()
+    assert "k.snapshot could not be read" in caplog.text
+    assert (folder / "k.snapshot").is_dir()
 
 
-def test_an_image_larger_than_memory_stays(
-    files: ImageFiles,
+def test_an_snapshot_larger_than_memory_stays(
+    files: SnapshotFiles,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -282,7 +288,7 @@ def test_an_image_larger_than_memory_stays(
     with monkeypatch.context() as patch:
         patch.setattr(memfd, "_MEMINFO", meminfo)
         assert files.load("k") is None
-    assert "2 MiB wanted for gpupool-image, 1 MiB available" in caplog.text
+    assert "2 MiB wanted for gpupool-snapshot, 1 MiB available" in caplog.text
     assert loaded(files, "k") == bytes(2 * MIB)
 
 
@@ -292,16 +298,16 @@ INTERRUPTED = """
 import json, os, resource, sys
 from pathlib import Path
 from gpupoold.errors import Failed
-from gpupoold.control.weights.snapshot_files import ImageFiles
+from gpupoold.control.weights.snapshot_files import SnapshotFiles
 
 folder = Path(sys.argv[1])
-fd = os.memfd_create("image")
+fd = os.memfd_create("snapshot")
 os.write(fd, os.urandom(3 << 20))
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
 num_descriptors = len(os.listdir("/proc/self/fd"))
 try:
-    ImageFiles(folder).save("k", fd, "layout", ())
+    SnapshotFiles(folder).save("k", fd, "layout", ())
 except Failed as error:
     leaked = len(os.listdir("/proc/self/fd")) - num_descriptors
     print(json.dumps([error.message, leaked]))
@@ -309,49 +315,49 @@ except Failed as error:
 
 
 def test_an_interrupted_save_leaves_nothing_new(
-    files: ImageFiles, folder: Path, project_env: dict[str, str]
+    files: SnapshotFiles, folder: Path, project_env: dict[str, str]
 ) -> None:
     save(files, "k", b"the one before")
-    (folder / "k.image.new").write_bytes(b"what a killed daemon left")
+    (folder / "k.snapshot.new").write_bytes(b"what a killed daemon left")
     command = [sys.executable, "-c", INTERRUPTED, str(folder)]
     done = subprocess.run(command, env=project_env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     message, num_leaked = json.loads(done.stdout)
-    assert message.startswith(f"{folder}/k.image: saving an image of 3 MiB failed:")
+    assert message.startswith(f"{folder}/k.snapshot: saving a snapshot of 3 MiB failed:")
     assert "File too large" in message
     assert num_leaked == 0
-    assert os.listdir(folder) == ["k.image"]
+    assert os.listdir(folder) == ["k.snapshot"]
     assert loaded(files, "k") == b"the one before"
 
 
 def test_a_full_disk_is_told_before_anything_is_written(
-    files: ImageFiles, folder: Path, monkeypatch: pytest.MonkeyPatch
+    files: SnapshotFiles, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = shutil._ntuple_diskusage(100 * MIB, 98 * MIB, 2 * MIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
-    with pytest.raises(Failed, match=r"k\.image: an image of 2 MiB .* 2 MiB are free") as e:
+    with pytest.raises(Failed, match=r"k\.snapshot: a snapshot of 2 MiB .* 2 MiB are free") as e:
         save(files, "k", bytes(2 * MIB))  # the header is too much
     assert f"make room in {folder}" in e.value.hint
     assert os.listdir(folder) == []
     save(files, "k", bytes(2 * MIB - HEADER_BYTES))
-    assert os.listdir(folder) == ["k.image"]
+    assert os.listdir(folder) == ["k.snapshot"]
 
 
 @pytest.mark.parametrize(
-    ("data", "canary", "reason"),
+    ("data", "self_check", "reason"),
     [(b"", (), "cannot mmap an empty file"), (b"weights", (1000,) * 1000, "4096 are its limit")],
 )
 def test_what_cannot_be_saved_leaves_nothing(
-    files: ImageFiles, folder: Path, data: bytes, canary: tuple[int, ...], reason: str
+    files: SnapshotFiles, folder: Path, data: bytes, self_check: tuple[int, ...], reason: str
 ) -> None:
     fd = memfd_of(data)
     with pytest.raises(Failed, match=reason):
-        files.save("k", fd, "layout", canary)
+        files.save("k", fd, "layout", self_check)
     os.close(fd)
     assert os.listdir(folder) == []
 
 
 def test_the_folder_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "images").write_text("not a folder")
-    with pytest.raises(Failed, match=r"images/k\.image: saving an image of 7 B failed"):
-        save(ImageFiles(tmp_path / "images"), "k", b"weights")
+    (tmp_path / "snapshots").write_text("not a folder")
+    with pytest.raises(Failed, match=r"snapshots/k\.snapshot: saving a snapshot of 7 B failed"):
+        save(SnapshotFiles(tmp_path / "snapshots"), "k", b"weights")

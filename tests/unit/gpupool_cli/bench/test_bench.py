@@ -71,7 +71,7 @@ class TestTables:
         assert cold.split()[-6:] == ["45ms", "500ms", "100ms", "20ms", "p50", "no"]
 
     def test_memory(self, capsys: pytest.CaptureFixture[str]) -> None:
-        copy = {"by": "lane", "direction": "in", "piece_bytes": 4096, "bytes_per_s": 2**30}
+        copy = {"by": "copy_stream", "direction": "in", "piece_bytes": 4096, "bytes_per_s": 2**30}
         mapping = dict.fromkeys(("map_s_per_page", "unmap_s_per_page"), 1e-6)
         mapping |= {"pages": 4, "runs": 1, "map_p50_s": 4e-6, "unmap_p50_s": 5e-6}
         show_memory(
@@ -85,7 +85,7 @@ class TestTables:
             }
         )
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-        assert ["lane", "in", "pieces", "of", "4", "KiB", "1", "GiB/s", "0.50"] in lines
+        assert ["copy_stream", "in", "pieces", "of", "4", "KiB", "1", "GiB/s", "0.50"] in lines
         assert ["4", "1", "4us", "5us", "1us", "1us"] in lines
         assert ["kv_swap.memcpy_bytes_per_s.device_copy", "2", "GiB/s"] in lines
         assert ["transfer_round_trip.p50_s", "20us"] in lines

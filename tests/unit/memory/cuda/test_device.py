@@ -41,11 +41,11 @@ class TestOpening:
         all_but_reserve.close()
 
     def test_pages_are_made_once(self, device: CudaDevice, driver: FakeCuda) -> None:
-        region = device.reserve(8)
+        address_range = device.reserve(8)
         for _ in range(3):
-            device.map_and_fill(region, [PageRun(0, 8)], None)
-            device.unmap(region, [PageRun(0, 8)])
-        device.release(region, 8)
+            device.map_and_fill(address_range, [PageRun(0, 8)], None)
+            device.unmap(address_range, [PageRun(0, 8)])
+        device.release(address_range, 8)
         assert driver.calls["create"] == NUM_PAGES
 
     def test_a_page_is_8_mib_by_default_or_the_granularity_if_larger(self) -> None:
@@ -80,58 +80,58 @@ class TestMapping:
         self, device: CudaDevice, driver: FakeCuda
     ) -> None:
         runs = [PageRun(10, 3), PageRun(0, 2)]
-        region = device.reserve(5)
-        device.map(region, runs)
+        address_range = device.reserve(5)
+        device.map(address_range, runs)
         assert driver.calls["map"] == 5
         assert driver.calls["allow_access"] == 1
-        device.unmap(region, runs)
+        device.unmap(address_range, runs)
         assert driver.calls["unmap"] == 1
-        device.release(region, 5)
+        device.release(address_range, 5)
 
     def test_runs_lie_one_behind_the_other(self, device: CudaDevice, driver: FakeCuda) -> None:
-        region, other = device.reserve(3), device.reserve(1)
-        device.map(region, [PageRun(7, 1), PageRun(3, 2)])
+        address_range, other = device.reserve(3), device.reserve(1)
+        device.map(address_range, [PageRun(7, 1), PageRun(3, 2)])
         for page in range(3):
-            driver.kernel_write(region + page * PAGE, page_of(page))
+            driver.kernel_write(address_range + page * PAGE, page_of(page))
         driver.synchronize_stream(COMPUTE)
-        device.unmap(region, [PageRun(7, 1), PageRun(3, 2)])
+        device.unmap(address_range, [PageRun(7, 1), PageRun(3, 2)])
         device.map(other, [PageRun(4, 1)])
         assert driver.read(other, PAGE) == page_of(2)
         device.unmap(other, [PageRun(4, 1)])
-        device.release(region, 3)
+        device.release(address_range, 3)
         device.release(other, 1)
 
-    def test_a_page_can_be_mapped_all_over_a_region(
+    def test_a_page_can_be_mapped_all_over_a_address_range(
         self, device: CudaDevice, driver: FakeCuda
     ) -> None:
-        region, runs = device.reserve(9), [PageRun(5, 1)] * 9
-        device.map(region, runs)
-        driver.kernel_write(region + 8 * PAGE, b"abc")
+        address_range, runs = device.reserve(9), [PageRun(5, 1)] * 9
+        device.map(address_range, runs)
+        driver.kernel_write(address_range + 8 * PAGE, b"abc")
         driver.synchronize_stream(COMPUTE)
-        assert driver.read(region, 3) == b"abc"
-        device.unmap(region, runs)
-        device.release(region, 9)
+        assert driver.read(address_range, 3) == b"abc"
+        device.unmap(address_range, runs)
+        device.release(address_range, 9)
 
     @pytest.mark.parametrize(("call", "at"), [("map", 3), ("allow_access", 1)])
     def test_a_failed_map_leaves_nothing_mapped(
         self, device: CudaDevice, driver: FakeCuda, call: str, at: int
     ) -> None:
-        region = device.reserve(4)
+        address_range = device.reserve(4)
         driver.fail_at[call] = at
         with pytest.raises(CudaError):
-            device.map(region, [PageRun(0, 4)])
-        device.map(region, [PageRun(0, 4)])
-        device.unmap(region, [PageRun(0, 4)])
-        device.release(region, 4)
+            device.map(address_range, [PageRun(0, 4)])
+        device.map(address_range, [PageRun(0, 4)])
+        device.unmap(address_range, [PageRun(0, 4)])
+        device.release(address_range, 4)
 
     def test_pitfall_03_kernels_end_before_their_pages_go(
         self, device: CudaDevice, driver: FakeCuda
     ) -> None:
-        region = device.reserve(1)
-        device.map(region, [PageRun(0, 1)])
+        address_range = device.reserve(1)
+        device.map(address_range, [PageRun(0, 1)])
         driver.launch(COMPUTE)
-        device.unmap(region, [PageRun(0, 1)])  # the fake fails when kernels still run
-        device.release(region, 1)
+        device.unmap(address_range, [PageRun(0, 1)])  # the fake fails when kernels still run
+        device.release(address_range, 1)
 
     def test_all_streams_engines_use_are_waited_for(self, driver: FakeCuda) -> None:
         streams: list[int] = [0]
@@ -139,16 +139,16 @@ class TestMapping:
             0, 0, 0, page_bytes=PAGE, driver=driver, compute_streams=lambda: streams
         )
         streams.append(driver.create_stream())
-        region = device.reserve(1)
-        device.map(region, [PageRun(0, 1)])
+        address_range = device.reserve(1)
+        device.map(address_range, [PageRun(0, 1)])
         driver.launch(streams[1])
-        device.unmap(region, [PageRun(0, 1)])
-        device.release(region, 1)
+        device.unmap(address_range, [PageRun(0, 1)])
+        device.release(address_range, 1)
         device.close()
 
     def test_several_ranges_are_waited_for_once(self, device: CudaDevice, driver: FakeCuda) -> None:
-        region = device.reserve(9)
-        mappings = [(region + at * PAGE, [PageRun(at, 2)]) for at in (0, 3, 7)]
+        address_range = device.reserve(9)
+        mappings = [(address_range + at * PAGE, [PageRun(at, 2)]) for at in (0, 3, 7)]
         for mapping in mappings:
             device.map(*mapping)
         before = driver.calls.copy()
@@ -156,24 +156,24 @@ class TestMapping:
         done = driver.calls - before
         assert done["unmap"] == 3
         assert done["synchronize_stream"] == 3  # the compute stream, copies in, copies out
-        device.release(region, 9)
+        device.release(address_range, 9)
 
     def test_pitfall_04_copies_end_before_their_pages_go(
-        self, device: CudaDevice, image: HostBuffer
+        self, device: CudaDevice, snapshot: HostBuffer
     ) -> None:
-        region = device.reserve(1)
-        device.map(region, [PageRun(0, 1)])
-        device.copy_in(region, image.address, PAGE)
-        device.copy_out(image.address + PAGE, region, PAGE)
-        device.unmap(region, [PageRun(0, 1)])
-        device.release(region, 1)
+        address_range = device.reserve(1)
+        device.map(address_range, [PageRun(0, 1)])
+        device.copy_in(address_range, snapshot.address, PAGE)
+        device.copy_out(snapshot.address + PAGE, address_range, PAGE)
+        device.unmap(address_range, [PageRun(0, 1)])
+        device.release(address_range, 1)
 
 
 @pytest.mark.usefixtures("small_pieces")
 class TestFilling:
     @pytest.fixture
     def device(
-        self, driver: FakeCuda, image: HostBuffer, small_pieces: None
+        self, driver: FakeCuda, snapshot: HostBuffer, small_pieces: None
     ) -> Iterator[CudaDevice]:
         opened = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=driver)
         yield opened
@@ -181,117 +181,117 @@ class TestFilling:
         assert driver.leaks == {}
 
     def test_bytes_are_there_after_synchronize(
-        self, device: CudaDevice, driver: FakeCuda, image: HostBuffer
+        self, device: CudaDevice, driver: FakeCuda, snapshot: HostBuffer
     ) -> None:
         runs = [PageRun(40, 7), PageRun(2, 9)]
-        region = device.reserve(16)
-        device.map_and_fill(region, runs, image.address)
+        address_range = device.reserve(16)
+        device.map_and_fill(address_range, runs, snapshot.address)
         device.synchronize()
         expected = b"".join(page_of(i) for i in range(16))
-        assert driver.kernel_read(region, 16 * PAGE) == expected
-        device.unmap(region, runs)
-        device.release(region, 16)
+        assert driver.kernel_read(address_range, 16 * PAGE) == expected
+        device.unmap(address_range, runs)
+        device.release(address_range, 16)
 
     def test_without_synchronize_they_are_not(
-        self, device: CudaDevice, driver: FakeCuda, image: HostBuffer
+        self, device: CudaDevice, driver: FakeCuda, snapshot: HostBuffer
     ) -> None:
         """Guards the fake: it must be able to see a missing wait."""
-        region = device.reserve(1)
-        device.map_and_fill(region, [PageRun(0, 1)], image.address)
-        assert driver.kernel_read(region, PAGE) != page_of(0)
-        device.unmap(region, [PageRun(0, 1)])
-        device.release(region, 1)
+        address_range = device.reserve(1)
+        device.map_and_fill(address_range, [PageRun(0, 1)], snapshot.address)
+        assert driver.kernel_read(address_range, PAGE) != page_of(0)
+        device.unmap(address_range, [PageRun(0, 1)])
+        device.release(address_range, 1)
 
     def test_kernels_wait_for_zeros_by_themselves(
         self, device: CudaDevice, driver: FakeCuda
     ) -> None:
-        region = device.reserve(9)
-        device.map_and_fill(region, [PageRun(0, 9)], None)
-        assert driver.kernel_read(region, 9 * PAGE) == bytes(9 * PAGE)
-        device.unmap(region, [PageRun(0, 9)])
-        device.release(region, 9)
+        address_range = device.reserve(9)
+        device.map_and_fill(address_range, [PageRun(0, 9)], None)
+        assert driver.kernel_read(address_range, 9 * PAGE) == bytes(9 * PAGE)
+        device.unmap(address_range, [PageRun(0, 9)])
+        device.release(address_range, 9)
 
     def test_the_next_piece_is_mapped_after_a_copy_was_started(
-        self, device: CudaDevice, driver: FakeCuda, image: HostBuffer
+        self, device: CudaDevice, driver: FakeCuda, snapshot: HostBuffer
     ) -> None:
-        region = device.reserve(10)
+        address_range = device.reserve(10)
         driver.log.clear()
-        device.map_and_fill(region, [PageRun(0, 10)], image.address)
+        device.map_and_fill(address_range, [PageRun(0, 10)], snapshot.address)
         steps = [call for call, _, _ in driver.log if call != "map"]
         assert steps == ["allow_access", "copy_in"] * 3
         sizes = [num_bytes for call, _, num_bytes in driver.log if call == "copy_in"]
         assert sizes == [4 * PAGE, 4 * PAGE, 2 * PAGE]
-        device.unmap(region, [PageRun(0, 10)])
-        device.release(region, 10)
+        device.unmap(address_range, [PageRun(0, 10)])
+        device.release(address_range, 10)
 
     @pytest.mark.parametrize(
         ("call", "at"), [("map", 6), ("allow_access", 2), ("copy_in", 2), ("copy_in", 1)]
     )
     def test_a_failure_leaves_nothing_mapped(
-        self, device: CudaDevice, driver: FakeCuda, image: HostBuffer, call: str, at: int
+        self, device: CudaDevice, driver: FakeCuda, snapshot: HostBuffer, call: str, at: int
     ) -> None:
-        region = device.reserve(10)
+        address_range = device.reserve(10)
         driver.fail_at[call] = at
         with pytest.raises(CudaError):
-            device.map_and_fill(region, [PageRun(0, 10)], image.address)
-        device.map(region, [PageRun(0, 10)])
-        device.unmap(region, [PageRun(0, 10)])
-        device.release(region, 10)
+            device.map_and_fill(address_range, [PageRun(0, 10)], snapshot.address)
+        device.map(address_range, [PageRun(0, 10)])
+        device.unmap(address_range, [PageRun(0, 10)])
+        device.release(address_range, 10)
 
     def test_waiting_for_copies_counts_as_copying(
-        self, device: CudaDevice, image: HostBuffer
+        self, device: CudaDevice, snapshot: HostBuffer
     ) -> None:
-        region = device.reserve(4)
-        device.map_and_fill(region, [PageRun(0, 4)], image.address)
+        address_range = device.reserve(4)
+        device.map_and_fill(address_range, [PageRun(0, 4)], snapshot.address)
         before_s = device.spent.copy_s
         device.synchronize()
         assert device.spent.copy_s > before_s
         assert device.spent.map_s > 0
-        device.unmap(region, [PageRun(0, 4)])
-        device.release(region, 4)
+        device.unmap(address_range, [PageRun(0, 4)])
+        device.release(address_range, 4)
 
 
 class TestCopies:
     def test_copy_out_sees_what_kernels_wrote(
-        self, device: CudaDevice, driver: FakeCuda, image: HostBuffer
+        self, device: CudaDevice, driver: FakeCuda, snapshot: HostBuffer
     ) -> None:
-        region = device.reserve(1)
-        device.map(region, [PageRun(0, 1)])
-        driver.kernel_write(region, page_of(99))
-        device.copy_out(image.address, region, PAGE)
+        address_range = device.reserve(1)
+        device.map(address_range, [PageRun(0, 1)])
+        driver.kernel_write(address_range, page_of(99))
+        device.copy_out(snapshot.address, address_range, PAGE)
         device.synchronize()
-        assert ctypes.string_at(image.address, PAGE) == page_of(99)
-        device.unmap(region, [PageRun(0, 1)])
-        device.release(region, 1)
+        assert ctypes.string_at(snapshot.address, PAGE) == page_of(99)
+        device.unmap(address_range, [PageRun(0, 1)])
+        device.release(address_range, 1)
 
     def test_in_and_out_have_a_stream_each(
-        self, device: CudaDevice, driver: FakeCuda, image: HostBuffer
+        self, device: CudaDevice, driver: FakeCuda, snapshot: HostBuffer
     ) -> None:
-        region = device.reserve(2)
-        device.map(region, [PageRun(0, 2)])
-        device.copy_in(region, image.address, PAGE)
-        device.copy_out(image.address + PAGE, region + PAGE, PAGE)
+        address_range = device.reserve(2)
+        device.map(address_range, [PageRun(0, 2)])
+        device.copy_in(address_range, snapshot.address, PAGE)
+        device.copy_out(snapshot.address + PAGE, address_range + PAGE, PAGE)
         assert len(driver.busy_streams) == 2
-        device.unmap(region, [PageRun(0, 2)])
-        device.release(region, 2)
+        device.unmap(address_range, [PageRun(0, 2)])
+        device.release(address_range, 2)
 
 
 class TestZeroing:
     def test_kernels_wait_for_zeros_by_themselves(
-        self, device: CudaDevice, driver: FakeCuda, image: HostBuffer
+        self, device: CudaDevice, driver: FakeCuda, snapshot: HostBuffer
     ) -> None:
-        with mapped(device, 3) as region:
-            device.copy_in(region, image.address, 3 * PAGE)
+        with mapped(device, 3) as address_range:
+            device.copy_in(address_range, snapshot.address, 3 * PAGE)
             device.synchronize()
-            device.zero(region + 7, PAGE)
+            device.zero(address_range + 7, PAGE)
             expected = page_of(0)[:7] + bytes(PAGE) + page_of(1)[7:] + page_of(2)
-            assert driver.kernel_read(region, 3 * PAGE) == expected
+            assert driver.kernel_read(address_range, 3 * PAGE) == expected
 
     def test_the_thread_does_not_wait(self, device: CudaDevice, driver: FakeCuda) -> None:
-        with mapped(device, 1) as region:
+        with mapped(device, 1) as address_range:
             waited = driver.calls["synchronize_stream"]
-            device.zero(region, PAGE)
-            assert driver.read(region, 1) != b"\0"
+            device.zero(address_range, PAGE)
+            assert driver.read(address_range, 1) != b"\0"
             assert driver.calls["synchronize_stream"] == waited
 
     def test_every_compute_stream_waits(self, driver: FakeCuda) -> None:
@@ -300,17 +300,17 @@ class TestZeroing:
             0, 0, 0, page_bytes=PAGE, driver=driver, compute_streams=lambda: streams
         )
         streams.append(driver.create_stream())
-        with mapped(device, 1) as region:
+        with mapped(device, 1) as address_range:
             for stream in streams:
-                driver.kernel_write(region, b"x", stream)
+                driver.kernel_write(address_range, b"x", stream)
                 driver.synchronize_stream(stream)
-                device.zero(region, PAGE)
-                assert driver.kernel_read(region, PAGE, stream) == bytes(PAGE)
+                device.zero(address_range, PAGE)
+                assert driver.kernel_read(address_range, PAGE, stream) == bytes(PAGE)
         device.close()
 
     def test_no_bytes_are_no_call(self, device: CudaDevice, driver: FakeCuda) -> None:
-        with mapped(device, 1) as region:
-            device.zero(region, 0)
+        with mapped(device, 1) as address_range:
+            device.zero(address_range, 0)
             assert driver.calls["fill"] == 0
 
 
@@ -348,18 +348,18 @@ class TestLending:
         assert device.free_bytes() == 7 * PAGE
         device.reclaim(runs)
         assert device.free_bytes() == 0
-        region = device.reserve(5)
-        device.map_and_fill(region, [PageRun(3, 5)], None)
-        assert driver.kernel_read(region, 5 * PAGE) == bytes(5 * PAGE)
-        device.unmap(region, [PageRun(3, 5)])
-        device.release(region, 5)
+        address_range = device.reserve(5)
+        device.map_and_fill(address_range, [PageRun(3, 5)], None)
+        assert driver.kernel_read(address_range, 5 * PAGE) == bytes(5 * PAGE)
+        device.unmap(address_range, [PageRun(3, 5)])
+        device.release(address_range, 5)
 
     def test_a_lent_page_cannot_be_mapped(self, device: CudaDevice) -> None:
         device.lend([PageRun(3, 1)])
-        region = device.reserve(1)
+        address_range = device.reserve(1)
         with pytest.raises(AssertionError, match="is lent"):
-            device.map(region, [PageRun(3, 1)])
-        device.release(region, 1)
+            device.map(address_range, [PageRun(3, 1)])
+        device.release(address_range, 1)
 
     def test_memory_still_in_use_can_be_asked_for_again(
         self, device: CudaDevice, driver: FakeCuda

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gpupoold.memory.address_ranges import Region
+from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import Direction, OutOfPages
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.geometry import KvGeometry, KvRow
@@ -27,16 +27,16 @@ from tests.unit.memory.ledger import MemoryLedger
 
 
 class Model:
-    """Weights of ten pages and KV of three layers, two blocks per page: a chunk is two blocks."""
+    """Weights of ten pages and KV of three layers, two blocks per page: an extent is two blocks."""
 
     def __init__(self, device: CudaDevice, pool: PagePool, host: KvHostCache, seed: int) -> None:
         self.bytes = random.Random(seed).randbytes(10 * PAGE - 8)
-        image = HostBuffer.create(f"test-{seed}", 10 * PAGE)
-        ctypes.memmove(image.address, self.bytes, len(self.bytes))
-        self.weights = WeightMemory(Region(device, pool, 10), device, image)
+        snapshot = HostBuffer.create(f"test-{seed}", 10 * PAGE)
+        ctypes.memmove(snapshot.address, self.bytes, len(self.bytes))
+        self.weights = WeightMemory(AddressRange(device, pool, 10), device, snapshot)
         rows = tuple(KvRow(layer * 8 * PAGE, PAGE // 2, PAGE // 2) for layer in range(3))
         geometry = KvGeometry(16, PAGE, rows)
-        self.kv = KvMemory(geometry, Region(device, pool, geometry.num_pages), device, host)
+        self.kv = KvMemory(geometry, AddressRange(device, pool, geometry.num_pages), device, host)
         self.ledger = MemoryLedger(16)
         self.kv.attach(self.ledger)
 
@@ -76,9 +76,9 @@ def host(device: CudaDevice) -> Iterator[KvHostCache]:
 
 @pytest.fixture
 def queues(device: CudaDevice) -> Iterator[dict[Direction, TransferQueue]]:
-    """As a worker has them: a lane, a thread and a queue for each direction."""
+    """As a worker has them: a copy stream, a thread and a queue for each direction."""
     made = {
-        direction: TransferQueue(device.open_lanes(direction), direction.name, 4 * PAGE)
+        direction: TransferQueue(device.open_copy_streams(direction), direction.name, 4 * PAGE)
         for direction in Direction
     }
     yield made
@@ -150,8 +150,8 @@ def test_kv_is_paged_out_and_in_while_its_pages_serve_another_model(
     one.weights.load()
     one.kv.back([0, 1, 2])
     written = one.write(driver, one.ledger.allocate(4))
-    for chunk in (2, 1, 0):
-        assert one.kv.begin_page_out([chunk], queues[Direction.OUT])
+    for extent in (2, 1, 0):
+        assert one.kv.begin_page_out([extent], queues[Direction.OUT])
     one.finish()
     one.weights.evict()
     two.weights.load()
@@ -160,8 +160,8 @@ def test_kv_is_paged_out_and_in_while_its_pages_serve_another_model(
     two.kv.unback([3, 2, 1, 0])
     two.weights.evict()
     one.weights.load()
-    for chunk in one.kv.chunks(Place.HOST):
-        one.kv.begin_page_in([chunk], queues[Direction.IN])
+    for extent in one.kv.extents(Place.HOST):
+        one.kv.begin_page_in([extent], queues[Direction.IN])
     one.finish()
     for address, data in written.items():
         assert driver.kernel_read(address, len(data)) == data

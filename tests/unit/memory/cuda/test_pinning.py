@@ -34,79 +34,81 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("pieces")
 class TestPinning:
-    def test_in_pieces(self, device: CudaDevice, driver: FakeCuda, image: HostBuffer) -> None:
-        device.pin(image.address, 16 * PAGE)
-        start = image.address
+    def test_in_pieces(self, device: CudaDevice, driver: FakeCuda, snapshot: HostBuffer) -> None:
+        device.pin(snapshot.address, 16 * PAGE)
+        start = snapshot.address
         assert driver.registrations == {
             start: 6 * PAGE,
             start + 6 * PAGE: 6 * PAGE,
             start + 12 * PAGE: 4 * PAGE,
         }
-        device.unpin(image.address, 16 * PAGE)
+        device.unpin(snapshot.address, 16 * PAGE)
         assert driver.registrations == {}
 
     def test_pitfall_17_no_copy_touches_two_registrations(
-        self, device: CudaDevice, driver: FakeCuda, image: HostBuffer
+        self, device: CudaDevice, driver: FakeCuda, snapshot: HostBuffer
     ) -> None:
-        device.pin(image.address, 14 * PAGE)  # what is not pinned is another piece
-        before = host_pages(image.address, range(16))
-        with mapped(device, 16) as region:
-            device.copy_in(region, image.address, 16 * PAGE)  # the fake would object
+        device.pin(snapshot.address, 14 * PAGE)  # what is not pinned is another piece
+        before = host_pages(snapshot.address, range(16))
+        with mapped(device, 16) as address_range:
+            device.copy_in(address_range, snapshot.address, 16 * PAGE)  # the fake would object
             device.synchronize()
-            assert driver.kernel_read(region, 16 * PAGE) == before
-            device.copy_out(image.address + 5 * PAGE + 1, region, 8 * PAGE)
+            assert driver.kernel_read(address_range, 16 * PAGE) == before
+            device.copy_out(snapshot.address + 5 * PAGE + 1, address_range, 8 * PAGE)
             device.synchronize()
-            assert ctypes.string_at(image.address + 5 * PAGE + 1, 8 * PAGE) == before[: 8 * PAGE]
-        device.unpin(image.address, 14 * PAGE)
+            assert ctypes.string_at(snapshot.address + 5 * PAGE + 1, 8 * PAGE) == before[: 8 * PAGE]
+        device.unpin(snapshot.address, 14 * PAGE)
 
     def test_pitfall_17_all_or_nothing(
-        self, device: CudaDevice, driver: FakeCuda, image: HostBuffer
+        self, device: CudaDevice, driver: FakeCuda, snapshot: HostBuffer
     ) -> None:
         driver.fail_at["register_host"] = 2
         with pytest.raises(CudaError):
-            device.pin(image.address, 16 * PAGE)
+            device.pin(snapshot.address, 16 * PAGE)
         assert driver.registrations == {}
-        device.pin(image.address, 16 * PAGE)
+        device.pin(snapshot.address, 16 * PAGE)
 
     def test_unpinning_what_is_not_pinned_is_an_error(
-        self, device: CudaDevice, image: HostBuffer
+        self, device: CudaDevice, snapshot: HostBuffer
     ) -> None:
-        device.pin(image.address, 6 * PAGE)
+        device.pin(snapshot.address, 6 * PAGE)
         with pytest.raises(ValueError, match="not pinned"):
-            device.unpin(image.address, 16 * PAGE)
+            device.unpin(snapshot.address, 16 * PAGE)
 
     def test_the_devices_own_copies_end_before_unpinning(
-        self, device: CudaDevice, driver: FakeCuda, image: HostBuffer
+        self, device: CudaDevice, driver: FakeCuda, snapshot: HostBuffer
     ) -> None:
-        device.pin(image.address, 16 * PAGE)
-        with mapped(device, 1) as region:
-            device.copy_in(region, image.address, PAGE)
-            device.unpin(image.address, 16 * PAGE)
-            assert driver.read(region, PAGE) == page_of(0)
+        device.pin(snapshot.address, 16 * PAGE)
+        with mapped(device, 1) as address_range:
+            device.copy_in(address_range, snapshot.address, PAGE)
+            device.unpin(snapshot.address, 16 * PAGE)
+            assert driver.read(address_range, PAGE) == page_of(0)
 
-    def test_a_lanes_copies_must_have_been_waited_for(
-        self, device: CudaDevice, image: HostBuffer
+    def test_a_copy_streams_copies_must_have_been_waited_for(
+        self, device: CudaDevice, snapshot: HostBuffer
     ) -> None:
         """Guards the fake: it must be able to see a missing wait."""
-        device.pin(image.address, 16 * PAGE)
-        lane = device.open_lane(Direction.IN)
-        with mapped(device, 1) as region:
-            batch = lane.begin([Copy(region, image.address, PAGE)], lane.fence())
+        device.pin(snapshot.address, 16 * PAGE)
+        copy_stream = device.open_copy_stream(Direction.IN)
+        with mapped(device, 1) as address_range:
+            batch = copy_stream.begin(
+                [Copy(address_range, snapshot.address, PAGE)], copy_stream.fence()
+            )
             with pytest.raises(AssertionError, match="a copy is running there"):
-                device.unpin(image.address, 16 * PAGE)
-            lane.wait(batch)
-            device.unpin(image.address, 16 * PAGE)
-        lane.close()
+                device.unpin(snapshot.address, 16 * PAGE)
+            copy_stream.wait(batch)
+            device.unpin(snapshot.address, 16 * PAGE)
+        copy_stream.close()
 
-    def test_close_unpins(self, driver: FakeCuda, image: HostBuffer) -> None:
+    def test_close_unpins(self, driver: FakeCuda, snapshot: HostBuffer) -> None:
         device = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=driver)
-        device.pin(image.address, 16 * PAGE)
+        device.pin(snapshot.address, 16 * PAGE)
         device.close()
         assert driver.leaks == {}
 
 
 def test_pages_that_pinning_makes_come_from_the_devices_node(
-    device: CudaDevice, image: HostBuffer, monkeypatch: pytest.MonkeyPatch
+    device: CudaDevice, snapshot: HostBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
 
@@ -116,7 +118,7 @@ def test_pages_that_pinning_makes_come_from_the_devices_node(
 
     monkeypatch.setattr(cuda, "prefer_node", prefer)
     device.numa_node = 1
-    device.pin(image.address, PAGE)
+    device.pin(snapshot.address, PAGE)
     assert asked == [1]
 
 

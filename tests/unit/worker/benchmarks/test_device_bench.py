@@ -55,11 +55,14 @@ def test_every_way_is_measured_and_everything_is_given_back(loop: Any) -> None:
         if row["by"] in ("device_copy", "memcpy_one_thread"):
             best[row["direction"]] = max(best[row["direction"]], row["ratio"])
     assert (best["in"], best["out"]) == (1.0, 1.0)
-    lanes = [row for row in rows if row["by"] == "lane" and row["direction"] == "out"]
-    assert [row["batch_bytes"] for row in lanes if "batch_bytes" in row] == [
+    copy_streams = [row for row in rows if row["by"] == "copy stream" and row["direction"] == "out"]
+    assert [row["batch_bytes"] for row in copy_streams if "batch_bytes" in row] == [
         size << 10 for size in (64, 256, 1024, 4096, 8192)
     ]
-    assert [row["piece_bytes"] for row in lanes if "piece_bytes" in row] == [4 << 10, 64 << 10]
+    assert [row["piece_bytes"] for row in copy_streams if "piece_bytes" in row] == [
+        4 << 10,
+        64 << 10,
+    ]
     assert [row["direction"] for row in rows if row["by"] == "queue"] == ["in", "out", "both"]
     shapes = [(row["pages"], row["runs"]) for row in result["mapping"]]
     assert shapes == [(1, 1), (4, 1), (4, 4), (16, 1), (16, 16), (64, 1), (64, 64)]

@@ -236,30 +236,30 @@ class TestClaims:
     def test_blocks_are_findable_and_kept_until_the_request_has_them(
         self, scheduler: PooledScheduler, blocks: Blocks, steps: list[int]
     ) -> None:
-        scheduler.claim(request(), [7, 9])
+        scheduler.attach(request(), [7, 9])
         assert blocks.cached == [("r", [7, 9], 0, 2)]
-        assert scheduler.num_claimed == 2
+        assert scheduler.num_attached == 2
         assert list(scheduler.blocks_under_way()) == [7, 9]
         scheduler.schedule()
         assert blocks.freed == []  # it has not begun
         scheduler.running = [request()]
         scheduler.schedule()
-        assert (blocks.freed, scheduler.num_claimed) == ([9, 7], 0)
+        assert (blocks.freed, scheduler.num_attached) == ([9, 7], 0)
         scheduler.schedule()
         assert blocks.freed == [9, 7]
         assert len(steps) == 3
 
     def test_none_are_no_claim(self, scheduler: PooledScheduler, blocks: Blocks) -> None:
-        scheduler.claim(request(), [])
+        scheduler.attach(request(), [])
         scheduler.release("r")
-        assert (blocks.cached, blocks.freed, scheduler.num_claimed) == ([], [], 0)
+        assert (blocks.cached, blocks.freed, scheduler.num_attached) == ([], [], 0)
 
     def test_a_request_that_ends_before_it_began(
         self, scheduler: PooledScheduler, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(Scheduler, "finish_requests", lambda *_: [request("r")])
-        scheduler.claim(request("r"), [7])
-        scheduler.claim(request("stays"), [8])
+        scheduler.attach(request("r"), [7])
+        scheduler.attach(request("stays"), [8])
         scheduler.finish_requests(["r"])
         assert (blocks.freed, list(scheduler.blocks_under_way())) == ([7], [8])
 
@@ -271,15 +271,15 @@ class TestClaims:
         monkeypatch.setattr(
             Scheduler, "reset_prefix_cache", lambda *_: freed_before.append(list(blocks.freed))
         )
-        scheduler.claim(request("r"), [7])
-        scheduler.claim(request("q"), [8])
+        scheduler.attach(request("r"), [7])
+        scheduler.attach(request("q"), [8])
         scheduler.reset_prefix_cache()
         assert freed_before == [[7, 8]]
 
     def test_it_can_begin_when_its_blocks_are_here(self, scheduler: PooledScheduler) -> None:
         kv: Any = scheduler.kv
         scheduler.waiting = [request()]
-        scheduler.claim(request(), [7])
+        scheduler.attach(request(), [7])
         kv.away = {7}
         assert not scheduler.can_schedule()
         kv.away = {8}
@@ -304,7 +304,7 @@ class TestFullBlocks:
         assert scheduler.full_blocks(request("r", num_tokens, num_computed)) == expected
 
     def test_of_one_that_came_with_blocks_and_waits(self, scheduler: PooledScheduler) -> None:
-        scheduler.claim(request("r", 40, 0), [7, 9])
+        scheduler.attach(request("r", 40, 0), [7, 9])
         assert scheduler.full_blocks(request("r", 40, 0)) == [7, 9]
 
     def test_of_layers_of_several_kinds(self, scheduler: PooledScheduler) -> None:

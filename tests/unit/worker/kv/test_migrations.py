@@ -16,7 +16,7 @@ from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_transfers import Arrival, PeerSlot
 from gpupoold.memory.transfers import Transfer
 from gpupoold.wire import messages as m
-from gpupoold.worker.kv.migrations import Moves
+from gpupoold.worker.kv.migrations import Migrations
 from tests.unit.memory.cuda_rig import NUM_PAGES, PAGE
 from tests.unit.memory.fake_cuda import FakeCuda
 from tests.unit.memory.ledger import MemoryLedger
@@ -38,7 +38,7 @@ class Engine:
         self.kv: KvMemory
         self.ledger: MemoryLedger
         self.kv, self.ledger = rig.kv(geometry_of("layers-outermost"))
-        self.kv.back(list(range(self.kv.geometry.num_chunks)))
+        self.kv.back(list(range(self.kv.geometry.num_extents)))
         self._rig = rig
         self.blocks: dict[str, list[int]] = {}
         self.written: dict[int, bytes] = {}
@@ -70,17 +70,17 @@ class Worker:
         self.engine = Engine(self.rig)
         self.said: list[m.Message] = []
         self.fds: list[int] = []
-        self.moves = Moves(number, self.rig.device, self.rig.host, self._send)
+        self.migrations = Migrations(number, self.rig.device, self.rig.host, self._send)
 
     def _send(self, message: m.Message, fds: tuple[int, ...]) -> None:
         self.said.append(message)
         self.fds += [os.dup(fd) for fd in fds]
 
-    def move_out(self, request_id: str) -> m.Moved:
+    def migrate_out(self, request_id: str) -> m.Migrated:
         residency = cast("Residency", self.engine)
-        self.moves.move_out(cast("ModelEngine", self.engine), residency, request_id)
+        self.migrations.migrate_out(cast("ModelEngine", self.engine), residency, request_id)
         moved = self.said.pop()
-        assert isinstance(moved, m.Moved)
+        assert isinstance(moved, m.Migrated)
         return moved
 
     def arrival(self) -> Arrival:
@@ -89,14 +89,14 @@ class Worker:
 
     def know(self, other: Worker, number: int) -> None:
         host = other.rig.host
-        self.moves.peer_up(number, os.dup(host.fd), host.budget_bytes)
+        self.migrations.peer_up(number, os.dup(host.fd), host.budget_bytes)
 
     def finish(self) -> None:
         self.engine.kv.finish_exports()
 
     def close(self) -> None:
-        assert (self.moves.sent_bytes, self.moves.wake_fds, self.fds) == (0, [], [])
-        self.moves.close()
+        assert (self.migrations.sent_bytes, self.migrations.wake_fds, self.fds) == (0, [], [])
+        self.migrations.close()
         self.rig.close()
 
 
@@ -104,7 +104,7 @@ class Worker:
 def here() -> Iterator[Worker]:
     made = Worker(HERE)
     yield made
-    made.moves.arrived()
+    made.migrations.arrived()
     made.close()
 
 
@@ -114,114 +114,116 @@ def there() -> Iterator[Worker]:
     made = Worker(THERE)
     made.engine.ask("r", 3)
     yield made
-    made.moves.arrived()
+    made.migrations.arrived()
     made.close()
 
 
 class TestOut:
     def test_with_its_blocks(self, there: Worker) -> None:
         blocks, block_bytes = there.engine.blocks["r"], there.engine.kv.geometry.block_bytes
-        moved = there.move_out("r")
-        parcel = moved.parcel
-        assert parcel is not None
+        moved = there.migrate_out("r")
+        kv_transfer = moved.kv_transfer
+        assert kv_transfer is not None
         assert (moved.model, moved.request_id, moved.is_known) == ("llama", "r", True)
-        assert (parcel.source, parcel.num_blocks) == (THERE, 3)
-        assert sum(num_bytes for _, num_bytes in parcel.offsets) == 3 * block_bytes
+        assert (kv_transfer.source, kv_transfer.num_blocks) == (THERE, 3)
+        assert sum(num_bytes for _, num_bytes in kv_transfer.offsets) == 3 * block_bytes
         assert there.engine.blocks == {}
         there.finish()
         assert there.engine.ledger.live(blocks) == []
         arrival = there.arrival()
         assert arrival.has_arrived()
         arrival.close()
-        assert there.moves.sent_bytes == 3 * block_bytes
-        there.moves.free(parcel.parcel_id)
-        assert (there.moves.sent_bytes, there.rig.host.used_bytes) == (0, 0)
-        there.moves.free(parcel.parcel_id)
-        there.moves.free("unknown")
+        assert there.migrations.sent_bytes == 3 * block_bytes
+        there.migrations.free(kv_transfer.transfer_id)
+        assert (there.migrations.sent_bytes, there.rig.host.used_bytes) == (0, 0)
+        there.migrations.free(kv_transfer.transfer_id)
+        there.migrations.free("unknown")
 
-    def test_ids_are_of_one_parcel_only(self, there: Worker) -> None:
+    def test_ids_are_of_one_kv_transfer_only(self, there: Worker) -> None:
         there.engine.ask("q", 1)
         ids = []
         for request_id in ("r", "q"):
-            parcel = there.move_out(request_id).parcel
-            assert parcel is not None
-            ids.append(parcel.parcel_id)
+            kv_transfer = there.migrate_out(request_id).kv_transfer
+            assert kv_transfer is not None
+            ids.append(kv_transfer.transfer_id)
             there.arrival().close()
         there.finish()
         assert len(set(ids)) == 2
-        for parcel_id in ids:
-            there.moves.free(parcel_id)
+        for transfer_id in ids:
+            there.migrations.free(transfer_id)
 
     def test_free_before_it_has_been_copied(self, there: Worker) -> None:
         """The memory is still being written to: nobody else may have it."""
         with there.rig.copies_held():
-            parcel = there.move_out("r").parcel
-            assert parcel is not None
-            there.moves.free(parcel.parcel_id)
-            there.moves.arrived()
-            assert there.moves.sent_bytes == there.rig.host.used_bytes > 0
+            kv_transfer = there.migrate_out("r").kv_transfer
+            assert kv_transfer is not None
+            there.migrations.free(kv_transfer.transfer_id)
+            there.migrations.arrived()
+            assert there.migrations.sent_bytes == there.rig.host.used_bytes > 0
         there.finish()
         there.arrival().close()
-        there.moves.arrived()
-        assert there.moves.sent_bytes == there.rig.host.used_bytes == 0
+        there.migrations.arrived()
+        assert there.migrations.sent_bytes == there.rig.host.used_bytes == 0
 
     def test_a_copy_that_fails_is_told(self, there: Worker) -> None:
-        there.rig.out_lane.error = OSError("the link is broken")
-        parcel = there.move_out("r").parcel
-        assert parcel is not None
+        there.rig.out_copy_stream.error = OSError("the link is broken")
+        kv_transfer = there.migrate_out("r").kv_transfer
+        assert kv_transfer is not None
         there.finish()
         arrival = there.arrival()
         assert arrival.is_told()
         assert not arrival.has_arrived()
         arrival.close()
-        there.moves.free(parcel.parcel_id)
+        there.migrations.free(kv_transfer.transfer_id)
 
     def test_unknown(self, there: Worker) -> None:
-        assert there.move_out("nobody") == m.Moved("llama", "nobody", is_known=False)
+        assert there.migrate_out("nobody") == m.Migrated("llama", "nobody", is_known=False)
         assert there.fds == []
 
     def test_without_a_full_block(self, there: Worker) -> None:
         there.engine.ask("short", 0)
-        assert there.move_out("short") == m.Moved("llama", "short")
+        assert there.migrate_out("short") == m.Migrated("llama", "short")
         assert "short" not in there.engine.blocks
         assert there.fds == []
 
     def test_without_room_in_the_host_cache(self) -> None:
         full = Worker(THERE, host_pages=1)
         full.engine.ask("r", 3)
-        assert full.move_out("r") == m.Moved("llama", "r")
+        assert full.migrate_out("r") == m.Migrated("llama", "r")
         assert (full.engine.blocks, full.fds) == ({}, [])
         full.close()
 
 
 class TestIn:
     @pytest.fixture
-    def parcel(self, here: Worker, there: Worker) -> Iterator[m.Parcel]:
+    def kv_transfer(self, here: Worker, there: Worker) -> Iterator[m.KvTransfer]:
         """The request's, which is freed when it has been told of as used; and only then."""
         here.know(there, THERE)
         self.written = [there.engine.written[block] for block in there.engine.blocks["r"]]
-        parcel = there.move_out("r").parcel
-        assert parcel is not None
+        kv_transfer = there.migrate_out("r").kv_transfer
+        assert kv_transfer is not None
         there.finish()
-        yield parcel
-        assert here.said == [m.ParcelUsed(parcel.parcel_id, THERE)]
-        here.moves.peer_down(THERE)
-        there.moves.free(parcel.parcel_id)
+        yield kv_transfer
+        assert here.said == [m.KvTransferUsed(kv_transfer.transfer_id, THERE)]
+        here.migrations.peer_down(THERE)
+        there.migrations.free(kv_transfer.transfer_id)
         for fd in there.fds:
             os.close(fd)
         there.fds.clear()
 
-    def order(self, parcel: m.Parcel) -> m.AddRequest:
-        return m.AddRequest("llama", "r", 0.0, 1, 8, [b""], [0], is_moving=True, parcel=parcel)
+    def order(self, kv_transfer: m.KvTransfer) -> m.AddRequest:
+        return m.AddRequest(
+            "llama", "r", 0.0, 1, 8, [b""], [0], is_moving=True, kv_transfer=kv_transfer
+        )
 
-    def test_it_has_the_bytes(self, here: Worker, there: Worker, parcel: m.Parcel) -> None:
-        order = self.order(parcel)
-        here.moves.expect(order, there.arrival())
-        assert len(here.moves.wake_fds) == 1
-        [(message, slot)] = here.moves.arrived()
+    def test_it_has_the_bytes(self, here: Worker, there: Worker, kv_transfer: m.KvTransfer) -> None:
+        order = self.order(kv_transfer)
+        here.migrations.expect(order, there.arrival())
+        assert len(here.migrations.wake_fds) == 1
+        [(message, slot)] = here.migrations.arrived()
         assert message is order
         assert slot is not None
-        assert here.moves.wake_fds == []
+        assert here.migrations.wake_fds == []
         laid = slot.beside([(0, slot.num_bytes)])
         data = b"".join(read(address, num_bytes) for _, address, num_bytes in laid)
         rows = there.engine.kv.geometry.rows
@@ -233,89 +235,93 @@ class TestIn:
         assert here.said == []
         slot.free()
 
-    def test_it_waits_until_it_is_told(self, here: Worker, parcel: m.Parcel) -> None:
+    def test_it_waits_until_it_is_told(self, here: Worker, kv_transfer: m.KvTransfer) -> None:
         arrival = Arrival()
         teller = Arrival(os.dup(arrival.fd))
-        here.moves.expect(self.order(parcel), arrival)
-        assert here.moves.arrived() == []
+        here.migrations.expect(self.order(kv_transfer), arrival)
+        assert here.migrations.arrived() == []
         teller.tell(True)
-        [(_, slot)] = here.moves.arrived()
+        [(_, slot)] = here.migrations.arrived()
         assert slot is not None
         slot.free()
         teller.close()
 
-    def test_a_copy_that_failed(self, here: Worker, parcel: m.Parcel) -> None:
+    def test_a_copy_that_failed(self, here: Worker, kv_transfer: m.KvTransfer) -> None:
         arrival = Arrival()
         arrival.tell(False)
-        here.moves.expect(self.order(parcel), arrival)
-        [(message, slot)] = here.moves.arrived()
+        here.migrations.expect(self.order(kv_transfer), arrival)
+        [(message, slot)] = here.migrations.arrived()
         assert (message.request_id, slot) == ("r", None)
 
-    def test_a_sender_that_dies_before_it_came(self, here: Worker, parcel: m.Parcel) -> None:
-        here.moves.expect(self.order(parcel), Arrival())
-        here.moves.peer_down(THERE)
-        [(message, slot)] = here.moves.arrived()
+    def test_a_sender_that_dies_before_it_came(
+        self, here: Worker, kv_transfer: m.KvTransfer
+    ) -> None:
+        here.migrations.expect(self.order(kv_transfer), Arrival())
+        here.migrations.peer_down(THERE)
+        [(message, slot)] = here.migrations.arrived()
         assert (message.request_id, slot) == ("r", None)
-        assert here.moves.arrived() == []
+        assert here.migrations.arrived() == []
 
     def test_a_sender_that_is_replaced_before_it_came(
-        self, here: Worker, there: Worker, parcel: m.Parcel
+        self, here: Worker, there: Worker, kv_transfer: m.KvTransfer
     ) -> None:
-        here.moves.expect(self.order(parcel), Arrival())
+        here.migrations.expect(self.order(kv_transfer), Arrival())
         here.know(there, THERE)
-        assert [slot for _, slot in here.moves.arrived()] == [None]
+        assert [slot for _, slot in here.migrations.arrived()] == [None]
 
-    def test_another_that_dies(self, here: Worker, there: Worker, parcel: m.Parcel) -> None:
+    def test_another_that_dies(
+        self, here: Worker, there: Worker, kv_transfer: m.KvTransfer
+    ) -> None:
         here.know(there, 2)
         arrival = Arrival()
-        here.moves.expect(self.order(parcel), arrival)
-        here.moves.peer_down(2)
-        here.moves.peer_down(7)  # nobody knows it
-        assert here.moves.arrived() == []
+        here.migrations.expect(self.order(kv_transfer), arrival)
+        here.migrations.peer_down(2)
+        here.migrations.peer_down(7)  # nobody knows it
+        assert here.migrations.arrived() == []
         arrival.tell(True)
-        [(_, slot)] = here.moves.arrived()
+        [(_, slot)] = here.migrations.arrived()
         assert slot is not None
         slot.free()
 
     def test_a_sender_that_dies_when_it_has_come(
-        self, here: Worker, there: Worker, parcel: m.Parcel
+        self, here: Worker, there: Worker, kv_transfer: m.KvTransfer
     ) -> None:
         """Its memory is there as long as it is read, whether that has been seen or not."""
-        here.moves.expect(self.order(parcel), there.arrival())
-        here.moves.peer_down(THERE)
-        [(_, slot)] = here.moves.arrived()
+        here.migrations.expect(self.order(kv_transfer), there.arrival())
+        here.migrations.peer_down(THERE)
+        [(_, slot)] = here.migrations.arrived()
         assert slot is not None
         [(_, address, _), *_] = slot.beside([(0, slot.num_bytes)])
         assert read(address, 16) == self.written[0][:16]
         slot.free()
 
     def test_a_sender_that_nobody_knows(
-        self, here: Worker, there: Worker, parcel: m.Parcel
+        self, here: Worker, there: Worker, kv_transfer: m.KvTransfer
     ) -> None:
-        here.moves.peer_down(THERE)
-        here.moves.expect(self.order(parcel), there.arrival())
-        [(message, slot)] = here.moves.arrived()
+        here.migrations.peer_down(THERE)
+        here.migrations.expect(self.order(kv_transfer), there.arrival())
+        [(message, slot)] = here.migrations.arrived()
         assert (message.request_id, slot) == ("r", None)
 
     @pytest.mark.parametrize("is_known", [True, False])
     def test_a_request_that_ends_on_the_way(
-        self, here: Worker, parcel: m.Parcel, is_known: bool
+        self, here: Worker, kv_transfer: m.KvTransfer, is_known: bool
     ) -> None:
         if not is_known:
-            here.moves.peer_down(THERE)
-        here.moves.expect(self.order(parcel), Arrival())
-        here.moves.abort(["another"])
-        assert len(here.moves.wake_fds) == 1
-        here.moves.abort(["r", "r"])
-        assert (here.moves.wake_fds, here.moves.arrived()) == ([], [])
+            here.migrations.peer_down(THERE)
+        here.migrations.expect(self.order(kv_transfer), Arrival())
+        here.migrations.abort(["another"])
+        assert len(here.migrations.wake_fds) == 1
+        here.migrations.abort(["r", "r"])
+        assert (here.migrations.wake_fds, here.migrations.arrived()) == ([], [])
 
     def test_memory_that_cannot_be_mapped(
-        self, here: Worker, there: Worker, parcel: m.Parcel
+        self, here: Worker, there: Worker, kv_transfer: m.KvTransfer
     ) -> None:
         """Requests from there are computed anew."""
-        here.moves.peer_up(THERE, os.memfd_create("empty"), 0)
-        here.moves.expect(self.order(parcel), there.arrival())
-        assert [slot for _, slot in here.moves.arrived()] == [None]
+        here.migrations.peer_up(THERE, os.memfd_create("empty"), 0)
+        here.migrations.expect(self.order(kv_transfer), there.arrival())
+        assert [slot for _, slot in here.migrations.arrived()] == [None]
 
 
 class GatedCuda(FakeCuda):
@@ -338,30 +344,32 @@ class Gpu:
         self.device = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=self.driver)
         self.host = KvHostCache(0)
         self.said: list[m.Message] = []
-        self.moves = Moves(HERE, self.device, self.host, lambda message, _: self._say(message))
+        self.migrations = Migrations(
+            HERE, self.device, self.host, lambda message, _: self._say(message)
+        )
 
     def _say(self, message: m.Message) -> None:
         self.said.append(message)
 
     def slots(self, there: Worker, request_id: str) -> list[PeerSlot | None]:
         """With what KV a request arrives that leaves ``there`` now."""
-        parcel = there.move_out(request_id).parcel
-        assert parcel is not None
+        kv_transfer = there.migrate_out(request_id).kv_transfer
+        assert kv_transfer is not None
         there.finish()
-        order = m.AddRequest("llama", request_id, 0.0, 1, 8, [b""], [0], parcel=parcel)
-        self.moves.expect(order, there.arrival())
-        found = [slot for _, slot in self.moves.arrived()]
+        order = m.AddRequest("llama", request_id, 0.0, 1, 8, [b""], [0], kv_transfer=kv_transfer)
+        self.migrations.expect(order, there.arrival())
+        found = [slot for _, slot in self.migrations.arrived()]
         for slot in found:
             if slot is not None:
                 slot.free()
-        assert self.said == [m.ParcelUsed(parcel.parcel_id, THERE)]
+        assert self.said == [m.KvTransferUsed(kv_transfer.transfer_id, THERE)]
         self.said.clear()
-        there.moves.free(parcel.parcel_id)
+        there.migrations.free(kv_transfer.transfer_id)
         return found
 
     def close(self) -> None:
         self.driver.may_register.set()
-        self.moves.close()
+        self.migrations.close()
         self.host.close()
         self.device.close()
         assert self.driver.leaks == {}
@@ -378,7 +386,7 @@ class TestPeersOfAGpu:
 
     def know(self, gpu: Gpu, there: Worker) -> None:
         host = there.rig.host
-        gpu.moves.peer_up(THERE, os.dup(host.fd), host.budget_bytes)
+        gpu.migrations.peer_up(THERE, os.dup(host.fd), host.budget_bytes)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         ends_s = time.monotonic() + WAIT_S
@@ -392,7 +400,7 @@ class TestPeersOfAGpu:
         assert gpu.slots(there, "r") == [None]
         gpu.driver.may_register.set()
         self.wait_until(lambda: bool(gpu.driver.registrations))
-        gpu.moves._thread.submit(int).result(WAIT_S)
+        gpu.migrations._thread.submit(int).result(WAIT_S)
         assert [slot is not None for slot in gpu.slots(there, "q")] == [True]
 
     def test_whose_memory_cannot_be_registered(
@@ -406,7 +414,7 @@ class TestPeersOfAGpu:
 
     def test_that_dies_while_its_memory_is_being_registered(self, gpu: Gpu, there: Worker) -> None:
         self.know(gpu, there)
-        gpu.moves.peer_down(THERE)
+        gpu.migrations.peer_down(THERE)
         self.know(gpu, there)
         gpu.driver.may_register.set()
         self.wait_until(lambda: len(gpu.driver.registrations) == 1)
@@ -417,21 +425,21 @@ def test_requests_go_on_in_the_order_in_which_they_came(here: Worker) -> None:
     tellers = [Arrival(os.dup(one.fd)) for one in arrivals]
     here.know(here, THERE)
     for number, arrival in enumerate(arrivals):
-        parcel = m.Parcel(f"p{number}", THERE, 1, [(0, 1)])
-        order = m.AddRequest("llama", f"r{number}", 0.0, 1, 8, [b""], [0], parcel=parcel)
-        here.moves.expect(order, arrival)
+        kv_transfer = m.KvTransfer(f"p{number}", THERE, 1, [(0, 1)])
+        order = m.AddRequest("llama", f"r{number}", 0.0, 1, 8, [b""], [0], kv_transfer=kv_transfer)
+        here.migrations.expect(order, arrival)
     for number in (2, 0):
         tellers[number].tell(number == 0)
-    arrived = here.moves.arrived()
+    arrived = here.migrations.arrived()
     assert [message.request_id for message, _ in arrived] == ["r0", "r2"]
     assert [slot is not None for _, slot in arrived] == [True, False]
-    here.moves.abort(["r1"])
+    here.migrations.abort(["r1"])
     for _, slot in arrived:
         if slot is not None:
             slot.free()
-    here.moves.peer_down(THERE)
+    here.migrations.peer_down(THERE)
     for teller in tellers:
         teller.close()
     assert sorted(str(one) for one in here.said) == [
-        str(m.ParcelUsed(f"p{number}", THERE)) for number in range(3)
+        str(m.KvTransferUsed(f"p{number}", THERE)) for number in range(3)
     ]

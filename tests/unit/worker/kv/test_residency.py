@@ -20,7 +20,15 @@ from gpupoold.worker.kv import residency
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
 from tests.unit.memory.ledger import MemoryLedger
-from tests.unit.memory.rig import PAGE, GatedLane, Rig, fill_blocks, geometry_of, read, read_block
+from tests.unit.memory.rig import (
+    PAGE,
+    GatedCopyStream,
+    Rig,
+    fill_blocks,
+    geometry_of,
+    read,
+    read_block,
+)
 
 WEIGHT_PAGES = 20
 
@@ -33,7 +41,7 @@ class Model:
     weights: WeightMemory
     kv: KvMemory
     ledger: MemoryLedger
-    image: bytes
+    snapshot: bytes
     num_wanted: int = 0
     requests: list[list[int]] = field(default_factory=list)
     num_preempted: int = 0
@@ -66,9 +74,9 @@ class Box:
         )
         self.models: dict[str, Model] = {}
         for number, name in enumerate("abc"):
-            weights, image = self.rig.weights(WEIGHT_PAGES, name)
+            weights, snapshot = self.rig.weights(WEIGHT_PAGES, name)
             kv, ledger = self.rig.kv(geometry_of("blocks-outermost"))
-            self.models[name] = Model(name, weights, kv, ledger, image)
+            self.models[name] = Model(name, weights, kv, ledger, snapshot)
             last_used_s = 9.0 if name == "a" else float(number)
             self.uses[name] = Use(0, last_used_s, 10.0, math.inf)
             self.residency.add(self.models[name])
@@ -94,7 +102,7 @@ class Box:
         stages = self.residency.switch_in(name)
         model = self.models[name]
         assert model.weights.is_resident
-        assert read(model.weights.address, len(model.image)) == model.image
+        assert read(model.weights.address, len(model.snapshot)) == model.snapshot
         self.residency.check_integrity()
         return stages.weight_bytes // PAGE if stages else 0
 
@@ -150,10 +158,10 @@ def test_as_much_comes_in_as_there_is_room_for(tight_box: Box) -> None:
     box = tight_box
     box.switch_in("a")
     box.residency.prefetch("b", "a")
-    # 34 pages less the model, both null blocks' chunks, and a chunk to grow by.
-    chunk = sum(len(span) for span in box.models["a"].kv.geometry.pages(0))
+    # 34 pages less the model, both null blocks' extents, and an extent to grow by.
+    extent = sum(len(span) for span in box.models["a"].kv.geometry.pages(0))
     there = box.weights("b").num_mapped_pages
-    assert there == 34 - WEIGHT_PAGES - 3 * chunk
+    assert there == 34 - WEIGHT_PAGES - 3 * extent
     assert box.switch_in("b") == WEIGHT_PAGES - there
 
 
@@ -219,7 +227,7 @@ def test_kv_leaves_for_a_switch_and_comes_back(tight_box: Box) -> None:
     written = box.ask("a", 3)
     box.switch_in("b")
     more = box.ask("b", 3)  # a's weights alone do not make the room
-    assert box.models["a"].kv.chunks(Place.LEAVING) + box.models["a"].kv.chunks(Place.HOST)
+    assert box.models["a"].kv.extents(Place.LEAVING) + box.models["a"].kv.extents(Place.HOST)
     box.residency.check_integrity()
     box.switch_in("a")
     assert box.models["a"].is_ready()
@@ -233,14 +241,14 @@ def test_kv_leaves_for_a_switch_and_comes_back(tight_box: Box) -> None:
 def test_a_model_runs_as_soon_as_its_first_request_can(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_module, "_GROUP_BYTES", PAGE)  # every chunk is a transfer of its own
+    monkeypatch.setattr(kv_module, "_GROUP_BYTES", PAGE)  # every extent is a transfer of its own
     box.switch_in("a")
     first, second = box.ask("a", 3), box.ask("a", 3)
     box.residency.page_out("a")
     assert box.residency.missing_bytes("a") == (WEIGHT_PAGES + 6 * 3) * PAGE
     model = box.models["a"]
-    gate = GatedLane(box.rig.device.open_lane(Direction.IN))
-    gate.num_allowed = 3 + 1  # chunk 0 with the null block, and the first request's
+    gate = GatedCopyStream(box.rig.device.open_copy_stream(Direction.IN))
+    gate.num_allowed = 3 + 1  # extent 0 with the null block, and the first request's
     box.residency._in.close()
     box.residency._in = TransferQueue([gate], "copy-in")
     box.residency.switch_in("a")

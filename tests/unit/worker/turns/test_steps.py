@@ -147,9 +147,9 @@ def test_prompts_are_no_samples_of_decoding(told: Told) -> None:
         (m.AddRequest("m", "r", 0.0, 3, 0, [], [5]), False),  # one that goes on
         (m.RunTurn(1, "m", 1.0), True),
         (m.AbortRequests("m", ["r"]), False),
-        (m.MoveOut("m", "r"), False),
+        (m.MigrateOut("m", "r"), False),
         (m.UnloadModel("m"), False),
-        (m.DropImage("m"), False),
+        (m.DropSnapshot("m"), False),
         (m.Call(1, "page_out", {}), False),
         (m.Shutdown(), False),
     ],

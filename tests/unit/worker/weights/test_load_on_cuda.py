@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the engine is not installed")
 
-from gpupoold.memory.address_ranges import Region  # noqa: E402
+from gpupoold.memory.address_ranges import AddressRange  # noqa: E402
 from gpupoold.memory.cuda.device import CudaDevice  # noqa: E402
 from gpupoold.memory.cuda.driver import CudaError  # noqa: E402
 from gpupoold.memory.emulated import EmulatedDevice  # noqa: E402
@@ -139,22 +139,24 @@ class TestKvScratch:
         self, device: CudaDevice, pool: PagePool, driver: FakeCuda
     ) -> None:
         load = ModelLoad("model", device, pool, None, "")
-        load.kv_region = region = Region(device, pool, 2 * NUM_PAGES)  # more than there is
+        load.kv_address_range = address_range = AddressRange(
+            device, pool, 2 * NUM_PAGES
+        )  # more than there is
         held = pool.allocate(NUM_PAGES - 1)
         with load.kv_scratch():
-            assert driver.kernel_read(region.address, PAGE) == bytes(PAGE)
+            assert driver.kernel_read(address_range.address, PAGE) == bytes(PAGE)
             for page in (0, 77, 2 * NUM_PAGES - 1):
-                driver.kernel_write(region.address + page * PAGE, b"warm-up")
+                driver.kernel_write(address_range.address + page * PAGE, b"warm-up")
         pool.free(held)
-        region.check_integrity()
-        region.close()
+        address_range.check_integrity()
+        address_range.close()
 
     def test_ends_when_the_warm_up_fails(self, device: CudaDevice, pool: PagePool) -> None:
         load = ModelLoad("model", device, pool, None, "")
 
         def warm_up() -> None:
             with load.active():
-                load.kv_region = Region(device, pool, 8)
+                load.kv_address_range = AddressRange(device, pool, 8)
                 with load.kv_scratch():
                     raise ValueError("no such kernel")
 
@@ -180,33 +182,33 @@ class TestModelLoad:
         assert driver.free_bytes == 0
 
 
-def test_an_image_is_written_by_the_devices_own_copies(
+def test_an_snapshot_is_written_by_the_devices_own_copies(
     device: CudaDevice, pool: PagePool, driver: FakeCuda
 ) -> None:
     """Into pinned memory, in parts where registrations meet, which torch's copies may not cross."""
-    region = Region(device, pool, 3)
-    region.retain(range(3))
+    address_range = AddressRange(device, pool, 3)
+    address_range.retain(range(3))
     data = bytes(range(256)) * (2 * PAGE // 256)
-    driver.kernel_write(region.address + PAGE, data)
+    driver.kernel_write(address_range.address + PAGE, data)
     # Torch takes the tensor for one of the host's, but its address is one of the fake GPU's.
     on_device = type("OnDevice", (torch.Tensor,), {"is_cuda": True})
-    at = tensors.at_pointer(region.address + PAGE, 2 * PAGE, torch.device("cpu"))
+    at = tensors.at_pointer(address_range.address + PAGE, 2 * PAGE, torch.device("cpu"))
     model = torch.nn.Module()
     model.register_buffer("weights", at.as_subclass(on_device))
     model.register_buffer("scale", torch.tensor([0.25, 4.0]))
     layout = plan_layout(model)
-    image = HostBuffer.create("image", 3 * PAGE)
-    halves = (image.address, PAGE), (image.address + PAGE, 2 * PAGE)
+    snapshot = HostBuffer.create("snapshot", 3 * PAGE)
+    halves = (snapshot.address, PAGE), (snapshot.address + PAGE, 2 * PAGE)
     for half in halves:
         device.pin(*half)
-    copy_out(layout, image.address, device)
-    found = ctypes.string_at(image.address, layout.num_bytes)
+    copy_out(layout, snapshot.address, device)
+    found = ctypes.string_at(snapshot.address, layout.num_bytes)
     assert found[: 2 * PAGE] == data
     assert found[2 * PAGE :][:8] == struct.pack("2f", 0.25, 4.0)
     for half in halves:
         device.unpin(*half)
-    image.close()
-    region.close()
+    snapshot.close()
+    address_range.close()
 
 
 def test_a_tensor_over_a_pointer_is_the_memory_there() -> None:

@@ -42,7 +42,7 @@ def configuration(layer: Layer) -> None:
 
 
 @pytest.mark.parametrize("change", [weight, buffer, configuration])
-def test_what_an_image_has_does_not_count(change: Callable[[Layer], None]) -> None:
+def test_what_an_snapshot_has_does_not_count(change: Callable[[Layer], None]) -> None:
     layer = Layer()
     change(layer)
     assert changed(layer) == changed(Layer())

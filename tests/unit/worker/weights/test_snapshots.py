@@ -1,4 +1,4 @@
-"""Images that go and come back beside the turn loop, on both kinds of device."""
+"""Snapshots that go and come back beside the turn loop, on both kinds of device."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.memory.address_ranges import Region
+from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.weights import WeightMemory
-from gpupoold.wire.messages import ImageDropped, ImageTaken
-from gpupoold.worker.weights.snapshots import Images
+from gpupoold.wire.messages import SnapshotDropped, SnapshotTaken
+from gpupoold.worker.weights.snapshots import Snapshots
 from tests.unit.memory.fake_cuda import FakeCuda
 from tests.unit.memory.rig import PAGE, pattern, write
 
@@ -46,38 +46,38 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 
 class Bench:
-    """A model's weights, an image of theirs in a memfd of the "daemon", and what is told."""
+    """A model's weights, a snapshot of theirs in a memfd of the "daemon", and what is told."""
 
     def __init__(self, device: Device) -> None:
-        self.images = Images(device)
+        self.snapshots = Snapshots(device)
         self.pool = PagePool(NUM_PAGES)
-        self.image = HostBuffer.create(NAME, WEIGHT_PAGES * PAGE)
-        write(self.image.address, pattern("w", self.image.num_bytes))
-        region = Region(device, self.pool, WEIGHT_PAGES)
-        self.weights = WeightMemory(region, device, self.view())
+        self.snapshot = HostBuffer.create(NAME, WEIGHT_PAGES * PAGE)
+        write(self.snapshot.address, pattern("w", self.snapshot.num_bytes))
+        address_range = AddressRange(device, self.pool, WEIGHT_PAGES)
+        self.weights = WeightMemory(address_range, device, self.view())
 
     def view(self) -> HostBuffer:
-        return HostBuffer(os.dup(self.image.fd), self.image.num_bytes)
+        return HostBuffer(os.dup(self.snapshot.fd), self.snapshot.num_bytes)
 
     def fd(self, num_bytes: int = WEIGHT_PAGES * PAGE) -> int:
-        if num_bytes == self.image.num_bytes:
-            return os.dup(self.image.fd)
+        if num_bytes == self.snapshot.num_bytes:
+            return os.dup(self.snapshot.fd)
         other = os.memfd_create(NAME)
         os.ftruncate(other, num_bytes)
         return other
 
-    def told(self, count: int = 1) -> list[ImageDropped | ImageTaken]:
-        messages: list[ImageDropped | ImageTaken] = []
+    def told(self, count: int = 1) -> list[SnapshotDropped | SnapshotTaken]:
+        messages: list[SnapshotDropped | SnapshotTaken] = []
         deadline_s = time.monotonic() + 20
         while len(messages) < count:
             assert time.monotonic() < deadline_s, f"only {messages}"
-            messages += self.images.finished()
+            messages += self.snapshots.finished()
             time.sleep(0.001)
-        assert not self.images.is_busy
+        assert not self.snapshots.is_busy
         return messages
 
     def num_views(self) -> int:
-        """Mappings of images in this process, but for the daemon's own."""
+        """Mappings of snapshots in this process, but for the daemon's own."""
         lines = Path("/proc/self/maps").read_text().splitlines()
         return sum(NAME in line for line in lines) - 1
 
@@ -86,13 +86,13 @@ class Bench:
         while self.num_views():
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
-        assert not self.weights.has_image
+        assert not self.weights.has_snapshot
 
     def close(self) -> None:
-        self.images.close()
+        self.snapshots.close()
         self.weights.close()
         assert self.num_views() == 0
-        self.image.close()
+        self.snapshot.close()
         assert self.pool.num_free == NUM_PAGES
 
 
@@ -103,74 +103,74 @@ def bench(device: Device) -> Iterator[Bench]:
     made.close()
 
 
-def test_an_image_goes_and_comes_back(bench: Bench) -> None:
+def test_an_snapshot_goes_and_comes_back(bench: Bench) -> None:
     bench.weights.load()
-    bench.images.drop("a", bench.weights)
-    assert bench.images.is_busy
-    assert not bench.weights.has_image  # at once: nothing may run from now on
+    bench.snapshots.drop("a", bench.weights)
+    assert bench.snapshots.is_busy
+    assert not bench.weights.has_snapshot  # at once: nothing may run from now on
     assert bench.pool.num_free == NUM_PAGES
-    assert bench.told() == [ImageDropped("a")]
+    assert bench.told() == [SnapshotDropped("a")]
     assert bench.num_views() == 0
-    bench.images.take("a", bench.weights, bench.fd())
-    assert bench.told() == [ImageTaken("a")]
-    assert bench.weights.has_image
+    bench.snapshots.take("a", bench.weights, bench.fd())
+    assert bench.told() == [SnapshotTaken("a")]
+    assert bench.weights.has_snapshot
     assert bench.num_views() == 1
     assert bench.weights.load() == WEIGHT_PAGES * PAGE
 
 
 def test_there_is_nothing_to_drop(bench: Bench) -> None:
-    bench.images.drop("unknown", None)
-    assert bench.told() == [ImageDropped("unknown")]
+    bench.snapshots.drop("unknown", None)
+    assert bench.told() == [SnapshotDropped("unknown")]
     for _ in range(2):
-        bench.images.drop("a", bench.weights)
-        assert bench.told() == [ImageDropped("a")]
+        bench.snapshots.drop("a", bench.weights)
+        assert bench.told() == [SnapshotDropped("a")]
 
 
-def test_an_image_of_another_size_is_refused(bench: Bench) -> None:
-    bench.images.drop("a", bench.weights)
+def test_an_snapshot_of_another_size_is_refused(bench: Bench) -> None:
+    bench.snapshots.drop("a", bench.weights)
     bench.told()
-    bench.images.take("a", bench.weights, bench.fd(PAGE))
+    bench.snapshots.take("a", bench.weights, bench.fd(PAGE))
     [taken] = bench.told()
-    assert isinstance(taken, ImageTaken)
-    assert taken.problem == f"the image has {PAGE} bytes, the weights have {WEIGHT_PAGES * PAGE}"
-    assert (bench.weights.has_image, bench.num_views()) == (False, 0)
+    assert isinstance(taken, SnapshotTaken)
+    assert taken.problem == f"the snapshot has {PAGE} bytes, the weights have {WEIGHT_PAGES * PAGE}"
+    assert (bench.weights.has_snapshot, bench.num_views()) == (False, 0)
 
 
-def test_an_image_replaces_another(bench: Bench) -> None:
-    bench.images.take("a", bench.weights, bench.fd())
-    assert bench.told() == [ImageTaken("a")]
+def test_an_snapshot_replaces_another(bench: Bench) -> None:
+    bench.snapshots.take("a", bench.weights, bench.fd())
+    assert bench.told() == [SnapshotTaken("a")]
     assert bench.num_views() == 1
 
 
-def test_a_model_that_is_gone_gets_no_image(bench: Bench) -> None:
-    bench.images.drop("a", bench.weights)
-    bench.images.take("a", bench.weights, bench.fd())
-    bench.images.forget("a")
-    bench.images.forget("a")
-    assert bench.told() == [ImageDropped("a")]
+def test_a_model_that_is_gone_gets_no_snapshot(bench: Bench) -> None:
+    bench.snapshots.drop("a", bench.weights)
+    bench.snapshots.take("a", bench.weights, bench.fd())
+    bench.snapshots.forget("a")
+    bench.snapshots.forget("a")
+    assert bench.told() == [SnapshotDropped("a")]
     bench.until_no_view_is_left()
 
 
-def test_a_drop_overtakes_an_image_on_its_way(bench: Bench) -> None:
-    bench.images.drop("a", bench.weights)
+def test_a_drop_overtakes_an_snapshot_on_its_way(bench: Bench) -> None:
+    bench.snapshots.drop("a", bench.weights)
     bench.told()
-    bench.images.take("a", bench.weights, bench.fd())
-    bench.images.drop("a", bench.weights)
-    assert bench.told() == [ImageDropped("a")]
-    assert (bench.weights.has_image, bench.num_views()) == (False, 0)
+    bench.snapshots.take("a", bench.weights, bench.fd())
+    bench.snapshots.drop("a", bench.weights)
+    assert bench.told() == [SnapshotDropped("a")]
+    assert (bench.weights.has_snapshot, bench.num_views()) == (False, 0)
 
 
 def test_memory_that_cannot_be_pinned_is_told() -> None:
     driver = FakeCuda(NUM_PAGES * PAGE)
     device = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=driver)
     bench = Bench(device)
-    bench.images.drop("a", bench.weights)
+    bench.snapshots.drop("a", bench.weights)
     bench.told()
     driver.fail_at["register_host"] = driver.calls["register_host"] + 1
-    bench.images.take("a", bench.weights, bench.fd())
+    bench.snapshots.take("a", bench.weights, bench.fd())
     [taken] = bench.told()
-    assert isinstance(taken, ImageTaken)
+    assert isinstance(taken, SnapshotTaken)
     assert "register_host" in taken.problem
-    assert (bench.weights.has_image, bench.num_views()) == (False, 0)
+    assert (bench.weights.has_snapshot, bench.num_views()) == (False, 0)
     bench.close()
     device.close()

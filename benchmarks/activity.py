@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from gpupoold.system.activity import ActivityPage, Phase, create_page
+from gpupoold.system.activity import ActivityPage, ThreadPhase, create_page
 
 _NUM_CALLS = 20_000
 _SIZES = (1, 64, 256)
@@ -18,7 +18,7 @@ def main() -> None:
     page.attach(create_page())
 
     def phase() -> None:
-        with page.main.doing(Phase.SWITCH, "llama"):
+        with page.main.doing(ThreadPhase.SWITCH, "llama"):
             pass
 
     print(f"a phase: {_microseconds(phase):.2f} us")
@@ -27,7 +27,7 @@ def main() -> None:
         batches = [ids, [*ids[1:], "another"]]
 
         def step(batches: list[list[str]] = batches) -> None:
-            page.main.set(Phase.STEP, "llama", None)
+            page.main.set(ThreadPhase.STEP, "llama", None)
             page.begin_step("llama", list(batches[0]))
             page.main.clear()
             page.end_steps(num_under_way=1)

@@ -27,7 +27,7 @@ from gpupoold.wire.messages import (
     Accepting,
     AccessRules,
     AddRequest,
-    Admission,
+    AdmissionAnswer,
     CallResult,
     FromFrontend,
     FrontendReady,
@@ -141,7 +141,7 @@ class FrontendPeer:
 
     def _take(self, message: object) -> None:
         if isinstance(message, AddRequest):
-            self._channel.send(Admission(message.model, message.request_id))
+            self._channel.send(AdmissionAnswer(message.model, message.request_id))
             self._answers[message.request_id] = _Answer(
                 message.request_id, message.max_tokens, seed_of(message.request_id)
             )

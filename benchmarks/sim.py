@@ -29,8 +29,8 @@ from gpupoold.sim.engine import Simulation
 from gpupoold.sim.lengths import sharegpt_lengths
 from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.presets import preset_panels
-from gpupoold.sim.run import Row, run_point, run_points, sweep_goodput
-from gpupoold.sim.scenario import Overrides, Panel, Point
+from gpupoold.sim.run import RunRow, run_point, run_points, sweep_goodput
+from gpupoold.sim.scenario import FigurePanel, Overrides, Point
 from gpupoold.sim.workloads import equal_rates, poisson_workload
 from gpupoold.stats.percentile import percentile
 
@@ -88,7 +88,7 @@ def main() -> int:
     return 0 if all(figure["reached"] for figure in figures) else 1
 
 
-def _panels(workloads: Path | None) -> Iterator[Panel]:
+def _panels(workloads: Path | None) -> Iterator[FigurePanel]:
     """The figures' panels; the recorded ones too, where the recordings are there."""
     for name in (*FIGURES, *RECORDED):
         for panel in preset_panels(name):
@@ -98,18 +98,18 @@ def _panels(workloads: Path | None) -> Iterator[Panel]:
                 print(f"{panel.name} left out: {error}", file=sys.stderr)
 
 
-def _known(report: Path | None) -> list[Row]:
+def _known(report: Path | None) -> list[RunRow]:
     """The baselines' rows of an earlier run; they change less often than gpupool.
 
     ``static`` orders its turns as gpupool does, so it is run again too.
     """
     if report is None:
         return []
-    rows: list[Row] = json.loads(report.read_text())["rows"]
+    rows: list[RunRow] = json.loads(report.read_text())["rows"]
     return [row for row in rows if row["policy"] not in ("gpupool", "static")]
 
 
-def _is_of(row: Row, point: Point) -> bool:
+def _is_of(row: RunRow, point: Point) -> bool:
     """Whether a row is this point's; a recorded workload may bring its own models and rate."""
     return (
         (row["preset"], row["policy"]) == (point.preset, point.policy)
@@ -118,7 +118,7 @@ def _is_of(row: Row, point: Point) -> bool:
     )
 
 
-def _run(tasks: Sequence[Panel], jobs: int, known: Sequence[Row] = ()) -> Iterator[Row]:
+def _run(tasks: Sequence[FigurePanel], jobs: int, known: Sequence[RunRow] = ()) -> Iterator[RunRow]:
     context = multiprocessing.get_context("spawn")
     sweep = functools.partial(_sweep, known=known)
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
@@ -127,9 +127,9 @@ def _run(tasks: Sequence[Panel], jobs: int, known: Sequence[Row] = ()) -> Iterat
             yield from rows
 
 
-def _sweep(panel: Panel, known: Sequence[Row]) -> list[Row]:
+def _sweep(panel: FigurePanel, known: Sequence[RunRow]) -> list[RunRow]:
     """One policy's points in order of load, as long as it keeps half of its promises."""
-    rows: list[Row] = []
+    rows: list[RunRow] = []
     for point in panel.points():
         row = next((row for row in known if _is_of(row, point)), None)
         row = row or next(iter(run_points([point])))
@@ -140,7 +140,7 @@ def _sweep(panel: Panel, known: Sequence[Row]) -> list[Row]:
     return rows
 
 
-def _slow_switching(jobs: int, known: Sequence[Row]) -> list[Row]:
+def _slow_switching(jobs: int, known: Sequence[RunRow]) -> list[RunRow]:
     """Request-level serving as it is without fast switching: seconds more per load."""
     panel = preset_panels("aegaeon-fig11a")[0]
     slow = replace(
@@ -152,7 +152,7 @@ def _slow_switching(jobs: int, known: Sequence[Row]) -> list[Row]:
     return list(_run([slow], jobs, known))
 
 
-def _figures(rows: Sequence[Row], slow: Sequence[Row]) -> Iterator[dict[str, Any]]:
+def _figures(rows: Sequence[RunRow], slow: Sequence[RunRow]) -> Iterator[dict[str, Any]]:
     best = {key: load.load if load else 0.0 for key, load in sweep_goodput(rows).items()}
     aegaeon = best["aegaeon-fig11a", "aegaeon"]
     yield _figure("aegaeon, fig 11a: models at 90 %", "65 to 80", aegaeon, 65 <= aegaeon <= 80)
@@ -177,7 +177,7 @@ def _figures(rows: Sequence[Row], slow: Sequence[Row]) -> Iterator[dict[str, Any
     yield _figure(name, "to be reported", num_models, True)
 
 
-def _losses(rows: Iterable[Row]) -> list[dict[str, Any]]:
+def _losses(rows: Iterable[RunRow]) -> list[dict[str, Any]]:
     """Points at which another policy kept more of its promises, by more than rounding."""
     points: dict[tuple[str, int, float], dict[str, float]] = {}
     for row in rows:
@@ -234,7 +234,7 @@ def _decision_p99_us() -> tuple[float, int]:
     return percentile(taken_us, 0.99) or 0.0, len(taken_us)
 
 
-def _goodputs(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+def _goodputs(rows: Sequence[RunRow]) -> dict[str, dict[str, Any]]:
     loads: dict[str, dict[str, Any]] = {}
     for (preset, policy), best in sweep_goodput(rows).items():
         loads.setdefault(preset, {})[policy] = (
@@ -253,7 +253,7 @@ def _shown(figure: Mapping[str, Any]) -> dict[str, Any]:
     return {**figure, "measured": text, "mark": "" if figure["reached"] else "  MISSED"}
 
 
-def _plot(rows: Sequence[Row], panels: Sequence[Panel], folder: Path) -> None:
+def _plot(rows: Sequence[RunRow], panels: Sequence[FigurePanel], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     titles = {panel.name: panel.title for panel in panels}
     for name in (*FIGURES[2:], "real-traces"):

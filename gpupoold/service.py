@@ -186,7 +186,7 @@ async def _running_admin(
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,
     )
-    server = _Server(config)
+    server = _AdminServer(config)
     task = asyncio.create_task(server.serve([listener]), name="admin")
     try:
         yield
@@ -196,7 +196,7 @@ async def _running_admin(
         await asyncio.wait([task])
 
 
-class _Server(uvicorn.Server):
+class _AdminServer(uvicorn.Server):
     """Uvicorn without signal handlers: signals are the daemon's."""
 
     @contextlib.contextmanager

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gpupoold.errors import UsageError  # noqa: E402
-from gpupoold.sim.csv_table import SCENARIO, Table, read_table  # noqa: E402
+from gpupoold.sim.csv_table import SCENARIO, CsvTable, read_table  # noqa: E402
 from gpupoold.sim.lengths import OUTPUT, PROMPT, QUANTILE, SHAREGPT_TABLE, length_pairs  # noqa: E402
 
 DATA = ROOT / "gpupoold" / "sim" / "data"
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def table_text(source: Table) -> str:
+def table_text(source: CsvTable) -> str:
     """The built-in table made from ``source``, with its notice."""
     if SCENARIO in source.columns:
         rows = [row for row in source.rows if source.text(row, SCENARIO).endswith(UNSCALED)]

@@ -62,7 +62,7 @@ async def _add_models(registry: state.Registry) -> None:
         spec = ModelSpec(name, "s", "/p", targets=targets, aliases=(f"alias-{number}",))
         await registry.add(spec)
         await registry.set_state(name, ModelState.READY)
-        await registry.set_profiles(name, [_profile(phase) for phase in state.Phase])
+        await registry.set_profiles(name, [_profile(phase) for phase in state.ProfilePhase])
         await registry.set_pinned(name, number == 1)
 
 
@@ -76,7 +76,7 @@ async def _add_keys(keys: state.ApiKeys) -> None:
     await keys.revoke("gone")
 
 
-def _profile(phase: state.Phase) -> state.ProfileRow:
+def _profile(phase: state.ProfilePhase) -> state.ProfileRow:
     law = (phase, "0.32.0", None, "bfloat16", "linear", (0.01, 0.002), 4096, 11008, 0.99)
     return state.ProfileRow("A10", *law, 0.02, 0.05, 12, _AT)
 

@@ -21,7 +21,7 @@ _SECRET_CHARS = 24  # of 62 letters: 142 bits
 _FORM = re.compile(rf"{PREFIX}([A-Za-z0-9]{{{_ID_CHARS}}})_[A-Za-z0-9]{{{_SECRET_CHARS}}}")
 
 
-class NewKey(NamedTuple):
+class NewSecret(NamedTuple):
     """A key that was just made: its id, the whole text for its owner, and what is stored."""
 
     id: str
@@ -29,11 +29,11 @@ class NewKey(NamedTuple):
     digest: str
 
 
-def make_key(key_id: str | None = None) -> NewKey:
+def make_key(key_id: str | None = None) -> NewSecret:
     """A new key; with ``key_id`` a new secret for the key that has this id."""
     key_id = _letters(_ID_CHARS) if key_id is None else key_id
     text = f"{PREFIX}{key_id}_{_letters(_SECRET_CHARS)}"
-    return NewKey(key_id, text, digest_of(text))
+    return NewSecret(key_id, text, digest_of(text))
 
 
 def id_of(text: str) -> str | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gpupool_state import ModelRow
-from gpupoold.control.accounting.turns import Turn
+from gpupoold.control.accounting.turns import TurnRecord
 from gpupoold.control.views import bodies as views
 
 if TYPE_CHECKING:
@@ -58,13 +58,13 @@ async def top(pool: Pool, limits: TopLimits) -> bytes:
     )
 
 
-def turns(ended: Iterable[Turn]) -> list[msgspec.Raw]:
+def turns(ended: Iterable[TurnRecord]) -> list[msgspec.Raw]:
     """Turns with their times on the wall clock: each a ``TurnInfo`` as JSON."""
     offset_s = time.time() - time.monotonic()
     return [turn.told or _tell(turn, offset_s) for turn in ended]
 
 
-def _tell(turn: Turn, offset_s: float) -> msgspec.Raw:
+def _tell(turn: TurnRecord, offset_s: float) -> msgspec.Raw:
     values = {
         "id": turn.id,
         "device": turn.device,

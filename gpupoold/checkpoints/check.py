@@ -18,7 +18,7 @@ from gpupoold.checkpoints import layout
 from gpupoold.checkpoints.manifest import require_complete
 from gpupoold.checkpoints.tensor_file import (
     DTYPE_BITS,
-    Tensor,
+    TensorEntry,
     elements_by_dtype,
     read_tensors,
 )
@@ -246,7 +246,7 @@ def _indexed_files(
 
 
 def _require_indexed_tensors(
-    index_file: Path, index: dict[str, str], tensors: dict[str, tuple[Tensor, ...]]
+    index_file: Path, index: dict[str, str], tensors: dict[str, tuple[TensorEntry, ...]]
 ) -> None:
     present = {(file, tensor.name) for file, content in tensors.items() for tensor in content}
     absent = sorted(name for name, file in index.items() if (file, name) not in present)

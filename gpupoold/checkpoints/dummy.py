@@ -39,7 +39,7 @@ _LLAMA = _Family("LlamaForCausalLM", "llama", qkv_bias=False)
 _QWEN2 = _Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True)
 
 
-class Tensor(NamedTuple):
+class DummyTensor(NamedTuple):
     """A tensor of the checkpoint under its Hugging Face name."""
 
     name: str
@@ -72,23 +72,27 @@ def make_dummy_checkpoint(parent: Path, shape_name: str) -> Path:
     return target
 
 
-def tensors_of(shape: ModelShape, *, qkv_bias: bool) -> list[Tensor]:
+def tensors_of(shape: ModelShape, *, qkv_bias: bool) -> list[DummyTensor]:
     """All tensors; together they have exactly ``shape.num_parameters`` elements.
 
     Raises:
         UsageError: no size of vocabulary makes up that number.
     """
     layers = [tensor for i in range(shape.num_layers) for tensor in _layer(shape, i, qkv_bias)]
-    inner = [*layers, Tensor("model.norm.weight", (shape.hidden_size,))]
+    inner = [*layers, DummyTensor("model.norm.weight", (shape.hidden_size,))]
     left = shape.num_parameters - sum(math.prod(tensor.shape) for tensor in inner)
     vocab_size, over = divmod(left, 2 * shape.hidden_size)
     if over or vocab_size <= 0:
         raise UsageError(f"the parameters of {shape} do not add up")
     table = (vocab_size, shape.hidden_size)
-    return [Tensor("model.embed_tokens.weight", table), *inner, Tensor("lm_head.weight", table)]
+    return [
+        DummyTensor("model.embed_tokens.weight", table),
+        *inner,
+        DummyTensor("lm_head.weight", table),
+    ]
 
 
-def _layer(shape: ModelShape, index: int, qkv_bias: bool) -> Iterator[Tensor]:
+def _layer(shape: ModelShape, index: int, qkv_bias: bool) -> Iterator[DummyTensor]:
     prefix, hidden = f"model.layers.{index}.", shape.hidden_size
     widths = {
         "q": shape.num_heads * shape.head_dim,
@@ -96,15 +100,15 @@ def _layer(shape: ModelShape, index: int, qkv_bias: bool) -> Iterator[Tensor]:
         "v": shape.num_kv_heads * shape.head_dim,
     }
     for name, width in widths.items():
-        yield Tensor(f"{prefix}self_attn.{name}_proj.weight", (width, hidden))
+        yield DummyTensor(f"{prefix}self_attn.{name}_proj.weight", (width, hidden))
         if qkv_bias:
-            yield Tensor(f"{prefix}self_attn.{name}_proj.bias", (width,))
-    yield Tensor(f"{prefix}self_attn.o_proj.weight", (hidden, widths["q"]))
+            yield DummyTensor(f"{prefix}self_attn.{name}_proj.bias", (width,))
+    yield DummyTensor(f"{prefix}self_attn.o_proj.weight", (hidden, widths["q"]))
     for name in ("gate", "up"):
-        yield Tensor(f"{prefix}mlp.{name}_proj.weight", (shape.intermediate_size, hidden))
-    yield Tensor(f"{prefix}mlp.down_proj.weight", (hidden, shape.intermediate_size))
+        yield DummyTensor(f"{prefix}mlp.{name}_proj.weight", (shape.intermediate_size, hidden))
+    yield DummyTensor(f"{prefix}mlp.down_proj.weight", (hidden, shape.intermediate_size))
     for name in ("input_layernorm", "post_attention_layernorm"):
-        yield Tensor(f"{prefix}{name}.weight", (hidden,))
+        yield DummyTensor(f"{prefix}{name}.weight", (hidden,))
 
 
 def _family(shape_name: str) -> _Family:
@@ -120,7 +124,7 @@ def _write(folder: Path, shape_name: str, shape: ModelShape) -> None:
     write_metadata(folder, config, RECIPE_FILE, {"shape": shape_name})
 
 
-def _write_hole(path: Path, tensors: Sequence[Tensor]) -> None:
+def _write_hole(path: Path, tensors: Sequence[DummyTensor]) -> None:
     """A safetensors file whose data was never written: it reads as zeros."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

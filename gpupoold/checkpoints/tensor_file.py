@@ -30,7 +30,7 @@ _REFETCH = "download or copy this file again"
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class TensorEntry:
     """One header entry; ``begin`` and ``end`` are byte offsets in the data."""
 
     name: str
@@ -40,7 +40,7 @@ class Tensor:
     end: int
 
 
-def read_tensors(path: Path) -> tuple[Tensor, ...]:
+def read_tensors(path: Path) -> tuple[TensorEntry, ...]:
     """The tensors in the file, in the order of their data.
 
     Raises:
@@ -60,7 +60,7 @@ def read_tensors(path: Path) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
-def elements_by_dtype(tensors: Iterable[Tensor]) -> dict[str, int]:
+def elements_by_dtype(tensors: Iterable[TensorEntry]) -> dict[str, int]:
     """Number of elements of each dtype."""
     counts: dict[str, int] = {}
     for tensor in tensors:
@@ -115,7 +115,7 @@ def _check_metadata(metadata: object) -> None:
         raise ValueError("__metadata__ is not a table of texts")
 
 
-def _tensor(name: str, entry: object, data_bytes: int) -> Tensor:
+def _tensor(name: str, entry: object, data_bytes: int) -> TensorEntry:
     """Check one entry on its own; raises ValueError with the tensor's name."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {name!r}: dtype, shape and data_offsets expected")
@@ -133,7 +133,7 @@ def _tensor(name: str, entry: object, data_bytes: int) -> Tensor:
         raise ValueError(
             f"tensor {name!r}: {dtype} of shape {_short(shape)} does not take {end - begin} bytes"
         )
-    return Tensor(name, dtype, num_elements, begin, end)
+    return TensorEntry(name, dtype, num_elements, begin, end)
 
 
 def _are_sizes(values: object) -> bool:
@@ -159,7 +159,7 @@ def _short(shape: list[int]) -> str:
     return str(shape) if len(shape) <= 8 else f"[{', '.join(map(str, shape[:8]))}, ...]"
 
 
-def _require_exact_cover(path: Path, tensors: list[Tensor], data_bytes: int) -> None:
+def _require_exact_cover(path: Path, tensors: list[TensorEntry], data_bytes: int) -> None:
     position = 0
     for tensor in tensors:
         if tensor.begin != position:

@@ -30,7 +30,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class KeyChange:
     """A key that has another value in another file; None on the side that has no such key."""
 
     before: Setting | None
@@ -67,7 +67,7 @@ def settings_of(settings: Settings) -> list[Setting]:
     return found
 
 
-def changes_between(now: Settings, wanted: Settings) -> list[Change]:
+def changes_between(now: Settings, wanted: Settings) -> list[KeyChange]:
     """What differs, in the order of ``now``; each with the effect that it has there.
 
     Roles are given to devices by their order: they wait for devices that have changed.
@@ -79,10 +79,10 @@ def changes_between(now: Settings, wanted: Settings) -> list[Change]:
         for side in (before, after):
             roles = side["scheduling.roles"]
             side["scheduling.roles"] = replace(roles, effect=Effect.RESTART)
-    return [Change(before.get(key), after.get(key)) for key in differing]
+    return [KeyChange(before.get(key), after.get(key)) for key in differing]
 
 
-def with_changes(now: Settings, wanted: Settings, changes: list[Change]) -> Settings:
+def with_changes(now: Settings, wanted: Settings, changes: list[KeyChange]) -> Settings:
     """``now`` with those of the ``changes`` to ``wanted`` that a running daemon can heed."""
     keys = {one.key for one in changes if one.effect is not Effect.RESTART}
     updated = {}

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from gpupoold.api.schemas_config import ChangeInfo, ConfigInfo, SettingInfo
-from gpupoold.config.keys import Change, settings_of
+from gpupoold.config.keys import KeyChange, settings_of
 from gpupoold.config.schema import Settings
 
 
@@ -25,7 +25,7 @@ def config_info(settings: Settings, path: Path | None, written: Collection[str])
     return ConfigInfo(path=None if path is None else str(path), settings=infos)
 
 
-def change_info(change: Change) -> ChangeInfo:
+def change_info(change: KeyChange) -> ChangeInfo:
     """What a file changes."""
     before, after = change.before, change.after
     return ChangeInfo(

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 
 from gpupool_state import History
 from gpupoold.api.schemas_config import ReloadInfo
-from gpupoold.config.keys import Change, changes_between, with_changes
+from gpupoold.config.keys import KeyChange, changes_between, with_changes
 from gpupoold.config.schema import Settings
 from gpupoold.config.values import Effect
 from gpupoold.config.view import change_info
@@ -156,7 +156,7 @@ def configured_roles(settings: Settings) -> list[Role | None]:
     return [None if name == "auto" else Role(name) for name in names]
 
 
-def _summary(changed: list[Change], waiting: list[Change]) -> str:
+def _summary(changed: list[KeyChange], waiting: list[KeyChange]) -> str:
     parts = [f"changed {', '.join(one.key for one in changed)}"] if changed else []
     if waiting:
         parts.append(f"after a restart {', '.join(one.key for one in waiting)}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gpupoold.access.tls import Tls
 from gpupoold.frontend.grammar_checker.checker import fork_checker
-from gpupoold.frontend.server import Frontend, FrontendSettings
+from gpupoold.frontend.server import FrontendServer, FrontendSettings
 from gpupoold.system.process import (
     FRONTEND_OOM_SCORE_ADJ,
     begin_child,
@@ -54,7 +54,7 @@ def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
 async def _serve(settings: FrontendSettings, checker: socket.socket) -> None:
     exit_status = 0
     try:
-        await Frontend(settings, checker).run()
+        await FrontendServer(settings, checker).run()
     except Exception:
         logging.getLogger(__name__).exception("the frontend failed")
         exit_status = 1

@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from gpupoold.frontend.errors import bad_request, too_large, too_slow
-from gpupoold.frontend.in_flight import Holding
+from gpupoold.frontend.in_flight import BodyHolding
 from gpupoold.frontend.json_scan import JsonScan, TooMuchJson
 from gpupoold.frontend.mounts import Receive, Scope
 
@@ -18,7 +18,7 @@ class Disconnected(Exception):
     """The client left while its request was being read."""
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int, holding: Holding) -> bytes:
+async def read_body(scope: Scope, receive: Receive, max_bytes: int, holding: BodyHolding) -> bytes:
     """Read a JSON body, whose bytes are counted in ``holding``.
 
     Raises:
@@ -37,7 +37,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, holding: Hol
         raise bad_request(str(error)) from None
 
 
-async def _join(receive: Receive, max_bytes: int, holding: Holding) -> bytes:
+async def _join(receive: Receive, max_bytes: int, holding: BodyHolding) -> bytes:
     pieces: list[bytes] = []
     num_bytes, scan = 0, JsonScan()
     while True:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from http import HTTPStatus
 from typing import Any
 
-from gpupoold.wire.messages import Admission, ServedModel
+from gpupoold.wire.messages import AdmissionAnswer, ServedModel
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
@@ -182,7 +182,7 @@ def not_ready(model: ServedModel) -> ApiError:
     )
 
 
-def not_admitted(admission: Admission) -> ApiError:
+def not_admitted(admission: AdmissionAnswer) -> ApiError:
     """429 or 503: the daemon does not take the request now.
 
     vLLM has no 429 of its own. Clients of OpenAI know one by its ``code``, those of Anthropic

@@ -20,7 +20,7 @@ from typing import Any
 
 from gpupoold.frontend.errors import ApiError, not_admitted, not_understood
 from gpupoold.frontend.mounts import Send
-from gpupoold.wire.messages import Admission
+from gpupoold.wire.messages import AdmissionAnswer
 
 _logger = logging.getLogger(__name__)
 _current: ContextVar[Gate | None] = ContextVar("gate", default=None)
@@ -79,7 +79,7 @@ class Gate:
         self._request_ids.append(request_id)
         self._num_unanswered += 1
 
-    def answered(self, message: Admission) -> list[str]:
+    def answered(self, message: AdmissionAnswer) -> list[str]:
         """The daemon has answered; the requests that must end because it refused."""
         self._num_unanswered -= 1
         if self.refusal is None:
@@ -149,7 +149,7 @@ class Gates:
             gate.asked(request_id)
             self._waiting[request_id] = gate
 
-    def answered(self, message: Admission) -> list[str]:
+    def answered(self, message: AdmissionAnswer) -> list[str]:
         """The daemon has answered; the requests that must end because it refused."""
         gate = self._waiting.pop(message.request_id, None)
         if gate is not None:

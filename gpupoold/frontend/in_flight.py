@@ -26,9 +26,9 @@ class BytesInFlight:
         return self._of_keys.total()
 
     @contextlib.contextmanager
-    def holding(self, key_id: str) -> Iterator[Holding]:
+    def holding(self, key_id: str) -> Iterator[BodyHolding]:
         """Room for one request of a key ("" without one), until the context ends."""
-        holding = Holding(self, key_id)
+        holding = BodyHolding(self, key_id)
         try:
             yield holding
         finally:
@@ -36,7 +36,7 @@ class BytesInFlight:
             if not self._of_keys[key_id]:
                 del self._of_keys[key_id]
 
-    def take(self, holding: Holding, num_bytes: int) -> None:
+    def take(self, holding: BodyHolding, num_bytes: int) -> None:
         """Give a request room for so many bytes more.
 
         Raises:
@@ -57,7 +57,7 @@ class BytesInFlight:
         return int(self.max_bytes * KEY_BYTES_SHARE) if key_id else self.max_bytes
 
 
-class Holding:
+class BodyHolding:
     """What one request has of the bytes in flight."""
 
     def __init__(self, room: BytesInFlight, key_id: str) -> None:

@@ -38,7 +38,7 @@ from gpupoold.wire.messages import (
     Accepting,
     AccessRules,
     AddRequest,
-    Admission,
+    AdmissionAnswer,
     CallResult,
     FrontendReady,
     MetricsText,
@@ -80,7 +80,7 @@ class FrontendSettings:
     tls: Tls | None = None
 
 
-class _Server(uvicorn.Server):
+class _HttpServer(uvicorn.Server):
     """Uvicorn without signal handlers of its own; calls ``on_accepting`` once."""
 
     def __init__(self, config: uvicorn.Config, on_accepting: Callable[[], None]) -> None:
@@ -96,7 +96,7 @@ class _Server(uvicorn.Server):
         self._on_accepting()
 
 
-class Frontend:
+class FrontendServer:
     """Conducts the catalogue, the mounts and the HTTP server; one per process."""
 
     def __init__(self, settings: FrontendSettings, checker: socket.socket | None = None) -> None:
@@ -137,7 +137,7 @@ class Frontend:
         """
         # It warns of every request that is not HTTP, which anybody can send without end.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        server = _Server(self._uvicorn_config(), self._tell_accepting)
+        server = _HttpServer(self._uvicorn_config(), self._tell_accepting)
         serving = asyncio.create_task(self._serve_when_told(server))
         mounting = asyncio.create_task(self._mount_in_order())
         measuring = asyncio.create_task(measure_lag(self._lags_s.append))
@@ -163,7 +163,7 @@ class Frontend:
         await serving
         following.cancel()
 
-    async def _serve_when_told(self, server: _Server) -> None:
+    async def _serve_when_told(self, server: _HttpServer) -> None:
         """Accept connections as soon as the daemon wants that, until the server is to exit."""
         listener = socket.socket(fileno=self._settings.listen_fd)
         await self._may_accept.wait()
@@ -208,7 +208,7 @@ class Frontend:
         match message:
             case StepOutputs():
                 self._mounts.deliver(message)
-            case Admission():
+            case AdmissionAnswer():
                 self._note_admission(message)
             case ServeModel() | StopServing():
                 self._to_mount.put_nowait(message)
@@ -244,7 +244,7 @@ class Frontend:
         if report is not None:
             self._channel.send(report)
 
-    def _note_admission(self, message: Admission) -> None:
+    def _note_admission(self, message: AdmissionAnswer) -> None:
         """Where one of the requests behind an HTTP request is refused, all of them end."""
         doomed = self._gates.answered(message)
         if doomed:

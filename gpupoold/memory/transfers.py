@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 
 from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction
-from gpupoold.system.activity import WORKER, Phase
+from gpupoold.system.activity import WORKER, ThreadPhase
 
 BATCH_BYTES = 8 << 20
 _MAX_UNDER_WAY = 2
@@ -227,7 +227,7 @@ class TransferQueue:
 
     def _run(self, copy_stream: CopyStream) -> None:
         while (transfer := self._queue.get()) is not None:
-            with WORKER.beside(Phase.COPY):
+            with WORKER.beside(ThreadPhase.COPY):
                 transfer.run(copy_stream)
 
 

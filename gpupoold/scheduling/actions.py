@@ -39,7 +39,7 @@ class Migrate:
 
 
 @dataclass(frozen=True, slots=True)
-class RunTurn:
+class StartTurn:
     """What a device does now, and the model to bring in meanwhile, whose turn is next.
 
     A turn with the id of the one under way may have another quota than before, counted
@@ -60,4 +60,4 @@ class ChangeRole:
     role: Role
 
 
-Action = Send | Migrate | RunTurn | ChangeRole
+Action = Send | Migrate | StartTurn | ChangeRole

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, RunTurn, Send, Turn
+from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, Send, StartTurn, Turn
 from gpupoold.scheduling.kv_admission import admit, admits
-from gpupoold.scheduling.phases import Phase, Trigger, phase_after
+from gpupoold.scheduling.phases import RequestPhase, Trigger, phase_after
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Batch, Device, Model, Request, State
+from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, State
 
 _STEP_SMOOTHING = 0.1
 
@@ -104,7 +104,7 @@ class Core:
 
     def _device_up(self, event: e.DeviceUp, now_s: float) -> None:
         self._device_down(e.DeviceDown(event.device), now_s)
-        self.state.devices[event.device] = Device(
+        self.state.devices[event.device] = DeviceState(
             event.device,
             event.capacity_bytes,
             event.bandwidth_bytes_per_s,
@@ -244,7 +244,7 @@ class Core:
                 self._tokens(request, batch, event.num_tokens)
 
     def _tokens(self, request: Request, batch: Batch, num_tokens: int) -> None:
-        if request.phase is Phase.SENT:
+        if request.phase is RequestPhase.SENT:
             batch.prefilled(request)
             self._prefilled.append(request)
         _move(request, Trigger.TOKEN)
@@ -253,7 +253,7 @@ class Core:
 
     def _go_on(self, request: Request, now_s: float) -> None:
         """Where to decode a request that has its first token; it may have ended since."""
-        if request.phase is not Phase.DECODING or request.id not in self.state.requests:
+        if request.phase is not RequestPhase.DECODING or request.id not in self.state.requests:
             return
         target = self.policy.first_token(request, self.state, now_s)
         if target is not None:
@@ -267,13 +267,13 @@ class Core:
                 for request in [one for batch in batches for one in batch.requests.values()]:
                     self._go_on(request, now_s)
 
-    def _try_migrate(self, request: Request, target: Device, rule: Rule) -> None:
+    def _try_migrate(self, request: Request, target: DeviceState, rule: Rule) -> None:
         """Unless it is there, is under way, or there is no room for it."""
         is_elsewhere = target.number != request.device
-        if request.phase is Phase.DECODING and is_elsewhere and admits(target, request):
+        if request.phase is RequestPhase.DECODING and is_elsewhere and admits(target, request):
             self._migrate(request, target, rule)
 
-    def _migrate(self, request: Request, target: Device, rule: Rule) -> None:
+    def _migrate(self, request: Request, target: DeviceState, rule: Rule) -> None:
         assert request.device is not None
         self._actions.append(Migrate(request.id, request.device, target.number))
         self._to_plan[request.device] = None
@@ -285,7 +285,7 @@ class Core:
 
     def _attached(self, event: e.Attached, now_s: float) -> None:
         request = self.state.requests.get(event.request_id)
-        if request is None or request.phase is not Phase.MOVING or request.device is None:
+        if request is None or request.phase is not RequestPhase.MOVING or request.device is None:
             return
         device = self.state.devices[request.device]
         del device.moving[request.id]
@@ -325,7 +325,7 @@ class Core:
     def _assign(self, now_s: float) -> None:
         """Held requests to devices, then queued requests to those that may have them."""
         for request, device, rule in self.policy.assign(self.state, now_s):
-            if request.phase is Phase.QUEUED and request.device is not None:
+            if request.phase is RequestPhase.QUEUED and request.device is not None:
                 self.state.devices[request.device].dequeue(request)
                 self._to_plan[request.device] = None
             else:
@@ -335,7 +335,7 @@ class Core:
             device.enqueue(request, must_wait=not admits(device, request))
             self._to_plan[device.number] = None
 
-    def _send(self, device: Device, now_s: float) -> None:
+    def _send(self, device: DeviceState, now_s: float) -> None:
         for request in self.policy.send(device, self.state, now_s):
             if device.is_waiting_for_kv(request):
                 continue
@@ -344,7 +344,7 @@ class Core:
             device.join(request)
             self._actions.append(Send(request.id, device.number))
 
-    def _plan(self, device: Device, now_s: float) -> None:
+    def _plan(self, device: DeviceState, now_s: float) -> None:
         """What the device does now and next; says so when that has changed."""
         admit(device)
         if device.queued:
@@ -364,7 +364,7 @@ class Core:
             device.turn = self.policy.revise(device.turn, device, self.state, now_s)
             device.then = self.policy.upcoming(device, self.state, now_s)
         if (device.turn, device.then) != before:
-            self._actions.append(RunTurn(device.number, device.turn, device.then))
+            self._actions.append(StartTurn(device.number, device.turn, device.then))
 
     def _lose_device(self, request: Request) -> None:
         _move(request, Trigger.LOSE_DEVICE)
@@ -373,7 +373,7 @@ class Core:
         self.policy.arrived(request, self.state)
         self._must_assign = True
 
-    def _take_off(self, device: Device, model: Model) -> None:
+    def _take_off(self, device: DeviceState, model: Model) -> None:
         model.hosts.discard(device.number)
         del device.batches[model.name]
         device.missing_bytes.pop(model.name, None)
@@ -387,7 +387,7 @@ class Core:
         except KeyError:
             raise UnknownName(f"the core knows no model {name!r}") from None
 
-    def _device(self, number: int) -> Device:
+    def _device(self, number: int) -> DeviceState:
         try:
             return self.state.devices[number]
         except KeyError:
@@ -401,11 +401,11 @@ def _move(request: Request, trigger: Trigger) -> None:
     request.phase = phase_after(request.phase, trigger, where)
 
 
-def _remove(request: Request, device: Device) -> None:
+def _remove(request: Request, device: DeviceState) -> None:
     """Take a request out of wherever its device has it."""
-    if request.phase is Phase.QUEUED:
+    if request.phase is RequestPhase.QUEUED:
         device.dequeue(request)
-    elif request.phase is Phase.MOVING:
+    elif request.phase is RequestPhase.MOVING:
         del device.moving[request.id]
     else:
         device.leave(request)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpupoold.scheduling.output_length import prompt_class
-from gpupoold.scheduling.state import Device, Model, Request, Speed, State
+from gpupoold.scheduling.state import DeviceState, Model, Request, Speed, State
 from gpupoold.scheduling.velocity import (
     RequestClass,
     decode_velocity,
@@ -186,7 +186,7 @@ def decoding_now(state: State, model: Model, capacity_bytes: int, kind: str = ""
 
 
 def demands_on(
-    state: State, rates_rps: Mapping[str, Mapping[RequestClass, float]], device: Device
+    state: State, rates_rps: Mapping[str, Mapping[RequestClass, float]], device: DeviceState
 ) -> list[Demand]:
     """What each model that is still there takes of devices like this one."""
     capacity_bytes, bandwidth = device.capacity_bytes, device.bandwidth_bytes_per_s

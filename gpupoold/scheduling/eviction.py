@@ -18,7 +18,7 @@ class Victim(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class PageHolding:
     """What one model holds on the device, in pages.
 
     ``idle_s`` is how long ago it was used last. ``movable_kv_pages`` is how much of its live KV
@@ -46,7 +46,7 @@ class Eviction:
 
 
 def plan_evictions(
-    num_pages: int, holdings: Sequence[Holding], *, may_move: bool = True
+    num_pages: int, holdings: Sequence[PageHolding], *, may_move: bool = True
 ) -> list[Eviction]:
     """Evictions in order until ``num_pages`` are free, or all there are if that is too few.
 
@@ -81,7 +81,7 @@ def _idle_class(idle_s: float) -> int:
     return int(math.log2(max(idle_s, 1.0)))
 
 
-def _evictions(victim: Victim, holdings: Sequence[Holding]) -> list[Eviction]:
+def _evictions(victim: Victim, holdings: Sequence[PageHolding]) -> list[Eviction]:
     return [
         Eviction(holding.model, victim, num_pages)
         for holding in holdings
@@ -89,7 +89,7 @@ def _evictions(victim: Victim, holdings: Sequence[Holding]) -> list[Eviction]:
     ]
 
 
-def _pages(victim: Victim, holding: Holding) -> int:
+def _pages(victim: Victim, holding: PageHolding) -> int:
     movable = holding.movable_kv_pages
     moved = holding.live_kv_pages if movable is None else min(holding.live_kv_pages, movable)
     match victim:

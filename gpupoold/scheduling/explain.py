@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from gpupoold.scheduling.phases import Phase
+from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Device, Request, State
+from gpupoold.scheduling.state import DeviceState, Request, State
 from gpupoold.scheduling.wait_estimate import next_token_in_s
 
 
@@ -58,7 +58,7 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
-class Why:
+class RequestExplanation:
     """Where a request is, the rule that gave it its device, and when its next token is
     expected: None where nothing can be said. ``num_before`` wait for KV room before it."""
 
@@ -69,7 +69,7 @@ class Why:
     num_before: int = 0
 
 
-def turns_of(policy: Policy, state: State, device: Device, now_s: float) -> Turns:
+def turns_of(policy: Policy, state: State, device: DeviceState, now_s: float) -> Turns:
     """The turn under way on a device and the line behind it."""
     turn = device.turn
     used_s = max(now_s - device.turn_began_s, 0.0) if turn else 0.0
@@ -85,35 +85,35 @@ def turns_of(policy: Policy, state: State, device: Device, now_s: float) -> Turn
     return Turns(device.number, turn.model if turn else None, rule, used_s, left_s, tuple(line))
 
 
-def why_request(state: State, request: Request, now_s: float) -> Why:
+def why_request(state: State, request: Request, now_s: float) -> RequestExplanation:
     """Where a live request that the core was told of stands."""
     standing = standing_of(state, request)
     if standing is Standing.NO_DEVICE:
-        return Why(standing, None, None, None)
+        return RequestExplanation(standing, None, None, None)
     in_s = next_token_in_s(state, request, now_s)
     num_before = 0
     if standing is Standing.KV_ROOM and request.device is not None:
         device = state.devices[request.device]
         others = [one for line in device.waiting_for_kv.values() for one in line.requests.values()]
         num_before = sum(one.arrival_s < request.arrival_s for one in others)
-    return Why(standing, request.device, request.rule, in_s, num_before)
+    return RequestExplanation(standing, request.device, request.rule, in_s, num_before)
 
 
 def standing_of(state: State, request: Request) -> Standing:
     """The name for where a request is."""
-    if request.phase is Phase.HELD or request.device is None:
+    if request.phase is RequestPhase.HELD or request.device is None:
         return Standing.HELD if request.model.hosts else Standing.NO_DEVICE
-    if request.phase is Phase.MOVING:
+    if request.phase is RequestPhase.MOVING:
         return Standing.MOVING
     device = state.devices[request.device]
     if device.is_waiting_for_kv(request):
         return Standing.KV_ROOM
     is_on_turn = device.turn is not None and device.turn.model == request.model.name
-    if request.phase is Phase.DECODING:
+    if request.phase is RequestPhase.DECODING:
         return Standing.ON_TURN if is_on_turn else Standing.PAUSED
     return Standing.PREFILLING if is_on_turn else Standing.WAITS_FOR_TURN
 
 
-def _num_requests(device: Device, model: str) -> int:
+def _num_requests(device: DeviceState, model: str) -> int:
     batches = device.working.get(model), device.queued.get(model)
     return sum(len(batch.requests) for batch in batches if batch is not None)

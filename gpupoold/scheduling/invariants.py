@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from gpupoold.scheduling.phases import Phase
-from gpupoold.scheduling.state import Batch, Device, Model, Request, State
+from gpupoold.scheduling.phases import RequestPhase
+from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, State
 
 _SUMS = (
     "prompt_tokens",
@@ -31,7 +31,7 @@ def check_state(state: State) -> None:
         _check_model(name, model, state)
     num_placed = len(state.held)
     for request_id, request in state.held.items():
-        _check_request(request_id, request, Phase.HELD, None, state)
+        _check_request(request_id, request, RequestPhase.HELD, None, state)
     for number, device in state.devices.items():
         num_placed += _check_device(number, device, state)
     _check_turn_ids(state)
@@ -57,7 +57,7 @@ def _check_model(name: str, model: Model, state: State) -> None:
             _fail(f"model {name} is hosted by device {number}, which has no batch of it")
 
 
-def _check_device(number: int, device: Device, state: State) -> int:
+def _check_device(number: int, device: DeviceState, state: State) -> int:
     """Check one device; the number of requests that it has."""
     if device.number != number:
         _fail(f"device {device.number} is known as {number}")
@@ -76,7 +76,7 @@ def _check_device(number: int, device: Device, state: State) -> int:
             _check_batch(f"the queue of {name} on device {number}", name, batch, device, state)
     _check_waiting(device)
     for request_id, request in device.moving.items():
-        _check_request(request_id, request, Phase.MOVING, device, state)
+        _check_request(request_id, request, RequestPhase.MOVING, device, state)
     for name, missing_bytes in device.missing_bytes.items():
         if name not in state.models:
             _fail(f"device {number} lacks bytes of {name}, which is no model")
@@ -86,7 +86,7 @@ def _check_device(number: int, device: Device, state: State) -> int:
     return device.num_requests
 
 
-def _check_waiting(device: Device) -> None:
+def _check_waiting(device: DeviceState) -> None:
     """Whoever waits for KV room waits for somebody who will give some back."""
     if not device.waiting_for_kv:
         return
@@ -96,7 +96,7 @@ def _check_waiting(device: Device) -> None:
         _fail(f"requests wait for KV room on device {device.number}, which has nothing to do")
 
 
-def _check_batch(where: str, name: str, batch: Batch, device: Device, state: State) -> None:
+def _check_batch(where: str, name: str, batch: Batch, device: DeviceState, state: State) -> None:
     if state.models.get(name) is not batch.model:
         _fail(f"{where} is of {batch.model.name}, which is not the {name} that is known")
     if device.number not in batch.model.hosts:
@@ -106,7 +106,7 @@ def _check_batch(where: str, name: str, batch: Batch, device: Device, state: Sta
     if batch.speed is not counted.speed:
         _fail(f"{where} has the speed of another kind of device than {device.kind}")
     for request_id, request in batch.requests.items():
-        phase = Phase.QUEUED if is_queue else _phase_in_batch(request)
+        phase = RequestPhase.QUEUED if is_queue else _phase_in_batch(request)
         _check_request(request_id, request, phase, device, state)
         if request.model is not batch.model:
             _fail(f"{_named(request)} is in {where}")
@@ -119,12 +119,12 @@ def _check_batch(where: str, name: str, batch: Batch, device: Device, state: Sta
         _fail(f"{where} says its load is {batch.load():.3g}, but it is {counted.load():.3g}")
 
 
-def _phase_in_batch(request: Request) -> Phase:
-    return Phase.SENT if request.phase is Phase.SENT else Phase.DECODING
+def _phase_in_batch(request: Request) -> RequestPhase:
+    return RequestPhase.SENT if request.phase is RequestPhase.SENT else RequestPhase.DECODING
 
 
 def _check_request(
-    request_id: str, request: Request, phase: Phase, device: Device | None, state: State
+    request_id: str, request: Request, phase: RequestPhase, device: DeviceState | None, state: State
 ) -> None:
     place = "among the held" if device is None else f"on device {device.number}"
     if request.id != request_id or state.requests.get(request_id) is not request:
@@ -137,14 +137,14 @@ def _check_request(
         _fail(f"{_named(request)} is of a model that is not known (any more)")
     if device is not None and device.number not in request.model.hosts:
         _fail(f"{_named(request)} is {place}, which does not host its model")
-    has_token = phase in (Phase.DECODING, Phase.MOVING)
+    has_token = phase in (RequestPhase.DECODING, RequestPhase.MOVING)
     if request.expected_tokens < 0:
         _fail(f"{_named(request)} was to have {request.expected_tokens} tokens")
     if request.num_tokens < has_token or request.prompt_tokens < 0:
         _fail(f"{_named(request)} has {request.num_tokens} tokens after {request.prompt_tokens}")
 
 
-def _check_turn(device: Device) -> None:
+def _check_turn(device: DeviceState) -> None:
     turn, then = device.turn, device.then
     if turn is None:
         if then is not None:
@@ -164,7 +164,7 @@ def _check_turn(device: Device) -> None:
         _fail(f"device {device.number} runs {then} next, which has no requests there")
 
 
-def _has_work(device: Device, name: str) -> bool:
+def _has_work(device: DeviceState, name: str) -> bool:
     if name in device.working:
         return True
     return name in device.queued or any(

@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import math
 
-from gpupoold.scheduling.state import Device, Model, Request
+from gpupoold.scheduling.state import DeviceState, Model, Request
 
 # Blocks do not fill the slabs of the host cache: an eighth of a slab may stay unused.
 HOST_SHARE = 7 / 8
 
 
-def admits(device: Device, request: Request) -> bool:
+def admits(device: DeviceState, request: Request) -> bool:
     """Whether one more request could be sent now: its KV fits, and nobody goes before it."""
     if device.kv_host_bytes is None:
         return True
     return _next(device, request) is request and _has_room(device, request)
 
 
-def admit(device: Device) -> None:
+def admit(device: DeviceState) -> None:
     """Queue those that waited for KV room, as far as there is room now.
 
     Whoever was queued before waits again if the KV of others has taken its room. Within a
@@ -49,7 +49,7 @@ def admit(device: Device) -> None:
         device.enqueue(request)
 
 
-def _put_back(device: Device) -> None:
+def _put_back(device: DeviceState) -> None:
     """All that are queued wait again, before those of their model that wait already."""
     for name, batch in device.queued.items():
         behind = device.waiting_for_kv.pop(name, None)
@@ -59,7 +59,7 @@ def _put_back(device: Device) -> None:
     device.queued.clear()
 
 
-def _next(device: Device, newcomer: Request | None = None) -> Request | None:
+def _next(device: DeviceState, newcomer: Request | None = None) -> Request | None:
     """Who gets room first, of those that wait and perhaps one more.
 
     Not a request whose model has all the KV that fits beside its own weights: it waits for
@@ -80,7 +80,7 @@ def _next(device: Device, newcomer: Request | None = None) -> Request | None:
     return best
 
 
-def _kept_bytes(device: Device, model: Model) -> float:
+def _kept_bytes(device: DeviceState, model: Model) -> float:
     """Bytes of KV that are kept for the requests of one model."""
     kept_bytes = 0.0
     for batches in (device.working, device.queued):
@@ -92,7 +92,7 @@ def _kept_bytes(device: Device, model: Model) -> float:
     return kept_bytes
 
 
-def _has_room(device: Device, newcomer: Request | None = None) -> bool:
+def _has_room(device: DeviceState, newcomer: Request | None = None) -> bool:
     """Whether all that were sent or may be fit, and one more."""
     assert device.kv_host_bytes is not None
     kept_bytes, num_requests, weight_bytes = 0.0, 0, 0

@@ -24,7 +24,7 @@ class Constraint(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PackedRequest:
     """A request as placement sees it; lengths in tokens.
 
     ``num_output_tokens`` is what it has so far, ``decode_s`` how long that took; a request
@@ -122,12 +122,12 @@ class WorkerLimits:
         return spare_s / self.step.context_s
 
 
-Worker = tuple[Request, ...]
+Worker = tuple[PackedRequest, ...]
 # A smaller gain, in seconds, is rounding.
 _LEAST_GAIN_S = 1e-12
 
 
-def peak_kv_bytes(worker: Iterable[Request], kv: KvCost) -> float:
+def peak_kv_bytes(worker: Iterable[PackedRequest], kv: KvCost) -> float:
     """Most KV the requests hold together at any step until all have ended; O(n log n).
 
     All grow by a token a step and give everything back at their end, so that the peak is at
@@ -146,7 +146,7 @@ def peak_kv_bytes(worker: Iterable[Request], kv: KvCost) -> float:
     return peak_bytes
 
 
-def weighted_context_tokens(worker: Iterable[Request], gamma: float) -> float:
+def weighted_context_tokens(worker: Iterable[PackedRequest], gamma: float) -> float:
     """``sum(prompt + gamma * output)``: context at the share ``gamma`` of the answers."""
     return math.fsum(r.num_prompt_tokens + gamma * r.final_output_tokens for r in worker)
 
@@ -184,7 +184,7 @@ def _prefill_violations(
     return broken
 
 
-def best_fit(request: Request, workers: Sequence[Worker], limits: WorkerLimits) -> int | None:
+def best_fit(request: PackedRequest, workers: Sequence[Worker], limits: WorkerLimits) -> int | None:
     """The most loaded worker that can take the request; None: open another (algorithm 1)."""
     most_loaded_first = sorted(
         range(len(workers)), key=lambda i: (-load_norm(workers[i], limits.gamma), i)
@@ -206,7 +206,7 @@ def shortest_queue(workers: Sequence[Worker]) -> int:
 
 
 def pack_best_fit(
-    requests: Iterable[Request], limits: WorkerLimits, workers: Sequence[Worker] = ()
+    requests: Iterable[PackedRequest], limits: WorkerLimits, workers: Sequence[Worker] = ()
 ) -> tuple[Worker, ...]:
     """Place requests one by one by best fit on ``workers`` and as many more as it takes.
 
@@ -223,7 +223,7 @@ def pack_best_fit(
 
 
 def pack_shortest_queue(
-    requests: Iterable[Request], workers: Sequence[Worker]
+    requests: Iterable[PackedRequest], workers: Sequence[Worker]
 ) -> tuple[Worker, ...]:
     """Place requests one by one on the shortest queue, whether they fit or not."""
     packed = list(workers)
@@ -247,7 +247,7 @@ class PredictionError:
         """What that does to a decode step, in seconds (equation 3)."""
         return step.context_s * self.num_output_tokens + step.sequence_s * self.num_requests
 
-    def with_request(self, request: Request, sign: int) -> PredictionError:
+    def with_request(self, request: PackedRequest, sign: int) -> PredictionError:
         """The error if a new request came (``sign`` 1) or went (-1) against the plan."""
         return PredictionError(
             self.num_output_tokens + sign * request.predicted_output_tokens,
@@ -256,7 +256,7 @@ class PredictionError:
 
 
 def prediction_error(
-    outlived: Iterable[Request], ended_early: Iterable[tuple[float, int]]
+    outlived: Iterable[PackedRequest], ended_early: Iterable[tuple[float, int]]
 ) -> PredictionError:
     """Error of one worker from what has become of its requests (algorithm 2, lines 4 to 13).
 
@@ -305,12 +305,12 @@ def rebalance(
 
 
 def _best_move(
-    placed: Sequence[Sequence[Request]],
+    placed: Sequence[Sequence[PackedRequest]],
     errors: Sequence[PredictionError],
     limits: WorkerLimits,
     step: StepCost,
     moved: set[str],
-) -> tuple[Request, int, int] | None:
+) -> tuple[PackedRequest, int, int] | None:
     """The move that lowers the sum of errors most, the first among equals."""
     best, best_gain_s = None, _LEAST_GAIN_S
     for source, worker in enumerate(placed):
@@ -326,7 +326,7 @@ def _best_move(
 
 
 def _gain_s(
-    request: Request, source: PredictionError, target: PredictionError, step: StepCost
+    request: PackedRequest, source: PredictionError, target: PredictionError, step: StepCost
 ) -> float:
     before_s = abs(source.step_error_s(step)) + abs(target.step_error_s(step))
     source, target = source.with_request(request, -1), target.with_request(request, +1)

@@ -9,7 +9,7 @@ class IllegalTransition(AssertionError):
     """A request was to do what its phase does not allow: a bug of the policy or the shell."""
 
 
-class Phase(Enum):
+class RequestPhase(Enum):
     """Where a live request stands."""
 
     HELD = auto()  # no device yet
@@ -31,22 +31,25 @@ class Trigger(Enum):
 
 
 # The life of a request; what is not in the table is a fault of the shell or of a policy.
-TRANSITIONS: dict[tuple[Phase, Trigger], Phase] = {
-    (Phase.HELD, Trigger.PLACE): Phase.QUEUED,
-    (Phase.QUEUED, Trigger.PLACE): Phase.QUEUED,  # changed its mind before it was sent
-    (Phase.QUEUED, Trigger.SEND): Phase.SENT,
-    (Phase.SENT, Trigger.TOKEN): Phase.DECODING,
-    (Phase.DECODING, Trigger.TOKEN): Phase.DECODING,
-    (Phase.DECODING, Trigger.MIGRATE): Phase.MOVING,
-    (Phase.MOVING, Trigger.ATTACH): Phase.DECODING,
-    (Phase.QUEUED, Trigger.LOSE_DEVICE): Phase.HELD,
-    (Phase.SENT, Trigger.LOSE_DEVICE): Phase.HELD,
-    (Phase.DECODING, Trigger.LOSE_DEVICE): Phase.HELD,
-    (Phase.MOVING, Trigger.LOSE_DEVICE): Phase.HELD,
+TRANSITIONS: dict[tuple[RequestPhase, Trigger], RequestPhase] = {
+    (RequestPhase.HELD, Trigger.PLACE): RequestPhase.QUEUED,
+    (
+        RequestPhase.QUEUED,
+        Trigger.PLACE,
+    ): RequestPhase.QUEUED,  # changed its mind before it was sent
+    (RequestPhase.QUEUED, Trigger.SEND): RequestPhase.SENT,
+    (RequestPhase.SENT, Trigger.TOKEN): RequestPhase.DECODING,
+    (RequestPhase.DECODING, Trigger.TOKEN): RequestPhase.DECODING,
+    (RequestPhase.DECODING, Trigger.MIGRATE): RequestPhase.MOVING,
+    (RequestPhase.MOVING, Trigger.ATTACH): RequestPhase.DECODING,
+    (RequestPhase.QUEUED, Trigger.LOSE_DEVICE): RequestPhase.HELD,
+    (RequestPhase.SENT, Trigger.LOSE_DEVICE): RequestPhase.HELD,
+    (RequestPhase.DECODING, Trigger.LOSE_DEVICE): RequestPhase.HELD,
+    (RequestPhase.MOVING, Trigger.LOSE_DEVICE): RequestPhase.HELD,
 }
 
 
-def phase_after(phase: Phase, trigger: Trigger, request: str) -> Phase:
+def phase_after(phase: RequestPhase, trigger: Trigger, request: str) -> RequestPhase:
     """The phase that the table names; ``request`` is what to call it in an error.
 
     Raises:

@@ -11,7 +11,7 @@ _LEAST_SWITCH_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class TurnLoad:
     """One batch of the round: its token target and its step time, both in seconds."""
 
     tbt_s: float
@@ -23,7 +23,7 @@ class Load:
         return self.tbt_s / self.step_s
 
 
-def round_quotas_s(loads: Sequence[Load], switch_s: float, quota_max_s: float) -> list[float]:
+def round_quotas_s(loads: Sequence[TurnLoad], switch_s: float, quota_max_s: float) -> list[float]:
     """Quota of each batch in seconds for a round that spends ``switch_s`` on switching.
 
     ``alpha = max(c/(min n * Q_MAX) + sum 1/n, 0.5)``,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from gpupoold.domain import Role
 from gpupoold.scheduling.demand import ArrivalWindow, Demand, demands_on
-from gpupoold.scheduling.state import Device, Model, Request, State
+from gpupoold.scheduling.state import DeviceState, Model, Request, State
 from gpupoold.scheduling.velocity import RequestClass
 
 
@@ -80,7 +80,7 @@ class RolePlanner:
         """A request came, or has to be prefilled again."""
         self._window.add(request)
 
-    def changes(self, state: State, now_s: float) -> Iterable[tuple[Device, Role]]:
+    def changes(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
         """The next step towards the roles that are wanted."""
         usable = [state.devices[n] for n in sorted(state.devices)]
         usable = [one for one in usable if not one.is_draining]
@@ -95,7 +95,7 @@ class RolePlanner:
         if now_s - self._wanted_since_s >= self._tuning.patience_s:
             yield from self._step(usable, wanted, now_s)
 
-    def _wish(self, state: State, usable: Sequence[Device], now_s: float) -> int | None:
+    def _wish(self, state: State, usable: Sequence[DeviceState], now_s: float) -> int | None:
         """How many devices should prefill; None: all should do both."""
         tuning = self._tuning
         num_prefill = sum(one.role is Role.PREFILL for one in usable)
@@ -129,7 +129,7 @@ class RolePlanner:
         gain = busiest_stage(demand, present, len(usable)) - busiest
         return best if gain > tuning.worthwhile else present
 
-    def _fit_together(self, models: Sequence[Model], usable: Sequence[Device]) -> bool:
+    def _fit_together(self, models: Sequence[Model], usable: Sequence[DeviceState]) -> bool:
         """Whether every device can have all models that are asked for at once, with KV."""
         weight_bytes = sum(model.weight_bytes for model in models)
         numbers = {one.number for one in usable}
@@ -137,8 +137,8 @@ class RolePlanner:
         return weight_bytes <= room_bytes and all(numbers <= model.hosts for model in models)
 
     def _step(
-        self, usable: Sequence[Device], wanted: int | None, now_s: float
-    ) -> Iterable[tuple[Device, Role]]:
+        self, usable: Sequence[DeviceState], wanted: int | None, now_s: float
+    ) -> Iterable[tuple[DeviceState, Role]]:
         """One change that brings the devices nearer, and leaves each stage a device."""
         for device, role in _nearer(usable, wanted):
             stayed_s = now_s - self._changed_s.get(device.number, -self._tuning.least_stay_s)
@@ -151,7 +151,9 @@ class RolePlanner:
 
 
 def _mean_demands(
-    state: State, rates_rps: Mapping[str, Mapping[RequestClass, float]], devices: Sequence[Device]
+    state: State,
+    rates_rps: Mapping[str, Mapping[RequestClass, float]],
+    devices: Sequence[DeviceState],
 ) -> list[Demand]:
     """What each model takes of a mean one of these devices, which may differ in size and kind."""
     sizes = Counter((one.kind, one.capacity_bytes) for one in devices)
@@ -168,7 +170,7 @@ def _mean_demands(
 
 
 def covers(
-    devices: Sequence[Device], changed: Device | None = None, role: Role = Role.MIXED
+    devices: Sequence[DeviceState], changed: DeviceState | None = None, role: Role = Role.MIXED
 ) -> bool:
     """Whether prompts and answers have a device each, if one of them had this role."""
     roles = [role if one is changed else one.role for one in devices]
@@ -177,7 +179,9 @@ def covers(
     )
 
 
-def _nearer(usable: Sequence[Device], wanted: int | None) -> Iterable[tuple[Device, Role]]:
+def _nearer(
+    usable: Sequence[DeviceState], wanted: int | None
+) -> Iterable[tuple[DeviceState, Role]]:
     """Changes of free devices towards so many that prefill; those with the least to lose first.
 
     Answers have to move when a device begins to prefill, so the one with the fewest does.

@@ -10,7 +10,7 @@ from gpupoold.domain import Priority, Role, Targets
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengthPredictor
-from gpupoold.scheduling.phases import Phase
+from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.rules import Rule
 
 # The last block of a request is not full.
@@ -87,7 +87,7 @@ class Request:
     arrival_s: float
     prompt_tokens: int
     output_tokens: int | None
-    phase: Phase = Phase.HELD
+    phase: RequestPhase = RequestPhase.HELD
     device: int | None = None
     num_tokens: int = 0
     expected_tokens: int = round(DEFAULT_OUTPUT_TOKENS)
@@ -155,7 +155,7 @@ class Batch:
         self.requests[request.id] = request
         self.prompt_tokens += request.prompt_tokens
         self.expected_tokens += request.expected_tokens
-        if request.phase is Phase.DECODING:
+        if request.phase is RequestPhase.DECODING:
             self.grow(request.context_tokens)
         else:
             self._count_waiting(1, request.context_tokens)
@@ -172,7 +172,7 @@ class Batch:
         del self.requests[request.id]
         self.prompt_tokens -= request.prompt_tokens
         self.expected_tokens -= request.expected_tokens
-        if request.phase is Phase.DECODING:
+        if request.phase is RequestPhase.DECODING:
             self.grow(-request.context_tokens)
         else:
             self._count_waiting(-1, request.context_tokens)
@@ -232,7 +232,7 @@ class Batch:
 
 
 @dataclass(slots=True, eq=False)
-class Device:
+class DeviceState:
     """A device that is up: what it was told to do, and what it has.
 
     Of ``batches`` there is one for each model it hosts, in ``working`` and ``queued`` those
@@ -344,7 +344,7 @@ class State:
     """
 
     models: dict[str, Model] = field(default_factory=dict)
-    devices: dict[int, Device] = field(default_factory=dict)
+    devices: dict[int, DeviceState] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
     held: dict[str, Request] = field(default_factory=dict)
     num_turns: int = 0
@@ -355,11 +355,11 @@ class State:
         """Whether some devices only prefill or only decode."""
         return any(one.role is not Role.MIXED for one in self.devices.values())
 
-    def hosts(self, model: Model) -> list[Device]:
+    def hosts(self, model: Model) -> list[DeviceState]:
         """The devices that can run a model, by number."""
         return [self.devices[number] for number in sorted(model.hosts)]
 
-    def prefill_hosts(self, model: Model) -> list[Device]:
+    def prefill_hosts(self, model: Model) -> list[DeviceState]:
         """Those of a model's hosts that take prompts, by number.
 
         Where all are being emptied, any of them; where none has the role, any of the others:
@@ -368,11 +368,11 @@ class State:
         hosts = self._open_hosts(model)
         return [one for one in hosts if one.role is not Role.DECODE] or hosts
 
-    def decode_hosts(self, model: Model) -> list[Device]:
+    def decode_hosts(self, model: Model) -> list[DeviceState]:
         """Those of a model's hosts that take answers, by number; as :meth:`prefill_hosts`."""
         hosts = self._open_hosts(model)
         return [one for one in hosts if one.role is not Role.PREFILL] or hosts
 
-    def _open_hosts(self, model: Model) -> list[Device]:
+    def _open_hosts(self, model: Model) -> list[DeviceState]:
         hosts = self.hosts(model)
         return [one for one in hosts if not one.is_draining] or hosts

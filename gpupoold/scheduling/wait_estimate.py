@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpupoold.scheduling.kv_admission import admits
-from gpupoold.scheduling.phases import Phase
+from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.placement import choose
 from gpupoold.scheduling.policies.planned_turns import (
     FIRST_TOKEN_SHARE,
+    BatchWork,
     Loads,
     Switching,
     Tuning,
-    Work,
     order_planned_turns,
     own_load,
     plan_turn,
@@ -30,7 +30,7 @@ from gpupoold.scheduling.policies.planned_turns import (
 )
 from gpupoold.scheduling.policies.stages import stage
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Batch, Device, Model, Request, State
+from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, State
 
 # Answers looked at for a drain: of more, as many at equal distances.
 _MAX_ANSWERS = 64
@@ -43,7 +43,7 @@ def _unbounded(request_id: str) -> int | None:
     return None
 
 
-class Answer(NamedTuple):
+class WaitingAnswer(NamedTuple):
     """An answer under way or to come: it grows by a token per ``pace_s`` after ``start_in_s``.
 
     ``lengths`` are those of answers like it, sorted; it has ``num_tokens`` now and gets no
@@ -134,7 +134,7 @@ def next_token_in_s(
     wait_s = 0.0
     works = work_of(device)
     mine = next((one for one in works if one.model is model), None)
-    if request.phase is Phase.MOVING:
+    if request.phase is RequestPhase.MOVING:
         kv_bytes = request.context_tokens * model.kv_bytes_per_token
         wait_s = 2 * kv_bytes / device.bandwidth_bytes_per_s  # out, and in
         mine = _with(request, mine, device, prefill_s=0.0, num_waiting=0)
@@ -176,12 +176,12 @@ def _drain(requests: Sequence[Request], state: State, now_s: float, max_tokens: 
 
 def _answers(
     requests: Iterable[Request], state: State, now_s: float, max_tokens: MaxTokens
-) -> Iterable[Answer]:
+) -> Iterable[WaitingAnswer]:
     known: dict[tuple[int | None, str, bool], tuple[float, float] | None] = {}
     lengths: dict[str, Sequence[float]] = {}
     for request in requests:
         model = request.model
-        has_begun = request.phase is Phase.DECODING
+        has_begun = request.phase is RequestPhase.DECODING
         key = request.device, model.name, has_begun
         if key not in known:
             known[key] = _start_and_pace(request, state, now_s, has_begun=has_begun)
@@ -189,7 +189,7 @@ def _answers(
         times = known[key]
         if times is not None:
             bound = max_tokens(request.id) or math.inf
-            yield Answer(*times, request.num_tokens, bound, lengths[model.name])
+            yield WaitingAnswer(*times, request.num_tokens, bound, lengths[model.name])
 
 
 def _lengths_of(model: Model, state: State) -> Sequence[float]:
@@ -213,7 +213,7 @@ def _start_and_pace(
     return _first_on(device, latecomer, now_s, tuning, for_kv=False), pace_s
 
 
-def _pace_s(device: Device, model: Model, tuning: Tuning) -> float:
+def _pace_s(device: DeviceState, model: Model, tuning: Tuning) -> float:
     """Seconds between two tokens of an answer, while the device serves as many as it has.
 
     Visits take every batch equally far ahead of its deadlines, so the device's time is shared
@@ -241,7 +241,7 @@ def _refilled_load(batch: Batch) -> float:
 
 
 def _first_on(
-    device: Device, newcomer: Request, now_s: float, tuning: Tuning, *, for_kv: bool = True
+    device: DeviceState, newcomer: Request, now_s: float, tuning: Tuning, *, for_kv: bool = True
 ) -> float:
     """Seconds until its first token on this device; ``for_kv``: with the wait for KV room."""
     model = newcomer.model
@@ -252,7 +252,12 @@ def _first_on(
 
 
 def _next_on(
-    device: Device, request: Request, mine: Work, works: list[Work], now_s: float, tuning: Tuning
+    device: DeviceState,
+    request: Request,
+    mine: BatchWork,
+    works: list[BatchWork],
+    now_s: float,
+    tuning: Tuning,
 ) -> float:
     """Seconds until a request's next token on its device, if ``mine`` is its model's work there
     with it; ``works`` is all there is."""
@@ -276,7 +281,12 @@ def _next_on(
 
 
 def _after_others(
-    device: Device, mine: Work, others: list[Work], left_s: float, now_s: float, tuning: Tuning
+    device: DeviceState,
+    mine: BatchWork,
+    others: list[BatchWork],
+    left_s: float,
+    now_s: float,
+    tuning: Tuning,
 ) -> float:
     """After the present turn, and the visits that are due before its own."""
     model = mine.model
@@ -301,15 +311,15 @@ def _stall_s(switch_s: float, start_s: float, switching: Switching) -> float:
 
 def _with(
     newcomer: Request,
-    work: Work | None,
-    device: Device,
+    work: BatchWork | None,
+    device: DeviceState,
     prefill_s: float | None = None,
     num_waiting: int = 1,
-) -> Work:
+) -> BatchWork:
     model, speed = newcomer.model, device.speed(newcomer.model)
     own_s = speed.costs.prefill_s(newcomer.prompt_tokens) if prefill_s is None else prefill_s
     if work is None:
-        return Work(model, [newcomer], speed.step_s(1, 0), own_s, num_waiting, True, speed)
+        return BatchWork(model, [newcomer], speed.step_s(1, 0), own_s, num_waiting, True, speed)
     return work._replace(
         requests=[*work.requests, newcomer],
         prefill_s=work.prefill_s + own_s,
@@ -317,14 +327,14 @@ def _with(
     )
 
 
-def _kv_room_in_s(device: Device, newcomer: Request, now_s: float) -> float:
+def _kv_room_in_s(device: DeviceState, newcomer: Request, now_s: float) -> float:
     """Until there is room for its KV: the answers that those in line wait for, and it too."""
     if admits(device, newcomer):
         return 0.0
     return _room_after_s(device, device.num_waiting_for_kv + 1, now_s)
 
 
-def _num_before(device: Device, request: Request) -> int:
+def _num_before(device: DeviceState, request: Request) -> int:
     """Those in line for KV room who came before it."""
     lines = device.waiting_for_kv.values()
     return sum(
@@ -332,12 +342,15 @@ def _num_before(device: Device, request: Request) -> int:
     )
 
 
-def _room_after_s(device: Device, num_ended: int, now_s: float) -> float:
+def _room_after_s(device: DeviceState, num_ended: int, now_s: float) -> float:
     """Until so many of the device's answers are expected to have ended."""
     batches = device.working.values()
     state = State(devices={device.number: device})
     begun = [
-        one for batch in batches for one in batch.requests.values() if one.phase is Phase.DECODING
+        one
+        for batch in batches
+        for one in batch.requests.values()
+        if one.phase is RequestPhase.DECODING
     ]
     drain = _drain(begun, state, now_s, _unbounded)
     return drain.seconds_until(num_ended) or 0.0

@@ -19,7 +19,7 @@ E = TypeVar("E")
 _MIN_COMPACTION = 64
 
 
-class Priority(IntEnum):
+class EventPriority(IntEnum):
     """Who goes first among events of the same time: what ends makes room for who arrives."""
 
     COMPLETION = 0
@@ -101,7 +101,9 @@ class EventQueue(Generic[E]):
         self._drop_cancelled()
         return self._heap[0][0] if self._heap else None
 
-    def schedule(self, at_s: float, event: E, priority: int = Priority.COMPLETION) -> Scheduled[E]:
+    def schedule(
+        self, at_s: float, event: E, priority: int = EventPriority.COMPLETION
+    ) -> Scheduled[E]:
         """Let ``event`` come out at ``at_s``, which may be now.
 
         Raises:

@@ -26,7 +26,7 @@ SCENARIO = "scenario"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CsvRow:
     """One line of a table; ``line`` counts from 1 as editors do."""
 
     line: int
@@ -34,13 +34,13 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class CsvTable:
     """A CSV file's columns by name and its rows; ``name`` is the file, for messages."""
 
     name: str
     columns: dict[str, int]
     header_line: int
-    rows: list[Row]
+    rows: list[CsvRow]
 
     def require(self, *columns: str) -> None:
         """Raise UsageError unless all of ``columns`` are there."""
@@ -51,14 +51,14 @@ class Table:
                 f"the columns are {', '.join(self.columns)}",
             )
 
-    def text(self, row: Row, column: str) -> str:
+    def text(self, row: CsvRow, column: str) -> str:
         """The cell, without surrounding space. Raises UsageError when it is empty."""
         cell = row.cells[self.columns[column]].strip()
         if not cell:
             raise self.error(row, column, "empty")
         return cell
 
-    def number(self, row: Row, column: str) -> float:
+    def number(self, row: CsvRow, column: str) -> float:
         """The cell as a finite number >= 0. Raises UsageError when it is none."""
         cell = self.text(row, column)
         value = float(cell) if _NUMBER.fullmatch(cell) else math.nan
@@ -68,7 +68,7 @@ class Table:
             raise self.error(row, column, f"{cell} is negative")
         return value
 
-    def count(self, row: Row, column: str) -> int:
+    def count(self, row: CsvRow, column: str) -> int:
         """The cell as a whole number >= 1. Raises UsageError when it is none."""
         cell = self.text(row, column)
         if not _COUNT.fullmatch(cell):
@@ -77,12 +77,12 @@ class Table:
             raise self.error(row, column, f"{cell} is less than 1")
         return value
 
-    def error(self, row: Row, column: str, problem: str) -> UsageError:
+    def error(self, row: CsvRow, column: str, problem: str) -> UsageError:
         """What is wrong with a cell, with its place."""
         return UsageError(f"{self.name}: line {row.line}, column {column}: {problem}")
 
 
-def read_table(path: Path) -> Table:
+def read_table(path: Path) -> CsvTable:
     """The table in a ``.csv`` or ``.csv.gz`` file. Raises UsageError when there is none."""
     try:
         raw = path.read_bytes()
@@ -95,13 +95,13 @@ def read_table(path: Path) -> Table:
     return parse_table(io.StringIO(text, newline=""), str(path))
 
 
-def read_package_table(name: str) -> Table:
+def read_package_table(name: str) -> CsvTable:
     """A table that is part of this package, in its folder ``data``."""
     text = (resources.files("gpupoold.sim") / "data" / name).read_text(encoding="utf-8")
     return parse_table(io.StringIO(text, newline=""), name)
 
 
-def parse_table(lines: Iterable[str], name: str) -> Table:
+def parse_table(lines: Iterable[str], name: str) -> CsvTable:
     """The table in ``lines``; ``name`` is for messages. Raises UsageError when it is malformed."""
     rows = _rows(lines, name)
     header = next(rows, None)
@@ -112,7 +112,7 @@ def parse_table(lines: Iterable[str], name: str) -> Table:
     if len(columns) < len(names):
         repeated = next(column for column in names if names.count(column) > 1)
         raise UsageError(f"{name}: line {header.line}: column {repeated!r} is there twice")
-    table = Table(name, columns, header.line, [])
+    table = CsvTable(name, columns, header.line, [])
     for row in rows:
         if len(row.cells) != len(names):
             problem = f"{len(row.cells)} cells, expected {len(names)}"
@@ -121,7 +121,7 @@ def parse_table(lines: Iterable[str], name: str) -> Table:
     return table
 
 
-def select_scenario(table: Table, scenario: str | None) -> Table:
+def select_scenario(table: CsvTable, scenario: str | None) -> CsvTable:
     """Only the rows of one scenario.
 
     Without a name: the whole table, if it has no more than one scenario.
@@ -133,7 +133,7 @@ def select_scenario(table: Table, scenario: str | None) -> Table:
         if scenario is not None:
             raise UsageError(f"{table.name}: has no column {SCENARIO}, so no {scenario!r} in it")
         return table
-    by_name: dict[str, list[Row]] = {}
+    by_name: dict[str, list[CsvRow]] = {}
     for row in table.rows:
         by_name.setdefault(table.text(row, SCENARIO), []).append(row)
     if scenario is None and len(by_name) <= 1:
@@ -144,13 +144,13 @@ def select_scenario(table: Table, scenario: str | None) -> Table:
     return replace(table, rows=by_name[scenario])
 
 
-def _rows(lines: Iterable[str], name: str) -> Iterator[Row]:
+def _rows(lines: Iterable[str], name: str) -> Iterator[CsvRow]:
     """The non-empty rows; comments become empty lines, so that line numbers stay right."""
     reader = csv.reader("\n" if line.startswith("#") else line for line in lines)
     try:
         for cells in reader:
             if cells:
-                yield Row(reader.line_num, cells)
+                yield CsvRow(reader.line_num, cells)
     except csv.Error as error:
         raise UsageError(f"{name}: line {reader.line_num}: {error}") from error
 

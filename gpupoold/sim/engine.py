@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from gpupoold.domain import Role
 from gpupoold.errors import UsageError
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, RunTurn, Send
+from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, Send, StartTurn
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.policies.base import CannotServe, Policy
-from gpupoold.sim.clock import EventQueue, Priority
+from gpupoold.sim.clock import EventPriority, EventQueue
 from gpupoold.sim.device import DeviceTally, SimDevice, SimLive
 from gpupoold.sim.metrics import RequestResult
 from gpupoold.sim.model import SimModel
@@ -139,7 +139,7 @@ class Simulation:
 
     def _arrive_later(self, live: SimLive) -> None:
         self._queue.schedule(
-            live.request.arrival_s, lambda: self._arrive(live), priority=Priority.ARRIVAL
+            live.request.arrival_s, lambda: self._arrive(live), priority=EventPriority.ARRIVAL
         )
 
     def _tick_later(self) -> None:
@@ -176,7 +176,7 @@ class Simulation:
             match action:
                 case Send():
                     self._devices[action.device].add(self._lives[action.request_id])
-                case RunTurn():
+                case StartTurn():
                     self._devices[action.device].plan(action.turn, action.then)
                 case Migrate():
                     live = self._lives[action.request_id]

@@ -16,7 +16,7 @@ from random import Random
 from typing import NamedTuple, Protocol
 
 from gpupoold.errors import UsageError
-from gpupoold.sim.csv_table import Table, read_package_table, read_table, select_scenario
+from gpupoold.sim.csv_table import CsvTable, read_package_table, read_table, select_scenario
 
 PROMPT, OUTPUT, QUANTILE = "prompt_tokens", "output_tokens", "quantile"
 SHAREGPT_TABLE = "sharegpt_lengths.csv"
@@ -127,7 +127,7 @@ def load_lengths(path: Path, scenario: str | None = None) -> LengthSampler:
     return LengthSampler(pairs)
 
 
-def length_pairs(table: Table) -> list[Lengths]:
+def length_pairs(table: CsvTable) -> list[Lengths]:
     """All (prompt, output) pairs of a table. Raises UsageError as ``load_lengths`` does."""
     table.require(PROMPT, OUTPUT)
     return [Lengths(table.count(row, PROMPT), table.count(row, OUTPUT)) for row in table.rows]

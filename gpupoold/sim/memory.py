@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from gpupoold.scheduling.eviction import Holding, Victim, plan_evictions
+from gpupoold.scheduling.eviction import PageHolding, Victim, plan_evictions
 from gpupoold.sim.model import SimModel
 
 
@@ -201,10 +201,10 @@ class SimMemory:
             self._changed.add(eviction.model)
         return moved
 
-    def _holding(self, name: str) -> Holding:
+    def _holding(self, name: str) -> PageHolding:
         held = self._held[name]
         num_live, next_deadline_s = self._use_of(name)
-        return Holding(
+        return PageHolding(
             model=name,
             num_live=num_live,
             idle_s=self._now_s - held.last_used_s,

@@ -65,7 +65,7 @@ class TokenCount:
 
 
 @dataclass(frozen=True, slots=True)
-class Percentiles:
+class SimPercentiles:
     """Nearest-rank percentiles in seconds; None without values."""
 
     p50: float | None
@@ -90,8 +90,8 @@ class Summary:
     artifact: float | None
     first_in_time: float | None
     gaps_in_time: float | None
-    ttft_s: Percentiles
-    tbt_s: Percentiles
+    ttft_s: SimPercentiles
+    tbt_s: SimPercentiles
 
     @property
     def attainment(self) -> float | None:
@@ -281,9 +281,9 @@ def _share_not_lost(lost_s: float, total_s: float) -> float:
     return 1.0 - lost_s / total_s if total_s > 0 else 1.0
 
 
-def _percentiles(values: list[float]) -> Percentiles:
+def _percentiles(values: list[float]) -> SimPercentiles:
     values.sort()  # once, so that the four below find them in order
-    return Percentiles(*(percentile(values, fraction) for fraction in (0.5, 0.9, 0.95, 0.99)))
+    return SimPercentiles(*(percentile(values, fraction) for fraction in (0.5, 0.9, 0.95, 0.99)))
 
 
 def _share(part: int, whole: int) -> float | None:

@@ -17,9 +17,9 @@ from gpupoold.sim.boxes import Box
 from gpupoold.sim.lengths import Lengths
 from gpupoold.sim.real_traces import FunctionCalls, RecordedTrace
 from gpupoold.sim.scenario import (
+    FigurePanel,
     FixedRequests,
     Overrides,
-    Panel,
     Phases,
     Point,
     PoissonArrivals,
@@ -66,7 +66,7 @@ def preset_names() -> tuple[str, ...]:
     return tuple(_presets())
 
 
-def preset_panels(name: str) -> tuple[Panel, ...]:
+def preset_panels(name: str) -> tuple[FigurePanel, ...]:
     """The panels of a preset. Raises UsageError with a name that was probably meant."""
     presets = _presets()
     if name not in presets:
@@ -85,27 +85,27 @@ def preset_points(name: str, overrides: Overrides = AS_THEY_ARE) -> list[Point]:
     return [point for panel in preset_panels(name) for point in panel.changed(overrides).points()]
 
 
-def poisson_panel() -> Panel:
+def poisson_panel() -> FigurePanel:
     """What is simulated without a preset: figure 11a's workload, few models."""
     return replace(
         _fig11a(), name="poisson", policies=("gpupool", "request-level"), models=(40, 70)
     )
 
 
-def trace_panel(path: Path) -> Panel:
+def trace_panel(path: Path) -> FigurePanel:
     """What is simulated with a file of requests alone. Raises nothing: the file is read later."""
     workload = RecordedTrace(str(path.absolute()))
     name = path.name.removesuffix(".gz").removesuffix(".csv")
     policies = ("gpupool", "request-level")
-    return Panel(name, f"requests of {path.name}", Box(16, "H800"), workload, policies)
+    return FigurePanel(name, f"requests of {path.name}", Box(16, "H800"), workload, policies)
 
 
 @cache
-def _presets() -> Mapping[str, tuple[Panel, ...]]:
+def _presets() -> Mapping[str, tuple[FigurePanel, ...]]:
     figures, traces, synth = _figures(), _traces(), _synth()
     presets = {panel.name: (panel,) for panel in (*figures, *traces, *synth)}
 
-    def group(*names: str) -> tuple[Panel, ...]:
+    def group(*names: str) -> tuple[FigurePanel, ...]:
         return tuple(panel for name in names for panel in presets[name])
 
     scales = ("", "-strict", "-loose")
@@ -121,7 +121,7 @@ def _presets() -> Mapping[str, tuple[Panel, ...]]:
     }
 
 
-def _figures() -> tuple[Panel, ...]:
+def _figures() -> tuple[FigurePanel, ...]:
     fig11a = _fig11a()
     return (
         replace(
@@ -159,14 +159,14 @@ def _figures() -> tuple[Panel, ...]:
     )
 
 
-def _bursts() -> tuple[Panel, ...]:
+def _bursts() -> tuple[FigurePanel, ...]:
     """TokenScale, section VI-B2: one prefill and one convertible decode device, in a burst.
 
     The paper says neither lengths nor how long the burst is. Ours: the mean lengths of the
     Azure coding trace, with which ten requests a second take 1.4 prefill devices; a minute.
     Targets are the paper's for prompts of that length (section V).
     """
-    split = Panel(
+    split = FigurePanel(
         "tokenscale-burst-converting",
         "2xA100-80, an 8B model: 1, then 10, then 1 request/s; decoder converts",
         Box(2, "A100-80"),
@@ -197,8 +197,8 @@ def _bursts() -> tuple[Panel, ...]:
 _SCALES = (("", 1.0), ("-strict", 0.5), ("-loose", 2.0))
 
 
-def _fig11a() -> Panel:
-    return Panel(
+def _fig11a() -> FigurePanel:
+    return FigurePanel(
         "aegaeon-fig11a",
         "16xH800, 0.1 rps per model",
         Box(16, "H800"),
@@ -211,7 +211,7 @@ def _fig11a() -> Panel:
     )
 
 
-def _fig12(lengths: str, rps: float) -> Panel:
+def _fig12(lengths: str, rps: float) -> FigurePanel:
     """At 0.5 rps the sweep is figure 11b's; the paper's caption says "under varying RPS"."""
     what = {"ix2": "prompts", "ox2": "outputs"}[lengths]
     busy = rps == 0.5
@@ -227,7 +227,7 @@ def _fig12(lengths: str, rps: float) -> Panel:
     )
 
 
-def _fig13(letter: str, scale: float) -> Panel:
+def _fig13(letter: str, scale: float) -> FigurePanel:
     targets = _scaled_targets(scale, scale)
     return replace(
         _fig11a(),
@@ -238,9 +238,9 @@ def _fig13(letter: str, scale: float) -> Panel:
     )
 
 
-def _fig17_a10(suffix: str, scale: float) -> Panel:
+def _fig17_a10(suffix: str, scale: float) -> FigurePanel:
     """Two models do not fit into 24 GB, so the paper's system does not prefetch here."""
-    return Panel(
+    return FigurePanel(
         f"aegaeon-fig17-a10{suffix}",
         f"4xA10, 0.1 rps per model, TBT x {scale:g}",
         Box(4, "A10"),
@@ -256,8 +256,8 @@ def _fig17_a10(suffix: str, scale: float) -> Panel:
     )
 
 
-def _fig17_72b(suffix: str, scale: float) -> Panel:
-    return Panel(
+def _fig17_72b(suffix: str, scale: float) -> FigurePanel:
+    return FigurePanel(
         f"aegaeon-fig17-72b{suffix}",
         f"8xH800 by fours, four 72B models, TTFT x {scale:g}",
         Box(2, "H800", tensor_parallel_size=4),
@@ -273,7 +273,7 @@ def _fig17_72b(suffix: str, scale: float) -> Panel:
     )
 
 
-def _fig6() -> Panel:
+def _fig6() -> FigurePanel:
     """Figure 6 has no numbers; these show what it shows.
 
     Two long answers are under way when prompts to three models come in turn, four a second.
@@ -281,7 +281,7 @@ def _fig6() -> Panel:
     """
     long = [SimRequest(f"r{n}", f"m{n:02}", 0.1 * n, 512, 1000) for n in range(2)]
     burst = [SimRequest(f"r{n}", f"m{(n - 2) % 3:02}", 1.5 + n / 4, 768, 80) for n in range(2, 32)]
-    return Panel(
+    return FigurePanel(
         "aegaeon-fig6",
         "2xH800, three 13B models: long answers, then a burst of prompts",
         Box(2, "H800"),
@@ -298,15 +298,15 @@ def _scaled_targets(ttft_scale: float, tbt_scale: float) -> Targets:
     return Targets(round(usual.ttft_s * ttft_scale, 6), round(usual.tbt_s * tbt_scale, 6))
 
 
-def _traces() -> tuple[Panel, ...]:
+def _traces() -> tuple[FigurePanel, ...]:
     """Recorded workloads at their own pace, on boxes so small that policies differ."""
     minute_s = 60.0
 
     def panel(
         name: str, title: str, num_devices: int, num_prefill: int, workload: Workload
-    ) -> Panel:
+    ) -> FigurePanel:
         box = Box(num_devices, "H800")
-        return Panel(name, title, box, workload, COMPARED, num_prefill=num_prefill)
+        return FigurePanel(name, title, box, workload, COMPARED, num_prefill=num_prefill)
 
     conv = RecordedTrace("azure23_conv.csv.gz", window_s=(17 * minute_s, 37 * minute_s))
     code = RecordedTrace("azure23_code.csv.gz", window_s=(9 * minute_s, 29 * minute_s))
@@ -339,10 +339,10 @@ def _traces() -> tuple[Panel, ...]:
     )
 
 
-def _synth() -> tuple[Panel, ...]:
+def _synth() -> tuple[FigurePanel, ...]:
     """The Aegaeon artifact's own request lists, one or two minutes each."""
     return tuple(
-        Panel(
+        FigurePanel(
             f"aegaeon-synth-{scenario}",
             f"request list {scenario} of the Aegaeon artifact on 16xH800",
             Box(16, "H800"),

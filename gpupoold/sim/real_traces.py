@@ -13,9 +13,9 @@ from random import Random
 from typing import Self
 
 from gpupoold.errors import UsageError
-from gpupoold.sim.csv_table import Table, read_table, select_scenario
+from gpupoold.sim.csv_table import CsvTable, read_table, select_scenario
 from gpupoold.sim.lengths import sharegpt_lengths
-from gpupoold.sim.scenario import Draw, Drawn
+from gpupoold.sim.scenario import Draw, DrawnWorkload
 from gpupoold.sim.traces import MODEL, fold_models, scale_time, trace_requests
 from gpupoold.sim.workloads import SimRequest, in_arrival_order, model_names, zipf_rates
 
@@ -54,7 +54,7 @@ class RecordedTrace(_InFile):
     time_scale: float = 1.0
     zipf_exponent: float = 1.0
 
-    def draw(self, draw: Draw) -> Drawn:
+    def draw(self, draw: Draw) -> DrawnWorkload:
         """Raises UsageError for what is wrong in the file, or an empty window."""
         table = select_scenario(read_table(Path(self.file)), self.scenario)
         requests = trace_requests(table)
@@ -84,7 +84,7 @@ class FunctionCalls(_InFile):
     num_minutes: int = 20
     time_scale: float = 1.0
 
-    def draw(self, draw: Draw) -> Drawn:
+    def draw(self, draw: Draw) -> DrawnWorkload:
         """Raises UsageError for what is wrong in the file, or an empty window."""
         table = read_table(Path(self.file))
         table.require(MINUTE, FUNCTION, REQUESTS)
@@ -97,7 +97,7 @@ class FunctionCalls(_InFile):
             requests = fold_models(requests, draw.num_models)
         return _scaled(requests, models, self.num_minutes * 60.0, self.time_scale, draw)
 
-    def _calls(self, table: Table, seed: int) -> Iterator[SimRequest]:
+    def _calls(self, table: CsvTable, seed: int) -> Iterator[SimRequest]:
         lengths = sharegpt_lengths()
         for row in table.rows:
             minute = int(table.number(row, MINUTE)) - self.first_minute
@@ -125,14 +125,14 @@ def _scaled(
     length_s: float,
     time_scale: float,
     draw: Draw,
-) -> Drawn:
+) -> DrawnWorkload:
     if draw.rps is not None:
         time_scale = len(requests) / length_s / len(models) / draw.rps
     scaled, length_s = scale_time(requests, time_scale), length_s * time_scale
     if draw.duration_s is not None and draw.duration_s < length_s:
         length_s = draw.duration_s
         scaled = scaled[: bisect_left(scaled, length_s, key=lambda one: one.arrival_s)]
-    return Drawn(scaled, models, length_s)
+    return DrawnWorkload(scaled, models, length_s)
 
 
 def _window(

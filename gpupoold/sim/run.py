@@ -26,7 +26,7 @@ OnProgress = Callable[[float, float], None]
 _MAY_REFUSE = frozenset({"static"})
 
 
-class Row(TypedDict):
+class RunRow(TypedDict):
     """What was asked for, and what came out; None where there was nothing to measure."""
 
     preset: str
@@ -60,7 +60,7 @@ class Row(TypedDict):
     refused: NotRequired[str]
 
 
-def run_point(point: Point, on_progress: OnProgress | None = None) -> Row:
+def run_point(point: Point, on_progress: OnProgress | None = None) -> RunRow:
     """The point's row.
 
     Raises:
@@ -75,7 +75,7 @@ def run_points(
     *,
     jobs: int = 1,
     on_progress: Callable[[int, float, float], None] | None = None,
-) -> Iterator[Row]:
+) -> Iterator[RunRow]:
     """The rows of several points, in their order, from up to ``jobs`` processes.
 
     Where the policy ``static`` refuses the models, the row says so in ``refused`` and has
@@ -95,7 +95,7 @@ def run_points(
         yield _run_or_refusal(point, told)
 
 
-def sweep_goodput(rows: Iterable[Row]) -> dict[tuple[str, str], Goodput | None]:
+def sweep_goodput(rows: Iterable[RunRow]) -> dict[tuple[str, str], Goodput | None]:
     """The load that 90 % attainment allows, by (preset, policy), where one was swept.
 
     In models or in requests/s per model, as the row's ``axis`` says. None if even the
@@ -134,7 +134,7 @@ def _goodput(loads: Sequence[tuple[float, float | None]]) -> Goodput | None:
     return best
 
 
-def _run_in_processes(points: Sequence[Point], jobs: int) -> Iterator[Row]:
+def _run_in_processes(points: Sequence[Point], jobs: int) -> Iterator[RunRow]:
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_die_at_interrupt)
     # Ctrl-C reaches the whole group of processes. Children inherit that it is held back, until
@@ -162,7 +162,7 @@ def _die_at_interrupt() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _run_or_refusal(point: Point, on_progress: OnProgress | None = None) -> Row:
+def _run_or_refusal(point: Point, on_progress: OnProgress | None = None) -> RunRow:
     scenario = build_scenario(point)
     try:
         return _run(point, scenario, on_progress)
@@ -174,7 +174,7 @@ def _run_or_refusal(point: Point, on_progress: OnProgress | None = None) -> Row:
         }
 
 
-def _run(point: Point, scenario: Scenario, on_progress: OnProgress | None) -> Row:
+def _run(point: Point, scenario: Scenario, on_progress: OnProgress | None) -> RunRow:
     panel = point.panel
     simulation = Simulation(
         scenario.models,
@@ -195,12 +195,12 @@ def _run(point: Point, scenario: Scenario, on_progress: OnProgress | None) -> Ro
     return _row(point, scenario, outcome, time.perf_counter() - started_s)
 
 
-def _row(point: Point, scenario: Scenario, outcome: SimOutcome, wall_s: float) -> Row:
+def _row(point: Point, scenario: Scenario, outcome: SimOutcome, wall_s: float) -> RunRow:
     overall = summarise(outcome.results, outcome.end_s).overall
     devices, num_models = outcome.devices, len(scenario.models)
     available_s = scenario.box.num_devices * scenario.duration_s
     rps = point.rps or len(scenario.requests) / scenario.duration_s / num_models
-    row: Row = {
+    row: RunRow = {
         "preset": scenario.name,
         "policy": point.policy,
         "axis": point.panel.axis,

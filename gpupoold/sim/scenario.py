@@ -56,7 +56,7 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnWorkload:
     """Requests in order of arrival, all models that could be asked, and the time it takes."""
 
     requests: tuple[SimRequest, ...]
@@ -76,7 +76,7 @@ class Workload(Protocol):
         """With its files found in ``folder``. Raises UsageError if they are not there."""
         ...
 
-    def draw(self, draw: Draw) -> Drawn:
+    def draw(self, draw: Draw) -> DrawnWorkload:
         """The requests of one run; the same for the same arguments. Raises UsageError."""
         ...
 
@@ -102,7 +102,7 @@ class PoissonArrivals(_WithoutFile):
 
     lengths: str = "ix1"
 
-    def draw(self, draw: Draw) -> Drawn:
+    def draw(self, draw: Draw) -> DrawnWorkload:
         """Raises UsageError without a number of models, a rate and a duration."""
         if draw.num_models is None or draw.rps is None or draw.duration_s is None:
             raise UsageError("Poisson arrivals need a number of models, a rate and a duration")
@@ -110,7 +110,7 @@ class PoissonArrivals(_WithoutFile):
         lengths = length_variant(sharegpt_lengths(), self.lengths)
         rates = equal_rates(names, draw.rps)
         requests = poisson_workload(rates, draw.duration_s, lengths, draw.seed)
-        return Drawn(requests, names, draw.duration_s)
+        return DrawnWorkload(requests, names, draw.duration_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +120,12 @@ class FixedRequests(_WithoutFile):
     requests: tuple[SimRequest, ...]
     duration_s: float
 
-    def draw(self, draw: Draw) -> Drawn:
+    def draw(self, draw: Draw) -> DrawnWorkload:
         """Raises UsageError if a number of models, a rate or a duration is asked for."""
         if (draw.num_models, draw.rps, draw.duration_s) != (None, None, None):
             raise UsageError("this preset's requests are fixed: no --models, --rps or --duration")
         models = tuple(sorted({one.model for one in self.requests}))
-        return Drawn(self.requests, models, self.duration_s)
+        return DrawnWorkload(self.requests, models, self.duration_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Phases(_WithoutFile):
     phases: tuple[tuple[float, float], ...]
     lengths: Lengths
 
-    def draw(self, draw: Draw) -> Drawn:
+    def draw(self, draw: Draw) -> DrawnWorkload:
         """Raises UsageError if a number of models, a rate or a duration is asked for."""
         if (draw.num_models, draw.rps, draw.duration_s) != (None, None, None):
             raise UsageError("this preset's rates are fixed: no --models, --rps or --duration")
@@ -150,7 +150,7 @@ class Phases(_WithoutFile):
             drawn = poisson_workload(equal_rates(names, rps), seconds, lengths, seed)
             requests += [replace(one, arrival_s=begin_s + one.arrival_s) for one in drawn]
             begin_s += seconds
-        return Drawn(in_arrival_order(requests), tuple(names), begin_s)
+        return DrawnWorkload(in_arrival_order(requests), tuple(names), begin_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class Overrides:
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class FigurePanel:
     """One plot: attainment of ``policies`` while ``axis`` goes through its values.
 
     Empty ``models`` or ``rps`` leave them as the workload has them. ``num_prefill`` is the
@@ -212,7 +212,7 @@ class Panel:
             return self.roles
         return self.roles * self.box.num_devices
 
-    def changed(self, wanted: Overrides) -> Panel:
+    def changed(self, wanted: Overrides) -> FigurePanel:
         """The panel with what ``wanted`` says.
 
         Another box does not keep the panel's number of prefill devices.
@@ -292,7 +292,7 @@ class Panel:
 class Point:
     """One run of a panel."""
 
-    panel: Panel
+    panel: FigurePanel
     policy: str
     num_models: int | None
     rps: float | None

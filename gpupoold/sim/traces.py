@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 
 from gpupoold.errors import UsageError
-from gpupoold.sim.csv_table import Table, read_table, select_scenario
+from gpupoold.sim.csv_table import CsvTable, read_table, select_scenario
 from gpupoold.sim.lengths import OUTPUT, PROMPT
 from gpupoold.sim.workloads import MAX_REQUESTS, SimRequest, in_arrival_order, model_names
 
@@ -35,7 +35,7 @@ def load_trace(
     return trace_requests(select_scenario(read_table(path), scenario), default_model)
 
 
-def trace_requests(table: Table, default_model: str = DEFAULT_MODEL) -> tuple[SimRequest, ...]:
+def trace_requests(table: CsvTable, default_model: str = DEFAULT_MODEL) -> tuple[SimRequest, ...]:
     """The requests of a table that is one trace. Raises UsageError as ``load_trace`` does."""
     table.require(ARRIVAL, PROMPT, OUTPUT)
     if not table.rows:
@@ -107,7 +107,7 @@ def fold_models(requests: Sequence[SimRequest], num_models: int) -> tuple[SimReq
     )
 
 
-def _requests(table: Table, default_model: str) -> Iterator[SimRequest]:
+def _requests(table: CsvTable, default_model: str) -> Iterator[SimRequest]:
     has_model = MODEL in table.columns
     before_s = 0.0
     for number, row in enumerate(table.rows):

@@ -244,7 +244,7 @@ class PacedDevice:
             self._fetch(turn.then, turn.then, at_s)
         changed = dict(self.memory.take_changes())
         began_s = self._began_s if self._has_begun else None
-        self._send(m.TurnEnded(turn.turn_id, changed, turn.model or "", began_s, at_s))
+        self._send(m.TurnReport(turn.turn_id, changed, turn.model or "", began_s, at_s))
         if order is not None and order.model is not None:
             self._start(order, at_s)
 
@@ -377,7 +377,7 @@ class PacedDevice:
     def _tell_memory(self) -> None:
         changes = self.memory.take_changes()
         if changes:
-            self._send(m.MemoryChanged(dict(changes)))
+            self._send(m.MemoryReport(dict(changes)))
 
     def _send(self, message: m.Message) -> None:
         self._reports.close(self._now_s)

@@ -47,7 +47,7 @@ class SimMigrations:
         """A request that comes with its KV, or has to be prefilled anew."""
         if kv_transfer is None:
             self._device.add(answer)
-            self._channel.send(m.Attached(answer.model, answer.request_id))
+            self._channel.send(m.RequestAttached(answer.model, answer.request_id))
             return
         self._channel.send(m.KvTransferUsed(kv_transfer.transfer_id, kv_transfer.source))
         self._coming.append((self._device.attach(answer), answer))
@@ -62,7 +62,7 @@ class SimMigrations:
             if at_s <= now_s:
                 self._coming.remove((at_s, answer))
                 self._device.join(answer)
-                self._channel.send(m.Attached(answer.model, answer.request_id))
+                self._channel.send(m.RequestAttached(answer.model, answer.request_id))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Requests on their way here have ended; others are ignored."""

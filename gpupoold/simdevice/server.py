@@ -13,7 +13,7 @@ from gpupoold.simdevice.answers import Answer
 from gpupoold.simdevice.device import PacedDevice
 from gpupoold.simdevice.migrations import SimMigrations
 from gpupoold.simdevice.models import KnownModel, know
-from gpupoold.system.activity import WORKER, Phase
+from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.system.process import set_log_level
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
@@ -71,7 +71,9 @@ class SimServer:
     def _handle(self, message: m.ToWorker) -> None:
         match message:
             case m.AddRequest():
-                with WORKER.main.doing(Phase.ADD_REQUEST, message.model, [message.request_id]):
+                with WORKER.main.doing(
+                    ThreadPhase.ADD_REQUEST, message.model, [message.request_id]
+                ):
                     self._add_request(message)
             case m.RunTurn():
                 self._device.run_turn(message)
@@ -84,7 +86,7 @@ class SimServer:
                 if message.model in self._known:
                     self._device.abort(message.model, message.request_ids)
             case m.LoadModel():
-                with WORKER.main.doing(Phase.LOAD, message.model.name):
+                with WORKER.main.doing(ThreadPhase.LOAD, message.model.name):
                     answer = self._load(message)
                 self._channel.send(answer)
             case m.UnloadModel():

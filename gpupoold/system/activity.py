@@ -34,7 +34,7 @@ _MAX_REQUESTS = (SLOT_BYTES - _REQUESTS_AT) // 8
 _ALL = -1
 
 
-class Phase(IntEnum):
+class ThreadPhase(IntEnum):
     """What a thread is doing. The comments say what a crash in the phase can be due to."""
 
     IDLE = 0
@@ -51,7 +51,7 @@ class Phase(IntEnum):
     @property
     def is_due_to_model(self) -> bool:
         """Whether a crash in the phase is due to the model, and to no request."""
-        return Phase.LOAD <= self <= Phase.SNAPSHOT
+        return ThreadPhase.LOAD <= self <= ThreadPhase.SNAPSHOT
 
     @property
     def text(self) -> str:
@@ -60,16 +60,16 @@ class Phase(IntEnum):
 
 
 _TEXTS = {
-    Phase.IDLE: "no work",
-    Phase.LOAD: "the load of",
-    Phase.PROFILE: "the timing of steps of",
-    Phase.SELF_CHECK: "the self-check of",
-    Phase.SWITCH: "a switch to",
-    Phase.SNAPSHOT: "mapping the weights snapshot of",
-    Phase.ADD_REQUEST: "adding a request to",
-    Phase.GRAMMAR: "compiling a grammar for",
-    Phase.STEP: "a step of",
-    Phase.COPY: "copying beside the steps",
+    ThreadPhase.IDLE: "no work",
+    ThreadPhase.LOAD: "the load of",
+    ThreadPhase.PROFILE: "the timing of steps of",
+    ThreadPhase.SELF_CHECK: "the self-check of",
+    ThreadPhase.SWITCH: "a switch to",
+    ThreadPhase.SNAPSHOT: "mapping the weights snapshot of",
+    ThreadPhase.ADD_REQUEST: "adding a request to",
+    ThreadPhase.GRAMMAR: "compiling a grammar for",
+    ThreadPhase.STEP: "a step of",
+    ThreadPhase.COPY: "copying beside the steps",
 }
 
 
@@ -81,7 +81,7 @@ class Activity:
     requests of ``model`` that the worker had.
     """
 
-    phase: Phase
+    phase: ThreadPhase
     model: str
     requests: frozenset[int] | None = frozenset()
 
@@ -110,17 +110,17 @@ def read_page(fd: int) -> list[Activity]:
 
 def _parse(slot: bytes) -> Activity | None:
     phase, num_name_bytes, num_requests = _HEADER.unpack_from(slot)
-    if phase not in iter(Phase) or phase == Phase.IDLE:
+    if phase not in iter(ThreadPhase) or phase == ThreadPhase.IDLE:
         return None
     name_end = _NAME_AT + min(num_name_bytes, _MAX_NAME_BYTES)
     model = slot[_NAME_AT:name_end].decode("utf-8", "replace")
     if not 0 <= num_requests <= _MAX_REQUESTS:
-        return Activity(Phase(phase), model, None)
+        return Activity(ThreadPhase(phase), model, None)
     digests = struct.unpack_from(f"<{num_requests}Q", slot, _REQUESTS_AT)
-    return Activity(Phase(phase), model, frozenset(digests))
+    return Activity(ThreadPhase(phase), model, frozenset(digests))
 
 
-class Slot:
+class ThreadSlot:
     """A part of the page that one thread at a time writes to."""
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
@@ -129,27 +129,27 @@ class Slot:
         self._model = ""
         self._ids: Sequence[str] | None = ()
         self._digests: dict[str, int] = {}
-        _HEADER.pack_into(memory, offset, Phase.IDLE, 0, 0)
+        _HEADER.pack_into(memory, offset, ThreadPhase.IDLE, 0, 0)
 
     @property
     def phase(self) -> int:
         """The phase that is in the slot."""
         return self._memory[self._at]
 
-    def set(self, phase: Phase, model: str = "", ids: Sequence[str] | None = ()) -> None:
+    def set(self, phase: ThreadPhase, model: str = "", ids: Sequence[str] | None = ()) -> None:
         """Write what the thread begins to do; ``ids`` None: it concerns all of the model's
         requests. A phase whose model and requests are those of the last takes 0.2 us."""
         if model != self._model or ids != self._ids:
-            self._memory[self._at] = Phase.IDLE  # a death in between is nobody's
+            self._memory[self._at] = ThreadPhase.IDLE  # a death in between is nobody's
             self._describe(model, ids)
         self._memory[self._at] = phase
 
     def clear(self) -> None:
         """Write that the thread does nothing now."""
-        self._memory[self._at] = Phase.IDLE
+        self._memory[self._at] = ThreadPhase.IDLE
 
     @contextlib.contextmanager
-    def doing(self, phase: Phase, model: str = "", ids: Sequence[str] = ()) -> Iterator[None]:
+    def doing(self, phase: ThreadPhase, model: str = "", ids: Sequence[str] = ()) -> Iterator[None]:
         """Write what is done inside.
 
         An exception leaves the slot as it is: if nobody handles it, the worker ends by it.
@@ -157,7 +157,7 @@ class Slot:
         before = self.phase, self._model, self._ids
         self.set(phase, model, ids)
         yield
-        self.set(Phase(before[0]), *before[1:])
+        self.set(ThreadPhase(before[0]), *before[1:])
 
     def _describe(self, model: str, ids: Sequence[str] | None) -> None:
         self._model, self._ids = model, ids
@@ -168,7 +168,7 @@ class Slot:
             digests = self._digests_of(ids)
             struct.pack_into(f"<{num_requests}Q", self._memory, self._at + _REQUESTS_AT, *digests)
         self._memory[self._at + _NAME_AT : self._at + _NAME_AT + len(name)] = name
-        _HEADER.pack_into(self._memory, self._at, Phase.IDLE, len(name), num_requests)
+        _HEADER.pack_into(self._memory, self._at, ThreadPhase.IDLE, len(name), num_requests)
 
     def _digests_of(self, ids: Collection[str]) -> Iterable[int]:
         known = self._digests
@@ -194,14 +194,16 @@ class ActivityPage:
     @property
     def is_alone(self) -> bool:
         """Whether no thread but the step thread does anything that could end the worker."""
-        return all(slot.phase == Phase.IDLE for slot in self._shared)
+        return all(slot.phase == ThreadPhase.IDLE for slot in self._shared)
 
     @contextlib.contextmanager
-    def beside(self, phase: Phase, model: str = "", ids: Sequence[str] = ()) -> Iterator[None]:
+    def beside(
+        self, phase: ThreadPhase, model: str = "", ids: Sequence[str] = ()
+    ) -> Iterator[None]:
         """Write what a thread beside the step thread does inside; waits while more threads work
         than there are slots. Grammars have slots of their own, so that copies never wait for
         them."""
-        free = self._free_of_grammars if phase is Phase.GRAMMAR else self._free
+        free = self._free_of_grammars if phase is ThreadPhase.GRAMMAR else self._free
         slot = free.get()
         slot.set(phase, model, ids)
         try:
@@ -214,7 +216,7 @@ class ActivityPage:
         """Write that a step is made with these requests. The step before it may be under way:
         its requests stay written, in the other slot of steps."""
         self._steps.reverse()
-        self._steps[0].set(Phase.STEP, model, ids)
+        self._steps[0].set(ThreadPhase.STEP, model, ids)
 
     def end_steps(self, num_under_way: int = 0) -> None:
         """Write that no step is under way but the last ``num_under_way``."""
@@ -222,7 +224,7 @@ class ActivityPage:
             slot.clear()
 
     def _use(self, memory: mmap.mmap) -> None:
-        slots = [Slot(memory, number * SLOT_BYTES) for number in range(NUM_SLOTS)]
+        slots = [ThreadSlot(memory, number * SLOT_BYTES) for number in range(NUM_SLOTS)]
         self.main = slots[_MAIN]
         self._steps = [slots[number] for number in _STEPS]
         self._shared = slots[_FIRST_SHARED:]
@@ -230,8 +232,8 @@ class ActivityPage:
         self._free_of_grammars = _queue_of(slots[_FIRST_OF_GRAMMARS:])
 
 
-def _queue_of(slots: Iterable[Slot]) -> queue.SimpleQueue[Slot]:
-    made: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+def _queue_of(slots: Iterable[ThreadSlot]) -> queue.SimpleQueue[ThreadSlot]:
+    made: queue.SimpleQueue[ThreadSlot] = queue.SimpleQueue()
     for slot in slots:
         made.put(slot)
     return made

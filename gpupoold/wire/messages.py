@@ -25,18 +25,18 @@ from gpupoold.wire.messages_fork import (
     KillForked as KillForked,
 )
 from gpupoold.wire.messages_from_worker import (
-    Attached as Attached,
     KvTransferUsed as KvTransferUsed,
-    MemoryChanged as MemoryChanged,
+    MemoryReport as MemoryReport,
     Migrated as Migrated,
     ModelFailed as ModelFailed,
     ModelLoaded as ModelLoaded,
     ModelUnloaded as ModelUnloaded,
+    RequestAttached as RequestAttached,
     SnapshotDropped as SnapshotDropped,
     SnapshotTaken as SnapshotTaken,
     StepOutputs as StepOutputs,
     Switched as Switched,
-    TurnEnded as TurnEnded,
+    TurnReport as TurnReport,
     WorkerReady as WorkerReady,
     WorkerStatus as WorkerStatus,
     WrongAnswer as WrongAnswer,
@@ -44,7 +44,7 @@ from gpupoold.wire.messages_from_worker import (
 from gpupoold.wire.messages_frontend import (
     Accept as Accept,
     Accepting as Accepting,
-    Admission as Admission,
+    AdmissionAnswer as AdmissionAnswer,
     AskMetrics as AskMetrics,
     FrontendReady as FrontendReady,
     MetricsText as MetricsText,
@@ -111,10 +111,10 @@ FromWorker = (
     | SnapshotTaken
     | StepOutputs
     | Migrated
-    | Attached
+    | RequestAttached
     | KvTransferUsed
-    | MemoryChanged
-    | TurnEnded
+    | MemoryReport
+    | TurnReport
     | Switched
     | WrongAnswer
     | WorkerStatus
@@ -125,7 +125,7 @@ ToFrontend = (
     ModelList
     | ServeModel
     | StopServing
-    | Admission
+    | AdmissionAnswer
     | StepOutputs
     | RequestsFailed
     | CallResult

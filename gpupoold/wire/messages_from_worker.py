@@ -109,7 +109,7 @@ class Migrated(Message):
     kv_transfer: KvTransfer | None = None
 
 
-class Attached(Message):
+class RequestAttached(Message):
     """A request that was moving can go on here."""
 
     model: str
@@ -123,7 +123,7 @@ class KvTransferUsed(Message):
     source: int
 
 
-class MemoryChanged(Message):
+class MemoryReport(Message):
     """What a device would have to move to run a model has changed, between ends of turns.
 
     ``missing_bytes`` has the bytes for every model for which they are not as they were last
@@ -133,10 +133,10 @@ class MemoryChanged(Message):
     missing_bytes: dict[str, int]
 
 
-class TurnEnded(Message):
+class TurnReport(Message):
     """A turn is over: its quota used while another model waits, or nothing left to do.
 
-    ``missing_bytes``: as in ``MemoryChanged``.
+    ``missing_bytes``: as in ``MemoryReport``.
 
     ``model`` is whose turn it was, ``began_s`` when it could run, None if it never did, and
     ``ended_s`` when it was over.

@@ -90,7 +90,7 @@ class RequestsFailed(Message):
     message: str
 
 
-class Admission(Message):
+class AdmissionAnswer(Message):
     """The answer to an ``AddRequest``, before anything else about the request (daemon →
     frontend): ``status`` 200 if it is taken.
 

@@ -135,7 +135,7 @@ def profile(
     started_s = clock()
     if "generate" not in engine.info.supported_tasks:
         return Profile(None, None, 0.0, "the model does not generate text")
-    run = _Run(engine, residency, started_s + budget_s, clock)
+    run = _ProfilingRun(engine, residency, started_s + budget_s, clock)
     problem = ""
     try:
         residency.switch_in(engine.name)
@@ -152,7 +152,7 @@ def profile(
     return measured
 
 
-class _Run:
+class _ProfilingRun:
     """The synthetic requests of one profiling run, and what their steps took."""
 
     def __init__(
@@ -328,7 +328,7 @@ def _shape(path: str) -> ModelShape | None:
         return None
 
 
-def _fits(run: _Run, shape: ModelShape | None, duration_s: float, problem: str) -> Profile:
+def _fits(run: _ProfilingRun, shape: ModelShape | None, duration_s: float, problem: str) -> Profile:
     problems = [problem] if problem else []
     prefill = decode = None
     try:

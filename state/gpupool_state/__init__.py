@@ -14,7 +14,7 @@ from gpupool_state.api_keys import ApiKeys, KeyPowers, KeyRow, KeyUse
 from gpupool_state.db import Database
 from gpupool_state.history import History, HistoryLimits
 from gpupool_state.lock import StateLock
-from gpupool_state.profiles import Phase, ProfileRow
+from gpupool_state.profiles import ProfilePhase, ProfileRow
 from gpupool_state.registry import ModelRow, Registry, check_names
 from gpupool_state.rows import EventLevel, EventRow, MinuteRow, RequestRow, SwitchRow
 
@@ -33,7 +33,7 @@ __all__ = [
     "KeyUse",
     "MinuteRow",
     "ModelRow",
-    "Phase",
+    "ProfilePhase",
     "ProfileRow",
     "Registry",
     "RequestRow",

@@ -22,11 +22,11 @@ from gpupool_state.rows import (
     Entry,
     EventLevel,
     EventRow,
+    HistoryTable,
     MinuteRow,
     RequestRow,
     Row,
     SwitchRow,
-    Table,
     Value,
     entry,
     event_row,
@@ -52,7 +52,7 @@ class HistoryLimits:
     num_buffered: int = 10_000
     num_events_in_memory: int = 1_000
 
-    def rows(self, table: Table) -> int:
+    def rows(self, table: HistoryTable) -> int:
         """The row limit of ``table``."""
         limits = {
             REQUESTS: self.num_requests,
@@ -88,8 +88,8 @@ class History(HistoryReader):
         self._now = now
         self._buffer = Buffer(self._limits.num_buffered)
         self._feed: EventFeed | None = None
-        self._last_ids: dict[Table, int] = {}
-        self._num_rows: dict[Table, int] = {}
+        self._last_ids: dict[HistoryTable, int] = {}
+        self._num_rows: dict[HistoryTable, int] = {}
         self._task: asyncio.Task[None] | None = None
         self._filled = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -206,13 +206,13 @@ class History(HistoryReader):
             raise RuntimeError("the history has not been started")
         return self._feed
 
-    def _next_id(self, table: Table) -> int:
+    def _next_id(self, table: HistoryTable) -> int:
         if self._feed is None:
             raise RuntimeError("the history has not been started")
         self._last_ids[table] += 1
         return self._last_ids[table]
 
-    def _record(self, table: Table, row_id: int, row: Row) -> None:
+    def _record(self, table: HistoryTable, row_id: int, row: Row) -> None:
         if self._task is None:
             self._buffer.drop()
             return
@@ -254,12 +254,12 @@ class History(HistoryReader):
             await self._write_singly(batch)
 
     async def _write(self, batch: Iterable[Entry]) -> None:
-        by_table: dict[Table, list[tuple[Value, ...]]] = {}
+        by_table: dict[HistoryTable, list[tuple[Value, ...]]] = {}
         for item in batch:
             by_table.setdefault(item.table, []).append(item.values)
         if not by_table:
             return
-        added: dict[Table, int] = {}
+        added: dict[HistoryTable, int] = {}
         async with self._db.write(durable=False) as tx:
             for table, rows in by_table.items():
                 added[table] = await tx.execute_many(table.insert, rows)
@@ -291,7 +291,7 @@ class History(HistoryReader):
                     num_rows -= await tx.execute(table.delete_oldest, (batch,))
                 self._num_rows[table] = num_rows
 
-    async def _count(self, table: Table) -> int:
+    async def _count(self, table: HistoryTable) -> int:
         if table not in self._num_rows:
             (row,) = await self._db.fetch_all(f"SELECT count(*) AS num FROM {table.name}")
             self._num_rows[table] = row["num"]

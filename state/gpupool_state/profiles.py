@@ -11,7 +11,7 @@ from enum import StrEnum
 from gpupool_state.writer import Source, Transaction
 
 
-class Phase(StrEnum):
+class ProfilePhase(StrEnum):
     """What a law is of."""
 
     PREFILL = "prefill"
@@ -30,7 +30,7 @@ class ProfileRow:
     """
 
     device: str
-    phase: Phase
+    phase: ProfilePhase
     engine_version: str
     revision: str | None
     dtype: str
@@ -82,6 +82,6 @@ def _values(model: str, row: ProfileRow) -> tuple[str | int | float | None, ...]
 
 def _profile_row(row: sqlite3.Row) -> ProfileRow:
     values = {field.name: row[field.name] for field in fields(ProfileRow)}
-    values["phase"] = Phase(row["phase"])
+    values["phase"] = ProfilePhase(row["phase"])
     values["constants"] = tuple(json.loads(row["constants"]))
     return ProfileRow(**values)

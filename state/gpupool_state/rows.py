@@ -101,7 +101,7 @@ Row = RequestRow | SwitchRow | EventRow | MinuteRow
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class HistoryTable:
     """A history table; ``columns`` leave out its ``id``."""
 
     name: str
@@ -128,10 +128,10 @@ def _columns(row_type: type[Row]) -> tuple[str, ...]:
     return tuple(field.name for field in fields(row_type) if field.name != "id")
 
 
-REQUESTS = Table("requests", _columns(RequestRow))
-SWITCHES = Table("switches", _columns(SwitchRow))
-EVENTS = Table("events", _columns(EventRow))
-MINUTES = Table("slo_minutes", _columns(MinuteRow))
+REQUESTS = HistoryTable("requests", _columns(RequestRow))
+SWITCHES = HistoryTable("switches", _columns(SwitchRow))
+EVENTS = HistoryTable("events", _columns(EventRow))
+MINUTES = HistoryTable("slo_minutes", _columns(MinuteRow))
 TABLES = (REQUESTS, SWITCHES, EVENTS, MINUTES)
 
 
@@ -139,11 +139,11 @@ TABLES = (REQUESTS, SWITCHES, EVENTS, MINUTES)
 class Entry:
     """A row on its way to its table; ``values`` begin with the id."""
 
-    table: Table
+    table: HistoryTable
     values: tuple[Value, ...]
 
 
-def entry(table: Table, row_id: int, row: Row) -> Entry:
+def entry(table: HistoryTable, row_id: int, row: Row) -> Entry:
     """``row`` ready to be written under ``row_id``."""
     return Entry(table, (row_id, *(getattr(row, column) for column in table.columns)))
 

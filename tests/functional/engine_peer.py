@@ -24,7 +24,7 @@ from gpupoold.wire.messages import (
     Accept,
     Accepting,
     AddRequest,
-    Admission,
+    AdmissionAnswer,
     CallResult,
     FromFrontend,
     LoadedModel,
@@ -267,12 +267,12 @@ class EnginePeer:
     def _admit(self, request: AddRequest) -> None:
         model, request_id = request.model, request.request_id
         if self.num_to_admit == 0:
-            refusal = Admission(model, request_id, 429, "There are too many.", RETRY_AFTER_S)
+            refusal = AdmissionAnswer(model, request_id, 429, "There are too many.", RETRY_AFTER_S)
             self._channel.send(refusal)
             return
         if self.num_to_admit is not None:
             self.num_to_admit -= 1
-        self._channel.send(Admission(model, request_id))
+        self._channel.send(AdmissionAnswer(model, request_id))
         self.engines.add(request)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.control.event_log_file import read, replay_file
-from gpupoold.scheduling.actions import RunTurn, Send
+from gpupoold.scheduling.actions import Send, StartTurn
 from gpupoold.scheduling.core import Core
 from gpupoold.sim.policies import make_policy
 from tests.functional.daemon_tools import (
@@ -134,7 +134,9 @@ class TestReplay:
         actions = [action for one in stimuli for action in one.actions]
         sent = [action.request_id for action in actions if isinstance(action, Send)]
         assert len(sent) == len(set(sent)) == 9 + 13
-        turns = {a.turn.turn_id: a.turn.model for a in actions if isinstance(a, RunTurn) and a.turn}
+        turns = {
+            a.turn.turn_id: a.turn.model for a in actions if isinstance(a, StartTurn) and a.turn
+        }
         assert set(turns.values()) == set(NAMES)
         assert len(turns) > len(NAMES)  # somebody was paused and went on
 

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from gpupoold.frontend.grammars.messages import Verdict
+from gpupoold.frontend.grammars.messages import GrammarVerdict
 from gpupoold.frontend.grammars.vetting import GrammarVetting
 from gpupoold.wire.messages import ModelToLoad, ServedModel
 from tests.functional.engine_peer import EnginePeer, set_engine_environment, until
@@ -270,7 +270,7 @@ async def test_compiler_that_crashes(peer: EnginePeer) -> None:
     model = ModelToLoad(name=LLAMA, path=str(peer.paths[LLAMA]), ttft_s=1, tbt_s=0.1)
     loaded = peer.engines.loaded[LLAMA]
 
-    async def verdict(structured: dict[str, Any]) -> Verdict:
+    async def verdict(structured: dict[str, Any]) -> GrammarVerdict:
         return await vetting.verdict(1, model, loaded, json.dumps(structured).encode(), "")
 
     found = await verdict({"json": {"type": "string", "pattern": DEEP}})

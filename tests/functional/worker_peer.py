@@ -224,9 +224,9 @@ class WorkerPeer:
                     self.ended[item.request_id] = item.finish_reason
             self.scheduler.stepped(0, message)
             self.scheduler.check_state()
-        elif isinstance(message, m.MemoryChanged):
+        elif isinstance(message, m.MemoryReport):
             self.scheduler.memory_changed(0, message)
-        elif isinstance(message, m.TurnEnded):
+        elif isinstance(message, m.TurnReport):
             self.scheduler.turn_ended(0, message)
             self.scheduler.check_state()
         elif isinstance(message, m.RequestsFailed):

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 from gpupoold.domain import Priority, Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, RunTurn, Send, Turn
+from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, Send, StartTurn, Turn
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.event_log import RecordedCore
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.kv_admission import HOST_SHARE
-from gpupoold.scheduling.state import Device
+from gpupoold.scheduling.state import DeviceState
 from gpupoold.sim.policies import PolicyOptions, make_policy
 
 GB = 10**9
@@ -250,14 +250,14 @@ class Box:
                     target.has[moved.id] = moved
                     self._check_kv(target)
                     target.said.append(e.Attached(moved.id))
-            case RunTurn():
+            case StartTurn():
                 self._run(self.devices[action.device], action)
             case ChangeRole():
                 known = self.state.devices[action.device]
                 assert known.role is action.role
                 assert not known.is_role_fixed
 
-    def _run(self, device: BoxDevice, order: RunTurn) -> None:
+    def _run(self, device: BoxDevice, order: StartTurn) -> None:
         assert device.is_up
         device.then = order.then
         if order.turn is None:
@@ -292,7 +292,7 @@ class Box:
                 assert twin.then == device.then or not has_work
         self._nobody_waits_for_an_idle_device()
 
-    def _could_begin(self, device: Device) -> bool:
+    def _could_begin(self, device: DeviceState) -> bool:
         """Whether those that wait for KV room have it, whoever of them is first.
 
         They have none while requests that are on their way to the device, and are served when

@@ -58,12 +58,12 @@ class Clients:
         self.frontend_of: dict[str, int] = {}
         self.asked: list[str] = []
         self.open: dict[str, str] = {}
-        self.refusals: list[m.Admission] = []
+        self.refusals: list[m.AdmissionAnswer] = []
 
     def send(self, number: int, message: m.Message) -> None:
         """The daemon says something to one of them, whose requests it is about."""
         match message:
-            case m.Admission():
+            case m.AdmissionAnswer():
                 assert self.frontend_of[message.request_id] == number
                 self.asked.remove(message.request_id)
                 if message.status == 200:
@@ -178,7 +178,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             return
         turn = self.dispatcher.scheduler.core.core.state.devices[device.number].turn
         if turn is not None:
-            self.dispatcher.from_worker(device, m.TurnEnded(turn.turn_id))
+            self.dispatcher.from_worker(device, m.TurnReport(turn.turn_id))
 
     @rule(which=WHICH)
     def abort(self, which: int) -> None:

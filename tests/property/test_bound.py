@@ -66,7 +66,7 @@ class Clients:
 
     def send(self, message: m.Message) -> None:
         match message:
-            case m.Admission() if message.status != HTTPStatus.OK:
+            case m.AdmissionAnswer() if message.status != HTTPStatus.OK:
                 del self.heard_s[message.request_id]
                 self.errors[message.request_id] = message.message
             case m.RequestsFailed():

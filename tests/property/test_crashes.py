@@ -16,7 +16,7 @@ from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Targets
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
-from gpupoold.system.activity import Activity, Phase, digest
+from gpupoold.system.activity import Activity, ThreadPhase, digest
 from gpupoold.wire import messages as m
 from tests.unit.control.loaded import WEIGHT_BYTES, loaded
 
@@ -48,7 +48,7 @@ class Clients:
 
     def send(self, message: m.Message) -> None:
         match message:
-            case m.Admission():
+            case m.AdmissionAnswer():
                 assert message.status == 200
             case m.RequestsFailed():
                 self.errors |= dict.fromkeys(message.request_ids, message.message)
@@ -63,7 +63,7 @@ class Clients:
 class Poison:
     """A request that ends its worker in a phase, from so many tokens on."""
 
-    phase: Phase
+    phase: ThreadPhase
     num_tokens: int = 0
 
 
@@ -114,8 +114,8 @@ class Box:
         self.was_isolated[number, model] = is_isolated
         batch = isolated[:1] if is_isolated else others
         ids = frozenset(digest(one.request_id) for one in batch)
-        if any(self.is_poison(one, Phase.STEP) for one in batch):
-            self.die(number, Activity(Phase.STEP, model, ids))
+        if any(self.is_poison(one, ThreadPhase.STEP) for one in batch):
+            self.die(number, Activity(ThreadPhase.STEP, model, ids))
             return
         if batch:
             self.give_tokens(number, model, batch)
@@ -126,19 +126,19 @@ class Box:
         turn = self.dispatcher.scheduler.core.core.state.devices[number].turn
         if turn is not None:
             now_s = time.monotonic()
-            ended = m.TurnEnded(turn.turn_id, {}, turn.model, now_s, now_s)
+            ended = m.TurnReport(turn.turn_id, {}, turn.model, now_s, now_s)
             self.dispatcher.from_worker(self.workers[number], ended)
 
     def add(self, number: int, request: LiveRequest) -> bool:
         """Add a request to a worker; whether the worker survives."""
         self.was_added[number].add(request.request_id)
         model, ids = request.model, frozenset({digest(request.request_id)})
-        if self.is_poison(request, Phase.ADD_REQUEST):
-            self.die(number, Activity(Phase.ADD_REQUEST, model, ids))
+        if self.is_poison(request, ThreadPhase.ADD_REQUEST):
+            self.die(number, Activity(ThreadPhase.ADD_REQUEST, model, ids))
             return False
-        if self.is_poison(request, Phase.GRAMMAR):
+        if self.is_poison(request, ThreadPhase.GRAMMAR):
             beside = [] if self.is_isolated(request) else self.steps_of_others(number, request)
-            self.die(number, Activity(Phase.GRAMMAR, model, ids), *beside)
+            self.die(number, Activity(ThreadPhase.GRAMMAR, model, ids), *beside)
             return False
         return True
 
@@ -146,12 +146,12 @@ class Box:
         here = self.dispatcher.live.on_device(number)
         others = [one for one in here if one.model != but.model and not self.is_isolated(one)]
         ids = frozenset(digest(one.request_id) for one in others)
-        return [Activity(Phase.STEP, others[0].model, ids)] if others else []
+        return [Activity(ThreadPhase.STEP, others[0].model, ids)] if others else []
 
     def is_isolated(self, request: LiveRequest) -> bool:
         return self.dispatcher.isolation.is_isolated(request.request_id)
 
-    def is_poison(self, request: LiveRequest, phase: Phase) -> bool:
+    def is_poison(self, request: LiveRequest, phase: ThreadPhase) -> bool:
         poison = self.poisons.get(request.request_id)
         if poison is None or poison.phase is not phase:
             return False
@@ -176,9 +176,9 @@ class Box:
         self.dispatcher.from_worker(self.workers[number], outputs)
 
 
-POISON = st.sampled_from([Poison(Phase.ADD_REQUEST), Poison(Phase.GRAMMAR)]) | st.builds(
-    Poison, st.just(Phase.STEP), st.integers(0, NUM_TOKENS - 1)
-)
+POISON = st.sampled_from(
+    [Poison(ThreadPhase.ADD_REQUEST), Poison(ThreadPhase.GRAMMAR)]
+) | st.builds(Poison, st.just(ThreadPhase.STEP), st.integers(0, NUM_TOKENS - 1))
 REQUEST = st.tuples(st.sampled_from(MODELS), st.none() | st.none() | POISON)
 STEP = st.tuples(st.integers(0, NUM_WORKERS - 1), st.sampled_from(MODELS), st.integers(0, 30))
 

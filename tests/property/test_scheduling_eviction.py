@@ -6,13 +6,13 @@ import itertools
 
 from hypothesis import given, strategies as st
 
-from gpupoold.scheduling.eviction import Holding, Victim, plan_evictions
+from gpupoold.scheduling.eviction import PageHolding, Victim, plan_evictions
 
 PAGES = st.integers(0, 50)
 TIMES = st.floats(0, 1e6)
 HOLDINGS = st.lists(
     st.builds(
-        Holding,
+        PageHolding,
         model=st.integers(0, 99).map(str),
         num_live=st.integers(0, 2),
         idle_s=TIMES,
@@ -28,7 +28,7 @@ HOLDINGS = st.lists(
 )
 
 
-def pages_of(holding: Holding, victim: Victim) -> int:
+def pages_of(holding: PageHolding, victim: Victim) -> int:
     movable = holding.movable_kv_pages
     moved = holding.live_kv_pages if movable is None else min(movable, holding.live_kv_pages)
     return {
@@ -40,7 +40,7 @@ def pages_of(holding: Holding, victim: Victim) -> int:
 
 
 @given(st.integers(-5, 900), HOLDINGS)
-def test_enough_and_not_more(num_pages: int, holdings: list[Holding]) -> None:
+def test_enough_and_not_more(num_pages: int, holdings: list[PageHolding]) -> None:
     plan = plan_evictions(num_pages, holdings)
     by_model = {holding.model: holding for holding in holdings}
     for eviction in plan:
@@ -57,7 +57,7 @@ def test_enough_and_not_more(num_pages: int, holdings: list[Holding]) -> None:
 
 
 @given(st.integers(1, 900), HOLDINGS)
-def test_kinder_victims_come_first(num_pages: int, holdings: list[Holding]) -> None:
+def test_kinder_victims_come_first(num_pages: int, holdings: list[PageHolding]) -> None:
     plan = plan_evictions(num_pages, holdings)
     idle = {holding.model for holding in holdings if not holding.num_live}
 

@@ -7,9 +7,9 @@ from hypothesis import given, strategies as st
 
 from gpupoold.scheduling.packing import (
     KvCost,
+    PackedRequest,
     PredictionError,
     PrefillCost,
-    Request,
     StepCost,
     Worker,
     WorkerLimits,
@@ -27,11 +27,11 @@ LIMITS = WorkerLimits(400, KV, STEP, tbt_s=0.05, prefill=PrefillCost(1e-3, 0.0, 
 SIZES = st.integers(1, 60)
 
 
-def requests(max_size: int, max_output: int = 0) -> st.SearchStrategy[list[Request]]:
+def requests(max_size: int, max_output: int = 0) -> st.SearchStrategy[list[PackedRequest]]:
     one = st.tuples(SIZES, SIZES, st.integers(0, max_output), st.floats(0, 2))
     return st.lists(one, max_size=max_size).map(
         lambda rows: [
-            Request(str(i), prompt, predicted, output, decode_s if output else 0.0)
+            PackedRequest(str(i), prompt, predicted, output, decode_s if output else 0.0)
             for i, (prompt, predicted, output, decode_s) in enumerate(rows)
         ]
     )
@@ -51,12 +51,12 @@ def peak_step_by_step(worker: Worker) -> float:
 
 
 @given(requests(8, max_output=80))
-def test_peak_is_that_of_the_vectors(worker: list[Request]) -> None:
+def test_peak_is_that_of_the_vectors(worker: list[PackedRequest]) -> None:
     assert peak_kv_bytes(worker, KV) == peak_step_by_step(tuple(worker))
 
 
 @given(requests(12))
-def test_best_fit_keeps_the_limits_and_everybody(arrivals: list[Request]) -> None:
+def test_best_fit_keeps_the_limits_and_everybody(arrivals: list[PackedRequest]) -> None:
     packed = pack_best_fit(arrivals, LIMITS)
     assert sorted(int(r.request_id) for worker in packed for r in worker) == [
         int(r.request_id) for r in arrivals
@@ -66,7 +66,7 @@ def test_best_fit_keeps_the_limits_and_everybody(arrivals: list[Request]) -> Non
 
 
 @given(requests(12))
-def test_a_new_worker_only_if_no_other_fits(arrivals: list[Request]) -> None:
+def test_a_new_worker_only_if_no_other_fits(arrivals: list[PackedRequest]) -> None:
     packed: tuple[Worker, ...] = ()
     for request in arrivals:
         after = pack_best_fit([request], LIMITS, packed)
@@ -77,7 +77,7 @@ def test_a_new_worker_only_if_no_other_fits(arrivals: list[Request]) -> None:
 
 
 @given(requests(12), st.integers(1, 4))
-def test_shortest_queues_differ_by_one_at_most(arrivals: list[Request], num: int) -> None:
+def test_shortest_queues_differ_by_one_at_most(arrivals: list[PackedRequest], num: int) -> None:
     sizes = [len(worker) for worker in pack_shortest_queue(arrivals, [()] * num)]
     assert max(sizes) - min(sizes) <= 1
     assert sum(sizes) == len(arrivals)
@@ -87,10 +87,12 @@ def test_shortest_queues_differ_by_one_at_most(arrivals: list[Request], num: int
     st.lists(requests(4, max_output=2), min_size=1, max_size=4),
     st.lists(st.tuples(st.integers(-200, 200), st.integers(-3, 3)), min_size=4, max_size=4),
 )
-def test_every_move_helps(rows: list[list[Request]], raw_errors: list[tuple[int, int]]) -> None:
+def test_every_move_helps(
+    rows: list[list[PackedRequest]], raw_errors: list[tuple[int, int]]
+) -> None:
     workers = [
         tuple(
-            Request(
+            PackedRequest(
                 f"{i}.{r.request_id}",
                 r.num_prompt_tokens,
                 r.predicted_output_tokens,

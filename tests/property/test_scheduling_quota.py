@@ -7,15 +7,15 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from gpupoold.scheduling.quota import Load, round_quotas_s
+from gpupoold.scheduling.quota import TurnLoad, round_quotas_s
 
 SECONDS = st.floats(1e-5, 1e3)
-LOADS = st.lists(st.builds(Load, SECONDS, SECONDS), min_size=1, max_size=8)
+LOADS = st.lists(st.builds(TurnLoad, SECONDS, SECONDS), min_size=1, max_size=8)
 
 
 @given(LOADS, st.floats(0, 1e4), st.floats(1e-3, 100))
 def test_quotas_are_positive_finite_and_bounded(
-    loads: list[Load], switch_s: float, quota_max_s: float
+    loads: list[TurnLoad], switch_s: float, quota_max_s: float
 ) -> None:
     quotas_s = round_quotas_s(loads, switch_s, quota_max_s)
     assert all(math.isfinite(quota_s) and quota_s > 0 for quota_s in quotas_s)
@@ -25,7 +25,7 @@ def test_quotas_are_positive_finite_and_bounded(
 
 @given(LOADS, st.floats(1e-6, 1e4), st.floats(1e-3, 100))
 def test_quotas_follow_the_printed_equations(
-    loads: list[Load], switch_s: float, quota_max_s: float
+    loads: list[TurnLoad], switch_s: float, quota_max_s: float
 ) -> None:
     counts = [load.tokens_per_target for load in loads]
     need = sum(1 / count for count in counts)
@@ -38,7 +38,7 @@ def test_quotas_follow_the_printed_equations(
 
 
 @given(LOADS)
-def test_free_switching_keeps_rounds_short(loads: list[Load]) -> None:
+def test_free_switching_keeps_rounds_short(loads: list[TurnLoad]) -> None:
     quotas_s = round_quotas_s(loads, 0.0, 4.0)
     steps_s = [load.step_s for load in loads]
     for load, quota_s in zip(loads, quotas_s, strict=True):

@@ -18,7 +18,7 @@ from gpupool_state import (
     Database,
     History,
     KeyPowers,
-    Phase,
+    ProfilePhase,
     ProfileRow,
     Registry,
     StateLock,
@@ -284,7 +284,7 @@ class ModelChanged(ModelAdded):
         rows = [
             ProfileRow("emulated", phase, "0.32.0", "main", "float32", "Law", (1.0, 2.0), 64, 128,
                        0.9, 0.1, 0.2, 30, 2.0)
-            for phase in Phase
+            for phase in ProfilePhase
         ]  # fmt: skip
         await self.registry.set_profiles("a", rows)
 

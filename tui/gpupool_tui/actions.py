@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gpupool_tui.dialogs import Choice
+from gpupool_tui.dialogs import DialogChoice
 from gpupool_tui.numbers import size
 from gpupoold.api.client import AdminClient
 from gpupoold.api.schemas import DeviceInfo, RequestInfo, SetModelRequest
@@ -15,7 +15,7 @@ from gpupoold.units import format_duration
 Call = Callable[[AdminClient], str]
 
 
-class Plan(NamedTuple):
+class ActionPlan(NamedTuple):
     """A question with its answers, and the call that each of them stands for.
 
     A call returns what has been done, in words; ``doing`` is said while it lasts.
@@ -24,10 +24,10 @@ class Plan(NamedTuple):
     title: str
     text: str
     doing: str
-    calls: list[tuple[Choice, Call]]
+    calls: list[tuple[DialogChoice, Call]]
 
 
-def plan_pin(model: TopModel) -> Plan:
+def plan_pin(model: TopModel) -> ActionPlan:
     """Keep a model's snapshot in host memory, or let it go."""
     name, is_pinned = model.usage.name, not model.is_pinned
 
@@ -37,13 +37,15 @@ def plan_pin(model: TopModel) -> Plan:
 
     if is_pinned:
         text = "Its snapshot stays in host memory once it is there, also after a restart."
-        return Plan(f"pin {name}?", text, f"pinning {name}", [(Choice("pin it", "pin"), call)])
+        return ActionPlan(
+            f"pin {name}?", text, f"pinning {name}", [(DialogChoice("pin it", "pin"), call)]
+        )
     text = "Its snapshot may go from host memory when others need the room."
-    choice = Choice("unpin it", "unpin")
-    return Plan(f"unpin {name}?", text, f"unpinning {name}", [(choice, call)])
+    choice = DialogChoice("unpin it", "unpin")
+    return ActionPlan(f"unpin {name}?", text, f"unpinning {name}", [(choice, call)])
 
 
-def plan_unload(model: TopModel) -> Plan:
+def plan_unload(model: TopModel) -> ActionPlan:
     """Take a model out of memory, in one of the ways that its live requests allow."""
     name, num_live = model.usage.name, model.usage.num_live
 
@@ -68,11 +70,11 @@ def plan_unload(model: TopModel) -> Plan:
         for mode, when in modes
         for keep in (False, True)
     ]
-    calls = [(Choice(label, str(index)), act) for index, (label, act) in enumerate(ways)]
-    return Plan(f"unload {name}?", text, f"unloading {name}", calls)
+    calls = [(DialogChoice(label, str(index)), act) for index, (label, act) in enumerate(ways)]
+    return ActionPlan(f"unload {name}?", text, f"unloading {name}", calls)
 
 
-def plan_cancel(request: RequestInfo) -> Plan:
+def plan_cancel(request: RequestInfo) -> ActionPlan:
     """End a request."""
     request_id = request.request_id
 
@@ -82,11 +84,11 @@ def plan_cancel(request: RequestInfo) -> Plan:
 
     text = f"{request_id}\nof {request.model} ends with an error; it has "
     text += f"{request.num_output_tokens} tokens."
-    choice = Choice("cancel it", "cancel")
-    return Plan("cancel this request?", text, f"cancelling {request_id}", [(choice, call)])
+    choice = DialogChoice("cancel it", "cancel")
+    return ActionPlan("cancel this request?", text, f"cancelling {request_id}", [(choice, call)])
 
 
-def plan_drain(device: DeviceInfo) -> Plan:
+def plan_drain(device: DeviceInfo) -> ActionPlan:
     """Take a device out of service, or have it back."""
     number = device.device
 
@@ -99,12 +101,16 @@ def plan_drain(device: DeviceInfo) -> Plan:
         return f"device {number}: has work again"
 
     if device.is_draining:
-        choice = Choice("let it have work again", "undrain")
+        choice = DialogChoice("let it have work again", "undrain")
         text = "It gets requests like the others."
-        return Plan(f"undrain device {number}?", text, f"undraining {number}", [(choice, undrain)])
+        return ActionPlan(
+            f"undrain device {number}?", text, f"undraining {number}", [(choice, undrain)]
+        )
     text = f"It gets nothing new, and its {device.num_requests} requests go on on others, or end."
-    choice = Choice("drain it", "drain")
-    return Plan(f"drain device {number}?", text, f"draining device {number}", [(choice, drain)])
+    choice = DialogChoice("drain it", "drain")
+    return ActionPlan(
+        f"drain device {number}?", text, f"draining device {number}", [(choice, drain)]
+    )
 
 
 def set_targets(name: str, ttft_s: float, tbt_s: float) -> Call:

@@ -10,8 +10,8 @@ from textual.binding import Binding, BindingType
 
 from gpupool_tui import details
 from gpupool_tui.actions import (
+    ActionPlan,
     Call,
-    Plan,
     plan_cancel,
     plan_drain,
     plan_pin,
@@ -130,7 +130,7 @@ class TopApp(LookingApp):
         self.say(f"that is for {panel.title.lower()}: press {panel.value} first", "warn")
         return False
 
-    def _propose(self, panel: Panel, plan_of: Callable[[Any], Plan]) -> None:
+    def _propose(self, panel: Panel, plan_of: Callable[[Any], ActionPlan]) -> None:
         if not self._may_change(panel):
             return
         row = self._selected(panel)

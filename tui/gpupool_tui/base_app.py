@@ -17,7 +17,7 @@ from gpupool_tui.board import Board
 from gpupool_tui.compose import Screen, compose
 from gpupool_tui.palette import Palette, palette_of, plain_palette
 from gpupool_tui.picture import Picture
-from gpupool_tui.poller import Poller, Question
+from gpupool_tui.poller import Poller, PollQuestion
 from gpupool_tui.view import View
 from gpupoold.api.schemas_top import Top
 
@@ -97,8 +97,8 @@ class BaseApp(App[None]):
 
     # Answers
 
-    def _question(self) -> Question | None:
-        return None if self.view.is_held else Question.after(self.picture)
+    def _question(self) -> PollQuestion | None:
+        return None if self.view.is_held else PollQuestion.after(self.picture)
 
     def from_thread(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function in the application's thread and wait for its end."""

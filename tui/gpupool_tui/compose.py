@@ -12,7 +12,7 @@ from gpupool_tui.lanes import axis, draw_lane
 from gpupool_tui.layout import share_out, wishes
 from gpupool_tui.numbers import duration
 from gpupool_tui.picture import Picture
-from gpupool_tui.table import Column, Drawn, draw_table, sort_rows, window
+from gpupool_tui.table import DrawnTable, TableColumn, draw_table, sort_rows, window
 from gpupool_tui.text import Line, Span, as_ascii, fit, fit_line, restyled
 from gpupool_tui.view import Panel, View
 from gpupoold.api.schemas import DeviceInfo
@@ -36,10 +36,10 @@ class Screen:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class PanelTable:
     """A panel that is a table: its columns, its rows in order and as they are remembered."""
 
-    columns: Sequence[Column[Any]]
+    columns: Sequence[TableColumn[Any]]
     rows: Sequence[Any]
     key_of: Callable[[Any], str]
     num_all: int
@@ -50,17 +50,19 @@ class Table:
         return [self.key_of(row) for row in self.rows]
 
 
-def tables(picture: Picture, view: View) -> dict[Panel, Table]:
+def tables(picture: Picture, view: View) -> dict[Panel, PanelTable]:
     """The rows of every table that are not filtered out, in their order."""
     wanted = view.filter.lower()
 
-    def rows(panel: Panel, every: Sequence[Any], columns: Any, key_of: Any, text: Any) -> Table:
+    def rows(
+        panel: Panel, every: Sequence[Any], columns: Any, key_of: Any, text: Any
+    ) -> PanelTable:
         kept = [row for row in every if not wanted or wanted in text(row).lower()]
         ordered = sort_rows(kept, columns, view.sorting.get(panel))
         num_all = len(every)
         if panel is Panel.REQUESTS and picture.status is not None:
             num_all = max(num_all, picture.status.num_live_requests)
-        return Table(columns, ordered, key_of, num_all)
+        return PanelTable(columns, ordered, key_of, num_all)
 
     return {
         Panel.DEVICES: rows(
@@ -127,7 +129,7 @@ def _panel(
     panel: Panel,
     picture: Picture,
     view: View,
-    all_tables: dict[Panel, Table],
+    all_tables: dict[Panel, PanelTable],
     width: int,
     height: int,
 ) -> tuple[list[Line], list[str]]:
@@ -150,7 +152,7 @@ def _panel(
     return [title, *drawn.lines], drawn.keys
 
 
-def _notes(panel: Panel, table: Table, drawn: Drawn, view: View) -> list[str]:
+def _notes(panel: Panel, table: PanelTable, drawn: DrawnTable, view: View) -> list[str]:
     notes = []
     if view.filter and panel is not Panel.DEVICES:
         notes.append(f"{len(table.rows)} with {view.filter!r}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gpupool_tui.bars import gauge, memory_bar
 from gpupool_tui.lanes import colour_of
 from gpupool_tui.numbers import NOTHING, duration, size
-from gpupool_tui.table import Column, or_least
+from gpupool_tui.table import TableColumn, or_least
 from gpupool_tui.text import Line, Span, fit
 from gpupool_tui.view import View
 from gpupoold.api.schemas import DeviceInfo
@@ -100,22 +100,22 @@ def _waiting_for_kv(device: DeviceInfo, view: View, width: int) -> Line:
     return (Span(str(device.num_waiting_for_kv), "warn" if device.num_waiting_for_kv else ""),)
 
 
-COLUMNS: Sequence[Column[DeviceInfo]] = (
-    Column("device", "DEV", 3, _number, lambda one: one.device, right=True),
-    Column("role", "ROLE", 8, _role, lambda one: one.role, rank=2),
-    Column("turn", "ON TURN", 10, _on_turn, lambda one: one.on_turn or "~", grows=22),
-    Column("quota", "QUOTA", 19, _quota, rank=3),
-    Column(
+COLUMNS: Sequence[TableColumn[DeviceInfo]] = (
+    TableColumn("device", "DEV", 3, _number, lambda one: one.device, right=True),
+    TableColumn("role", "ROLE", 8, _role, lambda one: one.role, rank=2),
+    TableColumn("turn", "ON TURN", 10, _on_turn, lambda one: one.on_turn or "~", grows=22),
+    TableColumn("quota", "QUOTA", 19, _quota, rank=3),
+    TableColumn(
         "util", "UTIL", 4, _utilisation, lambda one: or_least(one.utilisation), True, True, rank=5
     ),
-    Column(
+    TableColumn(
         "temp", "TEMP", 5, _temperature, lambda one: or_least(one.temperature_c), True, True, rank=6
     ),
-    Column("power", "POWER", 5, _power, lambda one: or_least(one.power_w), True, True, rank=7),
-    Column("live", "LIVE", 4, _live, lambda one: one.num_requests, True, True, rank=1),
-    Column("memory", "MEMORY", 24, _memory, lambda one: one.free_bytes, grows=46),
-    Column("host", "KV-HOST", 7, _host_kv, lambda one: one.kv_host_bytes, True, True, rank=8),
-    Column("wait", "KV-WAIT", 7, _waiting_for_kv, None, True, True, rank=9),
+    TableColumn("power", "POWER", 5, _power, lambda one: or_least(one.power_w), True, True, rank=7),
+    TableColumn("live", "LIVE", 4, _live, lambda one: one.num_requests, True, True, rank=1),
+    TableColumn("memory", "MEMORY", 24, _memory, lambda one: one.free_bytes, grows=46),
+    TableColumn("host", "KV-HOST", 7, _host_kv, lambda one: one.kv_host_bytes, True, True, rank=8),
+    TableColumn("wait", "KV-WAIT", 7, _waiting_for_kv, None, True, True, rank=9),
 )
 
 

@@ -36,7 +36,7 @@ _CSS = """
 """
 
 
-class Choice(NamedTuple):
+class DialogChoice(NamedTuple):
     """An answer to a question, in words."""
 
     label: str
@@ -68,7 +68,7 @@ class ChoiceDialog(_Dialog[str]):
     DEFAULT_CSS = _CSS.format(name="ChoiceDialog")
 
     def __init__(
-        self, title: str, text: str, choices: Sequence[Choice], *, is_ascii: bool = False
+        self, title: str, text: str, choices: Sequence[DialogChoice], *, is_ascii: bool = False
     ) -> None:
         super().__init__(is_ascii=is_ascii)
         self._title = title

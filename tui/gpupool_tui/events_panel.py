@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpupool_tui.numbers import clock
-from gpupool_tui.table import Column
+from gpupool_tui.table import TableColumn
 from gpupool_tui.text import Line, Span
 from gpupool_tui.view import View
 from gpupoold.api.schemas import EventInfo
@@ -40,10 +40,10 @@ def _message(event: EventInfo, view: View, width: int) -> Line:
     return (Span(clean(event.message), "bad" if event.level == "error" else ""),)
 
 
-COLUMNS: Sequence[Column[EventInfo]] = (
-    Column("time", "TIME", 8, _time),
-    Column("level", "LEVEL", 5, _level),
-    Column("kind", "WHAT", 14, _kind, grows=6),
-    Column("subject", "OF", 8, _subject, rank=1, grows=12),
-    Column("message", "MESSAGE", 24, _message, grows=200),
+COLUMNS: Sequence[TableColumn[EventInfo]] = (
+    TableColumn("time", "TIME", 8, _time),
+    TableColumn("level", "LEVEL", 5, _level),
+    TableColumn("kind", "WHAT", 14, _kind, grows=6),
+    TableColumn("subject", "OF", 8, _subject, rank=1, grows=12),
+    TableColumn("message", "MESSAGE", 24, _message, grows=200),
 )

@@ -7,7 +7,7 @@ from textual.widgets import Input
 
 from gpupool_tui.base_app import THEMES, BaseApp
 from gpupool_tui.board import Board
-from gpupool_tui.compose import Table, tables
+from gpupool_tui.compose import PanelTable, tables
 from gpupool_tui.dialogs import TextDialog
 from gpupool_tui.help import help_text
 from gpupool_tui.table import next_sorting
@@ -24,7 +24,7 @@ class LookingApp(BaseApp):
         """The panel whose rows keys move through: lanes are devices."""
         return Panel.DEVICES if self.view.focus is Panel.LANES else self.view.focus
 
-    def _table(self) -> Table:
+    def _table(self) -> PanelTable:
         return tables(self.picture, self.view)[self.list_panel]
 
     def action_move(self, step: int) -> None:

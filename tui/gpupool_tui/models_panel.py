@@ -9,7 +9,7 @@ from gpupool_tui.bars import sparkline
 from gpupool_tui.lanes import colour_of
 from gpupool_tui.numbers import NOTHING, count, duration, percent, ranges, size
 from gpupool_tui.picture import Picture
-from gpupool_tui.table import Column, or_last, or_least
+from gpupool_tui.table import TableColumn, or_last, or_least
 from gpupool_tui.text import Line, Span
 from gpupool_tui.view import View
 from gpupoold.api.schemas_top import TopModel
@@ -98,19 +98,21 @@ def _pinned(model: TopModel, view: View, width: int) -> Line:
     return (Span("yes") if model.is_pinned else Span(NOTHING, "dim"),)
 
 
-def _bytes(key: str, title: str, value: Callable[[TopModel], int], rank: int) -> Column[TopModel]:
+def _bytes(
+    key: str, title: str, value: Callable[[TopModel], int], rank: int
+) -> TableColumn[TopModel]:
     """A column of sizes."""
 
     def cell(model: TopModel, view: View, width: int) -> Line:
         num_bytes = value(model)
         return (Span(size(num_bytes), "" if num_bytes else "dim"),)
 
-    return Column(key, title, 7, cell, value, descends=True, right=True, rank=rank)
+    return TableColumn(key, title, 7, cell, value, descends=True, right=True, rank=rank)
 
 
 def _share(
     key: str, title: str, value: Callable[[TopModel], float | None], rank: int
-) -> Column[TopModel]:
+) -> TableColumn[TopModel]:
     """A column of shares of tokens that were in time; the worst are first when sorted."""
 
     def cell(model: TopModel, view: View, width: int) -> Line:
@@ -121,7 +123,7 @@ def _share(
             return (Span(percent(share) + view.glyphs.late, "bad"),)
         return (Span(percent(share), "good"),)
 
-    return Column(key, title, 5, cell, lambda one: or_last(value(one)), right=True, rank=rank)
+    return TableColumn(key, title, 5, cell, lambda one: or_last(value(one)), right=True, rank=rank)
 
 
 def _figure(
@@ -133,15 +135,15 @@ def _figure(
     rank: int = 0,
     *,
     descends: bool = True,
-) -> Column[TopModel]:
+) -> TableColumn[TopModel]:
     """A column of numbers."""
-    return Column(key, title, width, cell, value, descends=descends, right=True, rank=rank)
+    return TableColumn(key, title, width, cell, value, descends=descends, right=True, rank=rank)
 
 
-_BEFORE: tuple[Column[TopModel], ...] = (
-    Column("name", "MODEL", 10, _name, lambda one: one.usage.name, grows=30),
-    Column("state", "STATE", 8, _state, lambda one: one.usage.state, rank=7),
-    Column("on", "ON", 4, _where, lambda one: (not one.devices, one.devices), rank=2, grows=4),
+_BEFORE: tuple[TableColumn[TopModel], ...] = (
+    TableColumn("name", "MODEL", 10, _name, lambda one: one.usage.name, grows=30),
+    TableColumn("state", "STATE", 8, _state, lambda one: one.usage.state, rank=7),
+    TableColumn("on", "ON", 4, _where, lambda one: (not one.devices, one.devices), rank=2, grows=4),
     _figure("live", "LIVE", 4, _live, lambda one: one.usage.num_live),
     _figure("wait", "WAIT", 4, _waiting, lambda one: one.usage.num_waiting),
     _figure("ttft", "TTFT p50/99", 15, _ttft, lambda one: or_least(one.usage.ttft_p99_s), 1),
@@ -150,20 +152,20 @@ _BEFORE: tuple[Column[TopModel], ...] = (
     _share("1m", "1MIN%", lambda one: one.usage.attainment_1m, 0),
     _share("1h", "1H%", lambda one: one.usage.attainment_1h, 6),
 )
-_AFTER: tuple[Column[TopModel], ...] = (
+_AFTER: tuple[TableColumn[TopModel], ...] = (
     _figure("rate", "TOK/S", 5, _rate, lambda one: one.usage.tokens_per_s, 3),
     _bytes("weights", "WEIGHTS", lambda one: one.usage.weights_total_bytes, 10),
     _bytes("kv", "KV", lambda one: one.usage.kv_resident_bytes, 11),
     _bytes("paused", "PAUSED", lambda one: one.usage.kv_host_bytes, 12),
-    Column("pin", "PIN", 4, _pinned, lambda one: not one.is_pinned, rank=13),
+    TableColumn("pin", "PIN", 4, _pinned, lambda one: not one.is_pinned, rank=13),
 )
 
 
-def columns(picture: Picture) -> Sequence[Column[TopModel]]:
+def columns(picture: Picture) -> Sequence[TableColumn[TopModel]]:
     """The columns; the sparkline's needs what was told in earlier answers."""
 
     def spark(model: TopModel, view: View, width: int) -> Line:
         shares = picture.minutes_of(model.usage.name)
         return (Span(sparkline(shares, width, view.glyphs), "spark"),)
 
-    return (*_BEFORE, Column("spark", "LAST HOUR", 10, spark, rank=9, grows=20), *_AFTER)
+    return (*_BEFORE, TableColumn("spark", "LAST HOUR", 10, spark, rank=9, grows=20), *_AFTER)

@@ -18,7 +18,7 @@ _RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PollQuestion:
     """What the next answer has to tell anew."""
 
     turns_after: int
@@ -28,13 +28,13 @@ class Question:
     """The daemon's that was asked before."""
 
     @classmethod
-    def after(cls, picture: Picture) -> Question:
+    def after(cls, picture: Picture) -> PollQuestion:
         """What ``picture`` lacks."""
         pid = None if picture.status is None else picture.status.pid
         return cls(picture.last_turn_id, picture.last_event_id, picture.wants_minutes, pid)
 
 
-def ask(client: AdminClient, question: Question) -> Top:
+def ask(client: AdminClient, question: PollQuestion) -> Top:
     """The daemon's answer. One that was started again counts its turns anew: it is asked for
     all of them."""
     top = client.top(question.turns_after, question.events_after, minutes=question.minutes)
@@ -52,7 +52,7 @@ class Poller(threading.Thread):
     def __init__(
         self,
         socket_path: Path,
-        next_question: Callable[[], Question | None],
+        next_question: Callable[[], PollQuestion | None],
         interval_s: Callable[[], float],
         on_answer: Callable[[Top], None],
         on_lost: Callable[[str], None],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gpupool_tui.lanes import colour_of
 from gpupool_tui.numbers import NOTHING, count, duration
-from gpupool_tui.table import Column
+from gpupool_tui.table import TableColumn
 from gpupool_tui.text import Line, Span
 from gpupool_tui.view import View
 from gpupoold.api.schemas import RequestInfo
@@ -56,10 +56,10 @@ def _due(request: RequestInfo, view: View, width: int) -> Line:
     return due(request, view)
 
 
-COLUMNS: Sequence[Column[RequestInfo]] = (
-    Column("id", "REQUEST", 12, _id, lambda one: one.request_id, grows=36),
-    Column("model", "MODEL", 10, _model, lambda one: one.model, grows=20),
-    Column(
+COLUMNS: Sequence[TableColumn[RequestInfo]] = (
+    TableColumn("id", "REQUEST", 12, _id, lambda one: one.request_id, grows=36),
+    TableColumn("model", "MODEL", 10, _model, lambda one: one.model, grows=20),
+    TableColumn(
         "device",
         "DEV",
         3,
@@ -67,8 +67,8 @@ COLUMNS: Sequence[Column[RequestInfo]] = (
         lambda one: -1 if one.device is None else one.device,
         right=True,
     ),
-    Column("age", "AGE", 6, _age, lambda one: one.age_s, descends=True, right=True),
-    Column(
+    TableColumn("age", "AGE", 6, _age, lambda one: one.age_s, descends=True, right=True),
+    TableColumn(
         "prompt",
         "PROMPT",
         6,
@@ -78,7 +78,7 @@ COLUMNS: Sequence[Column[RequestInfo]] = (
         right=True,
         rank=2,
     ),
-    Column(
+    TableColumn(
         "tokens",
         "TOKENS",
         6,
@@ -88,5 +88,5 @@ COLUMNS: Sequence[Column[RequestInfo]] = (
         right=True,
         rank=1,
     ),
-    Column("due", "NEXT DUE", 12, _due, lambda one: one.next_deadline_in_s, right=True),
+    TableColumn("due", "NEXT DUE", 12, _due, lambda one: one.next_deadline_in_s, right=True),
 )

@@ -15,7 +15,7 @@ _LAST = (1, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Column(Generic[Row]):
+class TableColumn(Generic[Row]):
     """A column of ``width`` cells, or more where it ``grows`` and there is room.
 
     ``cell`` gets a row, what was chosen and the width, and may be shorter. Columns with a
@@ -36,7 +36,7 @@ class Column(Generic[Row]):
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnTable:
     """A table's lines, its header first; the keys of the rows below it; the columns that did
     not fit; rows that it has in all."""
 
@@ -57,8 +57,8 @@ def or_least(value: float | None) -> tuple[int, float]:
 
 
 def fit_columns(
-    columns: Sequence[Column[Row]], width: int
-) -> tuple[list[tuple[Column[Row], int]], list[str]]:
+    columns: Sequence[TableColumn[Row]], width: int
+) -> tuple[list[tuple[TableColumn[Row], int]], list[str]]:
     """The columns that fit and their widths, and the titles of the others."""
     chosen = list(columns)
     while len(chosen) > 1 and sum(one.width + GAP for one in chosen) - GAP > width:
@@ -78,7 +78,7 @@ def fit_columns(
 
 
 def sort_rows(
-    rows: Sequence[Row], columns: Sequence[Column[Row]], sorting: Sorting | None
+    rows: Sequence[Row], columns: Sequence[TableColumn[Row]], sorting: Sorting | None
 ) -> list[Row]:
     """The rows in the order chosen; equal ones as they came."""
     column = next((one for one in columns if sorting and one.key == sorting.column), None)
@@ -87,7 +87,7 @@ def sort_rows(
     return sorted(rows, key=column.order, reverse=column.descends != sorting.is_reversed)
 
 
-def next_sorting(columns: Sequence[Column[Row]], sorting: Sorting, step: int) -> Sorting:
+def next_sorting(columns: Sequence[TableColumn[Row]], sorting: Sorting, step: int) -> Sorting:
     """Sorted by the column before or after, of those that rows can be sorted by."""
     keys = [one.key for one in columns if one.order is not None]
     index = keys.index(sorting.column) if sorting.column in keys else 0
@@ -103,7 +103,7 @@ def window(num_rows: int, height: int, selected: int, *, at_end: bool = False) -
 
 
 def draw_table(
-    columns: Sequence[Column[Row]],
+    columns: Sequence[TableColumn[Row]],
     rows: Sequence[Row],
     key_of: Callable[[Row], str],
     view: View,
@@ -113,7 +113,7 @@ def draw_table(
     height: int,
     *,
     at_end: bool = False,
-) -> Drawn:
+) -> DrawnTable:
     """``height`` lines of ``width`` cells: a header and rows that are sorted already."""
     fitted, left_out = fit_columns(columns, width - 1)
     keys = [key_of(row) for row in rows]
@@ -126,11 +126,11 @@ def draw_table(
         line = fit_line((mark, *_cells(fitted, rows[number], view)), width)
         lines.append(restyled(line, "selected") if is_selected else line)
     lines += [(Span(" " * width),)] * (height - len(lines))
-    return Drawn(lines[:height], [keys[number] for number in shown], left_out, len(rows))
+    return DrawnTable(lines[:height], [keys[number] for number in shown], left_out, len(rows))
 
 
 def _header(
-    fitted: Sequence[tuple[Column[Row], int]], view: View, sorting: Sorting | None
+    fitted: Sequence[tuple[TableColumn[Row], int]], view: View, sorting: Sorting | None
 ) -> list[Span]:
     spans = [Span(" ")]
     for column, width in fitted:
@@ -147,7 +147,7 @@ def _header(
     return spans
 
 
-def _cells(fitted: Sequence[tuple[Column[Row], int]], row: Row, view: View) -> list[Span]:
+def _cells(fitted: Sequence[tuple[TableColumn[Row], int]], row: Row, view: View) -> list[Span]:
     spans: list[Span] = []
     for column, width in fitted:
         cell = column.cell(row, view, width)

@@ -10,7 +10,13 @@ from gpupoold.api.schemas import ModelInfo, RequestRecord
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.planner.file import read_models
-from gpupoold.sim.planner.load import Load, RecordedRequest, history_load, poisson_load, trace_load
+from gpupoold.sim.planner.load import (
+    PlanLoad,
+    RecordedRequest,
+    history_load,
+    poisson_load,
+    trace_load,
+)
 from gpupoold.sim.planner.models import PlannedModel, read_checkpoint, read_shape
 
 
@@ -25,7 +31,7 @@ class Inputs(NamedTuple):
     """Everything that the answers rest on."""
 
     models: tuple[PlannedModel, ...]
-    load: Load
+    load: PlanLoad
     notes: tuple[str, ...]
 
 

@@ -18,7 +18,7 @@ from gpupool_cli.session import open_client
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.planner.models import place
-from gpupoold.sim.planner.plan import Question, check_question, make_plan
+from gpupoold.sim.planner.plan import PlanQuestion, check_question, make_plan
 
 REGISTERED, RECORDED = "registered", "recorded"
 # Runs of a load that is drawn: one alone may be lucky.
@@ -77,7 +77,7 @@ def plan(
     box = parse_box(devices, tensor_parallel)
     inputs = _inputs(ctx, models, trace, rps, duration)
     placed = place(inputs.models, box)
-    question = Question(
+    question = PlanQuestion(
         box=box,
         models=placed.models,
         load=inputs.load,

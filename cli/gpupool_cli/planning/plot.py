@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from gpupoold.errors import UsageError
 from gpupoold.sim.metrics import GOODPUT_ATTAINMENT
-from gpupoold.sim.run import Row
+from gpupoold.sim.run import RunRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +42,7 @@ def check_plot(path: Path) -> None:
         raise UsageError("--plot needs matplotlib", "pip install 'gpupool[plot]'")
 
 
-def save_plot(rows: Sequence[Row], titles: Mapping[str, str], path: Path) -> None:
+def save_plot(rows: Sequence[RunRow], titles: Mapping[str, str], path: Path) -> None:
     """Draw one panel per preset, with ``titles`` by preset, and write the file.
 
     Raises:
@@ -61,8 +61,8 @@ def save_plot(rows: Sequence[Row], titles: Mapping[str, str], path: Path) -> Non
             raise UsageError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def _draw(figure: Figure, rows: Sequence[Row], titles: Mapping[str, str]) -> Figure:
-    panels: dict[str, list[Row]] = {}
+def _draw(figure: Figure, rows: Sequence[RunRow], titles: Mapping[str, str]) -> Figure:
+    panels: dict[str, list[RunRow]] = {}
     for row in rows:
         panels.setdefault(row["preset"], []).append(row)
     policies = list(dict.fromkeys(row["policy"] for row in rows))
@@ -82,7 +82,7 @@ def _draw(figure: Figure, rows: Sequence[Row], titles: Mapping[str, str]) -> Fig
     return figure
 
 
-def _draw_panel(axes: Axes, rows: Sequence[Row], styles: Mapping[str, tuple[str, str]]) -> None:
+def _draw_panel(axes: Axes, rows: Sequence[RunRow], styles: Mapping[str, tuple[str, str]]) -> None:
     served = [row for row in rows if row["attainment"] is not None]
     if len({row[row["axis"]] for row in rows}) > 1:
         _draw_lines(axes, served, styles)
@@ -95,7 +95,7 @@ def _draw_panel(axes: Axes, rows: Sequence[Row], styles: Mapping[str, tuple[str,
     axes.set_axisbelow(True)
 
 
-def _draw_lines(axes: Axes, rows: Sequence[Row], styles: Mapping[str, tuple[str, str]]) -> None:
+def _draw_lines(axes: Axes, rows: Sequence[RunRow], styles: Mapping[str, tuple[str, str]]) -> None:
     for policy, (colour, marker) in styles.items():
         line = sorted(
             (row[row["axis"]], 100 * (row["attainment"] or 0.0))
@@ -108,7 +108,7 @@ def _draw_lines(axes: Axes, rows: Sequence[Row], styles: Mapping[str, tuple[str,
     axes.locator_params(axis="x", integer=any(row["axis"] == "models" for row in rows))
 
 
-def _draw_bars(axes: Axes, rows: Sequence[Row], styles: Mapping[str, tuple[str, str]]) -> None:
+def _draw_bars(axes: Axes, rows: Sequence[RunRow], styles: Mapping[str, tuple[str, str]]) -> None:
     """A single load: one bar per policy, with its number."""
     for position, row in enumerate(rows):
         height = 100 * (row["attainment"] or 0.0)

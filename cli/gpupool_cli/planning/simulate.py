@@ -21,8 +21,8 @@ from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.presets import poisson_panel, preset_names, preset_panels, trace_panel
 from gpupoold.sim.roles_text import parse_roles
-from gpupoold.sim.run import Row, run_points
-from gpupoold.sim.scenario import Overrides, Panel, Point
+from gpupoold.sim.run import RunRow, run_points
+from gpupoold.sim.scenario import FigurePanel, Overrides, Point
 
 _LIST_COLUMNS = (Column("PRESET"), Column("WHAT"))
 
@@ -124,7 +124,7 @@ def simulate(
         say(f"plot: {plot}")
 
 
-def _panels(preset: str | None, trace: Path | None) -> tuple[Panel, ...]:
+def _panels(preset: str | None, trace: Path | None) -> tuple[FigurePanel, ...]:
     if preset is not None and trace is not None:
         raise UsageError("both a preset and --trace: give one of them")
     if trace is not None:
@@ -132,16 +132,18 @@ def _panels(preset: str | None, trace: Path | None) -> tuple[Panel, ...]:
     return (poisson_panel(),) if preset is None else preset_panels(preset)
 
 
-def _points(panels: Sequence[Panel], wanted: Overrides, workloads: Path | None) -> list[Point]:
+def _points(
+    panels: Sequence[FigurePanel], wanted: Overrides, workloads: Path | None
+) -> list[Point]:
     if workloads is None and any(panel.workload.needs_folder for panel in panels):
         workloads = load_settings().paths.workloads_dir
     wanted = replace(wanted, workloads_dir=workloads)
     return [point for panel in panels for point in panel.changed(wanted).points()]
 
 
-def _run(points: Sequence[Point], jobs: int, as_json: bool) -> list[Row]:
+def _run(points: Sequence[Point], jobs: int, as_json: bool) -> list[RunRow]:
     """The rows of all points; printed one by one as JSON if asked for."""
-    rows: list[Row] = []
+    rows: list[RunRow] = []
     with PointsView(points, jobs, keeps_stdout=as_json) as view:
         for row in run_points(points, jobs=jobs, on_progress=view.show):
             rows.append(row)
@@ -152,7 +154,7 @@ def _run(points: Sequence[Point], jobs: int, as_json: bool) -> list[Row]:
     return rows
 
 
-def _tell_refusals(rows: Sequence[Row]) -> None:
+def _tell_refusals(rows: Sequence[RunRow]) -> None:
     """Say which points were refused; raises UsageError if all were."""
     refusals = [row for row in rows if "refused" in row]
     if len(refusals) == len(rows):

@@ -14,7 +14,7 @@ from gpupool_cli.output import NOTHING, Column, duration_text, print_line, print
 from gpupool_cli.progress import BarView, description_column
 from gpupoold.sim.metrics import Goodput
 from gpupoold.sim.roles_text import AUTO
-from gpupoold.sim.run import Row, sweep_goodput
+from gpupoold.sim.run import RunRow, sweep_goodput
 from gpupoold.sim.scenario import Point
 
 _SHOW_EVERY_S = 0.1
@@ -87,7 +87,7 @@ class PointsView(BarView):
         return f"{index + 1} of {len(self._points)}: {self._points[index]}"
 
 
-def print_rows(rows: Sequence[Row]) -> None:
+def print_rows(rows: Sequence[RunRow]) -> None:
     """A table of the rows, and one of the goodputs where a load was swept."""
     more = _more_columns(rows)
     columns = [*_COLUMNS, *(column for column, _ in more)]
@@ -106,7 +106,7 @@ def print_rows(rows: Sequence[Row]) -> None:
         )
 
 
-def _lowest(rows: Sequence[Row], preset: str) -> float:
+def _lowest(rows: Sequence[RunRow], preset: str) -> float:
     return min(row[row["axis"]] for row in rows if row["preset"] == preset)
 
 
@@ -116,9 +116,9 @@ def _goodput_text(best: Goodput | None, axis: str, lowest: float) -> str:
     return f"{'at least ' if best.is_lower_bound else ''}{best.load:.3g} {axis}"
 
 
-def _more_columns(rows: Sequence[Row]) -> list[tuple[Column, Callable[[Row], str]]]:
+def _more_columns(rows: Sequence[RunRow]) -> list[tuple[Column, Callable[[RunRow], str]]]:
     """Columns that only some experiments need, with what they show of a row."""
-    more: list[tuple[Column, Callable[[Row], str]]] = []
+    more: list[tuple[Column, Callable[[RunRow], str]]] = []
     if any("active_models_mean" in row for row in rows):
         more.append((_ACTIVE, _active))
     if any(row["roles"] != AUTO for row in rows):
@@ -137,11 +137,11 @@ def _more_columns(rows: Sequence[Row]) -> list[tuple[Column, Callable[[Row], str
     return more
 
 
-def _active(row: Row) -> str:
+def _active(row: RunRow) -> str:
     return f"{row['active_models_mean']:.2f}" if "active_models_mean" in row else NOTHING
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: RunRow) -> list[str]:
     named = [row["preset"], row["policy"], row["devices"], str(row["models"]), f"{row['rps']:.3g}"]
     shares = [_percent(row["attainment"]), _percent(row["attainment_paper"])]
     times = [duration_text(row[key]) for key in ("ttft_p50_s", "ttft_p99_s", "tbt_p99_s")]

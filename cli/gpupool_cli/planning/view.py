@@ -16,7 +16,14 @@ from gpupool_cli.progress import BarView, description_column
 from gpupoold.sim.metrics import Summary
 from gpupoold.sim.planner.models import Basis, PlannedModel
 from gpupoold.sim.planner.notes import notes_on
-from gpupoold.sim.planner.plan import MAX_DEVICES, Plan, PolicyResult, Question, Tried, models_below
+from gpupoold.sim.planner.plan import (
+    MAX_DEVICES,
+    Plan,
+    PlanQuestion,
+    PolicyResult,
+    Tried,
+    models_below,
+)
 from gpupoold.sim.planner.run import Attained
 from gpupoold.units import format_duration
 
@@ -41,7 +48,7 @@ _COLUMNS = (
 class Planned:
     """A plan and everything its report needs."""
 
-    question: Question
+    question: PlanQuestion
     plan: Plan
     basis: Mapping[str, Basis]
     models: Sequence[PlannedModel]

@@ -65,7 +65,7 @@ class DeviceMeter:
         self.moved_bytes["kv_out"] += switch.kv_out_bytes
         return kind
 
-    def turn_ended(self, message: m.TurnEnded) -> bool:
+    def turn_ended(self, message: m.TurnReport) -> bool:
         """Count a turn; whether its model came without a switch that was told of."""
         if message.began_s is None:
             return False
@@ -132,7 +132,7 @@ class Meters:
         kind = self.device(switch.device).switched(switch)
         self.switch_seconds[kind].add(switch.total_s)
 
-    def turn_ended(self, number: int, message: m.TurnEnded) -> None:
+    def turn_ended(self, number: int, message: m.TurnReport) -> None:
         """A device has told of the end of a turn."""
         if self.device(number).turn_ended(message):
             self.switch_seconds["resident"].add(0.0)

@@ -17,7 +17,7 @@ _NUM_KEPT = 4096
 
 
 @dataclass(slots=True)
-class Turn:
+class TurnRecord:
     """A turn that is over, with the switch that made it possible; ids grow by one.
 
     ``began_s`` (monotonic) is when the model could run. ``switch`` is None where nothing had
@@ -64,7 +64,7 @@ class TurnLog:
 
     def __init__(self, num_kept: int = _NUM_KEPT) -> None:
         self.last_id = 0
-        self._kept: deque[Turn] = deque(maxlen=num_kept)
+        self._kept: deque[TurnRecord] = deque(maxlen=num_kept)
         self._going: dict[int, _Going] = {}
 
     def switched(self, switch: m.SwitchRecord) -> None:
@@ -84,7 +84,7 @@ class TurnLog:
             going.model, going.num_tokens = outputs.model, 0
         going.num_tokens += sum(len(item.new_token_ids) for item in outputs.progress)
 
-    def ended(self, device: int, message: m.TurnEnded) -> None:
+    def ended(self, device: int, message: m.TurnReport) -> None:
         """A turn is over; one that never could run left nothing but its switch."""
         if message.began_s is None:
             return
@@ -100,7 +100,7 @@ class TurnLog:
         """What was under way there is lost."""
         self._going.pop(device, None)
 
-    def after(self, after_id: int, limit: int) -> list[Turn]:
+    def after(self, after_id: int, limit: int) -> list[TurnRecord]:
         """Up to ``limit`` turns with larger ids, oldest first: the latest where there are more."""
         num_new = self.last_id - max(0, after_id)
         count = min(num_new, limit, len(self._kept))
@@ -129,7 +129,9 @@ class TurnLog:
         did_run: bool = True,
     ) -> None:
         self.last_id += 1
-        turn = Turn(self.last_id, device, model, began_s, seconds, num_tokens, switch, did_run)
+        turn = TurnRecord(
+            self.last_id, device, model, began_s, seconds, num_tokens, switch, did_run
+        )
         self._kept.append(turn)
 
 
@@ -141,7 +143,7 @@ def _together(first: m.SwitchRecord, second: m.SwitchRecord) -> m.SwitchRecord:
     return msgspec.structs.replace(first, **added)
 
 
-def _last(turns: deque[Turn], count: int) -> Iterable[Turn]:
+def _last(turns: deque[TurnRecord], count: int) -> Iterable[TurnRecord]:
     """The last ``count``, in order; a deque is quick at its ends only."""
     found = [turn for turn, _ in zip(reversed(turns), range(count), strict=False)]
     return reversed(found)

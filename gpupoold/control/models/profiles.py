@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from gpupool_state import ModelRow, Phase, ProfileRow
+from gpupool_state import ModelRow, ProfilePhase, ProfileRow
 from gpupoold.latency.models import LatencyModel, SwitchModel
 from gpupoold.latency.stored import Profile, StoredFit, StoredLatency
 from gpupoold.wire.messages import LoadedModel, WorkerReady
@@ -23,7 +23,7 @@ def is_profiled(row: ModelRow, ready: WorkerReady) -> bool:
         and profile.engine_version == ready.engine_version
         and profile.revision == row.spec.revision
     }
-    return {Phase.PREFILL, Phase.DECODE} <= known
+    return {ProfilePhase.PREFILL, ProfilePhase.DECODE} <= known
 
 
 def profile_rows(
@@ -39,7 +39,7 @@ def profile_rows(
     """
     switch = ProfileRow(
         device=ready.device_name,
-        phase=Phase.SWITCH,
+        phase=ProfilePhase.SWITCH,
         engine_version=ready.engine_version,
         revision=revision,
         dtype=loaded.dtype,
@@ -53,7 +53,7 @@ def profile_rows(
         num_points=1,
         measured_at=measured_at,
     )
-    fits = ((Phase.PREFILL, measured.prefill), (Phase.DECODE, measured.decode))
+    fits = ((ProfilePhase.PREFILL, measured.prefill), (ProfilePhase.DECODE, measured.decode))
     # A fit's fields are columns of the row by the same names.
     rows = [replace(switch, phase=phase, **asdict(fit)) for phase, fit in fits if fit is not None]
     return [*rows, switch]
@@ -67,10 +67,10 @@ def latency_on(profiles: Sequence[ProfileRow], device: str | None = None) -> Sto
     if device is None and profiles:
         device = profiles[-1].device
     by_phase = {profile.phase: profile for profile in profiles if profile.device == device}
-    switch = by_phase.get(Phase.SWITCH)
+    switch = by_phase.get(ProfilePhase.SWITCH)
     if switch is None:
         return None
-    prefill, decode = by_phase.get(Phase.PREFILL), by_phase.get(Phase.DECODE)
+    prefill, decode = by_phase.get(ProfilePhase.PREFILL), by_phase.get(ProfilePhase.DECODE)
     return StoredLatency(
         device=switch.device,
         engine_version=switch.engine_version,

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from gpupoold.system.activity import Activity, Phase, digest
+from gpupoold.system.activity import Activity, ThreadPhase, digest
 from gpupoold.system.process import OUT_OF_MEMORY_STATUS
 
 # What a process gets for what it does itself. Every other signal comes from somebody else.
@@ -43,7 +43,7 @@ class Death:
 def _in_words(activity: Activity) -> str:
     what = f"{activity.phase.text} {activity.model}".rstrip()
     num_requests = len(activity.requests or ())
-    if activity.phase is not Phase.STEP or not num_requests:
+    if activity.phase is not ThreadPhase.STEP or not num_requests:
         return what
     return f"{what} with {num_requests} request{'s' * (num_requests != 1)}"
 
@@ -117,7 +117,7 @@ def candidates_of(death: Death, model_of: Mapping[str, str]) -> Candidates:
         if activity.phase.is_due_to_model:
             models.add(activity.model)
         requests.update(_requests_of(activity, model_of))
-    has_unknown = any(one.phase is Phase.COPY for one in death.activities)
+    has_unknown = any(one.phase is ThreadPhase.COPY for one in death.activities)
     return Candidates(frozenset(requests), frozenset(models), has_unknown)
 
 

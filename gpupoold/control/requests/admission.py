@@ -93,7 +93,9 @@ class Overload:
         self._drains: dict[str, tuple[float, Drain]] = {}
         self._promised_s: dict[tuple[str, int], list[float]] = {}
 
-    def admission(self, message: m.AddRequest, *, is_routed: bool, is_warm: bool) -> m.Admission:
+    def admission(
+        self, message: m.AddRequest, *, is_routed: bool, is_warm: bool
+    ) -> m.AdmissionAnswer:
         """Whether a request is taken; one that is not is counted.
 
         ``is_routed``: some worker has its model; ``is_warm``: and needs no snapshot first.
@@ -106,7 +108,7 @@ class Overload:
             return _refusal(message, HTTPStatus.SERVICE_UNAVAILABLE, text, _UNROUTED_S)
         found = self._full(message, now_s) or self._late(message, now_s, is_warm=is_warm)
         if found is None:
-            return m.Admission(model, message.request_id)
+            return m.AdmissionAnswer(model, message.request_id)
         reason, text, retry_after_s = found
         self._on_refused(model, reason)
         self._stats.setdefault(model, ModelStats()).now.refused += 1
@@ -256,5 +258,5 @@ class RefusalEvents:
 
 def _refusal(
     message: m.AddRequest, status: HTTPStatus, text: str, retry_after_s: float
-) -> m.Admission:
-    return m.Admission(message.model, message.request_id, status.value, text, retry_after_s)
+) -> m.AdmissionAnswer:
+    return m.AdmissionAnswer(message.model, message.request_id, status.value, text, retry_after_s)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from gpupoold.control.requests.rows import finish_reason
 from gpupoold.domain import FinishReason, Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, RunTurn, Send
+from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, Send, StartTurn
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.event_log import RecordedCore
@@ -173,12 +173,12 @@ class Scheduler:
             self._unsent.pop(one.request_id, None)
         self._tell(*_steps(number, outputs), *(_ended(one) for one in ended))
 
-    def turn_ended(self, number: int, message: m.TurnEnded) -> None:
+    def turn_ended(self, number: int, message: m.TurnReport) -> None:
         """A turn is over."""
         changed = _memory_changed(number, message)
         self._tell(changed, e.TurnEnded(number, message.turn_id))
 
-    def memory_changed(self, number: int, message: m.MemoryChanged) -> None:
+    def memory_changed(self, number: int, message: m.MemoryReport) -> None:
         """What would have to move to run a model has changed."""
         self._tell(_memory_changed(number, message))
 
@@ -209,7 +209,7 @@ class Scheduler:
                 message = self._unsent.pop(action.request_id)
                 self._on_sent(action.request_id, action.device)
                 self._send(action.device, message)
-            case RunTurn():
+            case StartTurn():
                 self._send(action.device, _order(action))
             case Migrate():
                 self._on_migrate(action.request_id, action.source, action.target)
@@ -240,11 +240,11 @@ def _ended(item: m.RequestProgress) -> e.Ended:
     return e.Ended(item.request_id, is_complete)
 
 
-def _memory_changed(number: int, message: m.TurnEnded | m.MemoryChanged) -> e.MemoryChanged:
+def _memory_changed(number: int, message: m.TurnReport | m.MemoryReport) -> e.MemoryChanged:
     return e.MemoryChanged(number, tuple(sorted(message.missing_bytes.items())))
 
 
-def _order(action: RunTurn) -> m.RunTurn:
+def _order(action: StartTurn) -> m.RunTurn:
     turn = action.turn
     if turn is None:
         return m.RunTurn(0, None, 0.0)

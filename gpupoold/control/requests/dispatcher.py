@@ -112,13 +112,13 @@ class Dispatcher:
                 self._note_outputs(worker, message)
             case m.Migrated():
                 self.migrations.left(worker, message)
-            case m.Attached():
+            case m.RequestAttached():
                 self._note_attached(message.request_id)
             case m.KvTransferUsed():
                 self.migrations.kv_transfer_used(message.transfer_id)
-            case m.MemoryChanged():
+            case m.MemoryReport():
                 self.scheduler.memory_changed(worker.number, message)
-            case m.TurnEnded():
+            case m.TurnReport():
                 self.meters.turn_ended(worker.number, message)
                 self.turns.ended(worker.number, message)
                 self.scheduler.turn_ended(worker.number, message)
@@ -306,7 +306,7 @@ class Dispatcher:
         hosts = [worker.number for worker in self.routes.get(message.model, ())]
         is_routed = bool(hosts) and not self.roles.all_draining(hosts)
         if self.live.get(message.request_id) is not None:
-            refusal = m.Admission(message.model, message.request_id, 503, _SAME_ID)
+            refusal = m.AdmissionAnswer(message.model, message.request_id, 503, _SAME_ID)
             self.replies.send(message.frontend, refusal)
             return
         admission = self._overload.admission(message, is_routed=is_routed, is_warm=is_warm)

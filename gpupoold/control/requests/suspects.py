@@ -37,7 +37,7 @@ class _Suspect:
 
 
 @dataclass(slots=True)
-class _Case:
+class _CrashCase:
     """A crash that is due to ``model`` or one of ``requests``, which are removed when cleared."""
 
     model: str
@@ -49,7 +49,7 @@ class Suspects:
 
     def __init__(self) -> None:
         self._suspects: dict[str, _Suspect] = {}  # in the order in which they are tried
-        self._cases: list[_Case] = []
+        self._cases: list[_CrashCase] = []
 
     def __len__(self) -> int:
         """Requests that are suspects, or have been."""
@@ -74,7 +74,7 @@ class Suspects:
         for request_id in convicted:
             self.ended(request_id)
         if len(candidates.models) == 1 and candidates.requests and not convicted:
-            case = _Case(next(iter(candidates.models)), set(candidates.requests))
+            case = _CrashCase(next(iter(candidates.models)), set(candidates.requests))
             self._cases = [*self._cases[-_MAX_CASES:], case]
         for request_id, num_tokens in num_tokens_of.items():
             if request_id in convicted:

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from gpupoold.frontend.grammars.messages import Check, Verdict
+from gpupoold.frontend.grammars.messages import GrammarCheck, GrammarVerdict
 from gpupoold.frontend.preload import preload
 from gpupoold.system.process import (
     GRAMMAR_NICENESS,
@@ -61,7 +61,7 @@ class GrammarChecker:
     def __init__(self, sock: socket.socket, log_level: str) -> None:
         self._sock = sock
         self._log_level = log_level
-        self._channel: BlockingChannel[Check] = BlockingChannel(sock, Check)
+        self._channel: BlockingChannel[GrammarCheck] = BlockingChannel(sock, GrammarCheck)
         self._prepared: OrderedDict[int, Any] = OrderedDict()
         self._trials: dict[int, _Trial] = {}  # by the descriptor that tells the child's end
         self._poll = select.poll()
@@ -94,13 +94,13 @@ class GrammarChecker:
                 trial.is_late, trial.deadline_s = True, now_s + TRIAL_TIMEOUT_S
                 os.kill(trial.pid, signal.SIGKILL)
 
-    def _begin(self, check: Check) -> None:
+    def _begin(self, check: GrammarCheck) -> None:
         try:
             prepared = self._prepare(check)
             read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         except Exception as error:
             _logger.exception("%s: its grammars cannot be checked", check.model.name)
-            self._channel.send(Verdict(check.check_id, "unknown", reason=str(error)[:200]))
+            self._channel.send(GrammarVerdict(check.check_id, "unknown", reason=str(error)[:200]))
             return
         parent_pid = os.getpid()
         try:
@@ -108,7 +108,7 @@ class GrammarChecker:
         except OSError as error:
             os.close(read_fd)
             os.close(write_fd)
-            self._channel.send(Verdict(check.check_id, "unknown", reason=str(error)))
+            self._channel.send(GrammarVerdict(check.check_id, "unknown", reason=str(error)))
             return
         if pid == 0:
             self._try(prepared, check, write_fd, parent_pid)
@@ -118,7 +118,7 @@ class GrammarChecker:
         self._trials[ended_fd] = _Trial(check.check_id, pid, read_fd, deadline_s)
         self._poll.register(ended_fd, select.POLLIN)
 
-    def _prepare(self, check: Check) -> Any:
+    def _prepare(self, check: GrammarCheck) -> Any:
         if check.mount_id not in self._prepared:
             with importing():
                 preload(self._log_level)
@@ -129,7 +129,7 @@ class GrammarChecker:
         self._prepared.move_to_end(check.mount_id)
         return self._prepared[check.mount_id]
 
-    def _try(self, prepared: Any, check: Check, result_fd: int, parent_pid: int) -> None:
+    def _try(self, prepared: Any, check: GrammarCheck, result_fd: int, parent_pid: int) -> None:
         """Be the child; does not return."""
         try:
             die_with_parent(parent_pid)
@@ -152,23 +152,23 @@ class GrammarChecker:
             data = result.read(_MAX_VERDICT_BYTES)
         if trial.is_late:
             reason = f"it could not be checked within {TRIAL_TIMEOUT_S:g} s"
-            verdict = Verdict(trial.check_id, "unknown", reason=reason)
+            verdict = GrammarVerdict(trial.check_id, "unknown", reason=reason)
         elif data:
-            verdict = msgspec.msgpack.decode(data, type=Verdict)
+            verdict = msgspec.msgpack.decode(data, type=GrammarVerdict)
         else:
             verdict = _of_death(trial.check_id, os.waitstatus_to_exitcode(status))
         self._channel.send(verdict)
 
 
-def _of_death(check_id: int, status: int) -> Verdict:
+def _of_death(check_id: int, status: int) -> GrammarVerdict:
     if status == -signal.SIGKILL:  # the kernel's, for want of memory: others may have taken it
-        return Verdict(check_id, "unknown", reason="there is no memory to check it")
+        return GrammarVerdict(check_id, "unknown", reason="there is no memory to check it")
     if status == -signal.SIGXCPU:
         reason = "compiling it takes more CPU time than a request may use"
     else:
         name = signal.Signals(-status).name if status < 0 else f"status {status}"
         reason = f"compiling it ends the compiler ({name})"
-    return Verdict(check_id, "refused", reason=reason)
+    return GrammarVerdict(check_id, "refused", reason=reason)
 
 
 def _be_first_to_go() -> None:

@@ -18,7 +18,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from vllm.v1.structured_output.request import get_structured_output_key
 
 from gpupoold.frontend.adapter import engine_config
-from gpupoold.frontend.grammars.messages import Check, Verdict
+from gpupoold.frontend.grammars.messages import GrammarCheck, GrammarVerdict
 from gpupoold.grammar_backends import make_backend
 from gpupoold.system.process import LONG_GRAMMAR_NICENESS, lower_priority
 
@@ -37,7 +37,7 @@ _MAX_REASON_CHARS = 500
 class Prepared:
     """What the checks of one model share: configuration, tokenizer, xgrammar's compiler."""
 
-    def __init__(self, check: Check) -> None:
+    def __init__(self, check: GrammarCheck) -> None:
         self.config: VllmConfig = engine_config(check.model, check.loaded)
         self.tokenizer: Any = cached_tokenizer_from_config(self.config.model_config)
         cached_get_tokenizer.cache_clear()  # it would keep tokenizers of all models
@@ -50,13 +50,13 @@ class Prepared:
         return make_backend(name, self.config, self.tokenizer)
 
 
-def try_grammar(prepared: Prepared, check: Check) -> Verdict:
+def try_grammar(prepared: Prepared, check: GrammarCheck) -> GrammarVerdict:
     """Validate and compile the grammar, and take some tokens with it; may end the process.
 
     Ordinary grammars take a few milliseconds. One that takes long yields to all others.
     """
     _limit()
-    verdicts: list[Verdict] = []
+    verdicts: list[GrammarVerdict] = []
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=lambda: verdicts.append(_verdict(prepared, check)))
     thread.start()
@@ -79,7 +79,7 @@ def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def _verdict(prepared: Prepared, check: Check) -> Verdict:
+def _verdict(prepared: Prepared, check: GrammarCheck) -> GrammarVerdict:
     try:
         backend = _compile(prepared, json.loads(check.constraint))
     except MemoryError:
@@ -89,8 +89,8 @@ def _verdict(prepared: Prepared, check: Check) -> Verdict:
         if "bad_alloc" in reason:
             reason = f"compiling it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
     else:
-        return Verdict(check.check_id, "accepted", backend)
-    return Verdict(check.check_id, "refused", reason=reason[:_MAX_REASON_CHARS])
+        return GrammarVerdict(check.check_id, "accepted", backend)
+    return GrammarVerdict(check.check_id, "refused", reason=reason[:_MAX_REASON_CHARS])
 
 
 def _compile(prepared: Prepared, parts: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from gpupoold.wire.messages import LoadedModel, ModelToLoad
 Outcome = Literal["accepted", "refused", "unknown"]
 
 
-class Check(Message):
+class GrammarCheck(Message):
     """Compile a grammar once; ``constraint`` is JSON by the names of ``structured_outputs``.
 
     ``mount_id`` names this mount of the model's API: another mount may have another tokenizer.
@@ -23,7 +23,7 @@ class Check(Message):
     constraint: bytes
 
 
-class Verdict(Message):
+class GrammarVerdict(Message):
     """How a check ended, and vLLM's ``backend`` for the grammar.
 
     ``unknown``: it could not be checked now, and may be checked again.

@@ -22,7 +22,7 @@ from gpupoold.frontend.callers import current_key_id
 from gpupoold.frontend.errors import ApiError, bad_request, grammar_unchecked, too_many_grammars
 from gpupoold.frontend.gates import refuse
 from gpupoold.frontend.grammars.bounds import OverBound, check_constraint
-from gpupoold.frontend.grammars.messages import Verdict
+from gpupoold.frontend.grammars.messages import GrammarVerdict
 from gpupoold.frontend.grammars.vetting import GrammarVetting, TooManyGrammars
 from gpupoold.wire.messages import LoadedModel, ModelToLoad
 
@@ -77,7 +77,9 @@ def _parts(structured: StructuredOutputsParams) -> dict[str, Any]:
     }
 
 
-def _validated(structured: StructuredOutputsParams, verdict: Verdict) -> StructuredOutputsParams:
+def _validated(
+    structured: StructuredOutputsParams, verdict: GrammarVerdict
+) -> StructuredOutputsParams:
     """As vLLM leaves the grammar with the backend that it has chosen."""
     if verdict.backend == "xgrammar" and structured.choice:
         grammar = choice_as_grammar(structured.choice)

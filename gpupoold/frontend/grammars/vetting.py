@@ -18,7 +18,7 @@ import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from gpupoold.frontend.grammars.messages import Check, Verdict
+from gpupoold.frontend.grammars.messages import GrammarCheck, GrammarVerdict
 from gpupoold.system.process import as_words
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
 from gpupoold.wire.messages import LoadedModel, ModelToLoad
@@ -41,8 +41,8 @@ class TooManyGrammars(Exception):
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    check: Check
-    verdict: asyncio.Future[Verdict]
+    check: GrammarCheck
+    verdict: asyncio.Future[GrammarVerdict]
 
 
 @dataclass(eq=False, slots=True)
@@ -87,11 +87,11 @@ class GrammarVetting:
     def __init__(self, log_level: str, sock: socket.socket | None = None) -> None:
         self._log_level = log_level
         self._sock = sock
-        self._channel: AsyncChannel[Verdict] | None = None
+        self._channel: AsyncChannel[GrammarVerdict] | None = None
         self._starting = asyncio.Lock()
         self._started_s = float("-inf")
-        self._known: OrderedDict[bytes, Verdict] = OrderedDict()
-        self._under_way: dict[bytes, asyncio.Future[Verdict]] = {}
+        self._known: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
+        self._under_way: dict[bytes, asyncio.Future[GrammarVerdict]] = {}
         self._queue = CheckQueue()
         self._running: dict[int, _Job] = {}
         self._ids = itertools.count(1)
@@ -99,7 +99,7 @@ class GrammarVetting:
 
     async def verdict(
         self, mount_id: int, model: ModelToLoad, loaded: LoadedModel, constraint: bytes, caller: str
-    ) -> Verdict:
+    ) -> GrammarVerdict:
         """The verdict on a grammar, after a check if it is new.
 
         Raises:
@@ -112,7 +112,7 @@ class GrammarVetting:
             return known
         shared = self._under_way.get(key)
         if shared is None:
-            check = Check(next(self._ids), mount_id, model, loaded, constraint)
+            check = GrammarCheck(next(self._ids), mount_id, model, loaded, constraint)
             shared = asyncio.get_running_loop().create_future()
             self._queue.put(caller, _Job(check, shared))
             self._under_way[key] = shared
@@ -121,7 +121,7 @@ class GrammarVetting:
         # The check goes on for others when this one's client leaves.
         return await asyncio.shield(shared)
 
-    def _learn(self, key: bytes, done: asyncio.Future[Verdict]) -> None:
+    def _learn(self, key: bytes, done: asyncio.Future[GrammarVerdict]) -> None:
         del self._under_way[key]
         verdict = done.result()
         if verdict.outcome == "unknown":
@@ -147,15 +147,15 @@ class GrammarVetting:
             self._channel.send(job.check)
         except (OSError, ValueError) as error:
             _logger.error("the grammar checker cannot be asked: %s", error)
-            self._settle(Verdict(job.check.check_id, "unknown"))
+            self._settle(GrammarVerdict(job.check.check_id, "unknown"))
 
-    async def _connected(self) -> AsyncChannel[Verdict]:
+    async def _connected(self) -> AsyncChannel[GrammarVerdict]:
         sock, self._sock = self._sock, None
         if sock is None:
             await asyncio.sleep(self._started_s + _RESTART_WAIT_S - time.monotonic())
             sock = await self._start()
         self._started_s = time.monotonic()
-        return AsyncChannel(sock, Verdict)
+        return AsyncChannel(sock, GrammarVerdict)
 
     async def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -178,7 +178,7 @@ class GrammarVetting:
         _logger.warning("the grammar checker has been started as process %d", process.pid)
         return ours
 
-    async def _read(self, channel: AsyncChannel[Verdict]) -> None:
+    async def _read(self, channel: AsyncChannel[GrammarVerdict]) -> None:
         with contextlib.suppress(ChannelClosed):
             while True:
                 self._settle(await channel.receive())
@@ -186,9 +186,9 @@ class GrammarVetting:
         self._channel = None
         _logger.error("the grammar checker has died")
         for check_id in list(self._running):
-            self._settle(Verdict(check_id, "unknown"))
+            self._settle(GrammarVerdict(check_id, "unknown"))
 
-    def _settle(self, verdict: Verdict) -> None:
+    def _settle(self, verdict: GrammarVerdict) -> None:
         job = self._running.pop(verdict.check_id, None)
         if job is not None:
             job.verdict.set_result(verdict)

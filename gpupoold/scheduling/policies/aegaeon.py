@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from gpupoold.domain import Role
 from gpupoold.scheduling.actions import Turn
-from gpupoold.scheduling.phases import Phase
+from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.base import Choice, InLine, Placement, SimplePolicy, working
-from gpupoold.scheduling.quota import Load, round_quotas_s
+from gpupoold.scheduling.quota import TurnLoad, round_quotas_s
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Device, Model, Request, State
+from gpupoold.scheduling.state import DeviceState, Model, Request, State
 
 MAX_GROUP_SIZE = 8
 QUOTA_MAX_S = 4.0
@@ -30,11 +30,11 @@ class _Group:
         self.size += 1
         self.requests[request.id] = request
 
-    def has_work(self, device: Device) -> bool:
+    def has_work(self, device: DeviceState) -> bool:
         """Whether some of its requests are there or may be sent."""
         return any(not device.is_waiting_for_kv(one) for one in self.requests.values())
 
-    def prefill_s(self, device: Device) -> float:
+    def prefill_s(self, device: DeviceState) -> float:
         """Seconds to prefill those of its requests that are there or may be sent, one by one."""
         prefill_s = device.speed(self.model).costs.prefill_s
         requests = [one for one in self.requests.values() if not device.is_waiting_for_kv(one)]
@@ -48,7 +48,7 @@ class GroupedPrefill:
         self._queues: dict[int, list[_Group]] = {}
         self._group_of: dict[str, _Group] = {}
 
-    def dispatch(self, request: Request, devices: list[Device]) -> tuple[Device, Rule]:
+    def dispatch(self, request: Request, devices: list[DeviceState]) -> tuple[DeviceState, Rule]:
         """The device of a request that came in: the first group that takes it, else a new one
         at the end of the least loaded queue."""
         for device in devices:
@@ -68,14 +68,14 @@ class GroupedPrefill:
         if group is not None:
             del group.requests[request.id]
 
-    def front(self, device: Device) -> _Group | None:
+    def front(self, device: DeviceState) -> _Group | None:
         """The group to work on; those through are dropped."""
         queue = self._queue(device)
         while queue and not queue[0].requests:
             queue.pop(0)
         return next((group for group in queue if group.has_work(device)), None)
 
-    def turn_of(self, device: Device) -> tuple[int, float]:
+    def turn_of(self, device: DeviceState) -> tuple[int, float]:
         """Of the group to work on, and of those of its model right behind it: requests that have
         joined so far, and seconds to prefill those that are left."""
         groups = [one for one in self._queue(device) if one.has_work(device)]
@@ -83,24 +83,24 @@ class GroupedPrefill:
         num_joined = sum(one.size for one in of_model)
         return num_joined, sum(one.prefill_s(device) for one in of_model)
 
-    def next_model(self, device: Device) -> str | None:
+    def next_model(self, device: DeviceState) -> str | None:
         """The next group's model that is not the one being worked on."""
         return next(iter(self.next_models(device)), None)
 
-    def next_models(self, device: Device) -> list[str]:
+    def next_models(self, device: DeviceState) -> list[str]:
         """The models of the groups after the one being worked on, in order."""
         current = device.turn.model if device.turn else None
         waiting = [group.model.name for group in self._queue(device) if group.has_work(device)]
         return [name for name in dict.fromkeys(waiting) if name != current]
 
-    def _queue(self, device: Device) -> list[_Group]:
+    def _queue(self, device: DeviceState) -> list[_Group]:
         return self._queues.setdefault(device.number, [])
 
     def _join(self, request: Request, group: _Group) -> None:
         group.add(request)
         self._group_of[request.id] = group
 
-    def _load_s(self, device: Device) -> float:
+    def _load_s(self, device: DeviceState) -> float:
         """Time to execute all groups, switches included."""
         total_s = 0.0
         on_device = device.turn.model if device.turn else None
@@ -135,14 +135,14 @@ class WeightedDecode:
         self.quota_max_s = quota_max_s
         self._lists: dict[int, _WorkList] = {}
 
-    def dispatch(self, request: Request, devices: list[Device]) -> Device:
+    def dispatch(self, request: Request, devices: list[DeviceState]) -> DeviceState:
         """As Algorithm 1: a batch of the model that has room in KV, else the shortest list."""
         for device in devices:
             if _has_room(request, device):
                 return device
         return min(devices, key=lambda device: (len(_models_on(device)), device.number))
 
-    def next_turn(self, device: Device) -> Choice | None:
+    def next_turn(self, device: DeviceState) -> Choice | None:
         """The next batch of the round; a new round when it is through.
 
         Never the one whose turn was last while there is another: that one has been announced.
@@ -158,22 +158,22 @@ class WeightedDecode:
         work.round.remove(name)
         return Choice(name, work.quotas_s[name], rule=Rule.ROUND)
 
-    def began(self, device: Device, model: str) -> None:
+    def began(self, device: DeviceState, model: str) -> None:
         """A turn of this model begins, to prefill or to decode."""
         self._list(device).last = model
 
-    def upcoming(self, device: Device) -> str | None:
+    def upcoming(self, device: DeviceState) -> str | None:
         """The next of the round, or the first of the round after."""
         return next((one.model for one in self.line(device)), None)
 
-    def line(self, device: Device) -> list[InLine]:
+    def line(self, device: DeviceState) -> list[InLine]:
         """The rest of the round, then those of the round after."""
         work = self._list(device)
         current = device.turn.model if device.turn else None
         names = [one for one in dict.fromkeys([*work.round, *work.order]) if one != current]
         return [InLine(name, Rule.ROUND, work.quotas_s.get(name)) for name in names]
 
-    def _list(self, device: Device) -> _WorkList:
+    def _list(self, device: DeviceState) -> _WorkList:
         """The list as it stands: batches without requests are out, new ones at the end."""
         work = self._lists.setdefault(device.number, _WorkList())
         busy = {batch.model.name for batch in working(device)}
@@ -182,13 +182,13 @@ class WeightedDecode:
         work.order += [b.model.name for b in working(device) if b.model.name not in work.order]
         return work
 
-    def _start_round(self, device: Device, work: _WorkList) -> None:
+    def _start_round(self, device: DeviceState, work: _WorkList) -> None:
         work.round = list(work.order)
         batches = [device.batches[name] for name in work.order]
         if len(batches) == 1:
             work.quotas_s = {work.order[0]: self.quota_max_s}
             return
-        loads = [Load(batch.model.targets.tbt_s, batch.step_s()) for batch in batches]
+        loads = [TurnLoad(batch.model.targets.tbt_s, batch.step_s()) for batch in batches]
         total_bytes = sum(batch.model.weight_bytes for batch in batches)
         switching_s = total_bytes / device.bandwidth_bytes_per_s
         quotas_s = round_quotas_s(loads, switching_s, self.quota_max_s)
@@ -228,20 +228,20 @@ class AegaeonPolicy(SimplePolicy):
             if devices:
                 yield Placement(request, *self._prefill.dispatch(request, devices))
 
-    def send(self, device: Device, state: State, now_s: float) -> Iterable[Request]:
+    def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
         """The group at the front of the queue, once its turn has come."""
         group = self._prefill.front(device)
         if group is None or device.turn is None or device.turn.model != group.model.name:
             return []
-        return [one for one in group.requests.values() if one.phase is Phase.QUEUED]
+        return [one for one in group.requests.values() if one.phase is RequestPhase.QUEUED]
 
-    def first_token(self, request: Request, state: State, now_s: float) -> Device | None:
+    def first_token(self, request: Request, state: State, now_s: float) -> DeviceState | None:
         """To a decode device."""
         self._prefill.forget(request)
         devices = [d for d in state.decode_hosts(request.model) if not d.gives_away]
         return self._decode.dispatch(request, devices) if devices else None
 
-    def roles(self, state: State, now_s: float) -> Iterable[tuple[Device, Role]]:
+    def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
         """The first devices prefill, as many as were asked for, but for one at least."""
         devices = [state.devices[number] for number in sorted(state.devices)]
         if len(devices) < 2:
@@ -252,7 +252,7 @@ class AegaeonPolicy(SimplePolicy):
             (one, Role.DECODE) for one in decoding
         ]
 
-    def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
+    def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
         """The group at the front, for as long as its prompts take; or the decode round's next
         batch.
 
@@ -268,7 +268,7 @@ class AegaeonPolicy(SimplePolicy):
             self._decode.began(device, choice.model)
         return choice
 
-    def revise(self, turn: Turn, device: Device, state: State, now_s: float) -> Turn:
+    def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
         """A turn that prefills is prolonged by the prompts that have joined its group.
 
         It is not for answers: they go on in it only while nobody else waits.
@@ -285,18 +285,18 @@ class AegaeonPolicy(SimplePolicy):
             return turn
         return replace(turn, quota_s=quota_s)
 
-    def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
+    def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:
         """The next group's model, or the next batch's."""
         return self._prefill.next_model(device) or self._decode.upcoming(device)
 
-    def line(self, device: Device, state: State, now_s: float) -> list[InLine]:
+    def line(self, device: DeviceState, state: State, now_s: float) -> list[InLine]:
         """The groups, then the rest of the round."""
         first = [InLine(n, Rule.PREFILL_FIRST) for n in self._prefill.next_models(device)]
         names = {one.model for one in first}
         return first + [one for one in self._decode.line(device) if one.model not in names]
 
 
-def _has_room(request: Request, device: Device) -> bool:
+def _has_room(request: Request, device: DeviceState) -> bool:
     """Whether the device has a batch of the request's model whose KV can grow by it."""
     model = request.model
     moving = [one for one in device.moving.values() if one.model is model]
@@ -307,6 +307,6 @@ def _has_room(request: Request, device: Device) -> bool:
     return tokens * model.kv_bytes_per_token <= device.capacity_bytes - model.weight_bytes
 
 
-def _models_on(device: Device) -> set[str]:
+def _models_on(device: DeviceState) -> set[str]:
     names = {batch.model.name for batch in working(device)}
     return names | {one.model.name for one in device.moving.values()}

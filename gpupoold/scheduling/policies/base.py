@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from gpupoold.domain import Role
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Batch, Device, Request, State
+from gpupoold.scheduling.state import Batch, DeviceState, Request, State
 
 
 class CannotServe(Exception):
@@ -28,7 +28,7 @@ class Placement(NamedTuple):
     """The device of a request, and the rule that chose it."""
 
     request: Request
-    device: Device
+    device: DeviceState
     rule: Rule | None = None
 
 
@@ -75,38 +75,38 @@ class Policy(Protocol):
         """Devices for held requests."""
         ...
 
-    def send(self, device: Device, state: State, now_s: float) -> Iterable[Request]:
+    def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
         """Which of the device's queued requests it is to have now."""
         ...
 
-    def first_token(self, request: Request, state: State, now_s: float) -> Device | None:
+    def first_token(self, request: Request, state: State, now_s: float) -> DeviceState | None:
         """The device to go on with a request that has been prefilled; None to stay.
 
         Asked at its first token, and again and again while its device gives answers away.
         """
         ...
 
-    def roles(self, state: State, now_s: float) -> Iterable[tuple[Device, Role]]:
+    def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
         """Other roles for devices whose role is not fixed; asked at every tick."""
         ...
 
-    def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+    def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
         """Answers in progress that go on better elsewhere; asked at every tick."""
         ...
 
-    def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
+    def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
         """Who runs next on an idle device; None when it has no work."""
         ...
 
-    def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
+    def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:
         """Who is likely to run after the present turn, and waits; None while nobody does."""
         ...
 
-    def revise(self, turn: Turn, device: Device, state: State, now_s: float) -> Turn:
+    def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
         """The turn under way, perhaps with another quota, from its start, or other chunks."""
         ...
 
-    def line(self, device: Device, state: State, now_s: float) -> list[InLine]:
+    def line(self, device: DeviceState, state: State, now_s: float) -> list[InLine]:
         """Who is to follow the present turn, in order, by the rules of ``upcoming``.
 
         For explanations: it decides nothing and changes nothing.
@@ -129,11 +129,11 @@ class SimplePolicy:
     def ended(self, request: Request, state: State) -> None:
         """Nothing to note."""
 
-    def send(self, device: Device, state: State, now_s: float) -> Iterable[Request]:
+    def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
         """All at once."""
         return device.queued_requests()
 
-    def first_token(self, request: Request, state: State, now_s: float) -> Device | None:
+    def first_token(self, request: Request, state: State, now_s: float) -> DeviceState | None:
         """Answers are generated where the prompt was processed, unless that device gives them
         away: then on the one with the fewest requests."""
         assert request.device is not None
@@ -142,26 +142,26 @@ class SimplePolicy:
         others = [one for one in state.decode_hosts(request.model) if not one.gives_away]
         return min(others, key=lambda one: (one.num_requests, one.number), default=None)
 
-    def roles(self, state: State, now_s: float) -> Iterable[tuple[Device, Role]]:
+    def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
         """Roles stay as they are."""
         return ()
 
-    def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+    def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
         """Answers stay where they are."""
         return ()
 
-    def revise(self, turn: Turn, device: Device, state: State, now_s: float) -> Turn:
+    def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
         """Turns stay as they are."""
         return turn
 
-    def line(self, device: Device, state: State, now_s: float) -> list[InLine]:
+    def line(self, device: DeviceState, state: State, now_s: float) -> list[InLine]:
         """Unknown until the present turn is over: whole answers are served."""
         on_turn = device.turn.model if device.turn else None
         names = dict.fromkeys([*device.working, *device.queued])
         return [InLine(name, Rule.UNTIL_DONE) for name in names if name != on_turn]
 
 
-def waiting_for_kv(state: State) -> Iterator[tuple[Request, list[Device]]]:
+def waiting_for_kv(state: State) -> Iterator[tuple[Request, list[DeviceState]]]:
     """Requests that wait for KV room, each with the devices of its model where nobody waits.
 
     Of every line the first; if it is moved at once, the one after it too.
@@ -180,6 +180,6 @@ def waiting_for_kv(state: State) -> Iterator[tuple[Request, list[Device]]]:
                     break
 
 
-def working(device: Device) -> list[Batch]:
+def working(device: DeviceState) -> list[Batch]:
     """The batches of a device that have requests, in the order in which they got their first."""
     return list(device.working.values())

@@ -28,12 +28,12 @@ from gpupoold.scheduling.policies.base import (
 from gpupoold.scheduling.policies.placement import choose, is_worth_a_copy
 from gpupoold.scheduling.policies.planned_turns import (
     FIRST_TOKEN_SHARE,
+    BatchWork,
     Loads,
     PlannedTurn,
     Ranked,
     Switching,
     Tuning,
-    Work,
     first_planned_turn,
     load_of,
     plan_turn,
@@ -51,13 +51,13 @@ from gpupoold.scheduling.policies.stages import (
 )
 from gpupoold.scheduling.roles import RolePlanner
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Batch, Device, Request, State
+from gpupoold.scheduling.state import Batch, DeviceState, Request, State
 
 
 class _Plan(NamedTuple):
     """What a device has to do, and the visits that it could make, in no order."""
 
-    works: list[Work]
+    works: list[BatchWork]
     switching: Switching
     planned_turns: list[PlannedTurn]
 
@@ -90,11 +90,11 @@ class GpupoolPolicy(SimplePolicy):
         """It moves no more."""
         self._rebalancer.ended(request)
 
-    def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+    def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
         """See :mod:`.rebalancing`."""
         return self._rebalancer.migrations(state, now_s)
 
-    def roles(self, state: State, now_s: float) -> Iterable[tuple[Device, Role]]:
+    def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
         """See :mod:`gpupoold.scheduling.roles`."""
         return self._roles.changes(state, now_s)
 
@@ -117,7 +117,7 @@ class GpupoolPolicy(SimplePolicy):
         yield from self._migrations(state, loads)
         yield from self._moves_for_kv(state, loads)
 
-    def send(self, device: Device, state: State, now_s: float) -> Iterable[Request]:
+    def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
         """Those whose model has work there already, or has its turn; of each model those first
         that can still be in time."""
         on_turn = device.turn.model if device.turn else None
@@ -133,7 +133,7 @@ class GpupoolPolicy(SimplePolicy):
         late_s = now_s - self._tuning.expired_share * batch.model.targets.ttft_s
         return sorted(batch.requests.values(), key=lambda one: one.next_deadline_s < late_s)
 
-    def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
+    def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
         """The first visit, for as long as it takes to be ``window`` ahead."""
         plan = self._plan(device, work_of(device), now_s)
         if not plan.planned_turns:
@@ -151,13 +151,13 @@ class GpupoolPolicy(SimplePolicy):
         chunk_tokens = self._chunk_tokens(planned_turn.model, device, now_s)
         return Choice(planned_turn.model, planned_turn.quota_s, chunk_tokens, rule)
 
-    def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
+    def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:
         """The first visit after the present turn."""
         planned = self._planned.pop(device.number, None)
         first = first_planned_turn(self._after(device, planned, now_s))
         return None if first is None else first[0].model
 
-    def line(self, device: Device, state: State, now_s: float) -> list[InLine]:
+    def line(self, device: DeviceState, state: State, now_s: float) -> list[InLine]:
         """The visits after the present turn."""
         return [
             InLine(planned_turn.model, planned_turn.rule or rule, planned_turn.duration_s)
@@ -165,7 +165,7 @@ class GpupoolPolicy(SimplePolicy):
             for planned_turn in group
         ]
 
-    def _after(self, device: Device, planned: _Plan | None, now_s: float) -> Ranked:
+    def _after(self, device: DeviceState, planned: _Plan | None, now_s: float) -> Ranked:
         """The visits after the present turn, in order; ``planned`` is what was just planned."""
         turn = device.turn
         on_turn = turn.model if turn else None
@@ -185,7 +185,7 @@ class GpupoolPolicy(SimplePolicy):
         left_s = device.turn_began_s + turn.quota_s - now_s if turn else 0.0
         return rank_planned_turns(plan.planned_turns, max(left_s, 0.0), plan.switching.is_exposed)
 
-    def revise(self, turn: Turn, device: Device, state: State, now_s: float) -> Turn:
+    def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
         """A turn ends early for whoever came after it began and cannot wait for its end.
 
         Chunks follow the batch.
@@ -206,7 +206,7 @@ class GpupoolPolicy(SimplePolicy):
             left_s = min(left_s, max(start_in_s, 0.0))
         return turn if left_s >= planned_s else replace(turn, quota_s=now_s + left_s - began_s)
 
-    def _chunk_tokens(self, name: str, device: Device, now_s: float) -> int | None:
+    def _chunk_tokens(self, name: str, device: DeviceState, now_s: float) -> int | None:
         """What a step may take on a decode device, and where whole prompts would make answers
         late; None where prompts may be prefilled at once."""
         batch = device.batches[name]
@@ -219,7 +219,7 @@ class GpupoolPolicy(SimplePolicy):
         expired_s = self._tuning.expired_share * batch.model.targets.ttft_s
         return chunk_tokens(batch) if would_delay_answers(batch, now_s, expired_s) else None
 
-    def first_token(self, request: Request, state: State, now_s: float) -> Device | None:
+    def first_token(self, request: Request, state: State, now_s: float) -> DeviceState | None:
         """To a decode device, chosen by load as for a new request; or it stays.
 
         So do answers of prompts that a decode device has prefilled.
@@ -269,7 +269,7 @@ class GpupoolPolicy(SimplePolicy):
                 yield Placement(request, target, Rule.MIGRATED_FOR_KV)
                 loads.forget(target)
 
-    def _plan(self, device: Device, works: list[Work], now_s: float) -> _Plan:
+    def _plan(self, device: DeviceState, works: list[BatchWork], now_s: float) -> _Plan:
         """What a visit to each of these models would be now."""
         tuning = self._tuning
         switching = switching_of(device, works, tuning)
@@ -298,7 +298,7 @@ class GpupoolPolicy(SimplePolicy):
             planned_turns.append(planned_turn)
         return _Plan(works, switching, planned_turns)
 
-    def _waited_s(self, device: Device, work: Work, now_s: float) -> float:
+    def _waited_s(self, device: DeviceState, work: BatchWork, now_s: float) -> float:
         """Since the last visit, or since the oldest request came if that was later."""
         served_s = self._served_s.get((device.number, work.model.name), -math.inf)
         if work.requests[0].arrival_s <= served_s:
@@ -307,5 +307,5 @@ class GpupoolPolicy(SimplePolicy):
         return now_s - max(oldest_s, served_s)
 
 
-def _latest_start_s(work: Work, tuning: Tuning) -> float:
+def _latest_start_s(work: BatchWork, tuning: Tuning) -> float:
     return tuning.latest_start_share * work.model.targets.ttft_s

@@ -16,7 +16,7 @@ from gpupoold.scheduling.policies.planned_turns import (
     own_load,
 )
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Device, Model, Request
+from gpupoold.scheduling.state import DeviceState, Model, Request
 
 # The rule behind each part of a rank.
 _RANK_RULES = (Rule.LEAST_LOADED, Rule.HOME, Rule.RESIDENT, Rule.LEAST_LOADED, Rule.LEAST_LOADED)
@@ -24,11 +24,11 @@ _RANK_RULES = (Rule.LEAST_LOADED, Rule.HOME, Rule.RESIDENT, Rule.LEAST_LOADED, R
 
 def choose(
     request: Request,
-    devices: Sequence[Device],
+    devices: Sequence[DeviceState],
     loads: Loads,
     homes: dict[str, int],
     tuning: Tuning,
-) -> tuple[Device, Rule]:
+) -> tuple[DeviceState, Rule]:
     """Where the model is served; but a full device gets no more of it while another has room.
 
     A second device for a model costs a copy of its weights and a smaller batch on each,
@@ -57,7 +57,7 @@ def choose(
 
 
 def _rule_of(
-    chosen: Device, ranked: Sequence[Device], model: Model, home: int | None, loads: Loads
+    chosen: DeviceState, ranked: Sequence[DeviceState], model: Model, home: int | None, loads: Loads
 ) -> Rule:
     """What set the first device that has room apart from the next in order."""
     if chosen is not ranked[0]:
@@ -69,20 +69,20 @@ def _rule_of(
     return next(rule for rule, one, other in pairs if one != other)
 
 
-def is_worth_a_copy(request: Request, device: Device, loads: Loads, tuning: Tuning) -> bool:
+def is_worth_a_copy(request: Request, device: DeviceState, loads: Loads, tuning: Tuning) -> bool:
     """Whether a model that is served elsewhere may have this device too."""
     load = loads.of(device) + own_load(request.model, device)
     return load <= tuning.second_device_load and admits(device, request)
 
 
-def _has_work(model: Model, device: Device) -> bool:
+def _has_work(model: Model, device: DeviceState) -> bool:
     name = model.name
     if name in device.working or name in device.queued or name in device.waiting_for_kv:
         return True
     return any(one.model is model for one in device.moving.values())
 
 
-def _is_mostly(model: Model, device: Device, loads: Loads) -> bool:
+def _is_mostly(model: Model, device: DeviceState, loads: Loads) -> bool:
     """Whether the model is half of what the device has to do, so that others leaving is no help."""
     batch = device.working.get(model.name)
     if batch is None:  # all that it has may be on its way
@@ -91,14 +91,14 @@ def _is_mostly(model: Model, device: Device, loads: Loads) -> bool:
     return load_of_batch(batch, device) >= 0.5 * loads.of(device)
 
 
-def _num_of(model: Model, device: Device) -> int:
+def _num_of(model: Model, device: DeviceState) -> int:
     batches = device.working.get(model.name), device.queued.get(model.name)
     num_here = sum(len(batch.requests) for batch in batches if batch is not None)
     return num_here + sum(one.model is model for one in device.moving.values())
 
 
 def _rank(
-    device: Device, model: Model, home: int | None, loads: Loads
+    device: DeviceState, model: Model, home: int | None, loads: Loads
 ) -> tuple[int, bool, bool, float, int]:
     load = loads.of(device)
     return (

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-from gpupoold.scheduling.phases import Phase
+from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Batch, Device, Model, Request, Speed
+from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, Speed
 
 # Memory counts less than time: KV that does not fit can be moved out, a step cannot be saved.
 _KV_WEIGHT = 0.75
@@ -54,7 +54,7 @@ class Tuning:
     starvation_share: float = 0.03
 
 
-class Work(NamedTuple):
+class BatchWork(NamedTuple):
     """The requests of one model that a device has, sent or still queued.
 
     ``step_s``: of a decode step with all of them; ``prefill_s``: to make the first tokens
@@ -107,14 +107,14 @@ class Switching:
     is_exposed: bool
 
 
-def work_of(device: Device) -> list[Work]:
+def work_of(device: DeviceState) -> list[BatchWork]:
     """The device's requests by model; those being handed over to it are still elsewhere."""
     begun = [_work(batch, device.queued.get(name)) for name, batch in device.working.items()]
     new = [batch for name, batch in device.queued.items() if name not in device.working]
     return begun + [_work(batch, None, is_new=True) for batch in new]
 
 
-def prompts_of(device: Device, besides: str) -> list[Work]:
+def prompts_of(device: DeviceState, besides: str) -> list[BatchWork]:
     """The device's work for all models but one of which a request waits for its first token."""
     waiting = [name for name, batch in device.working.items() if batch.num_waiting]
     names = dict.fromkeys([*waiting, *device.queued])
@@ -127,7 +127,7 @@ def prompts_of(device: Device, besides: str) -> list[Work]:
     ]
 
 
-def _work(batch: Batch, queued: Batch | None, *, is_new: bool = False) -> Work:
+def _work(batch: Batch, queued: Batch | None, *, is_new: bool = False) -> BatchWork:
     model, requests = batch.model, list(batch.requests.values())
     prefill_s, num_waiting = batch.prefill_s(), batch.num_waiting
     if queued is not None:
@@ -135,10 +135,10 @@ def _work(batch: Batch, queued: Batch | None, *, is_new: bool = False) -> Work:
         prefill_s += queued.prefill_s()
         num_waiting += queued.num_waiting
     step_s = batch.speed.step_s(len(requests), batch.context_tokens)
-    return Work(model, requests, step_s, prefill_s, num_waiting, is_new, batch.speed)
+    return BatchWork(model, requests, step_s, prefill_s, num_waiting, is_new, batch.speed)
 
 
-def load_of(device: Device) -> float:
+def load_of(device: DeviceState) -> float:
     """What a device has to do: the share of its time that keeps all it has on target, prompts
     included, and the share of its memory that their KV takes."""
     load = 0.0
@@ -161,30 +161,30 @@ class Loads:
     def __init__(self) -> None:
         self._known: dict[int, float] = {}
 
-    def of(self, device: Device) -> float:
+    def of(self, device: DeviceState) -> float:
         """See :func:`load_of`."""
         load = self._known.get(device.number)
         if load is None:
             load = self._known[device.number] = load_of(device)
         return load
 
-    def move(self, less: float, more: float, source: Device, target: Device) -> None:
+    def move(self, less: float, more: float, source: DeviceState, target: DeviceState) -> None:
         """Something goes from one device, which has so much ``less`` to do, to another, which
         has so much ``more``."""
         self._known[source.number] = self.of(source) - less
         self._known[target.number] = self.of(target) + more
 
-    def forget(self, device: Device) -> None:
+    def forget(self, device: DeviceState) -> None:
         """It has changed."""
         self._known.pop(device.number, None)
 
 
-def load_of_batch(batch: Batch, device: Device) -> float:
+def load_of_batch(batch: Batch, device: DeviceState) -> float:
     """What a batch adds to its device's load."""
     return batch.load() + _KV_WEIGHT * batch.kv_bytes / device.capacity_bytes
 
 
-def queue_load(batch: Batch, device: Device) -> float:
+def queue_load(batch: Batch, device: DeviceState) -> float:
     """What requests of a model that are queued, or would be, add to a device's load: their
     prompts, and a first step if the device does not work on the model."""
     model = batch.model
@@ -194,12 +194,12 @@ def queue_load(batch: Batch, device: Device) -> float:
     return load
 
 
-def own_load(model: Model, device: Device) -> float:
+def own_load(model: Model, device: DeviceState) -> float:
     """What a first request of a model adds to a device's load, its prompt aside."""
     return device.speed(model).step_s(1, 0) / model.targets.tbt_s
 
 
-def more_load(request: Request, device: Device) -> float:
+def more_load(request: Request, device: DeviceState) -> float:
     """What an answer adds to the time that a device needs for its model's steps."""
     batch = device.batches[request.model.name]
     num_requests, tokens = len(batch.requests), batch.context_tokens
@@ -209,7 +209,7 @@ def more_load(request: Request, device: Device) -> float:
     return step_s / request.model.targets.tbt_s
 
 
-def switching_of(device: Device, works: Sequence[Work], tuning: Tuning) -> Switching:
+def switching_of(device: DeviceState, works: Sequence[BatchWork], tuning: Tuning) -> Switching:
     """Whether the next model's copy is hidden by the visit before, as there is room for both."""
     missing_s = max((device.switch_s(work.model) for work in works), default=0.0)
     if not missing_s:
@@ -223,7 +223,7 @@ def switching_of(device: Device, works: Sequence[Work], tuning: Tuning) -> Switc
 
 
 def plan_turn(
-    work: Work,
+    work: BatchWork,
     now_s: float,
     switch_s: float,
     switching: Switching,
@@ -279,13 +279,13 @@ def plan_turn(
     )
 
 
-def _hopeful_prefill_s(work: Work, slacks_s: Sequence[float], expired_s: float) -> float:
+def _hopeful_prefill_s(work: BatchWork, slacks_s: Sequence[float], expired_s: float) -> float:
     """Seconds to prefill those that wait and can still be in time."""
     prefill_s = work.speed.costs.prefill_s
     return sum(
         prefill_s(one.context_tokens)
         for one, slack_s in zip(work.requests, slacks_s, strict=True)
-        if slack_s >= expired_s and one.phase is not Phase.DECODING
+        if slack_s >= expired_s and one.phase is not RequestPhase.DECODING
     )
 
 

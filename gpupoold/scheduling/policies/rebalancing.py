@@ -21,9 +21,9 @@ from collections.abc import Iterable
 
 from gpupoold.domain import Role
 from gpupoold.scheduling.kv_admission import admits
-from gpupoold.scheduling.phases import Phase
+from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.planned_turns import Loads, Tuning, more_load
-from gpupoold.scheduling.state import Device, Request, State
+from gpupoold.scheduling.state import DeviceState, Request, State
 
 # The pause of a move may be so much of the time that an answer still takes at its target.
 _PAUSE_SHARE = 0.1
@@ -43,7 +43,7 @@ class Rebalancer:
         """It moves no more."""
         self._moved_s.pop(request.id, None)
 
-    def migrations(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+    def migrations(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
         """Answers that go on better elsewhere."""
         devices = [one for one in state.devices.values() if not one.gives_away]
         full = [one for one in devices if one.role is Role.DECODE and len(devices) > 1]
@@ -53,14 +53,19 @@ class Rebalancer:
                 yield from self._off(source, devices, state, loads, now_s)
 
     def _off(
-        self, source: Device, devices: list[Device], state: State, loads: Loads, now_s: float
-    ) -> Iterable[tuple[Request, Device]]:
+        self,
+        source: DeviceState,
+        devices: list[DeviceState],
+        state: State,
+        loads: Loads,
+        now_s: float,
+    ) -> Iterable[tuple[Request, DeviceState]]:
         """Of one device: those with the most to come first, until it is full no more."""
         answers = [
             (_tokens_left(one, state), one)
             for batch in source.working.values()
             for one in batch.requests.values()
-            if one.phase is Phase.DECODING
+            if one.phase is RequestPhase.DECODING
         ]
         answers.sort(key=lambda answer: (-answer[0], answer[1].id))
         num_migrated = 0
@@ -78,7 +83,7 @@ class Rebalancer:
                 yield request, target
 
     def _is_worth_it(
-        self, request: Request, tokens_left: float, source: Device, now_s: float
+        self, request: Request, tokens_left: float, source: DeviceState, now_s: float
     ) -> bool:
         moved_s = self._moved_s.get(request.id)
         if moved_s is not None and now_s - moved_s < _LEAST_STAY_S:
@@ -91,8 +96,8 @@ class Rebalancer:
         return due_in_s < 0 or due_in_s >= pause_s
 
     def _target(
-        self, request: Request, source: Device, devices: list[Device], loads: Loads
-    ) -> Device | None:
+        self, request: Request, source: DeviceState, devices: list[DeviceState], loads: Loads
+    ) -> DeviceState | None:
         """The least loaded device that has the model at work or resident, and room for it."""
         model, limit = request.model, self._tuning.second_device_load
         fitting = [

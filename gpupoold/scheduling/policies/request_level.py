@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from gpupoold.scheduling.kv_admission import admits
 from gpupoold.scheduling.policies.base import Choice, Placement, SimplePolicy, working
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Device, Request, State
+from gpupoold.scheduling.state import DeviceState, Request, State
 
 Rank = Callable[[Request], float]
 
@@ -39,8 +39,8 @@ class RequestLevelPolicy(SimplePolicy):
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
         """From the head of the queue: to a device of the model that has room, or a free one."""
         free = [device for device in state.devices.values() if not device.num_requests]
-        hosts: dict[str, list[Device]] = {}
-        serving: dict[str, list[Device]] = {}
+        hosts: dict[str, list[DeviceState]] = {}
+        serving: dict[str, list[DeviceState]] = {}
         for request in sorted(state.held.values(), key=self._rank):
             name = request.model.name
             if name not in hosts:
@@ -58,8 +58,8 @@ class RequestLevelPolicy(SimplePolicy):
                 yield Placement(request, place, rule)
 
     def _choose(
-        self, request: Request, serving: list[Device], candidates: list[Device]
-    ) -> Device | None:
+        self, request: Request, serving: list[DeviceState], candidates: list[DeviceState]
+    ) -> DeviceState | None:
         """A place for the next in the queue; devices without room are out for those after it."""
         while serving:
             if serving[0].num_requests < self._max_live and admits(serving[0], request):
@@ -71,13 +71,13 @@ class RequestLevelPolicy(SimplePolicy):
         serving.append(device)
         return device
 
-    def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
+    def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
         """The one model whose requests it has."""
         batches = working(device)
         if not batches:
             return None
         return Choice(batches[0].model.name, math.inf, rule=Rule.UNTIL_DONE)
 
-    def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
+    def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:
         """Unknown until the device is free."""
         return None

@@ -11,7 +11,7 @@ from gpupoold.domain import Role
 from gpupoold.scheduling.kv_admission import admits
 from gpupoold.scheduling.policies.planned_turns import FIRST_TOKEN_SHARE, load_of_batch
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Batch, Device, Request, Speed, State
+from gpupoold.scheduling.state import Batch, DeviceState, Request, Speed, State
 from gpupoold.scheduling.velocity import (
     convertible_prefill_velocity,
     largest_chunk_tokens,
@@ -66,7 +66,7 @@ def convertible_velocity(batch: Batch, prompt_tokens: int) -> float:
     return convertible_prefill_velocity(tokens, num_running, max(step_s, 1e-6))
 
 
-def prefill_in_s(request: Request, device: Device) -> float:
+def prefill_in_s(request: Request, device: DeviceState) -> float:
     """Seconds until a device that prefills has the request's first token, if it got it now.
 
     What waits there is before it, whatever the model; a device that decodes as well has only
@@ -83,7 +83,7 @@ def prefill_in_s(request: Request, device: Device) -> float:
     return backlog_s / max(1.0 - decoding, _LEAST_SPARE)
 
 
-def converted_in_s(request: Request, device: Device) -> float:
+def converted_in_s(request: Request, device: DeviceState) -> float:
     """Seconds until a decode device has the first token, prefilling in chunks; infinite if it
     should not: its answers leave no time, or its memory no room (equation 6)."""
     model = request.model
@@ -98,7 +98,7 @@ def converted_in_s(request: Request, device: Device) -> float:
     return switch_s + tokens / (velocity * spare)
 
 
-def has_prefill_room(request: Request, device: Device, velocity: float) -> bool:
+def has_prefill_room(request: Request, device: DeviceState, velocity: float) -> bool:
     """Whether the prompt fits into the KV that is kept for prefills beside the answers.
 
     No more prompts wait there than it can prefill within the target of the first token, and
@@ -116,12 +116,12 @@ def has_prefill_room(request: Request, device: Device, velocity: float) -> bool:
 
 def stage(
     request: Request,
-    devices: Sequence[Device],
+    devices: Sequence[DeviceState],
     state: State,
     now_s: float,
     *,
     converts_decoders: bool = True,
-) -> tuple[Device, Rule, float]:
+) -> tuple[DeviceState, Rule, float]:
     """Where to prefill, in two rounds (TokenScale, algorithm 1), and seconds until it is done.
 
     A device that prefills and has the first token in time; else a decode device that can,
@@ -140,7 +140,7 @@ def stage(
     return chosen, Rule.PREFILLS, in_s
 
 
-def best_prefiller(request: Request, devices: Iterable[Device]) -> tuple[float, Device]:
+def best_prefiller(request: Request, devices: Iterable[DeviceState]) -> tuple[float, DeviceState]:
     """The device that has the first token soonest, those with room for KV before others."""
     ranked = [
         (not admits(one, request), prefill_in_s(request, one), one.number, one) for one in devices
@@ -149,7 +149,9 @@ def best_prefiller(request: Request, devices: Iterable[Device]) -> tuple[float, 
     return in_s, device
 
 
-def best_converted(request: Request, devices: Iterable[Device]) -> tuple[float, Device | None]:
+def best_converted(
+    request: Request, devices: Iterable[DeviceState]
+) -> tuple[float, DeviceState | None]:
     """The decode device that has the first token soonest; infinite and None without any."""
     soonest_s, best = math.inf, None
     for device in devices:
@@ -176,5 +178,5 @@ def _base_s(speed: Speed, num_running: int, context_tokens: int) -> float:
     return max(speed.costs.prefill_base_s, 0.0)
 
 
-def _batches(device: Device) -> list[Batch]:
+def _batches(device: DeviceState) -> list[Batch]:
     return [*device.working.values(), *device.queued.values(), *device.waiting_for_kv.values()]

@@ -9,7 +9,7 @@ from gpupoold.domain import Role
 from gpupoold.scheduling.policies.base import CannotServe, Placement
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Device, Model, Request, State
+from gpupoold.scheduling.state import DeviceState, Model, Request, State
 
 # Room for KV without which a model is not placed: this many requests of this many tokens.
 _MIN_REQUESTS = 8
@@ -29,11 +29,11 @@ class StaticPolicy(GpupoolPolicy):
         """Raise :class:`CannotServe` when a model fits nowhere beside the others."""
         _placed(state)
 
-    def roles(self, state: State, now_s: float) -> Iterable[tuple[Device, Role]]:
+    def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
         """Roles stay as they are: each model has one place."""
         return ()
 
-    def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, Device]]:
+    def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
         """Answers stay where they are."""
         return ()
 

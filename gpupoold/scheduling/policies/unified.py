@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.kv_admission import admits
-from gpupoold.scheduling.phases import Phase
+from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.aegaeon import WeightedDecode
 from gpupoold.scheduling.policies.base import (
     Choice,
@@ -18,7 +18,7 @@ from gpupoold.scheduling.policies.base import (
     working,
 )
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Device, Request, State
+from gpupoold.scheduling.state import DeviceState, Request, State
 
 
 class _UnifiedPolicy(SimplePolicy):
@@ -40,15 +40,15 @@ class _UnifiedPolicy(SimplePolicy):
             if admits(target, request):
                 yield Placement(request, target, Rule.MIGRATED_FOR_KV)
 
-    def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
+    def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
         """The next batch of the round."""
         return self._decode.next_turn(device)
 
-    def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
+    def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:
         """The batch after."""
         return self._decode.upcoming(device)
 
-    def line(self, device: Device, state: State, now_s: float) -> list[InLine]:
+    def line(self, device: DeviceState, state: State, now_s: float) -> list[InLine]:
         """The rest of the round."""
         return self._decode.line(device)
 
@@ -58,26 +58,26 @@ class PrefillFirstPolicy(_UnifiedPolicy):
 
     name = "prefill-first"
 
-    def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
+    def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
         """The model of the oldest prompt that waits; without any, the decode round."""
         oldest = _oldest_prompt(device)
         if oldest is not None:
             return Choice(oldest.model.name, 0.0, rule=Rule.PREFILL_FIRST)
         return self._decode.next_turn(device)
 
-    def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
+    def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:
         """The next prompt's model, or the next batch's."""
         oldest = _oldest_prompt(device, besides=device.turn.model if device.turn else None)
         return oldest.model.name if oldest is not None else self._decode.upcoming(device)
 
-    def line(self, device: Device, state: State, now_s: float) -> list[InLine]:
+    def line(self, device: DeviceState, state: State, now_s: float) -> list[InLine]:
         """The oldest prompt's model, then the rest of the round."""
         oldest = _oldest_prompt(device, besides=device.turn.model if device.turn else None)
         first = [] if oldest is None else [InLine(oldest.model.name, Rule.PREFILL_FIRST)]
         names = {one.model for one in first}
         return first + [one for one in self._decode.line(device) if one.model not in names]
 
-    def revise(self, turn: Turn, device: Device, state: State, now_s: float) -> Turn:
+    def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
         """Nothing is decoded while a prompt of another model waits."""
         if _oldest_prompt(device, besides=turn.model) is None:
             return turn
@@ -89,21 +89,21 @@ class DecodeFirstPolicy(_UnifiedPolicy):
 
     name = "decode-first"
 
-    def send(self, device: Device, state: State, now_s: float) -> Iterable[Request]:
+    def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
         """Nothing while an answer is under way; then all that waits."""
         return [] if working(device) else device.queued_requests()
 
 
-def _least_busy(devices: list[Device]) -> Device:
+def _least_busy(devices: list[DeviceState]) -> DeviceState:
     return min(devices, key=lambda one: (one.num_requests, one.number))
 
 
-def _oldest_prompt(device: Device, besides: str | None = None) -> Request | None:
+def _oldest_prompt(device: DeviceState, besides: str | None = None) -> Request | None:
     waiting = [
         request
         for batch in working(device)
         if batch.num_waiting and batch.model.name != besides
         for request in batch.requests.values()
-        if request.phase is Phase.SENT
+        if request.phase is RequestPhase.SENT
     ]
     return min(waiting, key=lambda one: (one.arrival_s, one.id), default=None)

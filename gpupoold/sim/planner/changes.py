@@ -26,7 +26,7 @@ _FASTER_LINK = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PlanChange:
     """One change; ``kind`` is its word in JSON, ``text`` what to do."""
 
     kind: str
@@ -36,7 +36,7 @@ class Change:
 
 def chains(
     setup: Setup, worst: Sequence[str], needed: int | None, models_on: ModelsOn | None
-) -> Iterator[tuple[Change, ...]]:
+) -> Iterator[tuple[PlanChange, ...]]:
     """Changes from the cheapest to the dearest.
 
     Those of one tuple are the same change by more and more: the first that is enough ends
@@ -62,10 +62,10 @@ def next_round(value: float) -> float:
     return next(step for step in steps if step > value * (1 + 1e-9))
 
 
-def _relaxed(setup: Setup, worst: Sequence[str], target: str) -> tuple[Change, ...]:
+def _relaxed(setup: Setup, worst: Sequence[str], target: str) -> tuple[PlanChange, ...]:
     """The worst models' TTFT or TBT at the next round values."""
     field = f"{target}_s"
-    steps: list[Change] = []
+    steps: list[PlanChange] = []
     values = {name: getattr(setup.models[name].targets, field) for name in worst}
     for _ in range(_NUM_STEPS):
         values = {name: next_round(value) for name, value in values.items()}
@@ -78,7 +78,7 @@ def _relaxed(setup: Setup, worst: Sequence[str], target: str) -> tuple[Change, .
         }
         text = f"{target.upper()} of {_relaxed_text(setup, relaxed, field)}"
         changed = replace(setup, models={**setup.models, **relaxed})
-        steps.append(Change(target, text, changed))
+        steps.append(PlanChange(target, text, changed))
     return tuple(steps)
 
 
@@ -94,7 +94,7 @@ def _relaxed_text(setup: Setup, relaxed: Mapping[str, SimModel], field: str) -> 
     )
 
 
-def _moved_off(setup: Setup) -> Iterator[tuple[Change, ...]]:
+def _moved_off(setup: Setup) -> Iterator[tuple[PlanChange, ...]]:
     """Without the heaviest model, and without the busiest."""
     if len(setup.models) < 2:
         return
@@ -111,18 +111,18 @@ def _moved_off(setup: Setup) -> Iterator[tuple[Change, ...]]:
         yield (_without(setup, busiest, what),)
 
 
-def _without(setup: Setup, name: str, what: str) -> Change:
+def _without(setup: Setup, name: str, what: str) -> PlanChange:
     models = {other: model for other, model in setup.models.items() if other != name}
     changed = replace(setup, models=models, load=setup.load.without(name))
-    return Change("move", f"move {what} to another box", changed)
+    return PlanChange("move", f"move {what} to another box", changed)
 
 
-def _less_load(setup: Setup, share: float) -> Change:
+def _less_load(setup: Setup, share: float) -> PlanChange:
     text = f"send only {100 * share:.0f} % of this load here"
-    return Change("load", text, replace(setup, load=setup.load.scaled(share)))
+    return PlanChange("load", text, replace(setup, load=setup.load.scaled(share)))
 
 
-def _faster_link(setup: Setup) -> Change:
+def _faster_link(setup: Setup) -> PlanChange:
     now = min(m.latency.switch.bandwidth_bytes_per_s for m in setup.models.values())
     models = {
         name: replace(model, latency=replace(model.latency, switch=_faster(model.latency.switch)))
@@ -132,21 +132,21 @@ def _faster_link(setup: Setup) -> Change:
         f"a host link {_FASTER_LINK:g} times as fast "
         f"({_FASTER_LINK * now / 1e9:.3g} GB/s instead of {now / 1e9:.3g})"
     )
-    return Change("link", text, replace(setup, models=models))
+    return PlanChange("link", text, replace(setup, models=models))
 
 
 def _faster(link: SwitchModel) -> SwitchModel:
     return SwitchModel(_FASTER_LINK * link.bandwidth_bytes_per_s)
 
 
-def _devices(setup: Setup, num_devices: int) -> Change:
+def _devices(setup: Setup, num_devices: int) -> PlanChange:
     changed = setup.on(num_devices)
     more = num_devices - setup.box.num_devices
     text = f"{'one more device' if more == 1 else f'{more} more devices'} ({changed.box.name})"
-    return Change("devices", text, changed)
+    return PlanChange("devices", text, changed)
 
 
-def _faster_gpu(setup: Setup, models_on: ModelsOn | None) -> Iterator[tuple[Change, ...]]:
+def _faster_gpu(setup: Setup, models_on: ModelsOn | None) -> Iterator[tuple[PlanChange, ...]]:
     """As many of the next kind of GPU with more memory bandwidth and no less memory."""
     if models_on is None:
         return
@@ -167,4 +167,4 @@ def _faster_gpu(setup: Setup, models_on: ModelsOn | None) -> Iterator[tuple[Chan
         text = f"other devices: {box.name} instead of {setup.box.name}" + (
             " (step times scaled)" if is_scaled else ""
         )
-        yield (Change("gpu", text, replace(setup, box=box, models=models)),)
+        yield (PlanChange("gpu", text, replace(setup, box=box, models=models)),)

@@ -46,12 +46,12 @@ def read_models(path: Path) -> tuple[PlannedModel, ...]:
     return tuple(
         model
         for number, values in enumerate(entries, start=1)
-        for model in _Entry(path, number, values).models()
+        for model in _ModelEntry(path, number, values).models()
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _ModelEntry:
     """One ``[[model]]``; ``number`` counts from 1."""
 
     file: Path

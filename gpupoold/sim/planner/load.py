@@ -25,7 +25,7 @@ _FEW_REQUESTS, _MANY_REQUESTS = 200, 2000
 _ZIPF_EXPONENT = 1.0
 
 
-class Load(Protocol):
+class PlanLoad(Protocol):
     """Requests that arrive in ``duration_s``; immutable."""
 
     @property

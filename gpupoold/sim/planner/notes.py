@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from gpupoold.latency.hardware import hardware
 from gpupoold.sim.planner.models import Basis, PlannedModel
-from gpupoold.sim.planner.plan import Plan, Question
+from gpupoold.sim.planner.plan import Plan, PlanQuestion
 from gpupoold.sim.planner.text import names_text
 from gpupoold.units import format_duration
 
@@ -14,7 +14,7 @@ _FEW_REQUESTS = 100
 
 
 def notes_on(
-    question: Question, plan: Plan, basis: Mapping[str, Basis], models: Sequence[PlannedModel]
+    question: PlanQuestion, plan: Plan, basis: Mapping[str, Basis], models: Sequence[PlannedModel]
 ) -> list[str]:
     """The sentences, most important first."""
     return [
@@ -26,7 +26,7 @@ def notes_on(
     ]
 
 
-def _size(question: Question, plan: Plan) -> Iterator[str]:
+def _size(question: PlanQuestion, plan: Plan) -> Iterator[str]:
     shown, load = plan.forecast, question.load
     stretch = format_duration(load.duration_s)
     num_runs = len(plan.attained.by_run)
@@ -47,7 +47,7 @@ def _size(question: Question, plan: Plan) -> Iterator[str]:
 
 
 def _step_times(
-    question: Question, basis: Mapping[str, Basis], models: Sequence[PlannedModel]
+    question: PlanQuestion, basis: Mapping[str, Basis], models: Sequence[PlannedModel]
 ) -> Iterator[str]:
     gpu, num_models = question.box.gpu, len(basis)
     by_basis: dict[Basis, list[str]] = {"measured": [], "published": [], "scaled": []}
@@ -73,7 +73,7 @@ def _step_times(
         yield f"The host link of {gpu} is taken from GPUs with the same kind of link."
 
 
-def _left_out(question: Question, plan: Plan) -> Iterator[str]:
+def _left_out(question: PlanQuestion, plan: Plan) -> Iterator[str]:
     shown = plan.forecast
     if shown.num_refused:
         yield (

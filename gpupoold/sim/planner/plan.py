@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box
 from gpupoold.sim.model import SimModel
-from gpupoold.sim.planner.changes import Change, chains
-from gpupoold.sim.planner.load import Load
+from gpupoold.sim.planner.changes import PlanChange, chains
+from gpupoold.sim.planner.load import PlanLoad
 from gpupoold.sim.planner.run import (
     SPLITTING,
     Attained,
@@ -34,7 +34,7 @@ _EXHAUSTIVE_SPLITS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PlanQuestion:
     """What to plan for; ``models`` are those of ``box``.
 
     ``max_lens`` bounds prompt and answer together, in tokens. ``models_on`` gives the
@@ -44,7 +44,7 @@ class Question:
 
     box: Box
     models: Mapping[str, SimModel]
-    load: Load
+    load: PlanLoad
     target: float
     policies: tuple[str, ...] = ("gpupool",)
     seeds: tuple[int, ...] = (0, 1)
@@ -102,7 +102,7 @@ def check_question(target: float, policies: Sequence[str]) -> None:
         make_policy(policy, PolicyOptions())
 
 
-def make_plan(question: Question, on_progress: OnProgress | None = None) -> Plan:
+def make_plan(question: PlanQuestion, on_progress: OnProgress | None = None) -> Plan:
     """Simulate until everything is answered.
 
     Raises:
@@ -113,7 +113,7 @@ def make_plan(question: Question, on_progress: OnProgress | None = None) -> Plan
 
 
 class _Planner:
-    def __init__(self, question: Question, on_progress: OnProgress | None) -> None:
+    def __init__(self, question: PlanQuestion, on_progress: OnProgress | None) -> None:
         self._question = question
         self._target = question.target
         self._runner = Runner(on_progress)
@@ -239,7 +239,7 @@ class _Planner:
                     break
         return tuple(tried)
 
-    def _try(self, change: Change) -> Tried:
+    def _try(self, change: PlanChange) -> Tried:
         num_devices = change.setup.box.num_devices
         known = self._counts.get(num_devices) if change.kind == "devices" else None
         attained = known.attained if known else self._runner.attained(change.setup, change.text)

@@ -10,7 +10,7 @@ from gpupoold.sim.boxes import Box
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.metrics import RequestResult, Summary, count_tokens, summarise
 from gpupoold.sim.model import SimModel
-from gpupoold.sim.planner.load import Admitted, Load, admit
+from gpupoold.sim.planner.load import Admitted, PlanLoad, admit
 from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.scenario import end_of_run_s
 from gpupoold.units import format_duration
@@ -31,7 +31,7 @@ class Setup:
 
     box: Box
     models: Mapping[str, SimModel]
-    load: Load
+    load: PlanLoad
     seeds: tuple[int, ...]
     policy: str = "gpupool"
     num_prefill: int | None = None
@@ -105,7 +105,7 @@ class Runner:
 
     def __init__(self, on_progress: OnProgress | None = None) -> None:
         self._on_progress = on_progress
-        self._latest: tuple[Setup, list[_Run]] | None = None
+        self._latest: tuple[Setup, list[_TrialRun]] | None = None
         self.num_runs = 0
 
     def attained(self, setup: Setup, what: str) -> Attained:
@@ -141,7 +141,7 @@ class Runner:
             num_late=sum(not result.token_times_s for result in results),
         )
 
-    def _runs(self, setup: Setup, what: str) -> list[_Run]:
+    def _runs(self, setup: Setup, what: str) -> list[_TrialRun]:
         """One run per seed; those of the latest setup are remembered, and not run again."""
         if self._latest is None or self._latest[0] != setup:
             self._latest = None  # so that never two setups' results are in memory
@@ -154,14 +154,14 @@ class Runner:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _TrialRun:
     results: tuple[RequestResult, ...]
     end_s: float
     num_refused: int
     num_cut: int
 
 
-def _run(setup: Setup, seed: int) -> _Run:
+def _run(setup: Setup, seed: int) -> _TrialRun:
     admitted = _admitted(setup, seed)
     if setup.policy in SPLITTING and setup.box.num_devices < 2:
         raise UsageError("needs two devices, one for each role")
@@ -175,7 +175,7 @@ def _run(setup: Setup, seed: int) -> _Run:
         admitted.requests, lambda name: setup.models[name].targets, setup.load.duration_s
     )
     outcome = simulation.run(admitted.requests, end_s)
-    return _Run(outcome.results, end_s, admitted.num_refused, admitted.num_cut)
+    return _TrialRun(outcome.results, end_s, admitted.num_refused, admitted.num_cut)
 
 
 def _admitted(setup: Setup, seed: int) -> Admitted:

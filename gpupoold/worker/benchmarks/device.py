@@ -32,7 +32,7 @@ _MIN_BYTES = 2 << 20
 
 
 @dataclass(slots=True)
-class _Case:
+class _BenchCase:
     """One way to copy ``num_bytes``; ``run`` returns seconds. ``labels`` say what it is."""
 
     labels: dict[str, Any]
@@ -84,15 +84,15 @@ def bench_device(loop: TurnLoop, rounds: int) -> dict[str, Any]:
     }
 
 
-def _plain_cases(device: Device, scratch: Scratch) -> Iterator[_Case]:
+def _plain_cases(device: Device, scratch: Scratch) -> Iterator[_BenchCase]:
     for name, (copy_in, copy_out) in plain_copies(device, scratch).items():
         for direction, run in (("in", copy_in), ("out", copy_out)):
-            yield _Case({"by": name, "direction": direction}, scratch.num_bytes, run)
+            yield _BenchCase({"by": name, "direction": direction}, scratch.num_bytes, run)
 
 
 def _copy_stream_cases(
     scratch: Scratch, copy_streams: dict[Direction, CopyStream]
-) -> Iterator[_Case]:
+) -> Iterator[_BenchCase]:
     """One contiguous copy per batch, and batches of 8 MiB made of small pieces."""
     for way, copy_stream in copy_streams.items():
         shapes = [("batch_bytes", size, size) for size in _BATCH_BYTES]
@@ -101,7 +101,7 @@ def _copy_stream_cases(
             copies = _pieces(scratch, way, piece_bytes)
             per_batch = batch_bytes // piece_bytes
             batches = [copies[at : at + per_batch] for at in range(0, len(copies), per_batch)]
-            yield _Case(
+            yield _BenchCase(
                 {"by": "copy_stream", "direction": way.name.lower(), label: piece_bytes},
                 sum(copy.num_bytes for copy in copies),
                 _copy_stream_run(copy_stream, batches),
@@ -138,7 +138,7 @@ def _copy_stream_run(
     return run
 
 
-def _queue_cases(scratch: Scratch, queues: dict[Direction, TransferQueue]) -> Iterator[_Case]:
+def _queue_cases(scratch: Scratch, queues: dict[Direction, TransferQueue]) -> Iterator[_BenchCase]:
     """One transfer in one direction, and one in each at the same time."""
     half = scratch.num_bytes // 2
     first = Copy(scratch.address, scratch.host_address, half)
@@ -154,8 +154,8 @@ def _queue_cases(scratch: Scratch, queues: dict[Direction, TransferQueue]) -> It
 
     for way in Direction:
         labels = {"by": "queue", "direction": way.name.lower()}
-        yield _Case(labels, half, partial(run, [way]))
-    yield _Case({"by": "queue", "direction": "both"}, 2 * half, partial(run, list(Direction)))
+        yield _BenchCase(labels, half, partial(run, [way]))
+    yield _BenchCase({"by": "queue", "direction": "both"}, 2 * half, partial(run, list(Direction)))
 
 
 def _round_trip_s(queue: TransferQueue, scratch: Scratch) -> float:
@@ -165,7 +165,7 @@ def _round_trip_s(queue: TransferQueue, scratch: Scratch) -> float:
     return time.perf_counter() - started_s
 
 
-def _copy_rows(cases: Sequence[_Case]) -> list[dict[str, Any]]:
+def _copy_rows(cases: Sequence[_BenchCase]) -> list[dict[str, Any]]:
     """Bandwidths, and their ratio to the best plain copy of the same direction."""
     rates = [figures.bandwidth(case.num_bytes, case.samples_s) for case in cases]
     plain = ("device_copy", "memcpy_one_thread")

@@ -15,7 +15,7 @@ from gpupoold.memory.transfers import TransferQueue
 from gpupoold.worker.benchmarks import figures
 from gpupoold.worker.benchmarks.copies import plain_copies
 from gpupoold.worker.benchmarks.idle import empty_device
-from gpupoold.worker.benchmarks.live import LiveRequests
+from gpupoold.worker.benchmarks.live import BenchmarkRequests
 from gpupoold.worker.kv.digests import kv_digest
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ def bench_kv(loop: TurnLoop, models: list[str], rounds: int, kv_bytes: int) -> d
         queue = TransferQueue.open(loop.device, Direction.OUT, "bench-out")
         undo.callback(queue.close)
         lives = [
-            LiveRequests(moved, loop.residency, kv_bytes),
-            LiveRequests(other, loop.residency, min(kv_bytes, _OTHER_KV_BYTES)),
+            BenchmarkRequests(moved, loop.residency, kv_bytes),
+            BenchmarkRequests(other, loop.residency, min(kv_bytes, _OTHER_KV_BYTES)),
         ]
         for live in lives:
             undo.callback(live.stop)
             live.start()
         loop.residency.switch_in(moved.name)
-        bench = _Bench(loop, lives[0], lives[1], queue)
+        bench = _SwapBench(loop, lives[0], lives[1], queue)
         before = kv_digest(loop.device, moved)
         with scratch_memory(loop.device, loop.residency.pool, bench.num_bytes) as scratch:
             swap = bench.swap(rounds, scratch, plain_copies(loop.device, scratch))
@@ -58,11 +58,15 @@ def bench_kv(loop: TurnLoop, models: list[str], rounds: int, kv_bytes: int) -> d
     return {"kv_swap": swap | {"is_intact": is_intact}, "kv_overlap": overlap}
 
 
-class _Bench:
+class _SwapBench:
     """The KV of ``moved`` goes out by ``queue`` and comes back as at a switch."""
 
     def __init__(
-        self, loop: TurnLoop, moved: LiveRequests, other: LiveRequests, queue: TransferQueue
+        self,
+        loop: TurnLoop,
+        moved: BenchmarkRequests,
+        other: BenchmarkRequests,
+        queue: TransferQueue,
     ) -> None:
         self._residency = loop.residency
         self._moved = moved.engine

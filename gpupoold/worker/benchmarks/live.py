@@ -19,7 +19,7 @@ _MAX_CLEARING_STEPS = 8
 _numbers = itertools.count(1)
 
 
-class LiveRequests:
+class BenchmarkRequests:
     """Greedy requests of one model whose KV is at least ``kv_bytes``; ``stop`` ends them."""
 
     def __init__(self, engine: ModelEngine, residency: Residency, kv_bytes: int) -> None:

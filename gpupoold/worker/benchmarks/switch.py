@@ -13,7 +13,7 @@ from gpupoold.memory import libc
 from gpupoold.memory.kv_extents import Place
 from gpupoold.worker.benchmarks import figures
 from gpupoold.worker.benchmarks.idle import empty_device
-from gpupoold.worker.benchmarks.live import LiveRequests
+from gpupoold.worker.benchmarks.live import BenchmarkRequests
 from gpupoold.worker.kv.residency import SwitchStages
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def bench_switch(
         raise UsageError(f"no switch mode {unknown[0]!r}", f"choose of {', '.join(MODES)}")
     first, second = (loop.engine(name) for name in models)
     empty_device(loop)
-    bench = _Bench(loop, (first, second), rounds)
+    bench = _SwitchBench(loop, (first, second), rounds)
     bench.check_fits(modes, kv_bytes)
     measured: dict[str, dict[str, Any]] = {mode: {} for mode in modes}
     for mode in modes:
@@ -85,7 +85,7 @@ def bench_switch(
     return {"weight_bytes": bench.weight_bytes, "modes": measured}
 
 
-class _Bench:
+class _SwitchBench:
     """Two engines that take turns, and plain copies of their weights made meanwhile."""
 
     def __init__(
@@ -95,7 +95,7 @@ class _Bench:
         self._residency = loop.residency
         self._engines = engines
         self._rounds = rounds
-        self._live: dict[str, LiveRequests] = {}
+        self._live: dict[str, BenchmarkRequests] = {}
         self._copies_s: list[float] = []  # as fast as the device can
         self._memcpys_s: list[float] = []  # by one thread, where copies are threads'
         self.weight_bytes = max(engine.weights.num_bytes for engine in engines)
@@ -119,7 +119,7 @@ class _Bench:
         """Inside this context both models have requests under way."""
         try:
             for engine in self._engines:
-                live = LiveRequests(engine, self._residency, kv_bytes)
+                live = BenchmarkRequests(engine, self._residency, kv_bytes)
                 self._live[engine.name] = live
                 live.start()
             yield
@@ -229,10 +229,10 @@ class _Bench:
         self._memcpys_s.append(time.perf_counter() - started_s)
 
 
-_PREPARE: dict[str, Callable[[_Bench, ModelEngine, ModelEngine], None]] = {
-    "resident": _Bench.prepare_resident,
-    "prefetched": _Bench.prepare_prefetched,
-    "host_cached": _Bench.prepare_host_cached,
+_PREPARE: dict[str, Callable[[_SwitchBench, ModelEngine, ModelEngine], None]] = {
+    "resident": _SwitchBench.prepare_resident,
+    "prefetched": _SwitchBench.prepare_prefetched,
+    "host_cached": _SwitchBench.prepare_host_cached,
 }
 
 

@@ -19,7 +19,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from gpupoold.grammar_backends import make_backend, renew_compiler
-from gpupoold.system.activity import WORKER, Phase
+from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.system.process import GRAMMAR_NICENESS, lower_priority, trim_heap
 
 CACHE_BYTES = 16 << 20
@@ -92,7 +92,7 @@ class _BackendGrammars(StructuredOutputManager):
 
     def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
         lower_priority(GRAMMAR_NICENESS)  # this thread only compiles
-        with WORKER.beside(Phase.GRAMMAR, self._engine.model, [request.request_id]):
+        with WORKER.beside(ThreadPhase.GRAMMAR, self._engine.model, [request.request_id]):
             with self._making:
                 if self.backend is None:
                     self.backend = make_backend(self._name, self.vllm_config, self.tokenizer)

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
 from gpupoold.memory.kv import KvMemory
-from gpupoold.system.activity import WORKER, Phase
+from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.worker.engine.resume import after_grammar
 
 # So long an isolated request waits for other threads of the process to come to rest.
@@ -65,7 +65,7 @@ class PooledScheduler(Scheduler):
         finally:
             self.max_num_scheduled_tokens = limit
         WORKER.begin_step(self.name, list(output.num_scheduled_tokens))
-        if WORKER.main.phase == Phase.STEP:
+        if WORKER.main.phase == ThreadPhase.STEP:
             WORKER.main.clear()
         if self._attached:
             for request in self.running:

@@ -16,7 +16,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.serial_utils import MsgpackEncoder
 from vllm.v1.worker import workspace
 
-from gpupoold.system.activity import WORKER, Phase
+from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire.codec import MAX_FRAME_BYTES
 from gpupoold.wire.messages import RequestProgress
 
@@ -98,8 +98,8 @@ class EngineSteps:
         # while CUDA graphs keep addresses in the one they were captured with.
         workspace._manager = self._workspace
         num_updates = self._scheduler.num_updates
-        if WORKER.main.phase == Phase.IDLE:  # until the scheduler has chosen the requests
-            WORKER.main.set(Phase.STEP, self._name, None)
+        if WORKER.main.phase == ThreadPhase.IDLE:  # until the scheduler has chosen the requests
+            WORKER.main.set(ThreadPhase.STEP, self._name, None)
         outputs, executed = self._core.step_fn()
         self._core.post_step(executed)
         if self._scheduler.num_updates > num_updates:
@@ -107,7 +107,7 @@ class EngineSteps:
             told = {number: result for number, result in made if result.outputs}
             self._made += self._told(told, is_decode=bool(self._scheduler.was_decode))
         WORKER.end_steps(len(self._core.batch_queue or ()))
-        if WORKER.main.phase == Phase.STEP:
+        if WORKER.main.phase == ThreadPhase.STEP:
             WORKER.main.clear()
 
     def _told(self, by_frontend: dict[int, EngineCoreOutputs], *, is_decode: bool) -> list[Step]:

@@ -44,7 +44,7 @@ class _Coming:
     arrival: Arrival
 
 
-class Migrations:
+class KvMigrations:
     """KV transfers of this worker that others read, and KV transfers of others for requests
     here."""
 

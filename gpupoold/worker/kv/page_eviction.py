@@ -15,7 +15,7 @@ from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.transfers import Transfer, TransferQueue
 from gpupoold.memory.weights import WeightMemory
-from gpupoold.scheduling.eviction import Eviction, Holding, Victim, plan_evictions
+from gpupoold.scheduling.eviction import Eviction, PageHolding, Victim, plan_evictions
 
 
 class PooledModel(Protocol):
@@ -134,12 +134,12 @@ class Room:
         model.kv.discard_dead()
         model.kv.unback(spare_extents(model.kv))
 
-    def _holding(self, name: str, is_host_full: bool) -> Holding:
+    def _holding(self, name: str, is_host_full: bool) -> PageHolding:
         model, use = self.models[name], self._use_of(name)
         kv = model.kv
         free = kv.num_idle_pages
         live = kv.resident_bytes // self._page_bytes - kv.num_leaving_pages - free
-        return Holding(
+        return PageHolding(
             model=name,
             num_live=use.num_live,
             idle_s=time.monotonic() - use.last_used_s,

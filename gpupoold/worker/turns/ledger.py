@@ -9,7 +9,7 @@ from gpupoold.domain import Targets
 
 
 @dataclass(slots=True)
-class _Entry:
+class _LedgerEntry:
     arrival_s: float
     num_tokens: int = 0
 
@@ -17,7 +17,7 @@ class _Entry:
 @dataclass(slots=True)
 class _Page:
     targets: Targets
-    requests: dict[str, _Entry] = field(default_factory=dict)
+    requests: dict[str, _LedgerEntry] = field(default_factory=dict)
 
 
 class RequestLedger:
@@ -40,7 +40,7 @@ class RequestLedger:
 
     def arrive(self, model: str, request_id: str, arrival_s: float) -> None:
         """A request came in."""
-        self._pages[model].requests[request_id] = _Entry(arrival_s)
+        self._pages[model].requests[request_id] = _LedgerEntry(arrival_s)
 
     def progress(self, model: str, request_id: str, num_tokens: int) -> None:
         """A request gained tokens."""

@@ -12,13 +12,13 @@ from gpupoold.errors import GpupoolError, NoSuchModel, Refused
 from gpupoold.memory.contracts import Device, OutOfPages
 from gpupoold.memory.host import HostBuffer, KvHostCache, Slot
 from gpupoold.memory.kv_transfers import Arrival
-from gpupoold.system.activity import WORKER, Phase
+from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.system.process import set_log_level
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 from gpupoold.worker.device import DriverMemory
 from gpupoold.worker.engine.engine import ModelEngine
-from gpupoold.worker.kv.migrations import Migrations
+from gpupoold.worker.kv.migrations import KvMigrations
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency, SwitchStages
 from gpupoold.worker.turns.isolation import ALONE_S, GRAMMAR_S, wait_until
@@ -61,7 +61,7 @@ class TurnLoop:
         self._loader = EngineLoader(device, host, self.residency)
         self._self_checks = SelfChecks(self_check_interval)
         self._snapshots = Snapshots(device)
-        self.migrations = Migrations(device_number, device, host, channel.send)
+        self.migrations = KvMigrations(device_number, device, host, channel.send)
         self.driver_memory = DriverMemory(device, has_gpu_alone=has_gpu_alone)
         self._channel = channel
         self._answer_call = answer_call
@@ -88,7 +88,7 @@ class TurnLoop:
     def switch_to(self, name: str) -> SwitchStages | None:
         """Make a model resident and report the switch, if there was one to make."""
         started_s = time.monotonic()
-        with WORKER.main.doing(Phase.SWITCH, name):
+        with WORKER.main.doing(ThreadPhase.SWITCH, name):
             stages = self.residency.switch_in(name)
         # A model that goes on while its last KV comes in has not been switched to.
         if stages is not None and (name != self.previous or stages.num_bytes):
@@ -163,7 +163,7 @@ class TurnLoop:
     def _is_right(self, engine: ModelEngine) -> bool:
         """Whether a model still answers the self-check's prompt as it did; else its requests
         end."""
-        with WORKER.main.doing(Phase.SELF_CHECK, engine.name):
+        with WORKER.main.doing(ThreadPhase.SELF_CHECK, engine.name):
             wrong = self._self_checks.check(engine, self.residency)
         if wrong is None:
             return True
@@ -189,7 +189,7 @@ class TurnLoop:
         assert self.orders.turn is not None
         model, began_s = self.orders.turn.model, self.orders.began_s
         turn_id, then = self.orders.end()
-        ended = m.TurnEnded(turn_id, self._changed_missing(), model, began_s, time.monotonic())
+        ended = m.TurnReport(turn_id, self._changed_missing(), model, began_s, time.monotonic())
         self._channel.send(ended)
         if then is None or not self._can_run(then):
             return
@@ -285,7 +285,7 @@ class TurnLoop:
                     slot.free()
                 lacks = "is not loaded" if engine is None else "has no snapshot"
                 raise Refused(f"{message.model} {lacks} on worker {self.device_number}")
-            with WORKER.main.doing(Phase.ADD_REQUEST, message.model, [message.request_id]):
+            with WORKER.main.doing(ThreadPhase.ADD_REQUEST, message.model, [message.request_id]):
                 self._add_to(engine, message, kv)
         except GpupoolError as error:
             failed = m.RequestsFailed(message.model, [message.request_id], str(error))
@@ -295,7 +295,7 @@ class TurnLoop:
         self.ledger.progress(message.model, message.request_id, len(message.output_token_ids))
         if message.is_moving:
             self._report_memory()
-            self._channel.send(m.Attached(message.model, message.request_id))
+            self._channel.send(m.RequestAttached(message.model, message.request_id))
 
     def _add_to(
         self, engine: ModelEngine, message: m.AddRequest, kv: tuple[Slot, int] | None
@@ -337,7 +337,7 @@ class TurnLoop:
         self.ledger.add_model(model.name, Targets(model.ttft_s, model.tbt_s))
         try:
             snapshot = HostBuffer(fd, os.fstat(fd).st_size) if message.has_snapshot else None
-            with WORKER.main.doing(Phase.LOAD, model.name):
+            with WORKER.main.doing(ThreadPhase.LOAD, model.name):
                 loaded = self._loader.load(message, snapshot)
         except (GpupoolError, OSError) as error:
             _logger.exception("loading %s failed", model.name)
@@ -416,7 +416,7 @@ class TurnLoop:
     def _report_memory(self) -> None:
         changed = self._changed_missing()
         if changed:
-            self._channel.send(m.MemoryChanged(changed))
+            self._channel.send(m.MemoryReport(changed))
 
     def _maybe_report(self) -> None:
         now_s = time.monotonic()

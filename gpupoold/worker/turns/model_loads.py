@@ -10,7 +10,7 @@ from gpupoold.errors import GpupoolError
 from gpupoold.latency.stored import Profile
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.host import HostBuffer, KvHostCache
-from gpupoold.system.activity import WORKER, Phase
+from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire.messages import LoadModel
 from gpupoold.worker.engine.engine import ModelEngine, load_engine
 from gpupoold.worker.engine.load_errors import failure
@@ -54,7 +54,7 @@ class EngineLoader:
         loaded = self._load(message, snapshot)
         engine, budget_s = loaded.engine, message.profiling_budget_s
         try:
-            with WORKER.main.doing(Phase.PROFILE, engine.name):
+            with WORKER.main.doing(ThreadPhase.PROFILE, engine.name):
                 measured = profile(engine, self._residency, budget_s, message.model.path)
         except BaseException:
             self._give_up(engine)
@@ -120,7 +120,7 @@ class EngineLoader:
     def _try(self, engine: ModelEngine) -> tuple[int, ...]:
         """The self-check's answer; a model that gives none is given up."""
         try:
-            with WORKER.main.doing(Phase.SELF_CHECK, engine.name):
+            with WORKER.main.doing(ThreadPhase.SELF_CHECK, engine.name):
                 self_check = run_self_check(engine, self._residency)
             engine.kv.unback(engine.kv.free_extents())
             return self_check

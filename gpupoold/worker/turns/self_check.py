@@ -50,7 +50,7 @@ def run_self_check(engine: ModelEngine, residency: Residency) -> tuple[int, ...]
     raise NoAnswer(f"{engine.name}: no end of a self-check's answer after {_MAX_STEPS} steps")
 
 
-class WrongAnswer(NamedTuple):
+class SelfCheckFailed(NamedTuple):
     """A model whose bytes cannot be right any more."""
 
     expected: tuple[int, ...]
@@ -89,7 +89,7 @@ class SelfChecks:
             return False
         return self._num_migrations[model] >= self.interval
 
-    def check(self, engine: ModelEngine, residency: Residency) -> WrongAnswer | None:
+    def check(self, engine: ModelEngine, residency: Residency) -> SelfCheckFailed | None:
         """Ask a model that is resident; what it said if that was wrong.
 
         One without room for an answer now is asked again when it is next on its turn.
@@ -100,4 +100,4 @@ class SelfChecks:
         except NoAnswer:
             return None
         self._num_migrations[engine.name] = 0
-        return None if answered == expected else WrongAnswer(expected, answered)
+        return None if answered == expected else SelfCheckFailed(expected, answered)

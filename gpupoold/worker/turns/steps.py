@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from gpupoold.system.activity import WORKER, Phase
+from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire import messages as m
 from gpupoold.wire.codec import FrameTooLong
 from gpupoold.worker.engine.engine import ModelEngine
@@ -77,7 +77,7 @@ class TurnSteps:
                 )
                 ids = [item.request_id for item in step.progress]
                 try:
-                    with WORKER.main.doing(Phase.STEP, engine.name, ids):
+                    with WORKER.main.doing(ThreadPhase.STEP, engine.name, ids):
                         self._send(outputs)
                 except FrameTooLong as error:
                     self._unsendable.append(m.RequestsFailed(engine.name, ids, str(error)))

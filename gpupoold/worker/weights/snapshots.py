@@ -14,7 +14,7 @@ from gpupoold.memory.contracts import Device
 from gpupoold.memory.device_thread import DeviceThread
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.weights import WeightMemory
-from gpupoold.system.activity import WORKER, Phase
+from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire.messages import SnapshotDropped, SnapshotTaken
 
 _logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Snapshots:
         if found_bytes != num_bytes:
             os.close(fd)
             raise ValueError(f"the snapshot has {found_bytes} bytes, the weights have {num_bytes}")
-        with WORKER.beside(Phase.SNAPSHOT, model):
+        with WORKER.beside(ThreadPhase.SNAPSHOT, model):
             snapshot = HostBuffer(fd, num_bytes)
             try:
                 self._device.pin(snapshot.address, num_bytes)
@@ -101,7 +101,7 @@ class Snapshots:
     def _close(self, model: str, snapshot: HostBuffer | None) -> None:
         if snapshot is None:
             return
-        with WORKER.beside(Phase.SNAPSHOT, model):
+        with WORKER.beside(ThreadPhase.SNAPSHOT, model):
             try:
                 self._device.unpin(snapshot.address, snapshot.num_bytes)
             finally:

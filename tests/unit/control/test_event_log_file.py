@@ -12,7 +12,7 @@ from gpupoold.control.event_log_file import Header, read, replay_file, write
 from gpupoold.domain import Role, Targets
 from gpupoold.errors import UsageError
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, RunTurn, Send, Turn
+from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, Send, StartTurn, Turn
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.event_log import RecordedCore, Stimulus
@@ -51,11 +51,11 @@ EVENTS: tuple[e.Event, ...] = (
 ACTIONS: tuple[Action, ...] = (
     Send("r", 3),
     Migrate("r", 0, 1),
-    RunTurn(0, Turn(1, "a", math.inf), "b"),
-    RunTurn(0, Turn(1, "a", 0.1), None),
-    RunTurn(0, Turn(1, "a", 0.1, 256), None),
+    StartTurn(0, Turn(1, "a", math.inf), "b"),
+    StartTurn(0, Turn(1, "a", 0.1), None),
+    StartTurn(0, Turn(1, "a", 0.1, 256), None),
     ChangeRole(1, Role.MIXED),
-    RunTurn(0, None, None),
+    StartTurn(0, None, None),
 )
 
 

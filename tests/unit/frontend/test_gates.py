@@ -10,7 +10,7 @@ import pytest
 
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.gates import Gate, Gates, has_asked
-from gpupoold.wire.messages import Admission
+from gpupoold.wire.messages import AdmissionAnswer
 
 START = {"type": "http.response.start", "status": 200, "headers": []}
 PIECE = {"type": "http.response.body", "body": b"piece", "more_body": True}
@@ -40,10 +40,10 @@ class Client:
             await asyncio.sleep(0)
 
     def take(self, request_id: str) -> list[str]:
-        return self.gates.answered(Admission("m", request_id))
+        return self.gates.answered(AdmissionAnswer("m", request_id))
 
     def refuse(self, request_id: str, status: int = 429) -> list[str]:
-        return self.gates.answered(Admission("m", request_id, status, "no", 2.5))
+        return self.gates.answered(AdmissionAnswer("m", request_id, status, "no", 2.5))
 
 
 async def served(api: Api) -> Client:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpupoold.frontend.grammars.messages import Check, Verdict
+from gpupoold.frontend.grammars.messages import GrammarCheck, GrammarVerdict
 from gpupoold.wire.channel import BlockingChannel
 from tests.conftest import PYTHON_PATH
 from tests.unit.frontend.test_grammar_vetting import LOADED, MODEL
@@ -24,12 +24,12 @@ class Trials(types.ModuleType):
     """What a child does is the constraint: a signal it sends itself, or one of some words."""
 
     class Prepared:
-        def __init__(self, check: Check) -> None:
+        def __init__(self, check: GrammarCheck) -> None:
             if check.mount_id == 0:
                 raise OSError("no tokenizer")
 
     @staticmethod
-    def try_grammar(_: object, check: Check) -> Verdict:
+    def try_grammar(_: object, check: GrammarCheck) -> GrammarVerdict:
         word = check.constraint.decode()
         if word == "hang":
             time.sleep(60)
@@ -41,7 +41,7 @@ class Trials(types.ModuleType):
             raise ValueError
         elif word != "accept":
             os.kill(os.getpid(), signal.Signals[word])
-        return Verdict(check.check_id, "accepted", "xgrammar")
+        return GrammarVerdict(check.check_id, "accepted", "xgrammar")
 
 
 _CHECKER = """
@@ -56,21 +56,23 @@ checker.run(socket.socket(fileno=int(sys.argv[1])), "error", os.getppid())
 
 
 @pytest.fixture(scope="module")
-def channel() -> Iterator[BlockingChannel[Verdict]]:
+def channel() -> Iterator[BlockingChannel[GrammarVerdict]]:
     """To a checker, which ends with the channel."""
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-c", _CHECKER, str(theirs.fileno())]
         environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=environment)
-    running: BlockingChannel[Verdict] = BlockingChannel(ours, Verdict)
+    running: BlockingChannel[GrammarVerdict] = BlockingChannel(ours, GrammarVerdict)
     yield running
     running.close()
     assert process.wait(10) == 0
 
 
-def verdict(channel: BlockingChannel[Verdict], word: str, mount_id: int = 1) -> Verdict:
-    channel.send(Check(7, mount_id, MODEL, LOADED, word.encode()))
+def verdict(
+    channel: BlockingChannel[GrammarVerdict], word: str, mount_id: int = 1
+) -> GrammarVerdict:
+    channel.send(GrammarCheck(7, mount_id, MODEL, LOADED, word.encode()))
     answer = channel.receive(30)
     assert answer is not None
     assert answer.check_id == 7
@@ -89,29 +91,31 @@ def verdict(channel: BlockingChannel[Verdict], word: str, mount_id: int = 1) -> 
         ("hang", "unknown", "within"),
     ],
 )
-def test_end(channel: BlockingChannel[Verdict], word: str, outcome: str, reason: str) -> None:
+def test_end(
+    channel: BlockingChannel[GrammarVerdict], word: str, outcome: str, reason: str
+) -> None:
     found = verdict(channel, word)
     assert found.outcome == outcome
     assert reason in found.reason
     assert verdict(channel, "accept").outcome == "accepted"
 
 
-def test_model_that_cannot_be_prepared(channel: BlockingChannel[Verdict]) -> None:
+def test_model_that_cannot_be_prepared(channel: BlockingChannel[GrammarVerdict]) -> None:
     assert verdict(channel, "accept", mount_id=0).outcome == "unknown"
     assert verdict(channel, "accept").outcome == "accepted"
 
 
-def test_endless_child_is_ended(channel: BlockingChannel[Verdict]) -> None:
+def test_endless_child_is_ended(channel: BlockingChannel[GrammarVerdict]) -> None:
     found = verdict(channel, "spin")
     assert found.outcome in ("refused", "unknown")  # whichever limit comes first
     assert verdict(channel, "accept").outcome == "accepted"
 
 
-def test_several_at_once(channel: BlockingChannel[Verdict]) -> None:
+def test_several_at_once(channel: BlockingChannel[GrammarVerdict]) -> None:
     """A slow one does not hold the others up."""
     words = ["hang", "accept", "SIGSEGV", "accept"]
     for number, word in enumerate(words):
-        channel.send(Check(number, 1, MODEL, LOADED, word.encode()))
+        channel.send(GrammarCheck(number, 1, MODEL, LOADED, word.encode()))
     answers = [channel.receive(30) for _ in words]
     assert [one.check_id for one in answers if one is not None][-1] == 0
     assert {one.check_id for one in answers if one is not None} == {0, 1, 2, 3}

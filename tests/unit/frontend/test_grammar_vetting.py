@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from gpupoold.frontend.grammars import vetting
-from gpupoold.frontend.grammars.messages import Check, Verdict
+from gpupoold.frontend.grammars.messages import GrammarCheck, GrammarVerdict
 from gpupoold.frontend.grammars.vetting import GrammarVetting, TooManyGrammars
 from gpupoold.wire.channel import AsyncChannel
 from gpupoold.wire.messages import LoadedModel, ModelToLoad
@@ -35,21 +35,23 @@ class Checker:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         self.vetting = GrammarVetting("warning", theirs)
-        self.channel: AsyncChannel[Check] = AsyncChannel(ours, Check)
+        self.channel: AsyncChannel[GrammarCheck] = AsyncChannel(ours, GrammarCheck)
 
-    def ask(self, constraint: bytes, caller: str = "", mount_id: int = 1) -> asyncio.Task[Verdict]:
+    def ask(
+        self, constraint: bytes, caller: str = "", mount_id: int = 1
+    ) -> asyncio.Task[GrammarVerdict]:
         asking = self.vetting.verdict(mount_id, MODEL, LOADED, constraint, caller)
         return asyncio.ensure_future(asking)
 
-    async def asked(self) -> Check:
+    async def asked(self) -> GrammarCheck:
         return await asyncio.wait_for(self.channel.receive(), 10)
 
     async def nothing_is_asked(self) -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(self.channel.receive(), 0.05)
 
-    def answer(self, check: Check, outcome: str = "accepted") -> None:
-        self.channel.send(Verdict(check.check_id, outcome, "xgrammar", "why"))  # type: ignore[arg-type]
+    def answer(self, check: GrammarCheck, outcome: str = "accepted") -> None:
+        self.channel.send(GrammarVerdict(check.check_id, outcome, "xgrammar", "why"))  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import contextlib
 import pytest
 
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.in_flight import BytesInFlight, Holding
+from gpupoold.frontend.in_flight import BodyHolding, BytesInFlight
 
 
-def refused(holding: Holding, num_bytes: int) -> int:
+def refused(holding: BodyHolding, num_bytes: int) -> int:
     """The status of the refusal of so many bytes more, 0 if they are given."""
     try:
         holding.add(num_bytes)

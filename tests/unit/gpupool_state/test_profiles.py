@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from gpupool_state import Database, Phase, ProfileRow, Registry
+from gpupool_state import Database, ProfilePhase, ProfileRow, Registry
 from gpupool_state.migrations import MIGRATIONS
 from gpupoold.errors import Failed, NoSuchModel
 from tests.unit.gpupool_state.conftest import MakeSpec
 
 PREFILL = ProfileRow(
     device="NVIDIA A10",
-    phase=Phase.PREFILL,
+    phase=ProfilePhase.PREFILL,
     engine_version="0.32.0",
     revision=None,
     dtype="bfloat16",
@@ -30,10 +30,10 @@ PREFILL = ProfileRow(
     num_points=9,
     measured_at=1_700_000_000.5,
 )
-DECODE = replace(PREFILL, phase=Phase.DECODE, law="LinearDecode", hidden_size=0)
+DECODE = replace(PREFILL, phase=ProfilePhase.DECODE, law="LinearDecode", hidden_size=0)
 SWITCH = replace(
     PREFILL,
-    phase=Phase.SWITCH,
+    phase=ProfilePhase.SWITCH,
     law="SwitchModel",
     constants=(2.5e10,),
     r_squared=None,

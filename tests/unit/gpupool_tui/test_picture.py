@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpupool_tui.picture import Picture
-from gpupool_tui.poller import Question
+from gpupool_tui.poller import PollQuestion
 from tests.unit.gpupool_tui.pictures import AT, picture, top
 
 
@@ -15,8 +15,8 @@ def test_turns_add_up_by_device() -> None:
 
 
 def test_only_what_is_new_is_asked_for() -> None:
-    assert Question.after(Picture()) == Question(0, None, True, None)
-    assert Question.after(picture()) == Question(7, 4, False, 4321)
+    assert PollQuestion.after(Picture()) == PollQuestion(0, None, True, None)
+    assert PollQuestion.after(picture()) == PollQuestion(7, 4, False, 4321)
 
 
 def test_minutes_are_kept_while_answers_leave_them_out() -> None:

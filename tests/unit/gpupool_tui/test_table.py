@@ -8,7 +8,7 @@ import pytest
 
 from gpupool_tui.glyphs import ASCII
 from gpupool_tui.table import (
-    Column,
+    TableColumn,
     draw_table,
     fit_columns,
     next_sorting,
@@ -27,9 +27,9 @@ class Row:
     size: int | None
 
 
-COLUMNS: tuple[Column[Row], ...] = (
-    Column("name", "NAME", 4, lambda r, v, w: (Span(r.name),), lambda r: r.name, grows=6),
-    Column(
+COLUMNS: tuple[TableColumn[Row], ...] = (
+    TableColumn("name", "NAME", 4, lambda r, v, w: (Span(r.name),), lambda r: r.name, grows=6),
+    TableColumn(
         "size",
         "SIZE",
         4,
@@ -38,7 +38,7 @@ COLUMNS: tuple[Column[Row], ...] = (
         descends=True,
         right=True,
     ),
-    Column("note", "NOTE", 6, lambda r, v, w: (Span("長い"),), rank=1),
+    TableColumn("note", "NOTE", 6, lambda r, v, w: (Span("長い"),), rank=1),
 )
 ROWS = [Row("b", 3), Row("a", None), Row("c", 12)]
 VIEW = View(ASCII)

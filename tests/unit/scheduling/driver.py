@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from gpupoold.domain import Priority, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, Migrate, RunTurn, Send
+from gpupoold.scheduling.actions import Action, Migrate, Send, StartTurn
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.invariants import check_state
@@ -17,7 +17,7 @@ from gpupoold.scheduling.policies.base import (
     SimplePolicy,
     working,
 )
-from gpupoold.scheduling.state import Device, State
+from gpupoold.scheduling.state import DeviceState, State
 
 GB = 10**9
 STEP_S = 0.025
@@ -35,11 +35,11 @@ class FirstDevicePolicy(SimplePolicy):
             if devices:
                 yield Placement(request, devices[0])
 
-    def next_turn(self, device: Device, state: State, now_s: float) -> Choice | None:
+    def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
         batches = working(device)
         return Choice(batches[0].model.name, 1.0) if batches else None
 
-    def upcoming(self, device: Device, state: State, now_s: float) -> str | None:
+    def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:
         names = [batch.model.name for batch in working(device)]
         current = device.turn.model if device.turn else None
         return next((name for name in names if name != current), None)
@@ -148,5 +148,5 @@ def runs(actions: Iterable[Action]) -> list[tuple[int, str | None, str | None]]:
     return [
         (one.device, one.turn.model if one.turn else None, one.then)
         for one in actions
-        if isinstance(one, RunTurn)
+        if isinstance(one, StartTurn)
     ]

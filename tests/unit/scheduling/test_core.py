@@ -10,10 +10,10 @@ from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import ChangeRole, Turn
 from gpupoold.scheduling.core import UnknownName
-from gpupoold.scheduling.phases import IllegalTransition, Phase
+from gpupoold.scheduling.phases import IllegalTransition, RequestPhase
 from gpupoold.scheduling.policies.base import Placement
 from gpupoold.scheduling.policies.named import make_policy
-from gpupoold.scheduling.state import Device, Request, State
+from gpupoold.scheduling.state import DeviceState, Request, State
 from tests.unit.scheduling.driver import (
     COSTS,
     GB,
@@ -119,7 +119,7 @@ class TestTurns:
 
     def test_the_policy_may_change_the_quota_of_a_turn(self) -> None:
         class Impatient(FirstDevicePolicy):
-            def revise(self, turn: Turn, device: Device, state: State, now_s: float) -> Turn:
+            def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
                 return replace(turn, quota_s=0.5) if len(state.requests) > 1 else turn
 
         driver = Driver(Impatient())
@@ -146,7 +146,7 @@ class TestDevices:
         actions = driver.tell(e.DeviceDown(0))
         assert sends(actions) == [("r", 1)]
         request = driver.state.requests["r"]
-        assert (request.num_tokens, request.phase) == (3, Phase.SENT)
+        assert (request.num_tokens, request.phase) == (3, RequestPhase.SENT)
         driver.step(1, "r")
         assert driver.state.devices[1].batches["a"].context_tokens == 14
 
@@ -247,7 +247,7 @@ class TestModels:
 class Prefills(FirstDevicePolicy):
     """Prompts on device 0, answers on device 1."""
 
-    def first_token(self, request: Request, state: State, now_s: float) -> Device | None:
+    def first_token(self, request: Request, state: State, now_s: float) -> DeviceState | None:
         return state.devices.get(1)
 
 
@@ -330,7 +330,7 @@ class TestRoles:
 
     def test_the_policy_changes_roles_that_are_not_fixed(self) -> None:
         class AllDecode(FirstDevicePolicy):
-            def roles(self, state: State, now_s: float) -> list[tuple[Device, Role]]:
+            def roles(self, state: State, now_s: float) -> list[tuple[DeviceState, Role]]:
                 return [(one, Role.DECODE) for one in state.devices.values()]
 
         driver = Driver(AllDecode(), num_devices=2)
@@ -341,7 +341,7 @@ class TestRoles:
 
     def test_the_policy_moves_answers_at_a_tick(self) -> None:
         class Evens(FirstDevicePolicy):
-            def rebalance(self, state: State, now_s: float) -> list[tuple[Request, Device]]:
+            def rebalance(self, state: State, now_s: float) -> list[tuple[Request, DeviceState]]:
                 return [(one, state.devices[1]) for one in state.requests.values()]
 
         driver = Driver(Evens(), num_devices=2)
@@ -359,7 +359,7 @@ class TestDrain:
                 held = list(state.held.values())
                 return [Placement(one, state.prefill_hosts(one.model)[0]) for one in held]
 
-            def send(self, device: Device, state: State, now_s: float) -> list[Request]:
+            def send(self, device: DeviceState, state: State, now_s: float) -> list[Request]:
                 return [one for one in device.queued_requests() if "queued" not in one.id]
 
         driver = Driver(Keeps(), num_devices=2)
@@ -411,7 +411,7 @@ def test_a_policy_cannot_corrupt_the_books() -> None:
             here = [one for one in state.requests.values() if one.device == 0]
             return [Placement(one, state.devices[0]) for one in here]
 
-        def send(self, device: Device, state: State, now_s: float) -> list[Request]:
+        def send(self, device: DeviceState, state: State, now_s: float) -> list[Request]:
             return device.queued_requests()
 
     driver = Driver()

@@ -12,15 +12,15 @@ import pytest
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.costs import ModelCosts
-from gpupoold.scheduling.phases import TRANSITIONS, Phase
+from gpupoold.scheduling.phases import TRANSITIONS, RequestPhase
 from gpupoold.scheduling.policies.aegaeon import MAX_GROUP_SIZE, AegaeonPolicy
 from gpupoold.scheduling.policies.base import CannotServe
 from gpupoold.scheduling.policies.named import POLICY_NAMES, make_policy
 from gpupoold.scheduling.policies.planned_turns import (
+    BatchWork,
     PlannedTurn,
     Switching,
     Tuning,
-    Work,
     order_planned_turns,
     plan_turn,
 )
@@ -87,11 +87,11 @@ class TestGpupool:
         model = Model(name, TARGETS, GB, 0, costs)
         requests = []
         for number in range(num_requests):
-            request = Request(f"{name}{number}", model, 0.0, 100, None, Phase.DECODING, 0, 1)
+            request = Request(f"{name}{number}", model, 0.0, 100, None, RequestPhase.DECODING, 0, 1)
             requests.append(request)
         now_s = requests[0].next_deadline_s - slack_s
         switching = Switching(Tuning().turn_min_s, is_exposed=False)
-        work = Work(model, requests, self.STEP_S, 0.0, 0, False, model.speed())
+        work = BatchWork(model, requests, self.STEP_S, 0.0, 0, False, model.speed())
         return plan_turn(work, now_s, 0.0, switching, Tuning())
 
     def test_three_visits_one_of_which_is_put_off(self) -> None:

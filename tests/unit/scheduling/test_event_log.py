@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import RunTurn, Send, Turn
+from gpupoold.scheduling.actions import Send, StartTurn, Turn
 from gpupoold.scheduling.core import Core, UnknownName
 from gpupoold.scheduling.event_log import RecordedCore, Segment, Stimulus, replay
 from gpupoold.sim.policies import POLICY_NAMES, make_policy
@@ -48,7 +48,7 @@ def test_actions_are_those_of_the_core() -> None:
     [stimulus] = core.stimuli()
     assert stimulus.events == (event,)
     assert stimulus.actions[0] == Send("r", 0)
-    assert isinstance(stimulus.actions[1], RunTurn)
+    assert isinstance(stimulus.actions[1], StartTurn)
 
 
 def test_at_least_half_and_at_most_all_are_kept() -> None:
@@ -78,7 +78,7 @@ def test_the_first_difference_is_shown() -> None:
     serve(core, 10)
     [segment] = core.segments
     stimuli = list(segment.stimuli)
-    stimuli[3] = dataclasses.replace(stimuli[3], actions=(RunTurn(0, Turn(9, "a", 1.0), None),))
+    stimuli[3] = dataclasses.replace(stimuli[3], actions=(StartTurn(0, Turn(9, "a", 1.0), None),))
     difference = replay(Segment(segment.base, stimuli))
     assert difference is not None
     assert difference.index == 3

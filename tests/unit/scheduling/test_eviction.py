@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpupoold.scheduling.eviction import Eviction, Holding, Victim, plan_evictions
+from gpupoold.scheduling.eviction import Eviction, PageHolding, Victim, plan_evictions
 
 FREE, WEIGHTS, LIVE = Victim.FREE_KV, Victim.WEIGHTS, Victim.LIVE_KV
 ANEW = Victim.RECOMPUTE
 
 
-def idle(model: str, idle_s: float = 0.0, ttft_s: float = 1.0) -> Holding:
-    return Holding(model, 0, idle_s, ttft_s, float("inf"), 10, 3, 0)
+def idle(model: str, idle_s: float = 0.0, ttft_s: float = 1.0) -> PageHolding:
+    return PageHolding(model, 0, idle_s, ttft_s, float("inf"), 10, 3, 0)
 
 
-def paused(model: str, next_deadline_s: float) -> Holding:
-    return Holding(model, 2, 0.0, 1.0, next_deadline_s, 10, 3, 5)
+def paused(model: str, next_deadline_s: float) -> PageHolding:
+    return PageHolding(model, 2, 0.0, 1.0, next_deadline_s, 10, 3, 5)
 
 
 def names(evictions: list[Eviction]) -> list[tuple[str, Victim]]:
@@ -35,7 +35,7 @@ def test_free_kv_goes_first_then_idle_weights() -> None:
     assert names(plan_evictions(7, holdings)) == [("i", FREE), ("p", FREE), ("i", WEIGHTS)]
 
 
-def idle_weights(*holdings: Holding) -> list[str]:
+def idle_weights(*holdings: PageHolding) -> list[str]:
     return [e.model for e in plan_evictions(1000, holdings) if e.victim is WEIGHTS]
 
 
@@ -77,7 +77,7 @@ def test_paused_weights_go_before_kv_when_kv_alone_is_too_little() -> None:
 
 
 def test_kv_that_an_engine_is_late_to_free_can_be_had() -> None:
-    late = Holding("late", 0, 0.0, 1.0, float("inf"), 0, 0, 4)
+    late = PageHolding("late", 0, 0.0, 1.0, float("inf"), 0, 0, 4)
     assert plan_evictions(2, [late]) == [Eviction("late", LIVE, 4)]
 
 

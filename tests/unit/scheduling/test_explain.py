@@ -6,7 +6,14 @@ import pytest
 
 from gpupoold.domain import Role
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.explain import Standing, Turns, Why, standing_of, turns_of, why_request
+from gpupoold.scheduling.explain import (
+    RequestExplanation,
+    Standing,
+    Turns,
+    standing_of,
+    turns_of,
+    why_request,
+)
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.policies.named import POLICY_NAMES, make_policy
 from gpupoold.scheduling.rules import Rule
@@ -22,7 +29,7 @@ def driver(models: str = "a b c", **more: object) -> Driver:
     return told
 
 
-def why(told: Driver, name: str) -> Why:
+def why(told: Driver, name: str) -> RequestExplanation:
     return why_request(told.state, told.state.requests[name], told.now_s)
 
 
@@ -35,7 +42,7 @@ class TestStanding:
         told = driver()
         told.tell(e.DeviceDown(0))
         told.arrive("a", "r")
-        assert why(told, "r") == Why(Standing.NO_DEVICE, None, None, None)
+        assert why(told, "r") == RequestExplanation(Standing.NO_DEVICE, None, None, None)
 
     def test_held_by_a_policy_that_waits_for_a_free_device(self) -> None:
         told = Driver(make_policy("request-level"), "a b")
@@ -62,7 +69,7 @@ class TestStanding:
         told.arrive("a", "r")
         told.step(0, "r")
         told.tell(e.DrainSet(0, True))
-        assert why(told, "r") == Why(
+        assert why(told, "r") == RequestExplanation(
             Standing.MOVING, 1, Rule.ANSWERS_ELSEWHERE, why(told, "r").next_token_in_s
         )
         # Its KV goes out and in, its model has to be brought in there, and it makes a step.

@@ -9,7 +9,7 @@ import pytest
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.invariants import InvariantBroken, check_state
-from gpupoold.scheduling.phases import Phase
+from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.state import Batch, State
 from tests.unit.scheduling.driver import Driver
 from tests.unit.scheduling.test_core import Prefills
@@ -31,7 +31,7 @@ def busy_state() -> State:
     state = driver.state
     queued, device = state.requests["queued"], state.devices[0]
     device.leave(queued)
-    queued.phase = Phase.QUEUED
+    queued.phase = RequestPhase.QUEUED
     device.enqueue(queued)
     check_state(state)
     assert [one.phase.name for one in state.requests.values()] == [
@@ -56,13 +56,13 @@ BREAKS: dict[str, Callable[[State], object]] = {
         s.requests["queued"]
     ),
     "sent of a in phase DECODING has 0 tokens after 100": lambda s: setattr(
-        s.requests["sent"], "phase", Phase.DECODING
+        s.requests["sent"], "phase", RequestPhase.DECODING
     ),
     "held of c in phase SENT is among the held": lambda s: setattr(
-        s.requests["held"], "phase", Phase.SENT
+        s.requests["held"], "phase", RequestPhase.SENT
     ),
     "queued of a in phase SENT is on device 0 where only": lambda s: setattr(
-        s.requests["queued"], "phase", Phase.SENT
+        s.requests["queued"], "phase", RequestPhase.SENT
     ),
     "sent of a in phase SENT is on device 0, but says device 1": lambda s: setattr(
         s.requests["sent"], "device", 1
@@ -136,7 +136,7 @@ def test_nobody_waits_for_kv_room_that_nobody_will_give_back() -> None:
     driver.tell(e.Arrived("r", "a", 0.0, 1))
     request = state.requests["r"]
     device.leave(request)
-    request.phase, device.turn = Phase.QUEUED, None
+    request.phase, device.turn = RequestPhase.QUEUED, None
     device.enqueue(request, must_wait=True)
     with pytest.raises(InvariantBroken, match="wait for KV room on device 0, which has nothing"):
         check_state(state)

@@ -11,9 +11,9 @@ from gpupoold.scheduling.packing import (
     Constraint,
     KvCost,
     Move,
+    PackedRequest,
     PredictionError,
     PrefillCost,
-    Request,
     StepCost,
     Worker,
     WorkerLimits,
@@ -33,12 +33,12 @@ CAPACITY = 9
 LIMITS = WorkerLimits(kv_bytes=CAPACITY, kv=ONE_EACH)
 
 
-def long_prompt(name: str) -> Request:
-    return Request(name, num_prompt_tokens=4, predicted_output_tokens=1)
+def long_prompt(name: str) -> PackedRequest:
+    return PackedRequest(name, num_prompt_tokens=4, predicted_output_tokens=1)
 
 
-def long_output(name: str) -> Request:
-    return Request(name, num_prompt_tokens=1, predicted_output_tokens=4)
+def long_output(name: str) -> PackedRequest:
+    return PackedRequest(name, num_prompt_tokens=1, predicted_output_tokens=4)
 
 
 ARRIVALS = [long_prompt("p1"), long_output("o1"), long_prompt("p2"), long_output("o2")]
@@ -66,7 +66,7 @@ def test_c18_no_other_lengths_give_the_figures_numbers() -> None:
     found = []
     for prompt in itertools.product(range(1, 6), repeat=2):
         for output in itertools.product(range(1, 6), repeat=2):
-            first, second = Request("a", *prompt), Request("b", *output)
+            first, second = PackedRequest("a", *prompt), PackedRequest("b", *output)
             alike = peaks(((first, first), (second, second)))
             if alike == [10, 10] and peaks(((first, second),)) == [7] and prompt > output:
                 found.append((prompt, output))
@@ -74,8 +74,8 @@ def test_c18_no_other_lengths_give_the_figures_numbers() -> None:
 
 
 def test_peak_of_running_requests() -> None:
-    running = Request("r", 10, 30, num_output_tokens=20)  # 10 steps to go from 30 tokens
-    new = Request("n", 5, 2)
+    running = PackedRequest("r", 10, 30, num_output_tokens=20)  # 10 steps to go from 30 tokens
+    new = PackedRequest("n", 5, 2)
     assert peak_kv_bytes([running], ONE_EACH) == 40
     assert peak_kv_bytes([running, new], ONE_EACH) == 40  # 32 + 7 after two steps
     assert peak_kv_bytes([running, new, new], ONE_EACH) == 46
@@ -84,7 +84,7 @@ def test_peak_of_running_requests() -> None:
 
 
 def test_an_answer_longer_than_predicted_holds_what_it_has() -> None:
-    assert peak_kv_bytes([Request("r", 10, 5, num_output_tokens=8)], ONE_EACH) == 18
+    assert peak_kv_bytes([PackedRequest("r", 10, 5, num_output_tokens=8)], ONE_EACH) == 18
 
 
 STEP = StepCost(context_s=1e-5, sequence_s=1e-3, base_s=0.02)
@@ -107,7 +107,7 @@ def test_context_limit() -> None:
 def test_target_between_tokens(gamma: float, theta: float, fits: bool) -> None:
     """Two requests of 2000 + 3000 tokens against a limit of 7800."""
     limits = WorkerLimits(math.inf, ONE_EACH, STEP, tbt_s=0.1, gamma=gamma, theta=theta)
-    worker = (Request("a", 2000, 3000), Request("b", 2000, 3000))
+    worker = (PackedRequest("a", 2000, 3000), PackedRequest("b", 2000, 3000))
     assert limits.max_context_tokens(2) == pytest.approx(7_800)
     assert (not violations(worker, limits)) is fits
     assert violations(worker, limits) <= {Constraint.TBT}
@@ -116,9 +116,9 @@ def test_target_between_tokens(gamma: float, theta: float, fits: bool) -> None:
 def test_prefill_constraints() -> None:
     prefill = PrefillCost(token_s=1e-4, base_s=0.01, ttft_s=0.3)
     limits = WorkerLimits(math.inf, ONE_EACH, tbt_s=0.1, prefill=prefill)
-    ahead = Request("r", 100, 100, num_output_tokens=10, decode_s=0.5)  # leads by 0.5 s
-    close = Request("r", 100, 100, num_output_tokens=10, decode_s=0.9)  # by 0.1 s
-    new = Request("n", 2000, 10)  # 0.21 s
+    ahead = PackedRequest("r", 100, 100, num_output_tokens=10, decode_s=0.5)  # leads by 0.5 s
+    close = PackedRequest("r", 100, 100, num_output_tokens=10, decode_s=0.9)  # by 0.1 s
+    new = PackedRequest("n", 2000, 10)  # 0.21 s
     assert not violations((ahead, new), limits)
     assert violations((close, new), limits) == {Constraint.LEAD}
     assert violations((new, new), limits) == {Constraint.TTFT}
@@ -129,27 +129,30 @@ def test_prefill_constraints() -> None:
 
 
 def test_load_norm() -> None:
-    assert load_norm((Request("a", 3, 2), Request("b", 0, 0), Request("c", 0, 0))) == 5
+    assert (
+        load_norm((PackedRequest("a", 3, 2), PackedRequest("b", 0, 0), PackedRequest("c", 0, 0)))
+        == 5
+    )
     assert load_norm(()) == 0
 
 
 def test_best_fit_prefers_the_most_loaded_that_fits() -> None:
-    workers: list[Worker] = [(), (Request("a", 3, 2),), (Request("b", 7, 2),)]
-    assert best_fit(Request("n", 2, 2), workers, LIMITS) == 1
-    assert best_fit(Request("n", 7, 2), workers, LIMITS) == 0
-    assert best_fit(Request("n", 9, 2), workers, LIMITS) is None
+    workers: list[Worker] = [(), (PackedRequest("a", 3, 2),), (PackedRequest("b", 7, 2),)]
+    assert best_fit(PackedRequest("n", 2, 2), workers, LIMITS) == 1
+    assert best_fit(PackedRequest("n", 7, 2), workers, LIMITS) == 0
+    assert best_fit(PackedRequest("n", 9, 2), workers, LIMITS) is None
     assert shortest_queue(workers) == 0
 
 
 def test_a_request_too_large_for_any_gets_a_worker_of_its_own() -> None:
-    packed = pack_best_fit([Request("n", 20, 1), Request("m", 2, 1)], LIMITS)
+    packed = pack_best_fit([PackedRequest("n", 20, 1), PackedRequest("m", 2, 1)], LIMITS)
     assert [len(worker) for worker in packed] == [1, 1]
     assert violations(packed[0], LIMITS) == {Constraint.KV}
 
 
 def test_prediction_error() -> None:
     """Two answers go on for 50 and 70 tokens more than planned; one ended 30 early."""
-    outlived = [Request("a", 1, 50, 40), Request("b", 1, 70, 60)]
+    outlived = [PackedRequest("a", 1, 50, 40), PackedRequest("b", 1, 70, 60)]
     error = prediction_error(outlived, [(100, 70), (100, 100)])
     assert error == PredictionError(90, 1)
     assert error.step_error_s(STEP) == pytest.approx(90e-5 + 1e-3)
@@ -160,27 +163,30 @@ REBALANCED = WorkerLimits(10_000, ONE_EACH, STEP, tbt_s=1.0)
 
 
 def test_rebalance_moves_new_requests_to_where_less_came() -> None:
-    running = Request("r", 100, 100, num_output_tokens=50)
-    workers: list[Worker] = [(running, Request("n1", 10, 100), Request("n2", 10, 40)), ()]
+    running = PackedRequest("r", 100, 100, num_output_tokens=50)
+    workers: list[Worker] = [
+        (running, PackedRequest("n1", 10, 100), PackedRequest("n2", 10, 40)),
+        (),
+    ]
     errors = [PredictionError(100, 1), PredictionError(-100, -1)]
     assert rebalance(workers, errors, REBALANCED) == (Move("n1", 0, 1),)
 
 
 def test_rebalance_without_errors_leaves_all_in_place() -> None:
-    workers: list[Worker] = [(Request("n1", 10, 100), Request("n2", 10, 40)), ()]
+    workers: list[Worker] = [(PackedRequest("n1", 10, 100), PackedRequest("n2", 10, 40)), ()]
     assert rebalance(workers, [PredictionError(), PredictionError()], REBALANCED) == ()
 
 
 def test_rebalance_keeps_to_the_limits() -> None:
     tight = WorkerLimits(115, ONE_EACH, STEP, tbt_s=1.0)
-    workers: list[Worker] = [(Request("n1", 10, 100),), (Request("r", 50, 50, 40),)]
+    workers: list[Worker] = [(PackedRequest("n1", 10, 100),), (PackedRequest("r", 50, 50, 40),)]
     errors = [PredictionError(100, 1), PredictionError(-100, -1)]
     assert rebalance(workers, errors, REBALANCED) == (Move("n1", 0, 1),)
     assert rebalance(workers, errors, tight) == ()
 
 
 def test_rebalance_leaves_running_requests() -> None:
-    workers: list[Worker] = [(Request("r", 10, 100, num_output_tokens=1),), ()]
+    workers: list[Worker] = [(PackedRequest("r", 10, 100, num_output_tokens=1),), ()]
     errors = [PredictionError(100, 1), PredictionError(-100, -1)]
     assert rebalance(workers, errors, REBALANCED) == ()
 

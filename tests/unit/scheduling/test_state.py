@@ -12,19 +12,21 @@ import pytest
 from gpupoold.domain import Targets
 from gpupoold.scheduling.core import _move
 from gpupoold.scheduling.costs import ModelCosts
-from gpupoold.scheduling.phases import TRANSITIONS, IllegalTransition, Phase, Trigger
-from gpupoold.scheduling.state import Batch, Device, Model, Request, State
+from gpupoold.scheduling.phases import TRANSITIONS, IllegalTransition, RequestPhase, Trigger
+from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, State
 
 COSTS = ModelCosts(prefill_base_s=0.5, prefill_token_s=0.01, decode_base_s=0.02)
 MODEL = Model("a", Targets(3.0, 0.5), 10, 2, COSTS)
 
 
-def request(phase: Phase = Phase.HELD, num_tokens: int = 0, arrival_s: float = 1.0) -> Request:
+def request(
+    phase: RequestPhase = RequestPhase.HELD, num_tokens: int = 0, arrival_s: float = 1.0
+) -> Request:
     return Request("r", MODEL, arrival_s, 100, None, phase, 0, num_tokens)
 
 
-@pytest.mark.parametrize(("phase", "trigger"), itertools.product(Phase, Trigger))
-def test_what_is_not_in_the_table_is_refused(phase: Phase, trigger: Trigger) -> None:
+@pytest.mark.parametrize(("phase", "trigger"), itertools.product(RequestPhase, Trigger))
+def test_what_is_not_in_the_table_is_refused(phase: RequestPhase, trigger: Trigger) -> None:
     one = request(phase)
     if (phase, trigger) in TRANSITIONS:
         _move(one, trigger)
@@ -36,9 +38,9 @@ def test_what_is_not_in_the_table_is_refused(phase: Phase, trigger: Trigger) -> 
 
 
 def test_every_phase_can_be_reached_and_left() -> None:
-    reached = {Phase.HELD, *TRANSITIONS.values()}
-    assert reached == set(Phase)
-    assert {phase for phase, _ in TRANSITIONS} == set(Phase)
+    reached = {RequestPhase.HELD, *TRANSITIONS.values()}
+    assert reached == set(RequestPhase)
+    assert {phase for phase, _ in TRANSITIONS} == set(RequestPhase)
     assert {trigger for _, trigger in TRANSITIONS} == set(Trigger)
 
 
@@ -52,8 +54,8 @@ def test_a_batch() -> None:
     batch = Batch(MODEL)
     assert batch.next_deadline_s() == math.inf
     assert batch.prefill_s() == 0.0
-    batch.add(Request("r", MODEL, 1.0, 100, None, Phase.SENT, 0))
-    batch.add(Request("s", MODEL, -5.0, 100, None, Phase.DECODING, 0, 2))
+    batch.add(Request("r", MODEL, 1.0, 100, None, RequestPhase.SENT, 0))
+    batch.add(Request("s", MODEL, -5.0, 100, None, RequestPhase.DECODING, 0, 2))
     assert batch.next_deadline_s() == -1.0
     assert batch.prefill_s() == pytest.approx(1.5)
     assert batch.step_s() == 0.02
@@ -62,7 +64,7 @@ def test_a_batch() -> None:
 
 def test_the_sums_of_a_batch_follow_its_requests() -> None:
     first, second = (
-        Request(name, MODEL, 0.0, tokens, None, Phase.SENT, 0)
+        Request(name, MODEL, 0.0, tokens, None, RequestPhase.SENT, 0)
         for name, tokens in (("r", 30), ("s", 40))
     )
     batch = Batch(MODEL)
@@ -71,7 +73,7 @@ def test_the_sums_of_a_batch_follow_its_requests() -> None:
     assert (batch.num_waiting, batch.waiting_tokens, batch.waiting_tokens2) == (2, 70, 2500)
     assert batch.load() == pytest.approx(0.02 / 0.5 + (2 * 0.5 + 0.7) / 3.0)
     batch.prefilled(first)
-    first.phase, first.num_tokens = Phase.DECODING, 1
+    first.phase, first.num_tokens = RequestPhase.DECODING, 1
     batch.grow(1)
     assert (batch.num_waiting, batch.waiting_tokens, batch.context_tokens) == (1, 40, 31)
     assert batch.load() == pytest.approx(0.02 / 0.5 + 0.9 / 3.0)
@@ -81,7 +83,7 @@ def test_the_sums_of_a_batch_follow_its_requests() -> None:
 
 
 def test_a_device_counts_bytes() -> None:
-    device = Device(0, 100, 5.0)
+    device = DeviceState(0, 100, 5.0)
     assert (device.missing(MODEL), device.switch_s(MODEL)) == (10, 2.0)
     device.missing_bytes["a"] = 0
     assert (device.missing(MODEL), device.total_bytes(MODEL)) == (0, 10)
@@ -90,14 +92,16 @@ def test_a_device_counts_bytes() -> None:
 
 
 def test_hosts_are_in_order() -> None:
-    state = State(devices={number: Device(number, 1, 1.0) for number in (10, 2, 33)})
+    state = State(devices={number: DeviceState(number, 1, 1.0) for number in (10, 2, 33)})
     model = Model("a", Targets(), 1, 1, COSTS, hosts={33, 10, 2})
     assert [device.number for device in state.hosts(model)] == [2, 10, 33]
 
 
 def test_a_copy_shares_nothing_and_keeps_identities() -> None:
-    batch = Batch(MODEL, {"r": request(Phase.SENT)}, 1)
-    state = State({"a": MODEL}, {0: Device(0, 1, 1.0, batches={"a": batch})}, dict(batch.requests))
+    batch = Batch(MODEL, {"r": request(RequestPhase.SENT)}, 1)
+    state = State(
+        {"a": MODEL}, {0: DeviceState(0, 1, 1.0, batches={"a": batch})}, dict(batch.requests)
+    )
     for twin in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
         assert twin.requests["r"] is twin.devices[0].batches["a"].requests["r"]
         assert twin.requests["r"].model is twin.models["a"] is not MODEL

@@ -6,12 +6,12 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.scheduling.costs import ModelCosts
-from gpupoold.scheduling.phases import Phase
+from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.planned_turns import (
+    BatchWork,
     PlannedTurn,
     Switching,
     Tuning,
-    Work,
     plan_turn,
     rank_planned_turns,
 )
@@ -28,7 +28,7 @@ def prompts(model: Model, count: int, due_in_s: float) -> list[Request]:
     """Requests whose first token is due then; how many of them there are is in their names."""
     arrival_s = NOW_S + due_in_s - model.targets.ttft_s
     return [
-        Request(f"{due_in_s}-{n}", model, arrival_s, 10, None, phase=Phase.QUEUED)
+        Request(f"{due_in_s}-{n}", model, arrival_s, 10, None, phase=RequestPhase.QUEUED)
         for n in range(count)
     ]
 
@@ -38,7 +38,7 @@ def turn_to(*requests: Request, prefills_only: bool = False) -> PlannedTurn:
     batch = Batch(model)
     for request in requests:
         batch.add(request)
-    work = Work(
+    work = BatchWork(
         model,
         list(requests),
         batch.step_s(),

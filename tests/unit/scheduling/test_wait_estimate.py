@@ -10,8 +10,8 @@ from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.state import Model, State
 from gpupoold.scheduling.wait_estimate import (
-    Answer,
     Drain,
+    WaitingAnswer,
     drain_of,
     first_token_in_s,
     next_token_in_s,
@@ -166,10 +166,10 @@ class TestDrain:
 
 
 def test_answers_that_have_outgrown_all_others() -> None:
-    answer = Answer(1.0, 0.1, 50, 1000, [10, 20, 30])
+    answer = WaitingAnswer(1.0, 0.1, 50, 1000, [10, 20, 30])
     assert answer.ended_by(5.9) == 0.0
     assert answer.ended_by(6.1) == 1.0
-    among = Answer(0.0, 0.1, 15, 1000, [10, 20, 30])
+    among = WaitingAnswer(0.0, 0.1, 15, 1000, [10, 20, 30])
     assert [among.ended_by(at_s) for at_s in (0.4, 0.6, 1.6)] == [0.0, 0.5, 1.0]
     assert among._replace(max_tokens=18).ended_by(0.3) == 1.0
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gpupoold.sim.clock import EventQueue, Priority, VirtualClock
+from gpupoold.sim.clock import EventPriority, EventQueue, VirtualClock
 
 
 def drain(queue: EventQueue[str]) -> list[tuple[float, str]]:
@@ -30,10 +30,10 @@ def test_events_come_in_order_of_time_and_move_the_clock() -> None:
 
 def test_of_equal_times_the_priority_class_decides_then_the_order_of_scheduling() -> None:
     queue: EventQueue[str] = EventQueue()
-    queue.schedule(1.0, "arrival a", Priority.ARRIVAL)
-    queue.schedule(1.0, "step ended", Priority.COMPLETION)
-    queue.schedule(1.0, "arrival b", Priority.ARRIVAL)
-    queue.schedule(0.5, "early arrival", Priority.ARRIVAL)
+    queue.schedule(1.0, "arrival a", EventPriority.ARRIVAL)
+    queue.schedule(1.0, "step ended", EventPriority.COMPLETION)
+    queue.schedule(1.0, "arrival b", EventPriority.ARRIVAL)
+    queue.schedule(0.5, "early arrival", EventPriority.ARRIVAL)
     assert [event for _, event in drain(queue)] == [
         "early arrival",
         "step ended",
@@ -54,9 +54,9 @@ def test_events_need_no_order_of_their_own() -> None:
 def test_an_event_may_be_scheduled_for_the_present() -> None:
     queue: EventQueue[str] = EventQueue()
     for name in ("arrival", "another"):
-        queue.schedule(2.0, name, Priority.ARRIVAL)
+        queue.schedule(2.0, name, EventPriority.ARRIVAL)
     assert queue.pop() is not None
-    queue.schedule(2.0, "a step of no time", Priority.COMPLETION)
+    queue.schedule(2.0, "a step of no time", EventPriority.COMPLETION)
     assert [event for _, event in drain(queue)] == ["a step of no time", "another"]
 
 

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from gpupoold.scheduling.quota import Load, round_quotas_s
-from gpupoold.sim.clock import EventQueue, Priority
+from gpupoold.scheduling.quota import TurnLoad, round_quotas_s
+from gpupoold.sim.clock import EventPriority, EventQueue
 from gpupoold.sim.closed_forms import (
     active_models_sd,
     active_share,
@@ -63,8 +63,8 @@ def simulated_active_models(duration_s: float) -> tuple[float, float]:
     queue: EventQueue[tuple[str, int]] = EventQueue()
     for request in poisson_workload(rates, duration_s, LengthSampler([(1, 1)]), seed=11):
         arrival_s = request.arrival_s
-        queue.schedule(arrival_s, (request.model, +1), Priority.ARRIVAL)
-        queue.schedule(arrival_s + RESIDENCE_S, (request.model, -1), Priority.COMPLETION)
+        queue.schedule(arrival_s, (request.model, +1), EventPriority.ARRIVAL)
+        queue.schedule(arrival_s + RESIDENCE_S, (request.model, -1), EventPriority.COMPLETION)
     in_flight: Counter[str] = Counter()
     num_active, since_s = 0, 10 * RESIDENCE_S  # what comes before is the way there
     total = total_s = square = 0.0
@@ -119,7 +119,7 @@ def test_c10_capacity_at_90_percent() -> None:
 @pytest.mark.parametrize("num_batches", [2, 3, 4, 5, 8])
 def test_c10_is_what_the_quotas_give(switch_s: float, num_batches: int) -> None:
     """Share of tokens on time in a round of equal batches: 1 as far as the law says, then less."""
-    load = Load(tbt_s=0.1, step_s=0.025)
+    load = TurnLoad(tbt_s=0.1, step_s=0.025)
     total_switch_s = num_batches * switch_s
     quotas_s = round_quotas_s([load] * num_batches, total_switch_s, 4.0)
     num_tokens = quotas_s[0] / load.step_s

@@ -10,7 +10,7 @@ import pytest
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.costs import ModelCosts
-from gpupoold.scheduling.state import Batch, Device, Model, State
+from gpupoold.scheduling.state import Batch, DeviceState, Model, State
 from gpupoold.sim.clock import EventQueue
 from gpupoold.sim.device import SimDevice, SimLive
 from tests.sim.box import GB, models, request
@@ -27,7 +27,7 @@ class Bench:
             name: Batch(Model(name, one.targets, 10 * GB, KV, ModelCosts()))
             for name, one in box.items()
         }
-        state = State(devices={0: Device(0, device_gb * GB, 10 * GB, batches=batches)})
+        state = State(devices={0: DeviceState(0, device_gb * GB, 10 * GB, batches=batches)})
         self.queue: EventQueue[Callable[[], None]] = EventQueue()
         self.told: list[tuple[float, e.Event]] = []
         self.device = SimDevice(

@@ -19,7 +19,7 @@ from gpupoold.sim.presets import (
     trace_panel,
 )
 from gpupoold.sim.real_traces import FunctionCalls, RecordedTrace
-from gpupoold.sim.scenario import Draw, Overrides, Panel, build_scenario
+from gpupoold.sim.scenario import Draw, FigurePanel, Overrides, build_scenario
 
 ONE_POLICY = ("request-level",)
 FIGURES = [name for name in preset_names() if name.startswith("aegaeon-fig")]
@@ -27,7 +27,7 @@ BURSTS = [name for name in preset_names() if name.startswith("tokenscale")]
 RECORDED = [name for name in preset_names() if name not in (*FIGURES, *BURSTS)]
 
 
-def panel(name: str) -> Panel:
+def panel(name: str) -> FigurePanel:
     [only] = preset_panels(name)
     return only
 

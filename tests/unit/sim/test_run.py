@@ -14,7 +14,7 @@ from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.closed_forms import expected_active_models
 from gpupoold.sim.metrics import Goodput
 from gpupoold.sim.presets import poisson_panel, preset_points
-from gpupoold.sim.run import Row, mean_active_models, run_point, run_points, sweep_goodput
+from gpupoold.sim.run import RunRow, mean_active_models, run_point, run_points, sweep_goodput
 from gpupoold.sim.scenario import Overrides, Point, build_scenario
 from gpupoold.sim.workloads import SimRequest
 
@@ -27,7 +27,7 @@ def small_points(wanted: Overrides = SMALL) -> list[Point]:
     return poisson_panel().changed(wanted).points()
 
 
-def without_wall(row: Row) -> dict[str, object]:
+def without_wall(row: RunRow) -> dict[str, object]:
     return {key: value for key, value in row.items() if key != "wall_s"}
 
 
@@ -108,7 +108,7 @@ def test_prefetch_is_switched_off_for_those_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_refusal_is_a_row_where_multiplexing_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> Row:
+    def refuse(*args: object) -> RunRow:
         raise UsageError("too many models")
 
     points = small_points()
@@ -123,7 +123,7 @@ def test_a_refusal_is_a_row_where_multiplexing_may_refuse(monkeypatch: pytest.Mo
 def test_goodput_by_preset_and_policy() -> None:
     model = run_point(small_points()[0])
 
-    def row(policy: str, models: int, attainment: float | None) -> Row:
+    def row(policy: str, models: int, attainment: float | None) -> RunRow:
         changed = model.copy()
         changed.update({"policy": policy, "models": models, "attainment": attainment})
         return changed

@@ -66,7 +66,7 @@ class Box:
 
     def ended(self) -> list[int]:
         """Ids of turns that ended, in order."""
-        return [message.turn_id for message in self.said if isinstance(message, m.TurnEnded)]
+        return [message.turn_id for message in self.said if isinstance(message, m.TurnReport)]
 
     def token_times(self, request_id: str) -> list[float]:
         """When each token of a request was told of."""

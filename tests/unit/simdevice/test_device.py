@@ -191,7 +191,7 @@ class TestMemory:
         box.turn("a")
         box.at(3.0)
         box.turn("b")
-        first, second = [one for one in box.said if isinstance(one, m.TurnEnded)]
+        first, second = [one for one in box.said if isinstance(one, m.TurnReport)]
         assert (first.model, first.began_s) == ("a", 1.0)
         assert first.ended_s == pytest.approx(1.0 + PREFILL_S + 9 * STEP_S)
         assert (second.model, second.began_s) == ("b", None)
@@ -205,7 +205,7 @@ class TestMemory:
         box.device.page_out("a")
         assert box.device.memory.free_bytes == free_bytes + 10 * GB
         assert box.device.memory.resident == frozenset()
-        assert box.of(m.MemoryChanged)[-1].missing_bytes == {"a": 10 * GB}  # type: ignore[attr-defined]
+        assert box.of(m.MemoryReport)[-1].missing_bytes == {"a": 10 * GB}  # type: ignore[attr-defined]
         box.device.page_out("a")
         assert box.device.memory.free_bytes == free_bytes + 10 * GB
 
@@ -227,12 +227,12 @@ class TestMemory:
         box.ask("a", "ra", max_tokens=100)
         box.turn("a", quota_s=0.5, then="b")
         missing: dict[str, int] = {}
-        for message in box.of(m.MemoryChanged):
+        for message in box.of(m.MemoryReport):
             missing |= message.missing_bytes  # type: ignore[attr-defined]
         assert missing == {"a": 0}
         box.at(7.0)
         ended = box.said[-1]
-        assert isinstance(ended, m.TurnEnded)
+        assert isinstance(ended, m.TurnReport)
         missing_bytes = {"a": 60 * GB + box.device.memory.held_bytes("a")[2], "b": 0}
         assert (ended.turn_id, ended.missing_bytes) == (1, missing_bytes)
 

@@ -8,7 +8,7 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, RunTurn, Send
+from gpupoold.scheduling.actions import Action, Send, StartTurn
 from gpupoold.scheduling.core import Core
 from gpupoold.sim.boxes import Box, box_models
 from gpupoold.sim.engine import Simulation
@@ -77,10 +77,10 @@ class Pool:
                 self.times.setdefault(item.request_id, []).append(message.at_s)
                 if item.finish_reason:
                     self._events.append(e.Ended(item.request_id))
-        elif isinstance(message, m.TurnEnded | m.MemoryChanged):
+        elif isinstance(message, m.TurnReport | m.MemoryReport):
             changes = tuple(message.missing_bytes.items())
             self._events.append(e.MemoryChanged(number, changes))
-            if isinstance(message, m.TurnEnded):
+            if isinstance(message, m.TurnReport):
                 self._events.append(e.TurnEnded(number, message.turn_id))
 
     def _settle(self) -> None:
@@ -97,7 +97,7 @@ class Pool:
             self.devices[action.device].add(
                 Answer(one.id, one.model, one.arrival_s, one.prompt_tokens, one.output_tokens)
             )
-        elif isinstance(action, RunTurn):
+        elif isinstance(action, StartTurn):
             order = m.RunTurn(0, None, 0.0, action.then)
             if action.turn is not None:
                 turn = action.turn

@@ -159,7 +159,7 @@ class TestIn:
         assert due_s > target.box.now_s  # its KV is fetched: the model is on its turn
         assert target.box.device.counts("a") == (1, 0)
         target.at(due_s)
-        assert target.heard() == [m.Attached("a", "r")]
+        assert target.heard() == [m.RequestAttached("a", "r")]
         target.at(due_s + 1.0)
         tokens = target.box.tokens("r")
         assert len(tokens) > 50
@@ -173,7 +173,7 @@ class TestIn:
         target.migrations.attach(coming, kv_transfer(answer))
         assert target.kv_bytes() == (0, answer.context_tokens * KV_BYTES)
         target.at(0.0)
-        assert target.heard() == [m.KvTransferUsed("p", 0), m.Attached("a", "r")]
+        assert target.heard() == [m.KvTransferUsed("p", 0), m.RequestAttached("a", "r")]
         target.box.turn("a")
         target.box.at(SWITCHED_S)
         assert len(target.box.tokens("r")) > 1
@@ -182,7 +182,7 @@ class TestIn:
     def test_without_kv_it_is_prefilled(self, target: Moving) -> None:
         answer = Answer("r", "a", 0.0, PROMPT, 500, 7)
         target.migrations.attach(answer, None)
-        assert target.heard() == [m.Attached("a", "r")]
+        assert target.heard() == [m.RequestAttached("a", "r")]
         assert target.migrations.next_due_s is None
         assert target.box.device.counts("a") == (1, 1)
 

@@ -17,7 +17,7 @@ import pytest
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.latency.models import DecodeBatch
 from gpupoold.sim.boxes import Box
-from gpupoold.system.activity import Activity, Phase, create_page, digest, read_page
+from gpupoold.system.activity import Activity, ThreadPhase, create_page, digest, read_page
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 
@@ -108,7 +108,7 @@ def test_it_serves_at_its_pace(peer: Peer, checkpoint: Path) -> None:
     assert (len(tokens), reason) == (100, "length")
     expected_s = sum(decode.predict_s(DecodeBatch(1, 101 + k)) for k in range(99))
     assert times_s[-1] - times_s[0] == pytest.approx(expected_s, abs=0.1)
-    assert peer.wait(m.TurnEnded).turn_id == 1
+    assert peer.wait(m.TurnReport).turn_id == 1
     peer.channel.send(m.Call(7, "check_integrity"))
     result = peer.wait(m.CallResult)
     assert (result.call_id, result.error_code) == (7, "")
@@ -124,9 +124,9 @@ def test_its_page_tells_what_it_does(peer: Peer, checkpoint: Path) -> None:
     for _ in range(4):
         peer.wait(m.StepOutputs)
     both = frozenset({digest("r"), digest("q")})
-    assert read_page(peer.activity_fd) == [Activity(Phase.STEP, "m", both)]
+    assert read_page(peer.activity_fd) == [Activity(ThreadPhase.STEP, "m", both)]
     peer.channel.send(m.AbortRequests("m", ["r", "q"]))
-    peer.wait(m.TurnEnded)
+    peer.wait(m.TurnReport)
     assert read_page(peer.activity_fd) == []
 
 

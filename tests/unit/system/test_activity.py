@@ -15,7 +15,7 @@ from gpupoold.system.activity import (
     PAGE_BYTES,
     Activity,
     ActivityPage,
-    Phase,
+    ThreadPhase,
     create_page,
     digest,
     read_page,
@@ -43,18 +43,18 @@ def test_an_idle_page_tells_of_nothing(fd: int, page: ActivityPage) -> None:
 
 
 def test_what_is_done_can_be_read(fd: int, page: ActivityPage) -> None:
-    with page.main.doing(Phase.LOAD, "llama"):
-        assert read_page(fd) == [Activity(Phase.LOAD, "llama")]
-        with page.main.doing(Phase.SELF_CHECK, "llama"):
-            assert read_page(fd) == [Activity(Phase.SELF_CHECK, "llama")]
-        assert read_page(fd) == [Activity(Phase.LOAD, "llama")]
+    with page.main.doing(ThreadPhase.LOAD, "llama"):
+        assert read_page(fd) == [Activity(ThreadPhase.LOAD, "llama")]
+        with page.main.doing(ThreadPhase.SELF_CHECK, "llama"):
+            assert read_page(fd) == [Activity(ThreadPhase.SELF_CHECK, "llama")]
+        assert read_page(fd) == [Activity(ThreadPhase.LOAD, "llama")]
     assert read_page(fd) == []
 
 
 def test_an_exception_leaves_what_was_done(fd: int, page: ActivityPage) -> None:
-    with pytest.raises(KeyError), page.main.doing(Phase.ADD_REQUEST, "llama", ["a"]):
+    with pytest.raises(KeyError), page.main.doing(ThreadPhase.ADD_REQUEST, "llama", ["a"]):
         raise KeyError
-    assert read_page(fd) == [Activity(Phase.ADD_REQUEST, "llama", frozenset({digest("a")}))]
+    assert read_page(fd) == [Activity(ThreadPhase.ADD_REQUEST, "llama", frozenset({digest("a")}))]
     page.main.clear()
     assert read_page(fd) == []
 
@@ -68,7 +68,7 @@ def test_two_steps_may_be_under_way(fd: int, page: ActivityPage) -> None:
         frozenset({digest("b")}),
     }
     page.end_steps(num_under_way=1)
-    assert read_page(fd) == [Activity(Phase.STEP, "llama", frozenset({digest("b")}))]
+    assert read_page(fd) == [Activity(ThreadPhase.STEP, "llama", frozenset({digest("b")}))]
     page.end_steps()
     assert read_page(fd) == []
     page.begin_step("llama", ["a", "b"])
@@ -77,19 +77,23 @@ def test_two_steps_may_be_under_way(fd: int, page: ActivityPage) -> None:
 
 def test_more_requests_than_there_is_room_for_are_all(fd: int, page: ActivityPage) -> None:
     page.begin_step("llama", [str(number) for number in range(10_000)])
-    assert read_page(fd) == [Activity(Phase.STEP, "llama", None)]
-    page.main.set(Phase.STEP, "l" * 5_000, None)
+    assert read_page(fd) == [Activity(ThreadPhase.STEP, "llama", None)]
+    page.main.set(ThreadPhase.STEP, "l" * 5_000, None)
     assert all(one.requests is None for one in read_page(fd))
 
 
 def test_other_threads_have_slots_of_their_own(fd: int, page: ActivityPage) -> None:
-    with page.beside(Phase.GRAMMAR, "llama", ["a"]), page.beside(Phase.COPY):
+    with page.beside(ThreadPhase.GRAMMAR, "llama", ["a"]), page.beside(ThreadPhase.COPY):
         page.begin_step("qwen", ["b"])
         assert not page.is_alone
-        assert {one.phase for one in read_page(fd)} == {Phase.GRAMMAR, Phase.COPY, Phase.STEP}
+        assert {one.phase for one in read_page(fd)} == {
+            ThreadPhase.GRAMMAR,
+            ThreadPhase.COPY,
+            ThreadPhase.STEP,
+        }
     assert page.is_alone
     for _ in range(3 * NUM_SLOTS):  # slots are given back, after exceptions too
-        with pytest.raises(KeyError), page.beside(Phase.GRAMMAR, "llama", ["a"]):
+        with pytest.raises(KeyError), page.beside(ThreadPhase.GRAMMAR, "llama", ["a"]):
             raise KeyError
     assert page.is_alone
 
@@ -97,7 +101,7 @@ def test_other_threads_have_slots_of_their_own(fd: int, page: ActivityPage) -> N
 def test_what_is_no_page_is_read_nevertheless(fd: int) -> None:
     os.pwrite(fd, b"\xff" * PAGE_BYTES, 0)
     assert read_page(fd) == []
-    os.pwrite(fd, bytes([Phase.STEP]) + b"\xff" * (PAGE_BYTES - 1), 0)
+    os.pwrite(fd, bytes([ThreadPhase.STEP]) + b"\xff" * (PAGE_BYTES - 1), 0)
     [one] = read_page(fd)
     assert one.requests is None
 
@@ -115,4 +119,6 @@ def test_the_page_outlives_the_process(fd: int) -> None:
     ended = subprocess.run([sys.executable, "-c", _CRASH, str(fd)], pass_fds=[fd], check=False)
     assert ended.returncode == -signal.SIGSEGV
     [one] = read_page(fd)
-    assert one == Activity(Phase.STEP, "llama", frozenset({digest("poison"), digest("other")}))
+    assert one == Activity(
+        ThreadPhase.STEP, "llama", frozenset({digest("poison"), digest("other")})
+    )

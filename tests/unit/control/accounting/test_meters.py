@@ -14,8 +14,8 @@ def switch(**changes: object) -> m.SwitchRecord:
     return msgspec.structs.replace(SWITCH, **changes)
 
 
-def ended(model: str, began_s: float | None = 1.0, turn_id: int = 1) -> m.TurnEnded:
-    return m.TurnEnded(turn_id, {}, model, began_s, 1.25)
+def ended(model: str, began_s: float | None = 1.0, turn_id: int = 1) -> m.TurnReport:
+    return m.TurnReport(turn_id, {}, model, began_s, 1.25)
 
 
 class TestSwitches:

@@ -12,9 +12,9 @@ from gpupoold.control.models.circuit_breaker import (
     CircuitBreakers,
 )
 from gpupoold.control.processes.crash_attribution import Death
-from gpupoold.system.activity import Activity, Phase
+from gpupoold.system.activity import Activity, ThreadPhase
 
-CRASH = Death("signal 11", True, (Activity(Phase.LOAD, "llama"),))
+CRASH = Death("signal 11", True, (Activity(ThreadPhase.LOAD, "llama"),))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpupool_state import ModelRow, Phase
+from gpupool_state import ModelRow, ProfilePhase
 from gpupoold.api.schemas import ModelInfo
 from gpupoold.control.models.info import model_info
 from gpupoold.control.models.profiles import is_profiled, latency_model_of, latency_on, profile_rows
@@ -51,7 +51,7 @@ def measured_on(*devices: WorkerReady, profile: Profile = MEASURED) -> ModelRow:
 
 def test_rows_become_the_model_again() -> None:
     row = measured_on(A10)
-    assert {profile.phase for profile in row.profiles} == set(Phase)
+    assert {profile.phase for profile in row.profiles} == set(ProfilePhase)
     model = latency_model_of(row)
     assert model is not None
     assert (model.prefill, model.decode) == (PREFILL, DECODE)

@@ -18,7 +18,7 @@ from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.workers.workers import WorkerEnded
 from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
 from gpupoold.errors import Failed, GpupoolError, Unavailable
-from gpupoold.system.activity import Activity, Phase, digest
+from gpupoold.system.activity import Activity, ThreadPhase, digest
 from gpupoold.wire import messages as m
 from tests.unit.control.requests.test_dispatcher import NAME, Bench
 
@@ -94,11 +94,11 @@ async def rig(registry: Registry, history: History) -> AsyncIterator[Rig]:
     await made.quarantine.stop()
 
 
-LOADING = Activity(Phase.LOAD, NAME)
+LOADING = Activity(ThreadPhase.LOAD, NAME)
 
 
 def step(*ids: str) -> Activity:
-    return Activity(Phase.STEP, NAME, frozenset(map(digest, ids)))
+    return Activity(ThreadPhase.STEP, NAME, frozenset(map(digest, ids)))
 
 
 async def test_a_model_whose_load_crashes_twice(rig: Rig) -> None:
@@ -170,7 +170,7 @@ async def test_a_model_that_no_worker_could_load(rig: Rig) -> None:
 
 async def test_a_bystander_on_turn_is_not_charged(rig: Rig) -> None:
     rig.bench.ask("a")
-    grammar = Activity(Phase.GRAMMAR, "another", frozenset({digest("gone")}))
+    grammar = Activity(ThreadPhase.GRAMMAR, "another", frozenset({digest("gone")}))
     for _ in range(5):
         rig.die(grammar)
     assert await rig.state() == (ModelState.READY, "")

@@ -13,7 +13,7 @@ from gpupoold.control.processes.crash_attribution import (
     candidates_of,
     death_of,
 )
-from gpupoold.system.activity import Activity, Phase, digest
+from gpupoold.system.activity import Activity, ThreadPhase, digest
 from gpupoold.system.process import OUT_OF_MEMORY_STATUS
 
 CRASH = Death("signal 11", True)
@@ -53,7 +53,7 @@ def test_what_the_kernel_killed_for_memory() -> None:
 
 
 def step(model: str, *ids: str) -> Activity:
-    return Activity(Phase.STEP, model, frozenset(map(digest, ids)))
+    return Activity(ThreadPhase.STEP, model, frozenset(map(digest, ids)))
 
 
 def crash(*activities: Activity) -> Death:
@@ -71,27 +71,29 @@ def test_a_crash_in_a_step_is_due_to_one_of_its_requests() -> None:
 
 
 def test_a_step_whose_requests_are_not_known_can_be_any_of_the_models() -> None:
-    found = candidates_of(crash(Activity(Phase.STEP, "llama", None)), MODEL_OF)
+    found = candidates_of(crash(Activity(ThreadPhase.STEP, "llama", None)), MODEL_OF)
     assert found.requests == {"a", "b"}
 
 
-@pytest.mark.parametrize("phase", [Phase.LOAD, Phase.SWITCH, Phase.SELF_CHECK, Phase.PROFILE])
-def test_a_crash_while_the_model_is_made_ready_is_the_models(phase: Phase) -> None:
-    copying = Activity(Phase.COPY, "")
+@pytest.mark.parametrize(
+    "phase", [ThreadPhase.LOAD, ThreadPhase.SWITCH, ThreadPhase.SELF_CHECK, ThreadPhase.PROFILE]
+)
+def test_a_crash_while_the_model_is_made_ready_is_the_models(phase: ThreadPhase) -> None:
+    copying = Activity(ThreadPhase.COPY, "")
     found = candidates_of(crash(Activity(phase, "llama"), copying), MODEL_OF)
     assert found.only_model == "llama"
     assert not found.requests
 
 
 def test_a_grammar_beside_a_step_is_as_suspect_as_the_step() -> None:
-    grammar = Activity(Phase.GRAMMAR, "qwen", frozenset({digest("c")}))
+    grammar = Activity(ThreadPhase.GRAMMAR, "qwen", frozenset({digest("c")}))
     found = candidates_of(crash(step("llama", "a"), grammar), MODEL_OF)
     assert found.requests == {"a", "c"}
     assert found.only_request is None
 
 
 def test_copies_beside_a_step_leave_doubt() -> None:
-    assert candidates_of(crash(step("llama", "a"), Activity(Phase.COPY, "")), MODEL_OF) == (
+    assert candidates_of(crash(step("llama", "a"), Activity(ThreadPhase.COPY, "")), MODEL_OF) == (
         Candidates(frozenset({"a"}), has_unknown=True)
     )
 
@@ -107,7 +109,7 @@ def test_nobody_is_a_candidate() -> None:
 def test_what_the_worker_did_in_words() -> None:
     assert crash().doing == ""
     assert crash(step("llama", "a", "b")).doing == "a step of llama with 2 requests"
-    grammar = Activity(Phase.GRAMMAR, "qwen", frozenset({digest("c")}))
+    grammar = Activity(ThreadPhase.GRAMMAR, "qwen", frozenset({digest("c")}))
     both = crash(step("llama", "a"), grammar)
     assert both.doing == "a step of llama with 1 request and compiling a grammar for qwen"
-    assert crash(Activity(Phase.LOAD, "llama")).doing == "the load of llama"
+    assert crash(Activity(ThreadPhase.LOAD, "llama")).doing == "the load of llama"

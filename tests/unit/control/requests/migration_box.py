@@ -144,7 +144,7 @@ class FakeWorker(Worker):
     def end_turn(self) -> None:
         """The turn under way is over."""
         if self.turn is not None:
-            self.outbox.append(m.TurnEnded(self.turn.turn_id))
+            self.outbox.append(m.TurnReport(self.turn.turn_id))
             self.turn = None
 
     def kv_transfers_in_use(self) -> Iterator[str]:
@@ -179,7 +179,7 @@ class FakeWorker(Worker):
         answer = Answer(order, len(order.output_token_ids), borrowed)
         self.answers[order.request_id] = answer
         if order.is_moving:
-            self.outbox.append(m.Attached(order.model, order.request_id))
+            self.outbox.append(m.RequestAttached(order.model, order.request_id))
 
     def _migrate_out(self, message: m.MigrateOut, has_kv: bool) -> None:
         if message.request_id not in self.answers:

@@ -72,7 +72,7 @@ class Queue:
 
     def ask(
         self, model: str, *, is_routed: bool = True, is_warm: bool = True, late_s: float = 0.0
-    ) -> m.Admission:
+    ) -> m.AdmissionAnswer:
         order = m.AddRequest(model, "new", time.monotonic() - late_s, 1, 100, [])
         return self.overload.admission(order, is_routed=is_routed, is_warm=is_warm)
 
@@ -122,7 +122,7 @@ async def test_bound_of_bytes(history: History) -> None:
     """Half of all for one key, so that another finds room."""
     queue = Queue(history, max_bytes_in_flight=1000)
 
-    def ask(key_id: str, num_bytes: int) -> m.Admission:
+    def ask(key_id: str, num_bytes: int) -> m.AdmissionAnswer:
         order = m.AddRequest("a", "new", time.monotonic(), 1, 100, [b"x" * num_bytes])
         order.key_id = key_id
         return queue.overload.admission(order, is_routed=True, is_warm=True)

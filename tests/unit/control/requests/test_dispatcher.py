@@ -55,10 +55,10 @@ class Frontend:
 
     def __init__(self) -> None:
         self.sent: list[m.Message] = []
-        self.refusals: list[m.Admission] = []
+        self.refusals: list[m.AdmissionAnswer] = []
 
     def send(self, message: m.Message) -> None:
-        if not isinstance(message, m.Admission):
+        if not isinstance(message, m.AdmissionAnswer):
             self.sent.append(message)
         elif message.status != 200:
             self.refusals.append(message)
@@ -470,7 +470,7 @@ class TestBound:
         bench.ask("second", 100.0)
         turn = bench.dispatcher.scheduler.core.core.state.devices[0].turn
         assert turn is not None
-        bench.dispatcher.from_worker(bench.worker, m.TurnEnded(turn.turn_id))
+        bench.dispatcher.from_worker(bench.worker, m.TurnReport(turn.turn_id))
         bench.dispatcher.end_overdue(1000.0)
         assert self.errors(bench)["second"] == "no token for 600 s: no device has taken the request"
 

@@ -248,7 +248,7 @@ def test_what_nobody_has_asked_for_is_free_at_once(box: Box) -> None:
 
 def test_an_adoption_of_nothing_is_ignored(box: Box) -> None:
     other = box.workers[OTHER]
-    other.outbox.append(m.Attached(MODELS[0], "nobody"))
+    other.outbox.append(m.RequestAttached(MODELS[0], "nobody"))
     box.hear(OTHER)
     assert (box.migrations.num_migrated, core_phase(box)) == (0, ("MOVING", TARGET))
 

@@ -10,7 +10,7 @@ from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.requests.tokens import TokenCounter
 from gpupoold.domain import Targets
 from gpupoold.scheduling.actions import Turn
-from gpupoold.scheduling.state import Device, State
+from gpupoold.scheduling.state import DeviceState, State
 from gpupoold.wire import messages as m
 from tests.unit.wire.samples import SWITCH
 
@@ -19,7 +19,7 @@ class Bench:
     """One device on which model "m" has had its turn since second 4."""
 
     def __init__(self, turn_began_s: float = 4.0) -> None:
-        device = Device(0, 1, 1.0, turn=Turn(1, "m", 1.0), turn_began_s=turn_began_s)
+        device = DeviceState(0, 1, 1.0, turn=Turn(1, "m", 1.0), turn_began_s=turn_began_s)
         self.live = LiveRequests()
         self.request = LiveRequest("r", "m", 0, 0.0, Targets(1.0, 0.5), 0)
         self.live.add(self.request)

@@ -20,7 +20,7 @@ from gpupoold.control.workers import workers as module
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.errors import Failed, TimedOut
-from gpupoold.system.activity import Activity, ActivityPage, Phase
+from gpupoold.system.activity import Activity, ActivityPage, ThreadPhase
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import AsyncChannel
 
@@ -125,23 +125,23 @@ async def test_one_that_somebody_kills_is_back_at_once_again_and_again(rig: Rig)
 
 async def test_what_it_did_is_told_with_its_death(rig: Rig) -> None:
     played = await rig.runs(0)
-    played.activity.main.set(Phase.LOAD, "llama")
+    played.activity.main.set(ThreadPhase.LOAD, "llama")
     loading = asyncio.create_task(rig.supervisor.load(rig.device, MODEL, None))
     await rig.until(lambda: rig.device.is_excused)
     played.end(-signal.SIGSEGV)
-    assert await rig.dies(1) == Death("signal 11", True, (Activity(Phase.LOAD, "llama"),))
+    assert await rig.dies(1) == Death("signal 11", True, (Activity(ThreadPhase.LOAD, "llama"),))
     with pytest.raises(Failed, match=r"worker 0 ended \(signal 11\)"):
         await loading
 
 
 async def test_what_it_did_when_it_was_killed_is_told_too(rig: Rig) -> None:
-    (await rig.runs(0)).activity.main.set(Phase.LOAD, "llama")
+    (await rig.runs(0)).activity.main.set(ThreadPhase.LOAD, "llama")
     with pytest.raises(TimedOut, match=r"llama: not loaded within 0\.2 s"):
         await rig.supervisor.load(rig.device, MODEL, None)
     assert not rig.device.is_excused
     rig.supervisor.end(rig.device, "hung")
     rig.supervisor.end(rig.device, "only the first reason counts")
-    assert await rig.dies(1) == Death("hung", True, (Activity(Phase.LOAD, "llama"),))
+    assert await rig.dies(1) == Death("hung", True, (Activity(ThreadPhase.LOAD, "llama"),))
     played = await rig.runs(1)
     played.end(-signal.SIGTERM)
     assert await rig.dies(2) == Death("signal 15", False)
@@ -167,7 +167,7 @@ async def test_a_load_behind_an_unload_that_is_given_up(rig: Rig) -> None:
 
 
 async def test_one_that_says_nonsense_is_replaced(rig: Rig) -> None:
-    (await rig.runs(0)).channel.send(m.TurnEnded(1))
+    (await rig.runs(0)).channel.send(m.TurnReport(1))
     assert await rig.dies(1) == Death("it sent what could not be handled", True)
     await rig.runs(1)
 

@@ -10,7 +10,7 @@ import pytest
 
 from gpupool_cli.planning.plot import check_plot, save_plot
 from gpupoold.errors import UsageError
-from gpupoold.sim.run import Row
+from gpupoold.sim.run import RunRow
 from gpupoold.sim.scenario import Axis
 
 TITLES = {"one": "the first", "two": "the second"}
@@ -18,7 +18,7 @@ TITLES = {"one": "the first", "two": "the second"}
 
 def row(
     preset: str, policy: str, models: int, attainment: float | None, axis: Axis = "models"
-) -> Row:
+) -> RunRow:
     return {
         "preset": preset, "policy": policy, "axis": axis, "devices": "4xA10",
         "tensor_parallel": 1, "models": models, "rps": models / 10, "ttft_s": 10.0, "tbt_s": 0.1,

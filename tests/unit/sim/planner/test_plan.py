@@ -27,7 +27,7 @@ from gpupoold.sim.planner.load import (
 )
 from gpupoold.sim.planner.models import PlannedModel, place, read_checkpoint
 from gpupoold.sim.planner.notes import notes_on
-from gpupoold.sim.planner.plan import Plan, Question, check_question, make_plan, models_below
+from gpupoold.sim.planner.plan import Plan, PlanQuestion, check_question, make_plan, models_below
 from gpupoold.sim.planner.run import Runner, Setup
 from gpupoold.sim.presets import poisson_panel
 from gpupoold.sim.run import run_point
@@ -39,12 +39,12 @@ SMALL_SHAPES = ("Yi-1.5-6B", "Qwen2.5-7B", "Llama-2-7B")
 
 def question(
     devices: str, num_models: int, rps: float, targets: Targets | None = None, **changes: object
-) -> Question:
+) -> PlanQuestion:
     """Small models with Poisson arrivals for two minutes."""
     box = parse_box(devices)
     targets = targets or Targets()
     models = box_models(box, num_models, targets, SMALL_SHAPES)
-    asked = Question(
+    asked = PlanQuestion(
         box,
         models,
         poisson_load(dict.fromkeys(models, rps), 120.0),
@@ -55,7 +55,7 @@ def question(
 
 
 @pytest.fixture(scope="module")
-def tight() -> tuple[Question, Plan]:
+def tight() -> tuple[PlanQuestion, Plan]:
     """A box that is too small for its load."""
     asked = question("1xA10", 8, 0.15)
     return asked, make_plan(asked)
@@ -87,7 +87,7 @@ class TestPlan:
         assert plan.growth >= 1
         assert plan.growth_limit is None or plan.growth_limit > plan.growth
 
-    def test_the_least_number_of_devices(self, tight: tuple[Question, Plan]) -> None:
+    def test_the_least_number_of_devices(self, tight: tuple[PlanQuestion, Plan]) -> None:
         asked, plan = tight
         assert not plan.fits
         assert plan.growth is None
@@ -97,7 +97,7 @@ class TestPlan:
         assert not by_count[plan.needed - 1].reaches(asked.target)
         assert by_count[1] == plan.attained
 
-    def test_every_advice_was_simulated(self, tight: tuple[Question, Plan]) -> None:
+    def test_every_advice_was_simulated(self, tight: tuple[PlanQuestion, Plan]) -> None:
         asked, plan = tight
         enough = [one for one in plan.changes if one.attained.reaches(asked.target)]
         kinds = list(dict.fromkeys(one.kind for one in plan.changes))
@@ -107,12 +107,12 @@ class TestPlan:
         bigger = replace(asked, box=replace(asked.box, num_devices=more.num_devices))
         assert make_plan(bigger).attained == more.attained
 
-    def test_it_repeats(self, tight: tuple[Question, Plan]) -> None:
+    def test_it_repeats(self, tight: tuple[PlanQuestion, Plan]) -> None:
         asked, plan = tight
         assert make_plan(asked) == plan
         assert make_plan(replace(asked, seeds=(5, 6))).attained != plan.attained
 
-    def test_every_run_must_reach_the_target(self, tight: tuple[Question, Plan]) -> None:
+    def test_every_run_must_reach_the_target(self, tight: tuple[PlanQuestion, Plan]) -> None:
         asked, plan = tight
         assert len(plan.attained.by_run) == 2
         low, high = sorted(plan.attained.by_run)
@@ -162,7 +162,7 @@ class TestPlan:
         assert counts == sorted(counts)
         assert counts[-1] < plan.num_runs
 
-    def test_notes(self, tight: tuple[Question, Plan]) -> None:
+    def test_notes(self, tight: tuple[PlanQuestion, Plan]) -> None:
         asked, plan = tight
         models = [PlannedModel(name, Targets(), 1, 1) for name in asked.models]
         notes = notes_on(asked, plan, dict.fromkeys(asked.models, "scaled"), models)
@@ -477,7 +477,7 @@ def test_round_values(value: float, after: float) -> None:
     assert next_round(value) == pytest.approx(after)
 
 
-def test_the_worst_models_come_first(tight: tuple[Question, Plan]) -> None:
+def test_the_worst_models_come_first(tight: tuple[PlanQuestion, Plan]) -> None:
     _, plan = tight
     below = models_below(plan.forecast, 2.0)
     shares = [plan.forecast.models[name].attainment or 0.0 for name in below]

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="the engine is not installed")
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from gpupoold.system.activity import WORKER, Phase
+from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.worker.engine import steps as engine_steps
 from gpupoold.worker.engine.steps import EngineSteps, Step
 
@@ -169,6 +169,6 @@ def test_while_a_request_is_isolated_every_step_is_waited_for() -> None:
     core.scheduler.isolated["r"] = None
     assert tokens(steps.begin()) == [1, 2]
     assert not steps.are_under_way
-    with WORKER.beside(Phase.COPY):
+    with WORKER.beside(ThreadPhase.COPY):
         assert tokens(steps.begin()) == [3]
     assert core.turns == [True, False]

@@ -16,7 +16,7 @@ from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_transfers import Arrival, PeerSlot
 from gpupoold.memory.transfers import Transfer
 from gpupoold.wire import messages as m
-from gpupoold.worker.kv.migrations import Migrations
+from gpupoold.worker.kv.migrations import KvMigrations
 from tests.unit.memory.cuda_rig import NUM_PAGES, PAGE
 from tests.unit.memory.fake_cuda import FakeCuda
 from tests.unit.memory.ledger import MemoryLedger
@@ -70,7 +70,7 @@ class Worker:
         self.engine = Engine(self.rig)
         self.said: list[m.Message] = []
         self.fds: list[int] = []
-        self.migrations = Migrations(number, self.rig.device, self.rig.host, self._send)
+        self.migrations = KvMigrations(number, self.rig.device, self.rig.host, self._send)
 
     def _send(self, message: m.Message, fds: tuple[int, ...]) -> None:
         self.said.append(message)
@@ -344,7 +344,7 @@ class Gpu:
         self.device = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=self.driver)
         self.host = KvHostCache(0)
         self.said: list[m.Message] = []
-        self.migrations = Migrations(
+        self.migrations = KvMigrations(
             HERE, self.device, self.host, lambda message, _: self._say(message)
         )
 

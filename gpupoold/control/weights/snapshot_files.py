@@ -41,7 +41,7 @@ from gpupoold.units import format_bytes
 _logger = logging.getLogger(__name__)
 
 FORMAT = 2
-_MAGIC = b"gpupool snapshot\r\n\0"
+_MAGIC = b"gpupool snap.\r\n\0"
 _TEXT_OFFSET = len(_MAGIC) + blake3.digest_size
 _HEADER_BYTES = 4096
 _CHUNK_BYTES = 16 << 20

@@ -84,7 +84,7 @@ def test_the_first_difference_is_shown() -> None:
     assert difference.index == 3
     assert difference.recorded is stimuli[3]
     assert difference.replayed == segment.stimuli[3]
-    assert "stimulus 3 at 1.5 s: recorded [RunTurn(" in str(difference)
+    assert "stimulus 3 at 1.5 s: recorded [StartTurn(" in str(difference)
 
 
 def test_an_error_is_recorded_and_replays() -> None:

@@ -108,7 +108,7 @@ def test_what_is_no_page_is_read_nevertheless(fd: int) -> None:
 
 _CRASH = """
 import os, signal, sys
-from gpupoold.system.activity import WORKER, Phase
+from gpupoold.system.activity import WORKER, ThreadPhase
 WORKER.attach(int(sys.argv[1]))
 WORKER.begin_step("llama", ["poison", "other"])
 os.kill(os.getpid(), signal.SIGSEGV)

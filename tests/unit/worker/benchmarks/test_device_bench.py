@@ -55,7 +55,7 @@ def test_every_way_is_measured_and_everything_is_given_back(loop: Any) -> None:
         if row["by"] in ("device_copy", "memcpy_one_thread"):
             best[row["direction"]] = max(best[row["direction"]], row["ratio"])
     assert (best["in"], best["out"]) == (1.0, 1.0)
-    copy_streams = [row for row in rows if row["by"] == "copy stream" and row["direction"] == "out"]
+    copy_streams = [row for row in rows if row["by"] == "copy_stream" and row["direction"] == "out"]
     assert [row["batch_bytes"] for row in copy_streams if "batch_bytes" in row] == [
         size << 10 for size in (64, 256, 1024, 4096, 8192)
     ]

@@ -39,7 +39,7 @@ class Stream:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it ended as it should."""
+        """True if it ended as it should."""
         return not self.problem and len(self.token_ids) == self.ask.num_tokens
 
     @property

@@ -110,7 +110,8 @@ def _known(report: Path | None) -> list[RunRow]:
 
 
 def _is_of(row: RunRow, point: Point) -> bool:
-    """Whether a row is this point's; a recorded workload may bring its own models and rate."""
+    """Return whether a row is this point's; a recorded workload may bring its own models and
+    rate."""
     return (
         (row["preset"], row["policy"]) == (point.preset, point.policy)
         and point.num_models in (None, row["models"])

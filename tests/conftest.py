@@ -61,7 +61,7 @@ def pytest_unconfigure() -> None:
 
 @cache
 def has_nvidia_gpu() -> bool:
-    """Whether the NVIDIA driver shows a GPU."""
+    """Return whether the NVIDIA driver shows a GPU."""
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     except OSError:

@@ -207,7 +207,8 @@ def check_kernels() -> str:
 
 
 def _has_gpu() -> bool:
-    """Whether a driver answers: torch asks the management library, which may be a stand-in."""
+    """Return whether a driver answers: torch asks the management library, which may be a
+    stand-in."""
     driver = ctypes.CDLL("libcuda.so.1")
     return hasattr(driver, "cuInit") and driver.cuInit(0) == 0
 

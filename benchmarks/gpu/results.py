@@ -52,7 +52,7 @@ def figures_of(results: Mapping[str, Any]) -> dict[str, Figure]:
 
 
 def has_failed(results: Mapping[str, Any]) -> bool:
-    """Whether a piece that was begun did not come to its end."""
+    """Return whether a piece that was begun did not come to its end."""
     return any(piece["outcome"] in (FAILED, TIMED_OUT) for piece in results["pieces"].values())
 
 

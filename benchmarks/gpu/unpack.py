@@ -145,7 +145,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _holds(site: Path, manifest: dict[str, Any]) -> bool:
-    """Whether a bundle was unpacked there before, and it is this one."""
+    """Return whether a bundle was unpacked there before, and it is this one."""
     if not site.exists() or not any(site.iterdir()):
         return False
     if not (site / MANIFEST).is_file():

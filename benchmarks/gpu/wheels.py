@@ -42,7 +42,7 @@ class Member:
 
 
 def is_kept(path: str) -> bool:
-    """Whether a file of a package, by its path below site-packages, goes into the bundle."""
+    """Return whether a file of a package, by its path below site-packages, goes into the bundle."""
     if any(fnmatchcase(path, pattern) for pattern in _LEFT_OUT):
         return False
     if path.startswith("vllm/") and fnmatchcase(path, _LIBRARY):

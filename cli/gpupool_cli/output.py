@@ -61,7 +61,6 @@ def print_piece(text: str) -> None:
 
 
 def print_json(value: BaseModel | Sequence[BaseModel] | Mapping[str, object]) -> None:
-    """One JSON document."""
     print(_as_json(value, indent=2))
 
 

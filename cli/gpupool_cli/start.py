@@ -9,7 +9,6 @@ import sys
 
 
 def main() -> None:
-    """Run the command line."""
     if sys.argv[1:2] == ["top"]:
         from gpupool_cli.top import alone
 

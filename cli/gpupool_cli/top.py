@@ -75,6 +75,6 @@ def alone() -> None:
 
 
 def _is_ascii() -> bool:
-    """Whether the terminal cannot show more: a bare locale, or one that says so."""
+    """Return whether the terminal cannot show more: a bare locale, or one that says so."""
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     return not encoding.startswith("utf") or os.environ.get("TERM") == "linux"

@@ -47,7 +47,8 @@ class Answer:
         return sum(at <= limit for at, limit in zip(self.token_times_s, due, strict=True))
 
     def is_of(self, request: RequestInfo) -> bool:
-        """Whether it answers that request, which the daemon calls as the client does, and more."""
+        """Return whether it answers that request, which the daemon calls as the client does, and
+        more."""
         return bool(self.stream_id) and request.request_id.startswith(self.stream_id)
 
 

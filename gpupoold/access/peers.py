@@ -50,7 +50,6 @@ class Peer:
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Who is connected."""
     size = _CREDENTIALS.size
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     pid, user_id, main_group_id = _CREDENTIALS.unpack(credentials)

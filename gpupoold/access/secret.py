@@ -52,7 +52,7 @@ def digest_of(text: str) -> str:
 
 
 def matches(text: str, digest: str) -> bool:
-    """Whether this is the key with that digest, in time that tells nothing about it."""
+    """Return whether this is the key with that digest, in time that tells nothing about it."""
     return hmac.compare_digest(digest_of(text), digest)
 
 

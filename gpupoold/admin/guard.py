@@ -45,7 +45,6 @@ class Door:
         return self._num_connections[peer.user_id] <= self.max_connections
 
     def leave(self, peer: Peer) -> None:
-        """The connection has ended."""
         self._num_connections[peer.user_id] -= 1
         if not self._num_connections[peer.user_id]:
             del self._num_connections[peer.user_id]
@@ -75,7 +74,6 @@ class PeerProtocol(BoundedHttp):
         self._door = door
 
     def refusal(self, status: HTTPStatus, message: str) -> dict[str, object]:
-        """See :meth:`BoundedHttp.refusal`."""
         return _error_body(_ERRORS.get(status, UsageError)(message))
 
     def connection_made(self, transport: Any) -> None:
@@ -122,7 +120,6 @@ class PeerProtocol(BoundedHttp):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is whole."""
         self._stop_body_timer()
         super().on_message_complete()
 

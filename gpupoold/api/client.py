@@ -82,7 +82,6 @@ class AdminClient(KeyCalls, TopCalls):
         return self._call(_STATUS, "GET", "/status")
 
     def models(self) -> list[ModelInfo]:
-        """All registered models."""
         return self._call(_MODELS, "GET", "/models")
 
     def model(self, name: str) -> ModelInfo:

@@ -233,5 +233,6 @@ def _range_begin(content_range: str) -> int | None:
 
 
 def _is_client_error(error: Exception) -> bool:
-    """Whether it comes from the hub library's HTTP client: httpx in old versions, httpx2 now."""
+    """Return whether it comes from the hub library's HTTP client: httpx in old versions, httpx2
+    now."""
     return type(error).__module__.partition(".")[0] in ("httpx", "httpx2")

@@ -79,7 +79,7 @@ def files_to_download(
 
 
 def is_weight_file(name: str) -> bool:
-    """Whether the file holds weights (these are large and come last in a download)."""
+    """Return whether the file holds weights (these are large and come last in a download)."""
     return bool(_matching((name,), ("*.safetensors", *_PICKLES)))
 
 

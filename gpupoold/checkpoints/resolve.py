@@ -60,7 +60,7 @@ def resolve(name: str, source: str | None, model_dirs: Sequence[Path]) -> LocalS
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether ``text`` has the form ``org/name`` of a repository id."""
+    """Return whether ``text`` has the form ``org/name`` of a repository id."""
     well_formed = _HUB_ID.fullmatch(text) is not None
     return well_formed and "--" not in text and ".." not in text and not text.endswith(".git")
 

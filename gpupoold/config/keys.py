@@ -38,7 +38,6 @@ class KeyChange:
 
     @property
     def key(self) -> str:
-        """Its name."""
         return self._side.key
 
     @property

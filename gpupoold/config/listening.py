@@ -9,7 +9,7 @@ from gpupoold.config.access import AccessSettings
 
 
 def is_local(listener: socket.socket) -> bool:
-    """Whether only processes of this machine can connect: by the address it really has.
+    """Return whether only processes of this machine can connect: by the address it really has.
 
     True for a unix socket too: who may open it is up to its file.
     """

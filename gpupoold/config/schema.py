@@ -146,7 +146,6 @@ class RunningSettings(Settings):
         return cls.model_construct(**_fields(settings))
 
     def take(self, settings: Settings) -> None:
-        """Be as ``settings`` are."""
         for name, section in _fields(settings).items():
             setattr(self, name, section)
 

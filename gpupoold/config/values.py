@@ -115,5 +115,5 @@ def effect_of(field: FieldInfo, section: Section | type[Section]) -> Effect:
 
 
 def is_hidden(field: FieldInfo) -> bool:
-    """Whether the field's value is shown to nobody."""
+    """Return whether the field's value is shown to nobody."""
     return any(isinstance(one, Hidden) for one in field.metadata)

@@ -26,7 +26,6 @@ def config_info(settings: Settings, path: Path | None, written: Collection[str])
 
 
 def change_info(change: KeyChange) -> ChangeInfo:
-    """What a file changes."""
     before, after = change.before, change.after
     return ChangeInfo(
         key=change.key,

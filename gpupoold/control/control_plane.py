@@ -132,7 +132,7 @@ class Pool:
 
     @property
     def state(self) -> PoolState:
-        """Whether requests can be served."""
+        """True if requests can be served."""
         if self.stopping:
             return "stopping"
         ready = self.supervisor.any_ready and self.frontends.any_ready
@@ -162,7 +162,6 @@ class Pool:
         return msgspec.json.encode(views.ps(states, self.dispatcher, workers, self.cache))
 
     def devices(self) -> list[DeviceInfo]:
-        """All devices."""
         return views.devices(self.supervisor.workers, self.dispatcher)
 
     async def status(self) -> Status:

@@ -67,7 +67,6 @@ class LiveRequest:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between tokens."""
         times = self.token_times_s
         return [later - earlier for earlier, later in itertools.pairwise(times)]
 

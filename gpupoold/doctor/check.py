@@ -25,15 +25,12 @@ class Check:
 
 
 def ok(name: str, found: str) -> Check:
-    """All is well."""
     return Check(name, Verdict.OK, found)
 
 
 def warning(name: str, found: str, fix: str) -> Check:
-    """Something could be better."""
     return Check(name, Verdict.WARNING, found, fix)
 
 
 def fault(name: str, found: str, fix: str) -> Check:
-    """Something does not work."""
     return Check(name, Verdict.FAULT, found, fix)

@@ -136,7 +136,6 @@ class DaemonFacts:
 
     @property
     def is_running(self) -> bool:
-        """Whether it answers."""
         return not self.problem
 
 

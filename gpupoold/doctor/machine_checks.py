@@ -154,7 +154,7 @@ def _check_model_cache(budget_bytes: int, weight_bytes: int) -> Check:
 
 
 def check_numa(numa: NumaFacts, kinds: set[str]) -> Iterator[Check]:
-    """Whether host memory can be near its GPU, and stays there."""
+    """Return whether host memory can be near its GPU, and stays there."""
     if numa.num_nodes < 2:
         yield ok("numa", "one node")
         return
@@ -199,7 +199,7 @@ def check_limits(limits: LimitFacts, settings: Settings) -> Iterator[Check]:
 
 
 def check_folder(folder: Folder) -> Check:
-    """Whether a folder can be written, is on a disk that will do, and has room."""
+    """Return whether a folder can be written, is on a disk that will do, and has room."""
     name = f"folder {folder.key}"
     found = f"{folder.path} on {folder.filesystem}, {format_bytes(folder.free_bytes)} free"
     if not folder.is_writable:
@@ -222,7 +222,7 @@ def check_folder(folder: Folder) -> Check:
 
 
 def check_snapshot_room(snapshots: Folder, budget_bytes: int) -> Iterator[Check]:
-    """Whether all the snapshots fit that may be saved."""
+    """Return whether all the snapshots fit that may be saved."""
     if budget_bytes > snapshots.num_bytes + snapshots.free_bytes:
         left = format_bytes(snapshots.num_bytes + snapshots.free_bytes)
         text = (

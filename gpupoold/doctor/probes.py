@@ -230,7 +230,7 @@ def _filesystem(path: Path) -> str:
 
 
 def network_facts(settings: Settings, socket_path: Path, daemon: DaemonFacts) -> NetworkFacts:
-    """Whether the public address can be listened on, unless the daemon does so already."""
+    """Return whether the public address can be listened on, unless the daemon does so already."""
     server = settings.server
     address = f"{server.host}:{server.port}"
     problem = ""

@@ -244,7 +244,8 @@ class VllmModelApi:
         return described
 
     def owns_response(self, response_id: str) -> bool:
-        """Whether the Responses API stored that response (vLLM's store is off by default)."""
+        """Return whether the Responses API stored that response (vLLM's store is off by
+        default)."""
         serving = getattr(self._app.state, "openai_serving_responses", None)
         return serving is not None and response_id in serving.response_store
 

@@ -32,7 +32,8 @@ _SMALL_ITEMS_BYTES = 64
 
 
 def is_long_conversation(name: str, num_bytes: int, path: str) -> bool:
-    """Whether the field called ``name`` of a request to ``path`` is a conversation to look at."""
+    """Return whether the field called ``name`` of a request to ``path`` is a conversation to look
+    at."""
     if path == _RESPONSES_PATH:
         return name == "input" and num_bytes > _SMALL_ITEMS_BYTES
     has_messages = path in _CHAT_PATHS or path in _ANTHROPIC_PATHS

@@ -65,7 +65,6 @@ class ApiError(Exception):
         }
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers beyond the content's."""
         if self.status == HTTPStatus.UNAUTHORIZED:
             return [(b"www-authenticate", b"Bearer")]
         if self.retry_after_s is None:
@@ -300,7 +299,6 @@ async def send_json(
 
 
 async def send_error(send: Send, error: ApiError, *, anthropic: bool = False) -> None:
-    """Answer with an error."""
     await send_json(send, error.status, error.body(anthropic=anthropic), error.headers())
 
 

@@ -42,12 +42,12 @@ class Gate:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the daemon has been asked nothing, and the client has got nothing."""
+        """True if the daemon has been asked nothing, and the client has got nothing."""
         return not self._request_ids and not self._is_open
 
     @property
     def has_begun(self) -> bool:
-        """Whether the client gets what the API sends."""
+        """True if the client gets what the API sends."""
         return self._is_open
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
@@ -109,7 +109,7 @@ def refuse(error: ApiError) -> None:
 
 
 def has_asked() -> bool:
-    """Whether the daemon has been asked for anything for the answer being made."""
+    """Return whether the daemon has been asked for anything for the answer being made."""
     gate = _current.get()
     return gate is not None and not gate.is_untouched
 

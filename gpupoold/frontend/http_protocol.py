@@ -17,5 +17,4 @@ class PublicHttp(BoundedHttp):
     """One connection."""
 
     def refusal(self, status: HTTPStatus, message: str) -> dict[str, object]:
-        """See :meth:`BoundedHttp.refusal`."""
         return ApiError(status.value, _KINDS[status], message).body()

@@ -22,7 +22,6 @@ class BytesInFlight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in flight."""
         return self._of_keys.total()
 
     @contextlib.contextmanager

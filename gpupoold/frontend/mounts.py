@@ -44,7 +44,7 @@ class ModelApi(Protocol):
         ...
 
     def owns_response(self, response_id: str) -> bool:
-        """Whether the Responses API of this model stored that response."""
+        """Return whether the Responses API of this model stored that response."""
         ...
 
     def close(self) -> None:

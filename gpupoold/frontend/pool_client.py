@@ -79,7 +79,6 @@ class PoolClient:
 
     @property
     def stopped(self) -> bool:
-        """Whether requests are refused."""
         return self._stopped_because is not None
 
     async def add_request_async(self, request: Any) -> None:
@@ -116,7 +115,6 @@ class PoolClient:
         self.abort(list(request_ids))
 
     def abort(self, request_ids: list[str]) -> None:
-        """As ``abort_requests_async``, without waiting."""
         if request_ids:
             self._send(AbortRequests(model=self._model, request_ids=request_ids))
 

@@ -184,7 +184,7 @@ class Router:
 
 
 def _is_served(path: str) -> bool:
-    """Whether a path of a model's API is within reach of clients."""
+    """Return whether a path of a model's API is within reach of clients."""
     return path in ROUTED_PATHS or path.startswith(_RESPONSES_PREFIX)
 
 

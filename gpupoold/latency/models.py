@@ -47,9 +47,7 @@ class Law(Protocol[BatchT_contra]):
         """The same law with other numbers."""
         ...
 
-    def predict_s(self, batch: BatchT_contra, /) -> float:
-        """Seconds, never negative."""
-        ...
+    def predict_s(self, batch: BatchT_contra, /) -> float: ...
 
 
 PrefillLaw = Law[PrefillBatch]
@@ -80,7 +78,6 @@ class PrefillModel:
 
     @property
     def constants(self) -> tuple[float, float, float]:
-        """C1, C2, C3."""
         return self.c1, self.c2, self.c3
 
     def terms(self, batch: PrefillBatch, /) -> tuple[float, ...]:
@@ -121,7 +118,6 @@ class DecodeModel:
 
     @property
     def constants(self) -> tuple[float, float]:
-        """C4, C5."""
         return self.c4, self.c5
 
     def terms(self, batch: DecodeBatch, /) -> tuple[float, ...]:
@@ -152,11 +148,9 @@ class LinearPrefill:
 
     @property
     def constants(self) -> tuple[float, float]:
-        """k1, c1."""
         return self.token_s, self.base_s
 
     def terms(self, batch: PrefillBatch, /) -> tuple[float, ...]:
-        """``t``, 1."""
         return float(_total_tokens(batch)), 1.0
 
     def with_constants(self, constants: Sequence[float], /) -> Self:
@@ -185,7 +179,6 @@ class LinearDecode:
 
     @property
     def constants(self) -> tuple[float, float, float]:
-        """k2, c2, c3."""
         return self.context_s, self.sequence_s, self.base_s
 
     def terms(self, batch: DecodeBatch, /) -> tuple[float, ...]:

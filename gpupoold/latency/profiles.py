@@ -59,7 +59,6 @@ class MeasuredProfile:
 
 @cache
 def measured_profiles() -> tuple[MeasuredProfile, ...]:
-    """All packaged fits."""
     file = resources.files("gpupoold.latency").joinpath("measured.csv")
     return parse(file.read_text("utf-8").splitlines())
 

@@ -77,7 +77,6 @@ class RotatingFile:
             view = view[os.write(self._fd, piece) :]
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
     def _open(self) -> int:

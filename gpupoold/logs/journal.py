@@ -43,7 +43,8 @@ _SUBJECT_FIELDS = {
 
 
 def is_journal(fd: int, variables: Mapping[str, str]) -> bool:
-    """Whether a descriptor leads to the journal: ``$JOURNAL_STREAM`` has its device and inode."""
+    """Return whether a descriptor leads to the journal: ``$JOURNAL_STREAM`` has its device and
+    inode."""
     try:
         status = os.fstat(fd)
     except OSError:
@@ -77,7 +78,6 @@ class JournalHandler(logging.Handler):
         self._socket.settimeout(_SEND_TIMEOUT_S)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send one record."""
         try:
             data = encode(self._fields(record))
             try:
@@ -88,7 +88,6 @@ class JournalHandler(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
         super().close()
 

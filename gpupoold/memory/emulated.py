@@ -95,11 +95,9 @@ class EmulatedDevice(Device):
         return start + before
 
     def release(self, address: int, num_pages: int) -> None:
-        """See :meth:`Device.release`."""
         libc.munmap(address, num_pages * self.page_bytes)
 
     def map(self, address: int, runs: list[PageRun]) -> None:
-        """See :meth:`Device.map`."""
         at = address
         for index, run in enumerate(runs):
             num_bytes = run.num_pages * self.page_bytes
@@ -112,7 +110,6 @@ class EmulatedDevice(Device):
             at += num_bytes
 
     def unmap(self, address: int, runs: list[PageRun]) -> None:
-        """See :meth:`Device.unmap`."""
         start = address
         for run in runs:
             num_bytes = run.num_pages * self.page_bytes
@@ -123,7 +120,6 @@ class EmulatedDevice(Device):
         libc.mmap(start, address - start, libc.PROT_NONE, fixed, -1, 0)
 
     def map_and_fill(self, address: int, runs: list[PageRun], source: int | None) -> None:
-        """See :meth:`Device.map_and_fill`."""
         started_s = time.perf_counter()
         self.map(address, runs)
         mapped_s = time.perf_counter()
@@ -136,23 +132,18 @@ class EmulatedDevice(Device):
         self.spent.copy_s += time.perf_counter() - mapped_s
 
     def zero(self, address: int, num_bytes: int) -> None:
-        """See :meth:`Device.zero`."""
         libc.memset(address, 0, num_bytes)
 
     def copy_in(self, address: int, source: int, num_bytes: int) -> None:
-        """See :meth:`Device.copy_in`."""
         self._copy(address, source, num_bytes)
 
     def copy_out(self, target: int, address: int, num_bytes: int) -> None:
-        """See :meth:`Device.copy_out`."""
         self._copy(target, address, num_bytes)
 
     def open_copy_stream(self, direction: Direction) -> CopyStream:
-        """See :meth:`Device.open_lane`."""
         return _MemcpyCopyStream()
 
     def open_copy_streams(self, direction: Direction) -> list[CopyStream]:
-        """See :meth:`Device.open_lanes`."""
         return [_MemcpyCopyStream() for _ in range(_num_copiers())]
 
     def free_bytes(self) -> int | None:
@@ -175,7 +166,6 @@ class EmulatedDevice(Device):
         """Nothing was lent."""
 
     def close(self) -> None:
-        """See :meth:`Device.close`."""
         self._copier.shutdown()
         libc.munmap(self._home, self.num_pages * self.page_bytes)
         os.close(self._fd)

@@ -53,7 +53,6 @@ class ExtentIndex:
         self._freed_away: set[int] = set()
 
     def place(self, extent: int) -> Place:
-        """Where an extent is."""
         return _PLACES[self._places[extent]]
 
     def put(self, extents: Iterable[int], place: Place) -> None:
@@ -127,7 +126,6 @@ class ExtentIndex:
             extent = self._places.find(place, extent + 1)
 
     def idle(self) -> list[int]:
-        """Idle extents, highest first."""
         if not self.num_idle:
             return []
         return list(compress(range(len(self._is_idle)), self._is_idle))[::-1]

@@ -57,7 +57,6 @@ class KvGeometry:
 
     @property
     def total_bytes(self) -> int:
-        """Size of the buffer."""
         last = self.num_blocks - 1
         return max(row.offset + last * row.stride + row.num_bytes for row in self.rows)
 

@@ -161,7 +161,6 @@ class KvHostCache:
         device.pin(self._address, self.budget_bytes)
 
     def unpin(self, device: Device) -> None:
-        """Undo ``pin``; before ``close``."""
         if self.budget_bytes:
             device.unpin(self._address, self.budget_bytes)
 
@@ -172,7 +171,6 @@ class KvHostCache:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in slots."""
         return self._slabs.used_bytes
 
     @property
@@ -219,7 +217,6 @@ class KvHostCache:
         self._slabs.check_integrity()
 
     def close(self) -> None:
-        """Unmap; slots are gone."""
         if self.budget_bytes:
             libc.munmap(self._address, self.budget_bytes)
         os.close(self._fd)
@@ -236,17 +233,13 @@ class HostSlot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its blocks."""
         return self.blocks.num_bytes
 
     def pieces(self) -> list[tuple[int, int]]:
-        """See :meth:`KvHostCache.pieces`."""
         return self._cache.pieces(self)
 
     def beside(self, extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-        """See :func:`lay`."""
         return lay(extents, self.pieces())
 
     def free(self) -> None:
-        """See :meth:`KvHostCache.free`."""
         self._cache.free(self)

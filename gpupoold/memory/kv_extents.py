@@ -87,16 +87,15 @@ class KvExtents:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no extent is away, so that every request can run."""
+        """True if no extent is away, so that every request can run."""
         return not self._away
 
     def is_here(self, blocks: Iterable[int]) -> bool:
-        """Whether the bytes of all these blocks are on the device."""
+        """Return whether the bytes of all these blocks are on the device."""
         size, away = self.geometry.blocks_per_extent, self._away
         return not away or not any(block // size in away for block in blocks)
 
     def place(self, extent: int) -> Place:
-        """Where an extent is."""
         return self._index.place(extent)
 
     def extents(self, place: Place) -> list[int]:
@@ -246,7 +245,7 @@ class KvExtents:
         self._index.put(group.extents, place)
 
     def _is_dead(self, group: Group) -> bool:
-        """Whether no request needs any block of it."""
+        """Return whether no request needs any block of it."""
         return len(group.held) == len(self._real_of(group.extents))
 
     def _real(self, blocks: range) -> range:

@@ -37,18 +37,17 @@ class Arrival:
         os.eventfd_write(self.fd, _ARRIVED if has_arrived else _FAILED)
 
     def is_told(self) -> bool:
-        """Whether the other side has told."""
+        """Return whether the other side has told."""
         if not self._state:
             with contextlib.suppress(BlockingIOError):
                 self._state = os.eventfd_read(self.fd)
         return self._state != 0
 
     def has_arrived(self) -> bool:
-        """Whether all bytes are there."""
+        """Return whether all bytes are there."""
         return self.is_told() and self._state == _ARRIVED
 
     def close(self) -> None:
-        """Give the descriptor back."""
         os.close(self.fd)
 
 
@@ -80,7 +79,7 @@ class PeerCache:
 
     @property
     def is_usable(self) -> bool:
-        """Whether bytes can be copied from it to the device at full speed."""
+        """True if bytes can be copied from it to the device at full speed."""
         return self._is_pinned or self._device.is_host_addressable
 
     def slot(self, offsets: Sequence[tuple[int, int]], on_free: Callable[[], None]) -> PeerSlot:
@@ -138,11 +137,9 @@ class PeerSlot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its blocks."""
         return sum(num_bytes for _, num_bytes in self._pieces)
 
     def beside(self, extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-        """See :func:`gpupoold.memory.host.lay`."""
         return lay(extents, self._pieces)
 
     def free(self) -> None:

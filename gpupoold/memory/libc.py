@@ -54,7 +54,6 @@ def mmap(address: int | None, num_bytes: int, prot: int, flags: int, fd: int, of
 
 
 def munmap(address: int, num_bytes: int) -> None:
-    """``munmap(2)``."""
     if _libc().munmap(address, num_bytes) != 0:
         raise _error(f"munmap of {num_bytes} bytes")
 
@@ -89,7 +88,6 @@ def read(address: int, num_bytes: int) -> bytes:
 
 
 def write(address: int, data: bytes) -> None:
-    """Put ``data`` at ``address``."""
     ctypes.memmove(address, data, len(data))
 
 

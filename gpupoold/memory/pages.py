@@ -26,7 +26,6 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages nobody owns."""
         return self._num_free
 
     def allocate(self, num_pages: int, at: int = 0) -> list[PageRun]:

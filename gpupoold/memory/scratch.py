@@ -22,12 +22,10 @@ class Scratch:
 
     @property
     def address(self) -> int:
-        """Start on the device."""
         return self.address_range.address
 
     @property
     def host_address(self) -> int:
-        """Start in host memory."""
         return self.buffer.address
 
 

@@ -130,7 +130,6 @@ class Allocation:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its blocks."""
         return self.num_blocks * self.block_bytes
 
 
@@ -157,7 +156,6 @@ class SlabAllocator:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in allocated blocks."""
         return sum(one.num_used * size for size, one in self._shapes.items())
 
     @property

@@ -59,7 +59,7 @@ class Transfer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is being copied any more; ``wait`` then returns at once."""
+        """True if nothing is being copied any more; ``wait`` then returns at once."""
         return self._ended.is_set()
 
     def wait(self) -> None:
@@ -175,7 +175,7 @@ class TransferQueue:
 
     @property
     def has_room(self) -> bool:
-        """Whether another transfer would soon begin; owners hold theirs back otherwise."""
+        """True if another transfer would soon begin; owners hold theirs back otherwise."""
         return self.room_bytes > 0
 
     @property

@@ -33,7 +33,7 @@ class WeightMemory:
 
     @property
     def has_snapshot(self) -> bool:
-        """Whether its snapshot is in host memory, so that it can be brought in."""
+        """True if its snapshot is in host memory, so that it can be brought in."""
         return self._snapshot is not None
 
     @property
@@ -64,12 +64,10 @@ class WeightMemory:
 
     @property
     def physical_pages(self) -> list[int]:
-        """These pages."""
         return self._address_range.physical_pages
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of these pages."""
         return self.num_mapped_pages * self._device.page_bytes
 
     @property
@@ -89,12 +87,12 @@ class WeightMemory:
 
     @property
     def is_resident(self) -> bool:
-        """Whether all of it is there, so that the model can run."""
+        """True if all of it is there, so that the model can run."""
         return self._num_loaded == self.num_pages
 
     @property
     def is_arriving(self) -> bool:
-        """Whether pages are still being filled."""
+        """True if pages are still being filled."""
         return self._arriving is not None and not self._arriving.has_ended
 
     @property

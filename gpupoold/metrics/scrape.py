@@ -66,7 +66,6 @@ class Scrape:
 
     @property
     def workers(self) -> list[Worker]:
-        """One for each device."""
         return self.pool.supervisor.workers
 
     def devices(self) -> Iterator[tuple[str, Worker, DeviceMeter]]:

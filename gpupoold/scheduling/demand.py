@@ -58,7 +58,6 @@ class Demand:
 
     @property
     def total(self) -> float:
-        """Of both stages."""
         return self.prefill + self.decode
 
     def __add__(self, other: Demand) -> Demand:

@@ -82,7 +82,7 @@ class RecordedCore:
 
     @property
     def is_from_start(self) -> bool:
-        """Whether nothing has been forgotten since the core was new."""
+        """True if nothing has been forgotten since the core was new."""
         return self._is_from_start
 
     def stimuli(self) -> tuple[Stimulus, ...]:

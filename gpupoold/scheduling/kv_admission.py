@@ -19,7 +19,7 @@ HOST_SHARE = 7 / 8
 
 
 def admits(device: DeviceState, request: Request) -> bool:
-    """Whether one more request could be sent now: its KV fits, and nobody goes before it."""
+    """Return whether one more request could be sent now: its KV fits, and nobody goes before it."""
     if device.kv_host_bytes is None:
         return True
     return _next(device, request) is request and _has_room(device, request)
@@ -93,7 +93,7 @@ def _kept_bytes(device: DeviceState, model: Model) -> float:
 
 
 def _has_room(device: DeviceState, newcomer: Request | None = None) -> bool:
-    """Whether all that were sent or may be fit, and one more."""
+    """Return whether all that were sent or may be fit, and one more."""
     assert device.kv_host_bytes is not None
     kept_bytes, num_requests, weight_bytes = 0.0, 0, 0
     for batch in (*device.working.values(), *device.queued.values()):

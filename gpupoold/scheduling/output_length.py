@@ -166,7 +166,6 @@ class OutputLengthPredictor:
 
     @property
     def num_models(self) -> int:
-        """Models with a history."""
         return len(self._models)
 
     def predict(self, model: str, num_prompt_tokens: int) -> float:

@@ -39,7 +39,7 @@ class PackedRequest:
 
     @property
     def is_new(self) -> bool:
-        """Whether its prefill is still to come."""
+        """True if its prefill is still to come."""
         return self.num_output_tokens == 0
 
     @property

@@ -130,7 +130,7 @@ class RolePlanner:
         return best if gain > tuning.worthwhile else present
 
     def _fit_together(self, models: Sequence[Model], usable: Sequence[DeviceState]) -> bool:
-        """Whether every device can have all models that are asked for at once, with KV."""
+        """Return whether every device can have all models that are asked for at once, with KV."""
         weight_bytes = sum(model.weight_bytes for model in models)
         numbers = {one.number for one in usable}
         room_bytes = min(one.capacity_bytes for one in usable) * (1 - self._tuning.kv_share)
@@ -172,7 +172,7 @@ def _mean_demands(
 def covers(
     devices: Sequence[DeviceState], changed: DeviceState | None = None, role: Role = Role.MIXED
 ) -> bool:
-    """Whether prompts and answers have a device each, if one of them had this role."""
+    """Return whether prompts and answers have a device each, if one of them had this role."""
     roles = [role if one is changed else one.role for one in devices]
     return any(one is not Role.DECODE for one in roles) and any(
         one is not Role.PREFILL for one in roles

@@ -96,7 +96,7 @@ class Request:
     max_tokens: int | None = None
 
     def goes_before(self, other: Request) -> bool:
-        """Whether it passes another of its model that is in the same queue; never one of the
+        """Return whether it passes another of its model that is in the same queue; never one of the
         same priority."""
         if self.priority is other.priority:
             return False
@@ -272,7 +272,7 @@ class DeviceState:
 
     @property
     def gives_away(self) -> bool:
-        """Whether answers should go on elsewhere: it is being emptied, or only prefills."""
+        """True if answers should go on elsewhere: it is being emptied, or only prefills."""
         return self.is_draining or self.role is Role.PREFILL
 
     @property
@@ -314,7 +314,7 @@ class DeviceState:
             del queues[request.model.name]
 
     def is_waiting_for_kv(self, request: Request) -> bool:
-        """Whether it is queued here, but must not be sent yet."""
+        """Return whether it is queued here, but must not be sent yet."""
         line = self.waiting_for_kv.get(request.model.name)
         return line is not None and request.id in line.requests
 
@@ -352,7 +352,7 @@ class State:
 
     @property
     def is_split(self) -> bool:
-        """Whether some devices only prefill or only decode."""
+        """True if some devices only prefill or only decode."""
         return any(one.role is not Role.MIXED for one in self.devices.values())
 
     def hosts(self, model: Model) -> list[DeviceState]:

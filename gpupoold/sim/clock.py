@@ -34,7 +34,6 @@ class VirtualClock:
 
     @property
     def now_s(self) -> float:
-        """The present."""
         return self._now_s
 
     def advance_to(self, at_s: float) -> None:
@@ -61,7 +60,6 @@ class Scheduled(Generic[E]):
 
     @property
     def is_waiting(self) -> bool:
-        """Neither popped nor cancelled."""
         return self._queue is not None
 
     def cancel(self) -> bool:
@@ -92,7 +90,6 @@ class EventQueue(Generic[E]):
 
     @property
     def now_s(self) -> float:
-        """The present."""
         return self.clock.now_s
 
     @property

@@ -37,12 +37,10 @@ class SimLive:
 
     @property
     def num_left(self) -> int:
-        """Tokens still to come."""
         return self.request.output_tokens - len(self.token_times_s)
 
     @property
     def context_tokens(self) -> int:
-        """Tokens in its KV."""
         return self.request.prompt_tokens + len(self.token_times_s)
 
 
@@ -103,14 +101,12 @@ class SimDevice:
         self._segment: _Segment | None = None
 
     def add(self, live: SimLive) -> None:
-        """A request to serve."""
         model = live.request.model
         self._waiting.setdefault(model, []).append(live)
         if self._segment is not None and self._segment.model == model:
             self._cut(self._queue.now_s)
 
     def plan(self, turn: Turn | None, then: str | None) -> None:
-        """Orders; see ``RunTurn``."""
         self._then = then
         if turn is None:
             return

@@ -55,7 +55,6 @@ class LengthSampler:
         return len(self._pairs)
 
     def sample(self, rng: Random) -> Lengths:
-        """One of the pairs."""
         return rng.choice(self._pairs)
 
 

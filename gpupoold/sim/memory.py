@@ -152,7 +152,7 @@ class SimMemory:
         self._changed.add(name)
 
     def _fit_together(self, name: str, current: str) -> bool:
-        """Whether two models (or one, named twice) would fit with all their KV if everything
+        """Return whether two models (or one, named twice) would fit with all their KV if everything
         else went."""
         together = {one: self._held[one] for one in (name, current)}
         held_bytes = sum(

@@ -48,7 +48,6 @@ class RequestResult:
 
     @property
     def is_finished(self) -> bool:
-        """All tokens came out."""
         return len(self.token_times_s) == self.request.output_tokens
 
     def judged_until_s(self, end_s: float) -> float:
@@ -240,7 +239,6 @@ class _Tally:
         return total
 
     def add(self, result: RequestResult, end_s: float) -> None:
-        """Count a request."""
         times, tokens = result.token_times_s, count_tokens(result, end_s)
         self.num_requests += 1
         self.num_finished += result.is_finished
@@ -260,7 +258,6 @@ class _Tally:
             self.num_gaps_in_time += sum(gap_s <= longest_s for gap_s in gaps_s)
 
     def summary(self) -> Summary:
-        """The finished numbers."""
         return Summary(
             self.num_requests,
             self.num_finished,

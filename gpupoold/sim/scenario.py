@@ -88,11 +88,9 @@ class _WithoutFile:
 
     @property
     def needs_folder(self) -> bool:
-        """It has no file."""
         return False
 
     def located(self, folder: Path | None) -> Self:
-        """It needs no file."""
         return self
 
 
@@ -325,7 +323,6 @@ class Scenario:
 
     @property
     def end_s(self) -> float:
-        """When the run ends."""
         return end_of_run_s(self.requests, lambda _: self.targets, self.duration_s)
 
 

@@ -22,12 +22,11 @@ class Answer:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens in its KV."""
         return self.prompt_tokens + self.num_tokens
 
     @property
     def is_done(self) -> bool:
-        """Whether it has all its tokens."""
+        """True if it has all its tokens."""
         return self.num_tokens >= self.max_tokens
 
 

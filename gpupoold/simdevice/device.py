@@ -58,7 +58,6 @@ class PacedDevice:
 
     @property
     def turn(self) -> m.RunTurn | None:
-        """The turn under way."""
         return self._turn
 
     @property
@@ -164,7 +163,6 @@ class PacedDevice:
         self._tell_memory()
 
     def run_turn(self, order: m.RunTurn) -> None:
-        """See ``RunTurn``."""
         turn = self._turn
         if turn is not None and order.model is not None and order.turn_id == turn.turn_id:
             self._turn = order

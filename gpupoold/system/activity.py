@@ -50,7 +50,7 @@ class ThreadPhase(IntEnum):
 
     @property
     def is_due_to_model(self) -> bool:
-        """Whether a crash in the phase is due to the model, and to no request."""
+        """True if a crash in the phase is due to the model, and to no request."""
         return ThreadPhase.LOAD <= self <= ThreadPhase.SNAPSHOT
 
     @property
@@ -193,7 +193,7 @@ class ActivityPage:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no thread but the step thread does anything that could end the worker."""
+        """True if no thread but the step thread does anything that could end the worker."""
         return all(slot.phase == ThreadPhase.IDLE for slot in self._shared)
 
     @contextlib.contextmanager

@@ -58,7 +58,6 @@ class BoundedHttp(HttpToolsProtocol, ABC):
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timers."""
         self._stop_head_timer()
         self._stop_send_timer()
         self._unset_keepalive_if_required()
@@ -86,7 +85,6 @@ class BoundedHttp(HttpToolsProtocol, ABC):
             self._start_head_timer()
 
     def on_message_begin(self) -> None:
-        """A request begins."""
         super().on_message_begin()
         self._is_in_head, self._head_bytes = True, 0
 
@@ -102,7 +100,6 @@ class BoundedHttp(HttpToolsProtocol, ABC):
         self._watch_sending()
 
     def resume_writing(self) -> None:
-        """All has been sent."""
         self._stop_send_timer()
         super().resume_writing()
 
@@ -123,7 +120,7 @@ class BoundedHttp(HttpToolsProtocol, ABC):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether no request is being answered."""
+        """True if no request is being answered."""
         return (self.cycle is None or self.cycle.response_complete) and not self.pipeline
 
     def _start_head_timer(self) -> None:

@@ -129,7 +129,7 @@ class Notifier:
 
     @property
     def is_heard(self) -> bool:
-        """Whether there is somebody to tell."""
+        """True if there is somebody to tell."""
         return bool(self._address)
 
     def send(self, *fields: str, fds: Sequence[int] = ()) -> bool:
@@ -154,7 +154,6 @@ class Notifier:
         return True
 
     def ready(self) -> None:
-        """The daemon serves."""
         self.send("READY=1")
 
     def stopping(self, grace_s: float) -> None:
@@ -195,7 +194,7 @@ class FdStore:
 
     @property
     def is_there(self) -> bool:
-        """Whether somebody keeps what is given."""
+        """True if somebody keeps what is given."""
         return self._notifier.is_heard
 
     def keep(self, name: str, fds: Sequence[int]) -> bool:

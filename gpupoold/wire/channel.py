@@ -139,7 +139,7 @@ class AsyncChannel(Generic[T]):
 
     @property
     def closed(self) -> bool:
-        """Whether either side has closed."""
+        """True if either side has closed."""
         return not self._can_send
 
     def close(self) -> None:

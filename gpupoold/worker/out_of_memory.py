@@ -11,7 +11,8 @@ _SAID_BY_TORCH = ("out of memory", "can't allocate memory", "cannot allocate mem
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this, or what it came from, was for want of host memory, device memory or pages."""
+    """Return whether this, or what it came from, was for want of host memory, device memory or
+    pages."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:

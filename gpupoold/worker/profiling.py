@@ -89,7 +89,7 @@ class ProfiledModel(PooledModel, Protocol):
         """End requests."""
 
     def has_requests(self) -> bool:
-        """Whether a step would do something."""
+        """Return whether a step would do something."""
 
     def step(self) -> list[RequestProgress]:
         """One engine step; what the requests got."""
@@ -170,7 +170,6 @@ class _ProfilingRun:
         self.decode_contexts: set[int] = set()
 
     def measure(self, prefill_end_s: float) -> None:
-        """Both series."""
         kv_tokens = self._kv_tokens()
         step_tokens = min(kv_tokens, self._engine.max_batched_tokens)
         longest = self._engine.info.max_model_len - 1

@@ -95,7 +95,6 @@ class Registry:
         return _model_row(row, await profiles_of(self._db, row["name"]))
 
     async def list(self) -> list[ModelRow]:
-        """All models by name."""
         if self._listed is not None:
             return [*self._listed]
         num_changes = self._num_changes

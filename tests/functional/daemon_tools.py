@@ -127,7 +127,7 @@ class Background:
 
     @property
     def is_running(self) -> bool:
-        """Whether tokens are still to come."""
+        """True if tokens are still to come."""
         return not self._task.done()
 
     def leave(self) -> None:
@@ -327,7 +327,7 @@ def frontend_pids(daemon: PrivateDaemon) -> list[int | None]:
 
 
 def are_frontends_ready(daemon: PrivateDaemon) -> bool:
-    """Whether all frontends accept connections."""
+    """Return whether all frontends accept connections."""
     with daemon.client() as client:
         return all(one.state == "ready" for one in client.status().frontends)
 
@@ -346,7 +346,8 @@ def only_frontend(daemon: PrivateDaemon, number: int) -> Iterator[None]:
 
 
 def all_gone(processes: list[psutil.Process], timeout_s: float) -> bool:
-    """Whether all of them end in time; a process whose new parent has not reaped it has ended."""
+    """Return whether all of them end in time; a process whose new parent has not reaped it has
+    ended."""
     _, alive = psutil.wait_procs(processes, timeout_s)
     return not any(map(_runs, alive))
 

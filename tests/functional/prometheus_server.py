@@ -26,7 +26,7 @@ NOT_INSTALLED = "Prometheus is not installed (Debian: apt-get install prometheus
 
 
 def is_installed() -> bool:
-    """Whether Prometheus and its tool are here."""
+    """Return whether Prometheus and its tool are here."""
     return all(map(shutil.which, ("prometheus", "promtool")))
 
 

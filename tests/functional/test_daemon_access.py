@@ -197,7 +197,7 @@ async def test_restarted_frontends_know_keys_and_what_they_have_left(box: Box) -
 
 
 def is_mounted(box: Box) -> bool:
-    """Whether the frontend that is up answers requests for a model."""
+    """Return whether the frontend that is up answers requests for a model."""
     with box.daemon.client() as client:
         key = next((one for one in client.api_keys() if one.name == "probe"), None)
     text = box.add("probe") if key is None else next(t for t in box.texts if key.id in t)

@@ -13,7 +13,7 @@ from tests.functional.daemon_tools import LLAMA, MODELS, QWEN2, QWEN3, Traces, c
 
 
 def is_well_measured(model: ModelInfo) -> bool:
-    """Whether more work takes longer, between a tenth of a millisecond and seconds."""
+    """Return whether more work takes longer, between a tenth of a millisecond and seconds."""
     stored = model.latency
     latency = stored.model() if stored is not None else None
     if stored is None or latency is None or stored.prefill is None or stored.decode is None:

@@ -96,19 +96,19 @@ def states(daemon: PrivateDaemon) -> dict[str, str]:
 
 
 def is_whole(daemon: PrivateDaemon, but: psutil.Process | None = None) -> bool:
-    """Whether all models are ready, on another worker than that one."""
+    """Return whether all models are ready, on another worker than that one."""
     row = device(daemon)
     is_new = but is None or row.pid not in (None, but.pid)
     return row.state == "ready" and is_new and set(states(daemon).values()) == {"ready"}
 
 
 def is_back_without(daemon: PrivateDaemon, ended: psutil.Process) -> bool:
-    """Whether another worker has what is to be loaded."""
+    """Return whether another worker has what is to be loaded."""
     return device(daemon).pid not in (None, ended.pid) and "loading" not in states(daemon).values()
 
 
 def is_idle(daemon: PrivateDaemon) -> bool:
-    """Whether the worker has no request, and no KV that is anybody's."""
+    """Return whether the worker has no request, and no KV that is anybody's."""
     with daemon.client() as client:
         try:
             client.bench_memory(BenchMemoryRequest(part="leftovers"))

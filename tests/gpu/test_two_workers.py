@@ -164,7 +164,7 @@ async def test_streams_go_on_when_a_worker_is_killed(
 
 
 def has_come_back(daemon: PrivateDaemon, old_pid: int | None) -> bool:
-    """Whether both workers serve all models again, one of them as a new process."""
+    """Return whether both workers serve all models again, one of them as a new process."""
     now = ps(daemon)
     states = {row.state for row in now.devices} | {row.state for row in now.models}
     return states == {"ready"} and old_pid not in {row.pid for row in now.devices}

@@ -293,7 +293,7 @@ class Box:
         self._nobody_waits_for_an_idle_device()
 
     def _could_begin(self, device: DeviceState) -> bool:
-        """Whether those that wait for KV room have it, whoever of them is first.
+        """Return whether those that wait for KV room have it, whoever of them is first.
 
         They have none while requests that are on their way to the device, and are served when
         they have come, keep it.

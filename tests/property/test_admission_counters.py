@@ -87,7 +87,7 @@ class Snapshots:
     is_c_warm = False
 
     def is_warm(self, model: str) -> bool:
-        """Whether it may be scheduled."""
+        """Return whether it may be scheduled."""
         return model != "c" or self.is_c_warm
 
     def begin(self, model: str) -> None:

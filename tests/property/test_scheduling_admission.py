@@ -17,7 +17,8 @@ def jobs_of(durations: st.SearchStrategy[float], max_size: int) -> st.SearchStra
 
 
 def all_on_time(jobs: tuple[Job, ...], now_s: float, tolerance_s: float = 0.0) -> bool:
-    """Whether the jobs are on time in order of deadline, which is the best order for a set."""
+    """Return whether the jobs are on time in order of deadline, which is the best order for a
+    set."""
     end_s = now_s
     for job in sorted(jobs, key=lambda job: job.deadline_s):
         end_s += job.duration_s

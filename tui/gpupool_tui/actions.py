@@ -75,7 +75,6 @@ def plan_unload(model: TopModel) -> ActionPlan:
 
 
 def plan_cancel(request: RequestInfo) -> ActionPlan:
-    """End a request."""
     request_id = request.request_id
 
     def call(client: AdminClient) -> str:

@@ -94,11 +94,9 @@ class TopApp(LookingApp):
         self._propose(Panel.MODELS, plan_pin)
 
     def action_unload(self) -> None:
-        """Unload the selected model."""
         self._propose(Panel.MODELS, plan_unload)
 
     def action_cancel(self) -> None:
-        """Cancel the selected request."""
         self._propose(Panel.REQUESTS, plan_cancel)
 
     def action_drain(self) -> None:

@@ -57,11 +57,10 @@ class BaseApp(App[None]):
 
     @property
     def is_ascii(self) -> bool:
-        """Whether the terminal has ASCII only."""
+        """True if the terminal has ASCII only."""
         return self.view.glyphs.is_ascii
 
     def compose(self) -> ComposeResult:
-        """Textual's: the widgets."""
         yield self.board
         yield Input(placeholder="text to filter by", id="filter", compact=True)
 
@@ -73,7 +72,6 @@ class BaseApp(App[None]):
         self.poller.start()
 
     def on_unmount(self) -> None:
-        """Textual's: the end."""
         self.poller.stop()
 
     def on_resize(self, event: events.Resize) -> None:

@@ -42,11 +42,9 @@ class Board(Widget, can_focus=True):
 
     @property
     def lines(self) -> Sequence[Line]:
-        """What is shown."""
         return self._lines
 
     def show(self, lines: Sequence[Line]) -> None:
-        """Show these lines."""
         before, self._lines = self._lines, lines
         if len(before) != len(lines):
             self.refresh()
@@ -76,11 +74,9 @@ class Board(Widget, can_focus=True):
         self.post_message(self.Clicked(event.y, 0))
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """Textual's: the wheel."""
         self.post_message(self.Clicked(event.y, 1))
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Textual's: the wheel."""
         self.post_message(self.Clicked(event.y, -1))
 
 

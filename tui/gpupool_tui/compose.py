@@ -46,7 +46,6 @@ class PanelTable:
 
     @property
     def keys(self) -> list[str]:
-        """The rows' keys."""
         return [self.key_of(row) for row in self.rows]
 
 

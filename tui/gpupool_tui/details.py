@@ -103,7 +103,6 @@ def model_fields(model: TopModel, info: ModelInfo | None) -> Fields:
 
 
 def request_fields(request: RequestInfo, view: View) -> Fields:
-    """Of a request."""
     where_text = "no device yet" if request.device is None else f"device {request.device}"
     return {
         "id": request.request_id,
@@ -154,7 +153,6 @@ def _line_fields(device: DeviceTurns | None) -> Fields:
 
 
 def event_fields(event: EventInfo, view: View) -> Fields:
-    """Of an event."""
     return {
         "at": clock(event.at, view.zone),
         "level": event.level,

@@ -58,7 +58,6 @@ class _Dialog(ModalScreen[Result | None], Generic[Result]):
         box.set_class(self._is_ascii, "ascii")
 
     def action_close(self) -> None:
-        """Leave without a result."""
         self.dismiss(None)
 
 
@@ -76,7 +75,6 @@ class ChoiceDialog(_Dialog[str]):
         self._choices = choices
 
     def compose(self) -> ComposeResult:
-        """Textual's: the widgets."""
         with Vertical(classes="box") as box:
             self.dress(box, self._title)
             yield Static(Text(self._text))
@@ -89,7 +87,6 @@ class ChoiceDialog(_Dialog[str]):
         self.query_one(OptionList).focus()
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Textual's: one was chosen."""
         self.dismiss(self._choices[event.option_index].value)
 
 
@@ -104,7 +101,6 @@ class TargetsDialog(_Dialog[tuple[float, float]]):
         self._before = (ttft_s, tbt_s)
 
     def compose(self) -> ComposeResult:
-        """Textual's: the widgets."""
         ttft_s, tbt_s = self._before
         with Vertical(classes="box") as box:
             self.dress(box, f"targets of {self._model}")
@@ -154,7 +150,6 @@ class TextDialog(_Dialog[bool]):
         self._text = text
 
     def compose(self) -> ComposeResult:
-        """Textual's: the widgets."""
         with VerticalScroll(classes="box") as box:
             self.dress(box, self._title)
             yield Static(self._text, id="text")
@@ -165,5 +160,4 @@ class TextDialog(_Dialog[bool]):
         self.query_one("#text", Static).update(text)
 
     def action_scroll(self, step: int) -> None:
-        """Lines up or down."""
         self.query_one(VerticalScroll).scroll_relative(y=step, animate=False)

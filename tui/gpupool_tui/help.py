@@ -8,7 +8,6 @@ from gpupool_tui.keys import KEYS
 
 
 def help_text(*, is_read_only: bool) -> Text:
-    """All keys by group."""
     text = Text()
     for group, keys in KEYS:
         is_off = is_read_only and any(key.is_change for key in keys)

@@ -74,5 +74,4 @@ KEYS: tuple[tuple[str, tuple[Key, ...]], ...] = (
 
 
 def all_keys() -> list[Key]:
-    """Without their groups."""
     return [key for _, keys in KEYS for key in keys]

@@ -48,7 +48,6 @@ class LookingApp(BaseApp):
             self.draw()
 
     def action_panel(self, number: int) -> None:
-        """Jump to a panel."""
         visible = self.drawn.visible if self.drawn is not None else frozenset()
         self.view.go_to(Panel(number), visible)
         self.draw()
@@ -99,7 +98,6 @@ class LookingApp(BaseApp):
             self.draw()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Textual's: the filter stays."""
         if event.input.id == "filter":
             self._close_filter()
 
@@ -155,7 +153,6 @@ class LookingApp(BaseApp):
         self.theme = names[(index + 1) % len(names)]
 
     def action_help(self) -> None:
-        """What the keys do."""
         text = help_text(is_read_only=self.view.is_read_only)
         self.push_screen(TextDialog("keys", text, is_ascii=self.is_ascii))
 

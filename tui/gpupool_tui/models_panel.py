@@ -36,7 +36,7 @@ def where(model: TopModel) -> str:
 
 
 def misses(model: TopModel) -> bool:
-    """Whether it was in time too seldom during the last minute."""
+    """Return whether it was in time too seldom during the last minute."""
     attainment = model.usage.attainment_1m
     return attainment is not None and attainment < GOOD_ATTAINMENT
 
@@ -101,7 +101,6 @@ def _pinned(model: TopModel, view: View, width: int) -> Line:
 def _bytes(
     key: str, title: str, value: Callable[[TopModel], int], rank: int
 ) -> TableColumn[TopModel]:
-    """A column of sizes."""
 
     def cell(model: TopModel, view: View, width: int) -> Line:
         num_bytes = value(model)
@@ -136,7 +135,6 @@ def _figure(
     *,
     descends: bool = True,
 ) -> TableColumn[TopModel]:
-    """A column of numbers."""
     return TableColumn(key, title, width, cell, value, descends=descends, right=True, rank=rank)
 
 

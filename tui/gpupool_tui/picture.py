@@ -40,11 +40,10 @@ class Picture:
 
     @property
     def wants_minutes(self) -> bool:
-        """Whether to ask for what changes by the minute: not every time."""
+        """True if to ask for what changes by the minute: not every time."""
         return self.num_answers % _MINUTES_EVERY == 0
 
     def add(self, top: Top) -> None:
-        """Take over an answer."""
         if self.status is not None and top.status.pid != self.status.pid:
             self.turns.clear()
             self._lanes.clear()
@@ -63,7 +62,7 @@ class Picture:
                 self._minutes[model.usage.name] = model.usage.attainment_minutes
 
     def restarted(self, top: Top) -> bool:
-        """Whether an answer is that of another daemon than the one before."""
+        """Return whether an answer is that of another daemon than the one before."""
         return self.status is not None and top.status.pid != self.status.pid
 
     def minutes_of(self, model: str) -> list[float | None]:

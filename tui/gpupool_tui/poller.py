@@ -29,7 +29,6 @@ class PollQuestion:
 
     @classmethod
     def after(cls, picture: Picture) -> PollQuestion:
-        """What ``picture`` lacks."""
         pid = None if picture.status is None else picture.status.pid
         return cls(picture.last_turn_id, picture.last_event_id, picture.wants_minutes, pid)
 
@@ -76,7 +75,6 @@ class Poller(threading.Thread):
         self._wake.set()
 
     def run(self) -> None:
-        """The thread's."""
         with AdminClient(self._socket_path, _TIMEOUT_S) as client:
             while not self._is_stopping:
                 began_s = time.monotonic()

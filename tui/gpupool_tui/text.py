@@ -21,7 +21,6 @@ Line = tuple[Span, ...]
 
 
 def width_of(line: Iterable[Span]) -> int:
-    """Cells of a line."""
     return sum(cell_len(span.text) for span in line)
 
 

@@ -143,7 +143,6 @@ class _Writer:
         self._width = shutil.get_terminal_size().columns if tty else None
 
     def percent(self, share: float | None) -> str:
-        """``98.7 %``."""
         return "nothing" if share is None else f"{self.number(share)} %"
 
     def number(self, share: float | None) -> str:

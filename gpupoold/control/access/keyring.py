@@ -60,7 +60,7 @@ class Keyring:
 
     @property
     def are_required(self) -> bool:
-        """Whether every request needs a key."""
+        """True if every request needs a key."""
         return bool(self._required_because)
 
     @property
@@ -70,7 +70,7 @@ class Keyring:
 
     @property
     def has_high(self) -> bool:
-        """Whether anybody has a key of high priority."""
+        """True if anybody has a key of high priority."""
         return any(row.powers.priority is Priority.HIGH for row in self._valid())
 
     def max_live(self, key_id: str) -> int | None:

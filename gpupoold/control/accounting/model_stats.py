@@ -69,7 +69,6 @@ class Counts:
         return type(self)(*map(add, _numbers_of(self), _numbers_of(other)))
 
     def percentiles(self) -> Percentiles:
-        """Of both latencies."""
         return Percentiles(*self.ttft.p50_and_p99(), *self.tbt.p50_and_p99())
 
     @property
@@ -79,7 +78,6 @@ class Counts:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
         return not any(_numbers_of(self))
 
 
@@ -241,7 +239,6 @@ class SwitchStats:
     )
 
     def add(self, switch: SwitchRecord) -> None:
-        """Count a switch."""
         self.count += 1
         self.moved_bytes += switch.weight_bytes + switch.kv_in_bytes + switch.kv_out_bytes
         for stage in self.seconds:

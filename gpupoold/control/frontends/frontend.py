@@ -88,7 +88,6 @@ class Frontend:
 
     @property
     def is_excused(self) -> bool:
-        """Never: see :class:`Watched`."""
         return False
 
     @property

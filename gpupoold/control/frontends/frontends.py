@@ -49,16 +49,14 @@ class Frontends:
         ]
 
     def __iter__(self) -> Iterator[Frontend]:
-        """Every frontend by number."""
         return iter(self._all)
 
     @property
     def any_ready(self) -> bool:
-        """Whether any frontend accepts connections."""
+        """True if any frontend accepts connections."""
         return any(one.is_ready for one in self._all)
 
     def start(self) -> None:
-        """Start all processes."""
         for one in self._all:
             one.start()
 
@@ -108,7 +106,6 @@ class Frontends:
     # What a frontend's supervisor needs of the daemon, see ``frontend.Daemon``.
 
     def from_frontend(self, frontend: Frontend, message: m.FromFrontend) -> None:
-        """Pass a message on."""
         self._on_message(frontend, message)
 
     async def set_up(self, frontend: Frontend) -> None:

@@ -53,7 +53,7 @@ class CircuitBreakers:
         return breaker.reason
 
     def is_shut_out(self, model: str) -> bool:
-        """Whether workers that come up do not load the model: it may not be, or is tried."""
+        """Return whether workers that come up do not load the model: it may not be, or is tried."""
         breaker = self._breakers.get(model)
         return breaker is not None and breaker.is_blocking and breaker.state is not _State.CLOSED
 

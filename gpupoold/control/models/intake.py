@@ -43,7 +43,6 @@ class Intake:
 
     @property
     def spec(self) -> ModelSpec:
-        """What to register."""
         assert self._spec is not None
         return self._spec
 

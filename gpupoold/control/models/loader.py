@@ -66,11 +66,11 @@ class ModelLoader:
         self.frontends: Frontends | None = None
 
     def is_loaded(self, name: str) -> bool:
-        """Whether the model has been loaded since the daemon started."""
+        """Return whether the model has been loaded since the daemon started."""
         return name in self._loaded
 
     def is_open(self, name: str) -> bool:
-        """Whether a worker has the model and its API has been mounted."""
+        """Return whether a worker has the model and its API has been mounted."""
         return name in self._served and bool(self._dispatcher.routes.get(name))
 
     def lock(self, name: str) -> asyncio.Lock:

@@ -66,17 +66,14 @@ class Quarantine:
         return candidates
 
     def convicted(self, model: str, request_id: str) -> None:
-        """See :class:`Verdicts`."""
         reason = self._breakers.record_convicted(model, request_id, time.monotonic())
         if reason is not None:
             self._shut_out(model, reason)
 
     def answered(self, model: str) -> None:
-        """See :class:`Verdicts`."""
         self._breakers.answered(model)
 
     def left_over(self, model: str) -> None:
-        """See :class:`Verdicts`."""
         self._charge(model, *self._unclear.pop(model, (0, _UNKNOWN)))
 
     async def failed(self, model: str, reason: str) -> None:

@@ -77,11 +77,9 @@ class Warmer:
         self._begin(model, self._renew)
 
     def used(self, model: str) -> None:
-        """See :class:`Warmth`."""
         self._cache.touch(model)
 
     def left(self, model: str) -> None:
-        """See :class:`Warmth`."""
         self._cache.touch(model)
         if not self._dispatcher.live.num_of(model):
             self._room.changed()

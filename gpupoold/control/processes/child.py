@@ -71,15 +71,12 @@ class Executed:
 
     @property
     def pid(self) -> int:
-        """See :class:`Process`."""
         return self._process.pid
 
     async def wait(self) -> int:
-        """See :meth:`Process.wait`."""
         return await self._process.wait()
 
     def kill(self) -> None:
-        """See :meth:`Process.kill`."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
 
@@ -161,11 +158,9 @@ class Child(Generic[T]):
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     def kill(self) -> None:
-        """See :meth:`Process.kill`."""
         self._process.kill()
 
     async def ended(self) -> int | None:

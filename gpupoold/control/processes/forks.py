@@ -31,17 +31,14 @@ class ForkedProcess:
         self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> int:
-        """See :meth:`Process.wait`."""
         return await asyncio.shield(self._status)
 
     def kill(self) -> None:
-        """See :meth:`Process.kill`."""
         if not self._status.done():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def ended(self, status: int) -> None:
-        """It is no more."""
         if not self._status.done():
             self._status.set_result(status)
             os.close(self._pidfd)

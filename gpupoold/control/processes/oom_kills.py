@@ -30,7 +30,7 @@ class OomKills:
         self._seen.append((now_s, self._count()))
 
     def is_new(self) -> bool:
-        """Whether there was one in the last seconds."""
+        """Return whether there was one in the last seconds."""
         return self._count() > self._seen[0][1]
 
     def _count(self) -> int:

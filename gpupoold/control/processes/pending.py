@@ -43,7 +43,6 @@ class Pending(Generic[K, V]):
             await asyncio.wait({future})
 
     def resolve(self, key: K, value: V) -> None:
-        """The answer has come."""
         future = self._futures.get(key)
         if future is not None and not future.done():
             future.set_result(value)
@@ -55,7 +54,6 @@ class Pending(Generic[K, V]):
             future.set_exception(error)
 
     def resolve_all(self, value: V) -> None:
-        """All answers have come."""
         for key in self._futures:
             self.resolve(key, value)
 

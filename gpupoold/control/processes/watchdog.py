@@ -27,7 +27,6 @@ class Watch:
         self.excuse(now_s)
 
     def heard(self, now_s: float) -> None:
-        """It has said something."""
         self._heard_s = now_s
 
     def stepped(self, now_s: float, num_steps: int, *, has_work: bool) -> None:
@@ -61,7 +60,7 @@ class Watched(Protocol):
 
     @property
     def is_excused(self) -> bool:
-        """Whether it does what takes long and has a limit of its own: a load, a benchmark."""
+        """True if it does what takes long and has a limit of its own: a load, a benchmark."""
 
 
 W = TypeVar("W", bound=Watched)

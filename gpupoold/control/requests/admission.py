@@ -47,7 +47,7 @@ class KeyBounds(Protocol):
 
     @property
     def has_high(self) -> bool:
-        """Whether anybody has a key of high priority."""
+        """True if anybody has a key of high priority."""
 
     def max_live(self, key_id: str) -> int | None:
         """How many requests of a key may wait or run; None: any number."""
@@ -96,7 +96,7 @@ class Overload:
     def admission(
         self, message: m.AddRequest, *, is_routed: bool, is_warm: bool
     ) -> m.AdmissionAnswer:
-        """Whether a request is taken; one that is not is counted.
+        """Return whether a request is taken; one that is not is counted.
 
         ``is_routed``: some worker has its model; ``is_warm``: and needs no snapshot first.
         """
@@ -134,7 +134,6 @@ class Overload:
         self._events.tell(now_s)
 
     def forget(self, model: str) -> None:
-        """A model is gone."""
         self._drains.pop(model, None)
         for key in [key for key in self._promised_s if key[0] == model]:
             del self._promised_s[key]
@@ -236,7 +235,6 @@ class RefusalEvents:
         self._untold: dict[str, tuple[int, str]] = {}
 
     def note(self, model: str, reason: str, now_s: float, num_requests: int = 1) -> None:
-        """Requests were refused."""
         num, _ = self._untold.get(model, (0, ""))
         self._untold[model] = num + num_requests, reason
         self._tell((model,), now_s)

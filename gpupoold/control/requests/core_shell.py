@@ -174,7 +174,6 @@ class Scheduler:
         self._tell(*_steps(number, outputs), *(_ended(one) for one in ended))
 
     def turn_ended(self, number: int, message: m.TurnReport) -> None:
-        """A turn is over."""
         changed = _memory_changed(number, message)
         self._tell(changed, e.TurnEnded(number, message.turn_id))
 

@@ -104,7 +104,6 @@ class Dispatcher:
                 self._abort(message)
 
     def from_worker(self, worker: Worker, message: m.FromWorker) -> None:
-        """Outputs, failures, switches."""
         match message:
             case m.StepOutputs():
                 self.replies.outputs(message)

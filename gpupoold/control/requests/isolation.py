@@ -39,11 +39,9 @@ class Isolation:
         self.verdicts: Verdicts | None = None
 
     def is_held(self, request_id: str) -> bool:
-        """See :meth:`Suspects.is_held`."""
         return self._suspects.is_held(request_id)
 
     def is_isolated(self, request_id: str) -> bool:
-        """See :meth:`Suspects.is_isolated`."""
         return self._suspects.is_isolated(request_id)
 
     def worker_down(self, lost: Sequence[LiveRequest], candidates: Candidates, reason: str) -> None:

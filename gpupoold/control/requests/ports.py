@@ -12,7 +12,7 @@ class Warmth(Protocol):
     """What a dispatcher needs to know of snapshots: a model without one has to be warmed first."""
 
     def is_warm(self, model: str) -> bool:
-        """Whether all workers that have the model have its snapshot."""
+        """Return whether all workers that have the model have its snapshot."""
 
     def begin(self, model: str) -> object:
         """Warm the model, unless that is under way; ``go_on`` or ``fail_waiting`` follows."""

@@ -56,12 +56,12 @@ class Suspects:
         return len(self._suspects)
 
     def is_held(self, request_id: str) -> bool:
-        """Whether the request waits until it is its turn to be tried."""
+        """Return whether the request waits until it is its turn to be tried."""
         suspect = self._suspects.get(request_id)
         return suspect is not None and suspect.is_held
 
     def is_isolated(self, request_id: str) -> bool:
-        """Whether the request may share no step with others."""
+        """Return whether the request may share no step with others."""
         suspect = self._suspects.get(request_id)
         return suspect is not None and suspect.is_isolated
 

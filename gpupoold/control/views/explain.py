@@ -97,7 +97,6 @@ class Explainer:
         return Why(finished=await self._finished(ended))
 
     def request(self, request: LiveRequest) -> RequestWhy:
-        """A live request, now."""
         now_s, state = time.monotonic(), self._state
         known = state.requests.get(request.request_id)
         why = None if known is None else why_request(state, known, now_s)

@@ -39,7 +39,6 @@ def span_info(at: float, length_s: float, counts: Counts) -> SpanInfo:
 
 
 def lateness(counts: Counts) -> LatenessInfo:
-    """What made answers late."""
     return LatenessInfo(
         loading_s=counts.late_by_loading_s,
         queueing_s=counts.late_by_queueing_s,

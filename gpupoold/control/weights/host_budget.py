@@ -190,7 +190,7 @@ class SnapshotRoom:
         ]
 
     def _would_fit(self, model: str, num_bytes: int) -> bool:
-        """Whether there was room if all others went that are not pinned."""
+        """Return whether there was room if all others went that are not pinned."""
         return num_bytes <= self._cache.budget_bytes - self._bytes_of(model, pinned=True)
 
     def _bytes_of(self, model: str, *, pinned: bool) -> int:

@@ -67,7 +67,6 @@ class SnapshotKeys:
         return self._keys.get(model)
 
     def all(self) -> dict[str, str]:
-        """All keys by model."""
         return dict(self._keys)
 
     def forget(self, model: str) -> None:

@@ -28,7 +28,6 @@ class Roles:
         self._fixed[number] = role
 
     def chosen(self, number: int, role: Role) -> None:
-        """The policy has chosen."""
         self._chosen[number] = role
 
     def drain(self, number: int, *, is_draining: bool) -> None:
@@ -36,9 +35,9 @@ class Roles:
         (self._draining.add if is_draining else self._draining.discard)(number)
 
     def is_draining(self, number: int) -> bool:
-        """Whether a worker gets nothing new."""
+        """Return whether a worker gets nothing new."""
         return number in self._draining
 
     def all_draining(self, numbers: Sequence[int]) -> bool:
-        """Whether none of these workers gets anything new; not of none."""
+        """Return whether none of these workers gets anything new; not of none."""
         return bool(numbers) and all(number in self._draining for number in numbers)

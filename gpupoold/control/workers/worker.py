@@ -51,12 +51,12 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can load and serve."""
+        """True if it can load and serve."""
         return self.state == "ready"
 
     @property
     def is_excused(self) -> bool:
-        """Whether it does what takes long and has a limit of its own."""
+        """True if it does what takes long and has a limit of its own."""
         return self.loading.oldest is not None or self.calls.oldest is not None
 
     @property

@@ -67,7 +67,7 @@ class WorkerSupervisor:
 
     @property
     def any_ready(self) -> bool:
-        """Whether some worker can load and serve."""
+        """True if some worker can load and serve."""
         return any(worker.is_ready for worker in self.workers)
 
     def start(self) -> None:

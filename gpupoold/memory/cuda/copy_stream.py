@@ -52,7 +52,6 @@ class CudaCopyStream:
         self._imported: dict[bytes, int] = {}
 
     def fence(self) -> int:
-        """See :meth:`CopyStream.fence`."""
         events = []
         for stream in self._compute_streams():
             events.append(self._fence_events.take())
@@ -62,7 +61,6 @@ class CudaCopyStream:
         return self._num_fences
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
-        """See :meth:`CopyStream.begin`."""
         self._bind_thread()
         self._pass_fences(after)
         parts = [part for copy in copies for part in self._parts(copy)]
@@ -80,7 +78,6 @@ class CudaCopyStream:
         return self._num_batches
 
     def wait(self, batch: int) -> None:
-        """See :meth:`CopyStream.wait`."""
         assert batch <= self._num_batches, f"batch {batch} has not been begun"
         events = []
         while self._batches and self._batches[0][0] <= batch:

@@ -96,11 +96,9 @@ class CudaDevice(Device):
         return self._driver.memory_info()[0]
 
     def reserve(self, num_pages: int) -> int:
-        """See :meth:`Device.reserve`."""
         return self._driver.reserve_addresses(num_pages * self.page_bytes, self.page_bytes)
 
     def release(self, address: int, num_pages: int) -> None:
-        """See :meth:`Device.release`."""
         self._driver.free_addresses(address, num_pages * self.page_bytes)
 
     def map(self, address: int, runs: list[PageRun]) -> None:
@@ -123,7 +121,6 @@ class CudaDevice(Device):
         self.unmap_each([(address, runs)])
 
     def unmap_each(self, mappings: Sequence[tuple[int, list[PageRun]]]) -> None:
-        """See :meth:`Device.unmap_each`."""
         self._wait_for_compute()
         self.synchronize()
         for address, runs in mappings:
@@ -159,7 +156,6 @@ class CudaDevice(Device):
             self._let_compute_wait()
 
     def copy_in(self, address: int, source: int, num_bytes: int) -> None:
-        """See :meth:`Device.copy_in`."""
         for offset, length in self._pinned.split(source, num_bytes):
             self._driver.copy_in(address + offset, source + offset, length, self._in_stream)
 
@@ -196,7 +192,6 @@ class CudaDevice(Device):
         self._pinned.unpin(address, num_bytes)
 
     def lend(self, runs: list[PageRun]) -> None:
-        """See :meth:`Device.lend`."""
         for page in _pages(runs):
             handle = self._handles[page]
             assert handle is not None, f"page {page} is lent already"
@@ -204,11 +199,9 @@ class CudaDevice(Device):
             self._handles[page] = None
 
     def reclaim(self, runs: list[PageRun]) -> None:
-        """See :meth:`Device.reclaim`."""
         self._make(_pages(runs))
 
     def close(self) -> None:
-        """See :meth:`Device.close`."""
         self._wait_for_compute()
         self.synchronize()
         self._pinned.close()

@@ -93,7 +93,7 @@ class CudaDriver(Protocol):
         """Device to host, in stream order."""
 
     def can_copy_batches(self) -> bool:
-        """Whether ``copy_batch`` works with this driver."""
+        """Return whether ``copy_batch`` works with this driver."""
 
     def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
         """Copies ``(target, source, num_bytes)`` in stream order, among themselves in any.
@@ -176,7 +176,6 @@ class BindingsDriver:
         self._attributes: Any = None
 
     def open(self, device_index: int) -> None:
-        """See :class:`CudaDriver`."""
         cuda = self._driver
         self._call("cuInit", 0)
         self._device = self._call("cuDeviceGet", device_index)
@@ -195,72 +194,56 @@ class BindingsDriver:
         self._attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder(_STREAM_ORDER)
 
     def bind_thread(self) -> None:
-        """See :class:`CudaDriver`."""
         self._call("cuCtxSetCurrent", self._context)
         mode = self._driver.CUstreamCaptureMode(_OWN_CAPTURES)
         self._call("cuThreadExchangeStreamCaptureMode", mode)
 
     def close(self) -> None:
-        """See :class:`CudaDriver`."""
         self._call("cuDevicePrimaryCtxRelease", self._device)
 
     def pci_bus_id(self) -> str:
-        """See :class:`CudaDriver`."""
         found: bytes = self._call("cuDeviceGetPCIBusId", _BUS_ID_BYTES, self._device)
         return found.partition(b"\0")[0].decode()  # what follows is padding
 
     def memory_info(self) -> tuple[int, int]:
-        """See :class:`CudaDriver`."""
         free, total = self._call("cuMemGetInfo")
         return int(free), int(total)
 
     def granularity(self) -> int:
-        """See :class:`CudaDriver`."""
         minimum = self._driver.CUmemAllocationGranularity_flags(0)
         return int(self._call("cuMemGetAllocationGranularity", self._allocation, minimum))
 
     def create(self, num_bytes: int) -> int:
-        """See :class:`CudaDriver`."""
         return int(self._call("cuMemCreate", num_bytes, self._allocation, 0))
 
     def release(self, handle: int) -> None:
-        """See :class:`CudaDriver`."""
         self._call("cuMemRelease", handle)
 
     def reserve_addresses(self, num_bytes: int, alignment: int) -> int:
-        """See :class:`CudaDriver`."""
         return int(self._call("cuMemAddressReserve", num_bytes, alignment, 0, 0))
 
     def free_addresses(self, address: int, num_bytes: int) -> None:
-        """See :class:`CudaDriver`."""
         self._call("cuMemAddressFree", address, num_bytes)
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
-        """See :class:`CudaDriver`."""
         self._call("cuMemMap", address, num_bytes, 0, handle, 0)
 
     def allow_access(self, address: int, num_bytes: int) -> None:
-        """See :class:`CudaDriver`."""
         self._call("cuMemSetAccess", address, num_bytes, [self._access], 1)
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """See :class:`CudaDriver`."""
         self._call("cuMemUnmap", address, num_bytes)
 
     def copy_in(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """See :class:`CudaDriver`."""
         self._call("cuMemcpyHtoDAsync", target, source, num_bytes, stream)
 
     def copy_out(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """See :class:`CudaDriver`."""
         self._call("cuMemcpyDtoHAsync", target, source, num_bytes, stream)
 
     def can_copy_batches(self) -> bool:
-        """See :class:`CudaDriver`."""
         return int(self._call("cuDriverGetVersion")) >= _BATCH_COPY_VERSION
 
     def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
-        """See :class:`CudaDriver`."""
         pointer = self._driver.CUdeviceptr
         targets = [pointer(target) for target, _, _ in copies]
         sources = [pointer(source) for _, source, _ in copies]
@@ -274,66 +257,51 @@ class BindingsDriver:
         )
 
     def fill(self, address: int, value: int, num_bytes: int, stream: int) -> None:
-        """See :class:`CudaDriver`."""
         self._call("cuMemsetD8Async", address, value, num_bytes, stream)
 
     def create_stream(self) -> int:
-        """See :class:`CudaDriver`."""
         return int(self._call("cuStreamCreate", _NON_BLOCKING))
 
     def destroy_stream(self, stream: int) -> None:
-        """See :class:`CudaDriver`."""
         self._call("cuStreamDestroy", stream)
 
     def synchronize_stream(self, stream: int) -> None:
-        """See :class:`CudaDriver`."""
         self._call("cuStreamSynchronize", stream)
 
     def create_event(self) -> int:
-        """See :class:`CudaDriver`."""
         return int(self._call("cuEventCreate", _NO_TIMING))
 
     def create_host_event(self) -> int:
-        """See :class:`CudaDriver`."""
         return int(self._call("cuEventCreate", _NO_TIMING | _SLEEPS))
 
     def create_ipc_event(self) -> int:
-        """See :class:`CudaDriver`."""
         return int(self._call("cuEventCreate", _NO_TIMING | _INTERPROCESS))
 
     def ipc_event_handle(self, event: int) -> bytes:
-        """See :class:`CudaDriver`."""
         handle = self._call("cuIpcGetEventHandle", event)
         return libc.read(handle.getPtr(), _IPC_HANDLE_BYTES)
 
     def open_ipc_event(self, handle: bytes) -> int:
-        """See :class:`CudaDriver`."""
         opened = self._driver.CUipcEventHandle()
         libc.write(opened.getPtr(), handle)
         return int(self._call("cuIpcOpenEventHandle", opened))
 
     def destroy_event(self, event: int) -> None:
-        """See :class:`CudaDriver`."""
         self._call("cuEventDestroy", event)
 
     def record_event(self, event: int, stream: int) -> None:
-        """See :class:`CudaDriver`."""
         self._call("cuEventRecord", event, stream)
 
     def synchronize_event(self, event: int) -> None:
-        """See :class:`CudaDriver`."""
         self._call("cuEventSynchronize", event)
 
     def wait_event(self, stream: int, event: int) -> None:
-        """See :class:`CudaDriver`."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """See :class:`CudaDriver`."""
         self._call("cuMemHostRegister", address, num_bytes, 0)
 
     def unregister_host(self, address: int) -> None:
-        """See :class:`CudaDriver`."""
         self._call("cuMemHostUnregister", address)
 
     def _call(self, name: str, *arguments: Any) -> Any:

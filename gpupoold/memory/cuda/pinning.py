@@ -78,7 +78,6 @@ class PinnedMemory:
             start = bound
 
     def close(self) -> None:
-        """Unregister everything."""
         for start in self._ends:
             self._driver.unregister_host(start)
         self._ends.clear()

@@ -31,7 +31,7 @@ class _Group:
         self.requests[request.id] = request
 
     def has_work(self, device: DeviceState) -> bool:
-        """Whether some of its requests are there or may be sent."""
+        """Return whether some of its requests are there or may be sent."""
         return any(not device.is_waiting_for_kv(one) for one in self.requests.values())
 
     def prefill_s(self, device: DeviceState) -> float:
@@ -218,7 +218,6 @@ class AegaeonPolicy(SimplePolicy):
         self._prefill.forget(request)
 
     def ended(self, request: Request, state: State) -> None:
-        """It leaves its group."""
         self._prefill.forget(request)
 
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
@@ -236,7 +235,6 @@ class AegaeonPolicy(SimplePolicy):
         return [one for one in group.requests.values() if one.phase is RequestPhase.QUEUED]
 
     def first_token(self, request: Request, state: State, now_s: float) -> DeviceState | None:
-        """To a decode device."""
         self._prefill.forget(request)
         devices = [d for d in state.decode_hosts(request.model) if not d.gives_away]
         return self._decode.dispatch(request, devices) if devices else None
@@ -297,7 +295,7 @@ class AegaeonPolicy(SimplePolicy):
 
 
 def _has_room(request: Request, device: DeviceState) -> bool:
-    """Whether the device has a batch of the request's model whose KV can grow by it."""
+    """Return whether the device has a batch of the request's model whose KV can grow by it."""
     model = request.model
     moving = [one for one in device.moving.values() if one.model is model]
     batch = device.batches[model.name]

@@ -71,9 +71,7 @@ class Policy(Protocol):
         """A request is over; it is in no batch any more."""
         ...
 
-    def assign(self, state: State, now_s: float) -> Iterable[Placement]:
-        """Devices for held requests."""
-        ...
+    def assign(self, state: State, now_s: float) -> Iterable[Placement]: ...
 
     def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
         """Which of the device's queued requests it is to have now."""
@@ -130,7 +128,6 @@ class SimplePolicy:
         """Nothing to note."""
 
     def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
-        """All at once."""
         return device.queued_requests()
 
     def first_token(self, request: Request, state: State, now_s: float) -> DeviceState | None:

@@ -79,7 +79,6 @@ class GpupoolPolicy(SimplePolicy):
         self._rebalancer = Rebalancer(self._tuning)
 
     def set_quota_max(self, quota_max_s: float) -> None:
-        """See :class:`Policy`."""
         self._tuning = replace(self._tuning, turn_max_s=quota_max_s)
 
     def arrived(self, request: Request, state: State) -> None:
@@ -87,15 +86,12 @@ class GpupoolPolicy(SimplePolicy):
         self._roles.arrived(request)
 
     def ended(self, request: Request, state: State) -> None:
-        """It moves no more."""
         self._rebalancer.ended(request)
 
     def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
-        """See :mod:`.rebalancing`."""
         return self._rebalancer.migrations(state, now_s)
 
     def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
-        """See :mod:`gpupoold.scheduling.roles`."""
         return self._roles.changes(state, now_s)
 
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:

@@ -70,7 +70,7 @@ def _rule_of(
 
 
 def is_worth_a_copy(request: Request, device: DeviceState, loads: Loads, tuning: Tuning) -> bool:
-    """Whether a model that is served elsewhere may have this device too."""
+    """Return whether a model that is served elsewhere may have this device too."""
     load = loads.of(device) + own_load(request.model, device)
     return load <= tuning.second_device_load and admits(device, request)
 
@@ -83,7 +83,8 @@ def _has_work(model: Model, device: DeviceState) -> bool:
 
 
 def _is_mostly(model: Model, device: DeviceState, loads: Loads) -> bool:
-    """Whether the model is half of what the device has to do, so that others leaving is no help."""
+    """Return whether the model is half of what the device has to do, so that others leaving is no
+    help."""
     batch = device.working.get(model.name)
     if batch is None:  # all that it has may be on its way
         moving = device.moving.values()

@@ -162,7 +162,6 @@ class Loads:
         self._known: dict[int, float] = {}
 
     def of(self, device: DeviceState) -> float:
-        """See :func:`load_of`."""
         load = self._known.get(device.number)
         if load is None:
             load = self._known[device.number] = load_of(device)
@@ -175,7 +174,6 @@ class Loads:
         self._known[target.number] = self.of(target) + more
 
     def forget(self, device: DeviceState) -> None:
-        """It has changed."""
         self._known.pop(device.number, None)
 
 
@@ -210,7 +208,8 @@ def more_load(request: Request, device: DeviceState) -> float:
 
 
 def switching_of(device: DeviceState, works: Sequence[BatchWork], tuning: Tuning) -> Switching:
-    """Whether the next model's copy is hidden by the visit before, as there is room for both."""
+    """Return whether the next model's copy is hidden by the visit before, as there is room for
+    both."""
     missing_s = max((device.switch_s(work.model) for work in works), default=0.0)
     if not missing_s:
         return Switching(tuning.turn_min_s, is_exposed=False)

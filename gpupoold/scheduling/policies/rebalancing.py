@@ -40,7 +40,6 @@ class Rebalancer:
         self._moved_s: dict[str, float] = {}
 
     def ended(self, request: Request) -> None:
-        """It moves no more."""
         self._moved_s.pop(request.id, None)
 
     def migrations(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:

@@ -14,7 +14,6 @@ Rank = Callable[[Request], float]
 
 
 def by_arrival(request: Request) -> float:
-    """First come, first served."""
     return request.arrival_s
 
 

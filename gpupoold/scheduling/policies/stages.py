@@ -41,7 +41,7 @@ def chunk_tokens(batch: Batch) -> int:
 
 
 def would_delay_answers(batch: Batch, now_s: float, expired_s: float) -> bool:
-    """Whether answers that are in time would not be if the prompts were prefilled at once.
+    """Return whether answers that are in time would not be if the prompts were prefilled at once.
 
     Prompts that take less than a target between tokens are never worth the trouble.
     """
@@ -99,7 +99,7 @@ def converted_in_s(request: Request, device: DeviceState) -> float:
 
 
 def has_prefill_room(request: Request, device: DeviceState, velocity: float) -> bool:
-    """Whether the prompt fits into the KV that is kept for prefills beside the answers.
+    """Return whether the prompt fits into the KV that is kept for prefills beside the answers.
 
     No more prompts wait there than it can prefill within the target of the first token, and
     all that is there, on its way or to come fits on the device without its host cache.

@@ -45,7 +45,6 @@ class _UnifiedPolicy(SimplePolicy):
         return self._decode.next_turn(device)
 
     def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:
-        """The batch after."""
         return self._decode.upcoming(device)
 
     def line(self, device: DeviceState, state: State, now_s: float) -> list[InLine]:

@@ -29,9 +29,7 @@ class PlanLoad(Protocol):
     """Requests that arrive in ``duration_s``; immutable."""
 
     @property
-    def duration_s(self) -> float:
-        """How long requests arrive."""
-        ...
+    def duration_s(self) -> float: ...
 
     @property
     def is_random(self) -> bool:
@@ -65,12 +63,10 @@ class PoissonLoad:
 
     @property
     def is_random(self) -> bool:
-        """Always."""
         return True
 
     @property
     def text(self) -> str:
-        """Rate and lengths."""
         total_rps = math.fsum(self.rates_rps.values())
         return f"{total_rps:.3g} requests/s (Poisson arrivals, ShareGPT lengths)"
 
@@ -79,7 +75,6 @@ class PoissonLoad:
         return poisson_workload(self.rates_rps, self.duration_s, sharegpt_lengths(), seed)
 
     def scaled(self, factor: float) -> Self:
-        """All rates times ``factor``."""
         rates = {model: rate * factor for model, rate in self.rates_rps.items()}
         return replace(self, rates_rps=rates)
 

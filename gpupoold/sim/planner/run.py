@@ -71,7 +71,6 @@ class Attained:
         return min(self.by_run, default=-1.0)
 
     def reaches(self, target: float) -> bool:
-        """Every run did."""
         return self.worst >= target
 
 

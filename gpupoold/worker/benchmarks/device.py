@@ -197,12 +197,10 @@ class _Mappings:
         return {shape: self._measure(*shape) for shape in self._samples}
 
     def keep(self, measured: dict[tuple[int, int], tuple[float, float]]) -> None:
-        """Count a measurement."""
         for shape, seconds in measured.items():
             self._samples[shape].append(seconds)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Medians by shape."""
         return [
             _mapping_row(pages, num_runs, samples)
             for (pages, num_runs), samples in self._samples.items()

@@ -40,7 +40,7 @@ class BenchmarkRequests:
 
     @property
     def can_step(self) -> bool:
-        """Whether another step ends no request."""
+        """True if another step ends no request."""
         return self._num_left > 1
 
     def start(self) -> None:

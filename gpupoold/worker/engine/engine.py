@@ -77,34 +77,28 @@ class WatchedFreeQueue(FreeKVCacheBlockQueue):
         self._watcher = watcher
 
     def popleft(self) -> KVCacheBlock:
-        """As vLLM's."""
         block = super().popleft()
         self._watcher.taken([block.block_id])
         return block
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        """As vLLM's."""
         blocks = super().popleft_n(n)
         self._watcher.taken([block.block_id for block in blocks])
         return blocks
 
     def remove(self, block: KVCacheBlock) -> None:
-        """As vLLM's."""
         super().remove(block)
         self._watcher.taken([block.block_id])
 
     def append(self, block: KVCacheBlock) -> None:
-        """As vLLM's."""
         super().append(block)
         self._watcher.freed([block.block_id])
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
-        """As vLLM's."""
         super().append_n(blocks)
         self._watcher.freed([block.block_id for block in blocks])
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
-        """As vLLM's."""
         super().prepend_n(blocks)
         self._watcher.freed([block.block_id for block in blocks])
 
@@ -165,7 +159,6 @@ class ModelEngine:
 
     @property
     def name(self) -> str:
-        """The model's name."""
         return self.info.name
 
     def add(
@@ -215,7 +208,7 @@ class ModelEngine:
         self._scheduler.end_isolation(request_id)
 
     def has_grammar(self, request_id: str) -> bool:
-        """Whether the grammar of a request has been compiled, or is not needed."""
+        """Return whether the grammar of a request has been compiled, or is not needed."""
         request = self._core.scheduler.requests.get(request_id)
         structured = None if request is None else request.structured_output_request
         return structured is None or structured.grammar is not None
@@ -275,7 +268,7 @@ class ModelEngine:
         self._core.abort_requests(request_ids)
 
     def has_requests(self) -> bool:
-        """Whether a step would do something (ended requests may need one to be cleared)."""
+        """Return whether a step would do something (ended requests may need one to be cleared)."""
         return bool(self._core.scheduler.has_requests())
 
     @contextlib.contextmanager
@@ -288,7 +281,7 @@ class ModelEngine:
             self._scheduler.alone = None
 
     def is_ready(self) -> bool:
-        """Whether a step would do something now: some request has all of its KV here."""
+        """Return whether a step would do something now: some request has all of its KV here."""
         if self.kv.is_whole:
             return self.has_requests()
         return self._scheduler.can_schedule()
@@ -300,7 +293,7 @@ class ModelEngine:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a step has been begun that has not been waited for."""
+        """True if a step has been begun that has not been waited for."""
         return self._steps.are_under_way
 
     def begin_step(self, chunk_tokens: int | None = None) -> list[Step]:

@@ -62,7 +62,6 @@ class GrammarCaches:
                 total -= num_bytes
 
     def forget(self, cache: GrammarCache) -> None:
-        """An engine has ended."""
         with self._lock:
             self._caches.pop(cache, None)
 
@@ -104,11 +103,9 @@ class _BackendGrammars(StructuredOutputManager):
 
     @property
     def num_bytes(self) -> int:
-        """See :class:`GrammarCache`."""
         return int(self.backend.compiler.get_cache_size_bytes())
 
     def renew(self) -> None:
-        """See :class:`GrammarCache`."""
         renew_compiler(self.backend)
         trim_heap()
 
@@ -146,7 +143,6 @@ class EngineGrammars(StructuredOutputManager):
         self._by_backend[name].grammar_init(request)
 
     def clear_backend(self) -> None:
-        """End all backends."""
         for one in self._by_backend.values():
             one.clear_backend()
         self._by_backend.clear()

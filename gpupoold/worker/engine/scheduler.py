@@ -79,7 +79,6 @@ class PooledScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> dict[int, EngineCoreOutputs]:
-        """As vLLM's."""
         self.num_updates += 1
         num_requests = len(scheduler_output.num_scheduled_tokens)
         is_one_each = scheduler_output.total_num_scheduled_tokens == num_requests > 0
@@ -183,7 +182,7 @@ class PooledScheduler(Scheduler):
             self.running = [*old, *(one for one in self.running if one.request_id in new)]
 
     def can_schedule(self) -> bool:
-        """Whether a request could run now."""
+        """Return whether a request could run now."""
         waiting = any(self._is_attached_here(one) for one in self.waiting)
         return waiting or any(self._is_here(one) for one in self.running)
 
@@ -214,7 +213,7 @@ class PooledScheduler(Scheduler):
         return self.kv.is_here(block for group in hit.get_block_ids() for block in group)
 
     def _is_attached_here(self, request: Request) -> bool:
-        """Whether the blocks that a waiting request claims are here; it may claim none."""
+        """Return whether the blocks that a waiting request claims are here; it may claim none."""
         attached = self._attached.get(request.request_id)
         return attached is None or self.kv is None or self.kv.is_here(attached)
 
@@ -222,7 +221,7 @@ class PooledScheduler(Scheduler):
         return not self._sits_out(request.request_id) and self._is_here(request)
 
     def _sits_out(self, request_id: str) -> bool:
-        """Whether the next step is of other requests only."""
+        """Return whether the next step is of other requests only."""
         alone = self.alone or self._on_trial
         return request_id in self.isolated if alone is None else request_id != alone
 

@@ -52,7 +52,7 @@ class EngineSteps:
 
     @property
     def are_under_way(self) -> bool:
-        """Whether something has been launched whose tokens have not come."""
+        """True if something has been launched whose tokens have not come."""
         return bool(self._core.batch_queue)
 
     def begin(self, chunk_tokens: int | None = None) -> list[Step]:

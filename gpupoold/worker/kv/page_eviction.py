@@ -29,7 +29,7 @@ class PooledModel(Protocol):
         """The model's name."""
 
     def is_ready(self) -> bool:
-        """Whether a step would do something now."""
+        """Return whether a step would do something now."""
 
     def wanted_blocks(self) -> Iterable[int]:
         """Blocks of its requests, in the order in which they are wanted."""

@@ -43,7 +43,6 @@ class SwitchStages:
 
     @property
     def total_s(self) -> float:
-        """All stages."""
         return self.evict_s + self.map_s + self.weights_s + self.kv_s
 
     @property
@@ -343,7 +342,7 @@ class Residency:
         ]
 
     def _is_coming(self, model: PooledModel) -> bool:
-        """Whether more of a model's KV is on its way, or pages for it are."""
+        """Return whether more of a model's KV is on its way, or pages for it are."""
         leaving = self._room.oldest_leaving()
         arriving = model.kv.oldest_transfer(Place.ARRIVING)
         return bool(arriving or leaving) or not self._in.has_room

@@ -39,11 +39,9 @@ class RequestLedger:
         del self._pages[model]
 
     def arrive(self, model: str, request_id: str, arrival_s: float) -> None:
-        """A request came in."""
         self._pages[model].requests[request_id] = _LedgerEntry(arrival_s)
 
     def progress(self, model: str, request_id: str, num_tokens: int) -> None:
-        """A request gained tokens."""
         entry = self._pages[model].requests.get(request_id)
         if entry is not None:
             entry.num_tokens += num_tokens
@@ -53,7 +51,7 @@ class RequestLedger:
         self._pages[model].requests.pop(request_id, None)
 
     def is_idle(self) -> bool:
-        """Whether no model has a request."""
+        """Return whether no model has a request."""
         return not any(page.requests for page in self._pages.values())
 
     def num_live(self, model: str) -> int:
@@ -69,7 +67,6 @@ class RequestLedger:
         return list(self._pages[model].requests)
 
     def ttft_s(self, model: str) -> float:
-        """The model's TTFT target."""
         return self._pages[model].targets.ttft_s
 
     def next_deadline_s(self, model: str) -> float:

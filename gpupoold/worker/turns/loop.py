@@ -161,7 +161,7 @@ class TurnLoop:
         return True
 
     def _is_right(self, engine: ModelEngine) -> bool:
-        """Whether a model still answers the self-check's prompt as it did; else its requests
+        """Return whether a model still answers the self-check's prompt as it did; else its requests
         end."""
         with WORKER.main.doing(ThreadPhase.SELF_CHECK, engine.name):
             wrong = self._self_checks.check(engine, self.residency)

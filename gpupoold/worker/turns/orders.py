@@ -52,7 +52,7 @@ class Orders:
         return self._began_s if math.isfinite(self._began_s) else None
 
     def is_quota_used(self, now_s: float) -> bool:
-        """Whether another model waits and the turn has had its time."""
+        """Return whether another model waits and the turn has had its time."""
         if self.turn is None or self.then is None:
             return False
         return now_s >= self._began_s + self.turn.quota_s

@@ -74,7 +74,6 @@ class SelfChecks:
         self._num_migrations[model] = 0
 
     def forget(self, model: str) -> None:
-        """The model is gone."""
         self._expected.pop(model, None)
         self._num_migrations.pop(model, None)
 
@@ -84,7 +83,7 @@ class SelfChecks:
             self._num_migrations[model] += 1
 
     def is_due(self, model: str) -> bool:
-        """Whether it is to be asked again."""
+        """Return whether it is to be asked again."""
         if not self.interval or not self._expected.get(model):
             return False
         return self._num_migrations[model] >= self.interval

@@ -14,8 +14,8 @@ from gpupoold.worker.turns.ledger import RequestLedger
 
 
 def may_come_between(message: m.ToWorker) -> bool:
-    """Whether a message leaves what is on the device, and requests under way, as they are: it
-    may then be dealt with while a step is under way."""
+    """Return whether a message leaves what is on the device, and requests under way, as they are:
+    it may then be dealt with while a step is under way."""
     if isinstance(message, m.AddRequest):
         return not message.output_token_ids and not message.is_isolated
     return isinstance(message, m.RunTurn | m.SetTargets | m.ReleaseKvTransfer | m.Reconfigure)

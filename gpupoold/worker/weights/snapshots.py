@@ -32,7 +32,7 @@ class Snapshots:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is more to come from ``finished``."""
+        """True if there is more to come from ``finished``."""
         return bool(self._dropping or self._taking)
 
     def drop(self, model: str, weights: WeightMemory | None) -> None:

@@ -137,7 +137,7 @@ class TestDamaged:
 
 
 def accepted(folder: Path, content: bytes) -> bool:
-    """Whether the file passes; any error but ``Refused`` fails the test."""
+    """Return whether the file passes; any error but ``Refused`` fails the test."""
     path = folder / "x.safetensors"
     path.write_bytes(content)
     try:

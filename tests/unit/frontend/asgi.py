@@ -108,7 +108,7 @@ class EchoApi:
         return {"paths": {"/v1/completions": operation, "/sleep": operation}}
 
     def owns_response(self, response_id: str) -> bool:
-        """Whether the test put it there."""
+        """Return whether the test put it there."""
         return response_id in self.responses
 
     def close(self) -> None:

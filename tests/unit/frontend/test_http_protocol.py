@@ -94,7 +94,7 @@ class Client:
             return int(head.split()[1]), json.loads(await self._reader.readexactly(length))
 
     async def closed(self) -> bool:
-        """Whether the server closes without another word."""
+        """Return whether the server closes without another word."""
         async with asyncio.timeout(PATIENCE_S):
             return await self._reader.read(1) == b""
 
@@ -201,7 +201,7 @@ def _tls(pair: Pair) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _is_reset(client: socket.socket) -> bool:
-    """Whether the other end has given the connection up."""
+    """Return whether the other end has given the connection up."""
     poll = select.poll()
     poll.register(client.fileno(), 0)
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))

@@ -63,7 +63,7 @@ def _renamed(row: dict[str, object]) -> dict[str, object]:
 
 
 def is_sound(path: Path) -> bool:
-    """Whether SQLite finds nothing wrong with a database."""
+    """Return whether SQLite finds nothing wrong with a database."""
     with closing(sqlite3.connect(path)) as connection:
         return connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 

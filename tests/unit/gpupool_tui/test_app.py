@@ -54,7 +54,7 @@ class Running:
         return [plain(line) for line in self.app.board.lines]
 
     def shows(self, text: str) -> bool:
-        """Whether some line has the text."""
+        """Return whether some line has the text."""
         return any(text in row for row in self.rows)
 
     async def press(self, *keys: str) -> None:

@@ -72,7 +72,7 @@ class PageTables:
             del self.mapped[page]
 
     def __contains__(self, address: int) -> bool:
-        """Whether it is a device address."""
+        """Return whether it is a device address."""
         return any(start <= address < start + n for start, n in self.reserved.items())
 
     def check(self, call: str, address: int, num_bytes: int) -> None:

@@ -68,7 +68,7 @@ def cache() -> Iterator[KvHostCache]:
 
 
 def is_mapped(address: int) -> bool:
-    """Whether something is mapped at an address of this process."""
+    """Return whether something is mapped at an address of this process."""
     spans = [
         line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
     ]

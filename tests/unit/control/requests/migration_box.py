@@ -164,7 +164,7 @@ class FakeWorker(Worker):
         return waiting + (request_id in self.answers) + (request_id in self.coming)
 
     def tells_of(self, request_id: str) -> bool:
-        """Whether the daemon will hear that it has no longer got a request."""
+        """Return whether the daemon will hear that it has no longer got a request."""
         return any(_is_end_of(message, request_id) for message in self.outbox)
 
     def _take_turn(self, order: m.RunTurn) -> None:

@@ -107,7 +107,7 @@ async def test_what_leaves_the_cache_is_not_kept(
 
 
 async def refused(manager: FakeManager, *models: ModelToLoad, budget_bytes: int = SIZE) -> bool:
-    """Whether a new daemon takes nothing and has the manager let everything go."""
+    """Return whether a new daemon takes nothing and has the manager let everything go."""
     daemon = Daemon(manager, budget_bytes)
     taken = await daemon.take_back(*models)
     manager.wait_for("FDSTOREREMOVE")

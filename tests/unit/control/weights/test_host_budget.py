@@ -59,7 +59,7 @@ def bench() -> Iterator[Bench]:
 
 
 async def soon(task: asyncio.Task[None]) -> bool:
-    """Whether a task ends without anything else happening."""
+    """Return whether a task ends without anything else happening."""
     for _ in range(20):
         await asyncio.sleep(0)
     return task.done()

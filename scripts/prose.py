@@ -1,0 +1,200 @@
+"""Measure the prose of Python trees and Markdown pages: pronouns and how docstrings begin.
+
+    python scripts/prose.py                         # this project, a line for each package
+    python scripts/prose.py PATH...                 # other trees, to compare with
+    python scripts/prose.py --worst 20 gpupoold     # the docstrings with the most pronouns
+    python scripts/prose.py --beginnings gpupoold   # docstrings that begin with What, Whether, ...
+
+Two figures tell readable reference documentation from riddles: the share of pronouns among
+words, and the share of docstrings that begin with a relative pronoun instead of a verb or a
+noun. Exits with 1 if a figure of all trees together is over ``--max-pronouns`` or
+``--max-beginnings`` (percent).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TREES = ("gpupoold", "cli/gpupool_cli", "tui/gpupool_tui", "state/gpupool_state")
+PAGES = ("README.md", "docs")
+
+_PRONOUNS = """
+it its itself they them their theirs themselves those who whom whose what whatever whoever
+one ones others another so nobody nothing everybody everything somebody that which
+"""
+_BEGINNINGS = """
+what whether where who whom whose when why how which whatever whoever of those these that it
+they one ones
+"""
+PRONOUNS = frozenset(_PRONOUNS.split())
+BEGINNINGS = frozenset(_BEGINNINGS.split())
+_WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
+_PRAGMA = re.compile(r"#\s*(noqa|type:|!)")
+_MARKUP = re.compile(r"``[^`]*``|`[^`]*`|:\w+:`[^`]*`|https?://\S+")
+_NOT_PROSE = re.compile(r"^```.*?^```|^(?: {4}|\t).*$|^\|.*$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A docstring, a comment or a page, with the line where it begins."""
+
+    file: Path
+    line: int
+    words: tuple[str, ...]
+
+    @property
+    def num_pronouns(self) -> int:
+        """Number of words that are pronouns."""
+        return sum(word in PRONOUNS for word in self.words)
+
+    @property
+    def begins_badly(self) -> bool:
+        """Whether the first word is in ``BEGINNINGS``."""
+        return bool(self.words) and self.words[0] in BEGINNINGS
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {' '.join(self.words[:14])}"
+
+
+@dataclass(slots=True)
+class Figures:
+    """Counts over docstrings, comments or pages."""
+
+    texts: list[Text] = field(default_factory=list)
+
+    @property
+    def num_words(self) -> int:
+        """Words of all texts."""
+        return sum(len(text.words) for text in self.texts)
+
+    @property
+    def pronoun_percent(self) -> float:
+        """Pronouns among the words, in percent."""
+        return 100 * sum(text.num_pronouns for text in self.texts) / max(1, self.num_words)
+
+    @property
+    def beginning_percent(self) -> float:
+        """Texts that begin with a word of ``BEGINNINGS``, in percent."""
+        return 100 * sum(text.begins_badly for text in self.texts) / max(1, len(self.texts))
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """Return the words of a text in lower case, without code and links."""
+    return tuple(word.lower() for word in _WORD.findall(_MARKUP.sub(" ", text)))
+
+
+def docstrings(file: Path) -> Iterator[Text]:
+    """Yield the docstrings of a module, its classes and functions, and those after fields."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for child in getattr(node, "body", ()) if isinstance(node, _BODIES) else ():
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+                text = child.value.value
+                if isinstance(text, str) and (words := words_of(text)):
+                    yield Text(file, child.lineno, words)
+
+
+_BODIES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def comments(file: Path) -> Iterator[Text]:
+    """Yield the comments of a module; pragmas are left out."""
+    source = io.StringIO(file.read_text(encoding="utf-8"))
+    for token in tokenize.generate_tokens(source.readline):
+        is_prose = token.type == tokenize.COMMENT and not _PRAGMA.match(token.string)
+        if is_prose and (words := words_of(token.string)):
+            yield Text(file, token.start[0], words)
+
+
+def page(file: Path) -> Iterator[Text]:
+    """Yield the paragraphs of a Markdown page, without code blocks and tables."""
+    prose = _NOT_PROSE.sub("", file.read_text(encoding="utf-8"))
+    for paragraph in re.split(r"\n\s*\n", prose):
+        if words := words_of(paragraph):
+            yield Text(file, 1, words)
+
+
+def python_files(tree: Path) -> list[Path]:
+    """Return the Python files of a tree, or a file itself."""
+    return [tree] if tree.is_file() else sorted(tree.rglob("*.py"))
+
+
+def rows(trees: Sequence[Path]) -> Iterator[tuple[str, Figures, Figures]]:
+    """Yield a name with the figures of docstrings and comments for each package of each tree."""
+    for tree in trees:
+        packages: dict[str, tuple[Figures, Figures]] = {}
+        for file in python_files(tree):
+            inner = file.relative_to(tree).parts if tree.is_dir() else ()
+            name = tree.name + (f"/{inner[0]}" if len(inner) > 1 else "")
+            docs, notes = packages.setdefault(name, (Figures(), Figures()))
+            docs.texts += docstrings(file)
+            notes.texts += comments(file)
+        for name, (docs, notes) in sorted(packages.items()):
+            yield name, docs, notes
+
+
+def print_table(trees: Sequence[Path]) -> Figures:
+    """Print a line for each package; return the figures of all docstrings together."""
+    print(f"{'package':34} {'docstrings':>10} {'pronouns':>9} {'beginnings':>10} {'comments':>9}")
+    total, notes_total = Figures(), Figures()
+    for name, docs, notes in rows(trees):
+        _print_row(name, docs, notes)
+        total.texts += docs.texts
+        notes_total.texts += notes.texts
+    _print_row("all", total, notes_total)
+    return total
+
+
+def _print_row(name: str, docs: Figures, notes: Figures) -> None:
+    print(
+        f"{name:34} {len(docs.texts):10} {docs.pronoun_percent:8.1f}% "
+        f"{docs.beginning_percent:9.1f}% {notes.pronoun_percent:8.1f}%"
+    )
+
+
+def print_pages(paths: Iterable[Path]) -> None:
+    """Print a line for each Markdown page."""
+    files = [file for path in paths for file in ([path] if path.is_file() else path.glob("*.md"))]
+    for file in sorted(files):
+        figures = Figures(list(page(file)))
+        print(f"{file.name:34} {figures.num_words:10} {figures.pronoun_percent:8.1f}%")
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("trees", nargs="*", type=Path, help="default: this project")
+    parser.add_argument("--worst", type=int, default=0, metavar="N")
+    parser.add_argument("--beginnings", action="store_true")
+    parser.add_argument("--max-pronouns", type=float, default=100.0, metavar="PERCENT")
+    parser.add_argument("--max-beginnings", type=float, default=100.0, metavar="PERCENT")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the figures; return the exit status."""
+    given = _parse(arguments)
+    total = print_table(given.trees or [ROOT / tree for tree in TREES])
+    if not given.trees:
+        print_pages(ROOT / path for path in PAGES)
+    by_share = sorted(total.texts, key=lambda text: text.num_pronouns, reverse=True)
+    for text in by_share[: given.worst]:
+        print(text)
+    for text in total.texts if given.beginnings else ():
+        if text.begins_badly:
+            print(text)
+    is_over = (
+        total.pronoun_percent > given.max_pronouns or total.beginning_percent > given.max_beginnings
+    )
+    return int(is_over)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

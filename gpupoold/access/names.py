@@ -1,8 +1,7 @@
-"""Users and groups by name, looked up where nobody waits.
+"""Users and groups by name, looked up on a thread.
 
-The system's tables may be on the network (SSSD, LDAP, NIS). A look-up there takes as long as
-the other end likes, so it is made on a thread of its own; what was found is kept, and stays
-known while the next look-up takes its time.
+The system's tables may be on the network (SSSD, LDAP, NIS), where a look-up has no time limit. A
+thread makes the look-ups; results stay valid while the next look-up runs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _Answer = int | str | None
 
 
 def group_id(name: str) -> int | None:
-    """The number of a group, None if there is none of that name; blocks."""
+    """Return the number of a group, None if no group has this name; blocks."""
     try:
         return grp.getgrnam(name).gr_gid
     except KeyError:
@@ -41,10 +40,9 @@ def user_name(user_id: int) -> str:
 
 
 class NameService:
-    """What the system's tables say, as of the last look-up; nothing here blocks.
+    """Results of the latest look-ups in the system's tables; no method blocks.
 
-    ``find_group`` and ``find_user`` may: they run on a thread that does not keep the process
-    from ending.
+    ``find_group`` and ``find_user`` may block: a daemon thread calls them.
     """
 
     def __init__(
@@ -60,21 +58,21 @@ class NameService:
         self._thread: threading.Thread | None = None
 
     def group_id(self, name: str, max_age_s: float = MAX_AGE_S) -> int | None:
-        """The number of a group, None if there is none of that name, or it is not known yet.
+        """Return the number of a group, None if no group has this name or no result is known yet.
 
-        What is older than ``max_age_s`` is looked up anew for the next caller.
+        A result older than ``max_age_s`` is refreshed for the next caller.
         """
         found = self._look(("group", name), max_age_s)
         assert found is None or isinstance(found, int)
         return found
 
     def user_name(self, user_id: int, max_age_s: float = MAX_AGE_S) -> str:
-        """A user's name; the number if there is none or it is not known yet."""
+        """Return a user's name, or the number as text if no name is known."""
         found = self._look(("user", user_id), max_age_s)
         return found if isinstance(found, str) else str(user_id)
 
     async def settled(self, timeout_s: float) -> bool:
-        """Wait until all that was asked for is known; False: it is not, after ``timeout_s``."""
+        """Wait until all look-ups have ended; return False after ``timeout_s``."""
         asked = [asyncio.wrap_future(one) for one in list(self._asked.values())]
         if not asked:
             return True

@@ -1,6 +1,7 @@
-"""Who is at the other end of the admin socket, and what they may do there.
+"""Callers of the admin socket and their rights.
 
-The kernel tells (``SO_PEERCRED``, ``SO_PEERGROUPS``): nobody can claim to be somebody else.
+The kernel names the caller (``SO_PEERCRED``, ``SO_PEERGROUPS``), so a caller cannot claim to be
+another user.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ READING_METHODS = frozenset({"GET", "HEAD"})
 
 
 class Right(enum.IntEnum):
-    """What a caller may do; each includes those before."""
+    """A caller's rights; each right includes the lower rights."""
 
     NOTHING = 0
     READ = 1
@@ -39,9 +40,9 @@ class Right(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A process at the other end of a unix socket, as it was when it connected.
+    """A process at the other end of a unix socket, as of the connection.
 
-    ``group_ids`` are all its groups.
+    ``group_ids`` has all groups of the process.
     """
 
     pid: int
@@ -71,9 +72,9 @@ def _other_groups(connection: socket.socket) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class AdminGroups:
-    """The names of the groups that may use the admin socket; they need not exist.
+    """Names of the groups that may use the admin socket; the groups need not exist.
 
-    Their numbers are those of ``names``: no call here waits for the name service for long.
+    ``names`` resolves the names to numbers, so no method waits long for the name service.
     """
 
     everything: str
@@ -81,15 +82,15 @@ class AdminGroups:
     names: NameService = field(default_factory=NameService)
 
     async def look_up(self, timeout_s: float) -> bool:
-        """Ask for the groups' numbers; False: they are not known after ``timeout_s``."""
+        """Look the groups' numbers up; return False if they are unknown after ``timeout_s``."""
         self.names.group_id(self.everything)
         self.names.group_id(self.read_only)
         return await self.names.settled(timeout_s)
 
     def right_of(self, peer: Peer) -> Right:
-        """What this caller may do: root and the daemon's own user everything, others by group.
+        """Return the caller's right: all for root and the daemon's user, else by group.
 
-        As far as the groups are known: before they are, nobody is in them.
+        A group whose number is unknown has no members.
         """
         if peer.user_id in (0, os.geteuid()):
             return Right.EVERYTHING
@@ -100,10 +101,10 @@ class AdminGroups:
         return Right.NOTHING
 
     async def check(self, peer: Peer, needed: Right) -> None:
-        """See that a caller has a right; who has not is looked up once more.
+        """Check that a caller has a right; look the groups up again before refusing.
 
         Raises:
-            Forbidden: with the command that an administrator has to run.
+            Forbidden: the caller lacks the right; the hint is a command for an administrator.
         """
         if self.right_of(peer) >= needed:
             return

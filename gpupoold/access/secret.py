@@ -1,7 +1,7 @@
-"""API keys as text: made, taken apart, hashed and compared. Standard library only.
+"""API keys as text: creation, parsing, hashing, comparison. Standard library only.
 
-A key is ``gpk_<id>_<secret>``. The id is public: it names the key in lists, logs and the
-history, and finds its hash without a search. The rest is the secret.
+A key is ``gpk_<id>_<secret>``. The id is public: lists, logs and the history name a key by its id,
+and the id finds the hash without a search.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FORM = re.compile(rf"{PREFIX}([A-Za-z0-9]{{{_ID_CHARS}}})_[A-Za-z0-9]{{{_SECRET
 
 
 class NewSecret(NamedTuple):
-    """A key that was just made: its id, the whole text for its owner, and what is stored."""
+    """A new key: the id, the text for the owner, and the digest to store."""
 
     id: str
     text: str
@@ -30,29 +30,29 @@ class NewSecret(NamedTuple):
 
 
 def make_key(key_id: str | None = None) -> NewSecret:
-    """A new key; with ``key_id`` a new secret for the key that has this id."""
+    """Return a new key; with ``key_id`` a new secret for an existing key."""
     key_id = _letters(_ID_CHARS) if key_id is None else key_id
     text = f"{PREFIX}{key_id}_{_letters(_SECRET_CHARS)}"
     return NewSecret(key_id, text, digest_of(text))
 
 
 def id_of(text: str) -> str | None:
-    """The public id in a key's text; None where it has not the form of a key."""
+    """Return the public id in a key's text, None if the text has not the form of a key."""
     match = _FORM.fullmatch(text)
     return None if match is None else match[1]
 
 
 def digest_of(text: str) -> str:
-    """What is stored in a key's place.
+    """Return the digest to store for a key.
 
-    SHA-256 once: slow hashes make guessing dear where people choose what is hashed. Nobody
-    guesses one of 2^142 random texts, so they would only cost time on every request.
+    One round of SHA-256 suffices: a slow hash protects texts chosen by people, and a key has 142
+    random bits.
     """
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def matches(text: str, digest: str) -> bool:
-    """Return whether this is the key with that digest, in time that tells nothing about it."""
+    """Return whether a key has this digest, in constant time."""
     return hmac.compare_digest(digest_of(text), digest)
 
 

@@ -1,4 +1,4 @@
-"""The file of the admin socket: whose it is, and who may open it."""
+"""Owner, group and mode of the admin socket's file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _OF_ALL = 0o666
 
 
 def share_socket(path: Path, groups: AdminGroups) -> None:
-    """Let the admin groups open the socket, if this is the daemon of the whole machine.
+    """Let the admin groups open the socket if this daemon serves the whole machine.
 
-    That is what root runs, or a user whose main group is the admin group. Anyone else's
-    daemon is theirs alone. A file has one group only, so where there is a group of readers
-    too everybody may connect, and is then let in or not by the credentials alone: those are
-    checked in any case. Groups whose numbers are not known yet are taken for none.
+    A daemon of root, or of a user whose main group is the admin group, serves the machine; another
+    user's daemon stays private. A file has one group only: with a group of readers, everybody may
+    connect, and the guard checks the caller's credentials. A group whose number is unknown counts
+    as absent.
 
     Raises:
         OSError: the mode cannot be set.

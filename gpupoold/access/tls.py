@@ -1,4 +1,4 @@
-"""The certificate and key of the HTTP server: looked at before they are used, and renewed."""
+"""The certificate and key of the HTTP server: checks before use, and renewal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Stamp = tuple[tuple[int, int, int], ...]
 
 
 class TlsError(ConfigError):
-    """Something is wrong with the file that the key ``server.<key>`` names."""
+    """An error in the file that the key ``server.<key>`` names."""
 
     def __init__(self, key: str, what: str, hint: str) -> None:
         super().__init__(f"server.{key}: {what}", hint)
@@ -26,7 +26,7 @@ class TlsError(ConfigError):
 
 
 class Tls:
-    """The files of one server, and what connections are made with."""
+    """A server's certificate and key files, and the SSL context made from the files."""
 
     def __init__(self, certificate: Path, key: Path) -> None:
         self._files = certificate, key
@@ -34,10 +34,10 @@ class Tls:
         self._stamp: _Stamp | None = None
 
     def context(self) -> ssl.SSLContext:
-        """For new connections; always the same one.
+        """Return the context for new connections, always the same object.
 
         Raises:
-            OSError: the files cannot be used; :func:`check_files` says why.
+            OSError: the files cannot be used; :func:`check_files` gives the reason.
         """
         if self._context is None:
             self._stamp = self._look()
@@ -46,11 +46,10 @@ class Tls:
         return self._context
 
     def renew(self) -> None:
-        """Take the files anew if they have changed; to be called now and then.
+        """Read the files again if they have changed; to be called from time to time.
 
-        Connections under way keep what they have. Files that cannot be used are logged, and
-        what was there before stays: those that renew certificates write one file after the
-        other.
+        Open connections keep their certificate. If the files cannot be used, the error is logged
+        and the old certificate stays: renewal tools write the two files one after the other.
         """
         stamp = self._look()
         if self._context is None or stamp == self._stamp:
@@ -73,11 +72,11 @@ class Tls:
 
 
 def check_files(certificate: Path, key: Path) -> datetime:
-    """See that a server can be run with these PEM files; the answer is when they expire.
+    """Check that a server can use these PEM files; return the time when the certificate expires.
 
     Raises:
-        TlsError: one cannot be read, they do not belong together, the certificate is not
-            valid now, or others may read the key.
+        TlsError: a file cannot be read, the files do not match, the certificate is not valid now,
+            or other users may read the key.
     """
     _check_mode(key)
     _check_readable(certificate, "tls_cert")

@@ -1,4 +1,4 @@
-"""The admin API: FastAPI on a unix socket, one thin handler per verb."""
+"""The admin API: FastAPI on a unix socket, with one thin handler per route."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ async def _progress_lines(pool: Pool, body: AddModelRequest) -> AsyncIterator[st
 
 
 async def _request_lines(rows: Sequence[RequestRow]) -> AsyncIterator[str]:
-    """A few lines at a time: thousands in one go would hold up the tokens being served."""
+    """Yield a few lines at a time, because a long answer would delay tokens on the event loop."""
     for start in range(0, len(rows), _LINES_AT_ONCE):
         chunk = rows[start : start + _LINES_AT_ONCE]
         yield "".join(views.request_record(row).model_dump_json() + "\n" for row in chunk)

@@ -1,4 +1,4 @@
-"""The admin API lets in whom the kernel names: the caller's process is known per connection."""
+"""Access control of the admin API by the caller's process, as the kernel reports the process."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _ERRORS: dict[HTTPStatus, type[GpupoolError]] = {
 
 
 class Door:
-    """Who may connect to the admin socket, and how many connections each user has."""
+    """The limit of connections per user, and the groups with access."""
 
     max_connections = 128
-    """Of one user. Each takes a descriptor of the daemon, which it needs for its workers."""
+    """Connections per user; each connection takes a descriptor that workers need too."""
 
     def __init__(self, groups: AdminGroups) -> None:
         self.groups = groups
         self._num_connections: Counter[int] = Counter()
 
     def protocol(self) -> Callable[..., PeerProtocol]:
-        """What makes the connections of a server with this door."""
+        """Return a factory of this door's connections."""
         return functools.partial(PeerProtocol, self)
 
     def enter(self, peer: Peer) -> bool:
-        """Count a connection; False: its user has too many."""
+        """Count a connection; return False if the user has too many."""
         self._num_connections[peer.user_id] += 1
         return self._num_connections[peer.user_id] <= self.max_connections
 
@@ -51,11 +51,11 @@ class Door:
 
 
 class PeerProtocol(BoundedHttp):
-    """A connection, which puts who is connected into the state of its requests.
+    """A connection that puts the caller into the state of its requests.
 
-    ASGI has no place for credentials of a unix socket; ``state`` is where a server hands
-    things to an application. Who has no right is told so at once and let go; after
-    ``linger_s`` whether or not the answer was read.
+    ASGI has no field for credentials of a unix socket; ``state`` carries server data to an
+    application. A caller without a right gets the refusal at once; the connection closes after
+    ``linger_s`` at the latest.
     """
 
     linger_s = 1.0
@@ -77,7 +77,7 @@ class PeerProtocol(BoundedHttp):
         return _error_body(_ERRORS.get(status, UsageError)(message))
 
     def connection_made(self, transport: Any) -> None:
-        """Ask the kernel who that is, and whether there is room for one more."""
+        """Identify the caller and count the connection."""
         super().connection_made(transport)
         self._peer = peer = peer_of(transport.get_extra_info("socket"))
         self.app_state = self.app_state | {_PEER: peer}
@@ -88,7 +88,7 @@ class PeerProtocol(BoundedHttp):
             self._checking = self.loop.create_task(self._check(peer))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """There is room for another one."""
+        """Discount the connection."""
         if self._peer is not None:
             self._door.leave(self._peer)
         if self._checking is not None:
@@ -97,12 +97,12 @@ class PeerProtocol(BoundedHttp):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse it, unless the answer has been given already."""
+        """Parse the data, unless the request was refused."""
         if not self._is_refused:
             super().data_received(data)
 
     def on_headers_complete(self) -> None:
-        """Its body has to come within a time."""
+        """Start the time limit for the body."""
         super().on_headers_complete()
         self._body_bytes = 0
         self._stop_body_timer()
@@ -142,7 +142,7 @@ class PeerProtocol(BoundedHttp):
             self.transport.resume_reading()  # their group was not known before
 
     def _send_away(self, error: GpupoolError) -> None:
-        """Answer whatever is going to be asked, and close."""
+        """Answer any request with ``error``, then close."""
         self._is_refused = True
         body = _error_body(error)
         self.transport.write(self.answer(HTTPStatus(error.http_status), body))
@@ -173,14 +173,14 @@ class PeerProtocol(BoundedHttp):
 
 
 class Guard:
-    """An ASGI application that lets calls through to another if its caller may make them."""
+    """An ASGI application that passes permitted calls on to another application."""
 
     def __init__(self, app: ASGIApp, groups: AdminGroups) -> None:
         self._app = app
         self._groups = groups
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 403 to whom it is not for, with the reason and what to do about it."""
+        """Pass the call on, or answer 403 with the reason and a hint."""
         peer: Peer = scope["state"][_PEER]
         try:
             await self._groups.check(peer, needed_for(scope["method"]))

@@ -1,4 +1,4 @@
-"""The processes' log files as one stream of lines, for ``gpupool logs``."""
+"""The log files of all processes as one stream of lines, for ``gpupool logs``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def follow_logs(
     follow: bool,
     is_gone: Callable[[], Awaitable[bool]],
 ) -> AsyncIterator[str]:
-    """NDJSON of ``{"line": "process | text"}``: the last lines of each log, then new ones."""
+    """Yield NDJSON ``{"line": "process | text"}``: the last lines of each log, then new lines."""
     with contextlib.ExitStack() as stack:
         readers = {name: stack.enter_context(LogReader(path)) for name, path in paths.items()}
         for name, reader in readers.items():
@@ -36,7 +36,7 @@ async def follow_logs(
 
 
 class LogReader:
-    """Reads a log from its end on, and goes on in the next file when one is full."""
+    """A reader that starts at the end of a log and continues in the next file after a rotation."""
 
     def __init__(self, path: Path) -> None:
         """Open the log.
@@ -55,7 +55,7 @@ class LogReader:
         self._file.close()
 
     def tail(self, num_lines: int) -> list[str]:
-        """Return the last lines before what :meth:`new_lines` returns."""
+        """Return the last ``num_lines`` lines before the start of :meth:`new_lines`."""
         end = self._file.tell()
         start = max(0, end - _MAX_TAIL_BYTES)
         self._file.seek(start)
@@ -67,10 +67,9 @@ class LogReader:
         return lines[len(lines) - num_lines :] if num_lines < len(lines) else lines
 
     def new_lines(self) -> list[str]:
-        """Return the whole lines that have come since the last call.
+        """Return the complete lines written since the last call.
 
-        A log that became shorter starts anew. Of one whose file was full, the rest of the old
-        file comes first, and then the new one.
+        A truncated log starts anew. After a rotation the rest of the old file comes first.
         """
         has_next = self._has_next()  # before the old file is read to its end
         offset = self._file.tell()

@@ -23,7 +23,7 @@ from gpupoold.errors import UsageError
 
 
 def add_access_routes(app: FastAPI, pool: Pool) -> None:
-    """Add the routes. What the keys are for is in :mod:`gpupoold.control.access.keyring`."""
+    """Add the routes of API keys, see :mod:`gpupoold.control.access.keyring`."""
     keyring = pool.keyring
 
     @app.get("/keys")
@@ -64,7 +64,7 @@ def _powers(body: AddKeyRequest) -> KeyPowers:
 
 
 def _changed(powers: KeyPowers, body: SetKeyRequest) -> KeyPowers:
-    """The powers with what the body gives; 0 is no limit."""
+    """Return ``powers`` with the values that the body gives; 0 removes a limit."""
     changes: dict[str, Any] = {"models": None} if body.all_models else {}
     if body.models is not None:
         changes["models"] = tuple(body.models)

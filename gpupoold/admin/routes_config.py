@@ -9,7 +9,7 @@ from gpupoold.control.control_plane import Pool
 
 
 def add_config_routes(app: FastAPI, pool: Pool) -> None:
-    """What the daemon runs with, what a file would change, and reading the file again."""
+    """Add the routes that show, compare and reload the configuration."""
 
     @app.get("/config")
     async def show_config() -> ConfigInfo:

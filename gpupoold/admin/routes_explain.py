@@ -1,4 +1,4 @@
-"""Routes that explain what is going on and look back at what was."""
+"""Routes for explanations, the history and its spans."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def add_explain_routes(app: FastAPI, pool: Pool) -> None:
 
 
 async def _name(pool: Pool, name: str | None) -> str | None:
-    """A model's name for one of its aliases; one that is gone may still have a history."""
+    """Return the model's name for an alias; an unknown name may still have a history."""
     row = None if name is None else await pool.registry.get(name)
     return name if row is None else row.spec.name
 

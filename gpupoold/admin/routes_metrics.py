@@ -1,4 +1,4 @@
-"""``GET /metrics``, on the admin socket and for the frontends, whose port has it too."""
+"""``GET /metrics`` on the admin socket, and for frontends that serve the same text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpupoold.metrics.exposition import CONTENT_TYPE, Exporter
 
 
 def add_metrics_routes(app: FastAPI, pool: Pool) -> None:
-    """Serve the pool's metrics here, and to the frontends when they ask for them."""
+    """Add the route, and answer the frontends' requests for metrics."""
     exporter = Exporter(pool)
     pool.frontends.metrics = exporter.text
 

@@ -1,4 +1,4 @@
-"""What ``gpupool top`` asks for every second, and the actions it has of its own."""
+"""The route that ``gpupool top`` polls every second, and the actions of its keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Count = Annotated[int, Query(ge=0, le=10_000)]
 
 
 def add_top_routes(app: FastAPI, pool: Pool) -> None:
-    """Add them to the admin API."""
+    """Add the routes to the admin API."""
 
     @app.get("/turns", response_model=list[TurnInfo])
     async def turns(after: Id = 0, limit: Limit = 1000) -> Response:

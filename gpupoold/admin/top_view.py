@@ -1,4 +1,4 @@
-"""One picture of everything for ``gpupool top``, cheap enough to be asked for every second."""
+"""The body of ``GET /top``, cheap enough for a poll every second."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TopLimits:
-    """How much of what grows is wanted: turns and events after these ids, and how many."""
+    """Limits of the growing lists: turns and events after these ids, and how many."""
 
     turns_after: int
     events_after: int | None
@@ -31,7 +31,7 @@ class TopLimits:
 
 
 async def top(pool: Pool, limits: TopLimits) -> bytes:
-    """Everything at this moment: ``Top`` as JSON."""
+    """Return the state of the pool at this moment: ``Top`` as JSON."""
     rows = await pool.registry.list()
     dispatcher, history = pool.dispatcher, pool.history
     after = limits.events_after
@@ -59,7 +59,7 @@ async def top(pool: Pool, limits: TopLimits) -> bytes:
 
 
 def turns(ended: Iterable[TurnRecord]) -> list[msgspec.Raw]:
-    """Turns with their times on the wall clock: each a ``TurnInfo`` as JSON."""
+    """Return turns with wall-clock times, each as the JSON of a ``TurnInfo``."""
     offset_s = time.time() - time.monotonic()
     return [turn.told or _tell(turn, offset_s) for turn in ended]
 

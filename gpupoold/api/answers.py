@@ -1,4 +1,4 @@
-"""What failed calls of the admin API mean: answers and connections that went wrong."""
+"""Errors of admin API calls, from answers and from failed connections."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from gpupoold.errors import Failed, GpupoolError, Unavailable, error_from_code
 
 
 def causes_of(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, what it came from, and so on."""
+    """Yield the error, its cause, the cause's cause, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def close_left_socket(error: BaseException) -> None:
-    """Close the socket of a connection that failed.
+    """Close the socket of a failed connection.
 
-    httpcore leaves it to the garbage collector, which warns about it; callers
-    that wait for the daemon to come up would collect a warning per attempt.
+    httpcore leaves the socket to the garbage collector, whose warnings would add up in a caller
+    that retries until the daemon is up.
     """
     for cause in causes_of(error):
         for frame, _ in walk_tb(cause.__traceback__):
@@ -36,7 +36,7 @@ def close_left_socket(error: BaseException) -> None:
 
 
 def as_error(body: ErrorBody) -> GpupoolError:
-    """The error that the daemon describes."""
+    """Return the error that an error body describes."""
     return error_from_code(body.code, body.message, body.hint)
 
 
@@ -59,7 +59,7 @@ def error_of(response: httpx.Response) -> GpupoolError:
 
 
 def not_understood(what: str, error: ValidationError) -> Failed:
-    """An answer to ``what`` that is not what this program expects."""
+    """Return the error for an answer to ``what`` that this version cannot parse."""
     problem = error.errors(include_url=False)[0]
     place = ".".join(str(part) for part in problem["loc"]) or "the answer"
     return Failed(

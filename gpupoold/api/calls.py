@@ -35,10 +35,10 @@ _T = TypeVar("_T")
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    r"""Lines of a byte stream without their ending, cut at ``\n`` alone.
+    r"""Yield the lines of a byte stream without line ends, split at ``\n`` only.
 
-    ``httpx``'s own ``iter_lines`` also cuts at U+2028, U+0085 and others, which
-    JSON strings may hold unescaped.
+    ``httpx``'s ``iter_lines`` also splits at U+2028, U+0085 and others, which JSON strings may
+    contain unescaped.
     """
     pending: list[bytes] = []
     for chunk in chunks:
@@ -53,12 +53,12 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def given(**values: str | float | None) -> dict[str, str | float]:
-    """The parameters of a query that have a value."""
+    """Return the query parameters that have a value."""
     return {key: value for key, value in values.items() if value is not None}
 
 
 class AdminCalls:
-    """One connection pool to the daemon behind ``socket_path``; use as a context manager."""
+    """A connection pool to the daemon at ``socket_path``; use as a context manager."""
 
     def __init__(self, socket_path: Path | str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self.socket_path = Path(socket_path)
@@ -169,7 +169,7 @@ class AdminCalls:
 
 
 def _how_to_get_in(socket_path: Path) -> str:
-    """What to do about a socket that this user may not open."""
+    """Return the hint for a socket that this user may not open."""
     try:
         found = socket_path.stat()
         group = grp.getgrgid(found.st_gid).gr_name

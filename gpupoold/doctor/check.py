@@ -1,4 +1,4 @@
-"""One thing that the doctor has looked at, and what it thinks of it."""
+"""The result of one check by ``gpupool doctor``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """``warning``: it works, but worse than it could, or not for long. ``fault``: it does not."""
+    """A check's verdict: ``warning`` works with a drawback, ``fault`` does not work."""
 
     OK = "ok"
     WARNING = "warning"
@@ -16,7 +16,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """``found`` is what is there; ``fix`` a command or setting that mends it, empty if ok."""
+    """A checked subject: ``found`` is its state, ``fix`` a command or setting, empty if ok."""
 
     name: str
     verdict: Verdict

@@ -22,7 +22,7 @@ _MAX_SOCKET_PATH = 107
 
 
 def check_all(facts: Facts) -> list[Check]:
-    """All that can be said, in the order in which it is worth mending."""
+    """Return all checks, in the order in which to repair faults."""
     return list(_checks(facts))
 
 

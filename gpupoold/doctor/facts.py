@@ -1,4 +1,4 @@
-"""What the doctor looks at. Plain data: ``probes`` find it, ``checks`` judge it."""
+"""Facts about the machine as plain data: ``probes`` find facts, ``checks`` judge facts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpupoold.config.schema import Settings
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU as NVML tells of it; bytes are those of all processes on it."""
+    """A GPU as NVML reports it; bytes include all processes on the GPU."""
 
     name: str
     memory_bytes: int
@@ -21,8 +21,11 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """``problem``: why NVML cannot be asked, empty if it can. ``cuda``: the newest version that
-    the driver supports."""
+    """The driver and its GPUs.
+
+    ``problem`` says why NVML cannot be used, empty if NVML works. ``cuda`` is the newest version
+    that the driver supports.
+    """
 
     problem: str = ""
     driver: str = ""
@@ -32,8 +35,11 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """``limit_bytes``: what a control group allows, None for no limit. ``huge_bytes`` are set
-    aside for explicit huge pages. ``overcommit``: of the kernel's three modes."""
+    """Host memory.
+
+    ``limit_bytes`` is the control group's limit, None for no limit. ``huge_bytes`` are set aside
+    for explicit huge pages. ``overcommit`` is the kernel's mode (0, 1 or 2).
+    """
 
     total_bytes: int
     available_bytes: int
@@ -45,7 +51,7 @@ class MemoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class NumaFacts:
-    """``problem``: why a thread cannot choose its node, empty if it can."""
+    """NUMA nodes; ``problem`` says why a thread cannot choose its node, empty if a thread can."""
 
     num_nodes: int = 1
     is_balancing: bool = False
@@ -54,7 +60,7 @@ class NumaFacts:
 
 @dataclass(frozen=True, slots=True)
 class LimitFacts:
-    """Soft limits, None for unlimited. ``of`` is whose they are."""
+    """Soft limits of the process ``of``; None means unlimited."""
 
     of: str
     open_files: int | None
@@ -64,9 +70,9 @@ class LimitFacts:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder of the configuration; one that is missing is told of by where it would be made.
+    """A folder of the configuration; for a missing folder, the facts of its nearest parent.
 
-    ``owner`` is the user's number. ``num_bytes`` is what is in it, where that was asked.
+    ``owner`` is the user's number. ``num_bytes`` is the size of the content, if measured.
     """
 
     key: str
@@ -81,7 +87,7 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """``missing``: what was tried and does not work, by name, with the error."""
+    """Kernel features; ``missing`` maps a failed feature to its error."""
 
     release: str
     missing: dict[str, str] = field(default_factory=dict)
@@ -89,7 +95,7 @@ class KernelFacts:
 
 @dataclass(frozen=True, slots=True)
 class NetworkFacts:
-    """``problem``: why the public address cannot be listened on, empty if it can or is."""
+    """The public address; ``problem`` says why the daemon cannot listen, else empty."""
 
     address: str
     problem: str = ""
@@ -98,7 +104,7 @@ class NetworkFacts:
 
 @dataclass(frozen=True, slots=True)
 class VersionFacts:
-    """Installed versions, None where one is missing; ``needed`` by the same names."""
+    """Installed versions, None if missing; ``needed`` has the required versions."""
 
     python: str
     gpupool: str
@@ -108,7 +114,9 @@ class VersionFacts:
 
 @dataclass(frozen=True, slots=True)
 class DatabaseFacts:
-    """``problem``: what SQLite finds wrong with it, empty for nothing. ``schema`` 0: none yet."""
+    """The state database; ``problem`` is SQLite's complaint or empty; ``schema`` 0 means no
+    database.
+    """
 
     path: Path
     schema: int = 0
@@ -118,10 +126,10 @@ class DatabaseFacts:
 
 @dataclass(frozen=True, slots=True)
 class DaemonFacts:
-    """``problem``: why no daemon answers, empty if one does; ``fix`` what to do about it.
+    """The running daemon; ``problem`` says why no daemon answers, and ``fix`` is a remedy.
 
-    ``unsound`` is what its own check of its books found, ``failed`` are models with their errors,
-    ``weight_bytes`` those of all models.
+    ``unsound`` has the failures of the daemon's own check, ``failed`` the failed models with
+    errors, ``weight_bytes`` the sizes of all models.
     """
 
     problem: str = ""
@@ -141,8 +149,11 @@ class DaemonFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that was found. ``settings`` None: the configuration cannot be used, for ``problem``,
-    which ``fix`` mends; then what depends on it is missing."""
+    """All facts. ``settings`` is None if the configuration has the ``problem`` that ``fix``
+    repairs.
+
+    Facts that need the configuration are then missing.
+    """
 
     config_path: str
     problem: str

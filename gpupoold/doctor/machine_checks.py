@@ -1,4 +1,4 @@
-"""Judges what was found of the machine: GPUs, memory, limits, disks, kernel. Pure."""
+"""Checks of GPUs, memory, limits, disks and the kernel. Pure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FIRST_KERNEL = {
 def check_gpus(
     gpu: GpuFacts, settings: Settings, versions: VersionFacts, daemon: DaemonFacts
 ) -> Iterator[Check]:
-    """The driver, and each GPU that the configuration names."""
+    """Check the driver, and each GPU that the configuration names."""
     indices = [one.index or 0 for one in settings.devices if one.kind == "cuda"]
     if not indices:
         kinds = sorted({one.kind for one in settings.devices})
@@ -95,7 +95,7 @@ def _check_gpu(gpu: GpuFacts, index: int, daemon: DaemonFacts) -> Check:
 
 
 def check_memory(memory: MemoryFacts, settings: Settings, daemon: DaemonFacts) -> Iterator[Check]:
-    """Budgets against what there is, and how the kernel hands it out."""
+    """Check the configured budgets against the memory, and the kernel's overcommit mode."""
     yield _check_budgets(memory, settings, daemon)
     if daemon.weight_bytes and any(one.kind != "sim" for one in settings.devices):
         yield _check_model_cache(settings.memory.model_cache_bytes, daemon.weight_bytes)
@@ -154,7 +154,7 @@ def _check_model_cache(budget_bytes: int, weight_bytes: int) -> Check:
 
 
 def check_numa(numa: NumaFacts, kinds: set[str]) -> Iterator[Check]:
-    """Return whether host memory can be near its GPU, and stays there."""
+    """Check that host memory can be allocated near its GPU."""
     if numa.num_nodes < 2:
         yield ok("numa", "one node")
         return
@@ -199,7 +199,7 @@ def check_limits(limits: LimitFacts, settings: Settings) -> Iterator[Check]:
 
 
 def check_folder(folder: Folder) -> Check:
-    """Return whether a folder can be written, is on a disk that will do, and has room."""
+    """Check that a folder is writable, on a suitable file system, and has free space."""
     name = f"folder {folder.key}"
     found = f"{folder.path} on {folder.filesystem}, {format_bytes(folder.free_bytes)} free"
     if not folder.is_writable:
@@ -222,7 +222,7 @@ def check_folder(folder: Folder) -> Check:
 
 
 def check_snapshot_room(snapshots: Folder, budget_bytes: int) -> Iterator[Check]:
-    """Return whether all the snapshots fit that may be saved."""
+    """Check that the disk has space for all snapshots within the budget."""
     if budget_bytes > snapshots.num_bytes + snapshots.free_bytes:
         left = format_bytes(snapshots.num_bytes + snapshots.free_bytes)
         text = (
@@ -232,7 +232,7 @@ def check_snapshot_room(snapshots: Folder, budget_bytes: int) -> Iterator[Check]
 
 
 def check_kernel(kernel: KernelFacts, kinds: set[str]) -> Check:
-    """What the memory and process code asks of the kernel, as it was tried."""
+    """Check the kernel features that memory and processes need, as probed."""
     needed = {
         what: error
         for what, error in kernel.missing.items()

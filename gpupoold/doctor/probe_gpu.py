@@ -10,7 +10,7 @@ from gpupoold.doctor.facts import Gpu, GpuFacts
 
 
 def gpu_facts(nvml: Any = pynvml) -> GpuFacts:
-    """What NVML tells; ``problem`` where it cannot be asked."""
+    """Return NVML's data, or the ``problem`` with NVML."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:

@@ -1,4 +1,4 @@
-"""Host memory and how the kernel hands it out."""
+"""Facts about host memory and the kernel's overcommit mode."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _chosen(path: Path) -> str:
 
 
 def _cgroup_limit(root: Path) -> int | None:
-    """The lowest ``memory.max`` of this process's control group and those above it."""
+    """Return the lowest ``memory.max`` of this process's control group and its ancestors."""
     line = _read(root / "proc/self/cgroup").splitlines()[-1:]
     group = line[0].partition("::")[2] if line else ""
     top = root / "sys/fs/cgroup"

@@ -1,4 +1,4 @@
-"""Finds facts. Looks only: nothing on the machine is changed, and no probe raises."""
+"""Probes of the machine. A probe changes nothing and raises nothing."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ _BALANCING = Path("/proc/sys/kernel/numa_balancing")
 
 
 def find_facts(config: Path | None, socket_path: Path | None) -> Facts:
-    """All facts of this machine and of the daemon, whether it runs or not.
+    """Return all facts of this machine and of the daemon, running or not.
 
-    None: the configuration is where the daemon looks by itself, the admin socket where the
-    configuration says.
+    ``config`` None means the daemon's default path, ``socket_path`` None the configured path.
     """
     settings, problem, fix = None, "", ""
     try:
@@ -82,7 +81,7 @@ def _config_name(config: Path | None) -> str:
 
 
 def daemon_facts(client: AdminClient) -> DaemonFacts:
-    """What the daemon says of itself."""
+    """Return the daemon's own report."""
     try:
         status = client.status()
         models = client.models()
@@ -105,7 +104,7 @@ def daemon_facts(client: AdminClient) -> DaemonFacts:
 
 
 def numa_facts() -> NumaFacts:
-    """Nodes, and whether threads may choose among them."""
+    """Return the NUMA nodes, and whether threads may choose a node."""
     problem = ""
     try:
         libc.set_mempolicy(*libc.get_mempolicy())
@@ -118,7 +117,7 @@ def numa_facts() -> NumaFacts:
 
 
 def limit_facts(pid: int | None) -> LimitFacts:
-    """Those of the daemon if they can be read, else this process's own."""
+    """Return the daemon's limits if readable, else this process's limits."""
     kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
     if pid is not None:
         with suppress(OSError):
@@ -131,7 +130,7 @@ def _soft(limit: tuple[int, int]) -> int | None:
 
 
 def kernel_facts() -> KernelFacts:
-    """Tries what the memory and process code needs."""
+    """Try the kernel features that memory and processes need."""
     missing = {}
     for what, attempt in (
         ("memfd", _try_memfd),
@@ -171,7 +170,7 @@ def _try_moving_pages() -> None:
 
 
 def version_facts() -> VersionFacts:
-    """What is installed, and what this gpupool was made for."""
+    """Return the installed and the required versions."""
     needed: dict[str, str] = {}
     with suppress(importlib.metadata.PackageNotFoundError):
         for line in importlib.metadata.requires("gpupool") or ():
@@ -188,7 +187,7 @@ def version_facts() -> VersionFacts:
 
 
 def folder_facts(settings: Settings) -> tuple[Folder, ...]:
-    """The folders that the daemon writes to."""
+    """Return the facts of the folders that the daemon writes to."""
     paths = settings.paths
     folders = [
         _folder("state_dir", paths.state_dir),
@@ -218,7 +217,7 @@ def _folder(key: str, path: Path) -> Folder:
 
 
 def _filesystem(path: Path) -> str:
-    """The kind of file system that a path is on, as the kernel calls it."""
+    """Return the file system type of a path."""
     real = os.path.realpath(path)
     inside = [
         one
@@ -230,7 +229,7 @@ def _filesystem(path: Path) -> str:
 
 
 def network_facts(settings: Settings, socket_path: Path, daemon: DaemonFacts) -> NetworkFacts:
-    """Return whether the public address can be listened on, unless the daemon does so already."""
+    """Probe whether the public address is free, unless the daemon listens there already."""
     server = settings.server
     address = f"{server.host}:{server.port}"
     problem = ""
@@ -253,7 +252,7 @@ def _database(settings: Settings, daemon: DaemonFacts) -> DatabaseFacts | None:
 
 
 def database_facts(path: Path) -> DatabaseFacts:
-    """What SQLite thinks of a database that nobody has open."""
+    """Run SQLite's checks on a database that no process has open."""
     newest = MIGRATIONS[-1].number
     try:
         size = path.stat().st_size

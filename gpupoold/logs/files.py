@@ -1,7 +1,7 @@
-"""Log files of bounded size: the daemon's own, and those of its children.
+"""Log files of bounded size, for the daemon and its children.
 
-A file that is full becomes ``NAME.log.1``, that one ``NAME.log.2``, and so on; the oldest is
-deleted. So each process has at most ``MAX_LOG_BYTES``.
+A full file is renamed ``NAME.log.1``, the previous ``NAME.log.1`` becomes ``NAME.log.2``, and so
+on; the oldest file is deleted. Each process has at most ``MAX_LOG_BYTES`` of logs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _READ_BYTES = 1 << 18
 
 
 def old_file(path: Path, number: int) -> Path:
-    """Return the name of a log's file that was full ``number`` files ago."""
+    """Return the name of a log's file after ``number`` rotations."""
     return path.with_name(f"{path.name}.{number}")
 
 
@@ -46,7 +46,7 @@ def rotating_handler(path: Path) -> logging.Handler:
 
 
 class RotatingFile:
-    """A file that bytes are appended to, and that is never longer than ``file_bytes``."""
+    """A file for appending that never exceeds ``file_bytes``."""
 
     def __init__(self, path: Path, file_bytes: int = FILE_BYTES) -> None:
         """Open or create the file.
@@ -94,10 +94,10 @@ class RotatingFile:
 
 
 class LogPipe:
-    """A pipe to a log file: a thread appends to the file what a child writes to ``write_fd``.
+    """A pipe to a log file: a thread appends the child's output from ``write_fd`` to the file.
 
-    The child never waits for the event loop, and no more than ``MAX_LOG_BYTES`` of what it
-    writes are kept, however quickly it writes. What was in the pipe when it died is kept too.
+    The child never waits for the event loop. At most ``MAX_LOG_BYTES`` are kept, at any rate of
+    output. Output still in the pipe when the child dies is kept too.
     """
 
     def __init__(self, path: Path, file_bytes: int = FILE_BYTES) -> None:
@@ -127,14 +127,14 @@ class LogPipe:
             undo.pop_all()
 
     def close_writing(self) -> None:
-        """Close the daemon's end for writing, once the child has its own."""
+        """Close the daemon's copy of the writing end, after the child has its own copy."""
         os.close(self.write_fd)
 
     def finish(self) -> Future[None]:
-        """Write what is in the pipe now and close everything; the future is done when that is.
+        """Write the pipe's content and close all descriptors; return a future for the end.
 
-        To be called once, when the child has ended. A process that the child has left behind
-        gets SIGPIPE when it writes.
+        To be called once, after the child's end. A process that the child has left behind gets
+        SIGPIPE on its next write.
         """
         os.eventfd_write(self._stop_fd, 1)
         self._finished.add_done_callback(lambda _: os.close(self._stop_fd))
@@ -164,7 +164,7 @@ class LogPipe:
             num_bytes -= self._copy_some(min(num_bytes, _READ_BYTES))
 
     def _copy_some(self, max_bytes: int) -> int:
-        """Return the number of bytes read; 0: nobody has the other end any more."""
+        """Return the number of bytes copied, 0 if all writers have closed the pipe."""
         data = os.read(self._read_fd, max_bytes)
         try:
             self._file.write(data)

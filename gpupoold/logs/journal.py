@@ -1,8 +1,8 @@
-"""Log records as systemd's journal takes them, with fields that ``journalctl`` can select by.
+"""Log records in the format of systemd's journal, with fields for ``journalctl``.
 
-A datagram has a field per line, ``NAME=value``; a value of several lines is given with its
-length (https://systemd.io/JOURNAL_NATIVE_PROTOCOL). What is too large for a datagram goes in
-a sealed memfd.
+A datagram has a field per line, ``NAME=value``; a value with several lines is preceded by its
+length (https://systemd.io/JOURNAL_NATIVE_PROTOCOL). A record too large for a datagram is sent in a
+sealed memfd.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ _SUBJECT_FIELDS = {
 
 
 def is_journal(fd: int, variables: Mapping[str, str]) -> bool:
-    """Return whether a descriptor leads to the journal: ``$JOURNAL_STREAM`` has its device and
-    inode."""
+    """Return whether a descriptor is connected to the journal.
+
+    ``$JOURNAL_STREAM`` has the device and inode of the journal's stream.
+    """
     try:
         status = os.fstat(fd)
     except OSError:
@@ -65,10 +67,10 @@ def encode(fields: Mapping[str, str]) -> bytes:
 
 
 class JournalHandler(logging.Handler):
-    """Sends records to the journal; when that is not possible, their text to standard error.
+    """A handler that sends records to the journal, or to standard error if sending fails.
 
-    Records of events (``extra`` with ``event_kind`` and ``event_subject``) have them as fields
-    too: ``GPUPOOL_EVENT``, and ``GPUPOOL_MODEL`` or ``GPUPOOL_DEVICE``.
+    A record of an event (``extra`` with ``event_kind`` and ``event_subject``) gets the fields
+    ``GPUPOOL_EVENT``, and ``GPUPOOL_MODEL`` or ``GPUPOOL_DEVICE``.
     """
 
     def __init__(self, path: Path = JOURNAL_SOCKET) -> None:

@@ -1,4 +1,4 @@
-"""Bounds on what one place in the code logs, whatever clients send. Standard library only."""
+"""Bounds on the records of one line of code, for any input. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TEXT_CHARS = 16_384
 
 @dataclass(slots=True)
 class _Place:
-    """Records of one place in the present window; ``began_at`` is in seconds of the clock."""
+    """Counts of one line of code in the present window; ``began_at`` in seconds of the clock."""
 
     began_at: float
     num_tracebacks: int = 0
@@ -24,12 +24,12 @@ class _Place:
 
 
 class LogLimit(logging.Filter):
-    """Drops records of a place, a logger's line of code, that has logged too many.
+    """A filter that drops records of a line of code (a *place*) that has logged too many.
 
-    In a minute ``MAX_TRACEBACKS`` records with a traceback pass and ``MAX_RECORDS`` others; the
-    first one after that says how many were dropped. Debug records are not counted. A message or
-    traceback of more than ``MAX_TEXT_CHARS`` characters loses its middle. One object belongs on
-    all handlers of a process: a record is counted once, though each handler asks.
+    Per minute and place, ``MAX_TRACEBACKS`` records with a traceback and ``MAX_RECORDS`` other
+    records pass; the next record to pass states the number of dropped records. Debug records are
+    not counted. A message or traceback above ``MAX_TEXT_CHARS`` characters loses its middle. All
+    handlers of a process share one filter, which counts a record once.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
-"""Where the daemon's own log goes: a file in ``paths.log_dir``, and standard error.
+"""Set-up of the daemon's log: a file in ``paths.log_dir``, and standard error.
 
-Where standard error is systemd's journal, records go there with their fields. The file is
-written there too: ``gpupool logs`` reads it, and the daemon's user may not read the journal.
+If standard error is systemd's journal, records go to the journal with fields. The file is written
+in both cases: ``gpupool logs`` reads the file, and the daemon's user may be unable to read the
+journal.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def start_logging(settings: Settings) -> None:
 
 
 def shown_handler(stream: TextIO, variables: Mapping[str, str]) -> logging.Handler:
-    """A handler for the journal if ``stream`` leads there, else for the stream itself."""
+    """Return a handler for the journal if ``stream`` is connected to the journal, else for
+    ``stream``.
+    """
     if not is_journal(stream.fileno(), variables):
         return logging.StreamHandler(stream)
     handler = JournalHandler()

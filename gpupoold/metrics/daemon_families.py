@@ -1,4 +1,4 @@
-"""Metrics of the daemon itself: caches, recoveries, how quick it is."""
+"""Metrics of the daemon: caches, recoveries, latency of its event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpupoold.metrics.scrape import Scrape
 
 
 def daemon_families(scrape: Scrape) -> Iterator[Family]:
-    """One after the other; every family is of one moment."""
+    """Yield the families of one scrape."""
     yield from _state(scrape)
     yield from _caches(scrape)
     yield from _recoveries(scrape)

@@ -1,4 +1,4 @@
-"""Metrics with the label ``device``, its number: one set for every device."""
+"""Metrics with the label ``device``, one set per device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def device_families(scrape: Scrape) -> Iterator[Family]:
-    """One after the other; every family is of one moment."""
+    """Yield the families of one scrape."""
     yield from _device(scrape)
     yield from _gpu(scrape)
     yield from _memory(scrape)
@@ -237,7 +237,7 @@ def _switches(scrape: Scrape) -> Iterator[Family]:
 
 
 def _memory_split(worker: Worker) -> list[tuple[str, int]]:
-    """Nothing while the worker is down."""
+    """Return bytes by use, an empty list while the worker is down."""
     if worker.status is None:
         return []
     held = memories(worker)

@@ -1,4 +1,4 @@
-"""``/metrics``: the text that Prometheus reads, made when it is asked for."""
+"""The text of ``/metrics``, made at each scrape."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HOLDS_S = 0.5
 
 
 class Exporter:
-    """Makes the text of one daemon's metrics; not for several threads."""
+    """A generator of one daemon's metrics; not thread-safe."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool

@@ -1,5 +1,7 @@
-"""Families of metrics as plain data, quickly gathered; and as the Prometheus client has them,
-which takes ten times as long and can be done in another thread. Pure."""
+"""Metric families as plain data, and the conversion to the Prometheus client's objects.
+
+Gathering is quick; the conversion takes ten times as long and can run in another thread. Pure.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ Row = tuple[Sequence[str], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """A gauge, or a counter, whose ``name`` is without ``_total`` then."""
+    """A gauge, or a counter, whose ``name`` lacks ``_total``."""
 
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily]
     name: str
@@ -42,7 +44,7 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Histograms:
-    """How often values of each size came; with bounds, counts and the sum of the values."""
+    """Histograms: bounds, counts and sums."""
 
     name: str
     text: str
@@ -61,17 +63,17 @@ Family = Numbers | Histograms
 
 
 def gauge(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Family:
-    """What goes up and down."""
+    """Return a gauge."""
     return Numbers(GaugeMetricFamily, name, text, labels, list(rows))
 
 
 def counter(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Family:
-    """What only grows; ``name`` is without ``_total``."""
+    """Return a counter; ``name`` lacks ``_total``."""
     return Numbers(CounterMetricFamily, name, text, labels, list(rows))
 
 
 def renamed(family: Family, name: str) -> Iterator[Family]:
-    """Yield ``family``, and its earlier ``name`` with the same values for one release."""
+    """Yield ``family``, then a copy under an earlier ``name``, kept for one release."""
     yield family
     yield replace(family, name=name, text=f"Earlier name of gpupool_{family.name}.")
 
@@ -79,7 +81,7 @@ def renamed(family: Family, name: str) -> Iterator[Family]:
 def histogram(
     name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Buckets]]
 ) -> Family:
-    """How often values of each size came."""
+    """Return a histogram of values."""
     copies = [(values, one.bounds, one.counts.copy(), one.sum) for values, one in rows]
     return Histograms(name, text, labels, copies)
 
@@ -87,14 +89,14 @@ def histogram(
 def durations(
     name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Histogram]]
 ) -> Family:
-    """How often durations of each length came."""
+    """Return a histogram of durations."""
     bounds_s: Sequence[float] = LATENCY_BOUNDS_S
     copies = [(values, bounds_s, one.counts_by(bounds_s), one.sum_s) for values, one in rows]
     return Histograms(name, text, labels, copies)
 
 
 def _cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Counts of all values up to each bound, which Prometheus wants."""
+    """Return the cumulative counts per bound in Prometheus's form."""
     total, found = 0, []
     for bound, count in zip((*bounds, math.inf), counts, strict=True):
         total += count

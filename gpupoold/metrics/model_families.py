@@ -1,4 +1,4 @@
-"""Metrics with the label ``model``: one set for every registered model, from its first scrape."""
+"""Metrics with the label ``model``, one set per registered model from its first scrape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MODEL = ("model",)
 
 
 def model_families(scrape: Scrape) -> Iterator[Family]:
-    """One after the other; every family is of one moment."""
+    """Yield the families of one scrape."""
     yield from _requests(scrape)
     yield from _tokens(scrape)
     yield from _now(scrape)

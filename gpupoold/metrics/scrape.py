@@ -1,4 +1,4 @@
-"""What one scrape looks at."""
+"""The data of one scrape."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """The pool; its models by name with their counts since the start and the last minute's
-    attainment, None without a token; and bytes of saved snapshots, None where the disk does not
-    tell."""
+    """The pool, with its models by name: counts since the start, attainment of the last minute.
+
+    An attainment is None without tokens. Bytes of saved snapshots are None if the disk cannot be
+    read.
+    """
 
     pool: Pool
     rows: dict[str, ModelRow]
@@ -32,10 +34,10 @@ class Scrape:
 
     @classmethod
     async def of(cls, pool: Pool, known: dict[str, ModelRow]) -> Scrape:
-        """Look at the pool; counts of models that are registered no more are let go.
+        """Collect the data; drop counts of models that are no longer registered.
 
-        Who watches has to see most when the disk fails: a registry that cannot be read has the
-        models that are ``known`` from before.
+        If the registry cannot be read, the models ``known`` from an earlier scrape are used,
+        because metrics matter most while a disk fails.
         """
         try:
             rows = {str(row.spec.name): row for row in await pool.registry.list()}
@@ -60,7 +62,7 @@ class Scrape:
         )
 
     def models(self) -> Iterator[tuple[str, ModelMeter]]:
-        """All registered models by name, with their meters."""
+        """Yield all registered models by name, with meters."""
         for name in self.rows:
             yield name, self.pool.dispatcher.meters.model(name)
 
@@ -69,12 +71,14 @@ class Scrape:
         return self.pool.supervisor.workers
 
     def devices(self) -> Iterator[tuple[str, Worker, DeviceMeter]]:
-        """All devices by number, with their meters."""
+        """Yield all devices by number, with meters."""
         for worker in self.workers:
             meter = self.pool.dispatcher.meters.device(worker.number)
             yield str(worker.number), worker, meter
 
 
 def memories(worker: Worker) -> list[ModelMemory]:
-    """What a worker's models had when it reported last; nothing while it is down."""
+    """Return the models' memory in a worker's latest report, an empty list while the worker is
+    down.
+    """
     return worker.status.models if worker.status else []

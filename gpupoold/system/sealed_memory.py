@@ -1,4 +1,4 @@
-"""Memory behind a descriptor, whose size is fixed. Standard library only."""
+"""Shared memory of a fixed size behind a descriptor. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 def create_sealed_memfd(name: str, num_bytes: int) -> int:
-    """Create a zeroed memfd that has all its pages; children do not inherit the descriptor.
+    """Create a zeroed memfd with all pages allocated; children do not inherit the descriptor.
 
-    Its size cannot be changed: nobody who has it mapped loses pages.
+    The size is sealed, so no mapping can lose pages.
 
     Raises:
-        OSError: there is no descriptor or no memory left.
+        OSError: no descriptor or memory is left.
     """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

@@ -24,11 +24,11 @@ async def informed(
     summary: Callable[[], str],
     complaint: Callable[[float], str],
 ) -> AsyncIterator[None]:
-    """Tell the service manager how the daemon is, inside; it ends a daemon that does not say
-    for ``watchdog_s`` that it is well (None: it does not).
+    """Send status and watchdog pings inside this context.
 
-    ``complaint`` is given the monotonic time and says why the daemon is not well, or nothing.
-    It is asked from the event loop, so one that does not turn is not well either.
+    The service manager kills a daemon without a ping for ``watchdog_s``; None disables the
+    watchdog. ``complaint`` takes the monotonic time and returns a reason why the daemon is unwell,
+    or an empty text. The event loop calls ``complaint``, so a stuck event loop sends no ping.
     """
     if not notifier.is_heard:
         yield

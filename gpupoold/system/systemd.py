@@ -1,8 +1,8 @@
-"""What the service manager gives the daemon, and what the daemon tells it.
+"""The daemon's side of systemd's protocols.
 
-The protocols are those of ``sd_listen_fds(3)`` and ``sd_notify(3)``: descriptors from 3 on,
-with their names in the environment, and datagrams to the socket ``$NOTIFY_SOCKET``. Without
-systemd there are no descriptors, and what is told goes nowhere.
+The protocols are ``sd_listen_fds(3)`` and ``sd_notify(3)``: descriptors from 3 on, with names in
+the environment, and datagrams to the socket ``$NOTIFY_SOCKET``. Without systemd there are no
+descriptors, and notifications are dropped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SEND_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class NamedFd:
-    """A descriptor that systemd handed over, under its ``FileDescriptorName=`` or ``FDNAME=``."""
+    """A descriptor from systemd with its ``FileDescriptorName=`` or ``FDNAME=``."""
 
     fd: int
     name: str
@@ -42,7 +42,7 @@ class NamedFd:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the environment variables say. ``watchdog_s`` is None where nobody watches."""
+    """Values of the environment variables; ``watchdog_s`` is None without a watchdog."""
 
     fds: tuple[NamedFd, ...] = ()
     notify_address: str = ""
@@ -50,7 +50,7 @@ class Environment:
 
 
 def read_environment(variables: Mapping[str, str], pid: int) -> Environment:
-    """Read the variables; those that are meant for another process than ``pid`` do not count."""
+    """Read the variables, ignoring those meant for a process other than ``pid``."""
     is_ours = variables.get("LISTEN_PID") == str(pid)
     is_watched = variables.get("WATCHDOG_PID", str(pid)) == str(pid)
     watchdog_us = _count(variables.get("WATCHDOG_USEC")) if is_watched else 0
@@ -62,8 +62,9 @@ def read_environment(variables: Mapping[str, str], pid: int) -> Environment:
 
 
 def take_environment(variables: MutableMapping[str, str], pid: int) -> Environment:
-    """As :func:`read_environment`, for the daemon alone: its children get neither the variables
-    nor the descriptors."""
+    """Read the variables and remove them, so that children inherit neither variables nor
+    descriptors.
+    """
     environment = read_environment(variables, pid)
     for name in _VARIABLES:
         variables.pop(name, None)
@@ -84,7 +85,7 @@ def _count(text: str | None) -> int:
 
 
 class Inherited:
-    """Descriptors that systemd handed over, until somebody takes them."""
+    """Descriptors from systemd that no part of the daemon has taken yet."""
 
     def __init__(self, fds: Sequence[NamedFd]) -> None:
         self._fds = list(fds)
@@ -96,7 +97,7 @@ class Inherited:
         self.close()
 
     def socket(self, name: str) -> socket.socket | None:
-        """The listening socket of that name, the caller's from now on; None without one."""
+        """Return the listening socket of this name, owned by the caller, or None."""
         found = next((one for one in self._fds if one.name == name), None)
         if found is None:
             return None
@@ -104,13 +105,13 @@ class Inherited:
         return socket.socket(fileno=found.fd)
 
     def named(self, prefix: str) -> list[NamedFd]:
-        """All whose names begin so, the caller's from now on."""
+        """Return all descriptors whose names start with ``prefix``, owned by the caller."""
         found = [one for one in self._fds if one.name.startswith(prefix)]
         self._fds = [one for one in self._fds if one not in found]
         return found
 
     def close(self) -> None:
-        """Close what nobody took, and say so."""
+        """Close the descriptors that were not taken, with a warning."""
         for one in self._fds:
             _logger.warning("systemd handed over a descriptor named %r, not known here", one.name)
             os.close(one.fd)
@@ -118,10 +119,10 @@ class Inherited:
 
 
 class Notifier:
-    """Tells the service manager how the daemon is; one without an address tells nobody."""
+    """A sender of status messages to the service manager; without an address, sends nothing."""
 
     def __init__(self, address: str = "") -> None:
-        """``address`` is that of ``$NOTIFY_SOCKET``: a path, or with @ an abstract name."""
+        """Set the address of ``$NOTIFY_SOCKET``: a path, or with @ an abstract name."""
         # An abstract name begins with a zero byte.
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
         self._status = ""
@@ -129,13 +130,13 @@ class Notifier:
 
     @property
     def is_heard(self) -> bool:
-        """True if there is somebody to tell."""
+        """True if a service manager receives the messages."""
         return bool(self._address)
 
     def send(self, *fields: str, fds: Sequence[int] = ()) -> bool:
-        """Send ``NAME=value`` fields as one message; False when it could not be sent.
+        """Send ``NAME=value`` fields as one message; return False if sending fails.
 
-        ``fds`` stay the caller's, who may close them at once.
+        The caller keeps ``fds`` and may close them at once.
         """
         if not self._address:
             return False
@@ -157,11 +158,11 @@ class Notifier:
         self.send("READY=1")
 
     def stopping(self, grace_s: float) -> None:
-        """The daemon ends, for which it may need ``grace_s``."""
+        """Announce the daemon's end, which may take ``grace_s``."""
         self.send("STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(grace_s * 1e6)}")
 
     def status(self, text: str) -> None:
-        """One line for ``systemctl status``; the same one again is not sent."""
+        """Send a line for ``systemctl status``, unless the line is unchanged."""
         if text != self._status and self.send(f"STATUS={text}"):
             self._status = text
 
@@ -182,10 +183,10 @@ class Notifier:
 
 
 class FdStore:
-    """Descriptors that the service manager keeps while the daemon is not there.
+    """Descriptors that the service manager keeps while the daemon is down.
 
-    ``stored`` are those that it has handed back, their names included; the caller of the
-    constructor gives them to whoever takes them.
+    ``stored`` has the returned descriptors with names; the caller of the constructor closes them or
+    passes them on.
     """
 
     def __init__(self, notifier: Notifier, stored: Sequence[NamedFd] = ()) -> None:
@@ -194,11 +195,11 @@ class FdStore:
 
     @property
     def is_there(self) -> bool:
-        """True if somebody keeps what is given."""
+        """True if the service manager stores descriptors."""
         return self._notifier.is_heard
 
     def keep(self, name: str, fds: Sequence[int]) -> bool:
-        """Have descriptors kept under a name; False when that could not be asked for."""
+        """Store descriptors under a name; return False if the request cannot be sent."""
         # They are no files that could break: nobody needs to watch them.
         return self._notifier.send("FDSTORE=1", f"FDNAME={name}", "FDPOLL=0", fds=fds)
 

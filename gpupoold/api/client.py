@@ -1,4 +1,4 @@
-"""The admin API from the outside: what the CLI and the TUI talk to the daemon with.
+"""The client of the admin API, for the command line and the terminal UI.
 
 Synchronous, over the unix socket. Every failure is one of ``gpupoold.errors``.
 """
@@ -66,19 +66,18 @@ _RELOAD = TypeAdapter(ReloadInfo)
 
 
 class AdminClient(KeyCalls, TopCalls):
-    """One connection pool to the daemon behind ``socket_path``; use as a context manager.
+    """A connection pool to the daemon at ``socket_path``; use as a context manager.
 
-    ``timeout_s`` bounds connecting and each plain answer. Operations that last
-    as long as they must (adding, draining, following, benchmarks) have no limit
-    on the answer.
+    ``timeout_s`` bounds connecting and each plain answer. Long operations (adding, draining,
+    following, benchmarks) have no limit on the answer.
 
-    Every method raises ``DaemonNotRunning`` if nothing answers at the socket,
-    ``TimedOut`` if the answer takes too long, ``Refused`` if the socket may not
-    be opened, and whatever error the daemon answers with.
+    Every method raises ``DaemonNotRunning`` if nothing answers at the socket, ``TimedOut`` if the
+    answer takes too long, ``Refused`` if the socket may not be opened, and the error in the
+    daemon's answer.
     """
 
     def status(self) -> Status:
-        """One look at the daemon."""
+        """Return the daemon's status."""
         return self._call(_STATUS, "GET", "/status")
 
     def models(self) -> list[ModelInfo]:
@@ -93,10 +92,10 @@ class AdminClient(KeyCalls, TopCalls):
         return self._call(_MODEL, "GET", _model_path(name))
 
     def add_model(self, request: AddModelRequest) -> Iterator[Progress]:
-        """Register a model and follow the work; the last ``Progress`` has ``model``.
+        """Register a model and yield the progress; the last ``Progress`` has ``model``.
 
         Raises:
-            GpupoolError: while iterating, when the daemon reports that it failed.
+            GpupoolError: while iterating, when the daemon reports a failure.
         """
         finished = False
         for line in self._stream("POST", "/models", body=request):
@@ -112,9 +111,9 @@ class AdminClient(KeyCalls, TopCalls):
             )
 
     def set_model(self, name: str, request: SetModelRequest) -> ModelInfo:
-        """Change a model's targets or aliases; the answer is the model as it is now.
+        """Change a model's targets or aliases; return the changed model.
 
-        Changes are made one at a time: this one may wait for a model that is being loaded.
+        The daemon makes one change at a time: the call may wait for a model that is loading.
 
         Raises:
             NoSuchModel: there is no such model.
@@ -123,52 +122,51 @@ class AdminClient(KeyCalls, TopCalls):
         return self._call(_MODEL, "PATCH", _model_path(name), body=request, unbounded=True)
 
     def remove_model(self, name: str, mode: RemoveMode = "refuse") -> ModelInfo:
-        """Take a model out of the registry; the answer is the model as it was.
+        """Remove a model from the registry; return the model's last state.
 
-        ``mode`` says what happens to its live requests: ``refuse`` keeps the
-        model if there are any, ``drain`` waits for them, ``force`` aborts them. Waits for
-        another change that is under way.
+        ``mode`` decides about live requests: ``refuse`` keeps the model if there are any, ``drain``
+        waits, ``force`` aborts the requests. The call waits for another change in progress.
 
         Raises:
             NoSuchModel: there is no such model.
-            Refused: it has live requests and ``mode`` is ``refuse``.
+            Refused: the model has live requests and ``mode`` is ``refuse``.
         """
         return self._call(_MODEL, "DELETE", _model_path(name), query={"mode": mode}, unbounded=True)
 
     def cache(self) -> CacheInfo:
-        """The models' weights snapshots, and how much of the budgets they use."""
+        """Return the models' weights snapshots and the use of the budgets."""
         return self._call(_CACHE, "GET", "/cache")
 
     def pin(self, name: str, is_pinned: bool = True) -> CachedModel:
-        """Keep a model's snapshot in host memory once it is there, or do so no more.
+        """Pin a model's snapshot in host memory, or unpin the snapshot.
 
         Raises:
             NoSuchModel: there is no such model.
-            Refused: the pinned snapshots would not fit together.
+            Refused: the pinned snapshots would exceed the cache.
         """
         body = SetCachedRequest(is_pinned=is_pinned)
         return self._call(_CACHED, "PATCH", _cache_path(name), body=body)
 
     def drop_snapshot(self, name: str) -> CachedModel:
-        """Let a model's snapshot go from host memory; it comes back with the next request.
+        """Drop a model's snapshot from host memory; the next request restores the snapshot.
 
         Raises:
             NoSuchModel: there is no such model.
-            Refused: it is pinned, in use or being loaded.
+            Refused: the snapshot is pinned, in use or loading.
         """
         return self._call(_CACHED, "DELETE", _cache_path(name), unbounded=True)
 
     def warm(self, name: str) -> CachedModel:
-        """Return when a model's snapshot is in host memory; takes its time.
+        """Load a model's snapshot into host memory and return when the snapshot is there.
 
         Raises:
             NoSuchModel: there is no such model.
-            GpupoolError: why it cannot be had.
+            GpupoolError: the reason why the snapshot cannot be loaded.
         """
         return self._call(_CACHED, "POST", _cache_path(name), unbounded=True)
 
     def set_role(self, device: int, role: RoleName) -> DeviceInfo:
-        """Give a worker a role; ``auto`` leaves it to the policy.
+        """Give a worker a role; ``auto`` leaves the choice to the policy.
 
         Raises:
             UsageError: there is no such worker.
@@ -177,11 +175,11 @@ class AdminClient(KeyCalls, TopCalls):
         return self._call(_DEVICE, "PATCH", f"/devices/{device}", body=body)
 
     def drain(self, device: int) -> DeviceInfo:
-        """Return when a worker has no requests; it gets nothing new until ``undrain``.
+        """Drain a worker: return when no requests are left; ``undrain`` ends the state.
 
         Raises:
             UsageError: there is no such worker.
-            TimedOut: some are still there after the configured time.
+            TimedOut: requests are left after the configured time.
         """
         return self._call(_DEVICE, "POST", f"/devices/{device}/drain", unbounded=True)
 
@@ -194,32 +192,33 @@ class AdminClient(KeyCalls, TopCalls):
         return self._call(_DEVICE, "DELETE", f"/devices/{device}/drain")
 
     def config(self) -> ConfigInfo:
-        """Every key of the configuration, with the value that the daemon uses."""
+        """Return all configuration keys with the daemon's values."""
         return self._call(_CONFIG, "GET", "/config")
 
     def config_diff(self, text: str | None = None, name: str = "") -> DiffInfo:
-        """What the ``text`` of a file called ``name`` would change; without one, the daemon's.
+        """Compare the ``text`` of a file called ``name``, or the daemon's file, with the
+        settings.
 
         Raises:
-            ConfigError: something is wrong in it.
+            ConfigError: the file has an error.
         """
         body = DiffRequest(text=text, name=name)
         return self._call(_DIFF, "POST", "/config/diff", body=body)
 
     def reload(self) -> ReloadInfo:
-        """Have the daemon read its configuration again.
+        """Make the daemon read its configuration again.
 
         Raises:
-            ConfigError: something is wrong in it, and nothing has changed.
-            Refused: it cannot be heeded now, and nothing has changed.
+            ConfigError: the file has an error; nothing has changed.
+            Refused: a change is impossible now; nothing has changed.
         """
         return self._call(_RELOAD, "POST", "/reload")
 
     def check(self) -> list[dict[str, int]]:
-        """Pages of every worker, whose accounts agree with what its device has mapped.
+        """Check every worker's accounts against its device's page tables; return page counts.
 
         Raises:
-            Failed: they do not, or a worker is down.
+            Failed: the accounts disagree, or a worker is down.
         """
         return self._call(_ACCOUNTS, "POST", "/check")
 
@@ -236,36 +235,35 @@ class AdminClient(KeyCalls, TopCalls):
         since_s: float | None = None,
         order: SwitchOrder = "latest",
     ) -> list[SwitchInfo]:
-        """The latest or slowest ``limit`` switches: to a model, on a device, so recent."""
+        """Return the latest or slowest ``limit`` switches, filtered by model, device and age."""
         query = given(limit=limit, model=model, device=device, since_s=since_s, order=order)
         return self._call(_SWITCHES, "GET", "/switches", query=query)
 
     def why(self, name: str) -> Why:
-        """Where a model or a request is, and why; a part of the request's id will do.
+        """Explain where a model or request is; part of a request's id suffices.
 
         Raises:
-            NoSuchModel: neither a model nor a request has that name or id.
-            UsageError: several live requests have this in their id.
+            NoSuchModel: no model or request has this name or id.
+            UsageError: several live requests match the id.
         """
         return self._call(_WHY, "GET", f"/why/{quote(name, safe='/')}")
 
     def history(self, model: str | None = None, since_s: float = 3600.0) -> list[SpanInfo]:
-        """What happened to the requests of one model or of all, oldest first; the longer the
-        time, the longer the spans."""
+        """Return counts of requests by time span, oldest first; spans grow with the period."""
         return self._call(_SPANS, "GET", "/history", query=given(model=model, since_s=since_s))
 
     def past_requests(
         self, model: str | None = None, since_s: float = 3600.0, limit: int = 100
     ) -> list[RequestRecord]:
-        """Requests that have ended, latest arrival first."""
+        """Return finished requests, latest arrival first."""
         query = given(model=model, since_s=since_s, limit=limit)
         return self._call(_RECORDS, "GET", "/history/requests", query=query)
 
     def stimuli(self) -> Iterator[bytes]:
-        """What the scheduling core was told and did since the daemon's start, line by line.
+        """Yield the scheduling core's events and actions since the daemon's start, line by line.
 
         Raises:
-            Refused: the beginning has been forgotten.
+            Refused: the beginning has been dropped.
         """
         yield from self._stream("GET", "/stimuli")
 
@@ -275,11 +273,11 @@ class AdminClient(KeyCalls, TopCalls):
             yield _parsed(RequestRecord, line, "GET /requests")
 
     def events(self, after: int | None = None, limit: int = 100) -> list[EventInfo]:
-        """Up to ``limit`` events in order of id: those after ``after``, else the latest."""
+        """Return up to ``limit`` events by id: those after ``after``, or the latest."""
         return self._call(_EVENTS, "GET", "/events", query=given(after=after, limit=limit))
 
     def follow_events(self, after: int | None = None) -> Iterator[EventInfo]:
-        """Events as they happen, those after ``after`` first; ends when the daemon stops."""
+        """Yield events after ``after``, then new events until the daemon stops."""
         query = {"follow": "true", **given(after=after)}
         for line in self._stream("GET", "/events", query=query):
             yield _parsed(EventInfo, line, "GET /events")
@@ -287,9 +285,9 @@ class AdminClient(KeyCalls, TopCalls):
     def logs(
         self, lines: int = 100, process: str | None = None, follow: bool = False
     ) -> Iterator[str]:
-        """The last ``lines`` lines of the daemon's (or one process's) log.
+        """Yield the last ``lines`` lines of the daemon's log or of one process's log.
 
-        With ``follow`` new lines come as they are written, until the daemon stops.
+        With ``follow``, new lines follow until the daemon stops.
         """
         query = given(lines=lines, process=process, follow="true" if follow else None)
         for line in self._stream("GET", "/logs", query=query):
@@ -304,10 +302,10 @@ class AdminClient(KeyCalls, TopCalls):
         return self._call(_OBJECT, "POST", "/bench/switch", body=request, unbounded=True)
 
     def bench_memory(self, request: BenchMemoryRequest) -> dict[str, Any]:
-        """Measure an idle worker's memory operations; takes its time.
+        """Measure memory operations on an idle worker; may take minutes.
 
         Raises:
-            Refused: no worker is idle, or it has too little memory for this.
+            Refused: no worker is idle, or the worker has too little memory.
         """
         return self._call(_OBJECT, "POST", "/bench/memory", body=request, unbounded=True)
 

@@ -24,21 +24,21 @@ class KeyCalls(AdminCalls):
     """API keys; errors as of :class:`gpupoold.api.client.AdminClient`."""
 
     def api_keys(self, *, with_revoked: bool = False) -> list[KeyInfo]:
-        """All API keys by name, and what they have used."""
+        """Return all API keys by name, with their use."""
         query = {"revoked": "true"} if with_revoked else None
         return self._call(_KEYS, "GET", "/keys", query=query)
 
     def add_key(self, request: AddKeyRequest) -> NewKey:
-        """Make a key; its text is in this answer and nowhere else.
+        """Create a key; only this answer contains the key's text.
 
         Raises:
-            UsageError, Refused: the name cannot be had.
-            NoSuchModel: the key would be for a model that there is not.
+            UsageError, Refused: the name is invalid or taken.
+            NoSuchModel: the key names an unknown model.
         """
         return self._call(_NEW_KEY, "POST", "/keys", body=request)
 
     def set_key(self, name: str, request: SetKeyRequest) -> KeyInfo:
-        """Change what a key may do, from its next request on.
+        """Change a key's rights and limits, from the next request on.
 
         Raises:
             NoSuchKey, NoSuchModel: there is no such key or model.
@@ -46,7 +46,7 @@ class KeyCalls(AdminCalls):
         return self._call(_KEY, "PATCH", _path(name), body=request)
 
     def rotate_key(self, name: str, grace_s: float) -> NewKey:
-        """Give a key a new secret; the one it has works for ``grace_s`` more.
+        """Give a key a new secret; the old secret works for ``grace_s`` more.
 
         Raises:
             NoSuchKey: there is no key of this name.
@@ -55,7 +55,7 @@ class KeyCalls(AdminCalls):
         return self._call(_NEW_KEY, "POST", f"{_path(name)}/rotate", body=body)
 
     def remove_key(self, name: str) -> KeyInfo:
-        """End a key; its requests under way go on.
+        """Revoke a key; the key's running requests continue.
 
         Raises:
             NoSuchKey: there is no key of this name.

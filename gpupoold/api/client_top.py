@@ -1,4 +1,4 @@
-"""The client's calls behind ``gpupool top`` and the actions that came with it."""
+"""Calls of the client for ``gpupool top`` and the actions of its keys."""
 
 from __future__ import annotations
 
@@ -46,21 +46,23 @@ class TopCalls(AdminCalls):
     def unload(
         self, name: str, mode: UnloadMode = "refuse", *, keep_host: bool = False
     ) -> Unloaded:
-        """Take a model off all devices, and out of host memory; its next request loads it.
+        """Free a model's memory on all devices and on the host; the next request restores the
+        model.
 
-        ``mode`` says what happens to its live requests: ``refuse`` does nothing if there are
-        any, ``drain`` waits for them, ``force`` aborts them.
+        ``mode`` decides about live requests: ``refuse`` changes nothing if there are any, ``drain``
+        waits, ``force`` aborts the requests.
 
         Raises:
             NoSuchModel: there is no such model.
-            Refused: it has live requests and ``mode`` is ``refuse``, or its snapshot is pinned.
+            Refused: the model has live requests and ``mode`` is ``refuse``, or its snapshot is
+                pinned.
         """
         query = given(mode=mode, keep_host="true" if keep_host else None)
         path = f"/loaded/{quote(name, safe='/')}"
         return self._call(_UNLOADED, "DELETE", path, query=query, unbounded=True)
 
     def cancel(self, request_id: str) -> CancelledRequest:
-        """End a live request; its client gets an error.
+        """End a live request with an error for the client.
 
         Raises:
             NoSuchRequest: there is no such live request.

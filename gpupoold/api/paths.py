@@ -1,4 +1,4 @@
-"""Where the admin socket lies; the daemon and its clients follow the same rule."""
+"""The path of the admin socket, for the daemon and its clients alike."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ def default_socket_path(
     environ: Mapping[str, str] | None = None,
     system_dir: Path = SYSTEM_RUNTIME_DIR,
 ) -> Path:
-    """The admin socket when nobody names one; the first of these rules that applies.
+    """Return the default path of the admin socket by the first rule that applies.
 
-    1. ``$GPUPOOL_RUNTIME_DIR/admin.sock`` if that variable is set;
-    2. ``/run/gpupool/admin.sock`` if it exists and can be reached;
-    3. ``$XDG_RUNTIME_DIR/gpupool/admin.sock`` if that variable is set;
-    4. ``/tmp/gpupool-<uid>/admin.sock``.
+    1. ``$GPUPOOL_RUNTIME_DIR/admin.sock`` if that variable is set; 2. ``/run/gpupool/admin.sock``
+    if the path exists and can be reached; 3. ``$XDG_RUNTIME_DIR/gpupool/admin.sock`` if that
+    variable is set; 4. ``/tmp/gpupool-<uid>/admin.sock``.
 
-    Args:
-        environ: the environment to read, the process's own if None.
-        system_dir: the folder of rule 2.
+    ``environ`` None means the process's own environment; ``system_dir`` is the folder of rule 2.
     """
     env = os.environ if environ is None else environ
     if runtime_dir := env.get("GPUPOOL_RUNTIME_DIR"):
@@ -41,10 +38,10 @@ def default_socket_path(
 
 
 def trusted_socket_path() -> Path:
-    """The admin socket when nobody names one, for a client.
+    """Return the default path of the admin socket for a client.
 
     Raises:
-        Refused: it lies in a folder like /tmp, where another user has put one of their own.
+        Refused: the folder is like /tmp, and another user owns the socket in the folder.
     """
     path = default_socket_path()
     folder = path.parent
@@ -54,12 +51,12 @@ def trusted_socket_path() -> Path:
 
 
 def check_runtime_dir(folder: Path) -> None:
-    """See that nobody but this user, and root, can put a socket into the folder.
+    """Check that only this user and root can create a socket in the folder.
 
     Raises:
-        Refused: it is another's, others may write to it, or it is no folder; the hint says
-            what to do.
-        OSError: it cannot be looked at.
+        Refused: another user owns the folder or may write to the folder, or the path is no folder;
+            the hint names a remedy.
+        OSError: the folder cannot be examined.
     """
     found = os.lstat(folder)
     mode = stat.S_IMODE(found.st_mode)

@@ -13,7 +13,7 @@ RoleName = Literal["auto", "prefill", "decode", "mixed"]
 
 
 class Body(BaseModel):
-    """Base of all bodies: unknown fields are errors, so typos are seen."""
+    """Base of all bodies; unknown fields are errors, so that typing errors show."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -33,7 +33,7 @@ class AddModelRequest(Body):
 
 
 class SetModelRequest(Body):
-    """``PATCH /models/{name}``; None leaves a value as it is."""
+    """Body of ``PATCH /models/{name}``; None keeps a value."""
 
     ttft_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     tbt_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -42,7 +42,7 @@ class SetModelRequest(Body):
 
 
 class ErrorBody(Body):
-    """What every failed call answers, under the key ``error``."""
+    """The error of a failed call, under the key ``error``."""
 
     code: str
     message: str
@@ -52,8 +52,8 @@ class ErrorBody(Body):
 class ModelInfo(Body):
     """A registered model.
 
-    ``latency`` is what was measured of it here, None before; ``latency.model()`` predicts.
-    ``usage`` is what it has and does now, where one model was asked for.
+    ``latency`` has the measured latency, None before; ``latency.model()`` predicts. ``usage`` has
+    the present memory and requests, for a single model only.
     """
 
     name: str
@@ -76,7 +76,7 @@ class ModelInfo(Body):
 
 
 class Progress(Body):
-    """One line of a long operation's stream (NDJSON); the last has ``model`` or ``error``."""
+    """A line of a long operation's stream (NDJSON); the last line has ``model`` or ``error``."""
 
     stage: str
     done_bytes: int | None = None
@@ -86,19 +86,18 @@ class Progress(Body):
 
 
 class DeviceInfo(Body):
-    """A device and the worker on it.
+    """A device and its worker.
 
-    Bandwidth is that of a switch, with mapping; the link's own are of copies each way.
-    ``num_waiting_for_kv`` requests are not sent to it, since there is no room for their KV;
-    ``num_recomputed`` times a model's KV was dropped for want of room in host memory.
-    ``quota_s`` None: the turn has no end of its own. ``utilisation`` (0 to 1), temperature and
-    power are NVML's, None where it does not tell.
+    ``bandwidth_bytes_per_s`` is the rate of a switch including mapping; ``link_in_`` and
+    ``link_out_bytes_per_s`` are rates of plain copies. ``num_waiting_for_kv`` requests wait for
+    free KV memory; ``num_recomputed`` counts KV dropped because host memory was full. ``quota_s``
+    None means an unlimited turn. ``utilisation`` (0 to 1), temperature and power come from NVML,
+    None if unknown.
 
-    All of memory is weights, KV and what is free, but for a model that is being loaded.
-    ``prefetched_bytes`` of the weights were brought in for a turn that is still to come.
-    ``quota_used_s`` is how long the model on its turn has run, 0 while it is being brought in;
-    ``quota_left_s`` what it may run on, 0 when it goes on because nobody else waits, None
-    where ``quota_s`` is. Both are as of the device's last report, 0.25 s ago at most.
+    Memory consists of weights, KV and free bytes, except while a model loads. ``prefetched_bytes``
+    of the weights belong to a coming turn. ``quota_used_s`` is the run time of the present turn, 0
+    while its model is brought in; ``quota_left_s`` is the remaining time, 0 if the turn is extended
+    because no other model waits, None if ``quota_s`` is None. Both are at most 0.25 s old.
     """
 
     device: int
@@ -139,14 +138,14 @@ class SetDeviceRequest(Body):
 
 
 class ModelUsage(Body):
-    """One model now and over the recent past; times are None until measured.
+    """A model's present state and recent past; times are None before the first measurement.
 
-    Bytes are sums over devices: ``kv_resident_bytes`` on them, ``kv_host_bytes`` of paused
-    requests in host memory. ``cached_bytes`` is its snapshot in host memory, one for all.
-    ``refused`` requests were not taken and are none of ``requests``; ``dropped`` ended before
-    they began, as it was too late for them. Counts are since the daemon's start, percentiles of
-    the last hour. ``attainment_minutes`` are 60, the one under way last; None: no token in it.
-    ``tokens_per_s`` is over the last 10 s.
+    Bytes are sums over devices: ``kv_resident_bytes`` on devices, ``kv_host_bytes`` of paused
+    requests in host memory. ``cached_bytes`` is the snapshot in host memory, shared by all devices.
+    ``refused`` requests are not part of ``requests``; ``dropped`` requests ended before their first
+    token, which would have been late. Counts start with the daemon; percentiles cover the last
+    hour. ``attainment_minutes`` has 60 values, the present minute last, None for a minute without
+    tokens. ``tokens_per_s`` covers the last 10 s.
     """
 
     name: str
@@ -188,10 +187,10 @@ class RequestInfo(Body):
 
 
 class RequestRecord(Body):
-    """A finished request from the history; ``arrived_at`` is wall-clock seconds.
+    """A finished request from the history; ``arrived_at`` in wall-clock seconds.
 
-    Times are None when it never got that far. ``error`` is what its client was told if it failed,
-    ``api_key`` the public id of its key.
+    A time is None if the request ended before. ``error`` is the message to the client of a failed
+    request, ``api_key`` the public id of the key.
     """
 
     request_id: str
@@ -237,7 +236,7 @@ class EventInfo(Body):
 
 
 class Ps(Body):
-    """``GET /ps``: what runs now."""
+    """Body of ``GET /ps``: running models, devices and requests."""
 
     devices: list[DeviceInfo]
     models: list[ModelUsage]
@@ -258,9 +257,9 @@ class FrontendInfo(Body):
 
 
 class Status(Body):
-    """``GET /status``: one look at the daemon.
+    """Body of ``GET /status``.
 
-    ``num_keys`` API keys can be used now; ``tls_cert`` is the path of the certificate.
+    ``num_keys`` counts the valid API keys; ``tls_cert`` is the certificate's path.
     """
 
     version: str
@@ -284,9 +283,9 @@ class Status(Body):
 
 
 class CachedModel(Body):
-    """A model's weights snapshot: in host memory, or only saved on the disk, or nowhere.
+    """A model's weights snapshot: in host memory, on disk only, or absent.
 
-    ``num_bytes`` is its size, where it has none what it is going to have. ``last_used_at`` is
+    ``num_bytes`` is the size, or the expected size of an absent snapshot. ``last_used_at`` is in
     wall-clock seconds.
     """
 
@@ -319,9 +318,9 @@ SwitchMode = Literal["resident", "prefetched", "host_cached"]
 
 
 class BenchSwitchRequest(Body):
-    """``POST /bench/switch``: alternate between two loaded models on an idle worker.
+    """Body of ``POST /bench/switch``: alternate between two loaded models on an idle worker.
 
-    Each mode is measured without live KV, and with at least ``kv_bytes`` of it unless that is 0.
+    Each mode is measured without live KV, then with at least ``kv_bytes`` of KV unless 0.
     """
 
     models: tuple[str, str]

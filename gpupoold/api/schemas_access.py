@@ -12,9 +12,10 @@ PriorityName = Literal["high", "normal", "low"]
 
 
 class AddKeyRequest(Body):
-    """``POST /keys``. Limits of None are none.
+    """Body of ``POST /keys``; a limit of None means no limit.
 
-    ``models`` None: all of them; none: only the metrics. ``expires_at`` is wall-clock seconds.
+    ``models`` None allows all models, an empty list only the metrics. ``expires_at`` is in
+    wall-clock seconds.
     """
 
     name: str
@@ -42,18 +43,17 @@ class SetKeyRequest(Body):
 
 
 class RotateKeyRequest(Body):
-    """``POST /keys/{name}/rotate``: how long the secret that it has works beside the new one."""
+    """Body of ``POST /keys/{name}/rotate``: how long the old secret stays valid."""
 
     grace_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
 
 class KeyInfo(Body):
-    """An API key; all that can be told of it. Times are wall-clock seconds.
+    """An API key without its secret; times in wall-clock seconds.
 
-    ``id`` is the public part of its text. ``previous_until``: until then the secret before
-    the last rotation works too. ``num_tokens`` are those of prompts and answers.
-    ``requests_left`` and ``tokens_left`` of this minute's are about a second old; below zero
-    they are a debt.
+    ``id`` is the public part of the text. Until ``previous_until`` the secret before the last
+    rotation is valid too. ``num_tokens`` counts prompts and answers. ``requests_left`` and
+    ``tokens_left`` of this minute are about a second old; a negative value is a debt.
     """
 
     id: str
@@ -76,7 +76,7 @@ class KeyInfo(Body):
 
 
 class NewKey(Body):
-    """A key that was made or rotated: the only answer that ever has its text."""
+    """A key after creation or rotation; no other answer contains the text."""
 
     key: KeyInfo
     text: str = Field(repr=False)

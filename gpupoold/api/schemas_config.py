@@ -12,11 +12,10 @@ EffectName = Literal["live", "loads", "restart"]
 
 
 class SettingInfo(BaseModel):
-    """A key, its value as the file spells it, and where that comes from.
+    """A key, its value as written in a file, and the value's origin.
 
-    ``value`` is None for a key that is not set, and for one that is hidden. ``effect`` says
-    when a change is heeded: ``live`` at once, ``loads`` by models loaded from then on,
-    ``restart`` when gpupoold is started again.
+    ``value`` is None for a key that is not set or hidden. ``effect`` says when a change applies:
+    ``live`` at once, ``loads`` for models loaded later, ``restart`` after a restart of gpupoold.
     """
 
     key: str
@@ -27,15 +26,14 @@ class SettingInfo(BaseModel):
 
 
 class ConfigInfo(BaseModel):
-    """What a daemon runs with. ``path`` is None when there is no file."""
+    """A daemon's configuration; ``path`` is None without a file."""
 
     path: str | None
     settings: list[SettingInfo]
 
 
 class ChangeInfo(BaseModel):
-    """A key that another file changes; ``before`` and ``after`` are None where it is not set,
-    and where it is hidden."""
+    """A changed key; ``before`` and ``after`` are None if not set or hidden."""
 
     key: str
     before: Any
@@ -45,16 +43,16 @@ class ChangeInfo(BaseModel):
 
 
 class DiffInfo(BaseModel):
-    """What a daemon would do differently with a file."""
+    """The changes that a file would make."""
 
     path: str | None
     changes: list[ChangeInfo]
 
 
 class DiffRequest(Body):
-    """The file to compare with: its ``text``, which is the daemon's own file if it is None.
+    """The file to compare: its ``text``, or None for the daemon's own file.
 
-    ``name`` is what errors call it.
+    ``name`` stands for the file in errors.
     """
 
     text: str | None = None
@@ -62,7 +60,7 @@ class DiffRequest(Body):
 
 
 class ReloadInfo(BaseModel):
-    """What reading the file again has changed, and what of it waits for a restart."""
+    """The changes of a reload: those in effect, and those that wait for a restart."""
 
     path: str | None
     changed: list[ChangeInfo]

@@ -1,4 +1,4 @@
-"""Bodies of the admin API that explain and look back."""
+"""Bodies of the admin API for explanations and the history."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from gpupoold.api.schemas import Body, EventInfo, RequestRecord
 
 
 class LatenessInfo(Body):
-    """Seconds by which answers got later than they were, by what they spent the time on.
+    """Seconds of lateness that answers gained, by cause.
 
-    ``loading``: until their model was in host memory. ``queueing``: until its turn.
-    ``switching``: while it was brought in. ``computing``: in its own steps.
+    ``loading``: restoring the model's snapshot. ``queueing``: waiting for a turn. ``switching``:
+    bringing the model in. ``computing``: the model's own steps.
     """
 
     loading_s: float
@@ -19,10 +19,10 @@ class LatenessInfo(Body):
 
 
 class SpanInfo(Body):
-    """What happened to requests in a span of time that begins ``at`` (wall-clock seconds).
+    """Counts of requests in a span of time that begins ``at`` (wall-clock seconds).
 
-    ``refused`` requests were not taken and are none of ``requests``; ``dropped`` ones ended
-    before they began, as it was too late for them, and are among the ``failed``.
+    ``refused`` requests are not part of ``requests``; ``dropped`` requests ended before their first
+    token, which would have been late, and are part of ``failed``.
     """
 
     at: float
@@ -44,9 +44,9 @@ class SpanInfo(Body):
 
 
 class WaitingTurn(Body):
-    """A model in line for a device; times are None where the policy does not say.
+    """A model in the queue of a device; times are None if the policy gives none.
 
-    ``rule`` put it where it is; ``why`` is that rule as a sentence.
+    ``rule`` decided the model's place; ``why`` is the rule as a sentence.
     """
 
     model: str
@@ -58,9 +58,9 @@ class WaitingTurn(Body):
 
 
 class DeviceTurns(Body):
-    """The turn under way on a device and the line behind it.
+    """The present turn on a device and the queue behind the turn.
 
-    ``left_s`` is None where the turn has no end of its own: nobody waits.
+    ``left_s`` is None for a turn without an end: no other model waits.
     """
 
     device: int
@@ -74,10 +74,11 @@ class DeviceTurns(Body):
 
 
 class RequestWhy(Body):
-    """Where a live request is. ``rule`` has given it its device, None before.
+    """The place of a live request; ``rule`` chose its device, None before.
 
-    ``next_token_in_s`` is an estimate, None where nothing can be said; ``late_s``: of its
-    latest token. ``num_before`` wait for KV room before it. ``turns``: the turns of its device.
+    ``next_token_in_s`` is an estimate, None if impossible; ``late_s`` is the lateness of the latest
+    token. ``num_before`` requests are ahead in the queue for KV memory. ``turns``: the turns of its
+    device.
     """
 
     request_id: str
@@ -98,7 +99,7 @@ class RequestWhy(Body):
 
 
 class ModelOnDevice(Body):
-    """What one device has of a model."""
+    """A model's memory and requests on one device."""
 
     device: int
     weights_resident_bytes: int
@@ -110,11 +111,11 @@ class ModelOnDevice(Body):
 
 
 class ModelWhy(Body):
-    """How a model does and what stands in its way.
+    """A model's recent performance and the main obstacle.
 
-    ``standings`` counts its live requests by where they are. ``first_token_in_s``: of a
-    request with a prompt as long as ``prompt_tokens`` that came now. ``main_cause`` of what was
-    late within the hour; ``advice`` is what to change.
+    ``standings`` counts live requests by place. ``first_token_in_s`` estimates a new request with a
+    prompt of ``prompt_tokens``. ``main_cause`` is the main cause of lateness within the hour;
+    ``advice`` is a remedy.
     """
 
     name: str
@@ -135,7 +136,7 @@ class ModelWhy(Body):
 
 
 class FinishedWhy(Body):
-    """A request that has ended, from the history, and what happened to its model meanwhile."""
+    """A finished request from the history, with events of its model."""
 
     request: RequestRecord
     device: int | None
@@ -144,7 +145,7 @@ class FinishedWhy(Body):
 
 
 class Why(Body):
-    """``GET /why/{name}``: one of the three."""
+    """Body of ``GET /why/{name}``: exactly one field is set."""
 
     request: RequestWhy | None = None
     model: ModelWhy | None = None

@@ -1,4 +1,4 @@
-"""Bodies of what ``gpupool top`` looks at and does: one picture of all, turns, unloading."""
+"""Bodies for ``gpupool top`` and its actions: the whole state, turns, unloading."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SwitchKind = Literal["none", "pages", "kv", "weights"]
 
 
 class TurnInfo(Body):
-    """A turn that is over; ids grow by one while the daemon runs.
+    """A finished turn; ids increase by one while the daemon runs.
 
-    ``began_at`` (wall-clock seconds) is when the model could run. ``switch_kind`` is the most
-    that was moved for it in the ``switch_s`` before: weights, or KV, or nothing though pages
-    were mapped (``pages``), or nothing at all (``none``). A switch whose turn never came, as
-    plans changed, is a turn of 0 s that ``did_run`` not.
+    ``began_at`` (wall-clock seconds) is the time when the model could run. ``switch_kind`` is the
+    largest kind of transfer during the preceding ``switch_s``: weights, KV, only mappings
+    (``pages``) or ``none``. A prefetch whose turn was cancelled is a turn of 0 s with ``did_run``
+    false.
     """
 
     id: int
@@ -38,9 +38,9 @@ class TurnInfo(Body):
 
 
 class TopModel(Body):
-    """A model's row: what it has and does, its targets, and where it is.
+    """A model's row: targets, memory, requests and devices.
 
-    All of its weights are on ``devices``.
+    ``devices`` have all weights of the model.
     """
 
     usage: ModelUsage
@@ -51,10 +51,10 @@ class TopModel(Body):
 
 
 class Top(Body):
-    """``GET /top``: everything at one moment, ``at`` (wall-clock seconds).
+    """Body of ``GET /top``: the state ``at`` one moment (wall-clock seconds).
 
-    ``requests`` are the oldest live ones, as many as were asked for; ``turns`` and ``events``
-    those after the ids that were named, the latest where there are more.
+    ``requests`` are the oldest live requests up to the asked number; ``turns`` and ``events``
+    follow the given ids, the latest ones if there are more.
     """
 
     at: float
@@ -71,7 +71,7 @@ class Top(Body):
 
 
 class Unloaded(Body):
-    """What ``DELETE /loaded/{name}`` freed: bytes on devices and of host memory."""
+    """Bytes that ``DELETE /loaded/{name}`` freed on devices and in host memory."""
 
     name: str
     device_bytes: int
@@ -79,7 +79,7 @@ class Unloaded(Body):
 
 
 class CancelledRequest(Body):
-    """A request that ``DELETE /requests/{id}`` ended."""
+    """The request that ``DELETE /requests/{id}`` ended."""
 
     request_id: str
     model: str

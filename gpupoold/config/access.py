@@ -1,4 +1,4 @@
-"""``[access]``: who gets in."""
+"""The section ``[access]``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from gpupoold.config.values import HostNames, Section
 
 
 class AccessSettings(Section):
-    """``[access]``: when the API asks for keys, and which groups may use the admin socket.
+    """``[access]``: when the API requires keys, and which groups may use the admin socket.
 
-    ``auto``: a key is needed wherever other machines can connect. ``host_names`` are the names,
-    beside those of the loopback address, by which clients without a key may call the API.
+    ``auto`` requires keys if other machines can connect. ``host_names`` are further host names,
+    besides those of the loopback address, that clients without a key may use.
     """
 
     require_keys: Literal["auto", "always"] = "auto"

@@ -1,4 +1,4 @@
-"""Devices by short names, as the configuration's ``devices`` lists them. Pure."""
+"""Short names of devices for the configuration's ``devices``. Pure."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def named_devices(names: object, has_tables: bool) -> list[dict[str, object]]:
 
 
 def check_gpu(kind: str, gpu: str | None) -> None:
-    """See that devices of kind ``sim``, and no others, name a GPU that something is known of.
+    """Check that devices of kind ``sim``, and no others, name a known GPU.
 
     Raises:
-        ValueError: they do not.
+        ValueError: the check fails.
     """
     if kind != "sim":
         if gpu is not None:

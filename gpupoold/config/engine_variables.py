@@ -1,7 +1,7 @@
-"""The variables of vLLM that the daemon's environment may pass to workers and frontends.
+"""The variables of vLLM that workers and frontends may inherit from the daemon.
 
-vLLM has some 200 of them. Some add endpoints, log answers or refuse every request, so a variable
-of the operator's shell or environment file reaches the engine only if it is known to be harmless.
+vLLM has some 200 variables. Some add endpoints, log answers or refuse every request, so only a
+variable known to be harmless reaches the engine.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ KNOWN_VARIABLES = frozenset(
         "VLLM_USE_FLASHINFER_SAMPLER",
     }
 )
-"""Where vLLM caches and how it computes; what gpupool sets itself in any case is harmless too."""
+"""Variables for caches and kernels, and variables that gpupool sets itself."""
 
 
 def drop_unlisted(environment: MutableMapping[str, str], listed: Iterable[str] = ()) -> list[str]:
-    """Remove vLLM's variables from ``environment``, but for those known or ``listed``.
+    """Remove vLLM's variables from ``environment``, except known and ``listed`` ones.
 
-    Returns:
-        The names of those removed, in order.
+    Returns the removed names, sorted.
     """
     kept = KNOWN_VARIABLES.union(listed)
     dropped = sorted(name for name in environment if name.startswith(PREFIX) and name not in kept)

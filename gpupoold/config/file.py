@@ -1,4 +1,4 @@
-"""A configuration file as it was read: its settings, and which keys it writes."""
+"""A configuration file: its settings, and the keys written in the file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ConfigFile:
 
 @dataclass(frozen=True, slots=True)
 class PlacedProblem:
-    """A problem and the line where it stands, from 1; None for what is written nowhere."""
+    """A problem and its line, from 1; None for a problem without a line."""
 
     problem: Problem
     line: int | None
@@ -50,10 +50,10 @@ class PlacedProblem:
 
 
 def read_config_file(path: Path | None = None) -> ConfigFile:
-    """The file at ``path``, else the one that :func:`chosen_path` finds, else defaults.
+    """Read the file at ``path``, else the file of :func:`chosen_path`, else the defaults.
 
     Raises:
-        ConfigError: it cannot be read, is not TOML, or says something wrong.
+        ConfigError: the file cannot be read, is not TOML, or has a wrong value.
     """
     path = path or chosen_path()
     if path is None:
@@ -62,10 +62,10 @@ def read_config_file(path: Path | None = None) -> ConfigFile:
 
 
 def parsed_file(text: str, path: Path | None) -> ConfigFile:
-    """The file with this text.
+    """Parse the text of a file.
 
     Raises:
-        ConfigError: it is not TOML, or says something wrong; the message has all that is.
+        ConfigError: the text is not TOML or has wrong values; the message lists all problems.
     """
     problems = check_text(text)
     if problems:
@@ -78,7 +78,7 @@ def parsed_file(text: str, path: Path | None) -> ConfigFile:
 
 
 def check_text(text: str) -> list[PlacedProblem]:
-    """All that is wrong in the text of a configuration file, in the order of its lines."""
+    """Return all problems in the text of a configuration file, by line."""
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -93,7 +93,9 @@ def check_text(text: str) -> list[PlacedProblem]:
 
 
 def check_named_files(text: str) -> list[PlacedProblem]:
-    """What is wrong with the files that the text names, if nothing is wrong in itself."""
+    """Return the problems with the files named in the text; none if the text itself has
+    problems.
+    """
     server = parsed_file(text, None).settings.server
     if server.tls_cert is None or server.tls_key is None:
         return []

@@ -1,4 +1,4 @@
-"""The configuration key by key: what a key's value is, and what another file would change. Pure.
+"""The configuration key by key: values, and changes between two files. Pure.
 
 Keys are dotted as the file spells them: ``server.port``, ``device[0].memory``.
 """
@@ -17,9 +17,9 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A key and its value: ``value`` as it is, ``spelled`` as the file writes it.
+    """A key and its value: ``value`` as parsed, ``spelled`` as written in a file.
 
-    None is a key that is not set. ``spelled`` is None too where ``is_hidden``.
+    None means not set. ``spelled`` is also None if ``is_hidden``.
     """
 
     key: str
@@ -31,7 +31,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class KeyChange:
-    """A key that has another value in another file; None on the side that has no such key."""
+    """A key with different values in two files; None on a side without the key."""
 
     before: Setting | None
     after: Setting | None
@@ -42,7 +42,7 @@ class KeyChange:
 
     @property
     def effect(self) -> Effect:
-        """When a running daemon would heed it."""
+        """When a running daemon applies the change."""
         return self._side.effect
 
     @property
@@ -67,9 +67,9 @@ def settings_of(settings: Settings) -> list[Setting]:
 
 
 def changes_between(now: Settings, wanted: Settings) -> list[KeyChange]:
-    """What differs, in the order of ``now``; each with the effect that it has there.
+    """Return the differences in the order of ``now``, each with its effect.
 
-    Roles are given to devices by their order: they wait for devices that have changed.
+    Roles belong to devices by position, so roles wait for devices that have changed.
     """
     before, after = _by_key(now), _by_key(wanted)
     keys = [*before, *(key for key in after if key not in before)]
@@ -82,7 +82,7 @@ def changes_between(now: Settings, wanted: Settings) -> list[KeyChange]:
 
 
 def with_changes(now: Settings, wanted: Settings, changes: list[KeyChange]) -> Settings:
-    """``now`` with those of the ``changes`` to ``wanted`` that a running daemon can heed."""
+    """Return ``now`` with those ``changes`` to ``wanted`` that a running daemon can apply."""
     keys = {one.key for one in changes if one.effect is not Effect.RESTART}
     updated = {}
     for name, field in type(now).model_fields.items():

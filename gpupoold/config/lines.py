@@ -1,4 +1,4 @@
-"""On which line of a TOML text each key stands: ``tomllib`` does not tell. Pure."""
+"""Line numbers of the keys of a TOML text, which ``tomllib`` does not give. Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _AT_LINE = re.compile(r"at line (\d+)")
 
 
 def lines_of(text: str) -> dict[Place, int]:
-    """The line, counted from 1, on which each table and key of a valid text begins.
+    """Return the line, from 1, on which each table and key of a valid text begins.
 
-    Of a text that is too long for a configuration nothing is told.
+    The result is empty for a text too long to be a configuration.
     """
     lines = text.split("\n")
     if len(lines) > _MAX_LINES:
@@ -42,7 +42,7 @@ def lines_of(text: str) -> dict[Place, int]:
 
 
 def line_of(where: Sequence[str | int], lines: dict[Place, int]) -> int | None:
-    """The line of ``where``, or of what it is in; None when nothing of it is written."""
+    """Return the line of ``where`` or of its innermost parent in the text, None without any."""
     for length in range(len(where), 0, -1):
         if (line := lines.get(tuple(where[:length]))) is not None:
             return line
@@ -50,13 +50,13 @@ def line_of(where: Sequence[str | int], lines: dict[Place, int]) -> int | None:
 
 
 def line_of_error(error: tomllib.TOMLDecodeError) -> int | None:
-    """The line at which a text that is not TOML goes wrong; None for its end."""
+    """Return the line of a TOML error, None for the end of the text."""
     match = _AT_LINE.search(str(error))
     return int(match[1]) if match is not None else None
 
 
 def _header(written: object, found: dict[Place, int]) -> Place:
-    """The place of the table that a header begins; of a list of tables the next."""
+    """Return the place of the table that a header begins; for a list of tables the next index."""
     place: Place = ()
     while isinstance(written, dict) and written:
         [(name, written)] = written.items()

@@ -1,4 +1,4 @@
-"""Whether a listening socket can be reached from other machines, and needs keys then."""
+"""Reachability of a listening socket from other machines, which requires keys."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from gpupoold.config.access import AccessSettings
 
 
 def is_local(listener: socket.socket) -> bool:
-    """Return whether only processes of this machine can connect: by the address it really has.
+    """Return whether only processes of this machine can connect, by the socket's real address.
 
-    True for a unix socket too: who may open it is up to its file.
+    True for a unix socket too, whose file decides who may connect.
     """
     if listener.family == socket.AF_UNIX:
         return True
@@ -23,7 +23,7 @@ def is_local(listener: socket.socket) -> bool:
 
 
 def why_keys_are_required(access: AccessSettings, listener: socket.socket) -> str:
-    """Why every request at this socket needs an API key; empty if it does not."""
+    """Return why every request at this socket needs an API key; empty if no key is needed."""
     if not is_local(listener):
         host, port = listener.getsockname()[:2]
         return f"the API listens at {host} port {port}, beyond this machine, so it needs API keys"

@@ -1,4 +1,4 @@
-"""What is wrong in a configuration file, in words that name the key and what to write."""
+"""Problems of a configuration file, with the key and a remedy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pydantic_core import ErrorDetails
 from gpupoold.errors import ConfigError
 
 KnownKeys = Mapping[str, Sequence[str]]
-"""Section → its keys, as the file spells them."""
+"""Section → its keys, as a file spells them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong: where, what, and what to do about it, which may be empty.
+    """A problem: place, description, and a remedy, which may be empty.
 
     ``where`` has the names of section and key, and indexes of lists.
     """
@@ -44,7 +44,7 @@ def config_error(origin: str, problems: Sequence[Problem]) -> ConfigError:
 def problems_of(
     errors: Sequence[ErrorDetails], known: KnownKeys, hidden: Collection[str] = ()
 ) -> list[Problem]:
-    """What pydantic found, in our words; values of the ``hidden`` keys are not repeated."""
+    """Convert pydantic's errors to problems; values of ``hidden`` keys are not shown."""
     # Unknown keys first: they often explain the others (a misspelt required key).
     ordered = sorted(errors, key=lambda details: details["type"] != "extra_forbidden")
     return [_problem(details, known, hidden) for details in ordered]
@@ -71,7 +71,7 @@ def _problem(problem: ErrorDetails, known: KnownKeys, hidden: Collection[str]) -
 
 
 def _nearest(parts: tuple[int | str, ...], keys: KnownKeys) -> str:
-    """The key that was probably meant, or the section where the key belongs."""
+    """Return a hint: the nearest known key, or the section of the key."""
     name = str(parts[-1])
     known = list(keys) if len(parts) == 1 else list(keys.get(str(parts[0]), ()))
     if near := difflib.get_close_matches(name, known, n=1):

@@ -1,8 +1,7 @@
-"""One TOML file becomes frozen settings, one object per component.
+"""The configuration: one TOML file becomes frozen settings, one object per component.
 
-A component is handed its own section only. Sizes and durations are kept in
-bytes and seconds whatever the file wrote; every problem in the file is a
-``ConfigError`` that names the file, the key and what to write instead.
+A component gets its own section only. Sizes and durations are stored in bytes and seconds; a
+problem in the file is a ``ConfigError`` that names the file, the key and a remedy.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 class Settings(Section):
-    """Everything the file can say. ``devices`` is never empty."""
+    """All settings; ``devices`` is never empty."""
 
     paths: PathSettings
     devices: Annotated[tuple[DeviceSettings, ...], BeforeValidator(as_tuple)] = Field(
@@ -84,9 +83,9 @@ class Settings(Section):
     @field_validator("devices")
     @classmethod
     def _number_cuda(cls, devices: tuple[DeviceSettings, ...]) -> tuple[DeviceSettings, ...]:
-        """Every CUDA device without an index gets the lowest that is free.
+        """Give each CUDA device without an index the lowest free index.
 
-        Devices share a GPU if each says how much of it is its own.
+        Devices may share a GPU if each states its memory.
         """
         if not devices:
             raise ValueError("an empty list; leave [[device]] out to have the GPUs found")
@@ -133,9 +132,9 @@ class Settings(Section):
 
 
 class RunningSettings(Settings):
-    """A daemon's settings: a reload of the configuration replaces sections of them.
+    """A daemon's settings; a reload of the configuration replaces sections.
 
-    Who holds them asks for a value when it is needed, or is told of changes.
+    A holder reads a value at each use, or is notified of changes.
     """
 
     model_config = ConfigDict(frozen=False)
@@ -172,7 +171,9 @@ def load_settings(path: Path | None = None) -> Settings:
 
 
 def chosen_path() -> Path | None:
-    """The file that is read when none is named: ``$GPUPOOL_CONFIG``, else the system's if there."""
+    """Return the default file: ``$GPUPOOL_CONFIG``, else the system's file if present, else
+    None.
+    """
     if chosen := os.environ.get(CONFIG_VARIABLE):
         return Path(chosen)
     # os.path.exists, because Path.exists raises where the folder may not be searched.
@@ -180,10 +181,10 @@ def chosen_path() -> Path | None:
 
 
 def parse_settings(raw: Mapping[str, Any], origin: str) -> Settings:
-    """Check parsed TOML and fill in what it leaves out; ``origin`` is named in errors.
+    """Check parsed TOML and fill in defaults; errors name ``origin``.
 
     Raises:
-        ConfigError: naming the first wrong key, and how many more there are.
+        ConfigError: the message has the first wrong key and the number of further errors.
     """
     settings, problems = examine(raw)
     if settings is None:
@@ -192,7 +193,7 @@ def parse_settings(raw: Mapping[str, Any], origin: str) -> Settings:
 
 
 def examine(raw: Mapping[str, Any]) -> tuple[Settings | None, list[Problem]]:
-    """Settings, with what parsed TOML leaves out filled in; or all that is wrong in it."""
+    """Return settings with defaults filled in, or all problems."""
     problems: list[Problem] = []
     try:
         data = with_device_tables(raw)
@@ -215,7 +216,7 @@ def with_device_tables(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of parsed TOML with ``[[device]]`` tables for ``devices`` and new key names.
 
     Raises:
-        ValueError: that is not what it should be, or both are there.
+        ValueError: ``devices`` is malformed, or the file has both forms.
     """
     data = with_new_names(raw)
     if "devices" in data:
@@ -224,9 +225,9 @@ def with_device_tables(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _covered(data: Mapping[str, Any], found: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """What is wrong between sections, which is not looked at while one of them is wrong.
+    """Return problems between sections, which pydantic skips while a section is wrong.
 
-    Not where devices or their memory are wrong: what is left of them says nothing.
+    Empty if devices or memory are wrong, because the rest would be misleading.
     """
     places = [problem["loc"] for problem in found if problem["loc"]]
     if any(place[0] in ("device", "memory") for place in places) or len(places) < len(found):
@@ -242,7 +243,7 @@ def _covered(data: Mapping[str, Any], found: Sequence[ErrorDetails]) -> list[Err
 
 
 def _without(table: dict[str, Any], place: Sequence[int | str]) -> None:
-    """Remove the key at ``place``, as a whole where what is wrong is inside of its value."""
+    """Remove the key at ``place``, or its innermost existing parent value."""
     section, *names = place
     inner = table.get(str(section))
     if names and isinstance(inner, dict):
@@ -252,7 +253,7 @@ def _without(table: dict[str, Any], place: Sequence[int | str]) -> None:
 
 
 def default_devices() -> list[dict[str, object]]:
-    """A CUDA device per visible NVIDIA GPU, or one emulated device without any."""
+    """Return a CUDA device per visible NVIDIA GPU, or one emulated device without GPUs."""
     try:
         num_gpus = len(list(NVIDIA_GPUS.iterdir()))
     except OSError:
@@ -264,7 +265,7 @@ def default_devices() -> list[dict[str, object]]:
 
 
 def _num_visible(variable: str) -> int:
-    """CUDA reads ``CUDA_VISIBLE_DEVICES`` up to the first entry that names no device."""
+    """Count the entries of ``CUDA_VISIBLE_DEVICES`` up to the first invalid entry, as CUDA does."""
     count = 0
     for entry in variable.split(","):
         if entry.strip() in ("", "-1"):
@@ -300,10 +301,10 @@ def _default_runtime_dir(is_root: bool) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """What a configuration file has.
+    """Read a configuration file.
 
     Raises:
-        ConfigError: it is missing or cannot be read.
+        ConfigError: the file is missing or cannot be read.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -317,10 +318,10 @@ def read_text(path: Path) -> str:
 
 
 def parse_toml(text: str, path: Path) -> dict[str, Any]:
-    """The tables of a file.
+    """Parse a file's text.
 
     Raises:
-        ConfigError: it is not TOML; the message names the line.
+        ConfigError: the text is not TOML; the message names the line.
     """
     try:
         return tomllib.loads(text)
@@ -329,7 +330,7 @@ def parse_toml(text: str, path: Path) -> dict[str, Any]:
 
 
 def sections() -> dict[str, type[Section]]:
-    """The sections as the file spells them; of ``[[device]]`` one for all devices."""
+    """Return the sections by their names in the file; ``device`` stands for all devices."""
     kinds: dict[str, type[Section]] = {"device": DeviceSettings}
     for name, field in Settings.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -338,7 +339,7 @@ def sections() -> dict[str, type[Section]]:
 
 
 def known_keys() -> dict[str, tuple[str, ...]]:
-    """Section → its keys, as the file spells them."""
+    """Return section → keys, as a file spells them."""
     return {
         section: tuple(field.alias or name for name, field in kind.model_fields.items())
         for section, kind in sections().items()
@@ -346,7 +347,7 @@ def known_keys() -> dict[str, tuple[str, ...]]:
 
 
 def hidden_keys() -> set[str]:
-    """Dotted keys whose values are shown to nobody."""
+    """Return the dotted keys whose values are never shown."""
     return {
         f"{section}.{field.alias or name}"
         for section, kind in sections().items()

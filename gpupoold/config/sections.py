@@ -1,4 +1,4 @@
-"""The sections of the configuration, one class each. Defaults are here, as the file spells them."""
+"""The sections of the configuration, one class each, with defaults as a file spells them."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def _roles(value: object) -> object:
 
 
 class ServerSettings(Section):
-    """``[server]``: the public HTTP address. Port 0 takes a free one.
+    """``[server]``: the public HTTP address; port 0 takes a free port.
 
-    With the PEM files of a certificate and its key it speaks HTTPS. ``frontends`` processes
-    share it.
+    The server speaks HTTPS if a certificate and key (PEM files) are given. ``frontends`` is the
+    number of processes that share the address.
     """
 
     host: str = Field(default="127.0.0.1", min_length=1)
@@ -62,9 +62,9 @@ class ServerSettings(Section):
 
 
 class PathSettings(Section):
-    """``[paths]``: all absolute. Defaults depend on the user, see ``load_settings``.
+    """``[paths]``: absolute paths; defaults depend on the user, see ``load_settings``.
 
-    ``workloads_dir`` is for ``gpupool simulate``; the daemon does not read it.
+    ``workloads_dir`` serves ``gpupool simulate``; the daemon does not read the folder.
     """
 
     state_dir: AbsolutePath
@@ -78,10 +78,9 @@ class PathSettings(Section):
 class DeviceSettings(Section):
     """One ``[[device]]``.
 
-    ``memory_bytes`` is the size of an emulated device's memory; on others it is a
-    cap, None for all of it. ``index`` is the CUDA ordinal, None on others. ``gpu``
-    is what a ``sim`` device simulates, None on others. ``page_bytes`` None lets the
-    worker choose.
+    ``memory_bytes`` is the memory of an emulated device, and an upper limit on other devices, None
+    for all memory. ``index`` is the CUDA ordinal, None on other kinds. ``gpu`` is the simulated GPU
+    of a ``sim`` device. ``page_bytes`` None lets the worker choose.
     """
 
     kind: Literal["emulated", "cuda", "sim"]
@@ -113,10 +112,11 @@ class DeviceSettings(Section):
 
 
 class MemorySettings(Section):
-    """``[memory]``: host and disk budgets, and what stays free on a device for activations.
+    """``[memory]``: budgets of host memory and disk, and device memory left free for
+    activations.
 
-    A model whose weights have been brought in ``self_check_interval`` times has to give the answer
-    that it gave when it was loaded; 0: never.
+    After ``self_check_interval`` transfers of a model's weights to a device, the model repeats its
+    self-check; 0 disables the check.
     """
 
     model_cache_bytes: Annotated[Size, Effect.LIVE] = Field(default=8 * GIB, alias="model_cache")
@@ -133,9 +133,9 @@ class MemorySettings(Section):
 
 
 class SchedulingSettings(Section):
-    """``[scheduling]``: ``quota_max_s`` is the longest turn of a model while others wait.
+    """``[scheduling]``: ``quota_max_s`` limits a model's turn while other models wait.
 
-    ``roles``: of the devices in their order; ``auto`` ones are the policy's to choose.
+    ``roles`` are those of the devices in order; the policy chooses for ``auto``.
     """
 
     effect: ClassVar[Effect] = Effect.LIVE
@@ -157,11 +157,11 @@ class SchedulingSettings(Section):
 
 
 class SecuritySettings(Section):
-    """``[security]``: what checkpoints, clients and the environment are trusted with.
+    """``[security]``: trust in checkpoints, clients and the environment.
 
-    The first two let a checkpoint run its own code in a worker. ``media_hosts`` are the hosts
-    that snapshots, audio and video may be fetched from. ``vllm_variables`` are names of environment
-    variables that workers and frontends get beside those of ``KNOWN_VARIABLES``.
+    The first two keys let a checkpoint run its own code in a worker. ``media_hosts`` lists the
+    hosts of images, audio and video. ``vllm_variables`` lists environment variables for workers and
+    frontends besides ``KNOWN_VARIABLES``.
     """
 
     effect: ClassVar[Effect] = Effect.LOADS
@@ -188,10 +188,10 @@ class HistorySettings(Section):
 
 
 class LimitSettings(Section):
-    """``[limits]``: bounds of queues and of patience.
+    """``[limits]``: bounds of queues and time limits.
 
-    ``drop_late``: requests whose first token cannot come in time are not served.
-    ``max_bytes_in_flight``: of requests that are read, wait or run; half of it for one API key.
+    ``drop_late`` drops requests whose first token would be late. ``max_bytes_in_flight`` covers
+    requests that are read, wait or run; one API key gets at most half.
     """
 
     effect: ClassVar[Effect] = Effect.LIVE

@@ -1,4 +1,4 @@
-"""How values are written in the configuration: sizes, durations, paths, lists; and sections."""
+"""Values in the configuration: sizes, durations, paths, lists; and the base of sections."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from gpupoold.units import exact_duration, exact_size, parse_duration_s, parse_s
 
 
 class Effect(StrEnum):
-    """When a running daemon that reads the file again heeds a key that has changed."""
+    """When a reload applies a changed key."""
 
     LIVE = "live"
     """At once."""
     LOADS = "loads"
-    """When a model is loaded from then on; those that are loaded stay as they are."""
+    """When models are loaded later; loaded models keep the old value."""
     RESTART = "restart"
     """Not before ``gpupoold`` is started again."""
 
 
 class Hidden:
-    """Marks a key whose value is shown to nobody, as in ``key: Annotated[str, HIDDEN]``."""
+    """Marks a key whose value is never shown, as in ``key: Annotated[str, HIDDEN]``."""
 
 
 HIDDEN = Hidden()
@@ -72,10 +72,10 @@ def _host_names(value: object) -> object:
 
 
 def as_tuple(value: object) -> object:
-    """TOML's lists are this program's tuples.
+    """Convert a TOML list to a tuple.
 
     Raises:
-        ValueError: it is no list.
+        ValueError: ``value`` is no list.
     """
     if isinstance(value, list | tuple):
         return tuple(value)
@@ -98,9 +98,9 @@ HostNames = Annotated[tuple[str, ...], BeforeValidator(_host_names)]
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, strictly typed, unknown keys are errors.
+    """Base of all sections: immutable, strictly typed; unknown keys are errors.
 
-    ``effect`` is that of the keys which are not annotated with another :class:`Effect`.
+    ``effect`` holds for keys that are not annotated with another :class:`Effect`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -109,11 +109,11 @@ class Section(BaseModel):
 
 
 def effect_of(field: FieldInfo, section: Section | type[Section]) -> Effect:
-    """When a change of this field of ``section`` is heeded."""
+    """Return when a change of this field of ``section`` applies."""
     own = (one for one in field.metadata if isinstance(one, Effect))
     return next(own, section.effect)
 
 
 def is_hidden(field: FieldInfo) -> bool:
-    """Return whether the field's value is shown to nobody."""
+    """Return whether the field's value is never shown."""
     return any(isinstance(one, Hidden) for one in field.metadata)

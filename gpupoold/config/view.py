@@ -1,4 +1,4 @@
-"""The configuration as it is told to people and programs. Pure conversions."""
+"""The configuration as bodies of the admin API. Pure conversions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpupoold.config.schema import Settings
 
 
 def config_info(settings: Settings, path: Path | None, written: Collection[str]) -> ConfigInfo:
-    """All keys with their values; the ``written`` ones come from the file."""
+    """Return all keys with values; the ``written`` keys come from the file."""
     infos = [
         SettingInfo(
             key=one.key,

@@ -1,7 +1,7 @@
-"""A histogram that costs as little as it can per value. Pure, standard library only.
+"""A histogram with a minimal cost per value. Pure, standard library only.
 
-Ten thousand tokens a second are counted by it: adding takes an eighth of what the Prometheus
-client's own histogram takes, which locks.
+The daemon counts ten thousand tokens a second; adding a value takes an eighth of the time of the
+Prometheus client's histogram, which locks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ WORK_BOUNDS_S = (
 
 
 class Buckets:
-    """How many values were not above each of ``bounds``, and their ``sum``.
+    """Counts of values by upper bound, and their ``sum``.
 
-    ``counts`` has one more entry than ``bounds``: values above all of them.
+    ``counts`` has one entry more than ``bounds``, for values above all bounds.
     """
 
     __slots__ = ("bounds", "counts", "sum")

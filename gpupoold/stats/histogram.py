@@ -1,8 +1,8 @@
-"""How often durations of each length came, in bounded memory. Pure, standard library only.
+"""Histograms of durations in bounded memory. Pure, standard library only.
 
-Bounds are a fixed factor apart (as in HdrHistogram and DDSketch), so a percentile is within
-half that factor of the exact one: ``10**(1/64)``, 3.7 %. The bounds that Prometheus is told are
-among them, so that what it gets is exact and nothing is counted twice.
+Bounds differ by a fixed factor (as in HdrHistogram and DDSketch), so a percentile is within half
+that factor of the exact value: ``10**(1/64)``, 3.7 %. The bounds exported to Prometheus are a
+subset, so exported counts are exact and no value is counted twice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BOUNDS_S = tuple(
 
 
 class Histogram:
-    """Counts of durations by bucket; ``sum_s`` is their exact sum in seconds."""
+    """Counts of durations by bucket; ``sum_s`` is the exact sum in seconds."""
 
     __slots__ = ("_counts", "sum_s")
 
@@ -47,7 +47,7 @@ class Histogram:
         return sum(self._counts.values())
 
     def plus(self, other: Histogram) -> Histogram:
-        """Another with the counts of both."""
+        """Return a new histogram with the counts of both."""
         made = Histogram()
         made._counts, made.sum_s = self._counts.copy(), self.sum_s + other.sum_s
         counts = made._counts
@@ -65,7 +65,9 @@ class Histogram:
         self.sum_s += duration_s * num
 
     def merge(self, other: Histogram, sign: int = 1) -> None:
-        """Count what another has counted; or no more of it, with -1, which must be in this."""
+        """Add ``other``'s counts, or subtract them if ``sign`` is -1; they must have been added
+        before.
+        """
         counts = self._counts
         for bucket, num in other._counts.items():
             left = counts.get(bucket, 0) + sign * num
@@ -77,22 +79,25 @@ class Histogram:
         self.sum_s = self.sum_s + sign * other.sum_s if counts else 0.0
 
     def counts_by(self, bounds_s: Sequence[float]) -> list[int]:
-        """How many are above the bound before and not above each of ``bounds_s``, which are
-        among ``BOUNDS_S``; and last those above all of them."""
+        """Return the counts between consecutive ``bounds_s``, a subset of ``BOUNDS_S``.
+
+        The last entry counts the durations above all bounds.
+        """
         counts = [0] * (len(bounds_s) + 1)
         for bucket, num in self._counts.items():
             counts[bisect_left(bounds_s, _upper_s(bucket))] += num
         return counts
 
     def percentile(self, fraction: float) -> float | None:
-        """Nearest-rank percentile (``fraction`` of 0.99 for p99) in seconds, None of nothing.
+        """Return a nearest-rank percentile (``fraction`` 0.99 for p99) in seconds, None if
+        empty.
 
-        What is below the least bound counts as 0.
+        A value below the lowest bound counts as 0.
         """
         return self._value_at(sorted(self._counts), len(self), fraction)
 
     def p50_and_p99(self) -> tuple[float | None, float | None]:
-        """Both percentiles, for less than two by themselves."""
+        """Return both percentiles, cheaper than two calls."""
         buckets, num = sorted(self._counts), len(self)
         return self._value_at(buckets, num, 0.5), self._value_at(buckets, num, 0.99)
 
@@ -115,15 +120,15 @@ class Histogram:
         return None
 
     def text(self) -> str:
-        """As JSON: the sum, then pairs of a bucket's number and its count."""
+        """Return JSON: the sum, then pairs of bucket number and count."""
         return json.dumps([self.sum_s, *map(list, sorted(self._counts.items()))])
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """What ``text()`` gave.
+        """Parse the result of ``text()``.
 
         Raises:
-            ValueError: it is not that.
+            ValueError: the text has another form.
         """
         made = cls()
         try:
@@ -137,8 +142,10 @@ class Histogram:
 
 @functools.cache
 def _exact(fraction: float) -> tuple[int, int]:
-    """Numerator and denominator of the decimal number that it is written as: in floats
-    0.07 * 100 is above 7."""
+    """Return numerator and denominator of the number's decimal notation.
+
+    In floating point 0.07 * 100 is above 7.
+    """
     return Fraction(str(fraction)).as_integer_ratio()
 
 
@@ -147,7 +154,7 @@ def _upper_s(bucket: int) -> float:
 
 
 def _inside_s(bucket: int, share: float) -> float:
-    """Where ``share`` of a bucket's durations are below, were they spread evenly over it."""
+    """Return the duration below which ``share`` of a bucket lies, assuming an even spread."""
     if bucket == 0:
         return 0.0
     if bucket == len(BOUNDS_S):

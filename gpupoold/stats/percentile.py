@@ -1,4 +1,4 @@
-"""Statistics that the daemon and the simulator must compute alike. Pure, standard library only."""
+"""Percentiles, computed alike by the daemon and the simulator. Pure, standard library only."""
 
 from __future__ import annotations
 

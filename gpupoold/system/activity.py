@@ -1,8 +1,8 @@
-"""What each thread of a worker is doing, in memory that outlives the worker.
+"""The activity of each thread of a worker, in memory that survives the worker.
 
-The daemon makes the page (a memfd) and passes its descriptor when it starts a worker. The threads
-of the worker write to slots of their own; after the worker's death the daemon reads all slots.
-Little is imported: simulated devices use this module too.
+The daemon creates the page (a memfd) and passes the descriptor to a new worker. Each thread of the
+worker writes to its own slots; after the worker's death the daemon reads all slots. The module
+imports little, because simulated devices use the module too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ALL = -1
 
 
 class ThreadPhase(IntEnum):
-    """What a thread is doing. The comments say what a crash in the phase can be due to."""
+    """A phase of a thread's work; comments name the possible culprits of a crash in the phase."""
 
     IDLE = 0
     LOAD = 1  # the model
@@ -55,7 +55,7 @@ class ThreadPhase(IntEnum):
 
     @property
     def text(self) -> str:
-        """The phase in words, for "it was in ..."."""
+        """The phase in words, for "the worker was in ..."."""
         return _TEXTS[self]
 
 
@@ -75,10 +75,10 @@ _TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What one thread was doing.
+    """The activity of one thread.
 
-    ``requests`` are digests (:func:`digest`) of the ids of the requests concerned; None: all
-    requests of ``model`` that the worker had.
+    ``requests`` has digests (:func:`digest`) of the requests' ids; None means all requests of
+    ``model`` on the worker.
     """
 
     phase: ThreadPhase
@@ -87,7 +87,7 @@ class Activity:
 
 
 def digest(request_id: str) -> int:
-    """64 bits that stand for a request id, which may be long."""
+    """Return 64 bits in place of a request id, which may be long."""
     raw = request_id.encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
@@ -102,7 +102,7 @@ def create_page() -> int:
 
 
 def read_page(fd: int) -> list[Activity]:
-    """What the threads of a worker that has died were doing; idle threads are left out."""
+    """Return the activities of a dead worker's threads, without idle threads."""
     raw = os.pread(fd, PAGE_BYTES, 0)
     slots = (raw[at : at + SLOT_BYTES] for at in range(0, len(raw), SLOT_BYTES))
     return [activity for slot in slots if (activity := _parse(slot)) is not None]
@@ -121,7 +121,7 @@ def _parse(slot: bytes) -> Activity | None:
 
 
 class ThreadSlot:
-    """A part of the page that one thread at a time writes to."""
+    """A part of the page with one writing thread at a time."""
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self._memory = memory
@@ -133,26 +133,28 @@ class ThreadSlot:
 
     @property
     def phase(self) -> int:
-        """The phase that is in the slot."""
+        """The phase in the slot."""
         return self._memory[self._at]
 
     def set(self, phase: ThreadPhase, model: str = "", ids: Sequence[str] | None = ()) -> None:
-        """Write what the thread begins to do; ``ids`` None: it concerns all of the model's
-        requests. A phase whose model and requests are those of the last takes 0.2 us."""
+        """Write the start of a phase; ``ids`` None means all requests of the model.
+
+        Repeating the last model and requests takes 0.2 us.
+        """
         if model != self._model or ids != self._ids:
             self._memory[self._at] = ThreadPhase.IDLE  # a death in between is nobody's
             self._describe(model, ids)
         self._memory[self._at] = phase
 
     def clear(self) -> None:
-        """Write that the thread does nothing now."""
+        """Write that the thread is idle."""
         self._memory[self._at] = ThreadPhase.IDLE
 
     @contextlib.contextmanager
     def doing(self, phase: ThreadPhase, model: str = "", ids: Sequence[str] = ()) -> Iterator[None]:
-        """Write what is done inside.
+        """Write a phase for the time of the context.
 
-        An exception leaves the slot as it is: if nobody handles it, the worker ends by it.
+        After an exception the slot stays: an unhandled exception ends the worker.
         """
         before = self.phase, self._model, self._ids
         self.set(phase, model, ids)
@@ -177,9 +179,9 @@ class ThreadSlot:
 
 
 class ActivityPage:
-    """All slots of this process: of the step thread, of its steps, and of other threads.
+    """The slots of this process: of the step thread, of its steps, and of other threads.
 
-    Until :meth:`attach` they are in memory that nobody else reads.
+    Before :meth:`attach` the slots are in private memory.
     """
 
     def __init__(self) -> None:
@@ -193,16 +195,18 @@ class ActivityPage:
 
     @property
     def is_alone(self) -> bool:
-        """True if no thread but the step thread does anything that could end the worker."""
+        """True if only the step thread does work that could end the worker."""
         return all(slot.phase == ThreadPhase.IDLE for slot in self._shared)
 
     @contextlib.contextmanager
     def beside(
         self, phase: ThreadPhase, model: str = "", ids: Sequence[str] = ()
     ) -> Iterator[None]:
-        """Write what a thread beside the step thread does inside; waits while more threads work
-        than there are slots. Grammars have slots of their own, so that copies never wait for
-        them."""
+        """Write a phase of a thread other than the step thread for the time of the context.
+
+        Waits while all slots are taken. Grammars have slots of their own, so that copies never wait
+        for grammars.
+        """
         free = self._free_of_grammars if phase is ThreadPhase.GRAMMAR else self._free
         slot = free.get()
         slot.set(phase, model, ids)
@@ -213,13 +217,15 @@ class ActivityPage:
             free.put(slot)
 
     def begin_step(self, model: str, ids: Sequence[str]) -> None:
-        """Write that a step is made with these requests. The step before it may be under way:
-        its requests stay written, in the other slot of steps."""
+        """Write the start of a step with these requests.
+
+        The previous step may still run: its requests stay in the other slot of steps.
+        """
         self._steps.reverse()
         self._steps[0].set(ThreadPhase.STEP, model, ids)
 
     def end_steps(self, num_under_way: int = 0) -> None:
-        """Write that no step is under way but the last ``num_under_way``."""
+        """Write that only the last ``num_under_way`` steps run."""
         for slot in self._steps[num_under_way:]:
             slot.clear()
 
@@ -240,4 +246,4 @@ def _queue_of(slots: Iterable[ThreadSlot]) -> queue.SimpleQueue[ThreadSlot]:
 
 
 WORKER = ActivityPage()
-"""Of this process."""
+"""The activity page of this process."""

@@ -1,4 +1,4 @@
-"""Files that survive a power cut. Standard library only."""
+"""Files that survive a power failure. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or the names in a folder, are on the disk.
+    """Wait until a file's content, or a folder's entries, are on disk.
 
     Raises:
-        OSError: they could not be written, or there is nothing at ``path``.
+        OSError: writing failed, or ``path`` does not exist.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -20,13 +20,13 @@ def sync(path: Path) -> None:
 
 
 def replace(draft: Path, path: Path) -> None:
-    """Give a file that is complete its name, in place of the file that has it.
+    """Rename a complete file to ``path``, replacing an existing file.
 
-    After a power cut at any time ``path`` is the old file or the new one, and once this function
-    has returned the new one.
+    After a power failure ``path`` is the old or the new file, and the new file once this function
+    has returned.
 
     Raises:
-        OSError: the draft could not be written to the disk or renamed; it stays.
+        OSError: the draft could not be written to disk or renamed; the draft stays.
     """
     sync(draft)
     os.replace(draft, path)

@@ -1,13 +1,12 @@
-"""``python -m gpupoold.system.fork_server``: has imported vLLM, and forks the daemon's children.
+"""``python -m gpupoold.system.fork_server``: imports vLLM, then forks the daemon's children.
 
-Importing vLLM takes ten seconds of a core, forking a process that has done so some
-milliseconds, and its memory is shared. So a worker that died is ready again after half a
-second (``docs/failures.md``). (The idea is that of the standard library's
-``multiprocessing.forkserver``, which gives its children another life: they run a function,
-and not a module with arguments and a log of its own.)
+Importing vLLM takes ten seconds of a core; forking a process with vLLM takes milliseconds and
+shares memory. A dead worker is ready again after half a second (``docs/failures.md``). The idea is
+that of the standard library's ``multiprocessing.forkserver``, whose children run a function instead
+of a module with arguments and a log.
 
-One thread, no handler, no open file but the channel: what a fork copies is what is meant to
-be there.
+The process has one thread, no signal handler and no open file except the channel, so that a fork
+copies nothing unwanted.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _logger = logging.getLogger("gpupoold.system.fork_server")
 
 
 def main() -> None:
-    """Import what children will want, then fork when told, until the daemon is gone."""
+    """Import modules for the children, then fork on request until the daemon is gone."""
     parser = argparse.ArgumentParser(prog="gpupoold.system.fork_server", description=__doc__)
     parser.add_argument("--wire-fd", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
@@ -100,10 +99,10 @@ def _fork(
     channel: BlockingChannel[m.ToForkServer],
     others: Sequence[int],
 ) -> tuple[int, int]:
-    """Fork the child; its pid and pidfd.
+    """Fork the child; return its pid and pidfd.
 
     Raises:
-        OSError: it could not be forked, watched, or given its descriptors; it does not run.
+        OSError: the child could not be forked, watched, or given its descriptors; no child runs.
     """
     fds: list[int] = []
     try:
@@ -131,7 +130,7 @@ def _become(
     channel: socket.socket,
     others: Sequence[int],
 ) -> None:
-    """Be the child that was asked for; does not return."""
+    """Run as the requested child; does not return."""
     status = 1
     try:
         die_with_parent(parent_pid)
@@ -161,7 +160,7 @@ def _become(
 
 
 def _redirect(log_fd: int) -> None:
-    """Nothing to read, and the log to write to."""
+    """Redirect standard input to nothing, and output to the log."""
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log_fd, 1), (log_fd, 2)):
         os.dup2(source, target)

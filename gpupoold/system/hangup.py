@@ -1,4 +1,4 @@
-"""What ``SIGHUP`` means: a reload, or that the terminal in which the daemon runs is closed."""
+"""The meaning of ``SIGHUP``: a reload, or the end of the daemon's terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 def hangup_handler(
     fd: int, on_closed: Callable[[], None], on_reload: Callable[[], None]
 ) -> Callable[[], None]:
-    """A handler that calls ``on_closed`` when ``fd`` was a terminal and is none any more."""
+    """Return a handler that calls ``on_closed`` if ``fd`` was a terminal and no longer is."""
     had_terminal = os.isatty(fd)
 
     def handle() -> None:

@@ -1,8 +1,8 @@
-"""Uvicorn's HTTP protocol with bounds on what a connection may hold, for both of the sockets.
+"""Uvicorn's HTTP protocol with bounds per connection, for both HTTP servers.
 
-Uvicorn bounds the time between two requests only. A connection that never sends one, or the
-beginning of one for ever, would stay, a request's head may be of any size, and a client that
-does not read holds its answer, and what the answer comes from, for as long as TCP lives.
+Uvicorn bounds only the time between two requests. Without further bounds a connection without a
+request, or with an endless head, would stay; a head could have any size; and a client that does not
+read would hold its answer as long as TCP allows.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 KEEP_ALIVE_S = 75
-"""How long a connection may be idle. Longer than the 60 s after which common proxies and load
-balancers let go of theirs: the end that closes first must not be the one that is sent to."""
+"""Idle time of a connection in seconds.
+
+The value exceeds the 60 s of common proxies and load balancers: the client must be first to close,
+or a request could arrive at a closed connection.
+"""
 
 
 class BoundedHttp(HttpToolsProtocol, ABC):
-    """One connection; see the module.
+    """A connection with bounds, see the module.
 
-    ``head_timeout_s`` is how long the request line and the headers may take. ``max_head_bytes``
-    bounds a head that comes in more than one read; one read is bounded by the event loop.
-    While something is unsent, at least ``min_sent_bytes`` of it have to be sent in every
-    ``send_timeout_s``: what the kernel keeps for the client is not counted.
+    ``head_timeout_s`` bounds the time of the request line and headers. ``max_head_bytes`` bounds a
+    head that arrives in several reads; the event loop bounds one read. While data are unsent, at
+    least ``min_sent_bytes`` must be sent in every ``send_timeout_s``, not counting data in the
+    kernel's buffer.
     """
 
     head_timeout_s = 20.0
@@ -45,10 +48,10 @@ class BoundedHttp(HttpToolsProtocol, ABC):
 
     @abstractmethod
     def refusal(self, status: HTTPStatus, message: str) -> dict[str, object]:
-        """The JSON body that says why the connection ends."""
+        """Return the JSON body that explains the end of the connection."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for a first request as long as for another one."""
+        """Start the time limit for the first request."""
         super().connection_made(transport)
         # Writing is paused from the first bytes on that the kernel does not take, so that
         # every one of them is watched. (A mark of 0 would pause TLS for ever.)
@@ -64,7 +67,7 @@ class BoundedHttp(HttpToolsProtocol, ABC):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse the data; then check how long the head, or what is no request, has become."""
+        """Parse the data, then check the size of the head or of the malformed request."""
         was_in_head = self._is_in_head
         super().data_received(data)
         if self.transport.is_closing() or self.transport.get_protocol() is not self:
@@ -89,13 +92,13 @@ class BoundedHttp(HttpToolsProtocol, ABC):
         self._is_in_head, self._head_bytes = True, 0
 
     def on_headers_complete(self) -> None:
-        """The application has it now, and bounds its body."""
+        """Pass the request on to the application, which bounds the body."""
         self._is_in_head = False
         self._stop_head_timer()
         super().on_headers_complete()
 
     def pause_writing(self) -> None:
-        """Watch that the client goes on reading."""
+        """Start watching the client's reading."""
         super().pause_writing()
         self._watch_sending()
 
@@ -110,7 +113,7 @@ class BoundedHttp(HttpToolsProtocol, ABC):
         self.transport.close()
 
     def answer(self, status: HTTPStatus, content: dict[str, object]) -> bytes:
-        """The last answer of a connection, as it is sent."""
+        """Return the last answer of a connection as bytes."""
         body = json.dumps(content).encode()
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\nconnection: close\r\n"
         if status is HTTPStatus.SERVICE_UNAVAILABLE:

@@ -1,4 +1,4 @@
-"""The daemon's two sockets: made here, or taken from systemd, which had them before."""
+"""The daemon's two sockets: made here, or passed by systemd."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _logger = logging.getLogger(__name__)
 
 HTTP_SOCKET = "http"
 ADMIN_SOCKET = "admin"
-"""What systemd calls them (``FileDescriptorName=``)."""
+"""The sockets' names in systemd (``FileDescriptorName=``)."""
 
 _HTTP_BACKLOG = 2048
 _ADMIN_BACKLOG = 128
 
 TakeSocket = Callable[[str], socket.socket | None]
-"""Gives the listening socket of a name that systemd has handed over; None without one."""
+"""Returns the listening socket of a name from systemd, or None."""
 
 
 @contextlib.contextmanager
@@ -45,10 +45,10 @@ def http_listener(server: ServerSettings, take: TakeSocket) -> Iterator[socket.s
 def admin_listener(
     runtime_dir: Path, groups: AdminGroups, take: TakeSocket
 ) -> Iterator[socket.socket]:
-    """The socket of the admin API; its file goes at the end, unless it is systemd's.
+    """Open the admin API's socket; remove the file at the end, unless systemd owns the socket.
 
     Raises:
-        Refused: another daemon answers there.
+        Refused: another daemon answers at the path.
         Failed: the socket cannot be made.
     """
     given = take(ADMIN_SOCKET)
@@ -119,7 +119,7 @@ def _is_answered(path: Path) -> bool:
 
 
 def _check_address(given: socket.socket, server: ServerSettings) -> None:
-    """systemd's socket is used whatever the configuration says: tell where they differ."""
+    """Log a difference between systemd's socket, which is used, and the configuration."""
     host, port = given.getsockname()[:2]
     if (host, port) != (server.host, server.port):
         _logger.warning(

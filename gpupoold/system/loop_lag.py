@@ -1,4 +1,4 @@
-"""How late an event loop is: what it does holds up every token that goes through it."""
+"""The lag of an event loop, which delays every token."""
 
 from __future__ import annotations
 

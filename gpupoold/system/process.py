@@ -1,4 +1,4 @@
-"""What every child process of the daemon does first: little is imported for it."""
+"""Start-up of every child process of the daemon; imports little."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpupoold.logs.limits import LogLimit
 from gpupoold.printable import LineFormatter
 
 OUT_OF_MEMORY_STATUS = 71
-"""Exit status of a worker that had no memory to go on (``EX_OSERR`` of ``sysexits.h``)."""
+"""Exit status of a worker without memory (``EX_OSERR`` of ``sysexits.h``)."""
 
 # Added by the kernel, in thousandths of the machine's memory, to what a process uses when it
 # chooses whom to kill for want of memory. A worker's death costs a pause, a frontend's the
@@ -60,9 +60,9 @@ def begin_child(name: str, log_level: str, parent_pid: int | None = None) -> Non
 
 
 def raise_oom_score(oom_score_adj: int, path: Path = _OOM_SCORE_ADJ) -> None:
-    """Let the kernel kill this process, when memory runs out, before those with a lower score.
+    """Raise the kernel's preference for killing this process when memory runs out.
 
-    A score that is higher already stays. Raising it needs no privilege.
+    A higher score stays. Raising the score needs no privilege.
     """
     try:
         if int(path.read_text()) < oom_score_adj:
@@ -72,7 +72,7 @@ def raise_oom_score(oom_score_adj: int, path: Path = _OOM_SCORE_ADJ) -> None:
 
 
 def show_as(module: str, arguments: Sequence[str]) -> None:
-    """Let ``ps`` show this process, which was forked, as ``python -m MODULE`` started by hand."""
+    """Let ``ps`` show this forked process as ``python -m MODULE``."""
     try:
         from setproctitle import setproctitle
     except ImportError:
@@ -81,8 +81,9 @@ def show_as(module: str, arguments: Sequence[str]) -> None:
 
 
 def lower_priority(niceness: int, *, of_all_threads: bool = False) -> None:
-    """Let the calling thread, and those that it starts, or all threads of this process, go after
-    others that want a core."""
+    """Lower the scheduling priority of the calling thread and its future threads, or of all
+    threads.
+    """
     threads = map(int, os.listdir("/proc/self/task")) if of_all_threads else [0]
     with contextlib.suppress(OSError):  # a container may forbid it
         for thread_id in threads:
@@ -90,7 +91,7 @@ def lower_priority(niceness: int, *, of_all_threads: bool = False) -> None:
 
 
 def trim_heap() -> None:
-    """Give the pages that the C library's heap does not use back to the system."""
+    """Return unused pages of the C library's heap to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # glibc
         trim(0)
@@ -104,14 +105,13 @@ def set_log_level(log_level: str) -> None:
 def die_with_parent(expected_parent_pid: int | None = None) -> None:
     """Ask the kernel to kill this process when the parent's spawning thread ends.
 
-    Call it first thing in a child. ``expected_parent_pid`` closes the gap
-    between the fork and this call: if the parent is already another process,
-    the real one died in between and nobody would ever signal us. None trusts
-    the present parent.
+    To be called first in a child. ``expected_parent_pid`` covers the gap between the fork and this
+    call: if the parent is another process, the real parent died in between and no signal would
+    come. None trusts the present parent.
 
     Raises:
         OSError: the kernel refused the request.
-        SystemExit: the expected parent is already gone.
+        SystemExit: the expected parent is gone.
     """
     parent_pid = os.getppid() if expected_parent_pid is None else expected_parent_pid
     libc = ctypes.CDLL(None, use_errno=True)
@@ -123,9 +123,9 @@ def die_with_parent(expected_parent_pid: int | None = None) -> None:
 
 
 def raise_file_limit() -> None:
-    """Let this process have as many files, and so connections, as the system allows it.
+    """Raise the limit of open files to the hard limit.
 
-    The usual soft limit of 1,024 is for programs that use ``select``.
+    The usual soft limit of 1,024 serves programs that use ``select``.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
@@ -133,16 +133,16 @@ def raise_file_limit() -> None:
 
 
 def as_words(options: Mapping[str, object]) -> list[str]:
-    """Options and their values as a command line has them."""
+    """Return options and values as words of a command line."""
     return [str(word) for option in options.items() for word in option]
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Around imports of a million objects that live as long as the process.
+    """Exclude the objects created in this context from garbage collection.
 
-    The collector does not walk them, neither meanwhile, which takes a seventh of the time of
-    importing vLLM, nor later in the middle of a stream.
+    For imports of about a million permanent objects: the collector walks the objects neither during
+    the import, which saves a seventh of vLLM's import time, nor later during a stream.
     """
     gc.disable()
     try:
@@ -155,10 +155,10 @@ def importing() -> Iterator[None]:
 def end_at_faults() -> None:
     """Let a fault such as SIGSEGV end this process at once, with a Python traceback on stderr.
 
-    To be called in the main thread when vLLM has been imported; forked children inherit it. A
-    library that vLLM imports (``tvm_ffi``) installs a handler of SIGSEGV that looks up the line
-    numbers of the native stack first. That takes seconds, in which the process is neither dead
-    nor alive, and allocates memory, which may never return after a fault.
+    To be called in the main thread after the import of vLLM; forked children inherit the setting. A
+    library that vLLM imports (``tvm_ffi``) installs a SIGSEGV handler that resolves line numbers of
+    the native stack. The handler takes seconds, in which the process is neither dead nor alive, and
+    allocates memory, which may hang after a fault.
     """
     for number in _FAULTS:
         signal.signal(number, signal.SIG_DFL)
@@ -168,10 +168,11 @@ def end_at_faults() -> None:
 
 
 def settle_collector() -> None:
-    """What is there now lives as long as the process, and what comes seldom makes cycles.
+    """Freeze startup objects and raise the garbage collector's thresholds.
 
-    A walk over all of the daemon's modules and routes held its event loop up for 50 ms, one over
-    the requests, turns and stimuli of a busy box for 30 ms, several times a minute.
+    Startup objects are permanent, and later objects rarely form cycles. A collection over the
+    daemon's modules and routes stopped the event loop for 50 ms, one over the requests, turns and
+    events of a busy box for 30 ms, several times a minute.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""What all messages are."""
+"""The base class of messages."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import msgspec
 
 
 class Message(msgspec.Struct, tag=True):
-    """Base of all messages; the struct's name is its tag on the wire."""
+    """Base of all messages; the class name is the tag on the wire."""

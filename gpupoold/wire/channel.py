@@ -32,28 +32,28 @@ _INT = struct.Struct("@i")
 
 
 class ChannelClosed(ConnectionError):
-    """The other process closed its end, died, or sent what is no message."""
+    """The other process closed its end, died, or sent an invalid message."""
 
 
 class DescriptorsLost(ChannelClosed):
-    """Descriptors of a message did not arrive, as this process may have no more (``EMFILE``).
+    """A message's descriptors did not arrive, because this process has too many (``EMFILE``).
 
-    The channel can still be used. Who has no answer to a message without its descriptors
-    treats the channel as closed.
+    The channel stays usable. A receiver that cannot handle the message without descriptors treats
+    the channel as closed.
     """
 
 
 class _Descriptors:
-    """Descriptors that arrived and nobody has taken, grouped by the message they came with.
+    """Received descriptors that no reader has taken yet, grouped by message.
 
-    The kernel delivers those of one message in one read, and of no other message with them.
+    The kernel delivers one message's descriptors in one read, and never with another message's.
     """
 
     def __init__(self) -> None:
         self._groups: deque[tuple[deque[int], bool]] = deque()
 
     def add(self, fds: Sequence[int], *, is_whole: bool) -> None:
-        """Note what one read brought; not ``is_whole``: the kernel dropped the others."""
+        """Record the descriptors of one read; not ``is_whole`` if the kernel dropped some."""
         if fds or not is_whole:
             self._groups.append((deque(fds), is_whole))
 
@@ -73,7 +73,7 @@ class _Descriptors:
         return fd
 
     def close(self) -> None:
-        """Close all that nobody took."""
+        """Close all descriptors that no reader took."""
         for fds, _ in self._groups:
             _close_all(fds)
         self._groups.clear()
@@ -82,8 +82,8 @@ class _Descriptors:
 class AsyncChannel(Generic[T]):
     """One end of a channel inside an event loop; not thread-safe.
 
-    Writes are queued and flushed in order; ``send`` never blocks. What the other
-    end sent before it closed or died can still be received, with its descriptors.
+    Writes are queued and flushed in order; ``send`` never blocks. Messages that arrived before the
+    other end closed or died can still be received, with descriptors.
     """
 
     def __init__(self, sock: socket.socket, receives: Any) -> None:
@@ -99,12 +99,12 @@ class AsyncChannel(Generic[T]):
         self._loop.add_reader(sock.fileno(), self._on_readable)
 
     def send(self, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:
-        """Queue a message; ``fds`` are duplicated, so the caller may close its own.
+        """Queue a message; ``fds`` are duplicated, so the caller may close the originals.
 
         Raises:
-            ChannelClosed: the channel is already known to be closed.
-            FrameTooLong: the message cannot be sent; the channel goes on.
-            OSError: ``fds`` cannot be duplicated; nothing is sent.
+            ChannelClosed: the channel is already closed.
+            FrameTooLong: the message is too long to send; the channel stays usable.
+            OSError: ``fds`` cannot be duplicated; no data are sent.
         """
         self.send_frame(encode_frame(message), fds)
 
@@ -130,10 +130,10 @@ class AsyncChannel(Generic[T]):
         return message
 
     def take_fd(self) -> int:
-        """The next descriptor of the message just received; the caller owns it.
+        """Return the next descriptor of the latest received message, owned by the caller.
 
         Raises:
-            DescriptorsLost: see there.
+            DescriptorsLost: the descriptor did not arrive.
         """
         return self._fds.take()
 
@@ -143,7 +143,7 @@ class AsyncChannel(Generic[T]):
         return not self._can_send
 
     def close(self) -> None:
-        """Close this end; ``receive`` raises once it has returned what came before."""
+        """Close this end; ``receive`` raises after returning earlier messages."""
         self._hang_up()
         self._fds.close()
 
@@ -166,7 +166,7 @@ class AsyncChannel(Generic[T]):
             self._incoming.put_nowait(message)
 
     def _hang_up(self) -> None:
-        """Close the socket; messages and descriptors that came in stay."""
+        """Close the socket; received messages and descriptors stay."""
         if not self._is_open:
             return
         self._is_open = False
@@ -176,7 +176,7 @@ class AsyncChannel(Generic[T]):
         self._incoming.put_nowait(None)
 
     def _stop_sending(self) -> None:
-        """The other end reads no more; what it wrote before may still be to read."""
+        """Stop sending, because the other end no longer reads; its data may still be read."""
         self._can_send = False
         self._loop.remove_writer(self._sock.fileno())
         for _, fds in self._outgoing:
@@ -203,7 +203,7 @@ class AsyncChannel(Generic[T]):
 
 
 class BlockingChannel(Generic[T]):
-    """One end of a channel in a plain thread; one thread sends, the same thread receives."""
+    """One end of a channel in a plain thread, which both sends and receives."""
 
     def __init__(self, sock: socket.socket, receives: Any) -> None:
         sock.setblocking(True)
@@ -248,21 +248,21 @@ class BlockingChannel(Generic[T]):
         return self._ready.popleft()
 
     def take_fd(self) -> int:
-        """The next descriptor of the message just received; the caller owns it.
+        """Return the next descriptor of the latest received message, owned by the caller.
 
         Raises:
-            DescriptorsLost: see there.
+            DescriptorsLost: the descriptor did not arrive.
         """
         return self._fds.take()
 
     def close(self) -> None:
-        """Close this end and descriptors that nobody took."""
+        """Close this end and descriptors that no reader took."""
         self._sock.close()
         self._fds.close()
 
 
 def _can_be_read(sock: socket.socket, wake_fds: Sequence[int], timeout_s: float | None) -> bool:
-    """Wait until the socket, or one of ``wake_fds``, can be read; whether it is the socket."""
+    """Wait until the socket or one of ``wake_fds`` is readable; return whether the socket is."""
     # select.select() takes no descriptor beyond 1,023, as a parent with many open may pass on.
     poll = select.poll()
     for fd in (sock.fileno(), *wake_fds):
@@ -272,7 +272,7 @@ def _can_be_read(sock: socket.socket, wake_fds: Sequence[int], timeout_s: float 
 
 
 def _receive_some(sock: socket.socket, fds: _Descriptors) -> bytes:
-    """Bytes that have come (none at the end of the stream); descriptors go to ``fds``."""
+    """Return received bytes, empty at the end of the stream; add descriptors to ``fds``."""
     # socket.recv_fds() drops its flags, and children would inherit the descriptors.
     room = socket.CMSG_LEN(_MAX_FDS * _INT.size)
     data, ancillary, flags, _ = sock.recvmsg(_READ_BYTES, room, socket.MSG_CMSG_CLOEXEC)

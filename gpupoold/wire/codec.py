@@ -2,7 +2,7 @@
 
 A frame is a little-endian ``uint32`` payload length and a msgpack payload.
 File descriptors travel beside the frames by ``SCM_RIGHTS`` and are consumed in
-order by the messages whose ``has_image`` is set.
+order by the messages whose ``has_snapshot`` is set.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:
-    """One message as header + payload.
+    """Return a message as header and payload.
 
     Raises:
-        FrameTooLong: longer than ``MAX_FRAME_BYTES``.
+        FrameTooLong: the frame exceeds ``MAX_FRAME_BYTES``.
     """
     payload = _encoder.encode(message)
     if len(payload) > MAX_FRAME_BYTES:
@@ -40,7 +40,7 @@ def encode_frame(message: msgspec.Struct) -> bytes:
 
 
 class FrameDecoder(Generic[T]):
-    """Turns a byte stream into messages of one union type."""
+    """A decoder of a byte stream into messages of one union type."""
 
     def __init__(self, message_type: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(message_type)

@@ -1,10 +1,9 @@
-"""Everything that crosses a process boundary, as tagged msgspec structs.
+"""All messages between processes, as tagged msgspec structs.
 
-Conversations of the daemon with its workers, its frontends and its fork server, all over unix
-stream sockets framed by :mod:`gpupoold.wire.codec`. A field named
-``frames`` holds buffers encoded by vLLM's own serialiser; the daemon forwards
-them unread. Times ending in ``_s`` that are instants are ``time.monotonic()``
-of this machine, which all processes share.
+The daemon talks to workers, frontends and the fork server over unix stream sockets with the framing
+of :mod:`gpupoold.wire.codec`. A field named ``frames`` holds buffers in the encoding of vLLM's
+serialiser; the daemon forwards the buffers unread. Instants that end in ``_s`` are
+``time.monotonic()`` of this machine, common to all processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the daemon and its frontend tell each other of API keys; never a key itself."""
+"""Messages about API keys between the daemon and its frontends; none contains a key's text."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from gpupoold.wire.base import Message
 
 
 class KeyRecord(msgspec.Struct, frozen=True):
-    """A key that may be valid: its id, the hashes to compare with, and what it may do.
+    """A key that may be valid: id, digests, rights and limits; times in wall-clock seconds.
 
-    ``previous_digest`` counts until ``previous_until``. ``models`` None: all; none of them:
-    it may read the metrics and nothing else. ``is_rate_limited``: the daemon has to be asked
-    before a request begins, see ``AskRate``. ``max_live``: of its requests; None: any number.
-    Wall-clock seconds.
+    ``previous_digest`` is valid until ``previous_until``. ``models`` None allows all models, an
+    empty tuple only the metrics. If ``is_rate_limited``, the daemon must permit each request, see
+    ``AskRate``. ``max_live`` limits live requests; None means no limit.
     """
 
     id: str
@@ -30,10 +29,9 @@ class KeyRecord(msgspec.Struct, frozen=True):
 
 
 class AccessRules(Message):
-    """Who may ask (daemon → frontend); replaces the rules sent before.
+    """Rules of access (daemon → frontend); replace all earlier rules.
 
-    ``host_names`` are the hosts, in lower case, that requests without a key may be sent to
-    beside loopback.
+    ``host_names`` are hosts in lower case, besides loopback, for requests without a key.
     """
 
     keys: list[KeyRecord]
@@ -42,15 +40,20 @@ class AccessRules(Message):
 
 
 class AccessReport(Message):
-    """How many requests had no valid key since the last report (frontend → daemon, about once
-    a second)."""
+    """Number of requests without a valid key since the last report (frontend → daemon).
+
+    Sent about once a second.
+    """
 
     num_unauthorised: int
 
 
 class AskRate(Message):
-    """May an HTTP request with this key begin (frontend → daemon)? Sent for keys that are
-    ``is_rate_limited``; answered by ``RateAnswer``. A request that may begin is counted."""
+    """Asks whether an HTTP request with this key may begin (frontend → daemon).
+
+    Sent for keys that are ``is_rate_limited``; answered by ``RateAnswer``. A permitted request is
+    counted.
+    """
 
     call_id: int
     key_id: str

@@ -8,7 +8,7 @@ from gpupoold.wire.base import Message
 class Fork(Message):
     """Start a module (daemon → fork server).
 
-    With it come the descriptors of its log and of each of ``fd_options``.
+    Carries the descriptors of the log and of each of ``fd_options``.
     """
 
     call_id: int
@@ -19,21 +19,21 @@ class Fork(Message):
 
 
 class Forked(Message):
-    """It runs (fork server → daemon). With it comes a pidfd."""
+    """The module runs (fork server → daemon). Carries a pidfd."""
 
     call_id: int
     pid: int
 
 
 class ForkFailed(Message):
-    """It could not be started, for this reason; nothing of it runs (fork server → daemon)."""
+    """The module could not be started; no process is left (fork server → daemon)."""
 
     call_id: int
     reason: str
 
 
 class KillForked(Message):
-    """Kill a forked process (daemon → fork server): its pidfd did not reach the daemon."""
+    """Kill a forked process (daemon → fork server) whose pidfd did not reach the daemon."""
 
     pid: int
 

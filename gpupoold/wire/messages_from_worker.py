@@ -14,12 +14,11 @@ from gpupoold.wire.records import (
 
 
 class WorkerReady(Message):
-    """The worker owns its device and can load models. With ``shares_kv_host`` the memfd of its
-    KV host cache comes along.
+    """The worker owns its device and can load models.
 
-    ``bandwidth_bytes_per_s`` is that of a switch, with mapping; the link's own are for copies
-    to and from the device. ``kv_host_bytes`` is the size of its KV host cache; None: as much
-    as it takes.
+    With ``shares_kv_host`` the message carries the memfd of the KV host cache.
+    ``bandwidth_bytes_per_s`` is the rate of switches including mapping; the link's rates are those
+    of plain copies. ``kv_host_bytes`` is the size of the KV host cache, None for no limit.
     """
 
     device: int
@@ -36,11 +35,11 @@ class WorkerReady(Message):
 
 
 class ModelLoaded(Message):
-    """A model is ready to serve; with ``has_image`` its snapshot's memfd comes along.
+    """A model is ready to serve; with ``has_snapshot`` the message carries the snapshot's memfd.
 
-    ``profile`` is what timing its steps gave, None when that was not asked for; ``self-check``
-    what it answered to a fixed prompt, empty when it generates no text. ``image_problem``
-    says why the snapshot that came with the order was not used.
+    ``profile`` has the measured step times, None if not requested. ``self_check`` has the tokens of
+    the self-check, empty if the model generates no text. ``snapshot_problem`` says why the snapshot
+    in the order was not used.
     """
 
     model: LoadedModel
@@ -73,20 +72,19 @@ class SnapshotDropped(Message):
 
 
 class SnapshotTaken(Message):
-    """The model can run again; or ``problem`` says why it cannot."""
+    """The model can run again, or ``problem`` says why not."""
 
     model: str
     problem: str = ""
 
 
 class StepOutputs(Message):
-    """What one engine step produced (worker → daemon → frontend).
+    """Outputs of one engine step (worker → daemon → frontend).
 
-    ``frames`` is empty when a device without an engine made the tokens: ``progress`` has
-    them. ``step_s`` is the time of a pure decode step, None when the step prefilled.
-    ``frame_counts`` says how many of the frames are for each frontend, by its number and in
-    the frames' order; empty: all frames are for one frontend. Each frontend is sent its own
-    frames and the progress of its own requests.
+    ``frames`` is empty if a device without an engine made the tokens, which ``progress`` contains.
+    ``step_s`` is the time of a pure decode step, None if the step prefilled. ``frame_counts`` has
+    the number of frames per frontend number, in the frames' order; empty means one frontend for all
+    frames. Each frontend gets its own frames and the progress of its own requests.
     """
 
     model: str
@@ -98,9 +96,10 @@ class StepOutputs(Message):
 
 
 class Migrated(Message):
-    """A request that was to go has gone; all its tokens so far were told before.
+    """A request has left the worker; all its tokens were sent before.
 
-    ``is_known`` is false if it was not there. ``KV transfer`` None: its KV did not come along.
+    ``is_known`` is false if the worker did not have the request. ``kv_transfer`` None means that
+    the KV did not come along.
     """
 
     model: str
@@ -110,36 +109,33 @@ class Migrated(Message):
 
 
 class RequestAttached(Message):
-    """A request that was moving can go on here."""
+    """A migrated request can continue on this worker."""
 
     model: str
     request_id: str
 
 
 class KvTransferUsed(Message):
-    """A KV transfer is not needed any more by whom it was for."""
+    """The target no longer needs a KV transfer."""
 
     transfer_id: str
     source: int
 
 
 class MemoryReport(Message):
-    """What a device would have to move to run a model has changed, between ends of turns.
+    """The bytes missing on a device to run models have changed between two turns' ends.
 
-    ``missing_bytes`` has the bytes for every model for which they are not as they were last
-    told.
+    ``missing_bytes`` has the models whose bytes differ from the last report.
     """
 
     missing_bytes: dict[str, int]
 
 
 class TurnReport(Message):
-    """A turn is over: its quota used while another model waits, or nothing left to do.
+    """A turn is over: the quota is used while another model waits, or no work is left.
 
-    ``missing_bytes``: as in ``MemoryReport``.
-
-    ``model`` is whose turn it was, ``began_s`` when it could run, None if it never did, and
-    ``ended_s`` when it was over.
+    ``missing_bytes`` as in ``MemoryReport``. ``model`` had the turn, ``began_s`` is the time when
+    the model could run, None if never, and ``ended_s`` the end.
     """
 
     turn_id: int
@@ -152,8 +148,8 @@ class TurnReport(Message):
 class Switched(Message):
     """A switch happened.
 
-    ``bandwidth_bytes_per_s`` is what switches of the worker reach by now, mapping included, a
-    moving average; 0: the worker does not measure it.
+    ``bandwidth_bytes_per_s`` is a moving average of the worker's switches including mapping, 0 if
+    not measured.
     """
 
     switch: SwitchRecord
@@ -161,8 +157,10 @@ class Switched(Message):
 
 
 class WrongAnswer(Message):
-    """A model that has served gives another answer to the self-check's prompt than it did: its
-    bytes are wrong. Its requests here have ended."""
+    """A model answered its self-check with other tokens than before, so its bytes are wrong.
+
+    The model's requests on the worker have ended.
+    """
 
     model: str
     expected: tuple[int, ...]
@@ -170,10 +168,10 @@ class WrongAnswer(Message):
 
 
 class WorkerStatus(Message):
-    """Sent a few times a second: proof of life and what ``gpupool ps`` shows.
+    """A sign of life several times a second, and the data of ``gpupool ps``.
 
-    ``turn_began_s`` is when the model on its turn could run, None while it is being brought in.
-    ``prefetched_bytes`` of weights were brought in for a turn that is still to come.
+    ``turn_began_s`` is the time when the present model could run, None while the model is brought
+    in. ``prefetched_bytes`` of weights belong to a coming turn.
     """
 
     device: int

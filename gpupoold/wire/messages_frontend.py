@@ -11,9 +11,9 @@ from gpupoold.wire.records import (
 
 
 class Reconfigure(Message):
-    """The configuration has changed; each heeds what it has a use for.
+    """A changed configuration; a receiver uses the fields that concern its process.
 
-    ``max_live_requests``: of one model. ``max_bytes_in_flight``: of this frontend.
+    ``max_live_requests`` is per model, ``max_bytes_in_flight`` per frontend.
     """
 
     log_level: str
@@ -24,7 +24,7 @@ class Reconfigure(Message):
 
 
 class FrontendReady(Message):
-    """The frontend follows the daemon's messages; it accepts no connections yet."""
+    """The frontend handles messages, but accepts no connections yet."""
 
     pid: int
 
@@ -34,11 +34,11 @@ class Accept(Message):
 
 
 class Accepting(Message):
-    """The frontend accepts connections on the socket that it was given."""
+    """The frontend accepts connections on the passed socket."""
 
 
 class ModelList(Message):
-    """All registered models with their states; replaces the list sent before."""
+    """All registered models with states; replaces the previous list."""
 
     models: list[ServedModel]
     ready: bool
@@ -59,18 +59,17 @@ class StopServing(Message):
 
 
 class Ping(Message):
-    """Is it there? Answered by ``Pong``."""
+    """A request for a sign of life, answered by ``Pong``."""
 
 
 class Pong(Message):
-    """It is there. Its event loop came so much too late since it said so last, each time that
-    this was measured."""
+    """Reply to ``Ping``. ``lags_s``: event-loop lag samples since the last ``Pong``, in seconds."""
 
     lags_s: list[float] = []
 
 
 class AskMetrics(Message):
-    """What is to be told at ``/metrics`` (frontend → daemon)? Answered by ``MetricsText``."""
+    """A request for the text of ``/metrics`` (frontend → daemon), answered by ``MetricsText``."""
 
     call_id: int
 
@@ -83,7 +82,7 @@ class MetricsText(Message):
 
 
 class RequestsFailed(Message):
-    """Requests that cannot be answered (worker → daemon → frontend); their streams end so."""
+    """Requests that failed (worker → daemon → frontend); their streams end."""
 
     model: str
     request_ids: list[str]
@@ -91,11 +90,10 @@ class RequestsFailed(Message):
 
 
 class AdmissionAnswer(Message):
-    """The answer to an ``AddRequest``, before anything else about the request (daemon →
-    frontend): ``status`` 200 if it is taken.
+    """The answer to an ``AddRequest``, before any other message about the request.
 
-    Else it is the HTTP status of the refusal, ``message`` is for the client, and
-    ``retry_after_s`` says how long it is to wait.
+    Sent from daemon to frontend. ``status`` 200 means admitted. Otherwise ``status`` is the HTTP
+    status of the refusal, ``message`` is for the client, and ``retry_after_s`` is the waiting time.
     """
 
     model: str

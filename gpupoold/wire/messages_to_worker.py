@@ -11,11 +11,10 @@ from gpupoold.wire.records import (
 
 
 class LoadModel(Message):
-    """Load a model; with ``has_image`` one descriptor (the snapshot's memfd) comes along.
+    """Load a model; with ``has_snapshot`` the message carries the snapshot's memfd.
 
-    ``self-check`` is what the model with that snapshot answers to a fixed prompt, empty if that is
-    not known. ``profiling_budget_s`` is how long its steps may be timed afterwards; 0: they
-    are known.
+    ``self_check`` has the expected tokens of the self-check with that snapshot, empty if unknown.
+    ``profiling_budget_s`` is the time for measuring steps afterwards, 0 if the steps are known.
     """
 
     model: ModelToLoad
@@ -26,21 +25,24 @@ class LoadModel(Message):
 
 
 class UnloadModel(Message):
-    """Drop a model; its live requests must have ended before."""
+    """Remove a model, whose requests have ended before."""
 
     name: str
 
 
 class DropSnapshot(Message):
-    """Let the snapshot of a model without requests go; its engine stays. Answered by
-    ``SnapshotDropped``."""
+    """Release the snapshot of a model without requests; the engine stays. Answered by
+    ``SnapshotDropped``.
+    """
 
     model: str
 
 
 class TakeSnapshot(Message):
-    """Have the snapshot of a model again: the memfd that comes along, of the layout that the
-    model's engine has. Answered by ``SnapshotTaken``."""
+    """Attach the snapshot of a model; the message carries a memfd in the engine's layout.
+
+    Answered by ``SnapshotTaken``.
+    """
 
     model: str
 
@@ -54,13 +56,13 @@ class SetTargets(Message):
 
 
 class AddRequest(Message):
-    """A request for a model (frontend → daemon → worker); ``frames`` have it as vLLM encodes it.
+    """A request for a model (frontend → daemon → worker); ``frames`` in vLLM's encoding.
 
-    ``output_token_ids`` are the tokens that its client has from another worker. One that
-    ``is_moving`` is answered by ``Attached`` when it can go on; its KV is in ``KV transfer``, or
-    has to be computed anew. ``key_id``: of the API key that it came with, empty without one.
-    ``frontend``: the number of the frontend that it came from, which the daemon fills in. One
-    that ``is_isolated`` shares no step with others until ``EndIsolation``.
+    ``output_token_ids`` are tokens that the client has from another worker. If ``is_moving``, the
+    worker sends ``RequestAttached`` when the request can continue; the KV is in ``kv_transfer`` or
+    is recomputed. ``key_id`` is the id of the API key or empty. The daemon fills ``frontend`` in
+    with the number of the sending frontend. A request that ``is_isolated`` shares no step with
+    other requests until ``EndIsolation``.
     """
 
     model: str
@@ -79,7 +81,7 @@ class AddRequest(Message):
 
 
 class EndIsolation(Message):
-    """A request may share steps with others again (daemon → worker)."""
+    """Let a request share steps with other requests again (daemon → worker)."""
 
     model: str
     request_id: str
@@ -93,12 +95,12 @@ class AbortRequests(Message):
 
 
 class RunTurn(Message):
-    """What the device does now, and the model whose turn is next: to be made ready meanwhile.
+    """The present turn of the device, and the next model, to be prefetched meanwhile.
 
-    A ``turn_id`` that is under way goes on, with the new ``quota_s`` and ``then``; one that
-    has ended is old news. ``model`` None: no turn. ``then`` None: the turn goes on past its
-    quota. When a turn ends the device makes ready for ``then`` without waiting for orders.
-    ``chunk_tokens``: of one step at most, prompt tokens and one for each answer.
+    A running ``turn_id`` continues with the new ``quota_s`` and ``then``; the worker ignores a
+    ``turn_id`` that has ended. ``model`` None means no turn. With ``then`` None the turn continues
+    past its quota. At the end of a turn the device prepares for ``then`` without waiting for
+    orders. ``chunk_tokens`` bounds one step: prompt tokens plus one per answer.
     """
 
     turn_id: int
@@ -109,28 +111,30 @@ class RunTurn(Message):
 
 
 class MigrateOut(Message):
-    """Let a request go, with its KV; answered by ``Migrated``."""
+    """Let a request leave with its KV; answered by ``Migrated``."""
 
     model: str
     request_id: str
 
 
 class PeerHost(Message):
-    """The host cache of another worker, whose memfd comes along, for KV transfers from there. It
-    takes the place of one that the other had when it ran before."""
+    """The host cache of another worker, for KV transfers; carries the cache's memfd.
+
+    Replaces the host cache of that worker's previous process.
+    """
 
     device: int
     num_bytes: int
 
 
 class PeerDown(Message):
-    """A worker has died: what had not arrived from there never will."""
+    """A worker has died; KV transfers from that worker that have not arrived are lost."""
 
     device: int
 
 
 class ReleaseKvTransfer(Message):
-    """Nobody needs the bytes of a KV transfer any more."""
+    """Free the bytes of a KV transfer."""
 
     transfer_id: str
 
@@ -144,7 +148,7 @@ class Call(Message):
 
 
 class CallResult(Message):
-    """The answer to a ``Call``; ``error_code`` is set when it failed."""
+    """The answer to a ``Call``; ``error_code`` is set after a failure."""
 
     call_id: int
     result: object = None

@@ -1,4 +1,4 @@
-"""What messages are made of: models, requests, switches and memory as they are told of.
+"""Parts of messages: models, requests, switches and memory.
 
 Instants that end in ``_s`` are ``time.monotonic()`` of this machine.
 """
@@ -9,7 +9,7 @@ import msgspec
 
 
 class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process needs to build a model's vLLM configuration."""
+    """The data for building a model's vLLM configuration."""
 
     name: str
     path: str
@@ -23,7 +23,7 @@ class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What loading a model taught us; workers report it, frontends and the registry use it."""
+    """Facts about a loaded model, for frontends and the registry."""
 
     name: str
     architecture: str
@@ -38,7 +38,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
-    """One request's share of a step: ids it gained, and why it ended if it did."""
+    """A request's share of a step: new token ids, and the reason if the request ended."""
 
     request_id: str
     new_token_ids: list[int]
@@ -46,10 +46,10 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One switch with its stages in seconds; bytes are what really moved.
+    """A switch with stages in seconds; bytes that were really moved.
 
-    ``prefetched_bytes`` of weights had come, or were on their way, when it began; they are none
-    of the ``weight_bytes``.
+    ``prefetched_bytes`` of weights had arrived, or were on the way, at the start; ``weight_bytes``
+    does not contain them.
     """
 
     device: int
@@ -68,11 +68,10 @@ class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvTransfer(msgspec.Struct, frozen=True, array_like=True):
-    """KV of a request's first ``num_blocks`` blocks, row by row: at ``(offset, num_bytes)`` of the
-    host cache of worker ``source``.
+    """KV of a request's first ``num_blocks`` blocks, row by row.
 
-    With the message that names it comes an eventfd that tells when its bytes are there
-    (:mod:`gpupoold.memory.kv_transfers`).
+    The bytes are at ``(offset, num_bytes)`` of the host cache of worker ``source``. The message
+    carries an eventfd that signals the arrival of the bytes (:mod:`gpupoold.memory.kv_transfers`).
     """
 
     transfer_id: str
@@ -82,7 +81,7 @@ class KvTransfer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """One model's memory on one worker, in bytes."""
+    """A model's memory on one worker, in bytes."""
 
     model: str
     weights_resident_bytes: int
@@ -96,8 +95,8 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A row of ``/v1/models``; ``state`` is a ``ModelState``.
 
-    Clients of one that is not ready are told to come again after ``retry_after_s``, or at
-    ``retry_at_s`` (on the monotonic clock) if that is later.
+    Clients of a model that is not ready should retry after ``retry_after_s``, or at ``retry_at_s``
+    (on the monotonic clock) if that is later.
     """
 
     name: str

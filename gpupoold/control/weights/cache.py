@@ -13,7 +13,7 @@ from typing import Protocol
 class CachedSnapshot:
     """A model's snapshot: the daemon's descriptor of its memfd, and what layout it has.
 
-    ``self-check`` is what the model answers with it to a fixed prompt.
+    ``self_check`` is what the model answers with it to a fixed prompt.
     """
 
     fd: int

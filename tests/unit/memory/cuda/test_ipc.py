@@ -17,7 +17,7 @@ from tests.unit.memory.fake_cuda import Event, FakeCuda
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A device whose first page is mapped at ``address range``, with a copy stream."""
+    """A device whose first page is mapped at ``address_range``, with a copy stream."""
 
     driver: FakeCuda
     device: CudaDevice

@@ -43,7 +43,7 @@ def build_pool(
     fd_store: FdStore,
     keyring: Keyring,
 ) -> Pool:
-    """Wire the parts together; nothing is started yet."""
+    """Wire the parts together without starting any."""
     settings = configuration.settings
     options = PolicyOptions(quota_max_s=settings.scheduling.quota_max_s)
     header = Header(settings.scheduling.policy, options)
@@ -122,7 +122,7 @@ def _from_frontend(
 
 
 async def _set_up_frontend(keyring: Keyring, lifecycle: ModelLifecycle, frontend: Frontend) -> None:
-    """Who may ask is told before what there is to ask: until then the frontend refuses all."""
+    """Send the rules of access before the models: until then the frontend refuses all requests."""
     keyring.publish()
     await lifecycle.frontend_up(frontend)
 
@@ -135,7 +135,7 @@ def _url(listener: socket.socket, settings: Settings) -> str:
 
 
 def _preloaded(settings: Settings) -> list[str]:
-    """What processes that are forked have in common."""
+    """Return the modules that the fork server imports."""
     has_emulated = any(device.kind == "emulated" for device in settings.devices)
     worker = ["gpupoold.worker.preload"] if has_emulated else []
     return ["gpupoold.frontend.preload", *worker]

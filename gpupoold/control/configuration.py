@@ -1,4 +1,4 @@
-"""The file a daemon was started with, and the settings it runs with."""
+"""The daemon's configuration file and present settings."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ _logger = logging.getLogger(__name__)
 
 
 class Configuration:
-    """What the daemon's configuration is, and what a file would make of it; one per daemon.
+    """The configuration of a running daemon, and comparisons with files; one per daemon.
 
-    ``path`` is that of the file it was read from last, None where there was none.
+    ``path`` is that of the file read last, None without a file.
     """
 
     def __init__(self, file: ConfigFile, named: Path | None = None) -> None:
-        """``named``: the file that was asked for; None: whichever is found, see
-        :func:`gpupoold.config.schema.chosen_path`."""
+        """Start with ``file``; ``named`` is the path on the command line.
+
+        ``named`` None means the file of :func:`gpupoold.config.schema.chosen_path`.
+        """
         self._named = named
         self._written = file.written
         self.path = file.path
@@ -31,14 +33,15 @@ class Configuration:
         _warn_of_old_names(file)
 
     def info(self) -> ConfigInfo:
-        """All keys, with their values now."""
+        """Return all keys with their present values."""
         return config_info(self.settings, self.path, self._written)
 
     async def diff(self, text: str | None = None, name: str = "") -> DiffInfo:
-        """What the ``text`` of a file called ``name`` would change; without one, the file.
+        """Return the changes that a file would make: ``text`` called ``name``, or the daemon's
+        file.
 
         Raises:
-            ConfigError: something is wrong in it.
+            ConfigError: the file has an error.
         """
         file = await self.read() if text is None else parsed_file(text, Path(name))
         changes = changes_between(self.settings, file.settings)
@@ -46,15 +49,15 @@ class Configuration:
         return DiffInfo(path=path, changes=[change_info(one) for one in changes])
 
     async def read(self) -> ConfigFile:
-        """The file as it is now.
+        """Read the file again.
 
         Raises:
-            ConfigError: something is wrong in it.
+            ConfigError: the file has an error.
         """
         return await asyncio.to_thread(read_config_file, self._named)
 
     def take(self, file: ConfigFile, settings: Settings) -> None:
-        """Run with these settings: those of ``file``, as far as that is possible now."""
+        """Adopt ``settings``: those of ``file``, as far as a running daemon can."""
         waiting = {one.key for one in changes_between(settings, file.settings)}
         self._written = (file.written - waiting) | (self._written & waiting)
         self.path = file.path

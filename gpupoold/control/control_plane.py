@@ -1,4 +1,4 @@
-"""The pool as the admin API sees it: one object that knows all parts."""
+"""The control plane for the admin API: one object with all parts."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Pool:
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self) -> None:
-        """Start the workers and the frontends; they come up in the background."""
+        """Start the workers and the frontends, which come up in the background."""
         self.supervisor.start()
         self.frontends.start()
         self.gpu_readings.start()
@@ -139,14 +139,14 @@ class Pool:
         return "ready" if ready else "starting"
 
     async def models(self) -> list[ModelInfo]:
-        """All registered models by name, with their states now."""
+        """Return all registered models by name, with their present states."""
         return [model_info(row, self.lifecycle.state_of(row)) for row in await self.registry.list()]
 
     async def model(self, name: str) -> ModelInfo:
-        """One model with what it has and does now.
+        """Return a model with its present use.
 
         Raises:
-            NoSuchModel: it is not registered.
+            NoSuchModel: the model is not registered.
         """
         row = await self.lifecycle.find(name)
         info = model_info(row, self.lifecycle.state_of(row))
@@ -155,7 +155,7 @@ class Pool:
         return info.model_copy(update={"usage": ModelUsage(**now)})
 
     async def ps(self) -> bytes:
-        """What runs now: ``Ps`` as JSON."""
+        """Return running models, devices and requests: ``Ps`` as JSON."""
         rows = await self.registry.list()
         states = {str(row.spec.name): self.lifecycle.state_of(row).value for row in rows}
         workers = self.supervisor.workers
@@ -165,11 +165,11 @@ class Pool:
         return views.devices(self.supervisor.workers, self.dispatcher)
 
     async def status(self) -> Status:
-        """One look at the daemon."""
+        """Return the daemon's status."""
         return self.status_of(len(await self.registry.list()))
 
     def status_of(self, num_models: int) -> Status:
-        """The same, for who knows how many models are registered."""
+        """Return the daemon's status for a known number of models."""
         tls_cert = self.settings.server.tls_cert
         readies = [i.ready for i in self.supervisor.workers if i.ready is not None]
         return Status(
@@ -235,10 +235,10 @@ class Pool:
         return result
 
     async def _shared(self, names: tuple[str, str]) -> tuple[Worker, list[str]]:
-        """A worker that has two models loaded, and their names without aliases.
+        """Return a worker with two given models loaded, and the models' names without aliases.
 
         Raises:
-            Refused: fewer than two different models, or no worker has both.
+            Refused: the models are the same, or no worker has both.
         """
         first, second = [(await self.lifecycle.find(name)).spec.name for name in names]
         if first == second:
@@ -252,11 +252,12 @@ class Pool:
         return shared[0], [first, second]
 
     def stimuli(self) -> Iterator[bytes]:
-        """What the scheduling core was told and what it did since the start, as JSON lines
-        that :mod:`gpupoold.control.event_log_file` reads.
+        """Yield the core's events and actions since the start as JSON lines.
+
+        :mod:`gpupoold.control.event_log_file` reads the lines.
 
         Raises:
-            Refused: it was so much that the beginning has been forgotten.
+            Refused: the beginning of the log has been dropped.
         """
         core = self.dispatcher.scheduler.core
         if not core.is_from_start:
@@ -282,7 +283,7 @@ class Pool:
             worker.reading = self.gpu_readings.of(worker.number)
 
     async def _check_when_idle(self) -> None:
-        """An idle daemon looks at the core's books, and says once when they disagree."""
+        """Check the core's state while the daemon is idle; report each inconsistency once."""
         told = ""
         while True:
             await asyncio.sleep(_CHECK_INTERVAL_S)
@@ -297,10 +298,10 @@ class Pool:
                     self.history.record_event("error", "core_inconsistent", "core", told)
 
     async def check_integrity(self) -> list[object]:
-        """The scheduling core's books and every worker's accounts.
+        """Check the core's state and every worker's accounts.
 
         Raises:
-            Failed: naming what disagrees, or a worker that is down.
+            Failed: an inconsistency, or a worker is down.
         """
         try:
             self.dispatcher.scheduler.check_state()

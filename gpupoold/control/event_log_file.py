@@ -1,7 +1,7 @@
-"""A log of stimuli as a file of JSON lines: a header, then one stimulus per line.
+"""An event log as a file of JSON lines: a header, then one entry per line.
 
-Only a log that reaches back to a new core can be read again: the core's state is not
-written down, it follows from what the core was told.
+Only a log that starts with a new core can be replayed: the file has no snapshot of the core's
+state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ACTIONS: dict[str, type] = {kind.__name__: kind for kind in get_args(Action)}
 
 
 class Header(msgspec.Struct, frozen=True):
-    """Whose stimuli these are."""
+    """The policy and version of a log."""
 
     policy: str
     options: PolicyOptions = msgspec.field(default_factory=PolicyOptions)
@@ -43,10 +43,10 @@ class _Line(msgspec.Struct, omit_defaults=True):
 
 
 def write(path: Path, header: Header, stimuli: Iterable[Stimulus]) -> None:
-    """Write a log that begins with a new core; a file that is there is replaced at the end.
+    """Write a log that starts with a new core; replace an existing file at the end.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     partial = path.with_name(path.name + ".partial")
     try:
@@ -59,7 +59,7 @@ def write(path: Path, header: Header, stimuli: Iterable[Stimulus]) -> None:
 
 
 def lines(header: Header, stimuli: Iterable[Stimulus]) -> Iterator[bytes]:
-    """The lines of such a file, each with its end."""
+    """Yield the lines of a log file, each with a newline."""
     yield msgspec.json.encode(header) + b"\n"
     for stimulus in stimuli:
         yield msgspec.json.encode(_line(stimulus)) + b"\n"
@@ -79,11 +79,11 @@ def read(path: Path) -> tuple[Header, list[Stimulus]]:
 
 
 def replay_file(path: Path) -> Difference | None:
-    """The first difference between a file and what a new core of its policy does now.
+    """Replay a file through a new core; return the first difference, or None.
 
     Raises:
-        UsageError: not such a file, or its policy is not known.
-        OSError: it cannot be read.
+        UsageError: the file is not an event log, or its policy is unknown.
+        OSError: the file cannot be read.
     """
     header, stimuli = read(path)
     if header.policy not in POLICY_NAMES:
@@ -139,7 +139,7 @@ def _untagged(fields: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """The value with text for numbers that JSON does not have."""
+    """Return the value with text in place of numbers that JSON does not support."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Whether the control plane makes progress, and how it is in one line."""
+"""Progress of the control plane, and its state in one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OVERDUE_S = 30.0
 
 
 class Health:
-    """Hears of every round in which workers and requests were looked after."""
+    """Records each round of the periodic checks."""
 
     def __init__(self, dispatcher: Dispatcher, supervisor: WorkerSupervisor) -> None:
         self._dispatcher = dispatcher
@@ -22,13 +22,13 @@ class Health:
         self._round_s = time.monotonic()
 
     def look(self, now_s: float) -> None:
-        """A round has been made; to be called at its end."""
+        """Record a round; to be called at its end."""
         self._round_s = now_s
 
     def complaint(self, now_s: float) -> str:
-        """Why the daemon does not work any more, empty when it does.
+        """Return why the control plane makes no progress, empty if it does.
 
-        Workers that hang are the pool's to end, and no complaint: this is about the pool.
+        A hung worker is no reason here: the watchdog ends hung workers.
         """
         late_s = now_s - self._round_s
         if late_s > _ROUND_TIMEOUT_S:

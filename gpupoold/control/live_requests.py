@@ -1,4 +1,4 @@
-"""Live requests and what the daemon knows of each. Pure bookkeeping."""
+"""Records of live requests. Pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gpupoold.domain import Targets
 
 @dataclass(slots=True)
 class LiveRequest:
-    """One request from its arrival to its end; engines are disposable, this record is not.
+    """A request from arrival to end; the record survives the engines.
 
-    ``worker`` is None until one has got it.
+    ``device`` is None until a worker has the request.
     """
 
     request_id: str
@@ -26,20 +26,20 @@ class LiveRequest:
     output_token_ids: list[int] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
     num_in_time: int = 0
-    """Tokens that met their deadline, deadlines being fixed at arrival."""
+    """Number of tokens that met their deadline, as fixed at arrival."""
     late_s: float = 0.0
-    """By how much its latest token was late."""
+    """Lateness of the latest token in seconds."""
     warmed_s: float | None = None
-    """When its model was in host memory, if it had to wait for that."""
+    """Time when the model was in host memory, if the request had to wait."""
     key_id: str = ""
-    """Of the API key that it came with."""
+    """Id of the API key."""
     frontend: int = 0
-    """The number of the frontend that it came from."""
+    """Number of the frontend."""
     num_bytes: int = 0
-    """Of the request as it is kept for the workers."""
+    """Bytes of the request in the encoding for workers."""
 
     def add_tokens(self, token_ids: Sequence[int], at_s: float) -> None:
-        """Tokens that went out at ``at_s``."""
+        """Add tokens sent at ``at_s``."""
         times_s, targets = self.token_times_s, self.targets
         for token_id in token_ids:
             late_s = at_s - targets.deadline_s(self.arrival_s, len(times_s))
@@ -52,17 +52,17 @@ class LiveRequest:
 
     @property
     def last_sign_s(self) -> float:
-        """When its client heard of it last: its latest token, or else its arrival."""
+        """Time of the latest token, or else of the arrival."""
         return self.token_times_s[-1] if self.token_times_s else self.arrival_s
 
     @property
     def next_deadline_s(self) -> float:
-        """When the next token is due."""
+        """Deadline of the next token."""
         return self.targets.deadline_s(self.arrival_s, len(self.token_times_s))
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to first token; None before it."""
+        """Time to first token, None before the token."""
         return self.token_times_s[0] - self.arrival_s if self.token_times_s else None
 
     @property
@@ -75,7 +75,7 @@ _API_PREFIXES = ("chatcmpl-", "cmpl-")
 
 
 def request_id_of(text: str) -> str:
-    """The id that a request has here, of the ``id`` of an answer: without the API's prefix."""
+    """Return the internal id for the ``id`` of an answer, without the API's prefix."""
     for prefix in _API_PREFIXES:
         if text.startswith(prefix):
             return text.removeprefix(prefix)
@@ -99,10 +99,10 @@ class LiveRequests:
         return iter(self._requests.values())
 
     def add(self, request: LiveRequest) -> None:
-        """Add a request, whose id no other live one has.
+        """Add a request.
 
         Raises:
-            ValueError: another one has it; nothing has changed.
+            ValueError: another live request has the same id; nothing has changed.
         """
         if request.request_id in self._requests:
             raise ValueError(f"another live request is called {request.request_id}")
@@ -112,11 +112,11 @@ class LiveRequests:
         self._bytes_by_key[request.key_id] += request.num_bytes
 
     def get(self, request_id: str) -> LiveRequest | None:
-        """The request, None when it has ended."""
+        """Return the request, None after its end."""
         return self._requests.get(request_id)
 
     def pop(self, request_id: str) -> LiveRequest | None:
-        """The request ended; None when it had before."""
+        """Remove and return the request, None if it has ended before."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._num_by_model[request.model] -= 1
@@ -129,16 +129,16 @@ class LiveRequests:
         return self._num_by_model[model]
 
     def num_of_key(self, key_id: str) -> int:
-        """Live requests that came with an API key; with "", those without one."""
+        """Return the number of live requests of an API key; "" means without a key."""
         return self._num_by_key[key_id]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all live requests, as they are kept."""
+        """Bytes of all live requests in the encoding for workers."""
         return self._bytes_by_key.total()
 
     def bytes_of_key(self, key_id: str) -> int:
-        """The same of those that came with an API key; with "", of those without one."""
+        """Return the bytes of live requests of an API key; "" means without a key."""
         return self._bytes_by_key[key_id]
 
     def of_model(self, model: str) -> list[LiveRequest]:
@@ -146,7 +146,7 @@ class LiveRequests:
         return [request for request in self._requests.values() if request.model == model]
 
     def of_frontend(self, number: int) -> list[LiveRequest]:
-        """The live requests that came from a frontend, oldest first."""
+        """Return the live requests of a frontend, oldest first."""
         return [request for request in self._requests.values() if request.frontend == number]
 
     def on_device(self, device: int) -> list[LiveRequest]:
@@ -154,7 +154,7 @@ class LiveRequests:
         return [request for request in self._requests.values() if request.device == device]
 
     def silent_since(self, before_s: float) -> list[LiveRequest]:
-        """The live requests whose clients have heard nothing since then, oldest first."""
+        """Return the live requests without a token or arrival since ``before_s``, oldest first."""
         return [one for one in self._requests.values() if one.last_sign_s < before_s]
 
     def all(self) -> list[LiveRequest]:

@@ -1,9 +1,9 @@
-"""The configuration is read again, and the parts of the pool heed what has changed.
+"""Reload of the configuration file.
 
-All or nothing: a file in which anything is wrong changes nothing. What a running daemon can
-heed it heeds at once; the rest is named, and waits for a restart. No model and no process is
-started again. Which keys are which is said beside them (:class:`gpupoold.config.values.Effect`);
-those that no part is told of here are looked up by their readers whenever they need them.
+A file with any error changes nothing. Changes that a running daemon can apply take effect at once;
+other changes are listed and wait for a restart. No model and no process restarts. The effect is
+declared beside each key (:class:`gpupoold.config.values.Effect`); keys without a handler here are
+read at each use.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gpupoold.system.process import set_log_level
 
 
 class Reloader:
-    """Reloads one at a time, while serving goes on."""
+    """Reloads one at a time, while serving continues."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class Reloader:
         }
 
     async def reload(self) -> ReloadInfo:
-        """Read the file, and heed it.
+        """Read the file and apply the changes.
 
         Raises:
-            ConfigError: something is wrong in it; nothing has changed.
-            Refused: it cannot be heeded now; nothing has changed.
+            ConfigError: the file has an error; nothing has changed.
+            Refused: a change is impossible now; nothing has changed.
         """
         async with self._reloading:
             try:
@@ -105,9 +105,9 @@ class Reloader:
         )
 
     def begin(self, around: Callable[[], AbstractContextManager[None]]) -> None:
-        """Reload when a signal says so, inside of ``around()``; what is wrong is in the log.
+        """Reload after a signal, inside of ``around()``; errors go to the log.
 
-        While one is under way, another follows: the file may have changed meanwhile.
+        A signal during a reload starts another reload: the file may have changed meanwhile.
         """
         self._is_asked = True
         if self._task is None or self._task.done():

@@ -1,4 +1,4 @@
-"""What has to be looked at every second."""
+"""Periodic checks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ TICK_S = 1.0
 
 
 async def tick(looks: Sequence[Callable[[float], None]], interval_s: float = TICK_S) -> None:
-    """Call all of ``looks`` again and again with the monotonic time; an error in one of them
-    keeps no other from being called."""
+    """Call all of ``looks`` periodically with the monotonic time; an error stops no other call."""
     while True:
         for look in looks:
             try:

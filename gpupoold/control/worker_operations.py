@@ -1,4 +1,4 @@
-"""What an operator does to workers: roles, and taking one out of service."""
+"""An operator's actions on workers: roles, and draining."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DRAIN_POLL_S = 0.02
 
 
 class WorkerOperations:
-    """Role changes and drains by an operator; :mod:`gpupoold.control.workers.roles` keeps them."""
+    """Role changes and drains by an operator; :mod:`gpupoold.control.workers.roles` stores them."""
 
     def __init__(
         self, limits: LimitSettings, dispatcher: Dispatcher, workers: Sequence[Worker]
@@ -34,11 +34,11 @@ class WorkerOperations:
         self._dispatcher.set_role(self._worker(number).number, role)
 
     async def drain(self, number: int) -> None:
-        """Return when a worker has no requests; it gets nothing until ``undrain``.
+        """Drain a worker: return when no requests are left; ``undrain`` ends the state.
 
         Raises:
             UsageError: there is no such worker.
-            TimedOut: some were still there after ``limits.drain_timeout``; it goes on draining.
+            TimedOut: requests were left after ``limits.drain_timeout``; the drain continues.
         """
         self._dispatcher.set_draining(self._worker(number).number, is_draining=True)
         limit_s = self.limits.drain_timeout_s

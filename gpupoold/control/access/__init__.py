@@ -1,4 +1,4 @@
-"""API keys: which keys there are, their use and their rates.
+"""API keys: rights, use and rates.
 
 May import ``requests`` (refusals are recorded as events) and ``frontends``.
 """

@@ -1,4 +1,4 @@
-"""The API keys: which there are, what they have used; the frontends are told of each change."""
+"""The API keys and their use; the frontends are informed of each change."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _LOCKED_OUT = (
 
 
 class Keyring:
-    """All keys that are not revoked; one per daemon, on its event loop.
+    """All keys that are not revoked; one object per daemon, on its event loop.
 
-    What keys use is written to the disk every few seconds: a daemon that is killed forgets
-    those. Changes of keys are on the disk before anybody is told of them.
+    The use of keys is written to disk every few seconds; a killed daemon loses the last seconds. A
+    change of a key is on disk before the frontends learn of the change.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Keyring:
 
     @property
     def num_valid(self) -> int:
-        """Keys that can be used now."""
+        """Number of keys that are valid now."""
         return sum(1 for _ in self._valid())
 
     @property
@@ -74,12 +74,12 @@ class Keyring:
         return any(row.powers.priority is Priority.HIGH for row in self._valid())
 
     def max_live(self, key_id: str) -> int | None:
-        """How many requests of a key may wait or run; None: any number."""
+        """Return the limit of a key's live requests, None for no limit."""
         row = self._rows.get(key_id)
         return None if row is None else row.powers.max_live
 
     def left(self, row: KeyRow) -> KeyLeft:
-        """What a key may still use now."""
+        """Return the remaining rates of a key."""
         return self._rates.left(row.id, time.monotonic())
 
     @classmethod
@@ -103,13 +103,13 @@ class Keyring:
         return keyring
 
     async def run(self) -> None:
-        """Write what keys have used, again and again."""
+        """Write the use of keys periodically, for ever."""
         while True:
             await asyncio.sleep(_SAVE_EVERY_S)
             await self.save()
 
     async def save(self) -> None:
-        """Write what keys have used since the last time; it is kept if the disk has no room."""
+        """Write the use since the last call; after an error the use is written later."""
         uses, self._unsaved = self._unsaved, {}
         if not uses:
             return
@@ -121,16 +121,16 @@ class Keyring:
                 self._add_use(use)
 
     async def list(self, *, with_revoked: bool = False) -> list[KeyRow]:
-        """The keys by name, and what they have used until now."""
+        """Return the keys by name, with their present use."""
         await self.save()
         return await self._store.list(with_revoked=with_revoked)
 
     async def add(self, name: str, powers: KeyPowers) -> tuple[KeyRow, str]:
-        """A new key: as it is kept, and its text, which nobody can tell again.
+        """Create a key; return the row and the text, which is not stored.
 
         Raises:
-            UsageError, Refused: the name cannot be had.
-            NoSuchModel: the key would be for a model that there is not.
+            UsageError, Refused: the name is invalid or taken.
+            NoSuchModel: the key names an unknown model.
         """
         key = make_key()
         row = await self._store.add(key.id, name, key.digest, await self._resolved(powers))
@@ -148,16 +148,16 @@ class Keyring:
         return row
 
     async def find(self, name: str) -> KeyRow:
-        """The key of this name, and what it has used until now.
+        """Return the key of this name, with its present use.
 
         Raises:
-            NoSuchKey: there is none.
+            NoSuchKey: there is no key of this name.
         """
         await self.save()
         return await self._store.find(name)
 
     async def rotate(self, name: str, grace_s: float) -> tuple[KeyRow, str]:
-        """Give a key a new secret; the one that it has works for ``grace_s`` more.
+        """Give a key a new secret; the old secret works for ``grace_s`` more.
 
         Raises:
             NoSuchKey: there is no key of this name.
@@ -180,13 +180,13 @@ class Keyring:
         return row
 
     def publish(self) -> None:
-        """Tell the frontends who may ask."""
+        """Send the rules of access to the frontends."""
         if self.frontends is not None:
             keys = [_record(row) for row in self._rows.values()]
             self.frontends.send(m.AccessRules(keys, self.are_required, self._host_names))
 
     def begin(self, message: m.AskRate) -> m.RateAnswer:
-        """Count an HTTP request of a key, unless that is refused for the key's rates."""
+        """Count an HTTP request of a key, unless the key's rates refuse the request."""
         limit, wait_s = self._rates.begin(message.key_id, time.monotonic())
         return m.RateAnswer(message.call_id, limit, wait_s)
 
@@ -195,7 +195,7 @@ class Keyring:
         self._rates.charge(key_id, num_tokens, time.monotonic())
 
     def reported(self, message: m.AccessReport) -> None:
-        """A frontend tells how many requests it has refused."""
+        """Add a frontend's count of requests without a valid key."""
         if message.num_unauthorised:
             self._refusals.note(
                 "api", "no valid API key", time.monotonic(), message.num_unauthorised
@@ -207,7 +207,7 @@ class Keyring:
         self._warn_if_locked_out()  # the last key may have expired
 
     def used(self, key_id: str, *, num_requests: int = 0, num_tokens: int = 0) -> None:
-        """A key has begun requests, or one of them has ended with so many tokens."""
+        """Add requests that begin, or the tokens of a request that ended, to a key's use."""
         if key_id:
             self._add_use(KeyUse(key_id, num_requests, num_tokens, time.time()))
 
@@ -223,7 +223,7 @@ class Keyring:
         self._unsaved[use.key_id] = use
 
     async def _resolved(self, powers: KeyPowers) -> KeyPowers:
-        """The same, with the names of models in the place of their aliases."""
+        """Return ``powers`` with model names in place of aliases."""
         if powers.models is None:
             return powers
         names = []
@@ -250,7 +250,7 @@ class Keyring:
         self._rates.set(row.id, powers.requests_per_minute, powers.tokens_per_minute, now_s)
 
     def _warn_if_locked_out(self) -> None:
-        """Say it once when everyone is refused because nobody has a key."""
+        """Record an event once when all requests are refused because no key is valid."""
         is_locked_out = self.are_required and not self.num_valid
         if is_locked_out and not self._was_locked_out:
             self._history.record_event(

@@ -1,7 +1,7 @@
-"""What API keys have left of their rates: one bucket for each limit of each key.
+"""Remaining rates of API keys: one token bucket per limit of a key.
 
-The daemon owns the buckets, so that a limit holds over all frontends together and survives
-every one of them. Pure: instants are the caller's, of one monotonic clock.
+The daemon owns the buckets, so that a limit holds over all frontends together and survives a
+frontend's restart. Pure: the caller gives instants of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from gpupoold.access.bucket import Bucket
 
 
 class KeyLeft(NamedTuple):
-    """What a key may use now; below zero what the key owes; None without a limit."""
+    """Remaining rates of a key; a negative value is a debt, None means no limit."""
 
     requests: float | None
     tokens: float | None
 
 
 class KeyRates:
-    """The buckets of all keys that have limits, by the keys' ids."""
+    """The buckets of all keys with limits, by the keys' ids."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Bucket] = {}
@@ -32,20 +32,20 @@ class KeyRates:
         tokens_per_minute: int | None,
         now_s: float,
     ) -> None:
-        """Give a key other limits; None: no limit. What was used stays used."""
+        """Change a key's limits, None for no limit; past use stays counted."""
         _set(self._requests, key_id, requests_per_minute, now_s)
         _set(self._tokens, key_id, tokens_per_minute, now_s)
 
     def forget(self, key_id: str) -> None:
-        """Remove the buckets of a key that was revoked."""
+        """Remove the buckets of a revoked key."""
         self._requests.pop(key_id, None)
         self._tokens.pop(key_id, None)
 
     def begin(self, key_id: str, now_s: float) -> tuple[str, float]:
-        """Count one HTTP request of a key, if its rates allow the request now.
+        """Count an HTTP request of a key if the rates permit the request.
 
-        Returns the limit that was reached and the seconds until a request may begin;
-        ``("", 0.0)`` for a request that may begin, which is the only one that is counted.
+        Returns ``("", 0.0)`` for a permitted request, which is counted. Otherwise returns the limit
+        and the seconds until a request may begin.
         """
         longest_s, limit = 0.0, ""
         requests, tokens = self._requests.get(key_id), self._tokens.get(key_id)
@@ -64,7 +64,7 @@ class KeyRates:
             bucket.take(num_tokens, now_s)
 
     def left(self, key_id: str, now_s: float) -> KeyLeft:
-        """Return what a key may use now."""
+        """Return the remaining rates of a key."""
         requests, tokens = self._requests.get(key_id), self._tokens.get(key_id)
         return KeyLeft(
             None if requests is None else requests.level(now_s),

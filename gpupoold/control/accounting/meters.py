@@ -1,6 +1,6 @@
-"""What ``/metrics`` counts, where it happens. Pure bookkeeping, since the daemon's start.
+"""Counters of ``/metrics`` since the daemon's start. Pure bookkeeping.
 
-Other parts keep counters of their own, which ``gpupoold.metrics`` reads with these.
+Other modules have further counters, which ``gpupoold.metrics`` reads too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOVED_KINDS = ("weights", "weights_prefetched", "kv_in", "kv_out")
 
 @dataclass(slots=True)
 class ModelMeter:
-    """One model's counts beside those of its :class:`ModelStats`."""
+    """A model's counters besides those of its :class:`ModelStats`."""
 
     finished: Counter[FinishReason] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -36,9 +36,11 @@ class ModelMeter:
 
 @dataclass(slots=True)
 class DeviceMeter:
-    """One device's counts. ``turns`` and ``turn_seconds`` are by model; a turn lasts from when
-    its model could run. Each change of the model on turn is one switch, with nothing moved if
-    all was there."""
+    """A device's counters.
+
+    ``turns`` and ``turn_seconds`` are by model; a turn begins when its model can run. Each change
+    of the present model counts as one switch, without transfers if all bytes were on the device.
+    """
 
     turns: Counter[str] = field(default_factory=Counter)
     turn_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -49,11 +51,11 @@ class DeviceMeter:
     _cold: set[str] = field(default_factory=set)
 
     def warmed(self, model: str) -> None:
-        """A model's snapshot is in host memory again, from the disk or from its checkpoint."""
+        """Count a model's snapshot restored to host memory, from disk or from the checkpoint."""
         self._cold.add(model)
 
     def switched(self, switch: m.SwitchRecord) -> SwitchKind:
-        """Count a switch; which kind it was."""
+        """Count a switch; return its kind."""
         kind = self._kind(switch)
         self._model = switch.model
         self.switches[kind] += 1
@@ -66,7 +68,7 @@ class DeviceMeter:
         return kind
 
     def turn_ended(self, message: m.TurnReport) -> bool:
-        """Count a turn; whether its model came without a switch that was told of."""
+        """Count a turn; return whether its model came without a reported switch."""
         if message.began_s is None:
             return False
         self.turns[message.model] += 1
@@ -78,14 +80,14 @@ class DeviceMeter:
         return is_silent
 
     def forget_others(self, models: Collection[str]) -> None:
-        """Models that are none of these are gone."""
+        """Drop the counters of models that are not in ``models``."""
         for counts in (self.turns, self.turn_seconds):
             for model in counts.keys() - models:
                 del counts[model]
         self._cold.intersection_update(models)
 
     def worker_ended(self) -> None:
-        """Nothing is on the device any more."""
+        """Reset the present model, because the worker has ended."""
         self._model = None
 
     def _kind(self, switch: m.SwitchRecord) -> SwitchKind:
@@ -106,18 +108,18 @@ class Meters:
         self.switch_seconds: dict[SwitchKind, Buckets] = {kind: Buckets() for kind in SWITCH_KINDS}
 
     def model(self, name: str) -> ModelMeter:
-        """A model's meter, a new one if it has none."""
+        """Return a model's meter, creating the meter if needed."""
         meter = self.models.get(name)
         if meter is None:
             meter = self.models[name] = ModelMeter()
         return meter
 
     def device(self, number: int) -> DeviceMeter:
-        """A device's meter, a new one if it has none."""
+        """Return a device's meter, creating the meter if needed."""
         return self.devices.setdefault(number, DeviceMeter())
 
     def arrived(self, message: m.AddRequest, *, is_warm: bool) -> None:
-        """A request was taken; ``is_warm``: its model's snapshot is in host memory."""
+        """Count an admitted request; ``is_warm`` if the model's snapshot is in host memory."""
         meter = self.model(message.model)
         meter.prompt_tokens += message.num_prompt_tokens
         meter.cache_hits += is_warm
@@ -143,7 +145,7 @@ class Meters:
             self.device(number).warmed(model)
 
     def forget_others(self, models: Collection[str]) -> None:
-        """Models that are none of these are gone, and are not told of any more."""
+        """Drop the meters of models that are not in ``models``."""
         for model in self.models.keys() - models:
             del self.models[model]
         for device in self.devices.values():

@@ -17,7 +17,7 @@ MINUTE_S = 60
 
 
 class Minutes:
-    """Ends the minutes of all models with those of the clock, wall-clock seconds in ``now``."""
+    """Closes all models' minutes with the clock's minutes; ``now`` returns wall-clock seconds."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Minutes:
         self._minute = self._minute_now()
 
     async def restore(self) -> None:
-        """Know the last hour's minutes again, those of the daemon before this one."""
+        """Restore the last hour's minutes from the previous daemon."""
         try:
             since = (self._minute - NUM_MINUTES + 2) * MINUTE_S - 1
             rows = [row async for part in self._history.minutes(since) for row in part]
@@ -55,7 +55,7 @@ class Minutes:
             self._minute = minute
 
     def under_way(self, model: str | None = None) -> list[MinuteRow]:
-        """The minute that is not over, as it will be kept: of one model or of all."""
+        """Return rows for the present minute, of one model or of all."""
         stats = self._stats if model is None else {model: self._stats.get(model, ModelStats())}
         return [
             _row(self._minute * MINUTE_S, name, one.now)
@@ -64,7 +64,7 @@ class Minutes:
         ]
 
     def close(self) -> None:
-        """Keep the minute under way, as far as it has come."""
+        """Store the present, incomplete minute."""
         self._end(1)
 
     def _end(self, num_minutes: int) -> None:
@@ -78,10 +78,10 @@ class Minutes:
 
 
 def minutes_of(rows: list[MinuteRow]) -> dict[str, dict[int, Counts]]:
-    """Rows of the history by model and by when their minute began.
+    """Return rows of the history by model and start of the minute.
 
     Raises:
-        ValueError: a row that does not hold what it should.
+        ValueError: a row is malformed.
     """
     found: dict[str, dict[int, Counts]] = {}
     for row in rows:
@@ -96,10 +96,10 @@ def _row(minute_at: int, model: str, counts: Counts) -> MinuteRow:
 
 
 def counts_of(row: MinuteRow) -> Counts:
-    """What a row of the history says.
+    """Return the counts in a row of the history.
 
     Raises:
-        ValueError: it does not hold what it should.
+        ValueError: the row is malformed.
     """
     values = {one.name: getattr(row, one.name) for one in fields(Counts)}
     read = {"ttft": Histogram.parse(row.ttft), "tbt": Histogram.parse(row.tbt)}

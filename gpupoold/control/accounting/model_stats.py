@@ -1,4 +1,4 @@
-"""What ``gpupool ps`` tells of each model: counts since the start, and of the last hour."""
+"""Counts of each model's requests: since the start, and of the last hour."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MISSING_SHARE = 0.01
 
 
 class Percentiles(NamedTuple):
-    """In seconds; None where nothing was measured."""
+    """Percentiles in seconds, None without a measurement."""
 
     ttft_p50_s: float | None
     ttft_p99_s: float | None
@@ -33,13 +33,12 @@ class Percentiles(NamedTuple):
 
 @dataclass(slots=True)
 class Counts:
-    """What happened to one model's requests in some span of time.
+    """Counts of one model's requests in a span of time.
 
-    Requests count when they come, their outcomes when they end, tokens when they go out.
-    ``refused`` requests were not taken and are none of ``requests``; ``dropped`` ones ended
-    before they began, as it was too late for them, and are among the ``failed``.
-    ``late_by_*``: seconds by which answers got later than they were, by what they spent the
-    time on: until the model was in host memory, until its turn, its switch, its steps.
+    Requests count at their arrival, outcomes at the end, tokens when sent. ``refused`` requests are
+    not part of ``requests``; ``dropped`` requests ended before their first token, which would have
+    been late, and are part of ``failed``. ``late_by_*``: seconds of lateness by cause: restoring
+    the model's snapshot, waiting for a turn, the switch, the model's own steps.
     """
 
     requests: int = 0
@@ -58,7 +57,7 @@ class Counts:
     tbt: Histogram = field(default_factory=Histogram)
 
     def merge(self, other: Self, sign: int = 1) -> None:
-        """Count what another has counted; with -1 no more of it."""
+        """Add ``other``'s counts, or subtract them if ``sign`` is -1."""
         for name in _NUMBERS:
             setattr(self, name, getattr(self, name) + sign * getattr(other, name))
         self.ttft.merge(other.ttft, sign)
@@ -73,7 +72,7 @@ class Counts:
 
     @property
     def attainment(self) -> float | None:
-        """Share of tokens that met their deadline; None before any token."""
+        """Share of tokens that met their deadline, None without tokens."""
         return self.tokens_in_time / self.tokens if self.tokens else None
 
     @property
@@ -86,9 +85,9 @@ _numbers_of = attrgetter(*_NUMBERS)
 
 
 class ModelStats:
-    """One model's numbers since the daemon started, by the minute for the last hour.
+    """One model's counts since the daemon started, by the minute for the last hour.
 
-    ``now`` counts the minute under way and is where all is counted.
+    ``now`` has the counts of the present minute, to which all counts are added.
     """
 
     def __init__(self) -> None:
@@ -104,9 +103,9 @@ class ModelStats:
         self._seconds: deque[tuple[float, int, int]] = deque(maxlen=_NUM_SECONDS + 1)
 
     def add_tokens(self, request: LiveRequest, token_ids: Sequence[int], at_s: float) -> float:
-        """Tokens of ``request`` went out at ``at_s``: they are counted, and added to it.
+        """Count tokens of ``request`` sent at ``at_s``, and add the tokens to the request.
 
-        Returns by how many seconds the answer is later than it was.
+        Returns the seconds of lateness that the answer gained.
         """
         num_tokens = len(token_ids)
         if not num_tokens:
@@ -125,7 +124,7 @@ class ModelStats:
         return request.late_s - late_s if request.late_s > late_s else 0.0
 
     def end(self, reason: FinishReason) -> None:
-        """Count a request that ended."""
+        """Count the end of a request."""
         now = self.now
         if reason is FinishReason.ERROR:
             now.failed += 1
@@ -151,7 +150,7 @@ class ModelStats:
         return over
 
     def remember(self, minutes: Sequence[Counts | None]) -> None:
-        """Minutes of the last hour that follow those known, oldest first; None: nothing in it."""
+        """Append past minutes, oldest first; None stands for an empty minute."""
         self._attainments, self._num_they_hold = None, 0.0
         for minute in minutes:
             gone = self._minutes.popleft()
@@ -166,21 +165,21 @@ class ModelStats:
         return self._closed.numbers_with(self.now)
 
     def so_far_with_latencies(self) -> Counts:
-        """The same with them, which costs more."""
+        """Return :meth:`so_far` with histograms of latencies, at a higher cost."""
         total = Counts()
         total.merge(self._closed)
         total.merge(self.now)
         return total
 
     def last_hour(self) -> Counts:
-        """Of the last hour's minutes and the one under way."""
+        """Return the counts of the last hour and the present minute."""
         hour, now = self._hour, self.now
         total = hour.numbers_with(now)
         total.ttft, total.tbt = hour.ttft.plus(now.ttft), hour.tbt.plus(now.tbt)
         return total
 
     def hour_percentiles(self) -> Percentiles:
-        """Of the last hour; the latest hundredth of its tokens may be missing."""
+        """Return percentiles of the last hour; the latest hundredth of tokens may be missing."""
         num_tokens = self._hour.tokens + self.now.tokens
         if num_tokens > self._num_they_hold:
             self._percentiles = self.last_hour().percentiles()
@@ -188,26 +187,33 @@ class ModelStats:
         return self._percentiles
 
     def hour_attainment(self) -> float | None:
-        """Share of the last hour's tokens that met their deadline; None without any."""
+        """Return the share of the last hour's tokens that met their deadline, None without
+        tokens.
+        """
         hour, now = self._hour, self.now
         num_tokens = hour.tokens + now.tokens
         return (hour.tokens_in_time + now.tokens_in_time) / num_tokens if num_tokens else None
 
     def attainment_1m(self, now_s: float) -> float | None:
-        """Share of the last minute's tokens that met their deadline; None without any."""
+        """Return the share of the last minute's tokens that met their deadline, None without
+        tokens.
+        """
         _, tokens, in_time = self._since(now_s - _NUM_SECONDS)
         all_tokens, all_in_time = self._tokens()
         return (all_in_time - in_time) / (all_tokens - tokens) if all_tokens > tokens else None
 
     def attainment_minutes(self) -> list[float | None]:
-        """The same by the minute for the last hour, the one under way last; with four digits, as
-        sixty for each of a hundred models are most of what ``gpupool top`` is told."""
+        """Return the attainment of each minute of the last hour, the present minute last.
+
+        Values have four digits, because sixty values for each of a hundred models are most of the
+        data for ``gpupool top``.
+        """
         if self._attainments is None:
             self._attainments = [None if one is None else _short(one) for one in self._minutes]
         return [*self._attainments, _short(self.now)]
 
     def tokens_per_s(self, now_s: float) -> float:
-        """Over the last seconds, or since the start if that was later."""
+        """Return the mean over the last seconds, or since the start if later."""
         at_s, tokens, _ = self._since(now_s - _RATE_SECONDS)
         return (self._tokens()[0] - tokens) / max(now_s - at_s, 1.0)
 
@@ -216,7 +222,7 @@ class ModelStats:
         return closed.tokens + now.tokens, closed.tokens_in_time + now.tokens_in_time
 
     def _since(self, since_s: float) -> tuple[float, int, int]:
-        """The newest of the remembered seconds up to ``since_s``; before the first, nothing."""
+        """Return the newest recorded second up to ``since_s``, or zeros."""
         num_before = bisect_right(self._seconds, since_s, key=itemgetter(0))
         if num_before:
             return self._seconds[num_before - 1]

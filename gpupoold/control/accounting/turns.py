@@ -1,4 +1,4 @@
-"""The latest turns of all devices, as they happened. Pure bookkeeping."""
+"""The latest turns of all devices. Pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _NUM_KEPT = 4096
 
 @dataclass(slots=True)
 class TurnRecord:
-    """A turn that is over, with the switch that made it possible; ids grow by one.
+    """A finished turn with its switch; ids increase by one.
 
-    ``began_s`` (monotonic) is when the model could run. ``switch`` is None where nothing had
-    to be done for it. A switch whose turn never came is a turn of 0 s that ``did_run`` not.
+    ``began_s`` (monotonic) is the time when the model could run. ``switch`` is None if the model
+    was resident. A prefetch whose turn was cancelled is recorded with ``seconds == 0`` and
+    ``did_run=False``.
     """
 
     id: int
@@ -33,16 +34,16 @@ class TurnRecord:
     switch: m.SwitchRecord | None
     did_run: bool = True
     told: msgspec.Raw | None = field(default=None, compare=False)
-    """As the admin API tells it, once it has: it is the same each time."""
+    """The JSON for the admin API, cached after the first use."""
 
     @property
     def switch_kind(self) -> SwitchKind:
-        """The most that was moved for it: weights, else KV, else only pages were mapped."""
+        """The largest kind of transfer: weights, else KV, else only page mappings."""
         return switch_kind(self.switch)
 
 
 def switch_kind(switch: m.SwitchRecord | None) -> SwitchKind:
-    """What a switch moved: weights, or only KV, or nothing but the mapping of pages."""
+    """Return the kind of a switch: weights, KV, or only page mappings."""
     if switch is None:
         return "none"
     if switch.weight_bytes:
@@ -52,7 +53,7 @@ def switch_kind(switch: m.SwitchRecord | None) -> SwitchKind:
 
 @dataclass(slots=True)
 class _Going:
-    """What a device has told since its last turn ended."""
+    """Data of a device since the end of its last turn."""
 
     switch: m.SwitchRecord | None = None
     model: str = ""
@@ -60,7 +61,7 @@ class _Going:
 
 
 class TurnLog:
-    """A bounded ring of turns; older ones are forgotten."""
+    """A bounded ring of turns; the oldest turns are dropped."""
 
     def __init__(self, num_kept: int = _NUM_KEPT) -> None:
         self.last_id = 0
@@ -68,7 +69,7 @@ class TurnLog:
         self._going: dict[int, _Going] = {}
 
     def switched(self, switch: m.SwitchRecord) -> None:
-        """A device has switched, for a turn that follows."""
+        """Record a switch for the coming turn."""
         going = self._of(switch.device)
         before = going.switch
         if before is not None and before.model == switch.model:
@@ -85,7 +86,7 @@ class TurnLog:
         going.num_tokens += sum(len(item.new_token_ids) for item in outputs.progress)
 
     def ended(self, device: int, message: m.TurnReport) -> None:
-        """A turn is over; one that never could run left nothing but its switch."""
+        """Record the end of a turn; a turn that could not run leaves only its switch."""
         if message.began_s is None:
             return
         going = self._of(device)
@@ -97,7 +98,7 @@ class TurnLog:
         self._going[device] = _Going()
 
     def worker_down(self, device: int) -> None:
-        """What was under way there is lost."""
+        """Drop the present turn of a device whose worker has ended."""
         self._going.pop(device, None)
 
     def after(self, after_id: int, limit: int) -> list[TurnRecord]:
@@ -136,7 +137,7 @@ class TurnLog:
 
 
 def _together(first: m.SwitchRecord, second: m.SwitchRecord) -> m.SwitchRecord:
-    """Two switches to the same model, before the same turn, as one."""
+    """Merge two switches to the same model before the same turn."""
     sums = ("total_s", "evict_s", "map_s", "weights_s", "kv_s")
     sizes = ("weight_bytes", "kv_in_bytes", "kv_out_bytes")
     added = {name: getattr(first, name) + getattr(second, name) for name in (*sums, *sizes)}
@@ -144,6 +145,6 @@ def _together(first: m.SwitchRecord, second: m.SwitchRecord) -> m.SwitchRecord:
 
 
 def _last(turns: deque[TurnRecord], count: int) -> Iterable[TurnRecord]:
-    """The last ``count``, in order; a deque is quick at its ends only."""
+    """Return the last ``count`` turns in order; a deque is fast at its ends only."""
     found = [turn for turn, _ in zip(reversed(turns), range(count), strict=False)]
     return reversed(found)

@@ -32,19 +32,19 @@ _MAX_BACKOFF_S = 1.0
 
 
 class Daemon(Protocol):
-    """What a frontend's supervisor needs of the daemon."""
+    """Callbacks of a frontend's supervisor."""
 
     def from_frontend(self, frontend: Frontend, message: m.FromFrontend) -> None:
-        """Handle a message that is not about the process itself."""
+        """Handle a message that does not concern the process itself."""
 
     async def set_up(self, frontend: Frontend) -> None:
-        """Tell a frontend that has come up who may ask for what, and mount every model."""
+        """Send the rules of access to a new frontend, and mount every model."""
 
     def frontend_up(self, frontend: Frontend) -> None:
-        """Note that a frontend follows messages; ``set_up`` begins."""
+        """Note that a frontend handles messages; ``set_up`` follows."""
 
     def frontend_down(self, frontend: Frontend, death: Death) -> None:
-        """Note that a frontend has ended, and with it its connections."""
+        """Note that a frontend and its connections have ended."""
 
     async def metrics_text(self) -> bytes:
         """Return the text for ``/metrics``."""
@@ -53,8 +53,8 @@ class Daemon(Protocol):
 class Frontend:
     """Starts, watches and restarts one process; ``name`` is ``frontend-NUMBER``.
 
-    A process is *up* when it follows messages, *accepts* once it has been told to, and is
-    *ready* when it said that it accepts connections. ``loop_lag`` is that of its event loop,
+    A process is *up* when it handles messages, *accepts* after the order to accept, and is *ready*
+    after reporting that it accepts connections. ``loop_lag`` is the lag of the process's event loop
     in seconds.
     """
 
@@ -96,19 +96,19 @@ class Frontend:
         return None if self._child is None else self._child.pid
 
     def look(self) -> None:
-        """Ask the process whether it is there; to be called every second."""
+        """Ping the process; to be called every second."""
         if self.is_up:
             self.send(m.Ping())
 
     def end(self, reason: str) -> None:
-        """Kill the process that runs; it is replaced."""
+        """Kill the process, which is then replaced."""
         if self._child is not None and not self._ended_for:
             _logger.error("%s is killed: %s", self.name, reason)
             self._ended_for = reason
             self._child.kill()
 
     def start(self) -> None:
-        """Start the process, and start it again whenever it has ended."""
+        """Start the process, and restart the process after each end."""
         self._keep(keep_running(self.name, self._run_once, Backoff(_MAX_BACKOFF_S)), self.name)
 
     async def stop(self) -> None:
@@ -120,22 +120,23 @@ class Frontend:
             await self._child.stop(m.Shutdown(), self._settings.limits.stop_grace_s)
 
     def send(self, message: m.Message) -> None:
-        """Send, or do nothing while no process runs."""
+        """Send a message, unless no process runs."""
         if self._child is not None and not self._child.channel.closed:
             self._child.channel.send(message)
 
     def accept(self) -> None:
-        """Let the process accept connections, if it has not been told to before."""
+        """Let the process accept connections, unless it already may."""
         if self.is_up and not self.accepts:
             self.accepts = True
             self.send(m.Accept())
 
     async def serve(self, model: m.ModelToLoad, loaded: m.LoadedModel) -> bool:
-        """Mount a model's API; False if the process has ended before it did: the next one
-        mounts every model.
+        """Mount a model's API; return False if the process ended before.
+
+        The next process mounts every model.
 
         Raises:
-            GpupoolError: the process's reason why not, or no answer in time.
+            GpupoolError: the process's reason, or no answer in time.
         """
         if not self.is_up:
             return False
@@ -154,7 +155,7 @@ class Frontend:
             self._serving.pop(call_id, None)
 
     async def _run_once(self) -> bool:
-        """One life of the process; whether it had been set up."""
+        """Run one process to its end; return whether the process had been set up."""
         settings, known = self._settings, reconfigure(self._settings)
         child: Child[m.FromFrontend] = await Child.start(
             self.name,

@@ -1,8 +1,8 @@
-"""The frontends: several processes that accept on the daemon's one listening socket.
+"""The frontends: processes that accept on the daemon's one listening socket.
 
-They share the socket's queue of connections: what one of them does not accept, because it has
-died or hangs, another does. (With a socket of its own for each, ``SO_REUSEPORT``, connections
-in the queue of a process that dies would be lost.)
+The frontends share the socket's queue: a connection that one frontend does not accept, because the
+frontend has died or hangs, is accepted by another. (With one socket per frontend, ``SO_REUSEPORT``,
+connections in the queue of a dead process would be lost.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 class Frontends:
     """All frontends by number; one object per daemon.
 
-    ``metrics`` makes the text for ``/metrics`` when a frontend asks for it.
+    ``metrics`` returns the text of ``/metrics`` for a frontend.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Frontends:
         on_up: Callable[[Frontend], Awaitable[None]],
         on_down: Callable[[Frontend, Death], None],
     ) -> None:
-        """``on_up`` says who may ask for what, and mounts every model."""
+        """``on_up`` sends the rules of access and mounts every model."""
         self._settings = settings
         self._on_message = on_message
         self._on_up = on_up
@@ -65,7 +65,7 @@ class Frontends:
         await asyncio.gather(*(one.stop() for one in self._all))
 
     def look(self, _: float) -> None:
-        """Ask all whether they are there; to be called every second."""
+        """Ping all frontends; to be called every second."""
         for one in self._all:
             one.look()
 
@@ -75,20 +75,20 @@ class Frontends:
             one.send(message)
 
     def send_to(self, number: int, message: m.Message) -> None:
-        """Send to one frontend, or do nothing while its process does not run."""
+        """Send to one frontend, unless its process does not run."""
         self._all[number].send(message)
 
     def reconfigure(self) -> None:
-        """Send what the configuration says now."""
+        """Send the present configuration."""
         self.send(reconfigure(self._settings))
 
     async def serve(self, model: m.ModelToLoad, loaded: m.LoadedModel) -> None:
-        """Mount a model's API on every frontend that is up; the others mount it when they come.
+        """Mount a model's API on every frontend that is up; other frontends mount the API later.
 
-        A frontend that cannot mount what another one has mounted is replaced.
+        A frontend that fails where another one succeeded is replaced.
 
         Raises:
-            GpupoolError: why no frontend that is up can mount the API.
+            GpupoolError: the reason why no frontend can mount the API.
         """
         asked = [one for one in self._all if one.is_up]
         calls = (one.serve(model, loaded) for one in asked)
@@ -109,20 +109,20 @@ class Frontends:
         self._on_message(frontend, message)
 
     async def set_up(self, frontend: Frontend) -> None:
-        """Tell a frontend who may ask for what; mount every model on it."""
+        """Send the rules of access to a frontend and mount every model."""
         await self._on_up(frontend)
 
     def frontend_up(self, frontend: Frontend) -> None:
-        """See that somebody accepts connections.
+        """Ensure that some frontend accepts connections.
 
-        A frontend accepts when every model is mounted on it: until then it would answer 503
-        where another does not. Where there is no other, 503 and ``Retry-After`` are better
-        than no answer.
+        A frontend accepts when every model is mounted: before, a request would get 503 where
+        another frontend answers. Without another frontend, 503 with ``Retry-After`` is better than
+        no answer.
         """
         self._open()
 
     def frontend_down(self, frontend: Frontend, death: Death) -> None:
-        """See that somebody accepts connections; those of ``frontend`` are gone."""
+        """Ensure that some frontend accepts connections; those of ``frontend`` are lost."""
         self._open()
         self._on_down(frontend, death)
 

@@ -1,4 +1,4 @@
-"""The model cache as the admin API sees it: looked at, pinned, dropped, warmed."""
+"""Operations of the admin API on the model cache: show, pin, drop, warm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpupoold.units import format_bytes
 
 
 class CacheControl:
-    """What a user can do with the snapshots of registered models."""
+    """A user's operations on the snapshots of registered models."""
 
     def __init__(
         self,
@@ -42,12 +42,11 @@ class CacheControl:
         )
 
     async def set_pinned(self, name: str, is_pinned: bool) -> CachedModel:
-        """Keep a model's snapshot in host memory once it is there, or let it go when others need
-        the room; survives a restart.
+        """Pin a model's snapshot in host memory, or unpin; survives a restart.
 
         Raises:
-            NoSuchModel: it is not registered.
-            Refused: the pinned snapshots would not fit into the cache together.
+            NoSuchModel: the model is not registered.
+            Refused: the pinned snapshots would exceed the cache.
         """
         row = await self._lifecycle.find(name)
         model = row.spec.name
@@ -63,42 +62,42 @@ class CacheControl:
         return self._view(row, saved_bytes)
 
     async def drop(self, name: str) -> CachedModel:
-        """Let a model's snapshot go from host memory; a saved one stays on the disk.
+        """Drop a model's snapshot from host memory; a saved snapshot stays on disk.
 
         Raises:
-            NoSuchModel: it is not registered.
-            Refused: it is pinned, in use or being loaded.
+            NoSuchModel: the model is not registered.
+            Refused: the snapshot is pinned, in use or loading.
         """
         row = await self._lifecycle.find(name)
         await self._room.drop(row.spec.name)
         return self._view(row, await self._saved.sizes())
 
     async def warm(self, name: str) -> CachedModel:
-        """Return when a model's snapshot is in host memory and its workers can use it.
+        """Return when a model's snapshot is in host memory and attached to its workers.
 
         Raises:
-            NoSuchModel: it is not registered.
-            GpupoolError: why it cannot be had.
+            NoSuchModel: the model is not registered.
+            GpupoolError: the reason why the snapshot cannot be loaded.
         """
         row = await self._lifecycle.warm(name)
         return self._view(row, await self._saved.sizes())
 
     def set_host_budget(self, num_bytes: int) -> None:
-        """Let the model cache have so many bytes; snapshots that do not fit go as they may."""
+        """Set the budget of host memory; snapshots beyond the budget are evicted when possible."""
         self._cache.budget_bytes = num_bytes
         self._room.changed()
         self._room.shrink()
 
     def set_disk_budget(self, num_bytes: int) -> None:
-        """Let saved snapshots have so many bytes; those that do not fit are deleted."""
+        """Set the budget of disk space; snapshots beyond the budget are deleted."""
         self._saved.budget_bytes = num_bytes
         self._saved.shrink(self._cache.last_used_at)
 
     async def check_budget(self, num_bytes: int) -> None:
-        """See that all pinned snapshots fit into a model cache of ``num_bytes``.
+        """Check that all pinned snapshots fit into a model cache of ``num_bytes``.
 
         Raises:
-            Refused: they do not.
+            Refused: the pinned snapshots do not fit.
         """
         saved_bytes = await self._saved.sizes()
         views = [self._view(one, saved_bytes) for one in await self._registry.list()]

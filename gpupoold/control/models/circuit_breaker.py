@@ -1,8 +1,8 @@
-"""Models that crash workers or cannot be loaded are not served for a while. Pure.
+"""Circuit breakers for models that crash workers or cannot be loaded. Pure.
 
-A circuit breaker for each model: *open* after crashes that are due to the model, or when no worker
-could load it; *half-open* when its wait is over and it is loaded again; *closed* if that works. A
-crash soon afterwards opens it again, with twice the wait. Instants are seconds of any one
+A breaker is *open* after crashes attributed to the model, or when no worker could load the model;
+*half-open* when its wait is over and the model is being loaded; *closed* after success. A crash
+soon afterwards opens the breaker again with twice the wait. Instants are seconds of any one
 monotonic clock.
 """
 
@@ -16,7 +16,7 @@ from gpupoold.control.processes.crash_attribution import Death
 MAX_CRASHES = 2
 WINDOW_S = 600.0
 MAX_CONVICTED = 3
-"""So many of its requests in a row crash a worker, each alone, before it is the model's fault."""
+"""Number of consecutive requests that crash a worker, each alone, before the model is at fault."""
 FIRST_WAIT_S = 30.0
 MAX_WAIT_S = 3600.0
 
@@ -40,31 +40,31 @@ class _Breaker:
 
 
 class CircuitBreakers:
-    """Of all models."""
+    """The breakers of all models."""
 
     def __init__(self) -> None:
         self._breakers: dict[str, _Breaker] = {}
 
     def reason(self, model: str) -> str | None:
-        """Why the model may not be loaded; None if it may, which is so too while it is tried."""
+        """Return why the model may not be loaded, None if closed or half-open."""
         breaker = self._breakers.get(model)
         if breaker is None or breaker.state is not _State.OPEN or not breaker.is_blocking:
             return None
         return breaker.reason
 
     def is_shut_out(self, model: str) -> bool:
-        """Return whether workers that come up do not load the model: it may not be, or is tried."""
+        """Return whether new workers skip the model: the breaker is open or half-open."""
         breaker = self._breakers.get(model)
         return breaker is not None and breaker.is_blocking and breaker.state is not _State.CLOSED
 
     def retry_at_s(self, model: str) -> float | None:
-        """When the model is tried again; None if it is served."""
+        """Return the time of the next try, None if the model is served."""
         breaker = self._breakers.get(model)
         is_closed = breaker is None or breaker.state is _State.CLOSED
         return None if breaker is None or is_closed else breaker.retry_at_s
 
     def record_crash(self, model: str, device: int, death: Death, now_s: float) -> str | None:
-        """Note a crash that is due to the model; the reason, if that opens its breaker."""
+        """Record a crash attributed to the model; return the reason if the breaker opens."""
         breaker = self._of(model, now_s)
         recent = [one for one in breaker.crashes if now_s - one[0] < WINDOW_S]
         breaker.crashes = [*recent, (now_s, device)]
@@ -80,7 +80,7 @@ class CircuitBreakers:
         return self.open(model, f"ended the {where}: {death.reason}{doing}", now_s)
 
     def record_convicted(self, model: str, request_id: str, now_s: float) -> str | None:
-        """Note a request of the model that crashed a worker alone; see :meth:`record_crash`."""
+        """Record a request of the model that crashed a worker alone, as :meth:`record_crash`."""
         breaker = self._of(model, now_s)
         breaker.convicted.add(request_id)
         if breaker.state is not _State.CLOSED or len(breaker.convicted) < MAX_CONVICTED:
@@ -89,16 +89,18 @@ class CircuitBreakers:
         return self.open(model, text, now_s)
 
     def answered(self, model: str) -> None:
-        """Note that a request of the model has got past where others crashed, or has ended well:
-        those crashed by themselves."""
+        """Record that a request of the model succeeded where others crashed.
+
+        The earlier crashes were then due to the requests.
+        """
         breaker = self._breakers.get(model)
         if breaker is not None:
             breaker.convicted.clear()
 
     def open(self, model: str, reason: str, now_s: float, *, is_blocking: bool = True) -> str:
-        """Shut the model out for a while, longer each time; returns the reason.
+        """Open the breaker for a time that grows with each call; return the reason.
 
-        Not ``is_blocking``: workers that come up may load it nevertheless.
+        If not ``is_blocking``, new workers may load the model nevertheless.
         """
         breaker = self._of(model, now_s)
         breaker.wait_s = min(max(FIRST_WAIT_S, 2 * breaker.wait_s), MAX_WAIT_S)
@@ -108,13 +110,13 @@ class CircuitBreakers:
         return reason
 
     def postpone(self, model: str, now_s: float) -> None:
-        """Try the model again later: this time nothing was learnt. Does nothing if it was."""
+        """Delay the next try because the last one was inconclusive; no effect otherwise."""
         breaker = self._breakers.get(model)
         if breaker is not None and breaker.state is _State.HALF_OPEN:
             breaker.state, breaker.retry_at_s = _State.OPEN, now_s + FIRST_WAIT_S
 
     def due(self, now_s: float) -> list[str]:
-        """The models whose wait is over."""
+        """Return the models whose wait is over."""
         return [
             model
             for model, breaker in self._breakers.items()
@@ -122,11 +124,11 @@ class CircuitBreakers:
         ]
 
     def half_open(self, model: str) -> None:
-        """Let the model be loaded, to see whether it works."""
+        """Let the model be loaded as a trial."""
         self._breakers[model].state = _State.HALF_OPEN
 
     def close(self, model: str, now_s: float) -> bool:
-        """Note that the model has been loaded and works; whether that closes its breaker."""
+        """Record a successful load; return whether the breaker closes."""
         breaker = self._breakers.get(model)
         if breaker is None or breaker.state is _State.CLOSED:
             return False
@@ -136,12 +138,15 @@ class CircuitBreakers:
         return True
 
     def reset(self, model: str) -> None:
-        """Forget all that is known: somebody asks for the model, or it is removed."""
+        """Forget the model's record, after a user's request or the removal of the model."""
         self._breakers.pop(model, None)
 
     def _of(self, model: str, now_s: float) -> _Breaker:
-        """The model's breaker; its waits begin anew after as long a time without a crash as the
-        last one, and at least the window."""
+        """Return the model's breaker.
+
+        The wait starts again from the minimum after a time without a crash as long as the last
+        wait, and at least the window.
+        """
         breaker = self._breakers.setdefault(model, _Breaker())
         quiet_s = max(WINDOW_S, breaker.wait_s)
         if breaker.state is _State.CLOSED and now_s - breaker.closed_at_s > quiet_s:

@@ -9,7 +9,7 @@ from gpupoold.domain import ModelState
 
 
 def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
-    """A registry row as ``gpupool show`` has it; ``state`` replaces the recorded one."""
+    """Return a registry row as a body of the admin API; ``state`` replaces the stored state."""
     spec = row.spec
     return ModelInfo(
         name=spec.name,

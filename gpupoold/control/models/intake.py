@@ -22,9 +22,9 @@ _MIN_KV_SHARE = 0.02
 
 
 class Intake:
-    """One request to add a model, until it is known what to load. Changes nothing.
+    """A request to add a model, up to the decision what to load. Changes nothing.
 
-    ``steps`` must have been read to its end before ``spec`` and ``info``.
+    ``spec`` and ``info`` are available after ``steps`` has been exhausted.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Intake:
         return estimate_weight_bytes(self._info, self._request.dtype)
 
     async def steps(self) -> AsyncIterator[Progress]:
-        """Resolve, download if needed, and check.
+        """Resolve the source, download if needed, and check the checkpoint.
 
         Raises:
-            GpupoolError: what was wrong, at the step where it showed.
+            GpupoolError: the reason of the failing step.
         """
         request = self._request
         yield Progress(stage="resolve")
@@ -74,7 +74,7 @@ class Intake:
         self._spec = spec_of(request, source, path)
 
     def preview(self) -> ModelInfo:
-        """What the model would look like, for a request that only checks."""
+        """Return the model's body for a request that only checks."""
         assert self._info is not None
         return checked_info(self.spec, self._info, self._request.dtype)
 
@@ -115,7 +115,7 @@ class Intake:
 async def _until_done(
     task: asyncio.Task[Path], progress: asyncio.Queue[Progress]
 ) -> AsyncIterator[Progress]:
-    """Lines of ``progress`` until the task ends; the task is cancelled with its reader."""
+    """Yield ``progress`` until the task ends; cancel the task if the reader leaves."""
     try:
         while not task.done() or not progress.empty():
             waiter = asyncio.ensure_future(progress.get())

@@ -44,9 +44,9 @@ _DRAIN_POLL_S = 0.05
 
 
 class ModelLifecycle:
-    """Changes to the set of models, one at a time; workers that come up load them side by side.
+    """Changes to the set of models, one at a time; new workers load models concurrently.
 
-    Serving goes on meanwhile.
+    Serving continues meanwhile.
     """
 
     def __init__(
@@ -97,10 +97,11 @@ class ModelLifecycle:
         )
 
     async def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
-        """Register a model step by step; nothing is kept when a step fails or the reader leaves.
+        """Register a model step by step; undo all steps after a failure or when the reader
+        leaves.
 
         Raises:
-            GpupoolError: what was wrong, at the step where it showed.
+            GpupoolError: the reason of the failing step.
         """
         await check_names_free(self._registry, (request.name, *request.aliases))
         intake = Intake(request, self._settings, self._supervisor, self.loader.room)
@@ -121,7 +122,7 @@ class ModelLifecycle:
         yield Progress(stage="ready", model=model_info(row))
 
     async def set(self, name: str, request: SetModelRequest) -> ModelRow:
-        """Change targets and aliases of a model while it serves.
+        """Change targets and aliases of a model while the model serves.
 
         Raises:
             GpupoolError: see ``Registry.update``.
@@ -148,12 +149,12 @@ class ModelLifecycle:
             return row
 
     async def remove(self, name: str, mode: RemoveMode) -> ModelRow:
-        """Forget a model.
+        """Remove a model.
 
         Raises:
-            NoSuchModel: it is not registered.
-            Refused: it has live requests and ``mode`` is "refuse".
-            TimedOut: they did not end within the drain timeout.
+            NoSuchModel: the model is not registered.
+            Refused: the model has live requests and ``mode`` is "refuse".
+            TimedOut: requests were left after the drain timeout.
         """
         row = await self.find(name)
         model = row.spec.name
@@ -186,10 +187,10 @@ class ModelLifecycle:
 
     @contextlib.asynccontextmanager
     async def closed(self, model: str) -> AsyncIterator[None]:
-        """Inside, a model takes no new requests; others can be changed meanwhile.
+        """Refuse new requests of a model inside the context; other models can change meanwhile.
 
         Raises:
-            Refused: it is being closed already.
+            Refused: the model is closed already.
         """
         if model in self._leaving:
             raise Refused(f"{model} is being unloaded or removed", "wait until it has been")
@@ -205,7 +206,7 @@ class ModelLifecycle:
         """Return when a model has no live requests.
 
         Raises:
-            TimedOut: it has some after ``limits.drain_timeout``.
+            TimedOut: requests are left after ``limits.drain_timeout``.
         """
         limit_s = self._settings.limits.drain_timeout_s
         deadline_s = time.monotonic() + limit_s
@@ -218,7 +219,7 @@ class ModelLifecycle:
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def stop(self) -> None:
-        """Undo what is still being added; the workers have stopped before."""
+        """Undo unfinished additions; the workers have stopped before."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -227,12 +228,14 @@ class ModelLifecycle:
         await self.loader.room.stop()
 
     async def warm(self, name: str) -> ModelRow:
-        """Bring a model's snapshot into host memory, and its engine onto workers that have none;
-        one that is in quarantine too.
+        """Restore a model's snapshot to host memory, and load the model on workers without an
+        engine.
+
+        A model in quarantine is tried too.
 
         Raises:
-            NoSuchModel: it is not registered.
-            GpupoolError: why it cannot be had.
+            NoSuchModel: the model is not registered.
+            GpupoolError: the reason of the failure.
         """
         row = await self.find(name)
         model = row.spec.name
@@ -250,7 +253,7 @@ class ModelLifecycle:
         return row
 
     async def worker_up(self, worker: Worker) -> None:
-        """Load every registered model on a worker that has just come up."""
+        """Load every registered model on a new worker."""
         self._event("info", "worker_ready", str(worker.number), "ready")
         self._dispatcher.worker_up(worker)
         async with self._changing.shared():
@@ -263,14 +266,14 @@ class ModelLifecycle:
         await self._saved.tidy([row.spec.name for row in await self._registry.list()])
 
     async def _take_snapshots_back(self, rows: list[ModelRow], worker: Worker) -> None:
-        """Use what has outlived an earlier daemon, before anything is read from the disk."""
+        """Take snapshots back from the service manager before reading from disk."""
         if worker.ready is not None:
             needs_snapshots = worker.device.kind != "sim"
             models = [to_load(row.spec, self._settings) for row in rows if needs_snapshots]
             await self._stored_snapshots.take_back(models, worker.ready, self._cache)
 
     async def worker_down(self, worker: Worker, death: Death) -> None:
-        """Take a worker that has ended out of all routes."""
+        """Remove an ended worker from all routes."""
         candidates = self.quarantine.crashed(worker.number, death)
         reason = f"the worker of device {worker.number} ended: {death.reason}"
         self._dispatcher.worker_down(worker, reason, candidates)
@@ -290,14 +293,14 @@ class ModelLifecycle:
         await self.publish()
 
     def frontend_down(self, frontend: Frontend, death: Death) -> None:
-        """Cancel what nobody reads any more."""
+        """Cancel the requests of an ended frontend."""
         self._event(
             "error", "frontend_down", frontend.name, f"ended ({death.reason}), it is restarted"
         )
         self._dispatcher.frontend_down(frontend.number)
 
     async def publish(self, opening: str | None = None) -> None:
-        """Tell the frontends which models there are and in which state; ``opening`` is ready."""
+        """Send the models and states to the frontends; the model ``opening`` counts as ready."""
         if self.loader.frontends is None:
             return
         rows = await self._registry.list()
@@ -305,9 +308,10 @@ class ModelLifecycle:
         self.loader.frontends.send(m.ModelList(served, self._supervisor.any_ready))
 
     def state_of(self, row: ModelRow) -> ModelState:
-        """A model's state now: ready needs a worker that has it and a mounted API.
+        """Return a model's present state: ready requires a worker with the model and a mounted
+        API.
 
-        One that was draining when the daemon ended is loaded again like the others.
+        A model that was draining when the daemon ended is loaded again.
         """
         if row.spec.name in self._leaving:
             return ModelState.DRAINING
@@ -342,8 +346,11 @@ class ModelLifecycle:
             return row
 
     async def _open(self, spec: ModelSpec) -> ModelRow:
-        """Let a loaded model serve. Whoever reads that it is ready can use it: the frontends
-        hear of it first, and the mount's answer says that it has."""
+        """Open a loaded model for requests.
+
+        The frontends learn of the state first, and the answer to the mount confirms it, so that a
+        client that reads ``ready`` can use the model.
+        """
         self.quarantine.works(spec.name)
         await self.publish(opening=spec.name)
         await self.loader.serve(spec)
@@ -359,7 +366,7 @@ class ModelLifecycle:
             await self.publish()
 
     async def _reload(self, row: ModelRow, worker: Worker) -> bool:
-        """Load a model on a worker that has come up; False when there is no room now."""
+        """Load a model on a new worker; return False if host memory is full now."""
         name = row.spec.name
         if name in self._leaving or not worker.is_ready or self._breakers.is_shut_out(name):
             return True
@@ -372,14 +379,16 @@ class ModelLifecycle:
         return True
 
     async def _reload_later(self, row: ModelRow, worker: Worker) -> None:
-        """Load a model when others have made room; their requests may need this worker too."""
+        """Load a model when host memory becomes free; other models' requests may need the
+        worker.
+        """
         try:
             await self._load_later(row.spec.name, worker)
         except GpupoolError as error:
             await self._not_loaded(row.spec.name, error)
 
     async def _load_later(self, name: str, worker: Worker) -> None:
-        """Load a model that may stay on a worker, when there is room for it."""
+        """Load a registered model on a worker when host memory is free."""
         row = await self._registry.get(name)
         if row is None or name in self._leaving:
             return
@@ -403,7 +412,9 @@ class ModelLifecycle:
         await self.loader.wait_for_room(row.spec, worker, row.weight_bytes, limit_s)
 
     async def _not_loaded(self, name: str, error: GpupoolError) -> None:
-        """A model could not be loaded on a worker; without another one it has failed."""
+        """Record that a worker could not load a model; without another worker the model has
+        failed.
+        """
         if await self._registry.get(name) is None:
             return  # removed meanwhile
         self._event("error", "model_failed", name, str(error))

@@ -1,4 +1,4 @@
-"""Loaded models: on which workers, with which snapshot, mounted in the frontends."""
+"""Loaded models: workers, snapshots and mounts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PROFILING_BUDGET_S = {"cuda": 3.0, "emulated": 1.0, "sim": 1.0}
 
 
 class ModelLoader:
-    """Puts models on workers and takes them off; routes requests to those that have them."""
+    """Loads models on workers, unloads models, and routes requests."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class ModelLoader:
         return name in self._loaded
 
     def is_open(self, name: str) -> bool:
-        """Return whether a worker has the model and its API has been mounted."""
+        """Return whether a worker has the model and its API is mounted."""
         return name in self._served and bool(self._dispatcher.routes.get(name))
 
     def lock(self, name: str) -> asyncio.Lock:
-        """Held by whoever changes on which workers the model is, or what snapshot it has."""
+        """Return the lock for changes of a model's workers and snapshot."""
         return self._locks[name]
 
     async def load_everywhere(self, spec: ModelSpec, expected_bytes: int = 0) -> None:
@@ -90,12 +90,13 @@ class ModelLoader:
         self._dispatcher.check_servable()
 
     async def load(self, spec: ModelSpec, worker: Worker, expected_bytes: int = 0) -> None:
-        """Load on one worker; does nothing when it has the model already.
+        """Load on one worker; no effect if the worker has the model.
 
-        A snapshot that is still to be made takes about ``expected_bytes``; others go for it.
+        A snapshot that must be made takes about ``expected_bytes``, for which other snapshots are
+        evicted.
 
         Raises:
-            NoRoom: too few others may go now.
+            NoRoom: too few snapshots can be evicted now.
             GpupoolError: the worker's reason.
         """
         with self.room.holding(spec.name):
@@ -106,10 +107,11 @@ class ModelLoader:
     async def wait_for_room(
         self, spec: ModelSpec, worker: Worker, expected_bytes: int, wait_s: float
     ) -> None:
-        """Keep room for the model's snapshot, unless it is there; for who holds the model.
+        """Reserve host memory for the model's snapshot, unless present; the caller holds the
+        model.
 
-        Nobody may hold a lock meanwhile: others may need it to come to an end, which is what
-        is waited for.
+        The caller may hold no lock, because other tasks may need the lock to finish and free
+        memory.
 
         Raises:
             NoRoom, TimedOut: see :meth:`SnapshotRoom.reserve`.
@@ -122,11 +124,12 @@ class ModelLoader:
         await self.room.reserve(spec.name, num_bytes, wait_s)
 
     async def reload(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
-        """Make the model's engine on a worker anew: with the snapshot that there is, else with
-        one that is made on the way. For who holds the model and its lock.
+        """Replace the model's engine on a worker, using the snapshot if present.
+
+        The caller holds the model and its lock.
 
         Raises:
-            GpupoolError: the worker's reason; the model is not there any more.
+            GpupoolError: the worker's reason; the worker no longer has the model.
         """
         try:
             await self._supervisor.unload(worker, spec.name)
@@ -136,12 +139,12 @@ class ModelLoader:
             raise
 
     async def read_snapshot(self, spec: ModelSpec, ready: m.WorkerReady) -> CachedSnapshot | None:
-        """The model's snapshot, brought into the cache from the disk; None when it is not there.
+        """Read the model's snapshot from disk into the cache; return None if there is none.
 
-        For who holds the model and its lock.
+        The caller holds the model and its lock.
 
         Raises:
-            NoRoom: too few others may go for it now.
+            NoRoom: too few snapshots can be evicted now.
         """
         num_bytes = await self._saved.look_up(to_load(spec, self._settings), ready)
         if num_bytes is None:
@@ -160,7 +163,7 @@ class ModelLoader:
         return self._cache.put(spec.name, saved.fd, saved.layout_digest, saved.self_check)
 
     def forget_snapshot(self, name: str) -> None:
-        """Let the daemon's snapshot of a model go, and the saved one."""
+        """Drop the daemon's snapshot of a model, and the saved snapshot."""
         self._cache.drop(name)
         self._saved.forget(name)
 
@@ -215,7 +218,7 @@ class ModelLoader:
             raise Failed(f"{name} {reason}", f"`gpupool cache warm {name}` tries it again")
 
     async def _costs(self, name: str, worker: Worker) -> ModelCosts | None:
-        """What the scheduling core is told of the model's speed; None while it is not known."""
+        """Return the model's costs for the scheduling core, None while unknown."""
         row = await self._registry.get(name)
         if row is None or worker.ready is None:
             return None
@@ -229,8 +232,10 @@ class ModelLoader:
     async def _snapshot(
         self, spec: ModelSpec, worker: Worker, expected_bytes: int
     ) -> CachedSnapshot | None:
-        """The model's snapshot, from the disk if need be; None when it is to be made, for which
-        there is room then."""
+        """Return the model's snapshot, reading the disk if needed.
+
+        None means that the worker must make the snapshot, for which host memory is reserved.
+        """
         name, ready = spec.name, worker.ready
         if worker.device.kind == "sim" or ready is None:
             return None
@@ -252,7 +257,7 @@ class ModelLoader:
         return self._cache.put(name, fd, loaded.layout_digest, loaded.self_check)
 
     def _clean_up(self, worker: Worker, name: str) -> None:
-        """Take what is left of a model off a worker; a later load waits for that."""
+        """Unload what is left of a model on a worker; a later load waits for the end."""
         task = asyncio.create_task(self._unload_quietly(worker, name))
         self._cleaning.add(task)
         task.add_done_callback(self._cleaning.discard)
@@ -264,13 +269,13 @@ class ModelLoader:
             _logger.error("%s", error)
 
     async def _profiling_budget_s(self, spec: ModelSpec, worker: Worker) -> float:
-        """Models are measured once on each kind of device, when they are registered."""
+        """Return the time for profiling: models are profiled once per kind of device."""
         row = await self._registry.get(spec.name)
         known = row is None or worker.ready is None or is_profiled(row, worker.ready)
         return 0.0 if known else _PROFILING_BUDGET_S[worker.device.kind]
 
     async def _keep_profile(self, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded) -> None:
-        """Store what the worker measured. A model whose latency is unknown serves as well."""
+        """Store the measured profile; a model without a profile can serve too."""
         measured, ready = loaded.profile, worker.ready
         if measured is None or ready is None:
             return
@@ -294,7 +299,7 @@ class ModelLoader:
         self._served.add(spec.name)
 
     async def serve_on(self, frontend: Frontend, spec: ModelSpec) -> None:
-        """Mount the model's API on a frontend that has just come up.
+        """Mount the model's API on a new frontend.
 
         Raises:
             GpupoolError: the frontend's reason.
@@ -303,7 +308,7 @@ class ModelLoader:
         self._served.add(spec.name)
 
     async def unload(self, name: str) -> None:
-        """Take the model off all frontends and workers; its snapshots are dropped."""
+        """Unload the model from all frontends and workers, and drop its snapshots."""
         self._dispatcher.forget(name)
         async with self.lock(name):
             await self._take_off(name)
@@ -312,7 +317,7 @@ class ModelLoader:
         self.room.changed()
 
     async def withdraw(self, name: str) -> None:
-        """Take the model off all frontends and workers; what is saved of it stays.
+        """Unload the model from all frontends and workers, keeping the saved snapshot.
 
         Raises:
             TimedOut: a worker did not answer.
@@ -333,6 +338,6 @@ class ModelLoader:
 
 
 def _whole_pages(num_bytes: int, worker: Worker) -> int:
-    """What a snapshot of ``num_bytes`` takes in host memory."""
+    """Return the host memory of a snapshot of ``num_bytes``, in whole pages."""
     page_bytes = worker.ready.page_bytes if worker.ready is not None else 1
     return -(-num_bytes // page_bytes) * page_bytes

@@ -7,7 +7,7 @@ from gpupoold.errors import Refused
 
 
 async def check_names_free(registry: Registry, names: tuple[str, ...]) -> None:
-    """Raise GpupoolError, naming the one that no model can have, or that some model has."""
+    """Raise GpupoolError for a name that is invalid or belongs to a model."""
     check_names(names)
     for name in names:
         row = await registry.get(name)

@@ -1,6 +1,6 @@
-"""What was measured of models' latency, between the workers, the registry and its readers.
+"""Latency profiles between workers, the registry and readers. Pure conversions.
 
-Pure conversions, and the decision whether a model has to be measured.
+Also decides whether a model must be profiled.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def profile_rows(
     ready: WorkerReady,
     measured_at: float,
 ) -> list[ProfileRow]:
-    """What the registry keeps of a profiling run: a row per fit, and one for switches.
+    """Return the registry's rows for a profiling run: one per fit, and one for switches.
 
-    ``measured_at`` is wall-clock seconds.
+    ``measured_at`` is in wall-clock seconds.
     """
     switch = ProfileRow(
         device=ready.device_name,
@@ -60,9 +60,9 @@ def profile_rows(
 
 
 def latency_on(profiles: Sequence[ProfileRow], device: str | None = None) -> StoredLatency | None:
-    """What is stored of a model on a kind of device, by default the one measured last.
+    """Return the stored latency of a model on a kind of device, None if not measured.
 
-    None when the model was not measured there.
+    The default is the device measured last.
     """
     if device is None and profiles:
         device = profiles[-1].device
@@ -83,11 +83,12 @@ def latency_on(profiles: Sequence[ProfileRow], device: str | None = None) -> Sto
 
 
 def latency_model_of(row: ModelRow, device: str | None = None) -> LatencyModel | None:
-    """The latency model of a registered model on a kind of device (a worker's
-    ``ready.device_name``), by default the one measured last; None while it is not known.
+    """Return the latency model of a registered model on a kind of device, None while unknown.
+
+    ``device`` is a worker's ``ready.device_name``, by default the device measured last.
 
     Raises:
-        LatencyError: what is stored is not of this program's laws.
+        LatencyError: the stored profile has an unknown form.
     """
     stored = latency_on(row.profiles, device)
     return None if stored is None else stored.model()

@@ -1,4 +1,4 @@
-"""Models that crash workers, or cannot be loaded, are served no more for a while."""
+"""Quarantine of models that crash workers or cannot be loaded."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ _UNKNOWN = Death("a crash that was unclear at first", is_at_fault=True)
 
 
 class Quarantine:
-    """Records what crashes are due to; takes models off all workers while their breaker is open,
-    and has them tried again when their wait is over."""
+    """Attributes crashes, unloads models with an open breaker, and retries after the wait."""
 
     def __init__(
         self,
@@ -38,8 +37,11 @@ class Quarantine:
         publish: Callable[[], Awaitable[None]],
         try_again: Callable[[str], Awaitable[None]],
     ) -> None:
-        """``try_again`` loads a model on one worker, which calls ``works``, then on others; it
-        raises GpupoolError."""
+        """``try_again`` loads a model on one worker, which calls ``works``, then on other
+        workers.
+
+        ``try_again`` raises GpupoolError.
+        """
         self._breakers = breakers
         self._registry = registry
         self._history = history
@@ -52,7 +54,7 @@ class Quarantine:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def crashed(self, device: int, death: Death) -> Candidates:
-        """Record the death of a worker, with what it was doing; what the death can be due to."""
+        """Record a worker's death and its activity; return the possible culprits."""
         lost = self._dispatcher.live.on_device(device)
         candidates = candidates_of(death, {one.request_id: one.model for one in lost})
         text = f"ended ({death.reason}), it is restarted"
@@ -77,24 +79,24 @@ class Quarantine:
         self._charge(model, *self._unclear.pop(model, (0, _UNKNOWN)))
 
     async def failed(self, model: str, reason: str) -> None:
-        """Record that no worker could load a model; it is tried again later."""
+        """Record that no worker could load a model; a retry follows."""
         if self._breakers.retry_at_s(model) is None:
             self._breakers.open(model, reason, time.monotonic(), is_blocking=False)
         await self._set_failed(model, reason)
 
     def works(self, model: str) -> None:
-        """Record that a model has been loaded, and is ready."""
+        """Record that a model is loaded and ready."""
         if self._breakers.close(model, time.monotonic()):
             self._history.record_event("info", "model_recovered", model, "loaded, and ready again")
 
     def look(self, now_s: float) -> None:
-        """Try the models whose wait is over; to be called every second."""
+        """Retry the models whose wait is over; to be called every second."""
         for model in self._breakers.due(now_s):
             self._breakers.half_open(model)
             self._begin(self._retry(model))
 
     async def stop(self) -> None:
-        """Leave what is under way; the workers have stopped before."""
+        """Abandon work in progress; the workers have stopped before."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Models that were shut out are loaded again when their wait is over."""
+"""Retries of models in quarantine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from gpupoold.errors import GpupoolError, Unavailable
 
 
 class Retries:
-    """Tries models again. ``load`` loads a model on a worker and lets it serve, unless it is
-    being removed."""
+    """Loads a model on one worker after another.
+
+    ``load`` loads a model on a worker and opens the model for requests, unless the model is being
+    removed.
+    """
 
     def __init__(
         self,
@@ -25,12 +28,12 @@ class Retries:
         self._load = load
 
     async def try_again(self, name: str) -> None:
-        """Load a model on the worker with the fewest requests, then on all that are ready.
+        """Load a model on the worker with the fewest requests, then on all ready workers.
 
         Raises:
-            WorkerEnded: a worker died meanwhile; no other has been tried.
+            WorkerEnded: a worker died meanwhile; no other worker has been tried.
             Unavailable: no worker is ready.
-            GpupoolError: why no worker can load it.
+            GpupoolError: the reason why no worker can load the model.
         """
         problem: GpupoolError | None = None
         for worker in self._ready():

@@ -1,4 +1,4 @@
-"""A lock that many may share, or one have alone."""
+"""A lock for many readers or one writer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 
 class SharedLock:
-    """For tasks of one event loop. Who wants it alone goes before those who come later to share."""
+    """A lock for tasks of one event loop; a waiting writer precedes later readers."""
 
     def __init__(self) -> None:
         self._gate = asyncio.Lock()  # held by who has it alone, or waits for that
@@ -18,7 +18,7 @@ class SharedLock:
 
     @contextlib.asynccontextmanager
     async def shared(self) -> AsyncIterator[None]:
-        """Inside, nobody has it alone."""
+        """Hold the lock with other readers."""
         async with self._gate:
             self._num_sharing += 1
             self._is_unshared.clear()
@@ -31,7 +31,7 @@ class SharedLock:
 
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Inside, nobody else has it."""
+        """Hold the lock alone."""
         async with self._gate:
             await self._is_unshared.wait()
             yield

@@ -1,4 +1,4 @@
-"""A model's description in the words of its neighbours. Pure conversions."""
+"""Conversions between descriptions of a model. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpupoold.wire import messages as m
 
 
 def spec_of(request: AddModelRequest, source: str, path: Path) -> ModelSpec:
-    """What the registry will keep of an accepted request."""
+    """Return the registry's spec for an accepted request."""
     return ModelSpec(
         name=ModelName(request.name),
         source=source,
@@ -30,7 +30,7 @@ def spec_of(request: AddModelRequest, source: str, path: Path) -> ModelSpec:
 
 
 def checked_info(spec: ModelSpec, info: CheckpointInfo, dtype: str) -> ModelInfo:
-    """A model that was only looked at, as ``gpupool show`` would have it."""
+    """Return the body of a model that was only checked."""
     row = ModelRow(
         spec=spec,
         state=ModelState.REGISTERED,
@@ -45,7 +45,7 @@ def checked_info(spec: ModelSpec, info: CheckpointInfo, dtype: str) -> ModelInfo
 
 
 def to_load(spec: ModelSpec, settings: Settings) -> m.ModelToLoad:
-    """What workers and frontends are told of a registered model."""
+    """Return the description of a registered model for workers and frontends."""
     return m.ModelToLoad(
         name=spec.name,
         path=spec.path,

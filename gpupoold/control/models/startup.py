@@ -1,4 +1,4 @@
-"""The order in which a worker that comes up loads the registered models."""
+"""The order in which a new worker loads the registered models."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _logger = logging.getLogger(__name__)
 async def rows_in_start_order(
     registry: Registry, history: History, cache: SnapshotCache
 ) -> list[ModelRow]:
-    """All models, so that those with pinned snapshots and then those used last are in the cache
-    at the end.
+    """Return all models, such that the cache ends with pinned, then recently used snapshots.
 
-    The cache learns of pins, and of uses before the daemon started.
+    Also records pins and earlier uses in the cache.
 
     Raises:
         Failed: the registry cannot be read.
@@ -34,7 +33,7 @@ async def rows_in_start_order(
 
 
 async def _recall_use(rows: dict[str, ModelRow], history: History, cache: SnapshotCache) -> None:
-    """When models were last used as far as that is recorded, or else when they were added."""
+    """Set the last use of each model from the history, or else from its registration."""
     unknown = [name for name in rows if cache.last_used_at(name) is None]
     if not unknown:
         return

@@ -1,4 +1,4 @@
-"""Taking a model out of memory by hand; it stays registered, and its next request loads it."""
+"""Unloading of a model by a user; the model stays registered, and a request restores it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpupoold.units import format_bytes
 
 
 class ModelUnloader:
-    """Frees what a model takes on devices and in host memory."""
+    """Frees a model's memory on devices and on the host."""
 
     def __init__(
         self,
@@ -33,16 +33,16 @@ class ModelUnloader:
         self._history = history
 
     async def unload(self, name: str, mode: UnloadMode, *, keep_host: bool = False) -> Unloaded:
-        """Take a model's weights and KV off all devices, and its snapshot out of host memory
-        unless that is to be kept. Its engines stay.
+        """Free a model's weights and KV on all devices, and its snapshot unless ``keep_host``.
 
-        ``mode`` says what happens to its live requests: ``refuse`` changes nothing if there
-        are any, ``drain`` takes no new ones and waits for them, ``force`` ends them.
+        The engines stay. ``mode`` decides about live requests: ``refuse`` changes nothing if there
+        are any, ``drain`` takes no new requests and waits, ``force`` ends the requests.
 
         Raises:
-            NoSuchModel: it is not registered.
-            Refused: it has live requests and ``mode`` is "refuse", or its snapshot is pinned.
-            TimedOut: they did not end within the drain timeout.
+            NoSuchModel: the model is not registered.
+            Refused: the model has live requests and ``mode`` is "refuse", or its snapshot is
+                pinned.
+            TimedOut: requests were left after the drain timeout.
             Failed: a worker does not answer.
         """
         model = (await self._lifecycle.find(name)).spec.name

@@ -1,4 +1,4 @@
-"""Snapshots of models that are asked for come back into host memory, and onto the workers."""
+"""Restoring snapshots of requested models to host memory and workers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Bring = Callable[[ModelRow, list[Worker]], Awaitable[None]]
 
 
 class Warmer:
-    """Warms models: one attempt at a time for each, for all requests that wait for it.
+    """Warms models: one attempt per model serves all waiting requests.
 
-    A model is warm when its snapshot is in host memory and all workers that have its engine
-    can bring it in. What is missing comes from a saved snapshot; without one, a worker makes
-    the engine anew from the checkpoint.
+    A model is warm when its snapshot is in host memory and attached to all workers with its engine.
+    A missing snapshot is read from disk; without a saved snapshot, a worker builds the engine again
+    from the checkpoint.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Warmer:
         loader: ModelLoader,
         on_lost: Callable[[str, GpupoolError], Awaitable[None]],
     ) -> None:
-        """``on_lost`` is told the name of a model that no worker has any more, and why."""
+        """``on_lost`` gets the name of a model without any worker, and the reason."""
         self._settings = settings
         self._registry = registry
         self._history = history
@@ -55,7 +55,7 @@ class Warmer:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def is_warm(self, model: str) -> bool:
-        """See :class:`Warmth`. One whose workers need no snapshot always is."""
+        """Return whether the model is warm; a model whose workers need no snapshot always is."""
         if model in self._tasks:
             return False
         hosts = self._hosts(model)
@@ -64,11 +64,13 @@ class Warmer:
         return self._cache.get(model) is not None and all(model in one.snapshots for one in hosts)
 
     def begin(self, model: str) -> asyncio.Task[None]:
-        """See :class:`Warmth`; the task raises what kept the model from being warmed."""
+        """Start warming; the task raises the reason of a failure."""
         return self._begin(model, self._bring)
 
     def damaged(self, message: m.WrongAnswer) -> None:
-        """See :class:`Warmth`. What is on the disk is not trusted either: the checkpoint is."""
+        """Renew the model's snapshot from the checkpoint, as the saved snapshot may be wrong
+        too.
+        """
         model = message.model
         text = f"its self-check answered {list(message.answered)}, not {list(message.expected)}"
         self._history.record_event("error", "self_check_failed", model, text)
@@ -88,14 +90,14 @@ class Warmer:
         """Return when the model is warm.
 
         Raises:
-            GpupoolError: why it could not be warmed.
+            GpupoolError: the reason of the failure.
         """
         if not self.is_warm(model):
             # Others may wait for it too: who gives up does not end it.
             await asyncio.shield(self.begin(model))
 
     async def cancel(self, model: str) -> None:
-        """Give a model up that is being removed; its requests have ended before."""
+        """Cancel the warming of a model under removal; its requests have ended before."""
         task = self._tasks.get(model)
         if task is not None:
             task.cancel()
@@ -110,7 +112,7 @@ class Warmer:
         return min(workers, key=lambda one: len(self._dispatcher.live.on_device(one.number)))
 
     def _hosts(self, model: str) -> list[Worker]:
-        """The workers that need the model's snapshot to run it."""
+        """Return the workers that need the model's snapshot."""
         hosts = self._dispatcher.routes.get(model, [])
         return [worker for worker in hosts if worker.device.kind != "sim"]
 
@@ -159,7 +161,7 @@ class Warmer:
             await self._on_lost(model, error)
 
     async def _bring(self, row: ModelRow, hosts: list[Worker]) -> None:
-        """Let all workers that have the model have its snapshot."""
+        """Attach the snapshot to all workers with the model."""
         model = row.spec.name
         if not hosts:
             raise Unavailable(f"no worker has {model}", "see `gpupool ps` and `gpupool logs`")
@@ -178,7 +180,7 @@ class Warmer:
                 await self._hand_out(row, snapshot)
 
     async def _renew(self, row: ModelRow, hosts: list[Worker]) -> None:
-        """Make the model's snapshot anew and let all its workers have that one."""
+        """Make the model's snapshot again and attach the new snapshot to all its workers."""
         async with self._loader.lock(row.spec.name):
             self._loader.forget_snapshot(row.spec.name)
             for worker in self._hosts(row.spec.name):
@@ -190,7 +192,7 @@ class Warmer:
         return await self._loader.read_snapshot(spec, ready)
 
     async def _hand_out(self, row: ModelRow, snapshot: CachedSnapshot) -> None:
-        """Let all workers have the snapshot; an engine of another layout is made anew."""
+        """Attach the snapshot to all workers; rebuild engines of another layout."""
         model = row.spec.name
         lacking = [one for one in self._hosts(model) if model not in one.snapshots]
         fitting = [one for one in lacking if one.layouts.get(model) == snapshot.digest]
@@ -212,6 +214,6 @@ class Warmer:
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
-    """Who waits for a warming gets its error; often nobody does."""
+    """Retrieve the task's error, because a warming often has no waiter."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""How long to wait before a process that has ended is started again. Pure."""
+"""Waiting times before restarts of an ended process. Pure."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ STABLE_AFTER_S = 60.0
 
 
 class Backoff:
-    """Of one process. What ran for ``STABLE_AFTER_S`` is started again at once; what ends again
-    and again waits twice as long every time, ``max_s`` at most."""
+    """The backoff of one process.
+
+    A process that ran for ``STABLE_AFTER_S`` restarts at once; repeated short runs double the wait
+    up to ``max_s``.
+    """
 
     def __init__(self, max_s: float = MAX_S) -> None:
         self._max_s = max_s
         self._next_s = 0.0
 
     def after(self, ran_s: float, *, is_excused: bool = False) -> float:
-        """Seconds to wait after a run of ``ran_s``.
+        """Return the seconds to wait after a run of ``ran_s``.
 
-        Excused: its end says nothing of the next run, and nobody waits for it.
+        An excused end says nothing about the next run and needs no wait.
         """
         if is_excused:
             return 0.0

@@ -30,26 +30,26 @@ _LAST_LINES_S = 5.0
 
 
 class Process(Protocol):
-    """A process that runs, or has run."""
+    """A running or ended process."""
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id."""
 
     async def wait(self) -> int:
-        """Its exit status, once it has ended (negative: the signal that ended it)."""
+        """Return the exit status after the end; a negative number is a signal."""
 
     def kill(self) -> None:
-        """End it now, if it runs."""
+        """Kill the process if it runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A Python module to run, and what it is given.
+    """A Python module to run, with arguments.
 
-    Its options are ``arguments``, ``fd_options``, whose values are descriptors, and
-    ``--parent-pid``. stdout and stderr go to ``log_fd``. ``environment`` is added to the
-    daemon's. The descriptors stay the caller's, who may close them once it is started.
+    The options are ``arguments``, ``fd_options`` with descriptors as values, and ``--parent-pid``.
+    stdout and stderr go to ``log_fd``. ``environment`` is added to the daemon's. The caller keeps
+    the descriptors and may close them after the start.
     """
 
     module: str
@@ -60,7 +60,7 @@ class Launch:
 
 
 Starter = Callable[[Launch], Awaitable[Process]]
-"""Starts a module; raises OSError when it could not be started."""
+"""Starts a module; raises OSError on failure."""
 
 
 class Executed:
@@ -101,8 +101,8 @@ async def execute(launch: Launch) -> Executed:
 class Child(Generic[T]):
     """One run of ``python -m MODULE``; a restart makes a new object.
 
-    The channel is a socketpair whose other end the child inherits as
-    ``--wire-fd``. stdout and stderr go to ``log_path``, by way of a pipe.
+    The channel is a socketpair whose other end the child inherits as ``--wire-fd``. stdout and
+    stderr go to ``log_path`` through a pipe.
     """
 
     def __init__(self, name: str, process: Process, channel: AsyncChannel[T], log: LogPipe) -> None:
@@ -124,13 +124,13 @@ class Child(Generic[T]):
         environment: Mapping[str, str] | None = None,
         starter: Starter = execute,
     ) -> Child[T]:
-        """Start the module; the child says by message when it is ready.
+        """Start the module; the child reports readiness by a message.
 
-        ``fd_options`` are more options whose values are descriptors; ``starter`` is how it is
-        started, by default as a program of its own.
+        ``fd_options`` are further options with descriptors as values; ``starter`` starts the
+        process, by default as a program of its own.
 
         Raises:
-            OSError: no process or no log file could be made.
+            OSError: the process or the log file could not be created.
         """
         ours, theirs = socket.socketpair()
         channel: AsyncChannel[T] | None = None
@@ -164,8 +164,11 @@ class Child(Generic[T]):
         self._process.kill()
 
     async def ended(self) -> int | None:
-        """The exit status of a child that has hung up, or is to be ended; it is killed when it
-        stays. None: it is not known, as not even that was answered in time."""
+        """Return the exit status of a child that has hung up or must end.
+
+        A child that stays is killed. None means that the status is unknown because the fork server
+        did not answer in time.
+        """
         self.channel.close()
         for wait_s in (_LEAVING_S, _DYING_S):
             with contextlib.suppress(TimeoutError):
@@ -177,7 +180,7 @@ class Child(Generic[T]):
         return None
 
     async def stop(self, message: Any, grace_s: float) -> None:
-        """Ask it to leave with ``message``; after ``grace_s`` it is killed."""
+        """Send ``message`` as a request to leave; kill the child after ``grace_s``."""
         if not self.channel.closed:
             self.channel.send(message)
         try:
@@ -191,7 +194,7 @@ class Child(Generic[T]):
         _logger.info("%s stopped", self.name)
 
     async def _finish_log(self) -> None:
-        """Wait until all that the child has written is in its log."""
+        """Wait until the child's output is in the log."""
         log, self._log = self._log, None
         if log is None:
             return
@@ -199,6 +202,6 @@ class Child(Generic[T]):
 
 
 def _environment() -> dict[str, str]:
-    """The daemon's environment, with its import path so that a source checkout works too."""
+    """Return the daemon's environment with its import path, for source checkouts."""
     paths = [path for path in sys.path if path]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

@@ -1,4 +1,4 @@
-"""Why a worker ended, whether by its own fault, and what that can be due to. Pure."""
+"""The cause of a worker's death, and the requests or models it can be due to. Pure."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _OWN_FAULTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The end of a worker. At fault: what ran in it ended it, and may do so again.
+    """The end of a worker; ``is_at_fault`` if code in the worker ended the worker.
 
-    ``activities`` are what its threads were doing.
+    ``activities`` are the activities of its threads.
     """
 
     reason: str
@@ -36,7 +36,7 @@ class Death:
 
     @property
     def doing(self) -> str:
-        """What the worker was doing, in words; empty if its threads were idle."""
+        """The worker's activity in words, empty if its threads were idle."""
         return " and ".join(dict.fromkeys(map(_in_words, self.activities)))
 
 
@@ -55,10 +55,10 @@ def death_of(
     *,
     saw_oom_kill: bool = False,
 ) -> Death:
-    """The death of a process with this exit status (negative: a signal; None: not known).
+    """Return the death for an exit status; a negative status is a signal, None is unknown.
 
-    ``ended_for`` is why the daemon has killed it, if it has. ``saw_oom_kill``: the kernel has
-    killed some process for memory in the moment before.
+    ``ended_for`` is the daemon's reason for killing the process. ``saw_oom_kill`` means that the
+    kernel killed some process for memory just before.
     """
     reason, is_at_fault = _cause(status, ended_for, saw_oom_kill=saw_oom_kill)
     return Death(reason, is_at_fault, tuple(activities))
@@ -80,8 +80,10 @@ def _cause(status: int | None, ended_for: str, *, saw_oom_kill: bool) -> tuple[s
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What a crash can be due to: one of these requests or models, or, if ``has_unknown``,
-    something that the activity page has no name for."""
+    """Possible culprits of a crash: one of these requests or models.
+
+    ``has_unknown`` means that the cause may be absent from the activity page.
+    """
 
     requests: frozenset[str] = frozenset()
     models: frozenset[str] = frozenset()
@@ -107,8 +109,10 @@ NOBODY = Candidates()
 
 
 def candidates_of(death: Death, model_of: Mapping[str, str]) -> Candidates:
-    """What a death can be due to; ``model_of`` are the live requests that the worker had, with
-    their models. Nobody, unless the worker was at fault."""
+    """Return the possible culprits of a death, none unless the worker was at fault.
+
+    ``model_of`` has the worker's live requests with their models.
+    """
     if not death.is_at_fault:
         return NOBODY
     requests: set[str] = set()

@@ -1,4 +1,4 @@
-"""What processes with an engine must find in their environment when they start."""
+"""The environment variables of processes with an engine."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def engine_environment(settings: Settings) -> dict[str, str]:
 
 
 def compute_threads(settings: Settings) -> int:
-    """Cores for each emulated device. One stays free for the daemon and the frontend, as vLLM
-    leaves one to its API server: compute threads spin, and a spinning thread without a core
-    stalls all others."""
+    """Return the compute threads per emulated device.
+
+    One core stays free for the daemon and the frontend, as in vLLM's API server: compute threads
+    spin, and a spinning thread without a core stalls the others.
+    """
     num_computing = sum(device.kind != "sim" for device in settings.devices)
     return max(1, (len(os.sched_getaffinity(0)) - 1) // max(1, num_computing))

@@ -22,7 +22,7 @@ _ANSWER_TIMEOUT_S = 180.0
 
 
 class ForkedProcess:
-    """A grandchild: its parent, the fork server, tells when it has ended."""
+    """A grandchild, whose parent, the fork server, reports the end."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         """``pidfd`` belongs to this object from now on."""
@@ -45,7 +45,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Starts Python modules by forking; begun with the first of them, and anew if it dies."""
+    """Starts Python modules by forking; the fork server starts on first use and after a crash."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class ForkServer:
             del self._asked[call_id]
 
     async def stop(self) -> None:
-        """End it, and what it has forked."""
+        """Stop the fork server and its children."""
         if self._server is not None:
             self._server.kill()
         if self._reader is not None:

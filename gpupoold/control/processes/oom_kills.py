@@ -1,4 +1,4 @@
-"""Whether the kernel has just killed a process for want of memory."""
+"""Detection of kills by the kernel for lack of memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ _MOMENT_S = 3.0
 
 
 class OomKills:
-    """The kernel's count of such kills (cgroups' own limits count too), looked at in time.
+    """The kernel's count of such kills, including cgroup limits, sampled over time.
 
-    It does not say who was killed. A process that somebody else kills in the same moment is
-    taken for one of them.
+    The count names no process. A process killed otherwise at the same moment is taken for a victim.
     """
 
     def __init__(self, path: Path = VMSTAT) -> None:
@@ -24,17 +23,17 @@ class OomKills:
         self.look(time.monotonic())
 
     def look(self, now_s: float) -> None:
-        """Note the count; to be called every second or so."""
+        """Sample the count; to be called about every second."""
         while self._seen and now_s - self._seen[0][0] > _MOMENT_S and len(self._seen) > 1:
             self._seen.popleft()
         self._seen.append((now_s, self._count()))
 
     def is_new(self) -> bool:
-        """Return whether there was one in the last seconds."""
+        """Return whether a kill happened in the last seconds."""
         return self._count() > self._seen[0][1]
 
     def _count(self) -> int:
-        """0 where the kernel does not say."""
+        """Return the count, 0 if the kernel gives none."""
         try:
             lines = self._path.read_text().splitlines()
         except OSError:

@@ -1,4 +1,4 @@
-"""Answers that another process owes, each waited for under a key."""
+"""Awaited answers of another process, by key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 class Pending(Generic[K, V]):
-    """Futures by key, at most one for each. Answers that nobody waits for are ignored."""
+    """Futures by key, at most one per key; unexpected answers are ignored."""
 
     def __init__(self) -> None:
         self._futures: dict[K, asyncio.Future[V]] = {}
@@ -19,25 +19,24 @@ class Pending(Generic[K, V]):
         return key in self._futures
 
     def expect(self, key: K) -> asyncio.Future[V]:
-        """The future of an answer that is going to be asked for."""
+        """Return the future for an answer about to be requested."""
         future: asyncio.Future[V] = asyncio.get_running_loop().create_future()
         self._futures[key] = future
         return future
 
     @property
     def oldest(self) -> K | None:
-        """The key that has been waited for longest; None when nothing is owed."""
+        """The key with the longest wait, None if no answer is awaited."""
         return next(iter(self._futures), None)
 
     def forget(self, key: K) -> None:
-        """Nobody waits any more, those in :meth:`settled` neither."""
+        """Stop waiting for a key, including callers of :meth:`settled`."""
         future = self._futures.pop(key, None)
         if future is not None:
             future.cancel()
 
     async def settled(self, key: K) -> None:
-        """Return when the answer has come, whatever it is, or who asked for it has given up; at
-        once when none is owed."""
+        """Return when the answer has come or its waiter has given up; at once without a waiter."""
         future = self._futures.get(key)
         if future is not None:
             await asyncio.wait({future})

@@ -1,4 +1,4 @@
-"""What processes that run are told of the configuration. A pure conversion."""
+"""The configuration message for running processes. A pure conversion."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from gpupoold.wire.messages import Reconfigure
 
 
 def reconfigure(settings: Settings) -> Reconfigure:
-    """All that workers and the frontend can heed while they run."""
+    """Return the settings that running workers and frontends can apply."""
     return Reconfigure(
         settings.log.level,
         settings.memory.self_check_interval,
@@ -18,5 +18,5 @@ def reconfigure(settings: Settings) -> Reconfigure:
 
 
 def max_live_requests_of_model(limits: LimitSettings) -> int:
-    """The most requests of one model that may wait or run."""
+    """Return the limit of one model's live requests."""
     return min(limits.max_live_requests_per_model, limits.max_live_requests)

@@ -1,4 +1,4 @@
-"""A supervised process is started again whenever it has ended."""
+"""Restarts of a supervised process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _logger = logging.getLogger(__name__)
 async def keep_running(
     name: str, run_once: Callable[[], Awaitable[bool]], backoff: Backoff | None = None
 ) -> None:
-    """Run it again and again, with the waits of ``backoff``, by default of a new one.
+    """Call ``run_once`` for ever, with the waits of ``backoff``, by default a new one.
 
-    ``run_once`` returns when the process has ended: whether that is excused, see
-    :meth:`Backoff.after`. It raises OSError when the process could not be started.
+    ``run_once`` returns after the process's end, with True if the end is excused, see
+    :meth:`Backoff.after`. ``run_once`` raises OSError if the process could not be started.
     """
     backoff = backoff or Backoff()
     while True:

@@ -1,7 +1,7 @@
-"""Workers that hang: how that is told from work. Pure.
+"""Detection of hung workers. Pure.
 
-A worker says several times a second how many steps it has made. One that hangs says nothing;
-one that spins has a turn and requests, and its steps do not become more.
+A worker reports its number of steps several times a second. A hung worker stops reporting. A
+livelocked worker has a turn and requests, but its step counter does not advance.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _SLEPT_S = 2.0
 
 
 class Watch:
-    """What was seen of one run of a worker. Instants are those of one monotonic clock."""
+    """Observations of one run of a worker; instants of one monotonic clock."""
 
     def __init__(self, now_s: float) -> None:
         self._started_s = self._heard_s = self._moved_s = now_s
@@ -22,7 +22,7 @@ class Watch:
         self._num_steps = -1
 
     def came_up(self, now_s: float) -> None:
-        """It can work from now on."""
+        """Record that the process is ready for work."""
         self._is_up = True
         self.excuse(now_s)
 
@@ -30,17 +30,17 @@ class Watch:
         self._heard_s = now_s
 
     def stepped(self, now_s: float, num_steps: int, *, has_work: bool) -> None:
-        """It has made so many steps; without work it need not make any."""
+        """Record the number of steps; without work the number need not grow."""
         self._heard_s = now_s
         if num_steps != self._num_steps or not has_work:
             self._num_steps, self._moved_s = num_steps, now_s
 
     def excuse(self, now_s: float) -> None:
-        """It need not have said or done anything until now."""
+        """Excuse the process for its silence until now."""
         self._heard_s = self._moved_s = now_s
 
     def complaint(self, now_s: float, hang_timeout_s: float, start_timeout_s: float) -> str:
-        """Why it has to be ended; empty when nothing is wrong."""
+        """Return why the process must end, empty if all is well."""
         if not self._is_up:
             is_late = now_s - self._started_s > start_timeout_s
             return f"not ready within {start_timeout_s:g} s" if is_late else ""
@@ -52,25 +52,24 @@ class Watch:
 
 
 class Watched(Protocol):
-    """A supervised process, as the watchdog knows it."""
+    """A supervised process for the watchdog."""
 
     @property
     def watch(self) -> Watch | None:
-        """Of the run under way, if there is one."""
+        """Observations of the present run, if there is one."""
 
     @property
     def is_excused(self) -> bool:
-        """True if it does what takes long and has a limit of its own: a load, a benchmark."""
+        """True during work with a time limit of its own: a load, a benchmark."""
 
 
 W = TypeVar("W", bound=Watched)
 
 
 class Watchdog(Generic[W]):
-    """Ends what has hung. ``end`` is given a worker and the reason.
+    """Ends hung processes by ``end``, which takes the process and the reason.
 
-    ``limits_s`` are how long a worker may be silent, and how long it may take to come up; they
-    are asked for at every look.
+    ``limits_s`` returns the longest silence and the longest start-up time, read at each check.
     """
 
     def __init__(
@@ -85,10 +84,10 @@ class Watchdog(Generic[W]):
         self._looked_s: float | None = None
 
     def look(self, now_s: float) -> None:
-        """End what has hung; to be called every second.
+        """End hung processes; to be called every second.
 
-        When this look comes late the daemon has been asleep itself, and knows nothing of
-        what the others did meanwhile.
+        If this call itself is late, the daemon was asleep, and the silence of the processes proves
+        nothing.
         """
         hang_timeout_s, start_timeout_s = self._limits_s()
         slept_s = 0.0 if self._looked_s is None else now_s - self._looked_s

@@ -1,4 +1,4 @@
-"""Which requests are not taken, and when their clients are to come again."""
+"""Refusal of requests, and the time after which clients should retry."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ _KEPT_FROM_NORMAL = 0.1
 
 
 class KeyBounds(Protocol):
-    """What is to be known of API keys to take their requests or not."""
+    """Limits of API keys, for admission."""
 
     @property
     def has_high(self) -> bool:
         """True if anybody has a key of high priority."""
 
     def max_live(self, key_id: str) -> int | None:
-        """How many requests of a key may wait or run; None: any number."""
+        """Return the limit of a key's live requests, None for no limit."""
 
 
 def bound_for(priority: Priority, bound: int, keys: KeyBounds | None) -> int:
-    """How many requests there may be before one more of this priority is refused; at least 1."""
+    """Return the number of live requests at which this priority is refused; at least 1."""
     kept_share = 0.0
     if priority is Priority.LOW:
         kept_share = _KEPT_FROM_LOW
@@ -64,11 +64,10 @@ def bound_for(priority: Priority, bound: int, keys: KeyBounds | None) -> int:
 
 
 class Overload:
-    """Bounds of the queues, and what becomes of requests beyond them.
+    """Bounds of the queues, and the refusal of requests beyond the bounds.
 
-    ``limits`` may be replaced at any time. ``max_tokens`` gives the most tokens that a live
-    request may get; ``on_refused`` is told the model of each request that is not taken, and why.
-    Not for several threads.
+    ``limits`` may be replaced at any time. ``max_tokens`` returns the largest number of tokens of a
+    live request; ``on_refused`` gets the model and the reason of each refusal. Not thread-safe.
     """
 
     def __init__(
@@ -96,9 +95,9 @@ class Overload:
     def admission(
         self, message: m.AddRequest, *, is_routed: bool, is_warm: bool
     ) -> m.AdmissionAnswer:
-        """Return whether a request is taken; one that is not is counted.
+        """Decide on a request; count a refusal.
 
-        ``is_routed``: some worker has its model; ``is_warm``: and needs no snapshot first.
+        ``is_routed``: some worker has the model; ``is_warm``: the worker needs no snapshot first.
         """
         now_s = time.monotonic()
         model = message.model
@@ -116,8 +115,10 @@ class Overload:
         return _refusal(message, HTTPStatus.TOO_MANY_REQUESTS, text, retry_after_s)
 
     def too_late(self, now_s: float) -> list[LiveRequest]:
-        """Requests to drop, as no worker was told of them before their first token was due;
-        none unless ``[limits] drop_late`` says so. They are counted."""
+        """Return requests to drop: no worker had the request when its first token was due.
+
+        Empty unless ``[limits] drop_late`` is set. The requests are counted.
+        """
         if not self.limits.drop_late:
             return []
         late = [
@@ -139,7 +140,7 @@ class Overload:
             del self._promised_s[key]
 
     def _full(self, message: m.AddRequest, now_s: float) -> tuple[RefusalReason, str, float] | None:
-        """Why there is no room, in a word and in a sentence, and when there will be."""
+        """Return why the queue is full, as a word and a sentence, and the waiting time."""
         limits, model = self.limits, message.model
         num_live = self._live.num_of(model)
         bound = bound_for(message.priority, limits.max_live_requests_per_model, self._keys)
@@ -154,7 +155,7 @@ class Overload:
         return self._full_key(message.key_id) or self._full_bytes(message)
 
     def _full_key(self, key_id: str) -> tuple[RefusalReason, str, float] | None:
-        """Why a key may have no more requests at once, and when it may."""
+        """Return why a key's limit of live requests is reached, and the waiting time."""
         bound = self._keys.max_live(key_id) if self._keys is not None and key_id else None
         num_live = self._live.num_of_key(key_id)
         if bound is None or num_live < bound:
@@ -164,7 +165,7 @@ class Overload:
         return "key_full", text, _UNKNOWN_S
 
     def _full_bytes(self, message: m.AddRequest) -> tuple[RefusalReason, str, float] | None:
-        """Why the requests that are live leave no room for the bytes of one more."""
+        """Return why the bytes of live requests leave no space for this request."""
         num_bytes, bound = num_bytes_of(message), self.limits.max_bytes_in_flight
         key_id = message.key_id
         if key_id and self._live.bytes_of_key(key_id) + num_bytes > bound * KEY_BYTES_SHARE:
@@ -177,10 +178,11 @@ class Overload:
         return "bytes_full", text, _UNKNOWN_S
 
     def _room_in_s(self, key: str, num_live: int, bound: int, now_s: float) -> float:
-        """Until there is room for one more, after all who were told to come before it.
+        """Return the seconds until a request has space after all clients told to retry before.
 
-        Told the same time, all would come together, and all but one in vain. But some never
-        come and others come too soon and are told again, so only so many count.
+        The same time for all would bring all clients back at once, all but one in vain. Some
+        clients never return and others return early and are told again, so only a bounded number
+        counts.
         """
         promised_s = self._promised_s.setdefault((key, bound), [])
         while promised_s and (promised_s[0] <= now_s or len(promised_s) > _MAX_TURNS * bound):
@@ -203,9 +205,10 @@ class Overload:
     def _late(
         self, message: m.AddRequest, now_s: float, *, is_warm: bool
     ) -> tuple[RefusalReason, str, float] | None:
-        """Why its first token cannot come in time, and when that of another could.
+        """Return why the first token would be late, and when another request's would not.
 
-        How long it takes to warm a model is not known: such a request may still be dropped.
+        The time to warm a model is unknown, so a request of a cold model may still be dropped
+        later.
         """
         if not self.limits.drop_late or not is_warm:
             return None
@@ -222,12 +225,12 @@ class Overload:
 
 
 def num_bytes_of(message: m.AddRequest) -> int:
-    """Bytes of a request as it is kept."""
+    """Return the bytes of a request in the encoding for workers."""
     return sum(map(len, message.frames))
 
 
 class RefusalEvents:
-    """Of refused requests one event per model and minute."""
+    """Events of refused requests, one per model and minute."""
 
     def __init__(self, history: History) -> None:
         self._history = history
@@ -240,7 +243,7 @@ class RefusalEvents:
         self._tell((model,), now_s)
 
     def tell(self, now_s: float) -> None:
-        """Record what was held back, as far as the minute is over."""
+        """Record held-back events after the end of the minute."""
         self._tell(tuple(self._untold), now_s)
 
     def _tell(self, models: Iterable[str], now_s: float) -> None:

@@ -28,13 +28,12 @@ OnRole = Callable[[int, Role], None]
 
 
 class Scheduler:
-    """Tells the core what happens, and carries out what it wants done.
+    """Passes events to the core and carries out its actions.
 
-    ``send`` gets a worker's number and a message for it; ``on_sent`` a request's id and
-    the number of the worker that has got it; ``on_hand_over`` a request's id and the numbers
-    of the workers from which and to which it goes; ``on_role`` a worker's new role.
-    ``clock`` gives the instants at which the core is told, in seconds of the monotonic clock.
-    ``decisions`` has how long the core took each time it was told something, in seconds.
+    ``send`` takes a worker's number and a message; ``on_sent`` a request's id and the number of its
+    worker; ``on_migrate`` a request's id and the numbers of source and target; ``on_role`` a
+    worker's new role. ``clock`` returns seconds of the monotonic clock. ``decisions`` has the
+    durations of the core's calls in seconds.
     """
 
     def __init__(
@@ -58,7 +57,9 @@ class Scheduler:
     def add_model(
         self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None = None
     ) -> None:
-        """A model that can have requests once a worker hosts it; or a new description."""
+        """Add a model, which can have requests once a worker hosts it; or change its
+        description.
+        """
         self._tell(
             e.ModelAdded(
                 loaded.name,
@@ -74,7 +75,7 @@ class Scheduler:
         self.core.core.policy.check(self.core.core.state)
 
     def remove_model(self, name: str) -> None:
-        """A model is gone; its requests have ended before."""
+        """Remove a model, whose requests have ended before."""
         self._tell(e.ModelRemoved(name))
 
     def set_targets(self, name: str, targets: Targets) -> None:
@@ -96,7 +97,7 @@ class Scheduler:
         )
 
     def set_role(self, number: int, role: Role, *, is_fixed: bool) -> None:
-        """A worker has another role."""
+        """Set a worker's role."""
         self._tell(e.RoleSet(number, role, is_fixed))
 
     def set_draining(self, number: int, *, is_draining: bool) -> None:
@@ -113,16 +114,16 @@ class Scheduler:
             self._tell(e.BandwidthMeasured(number, bandwidth_bytes_per_s))
 
     def set_quota_max(self, quota_max_s: float) -> None:
-        """Turns are to be no longer than this, from the next that is planned on."""
+        """Set the longest turn, from the next planned turn on."""
         self._tell(e.QuotaMaxSet(quota_max_s))
 
     def num_requests(self, number: int) -> int:
-        """Live requests that a worker has, or is to get."""
+        """Return the number of live requests on a worker or assigned to it."""
         device = self.core.core.state.devices.get(number)
         return 0 if device is None else device.num_requests
 
     def attached(self, request_id: str, num_tokens: int) -> None:
-        """A request that was handed over can go on, with so many tokens of its answer."""
+        """Let a migrated request continue, with ``num_tokens`` of its answer."""
         self._tell(e.Attached(request_id, num_tokens))
 
     def tick(self) -> None:
@@ -131,15 +132,15 @@ class Scheduler:
             self._tell(e.Tick())
 
     def device_down(self, number: int, request_ids: Iterable[str] = ()) -> None:
-        """A worker is gone, and the requests that it had have ended there.
+        """Remove a worker and end its requests there.
 
-        All at once: between the two others would be sent to it.
+        Both in one call: between two calls the core would send further requests to the worker.
         """
         ended = [e.Ended(request_id, is_complete=False) for request_id in request_ids]
         self._tell(*ended, e.DeviceDown(number))
 
     def host(self, number: int, name: str, costs: ModelCosts | None = None) -> None:
-        """A worker can run a model, at these costs; None: those of its description."""
+        """Add a model to a worker at these costs; None means the costs of its description."""
         self._tell(e.Hosted(number, name, costs))
 
     def unhost(self, number: int, name: str) -> None:
@@ -147,7 +148,7 @@ class Scheduler:
         self._tell(e.Unhosted(number, name))
 
     def arrived(self, message: m.AddRequest) -> None:
-        """A request; its worker gets it when the policy says so."""
+        """Schedule a request; the policy decides when its worker gets the request."""
         self._unsent[message.request_id] = message
         self._tell(
             e.Arrived(
@@ -162,12 +163,12 @@ class Scheduler:
         )
 
     def ended(self, request_id: str) -> None:
-        """A request is over without the end of its answer: cancelled or failed."""
+        """End a request without a complete answer: cancelled or failed."""
         self._unsent.pop(request_id, None)
         self._tell(e.Ended(request_id, is_complete=False))
 
     def stepped(self, number: int, outputs: m.StepOutputs) -> None:
-        """Tokens came out of a worker, and some requests may have ended with them."""
+        """Record the tokens of a worker's step, and requests that ended with the step."""
         ended = [one for one in outputs.progress if one.finish_reason is not None]
         for one in ended:
             self._unsent.pop(one.request_id, None)
@@ -178,16 +179,16 @@ class Scheduler:
         self._tell(changed, e.TurnEnded(number, message.turn_id))
 
     def memory_changed(self, number: int, message: m.MemoryReport) -> None:
-        """What would have to move to run a model has changed."""
+        """Update the bytes missing to run models."""
         self._tell(_memory_changed(number, message))
 
     def num_waiting_for_kv(self, number: int) -> int:
-        """Requests that are not sent to a worker, as there is no room for their KV."""
+        """Return the number of requests held back because a worker's KV memory is full."""
         device = self.core.core.state.devices.get(number)
         return 0 if device is None else device.num_waiting_for_kv
 
     def on_turn(self, number: int) -> str | None:
-        """The model whose turn it is on a worker."""
+        """Return the model whose turn it is on a worker."""
         device = self.core.core.state.devices.get(number)
         return device.turn.model if device is not None and device.turn is not None else None
 
@@ -217,7 +218,7 @@ class Scheduler:
 
 
 def _steps(number: int, outputs: m.StepOutputs) -> list[e.Event]:
-    """The step's tokens as events, one for each number of tokens; its time is in one of them."""
+    """Return a step's tokens as events, one per number of tokens; one event has the step's time."""
     by_count: dict[int, list[str]] = defaultdict(list)
     for item in outputs.progress:
         if item.new_token_ids:
@@ -232,7 +233,7 @@ def _steps(number: int, outputs: m.StepOutputs) -> list[e.Event]:
 
 
 def _ended(item: m.RequestProgress) -> e.Ended:
-    """The end that a step reports of a request; an engine may have given up on it."""
+    """Return the end of a request reported by a step; the engine may have aborted the request."""
     assert item.finish_reason is not None
     reason = finish_reason(item.finish_reason)
     is_complete = reason in (FinishReason.STOP, FinishReason.LENGTH)

@@ -37,12 +37,10 @@ _SAME_ID = "Another request is served by the same id. Please send this one again
 
 
 class Dispatcher:
-    """Knows every live request and passes messages on; one per daemon.
+    """All live requests and the routing of messages; one per daemon.
 
-    A request without a token for ``token_timeout_s`` ends.
-
-    ``routes`` are the models that accept requests, with the workers that
-    have them. Requests of a model that is not warm wait here.
+    A request without a token for ``token_timeout_s`` ends. ``routes`` maps the models that accept
+    requests to their workers. Requests of a model that is not warm wait here.
     """
 
     def __init__(
@@ -54,9 +52,9 @@ class Dispatcher:
         keys: Keys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``roles`` are those of the workers by number; None: the policy's to choose.
+        """``roles`` are the workers' roles by number; None leaves the choice to the policy.
 
-        ``clock`` gives seconds of the monotonic clock.
+        ``clock`` returns seconds of the monotonic clock.
         """
         self._clock = clock
         self.token_timeout_s = limits.token_timeout_s
@@ -136,7 +134,7 @@ class Dispatcher:
                 self._history.record_switch(switch_row(message.switch))
 
     def worker_up(self, worker: Worker) -> None:
-        """It can have models, and with them requests."""
+        """Add a worker, which can now have models and requests."""
         assert worker.ready is not None
         number = worker.number
         self._workers[number] = worker
@@ -147,8 +145,10 @@ class Dispatcher:
             self.scheduler.set_draining(number, is_draining=True)
 
     def set_role(self, number: int, role: Role | None, whose: str = "by hand") -> None:
-        """Give a worker a role; None: the policy's to choose. Its answers go elsewhere if it
-        only prefills. ``whose`` wish it was is told in the event."""
+        """Set a worker's role; None leaves the choice to the policy.
+
+        A worker that only prefills migrates its answers. ``whose`` names the origin in the event.
+        """
         self.roles.fix(number, role)
         role, is_fixed = self.roles.of(number)
         self._introduce_peers()
@@ -156,7 +156,7 @@ class Dispatcher:
         self._history.record_event("info", "role_set", str(number), f"{role.value}, {whose}")
 
     def set_draining(self, number: int, *, is_draining: bool) -> None:
-        """Empty a worker, which gets nothing new; or let it have work again."""
+        """Drain a worker, or end the drain."""
         self.roles.drain(number, is_draining=is_draining)
         self.scheduler.set_draining(number, is_draining=is_draining)
         text = "it gets nothing new, its requests go elsewhere" if is_draining else "it has work"
@@ -164,14 +164,14 @@ class Dispatcher:
         self._history.record_event("info", kind, str(number), text)
 
     def set_limits(self, limits: LimitSettings) -> None:
-        """Other bounds, for what comes and waits from now on."""
+        """Set other bounds for future and waiting requests."""
         self.token_timeout_s = limits.token_timeout_s
         self._overload.limits = limits
 
     def host(
         self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None, worker: Worker
     ) -> None:
-        """A worker has a model: requests for it can be served there."""
+        """Route a model's requests to a worker that has loaded the model."""
         name = loaded.name
         self.targets[name] = targets
         self.scheduler.add_model(targets, loaded, costs)
@@ -181,18 +181,18 @@ class Dispatcher:
             hosts.append(worker)
 
     def unhost(self, name: str, worker: Worker) -> None:
-        """A worker has a model no more; none of its requests is there."""
+        """Remove a model from a worker without requests of the model."""
         hosts = self.routes.get(name, [])
         if worker in hosts:
             hosts.remove(worker)
             self.scheduler.unhost(worker.number, name)
 
     def num_waiting(self, name: str) -> int:
-        """Requests that wait until their model is warm."""
+        """Return the number of requests that wait until their model is warm."""
         return len(self._waiting.get(name, ()))
 
     def go_on(self, name: str) -> None:
-        """A model is warm: the requests that waited for that are scheduled."""
+        """Schedule the requests that waited for a model to be warm."""
         for message in self._waiting.pop(name, {}).values():
             request = self.live.get(message.request_id)
             if request is not None:
@@ -200,7 +200,7 @@ class Dispatcher:
             self.scheduler.arrived(message)
 
     def fail_waiting(self, name: str, reason: str) -> None:
-        """A model cannot be warmed: the requests that waited for that end with an error."""
+        """Fail the requests that waited for a model that cannot be warmed."""
         waiting = self._waiting.get(name, {})
         self._fail([one for one in self.live.of_model(name) if one.request_id in waiting], reason)
         self._waiting.pop(name, None)
@@ -218,7 +218,7 @@ class Dispatcher:
         self.scheduler.set_targets(name, targets)
 
     def forget(self, name: str) -> None:
-        """A model is served no more; its requests have ended before."""
+        """Remove a model, whose requests have ended before."""
         self.routes.pop(name, None)
         self.targets.pop(name, None)
         self._overload.forget(name)
@@ -232,7 +232,7 @@ class Dispatcher:
         self._fail(requests, reason)
 
     def cancel(self, request_id: str, reason: str) -> LiveRequest:
-        """End a live request with an error that its client gets; the request as it was.
+        """End a live request with an error for the client; return the request.
 
         Raises:
             NoSuchRequest: no live request has this id.
@@ -247,8 +247,10 @@ class Dispatcher:
         return request
 
     def worker_down(self, worker: Worker, reason: str, candidates: Candidates = NOBODY) -> None:
-        """It gets no new requests. Those that it had go on elsewhere, or there when it is back;
-        the ``candidates``, that may have ended it, one at a time."""
+        """Remove a worker and requeue its requests.
+
+        The ``candidates``, which may have ended the worker, are retried one at a time.
+        """
         for workers in self.routes.values():
             if worker in workers:
                 workers.remove(worker)
@@ -260,16 +262,16 @@ class Dispatcher:
         self.isolation.worker_down(lost, candidates, reason)
 
     def nums_of_requests(self, numbers: Iterable[int]) -> list[int]:
-        """Live requests that each worker has, is to get, or has not let go of yet."""
+        """Return the number of live requests per worker: assigned, running or not yet released."""
         had = Counter(request.device for request in self.live)
         return [max(had[number], self.scheduler.num_requests(number)) for number in numbers]
 
     def fail_unhosted(self, reason: str) -> None:
-        """End the requests of models that no worker has, and that wait for one."""
+        """End the waiting requests of models without a worker."""
         self._fail([one for one in self.live.all() if not self.routes.get(one.model)], reason)
 
     def tick(self, now_s: float) -> None:
-        """A second has passed: end what it is too late for, if so configured."""
+        """End requests that are too late, if so configured; to be called every second."""
         late = self._overload.too_late(now_s)
         self._fail(late, "dropped: it had not begun when its first token was due")
         self._overload.tell(now_s)
@@ -277,7 +279,7 @@ class Dispatcher:
         self.scheduler.tick()
 
     def end_overdue(self, now_s: float) -> None:
-        """End the requests that have had no token for too long, whatever they wait for."""
+        """End the requests without a token for too long, whatever the cause."""
         limit_s = self.token_timeout_s
         silent = self.live.silent_since(now_s - limit_s)
         # All are asked before one ends: those who wait for room get that of those who leave.
@@ -295,7 +297,7 @@ class Dispatcher:
         )
 
     def frontend_down(self, number: int) -> None:
-        """Cancel the requests that came from a frontend: nobody reads their answers."""
+        """Cancel the requests of an ended frontend, whose answers no client reads."""
         for request in self.live.of_frontend(number):
             self._cancel(request)
             self._end(request.request_id, FinishReason.ABORT)
@@ -340,7 +342,7 @@ class Dispatcher:
         return self.warmth is None or self.warmth.is_warm(model)
 
     def _schedule(self, message: m.AddRequest, *, is_warm: bool) -> None:
-        """Tell the core of a request, or let it wait until its model is warm."""
+        """Pass a request to the core, or hold the request until its model is warm."""
         if self.warmth is not None and not is_warm:
             self._waiting.setdefault(message.model, {})[message.request_id] = message
             self.warmth.begin(message.model)
@@ -348,7 +350,7 @@ class Dispatcher:
         self.scheduler.arrived(message)
 
     def _start_anew(self, request: LiveRequest) -> None:
-        """A request that no worker has goes on after its tokens, wherever there is room."""
+        """Schedule a request without a worker again, to continue after its tokens."""
         request.device = None
         self.meters.model(request.model).resumed += 1
         self._schedule(self._resumed_order(request), is_warm=self._is_warm(request.model))
@@ -374,7 +376,7 @@ class Dispatcher:
         self._history.record_event("info", "role_changed", str(number), role.value)
 
     def _introduce_peers(self) -> None:
-        """Tell workers that decode of those that prefill, before the first request moves."""
+        """Introduce prefilling workers to decoding workers, before the first migration."""
         with_role: dict[Role, list[int]] = {role: [] for role in Role}
         for number in self._workers:
             with_role[self.roles.of(number)[0]].append(number)

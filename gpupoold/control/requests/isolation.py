@@ -19,8 +19,11 @@ _logger = logging.getLogger(__name__)
 
 
 class Isolation:
-    """One per dispatcher. ``start_anew`` lets a request go on that no worker has, ``fail`` ends
-    requests with an error, ``send`` gets a worker's number and a message for it."""
+    """Retries of suspects for one dispatcher.
+
+    ``start_anew`` schedules a request without a worker, ``fail`` ends requests with an error,
+    ``send`` takes a worker's number and a message.
+    """
 
     def __init__(
         self,
@@ -45,8 +48,10 @@ class Isolation:
         return self._suspects.is_isolated(request_id)
 
     def worker_down(self, lost: Sequence[LiveRequest], candidates: Candidates, reason: str) -> None:
-        """Let the requests ``lost`` go on that a worker had which has died. Those that may have
-        caused its death are held, those that are convicted end."""
+        """Requeue the requests ``lost`` with a dead worker.
+
+        Suspects are held back; convicted requests end.
+        """
         num_tokens = {one.request_id: len(one.output_token_ids) for one in lost}
         ids = self._suspects.crashed(candidates, num_tokens)
         convicted = [one for one in lost if one.request_id in ids]
@@ -73,7 +78,7 @@ class Isolation:
                 self._start_anew(request)
 
     def progressed(self, outputs: m.StepOutputs) -> None:
-        """Note tokens: suspects that got past where the worker died share steps again."""
+        """Record tokens: a suspect that got past the crash shares steps again."""
         if not len(self._suspects):
             return
         for item in outputs.progress:
@@ -85,7 +90,7 @@ class Isolation:
         self.go_on(time.monotonic())
 
     def ended(self, request: LiveRequest, reason: FinishReason) -> None:
-        """Note that a request has ended."""
+        """Record the end of a request."""
         is_whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
         if len(self._suspects):
             if is_whole and self._suspects.progressed(request.request_id, _ANY):

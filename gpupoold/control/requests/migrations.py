@@ -1,9 +1,9 @@
-"""Requests on their way from one worker to another.
+"""Migrations of requests from one worker to another.
 
-The *source* is told to let a request go. It answers when the copy of the KV to its host memory
-has begun, and the *target* is given the request, with where its KV will be. From then on the
-source is not needed: if it dies, the target computes what did not come. If the target dies, the
-request starts from its tokens like any other that has lost its worker.
+The *source* gets the order to release a request. The source answers when the copy of the KV to its
+host memory has begun, and the *target* gets the request with the place of the KV. From then on the
+source is not needed: if the source dies, the target recomputes missing KV. If the target dies, the
+request restarts from its tokens like any request of a dead worker.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpupoold.wire import messages as m
 
 @dataclass(slots=True)
 class _Migration:
-    """``target`` None: it has died before the request had left its source."""
+    """A migration; ``target`` None means that the target died before the request left."""
 
     source: int
     target: int | None
@@ -29,7 +29,7 @@ class _Migration:
 
 
 class Migrations:
-    """Carries out hand-overs; one per daemon."""
+    """Carries out migrations; one per daemon."""
 
     def __init__(
         self,
@@ -38,8 +38,10 @@ class Migrations:
         order_of: Callable[[LiveRequest], m.AddRequest],
         start_anew: Callable[[LiveRequest], None],
     ) -> None:
-        """``order_of`` is what a worker needs to go on with a request; ``start_anew`` schedules
-        one that no worker has."""
+        """``order_of`` returns the message that continues a request on a worker.
+
+        ``start_anew`` schedules a request without a worker.
+        """
         self._workers = workers
         self._live = live
         self._order_of = order_of
@@ -63,13 +65,13 @@ class Migrations:
                     self._introduce(source, target)
 
     def begin(self, request: LiveRequest, source: int, target: int) -> None:
-        """Move a request; whoever sends it to the target comes to ``left``."""
+        """Start migrating a request; :meth:`left` sends the request to the target."""
         self.introduce([source], [target])
         self._migrations[request.request_id] = _Migration(source, target)
         self._workers[source].send(m.MigrateOut(request.model, request.request_id))
 
     def left(self, worker: Worker, message: m.Migrated) -> None:
-        """A request has left its source; its tokens so far are known."""
+        """Handle a request's departure from its source, after all its tokens so far."""
         self.num_unknown += not message.is_known
         fds = (worker.take_fd(),) if message.kv_transfer is not None else ()
         try:
@@ -79,7 +81,7 @@ class Migrations:
                 os.close(fd)
 
     def attached(self, request_id: str) -> LiveRequest | None:
-        """A request can go on at its target; None if it has ended."""
+        """Return a request that can continue at its target, None if the request has ended."""
         move = self._migrations.pop(request_id, None)
         self.num_migrated += move is not None
         return None if move is None else self._live.get(request_id)
@@ -91,12 +93,15 @@ class Migrations:
             self._send(kv_transfer[0], m.ReleaseKvTransfer(transfer_id))
 
     def ended(self, request_id: str) -> None:
-        """A request has ended, wherever it was."""
+        """Record the end of a request."""
         self._migrations.pop(request_id, None)
 
     def lost(self, number: int) -> list[LiveRequest]:
-        """A worker has died. The requests that it was to get, and that will come back when
-        their source has let them go: until then nobody is to schedule them."""
+        """Return the requests on the way to a dead worker.
+
+        Includes requests that their source has not released yet; until then no policy may schedule
+        them.
+        """
         for transfer_id, (source, target) in list(self._kv_transfers.items()):
             if number in (source, target):
                 del self._kv_transfers[transfer_id]
@@ -137,7 +142,7 @@ class Migrations:
         self._workers[move.target].send(order, fds)
 
     def _let_go(self, source: Worker, kv_transfer: m.KvTransfer | None) -> None:
-        """Nobody will read what has come along."""
+        """Release a KV transfer that no worker will read."""
         if kv_transfer is not None:
             source.send(m.ReleaseKvTransfer(kv_transfer.transfer_id))
 

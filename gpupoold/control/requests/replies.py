@@ -1,4 +1,4 @@
-"""What concerns live requests goes to the frontends that the requests came from."""
+"""Messages about live requests to the frontends of these requests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from gpupoold.wire import messages as m
 class Replies:
     """Sends admissions, outputs and failures, each to one frontend.
 
-    ``send`` takes a frontend's number and a message for it; requests that have ended are
-    nobody's any more.
+    ``send`` takes a frontend's number and a message; messages of ended requests are dropped.
     """
 
     def __init__(self, live: LiveRequests) -> None:
@@ -27,7 +26,7 @@ class Replies:
             self.send(number, part)
 
     def failed(self, requests: Iterable[LiveRequest], reason: str) -> None:
-        """Send that these requests end with an error; they are live still."""
+        """Report that these live requests end with an error."""
         ids: dict[tuple[int, str], list[str]] = {}
         for one in requests:
             ids.setdefault((one.frontend, one.model), []).append(one.request_id)
@@ -42,8 +41,10 @@ class Replies:
 def parts_of(
     message: m.StepOutputs, frontend_of: Callable[[str], int | None]
 ) -> dict[int, m.StepOutputs]:
-    """Divide one step's outputs by the numbers of the frontends; ``frontend_of`` gives that of
-    a request, None of one that has ended."""
+    """Divide one step's outputs by frontend.
+
+    ``frontend_of`` returns a request's frontend number, None after the request's end.
+    """
     progress: dict[int, list[m.RequestProgress]] = {}
     for item in message.progress:
         number = frontend_of(item.request_id)
@@ -70,4 +71,4 @@ def _frames_by_frontend(message: m.StepOutputs) -> dict[int, list[bytes]]:
 
 
 def _discard(_: int, __: m.Message) -> None:
-    """Nobody is there to be told."""
+    """Drop a message without a receiver."""

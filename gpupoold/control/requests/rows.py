@@ -1,4 +1,4 @@
-"""What is kept in the database of a request that has ended, and of a switch."""
+"""Rows of the history for finished requests and switches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpupoold.wire import messages as m
 
 
 def finish_reason(text: str) -> FinishReason:
-    """The engine's word for why an answer ended, as one of ours."""
+    """Convert the engine's reason for the end of an answer."""
     try:
         return FinishReason(text)
     except ValueError:
@@ -26,7 +26,7 @@ def _wall_clock(monotonic_s: float) -> float:
 
 
 def request_row(request: LiveRequest, reason: FinishReason, error: str = "") -> RequestRow:
-    """Of a request that has just ended; ``error`` is what its client was told."""
+    """Build the history row of a finished request. ``error``: the message sent to the client."""
     gaps_s = request.gaps_s
     return RequestRow(
         request_id=request.request_id,
@@ -48,7 +48,7 @@ def request_row(request: LiveRequest, reason: FinishReason, error: str = "") -> 
 
 
 def switch_row(switch: m.SwitchRecord) -> SwitchRow:
-    """Of a switch that a worker told of."""
+    """Build the history row of a switch."""
     fields = msgspec.structs.asdict(switch)
     del fields["prefetched_bytes"]  # in the metrics only
     return SwitchRow(at=_wall_clock(fields.pop("at_s")), **fields)

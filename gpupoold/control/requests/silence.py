@@ -1,4 +1,4 @@
-"""Why a request has had no token for long."""
+"""Reasons why a request has had no token for long."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def waits_for(
     has_hosts: bool,
     on_turn: Callable[[int], str | None],
 ) -> str:
-    """What a request waits for, in words.
+    """Return what a request waits for, in words.
 
-    ``is_cold``: for its model to be in host memory; ``is_held``: to be tried alone;
-    ``has_hosts``: some worker has its model; ``on_turn`` returns the model on turn there.
+    ``is_cold``: for its model to be warm; ``is_held``: for a trial alone; ``has_hosts``: some
+    worker has its model; ``on_turn`` returns the present model of a worker.
     """
     if is_cold:
         return f"{request.model} is not in host memory yet"

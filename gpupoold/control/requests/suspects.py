@@ -1,10 +1,10 @@
-"""Requests that may have crashed a worker are tried again alone, one at a time. Pure.
+"""Trials of requests that may have crashed a worker, one at a time. Pure.
 
-A crash makes *suspects* of all requests that it can be due to. A suspect is held back until it is
-its turn to be tried: it then runs on a worker without sharing a step with others. If it gets past
-where the worker died, it is cleared. If the worker dies again and that can be due to nothing but
-the suspect, the suspect is convicted: it ends with an error. A request that was cleared and is
-suspected again runs alone to its end, so that no combination of requests crashes workers for ever.
+A crash makes *suspects* of all its candidate requests. A suspect is held back until its trial, in
+which the suspect shares no step with other requests. A suspect that gets past the point of the
+crash is cleared. A suspect whose trial crashes the worker, with no other candidate, is convicted
+and ends with an error. A request that is suspected again after it was cleared runs alone to its
+end, so that no combination of requests can crash workers for ever.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ class _Suspect:
 
 @dataclass(slots=True)
 class _CrashCase:
-    """A crash that is due to ``model`` or one of ``requests``, which are removed when cleared."""
+    """A crash due to ``model`` or to one of ``requests``; cleared requests are removed."""
 
     model: str
     requests: set[str]
 
 
 class Suspects:
-    """All suspects of a daemon. Instants are seconds of any one monotonic clock."""
+    """All suspects of a daemon; instants in seconds of any one monotonic clock."""
 
     def __init__(self) -> None:
         self._suspects: dict[str, _Suspect] = {}  # in the order in which they are tried
         self._cases: list[_CrashCase] = []
 
     def __len__(self) -> int:
-        """Requests that are suspects, or have been."""
+        """Number of past and present suspects."""
         return len(self._suspects)
 
     def is_held(self, request_id: str) -> bool:
-        """Return whether the request waits until it is its turn to be tried."""
+        """Return whether the request waits for its trial."""
         suspect = self._suspects.get(request_id)
         return suspect is not None and suspect.is_held
 
     def is_isolated(self, request_id: str) -> bool:
-        """Return whether the request may share no step with others."""
+        """Return whether the request may not share a step."""
         suspect = self._suspects.get(request_id)
         return suspect is not None and suspect.is_isolated
 
     def crashed(self, candidates: Candidates, num_tokens_of: Mapping[str, int]) -> list[str]:
-        """Note a crash of a worker; returns the requests that are convicted by it.
+        """Record a crash of a worker; return the convicted requests.
 
-        ``num_tokens_of`` are the live requests that the worker had, and their tokens.
+        ``num_tokens_of`` has the worker's live requests and their numbers of tokens.
         """
         convicted = [one for one in sorted(candidates.requests) if self._convicts(one, candidates)]
         for request_id in convicted:
@@ -86,7 +86,7 @@ class Suspects:
         return convicted
 
     def next_trial(self, now_s: float) -> str | None:
-        """A suspect that is to be tried now; None while another is, or when there is none."""
+        """Return the suspect to try now, None during a trial or without suspects."""
         since_s = (one.tried_since_s for one in self._suspects.values())
         if any(at_s is not None and now_s - at_s < _TRIAL_S for at_s in since_s):
             return None
@@ -97,14 +97,16 @@ class Suspects:
         return None
 
     def take_charges(self) -> list[str]:
-        """The models to which earlier crashes are due, as it now turned out: all requests that
-        they could be due to instead have been cleared."""
+        """Return the models that turned out to have caused earlier crashes.
+
+        All other candidates of these crashes have been cleared.
+        """
         charges = [case.model for case in self._cases if not case.requests]
         self._cases = [case for case in self._cases if case.requests]
         return charges
 
     def progressed(self, request_id: str, num_tokens: int) -> bool:
-        """Note how many tokens a request has; whether that clears it now."""
+        """Record a request's number of tokens; return whether the request is cleared now."""
         suspect = self._suspects.get(request_id)
         if suspect is None or suspect.is_cleared or suspect.is_held:
             return False
@@ -116,7 +118,7 @@ class Suspects:
         return True
 
     def ended(self, request_id: str) -> None:
-        """Note that a request has ended. Crashes that may be due to it are never explained."""
+        """Record the end of a request; its unexplained crashes stay unexplained."""
         if self._suspects.pop(request_id, None) is not None:
             self._cases = [case for case in self._cases if request_id not in case.requests]
 

@@ -1,4 +1,4 @@
-"""Tokens as they go out: counted, and what made them late."""
+"""Counts of sent tokens, and the causes of their lateness."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gpupoold.wire import messages as m
 
 
 class TokenCounter:
-    """Adds the tokens of steps to their requests and to the counts of their models.
+    """Adds the tokens of steps to requests and to models' counts.
 
-    ``charge`` is called with the id of the key of a request and how many tokens it has got.
+    ``charge`` takes the id of a request's key and a number of tokens.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class TokenCounter:
         self._switches: dict[int, m.SwitchRecord] = {}
 
     def switched(self, switch: m.SwitchRecord) -> None:
-        """A device has switched: what it makes next may be late because of that."""
+        """Record a switch as a possible cause of lateness."""
         self._switches[switch.device] = switch
 
     def stepped(self, number: int, message: m.StepOutputs) -> None:
@@ -57,9 +57,9 @@ class TokenCounter:
         at_s: float,
         lost_s: float,
     ) -> None:
-        """Divide ``lost_s`` by what the time from ``since_s`` to ``at_s`` was spent on.
+        """Divide ``lost_s`` by cause over the time from ``since_s`` to ``at_s``.
 
-        That is, in order: until the model was warm, until its turn, its switch, its steps.
+        The causes in order: warming the model, waiting for a turn, the switch, the model's steps.
         """
         warm_s = min(max(request.warmed_s or since_s, since_s), at_s)
         device = self._state.devices.get(number)

@@ -1,4 +1,4 @@
-"""What made a model's answers late, and what to change about it. Pure."""
+"""Causes of lateness, and advice. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GOOD_ATTAINMENT = 0.99
 
 
 def main_cause(counts: Counts) -> str | None:
-    """On what late answers lost the most time; None if none was late."""
+    """Return the cause on which late answers lost the most time, None if none was late."""
     causes = {
         "loading": counts.late_by_loading_s,
         "queueing": counts.late_by_queueing_s,
@@ -23,7 +23,7 @@ def main_cause(counts: Counts) -> str | None:
 
 
 def advice(name: str, targets: Targets, counts: Counts) -> list[str]:
-    """What would have to change for more of a model's tokens to be in time."""
+    """Return changes that would bring more of a model's tokens in time."""
     told = []
     if counts.refused:
         told.append(

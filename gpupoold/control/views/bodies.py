@@ -1,4 +1,4 @@
-"""What the admin API shows of the pool's state. Pure conversions."""
+"""Bodies of the admin API from the state of the control plane. Pure conversions."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ from gpupoold.wire.messages import ModelMemory, WorkerStatus
 
 Memories = Mapping[str, Sequence[tuple[int, ModelMemory]]]
 Values = dict[str, Any]
-"""What a body of the admin API has. To make the body itself takes five times as long: with
-hundreds of models and requests that is more than all the rest."""
+"""Values of a body of the admin API.
+
+Building the body itself takes five times as long, which dominates with hundreds of models and
+requests.
+"""
 
 
 def frontends(found: Iterable[Frontend], live: LiveRequests) -> list[FrontendInfo]:
-    """All frontends as ``GET /status`` has them."""
+    """Return all frontends for ``GET /status``."""
     return [
         FrontendInfo(
             number=one.number,
@@ -68,7 +71,7 @@ def ps(
     workers: Sequence[Worker],
     cache: SnapshotCache,
 ) -> Values:
-    """What runs now over all workers, as ``Ps`` has it; ``states`` are the models'."""
+    """Return the values of ``Ps``; ``states`` are the models' states."""
     now_s = time.monotonic()
     switches = dispatcher.switches
     memories = memories_of(workers)
@@ -85,12 +88,12 @@ def ps(
 
 
 def raw(body: BaseModel) -> msgspec.Raw:
-    """A body as part of a larger one that is made of values."""
+    """Return a body as part of a larger body made of values."""
     return msgspec.Raw(body.model_dump_json().encode())
 
 
 def devices(workers: Sequence[Worker], dispatcher: Dispatcher) -> list[DeviceInfo]:
-    """All devices and their workers as they were when they last reported."""
+    """Return all devices and their workers as of the latest reports."""
     nums = dispatcher.nums_of_requests(worker.number for worker in workers)
     return [_device(worker, dispatcher, num) for worker, num in zip(workers, nums, strict=True)]
 
@@ -141,7 +144,7 @@ def _device(worker: Worker, dispatcher: Dispatcher, num_requests: int) -> Device
 
 
 def _quota(status: WorkerStatus | None) -> tuple[float | None, float]:
-    """How long the turn may take, None where it has no end, and how long it has taken."""
+    """Return the turn's quota, None without an end, and its elapsed time."""
     if status is None or status.on_turn is None:
         return 0.0, 0.0
     began_s = status.turn_began_s
@@ -158,8 +161,7 @@ def usage(
     *,
     has_minutes: bool = True,
 ) -> Values:
-    """What a model has and does now over all workers, as ``ModelUsage`` has it; its attainment
-    by the minute only if that is wanted."""
+    """Return the values of ``ModelUsage``; attainment by minute only if ``has_minutes``."""
     snapshot = cache.get(name)
     num_waiting = weights_bytes = total_bytes = kv_bytes = kv_host_bytes = 0
     for _, held in memories_of.get(name, ()):
@@ -196,7 +198,7 @@ def usage(
 
 
 def memories_of(workers: Iterable[Worker]) -> Memories:
-    """Every model's memory, with the number of the worker that it is on."""
+    """Return every model's memory with the numbers of its workers."""
     found: defaultdict[str, list[tuple[int, ModelMemory]]] = defaultdict(list)
     for worker in workers:
         for held in worker.status.models if worker.status else ():
@@ -205,7 +207,7 @@ def memories_of(workers: Iterable[Worker]) -> Memories:
 
 
 def live_request(request: LiveRequest, now_s: float) -> Values:
-    """A live request as it is now, as ``RequestInfo`` has it."""
+    """Return the values of ``RequestInfo`` for a live request."""
     return {
         "request_id": request.request_id,
         "model": request.model,

@@ -1,4 +1,4 @@
-"""Where a request is and why, how a model does: the daemon's knowledge put into words."""
+"""Explanations of a request's place and a model's performance, in words."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _STANDINGS = {
 
 
 class Explainer:
-    """Answers ``GET /why``. Reads everything and changes nothing."""
+    """Answers ``GET /why``. Changes nothing."""
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class Explainer:
         self._cache = cache
 
     async def why(self, name: str) -> Why:
-        """What there is to say of a model, a live request or one that has ended.
+        """Explain a model, a live request or a finished request.
 
-        A part of a request's id will do if only one live request has it.
+        Part of a request's id suffices if it is unambiguous.
 
         Raises:
-            NoSuchModel: there is none of that name or id.
-            UsageError: several live requests have this in their id.
+            NoSuchModel: no model or request has this name or id.
+            UsageError: several live requests match.
         """
         row = await self._registry.get(name)
         if row is not None:
@@ -195,7 +195,7 @@ class Explainer:
         return standings
 
     def _unscheduled(self, request: LiveRequest) -> str:
-        """The standing of a request that the scheduling core does not know."""
+        """Return the standing of a request unknown to the scheduling core."""
         is_held = self._dispatcher.isolation.is_held(request.request_id)
         return _SUSPECT if is_held else _LOADING
 

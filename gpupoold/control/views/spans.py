@@ -1,4 +1,4 @@
-"""Counts of minutes as the admin API shows them: alone, or added up over longer spans."""
+"""Counts of minutes for the admin API, single or summed over longer spans."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _SPANS_S = tuple(MINUTE_S * minutes for minutes in (1, 5, 15, 60, 360, 1440))
 
 
 def span_s(window_s: float) -> int:
-    """The shortest usual span of which a window has not too many."""
+    """Return the shortest usual span that divides a window into few enough parts."""
     return next((one for one in _SPANS_S if window_s <= one * _MAX_SPANS), _SPANS_S[-1])
 
 
 def span_info(at: float, length_s: float, counts: Counts) -> SpanInfo:
-    """Counts of a span that began ``at``."""
+    """Return the body of a span that began ``at``."""
     return SpanInfo(
         at=at,
         span_s=length_s,
@@ -48,22 +48,22 @@ def lateness(counts: Counts) -> LatenessInfo:
 
 
 class Spans:
-    """Minutes added up over spans of one length that begin at its multiples."""
+    """Sums of minutes over spans of one length, aligned to multiples of the length."""
 
     def __init__(self, length_s: int) -> None:
         self._length_s = length_s
         self._counts: dict[int, Counts] = {}
 
     def add(self, rows: Iterable[MinuteRow]) -> None:
-        """Count these minutes too.
+        """Add minutes.
 
         Raises:
-            ValueError: a row does not hold what it should.
+            ValueError: a row is malformed.
         """
         for row in rows:
             at = row.minute_at // self._length_s * self._length_s
             self._counts.setdefault(at, Counts()).merge(counts_of(row))
 
     def infos(self) -> list[SpanInfo]:
-        """Those in which something happened, oldest first."""
+        """Return the spans with any count, oldest first."""
         return [span_info(at, self._length_s, self._counts[at]) for at in sorted(self._counts)]

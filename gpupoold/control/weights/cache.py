@@ -11,9 +11,9 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class CachedSnapshot:
-    """A model's snapshot: the daemon's descriptor of its memfd, and what layout it has.
+    """A model's snapshot: the daemon's memfd descriptor, and the digest of the layout.
 
-    ``self_check`` is what the model answers with it to a fixed prompt.
+    ``self_check`` has the tokens that the model answers to its self-check.
     """
 
     fd: int
@@ -23,22 +23,21 @@ class CachedSnapshot:
 
 
 class FdStorePort(Protocol):
-    """Who keeps snapshots beyond the daemon's life."""
+    """Storage of snapshots beyond the daemon's life."""
 
     def store(self, model: str, snapshot: CachedSnapshot) -> None:
         """Keep the model's snapshot too."""
 
     def release(self, snapshot: CachedSnapshot) -> None:
-        """The snapshot is on its way out."""
+        """Remove a snapshot from the storage."""
 
 
 class SnapshotCache:
-    """One snapshot per model within a byte budget; all workers share its memory.
+    """One snapshot per model within a byte budget; all workers share the memory.
 
-    What ``shelf`` keeps of it are the snapshots that nobody has let go.
-
-    ``pinned`` are the models whose snapshots are to stay. Bytes of snapshots that are on their way
-    in or out count as used. ``num_evicted`` snapshots have gone before their models did.
+    ``fd_store`` keeps the snapshots beyond the daemon's life. ``pinned`` are the models whose
+    snapshots stay. Bytes of snapshots on the way in or out count as used. ``num_evicted`` counts
+    snapshots evicted before their model was removed.
     """
 
     def __init__(self, budget_bytes: int, now: Callable[[], float] = time.time) -> None:
@@ -54,7 +53,7 @@ class SnapshotCache:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all snapshots, with those on their way."""
+        """Bytes of all snapshots, including those on the way in or out."""
         snapshots = (*self._snapshots.values(), *self._leaving.values())
         return sum(snapshot.num_bytes for snapshot in snapshots) + sum(
             self._reserved_bytes.values()
@@ -62,17 +61,17 @@ class SnapshotCache:
 
     @property
     def snapshots(self) -> dict[str, CachedSnapshot]:
-        """The snapshots by model, without those on their way."""
+        """The snapshots by model, without those on the way in or out."""
         return dict(self._snapshots)
 
     def get(self, model: str) -> CachedSnapshot | None:
-        """The model's snapshot, if it is in host memory."""
+        """Return the model's snapshot if in host memory."""
         return self._snapshots.get(model)
 
     def short_bytes(self, model: str, num_bytes: int) -> int:
-        """By how much a snapshot of ``num_bytes`` would go over the budget; 0 if it would not.
+        """Return by how much a snapshot of ``num_bytes`` would exceed the budget, or 0.
 
-        A snapshot that the model has is replaced.
+        The model's present snapshot counts as replaced.
         """
         others_bytes = self.used_bytes - self._reserved_bytes.get(model, 0)
         if (snapshot := self._snapshots.get(model)) is not None:
@@ -80,21 +79,21 @@ class SnapshotCache:
         return max(0, others_bytes + num_bytes - self.budget_bytes)
 
     def reserve(self, model: str, num_bytes: int) -> None:
-        """Keep room for the model's snapshot, which is to have ``num_bytes``."""
+        """Reserve ``num_bytes`` for the model's snapshot."""
         snapshot = self._snapshots.get(model)
         held_bytes = 0 if snapshot is None else snapshot.num_bytes
         self._reserved_bytes[model] = max(0, num_bytes - held_bytes)
 
     def release(self, model: str) -> None:
-        """The room that was kept is not needed any more."""
+        """Release a reservation."""
         self._reserved_bytes.pop(model, None)
 
     def put(
         self, model: str, fd: int, digest: str, self_check: tuple[int, ...] = ()
     ) -> CachedSnapshot:
-        """Keep the snapshot behind ``fd``, which the cache owns from now on, in the room for it.
+        """Add the snapshot behind ``fd``, which the cache owns from now on; use the reservation.
 
-        The one that the model has is kept if it is the same.
+        An identical present snapshot is kept instead.
         """
         self.release(model)
         old = self._snapshots.get(model)
@@ -109,7 +108,7 @@ class SnapshotCache:
         return snapshot
 
     def retire(self, model: str) -> None:
-        """The snapshot is on its way out: it is nobody's from now on, but its memory is used."""
+        """Remove the snapshot while its memory still counts as used."""
         snapshot = self._snapshots.pop(model)
         self._drop_from_fd_store(snapshot)
         self._leaving[model] = snapshot
@@ -120,7 +119,7 @@ class SnapshotCache:
         self._close(self._leaving, model)
 
     def drop(self, model: str) -> None:
-        """Let the snapshot go; its memory is freed when no worker has it mapped."""
+        """Drop the snapshot; the memory is freed when no worker maps the snapshot."""
         if (snapshot := self._snapshots.get(model)) is not None:
             self._drop_from_fd_store(snapshot)
         self._close(self._snapshots, model)
@@ -130,18 +129,18 @@ class SnapshotCache:
         self._last_used_at[model] = self._now() if at is None else at
 
     def last_used_at(self, model: str) -> float | None:
-        """When the model was used last, in wall-clock seconds; None when that is not known."""
+        """Return the time of the model's last use in wall-clock seconds, None if unknown."""
         return self._last_used_at.get(model)
 
     def forget(self, model: str) -> None:
-        """The model is gone, with its snapshot."""
+        """Forget a removed model and its snapshot."""
         self.drop(model)
         self.release(model)
         self.pinned.discard(model)
         self._last_used_at.pop(model, None)
 
     def close(self) -> None:
-        """Let all snapshots go; what is kept elsewhere stays there."""
+        """Close all snapshots; the fd store keeps its copies."""
         for snapshots in (self._snapshots, self._leaving):
             for model in list(snapshots):
                 self._close(snapshots, model)

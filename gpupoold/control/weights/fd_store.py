@@ -1,16 +1,15 @@
-"""Snapshots that outlive the daemon: the service manager has their descriptors too.
+"""Snapshots that survive the daemon in the service manager's fd store.
 
-What is kept of a snapshot under one name (``snapshot-`` and 16 random digits) are two memfds: the
-snapshot, and a small sealed one that says what it is. A daemon that starts again gets both back
-and takes the snapshot if
+Each stored snapshot has two memfds under one name (``snapshot-`` and 16 random digits): the data,
+and a small sealed label. A new daemon gets both back and uses the snapshot if
 
-- neither can change its size any more, and the snapshot has the size that is written down;
-- it belongs to a registered model of that name, whose checkpoint and engine still have the
-  same key (:mod:`gpupoold.control.weights.keys`);
-- it fits in ``memory.model_cache``.
+- neither can change its size, and the data has the size in the label;
+- the label names a registered model whose checkpoint and engine still have the same key
+  (:mod:`gpupoold.control.weights.keys`);
+- the snapshot fits in ``memory.model_cache``.
 
-Its bytes are not compared: nobody writes to a snapshot after it was made, and a model that is
-loaded with it has to answer its self-check's prompt as before, else the checkpoint is read.
+The bytes are not compared: no process writes to a finished snapshot, and a model loaded from a
+snapshot must pass its self-check, else the checkpoint is read.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _MAX_LABEL_BYTES = 1 << 16
 
 
 class Label(msgspec.Struct, frozen=True, kw_only=True):
-    """What a snapshot is: whose, under which key, and what ``CachedSnapshot`` has of it."""
+    """A snapshot's description: model, key, and the fields of ``CachedSnapshot``."""
 
     format: int = _FORMAT
     model: str
@@ -56,7 +55,7 @@ class Label(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class _StoredSnapshot:
-    """A snapshot that came back, under the name by which the service manager knows it."""
+    """A returned snapshot with its name in the service manager."""
 
     name: str
     fd: int
@@ -64,17 +63,17 @@ class _StoredSnapshot:
 
 
 class _Unfit(Exception):
-    """Why what came back is no snapshot."""
+    """The reason why returned descriptors are no valid snapshot."""
 
 
 class StoredSnapshots:
-    """Has the cache's snapshots kept by the service manager, and brings them back at the start.
+    """Stores the cache's snapshots in the service manager, and takes them back at the start.
 
-    Without one it does nothing.
+    Has no effect without a service manager.
     """
 
     def __init__(self, store: FdStore, keys: SnapshotKeys) -> None:
-        """Looks through what the store has given back; what is no snapshot is closed."""
+        """Examine the returned descriptors; close those that are no valid snapshots."""
         self._store = store
         self._keys = keys
         self._names: dict[int, str] = {}  # by the snapshot's descriptor here
@@ -83,9 +82,9 @@ class StoredSnapshots:
         self._sort_out()
 
     def store(self, model: str, snapshot: CachedSnapshot) -> None:
-        """Have the model's snapshot kept from now on, unless it is already.
+        """Store the model's snapshot unless stored already.
 
-        One that cannot be given away is logged: it is there as long as the daemon.
+        A failure is logged: the snapshot then ends with the daemon.
         """
         key = self._keys.get(model)
         if snapshot.fd in self._names or key is None or not self._store.is_there:
@@ -110,7 +109,7 @@ class StoredSnapshots:
             os.close(label_fd)
 
     def release(self, snapshot: CachedSnapshot) -> None:
-        """The snapshot is not to be kept any more; to be called while its descriptor is open."""
+        """Remove a snapshot from the store; to be called while its descriptor is open."""
         name = self._names.pop(snapshot.fd, None)
         if name is not None:
             self._store.drop(name)
@@ -118,8 +117,10 @@ class StoredSnapshots:
     async def take_back(
         self, models: Sequence[ModelToLoad], ready: WorkerReady, cache: SnapshotCache
     ) -> None:
-        """Put the snapshots that came back and belong to ``models`` into the cache, in that order
-        as far as they fit; the others are let go. For a worker that is ``ready``."""
+        """Put returned snapshots of ``models`` into the cache, in that order while they fit.
+
+        Other returned snapshots are dropped. ``ready`` describes the worker.
+        """
         async with self._taking:
             for model in models if self._found else ():
                 await self._take_back(model, ready, cache)
@@ -176,10 +177,10 @@ class StoredSnapshots:
 
 
 def _checked(name: str, fds: Sequence[int]) -> _StoredSnapshot:
-    """The snapshot and its label, told apart by their seals.
+    """Return the snapshot and its label, distinguished by their seals.
 
     Raises:
-        _Unfit, OSError: they are not what was given to be kept.
+        _Unfit, OSError: the descriptors are not what was stored.
     """
     labels = [fd for fd in fds if _seals(fd) & _FIXED == _FIXED]
     snapshots = [fd for fd in fds if _seals(fd) & _FIXED == _FIXED & ~fcntl.F_SEAL_WRITE]
@@ -200,12 +201,12 @@ def _checked(name: str, fds: Sequence[int]) -> _StoredSnapshot:
 
 
 def _seals(fd: int) -> int:
-    """Raises OSError for what is no memfd."""
+    """Return the seals; raise OSError for a descriptor that is no memfd."""
     return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
 
 
 def _sealed(data: bytes) -> int:
-    """A memfd with ``data`` that nobody can change."""
+    """Return a memfd with ``data``, sealed against all changes."""
     fd = os.memfd_create("gpupool-label", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(fd, "wb", closefd=False) as file:

@@ -1,4 +1,4 @@
-"""Room in the model cache: snapshots go for others, or one waits until some can go."""
+"""Eviction of snapshots from the model cache, and waiting for free memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _logger = logging.getLogger(__name__)
 
 
 class NoRoom(Refused):
-    """Snapshots that may not go leave too little room for another."""
+    """Too few snapshots can be evicted for another one."""
 
 
 class SnapshotRoom:
-    """Makes room in ``cache``, least recently used snapshots first.
+    """Frees memory in ``cache``, least recently used snapshots first.
 
-    A snapshot does not go while it is pinned, while the model ``is_in_use``, or while it is
-    held. ``let_go`` returns when no worker has the snapshot any more.
+    A snapshot stays while pinned, while the model ``is_in_use``, or while held. ``let_go`` returns
+    when no worker maps the snapshot.
     """
 
     def __init__(
@@ -46,8 +46,7 @@ class SnapshotRoom:
 
     @contextlib.contextmanager
     def holding(self, model: str) -> Iterator[None]:
-        """The model's snapshot does not go inside; room that was reserved is given up at the
-        end."""
+        """Protect the model's snapshot inside the context; drop a reservation at the end."""
         self._holds[model] += 1
         try:
             yield
@@ -59,26 +58,26 @@ class SnapshotRoom:
                 self.changed()
 
     def changed(self) -> None:
-        """Something may go now that might not before."""
+        """Notify waiters that a snapshot may have become evictable."""
         self._change.set()
         self._change = asyncio.Event()
 
     def check(self, model: str, num_bytes: int) -> None:
-        """See that a snapshot of ``num_bytes`` may come in now, when others go for it.
+        """Check that a snapshot of ``num_bytes`` could come in after evictions.
 
         Raises:
-            NoRoom: pinned snapshots and those in use leave too little.
+            NoRoom: pinned and used snapshots leave too little.
         """
         short_bytes = self._cache.short_bytes(model, num_bytes)
         if choose_victims(self._candidates(model), short_bytes) is None:
             raise self._refusal(model, num_bytes)
 
     async def reserve(self, model: str, num_bytes: int, wait_s: float = 0.0) -> None:
-        """Make and keep room for the snapshot of a model that is being held.
+        """Reserve memory for the snapshot of a held model, evicting others.
 
         Raises:
-            NoRoom: pinned snapshots leave too little; or those in use, when ``wait_s`` is 0.
-            TimedOut: those in use have left too little for ``wait_s``.
+            NoRoom: pinned snapshots leave too little; or used snapshots, if ``wait_s`` is 0.
+            TimedOut: used snapshots left too little for ``wait_s``.
         """
         deadline_s = time.monotonic() + wait_s
         leaving = self._leaving.get(model)
@@ -103,10 +102,10 @@ class SnapshotRoom:
                 await asyncio.wait_for(change.wait(), left_s)
 
     async def drop(self, model: str) -> None:
-        """Let a model's snapshot go; does nothing when it is not in host memory.
+        """Drop a model's snapshot if in host memory.
 
         Raises:
-            Refused: it is pinned, in use, or being loaded.
+            Refused: the snapshot is pinned, in use, or loading.
         """
         async with self._making:
             if model in self._cache.pinned:
@@ -119,20 +118,19 @@ class SnapshotRoom:
                 await self._drop_all([model])
 
     def shrink(self) -> None:
-        """The cache's budget has become smaller: what is over it goes, idle snapshots now, others
-        when they are needed no more."""
+        """Evict snapshots beyond a smaller budget: idle ones now, others when no longer needed."""
         if self._shrinking is None or self._shrinking.done():
             self._shrinking = asyncio.create_task(self._shrink(), name="shrink-cache")
 
     async def stop(self) -> None:
-        """Wait for snapshots on their way out; the workers have stopped before."""
+        """Wait for evictions in progress; the workers have stopped before."""
         if self._shrinking is not None:
             self._shrinking.cancel()
             await asyncio.wait({self._shrinking})
         await asyncio.gather(*self._leaving.values(), return_exceptions=True)
 
     async def _make(self, model: str, num_bytes: int) -> bool:
-        """Let others go until there is room; False when there are too few that may."""
+        """Evict snapshots until ``num_bytes`` fit; return False if too few can be evicted."""
         while (short_bytes := self._cache.short_bytes(model, num_bytes)) > 0:
             victims = choose_victims(self._candidates(model), short_bytes)
             if victims is None:
@@ -190,11 +188,11 @@ class SnapshotRoom:
         ]
 
     def _would_fit(self, model: str, num_bytes: int) -> bool:
-        """Return whether there was room if all others went that are not pinned."""
+        """Return whether the snapshot would fit after evicting all others that are not pinned."""
         return num_bytes <= self._cache.budget_bytes - self._bytes_of(model, pinned=True)
 
     def _bytes_of(self, model: str, *, pinned: bool) -> int:
-        """Bytes of other models' snapshots: of the pinned ones, or of the busy ones beside them."""
+        """Return the bytes of other models' snapshots: pinned ones, or busy unpinned ones."""
         others = self._candidates(model)
         if pinned:
             return sum(one.num_bytes for one in others if one.is_pinned)

@@ -1,4 +1,4 @@
-"""What decides which weights snapshot a model has: the key under which it is kept."""
+"""Keys of weights snapshots: everything that determines a snapshot's bytes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NOT_IN_SNAPSHOT = frozenset({"name", "aliases", "ttft_s", "tbt_s", "media_hosts
 
 
 def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page_bytes: int) -> str:
-    """Hex digest of all that decides what is in the model's snapshot.
+    """Return a hex digest of everything that determines the model's snapshot.
 
-    A checkpoint counts by the paths, sizes and modification times of its files, not hidden
-    ones. Take the key before the engine reads them: else a change meanwhile goes unseen.
+    A checkpoint counts by paths, sizes and modification times of its files, without hidden files.
+    To be called before the engine reads the files, because a later change would go unnoticed.
 
     Raises:
         Failed: the checkpoint's folder cannot be read.
@@ -43,14 +43,16 @@ def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page
 
 
 class SnapshotKeys:
-    """The keys of models' snapshots, each as it was when its model was last looked at."""
+    """The keys of models' snapshots as of the last look at each checkpoint."""
 
     def __init__(self) -> None:
         self._keys: dict[str, str] = {}
 
     async def note(self, model: ModelToLoad, ready: WorkerReady) -> str | None:
-        """Look at a model's checkpoint: the key of its snapshot for such a worker, None (and a
-        line in the log) when its folder cannot be read."""
+        """Examine a model's checkpoint; return the key for such a worker.
+
+        Returns None, with a line in the log, if the folder cannot be read.
+        """
         try:
             key = await asyncio.to_thread(
                 snapshot_key, model, ready.engine_version, ready.device_name, ready.page_bytes
@@ -63,14 +65,14 @@ class SnapshotKeys:
         return key
 
     def get(self, model: str) -> str | None:
-        """The model's key; None when it was not looked at."""
+        """Return the model's key, None if its checkpoint was not examined."""
         return self._keys.get(model)
 
     def all(self) -> dict[str, str]:
         return dict(self._keys)
 
     def forget(self, model: str) -> None:
-        """The model is gone, or its snapshot is to be made anew."""
+        """Forget a model that was removed or whose snapshot must be made again."""
         self._keys.pop(model, None)
 
 

@@ -1,4 +1,4 @@
-"""Which snapshots go for another, and in which order models are loaded at the start. Pure."""
+"""Choice of snapshots to evict, and the order of loading at the start. Pure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Candidate:
 
 
 def choose_victims(candidates: Sequence[Candidate], short_bytes: int) -> list[str] | None:
-    """The models whose snapshots go to free ``short_bytes``; None when there are too few.
+    """Return the models whose snapshots to evict for ``short_bytes``, None if too few.
 
-    Pinned and busy ones stay. Least recently used ones go first, but none that need not: a
-    small one is spared when a larger one has to go anyway.
+    Pinned and busy snapshots stay. Least recently used snapshots go first, but none in vain: a
+    small one is spared if a larger one must go anyway.
     """
     idle = [one for one in candidates if not one.is_pinned and not one.is_busy]
     chosen: list[Candidate] = []
@@ -41,11 +41,10 @@ def choose_victims(candidates: Sequence[Candidate], short_bytes: int) -> list[st
 
 
 def start_order(candidates: Sequence[Candidate], budget_bytes: int) -> list[str]:
-    """The order in which to load all models, so that the budget holds what it shall at the end.
+    """Return the order in which to load all models within the budget.
 
-    That is the pinned ones, then the most recently used, as many as fit; they are loaded
-    first. The others need room for a while to be loaded: what has to wait for that are the
-    last of those that stay.
+    Pinned snapshots come first, then the most recently used while they fit. The others need memory
+    only while loading, and wait for the last of those that stay.
     """
     ranked = sorted(candidates, key=lambda one: (not one.is_pinned, -one.last_used_at))
     num_kept, kept_bytes = 0, 0

@@ -1,4 +1,4 @@
-"""Snapshots on disk as the daemon uses them: looked for before a load, written after one."""
+"""Saved snapshots: looked up before a load, written after a load."""
 
 from __future__ import annotations
 
@@ -33,23 +33,25 @@ class SavedSnapshots:
         self._shrinking: set[asyncio.Task[None]] = set()
 
     async def look_up(self, model: ModelToLoad, ready: WorkerReady) -> int | None:
-        """Bytes of the model's snapshot for such a worker; None when there is none.
+        """Return the bytes of the model's saved snapshot for such a worker, None without one.
 
-        From now on it is this snapshot that ``read`` and ``keep`` are about.
+        ``read`` and ``keep`` then refer to this snapshot.
         """
         if await self._keys.note(model, ready) is None:
             return None
         return (await self.sizes()).get(model.name)
 
     async def read(self, name: str) -> SavedSnapshot | None:
-        """The snapshot of a model that was looked up, its descriptor the caller's; None without."""
+        """Return the snapshot of a model that was looked up, or None; the caller owns the
+        descriptor.
+        """
         key = self._keys.get(name)
         if key is None or not self.budget_bytes:
             return None
         return await asyncio.to_thread(self._files.load, key)
 
     async def sizes(self) -> dict[str, int]:
-        """Bytes of the saved snapshots of all models that were looked up and have one."""
+        """Return the bytes of saved snapshots by model, for models that were looked up."""
         if not self.budget_bytes:
             return {}
         found = {file.key: file.num_bytes for file in await asyncio.to_thread(self._files.list)}
@@ -77,29 +79,31 @@ class SavedSnapshots:
         task.add_done_callback(lambda done: self._saved(name, done))
 
     async def settled(self, name: str) -> None:
-        """Return when the model's snapshot is not being saved: until then it takes memory."""
+        """Return when the model's snapshot is not being saved, which takes memory."""
         if name in self._saving:
             await asyncio.wait({self._saving[name]})
 
     def forget(self, name: str) -> None:
-        """The model has been removed: its file goes, unless another model has the same."""
+        """Delete a removed model's file, unless another model has the same key."""
         key = self._keys.get(name)
         self._keys.forget(name)
         if self.budget_bytes and key is not None and key not in self._keys.all().values():
             self._files.drop(key)
 
     async def tidy(self, names: list[str]) -> None:
-        """Delete what belongs to none of the models there are: to changed checkpoints, say.
+        """Delete files that belong to no model, for example of changed checkpoints.
 
-        Nothing happens before all of them have been looked for.
+        Has no effect before all models have been looked up.
         """
         keys = self._keys.all()
         if self.budget_bytes and all(name in keys for name in names):
             await asyncio.to_thread(self._files.remove_others, set(keys.values()))
 
     def shrink(self, last_used_at: Callable[[str], float | None]) -> None:
-        """The budget has become smaller: what is over it is deleted in the background, first
-        snapshots of no model that is known, then of those used least recently."""
+        """Delete files beyond a smaller budget in the background.
+
+        Files of unknown models go first, then the least recently used.
+        """
         used_at = {key: last_used_at(name) or 0.0 for name, key in self._keys.all().items()}
         task = asyncio.create_task(asyncio.to_thread(self._fit, used_at), name="shrink-snapshots")
         self._shrinking.add(task)
@@ -115,7 +119,7 @@ class SavedSnapshots:
             left_bytes -= file.num_bytes
 
     async def stop(self) -> None:
-        """Wait for what is being saved or deleted."""
+        """Wait for saves and deletions in progress."""
         waits = [*self._saving.values(), *self._shrinking]
         await asyncio.gather(*waits, return_exceptions=True)
 
@@ -151,7 +155,7 @@ class SavedSnapshots:
 
 
 def _copy(snapshot: CachedSnapshot) -> CachedSnapshot:
-    """The same with a descriptor of its own: the cache may drop the snapshot meanwhile."""
+    """Return a copy with its own descriptor, because the cache may drop the snapshot meanwhile."""
     return CachedSnapshot(
         os.dup(snapshot.fd), snapshot.num_bytes, snapshot.digest, snapshot.self_check
     )

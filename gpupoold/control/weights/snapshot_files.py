@@ -55,7 +55,7 @@ _DRAFT_SUFFIX = ".new"
 
 @dataclass(frozen=True, slots=True)
 class SavedSnapshot:
-    """A snapshot read from disk; ``fd`` is a new memfd with its bytes, owned by the caller."""
+    """A snapshot read from disk; ``fd`` is a new memfd with the bytes, owned by the caller."""
 
     fd: int
     num_bytes: int
@@ -65,7 +65,7 @@ class SavedSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFile:
-    """A file as the folder lists it, unchecked; ``saved_at`` is in seconds since the epoch."""
+    """A file in the folder, unchecked; ``saved_at`` is in seconds since the epoch."""
 
     key: str
     num_bytes: int
@@ -85,11 +85,11 @@ class _Header(_Versioned, frozen=True, kw_only=True):
 
 
 class _Damaged(Exception):
-    """What is wrong with a file."""
+    """A file's damage."""
 
 
 class SnapshotFiles:
-    """The saved snapshots in a folder, which belongs to one daemon. Every method blocks."""
+    """The saved snapshots in a folder of one daemon. Every method blocks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -97,10 +97,11 @@ class SnapshotFiles:
         self._writing = threading.Lock()
 
     def save(self, key: str, fd: int, layout_digest: str, self_check: tuple[int, ...]) -> None:
-        """Write the snapshot behind the memfd ``fd``, which stays the caller's, or nothing at all.
+        """Write the snapshot behind the memfd ``fd``, which the caller keeps, completely or not
+        at all.
 
         Raises:
-            Failed: no room on the disk, or it could not be written.
+            Failed: the disk is full, or writing failed.
         """
         path = self._path(key)
         draft = path.with_name(path.name + _DRAFT_SUFFIX)
@@ -121,9 +122,9 @@ class SnapshotFiles:
                 _remove(draft)
 
     def load(self, key: str) -> SavedSnapshot | None:
-        """The snapshot in a new memfd; None if there is none that is as it was saved.
+        """Return the snapshot in a new memfd, None without an intact file.
 
-        What is damaged is deleted; what cannot be read now stays. The log says why.
+        A damaged file is deleted; an unreadable file stays. The log has the reason.
         """
         path = self._path(key)
         try:
@@ -138,11 +139,11 @@ class SnapshotFiles:
         return None
 
     def drop(self, key: str) -> None:
-        """Delete a snapshot; one that cannot be deleted is logged."""
+        """Delete a snapshot; log a failure."""
         _remove(self._path(key))
 
     def remove_others(self, keys: set[str]) -> None:
-        """Delete the snapshots that have none of the ``keys``, and what an ended save left."""
+        """Delete the snapshots without one of the ``keys``, and leftovers of interrupted saves."""
         with self._writing:
             for path in self._folder.glob(f"*{_SNAPSHOT_SUFFIX}{_DRAFT_SUFFIX}"):
                 _remove(path)
@@ -151,7 +152,7 @@ class SnapshotFiles:
                     _remove(path)
 
     def list(self) -> list[SnapshotFile]:
-        """All snapshots by key, as the folder lists them: nothing is read or checked."""
+        """Return all snapshots by key as listed in the folder, without reading the files."""
         found = []
         for path in sorted(self._folder.glob(f"*{_SNAPSHOT_SUFFIX}")):
             try:
@@ -179,10 +180,10 @@ def _check_room(path: Path, num_bytes: int) -> None:
 def _write_draft(
     draft: Path, key: str, fd: int, layout_digest: str, self_check: tuple[int, ...]
 ) -> None:
-    """The header comes last: before that the file has no magic.
+    """Write the data, then the header: before, the file has no magic.
 
     Raises:
-        OSError: it could not be written.
+        OSError: writing failed.
         ValueError: the snapshot is empty, or the self-check does not fit in the header.
     """
     digests = []
@@ -218,11 +219,11 @@ def _private(path: str, flags: int) -> int:
 
 
 def _read(path: Path, key: str) -> SavedSnapshot:
-    """The snapshot in a new memfd.
+    """Return the snapshot in a new memfd.
 
     Raises:
-        _Damaged: it is not what was saved under that key.
-        OSError: it could not be read, or there is not enough memory.
+        _Damaged: the file differs from what was saved under that key.
+        OSError: the file could not be read, or there is too little memory.
     """
     with open(path, "rb", buffering=0) as file:
         header = _decode(os.pread(file.fileno(), _HEADER_BYTES, 0))
@@ -241,7 +242,7 @@ def _read(path: Path, key: str) -> SavedSnapshot:
 
 
 def _fill(fd: int, source: int, header: _Header) -> None:
-    """Read the data of the file ``source`` into the memfd ``fd`` and check it."""
+    """Read the data of ``source`` into the memfd ``fd`` and verify the checksum."""
 
     def read_chunk(start: int) -> bytes:
         num_bytes = min(_CHUNK_BYTES, header.num_bytes - start)
@@ -255,10 +256,10 @@ def _fill(fd: int, source: int, header: _Header) -> None:
 
 
 def _copy_chunk(fd: int, source: int, start: int, num_bytes: int) -> bytes:
-    """Digest of the data from byte ``start`` on, after copying it to the same place in ``fd``.
+    """Copy data from byte ``start`` to the same place in ``fd``; return the digest.
 
-    By way of a small buffer: into a mapping of the memfd the kernel would write twice, zeros
-    first, and the digest would fetch it all from memory again.
+    Copies through a small buffer: with a mapping of the memfd the kernel would write twice, zeros
+    first, and the digest would fetch all bytes from memory again.
     """
     digest = blake3()
     with memoryview(bytearray(min(_PIECE_BYTES, num_bytes))) as buffer:
@@ -271,7 +272,7 @@ def _copy_chunk(fd: int, source: int, start: int, num_bytes: int) -> bytes:
 
 
 def _combined(digests: Iterable[bytes]) -> str:
-    """The checksum of data whose chunks have these digests."""
+    """Return the checksum of data whose chunks have these digests."""
     return blake3(b"".join(digests)).hexdigest()
 
 
@@ -291,10 +292,10 @@ def _write_at(fd: int, piece: memoryview, offset: int) -> None:
 
 
 def _encode(header: _Header) -> bytes:
-    """The 4096 bytes of a header.
+    """Return the 4096 bytes of a header.
 
     Raises:
-        ValueError: they are not enough.
+        ValueError: the header is too long.
     """
     text = msgspec.json.encode(header).ljust(_HEADER_BYTES - _TEXT_OFFSET)
     block = _MAGIC + blake3(text).digest() + text
@@ -304,10 +305,10 @@ def _encode(header: _Header) -> bytes:
 
 
 def _decode(block: bytes) -> _Header:
-    """The header of which these are the 4096 bytes.
+    """Parse the 4096 bytes of a header.
 
     Raises:
-        _Damaged: it is not one, not as it was written, or not of this format.
+        _Damaged: the header is invalid, damaged or of another format.
     """
     if len(block) < _HEADER_BYTES:
         raise _Damaged(f"it has only {len(block)} bytes")
@@ -326,7 +327,7 @@ def _decode(block: bytes) -> _Header:
 
 
 def _remove(path: Path) -> None:
-    """Delete a file if it is there. One that cannot be deleted only takes space."""
+    """Delete a file if present; a failure only wastes space."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

@@ -8,12 +8,12 @@ from gpupoold.system.process import as_words
 
 
 def module_of(device: DeviceSettings) -> str:
-    """The module that plays a device."""
+    """Return the module of the device's worker process."""
     return "gpupoold.simdevice" if device.kind == "sim" else "gpupoold.worker"
 
 
 def arguments_of(settings: Settings, number: int) -> list[str]:
-    """What the worker of the device with this number is told at its start."""
+    """Return the command-line options of a device's worker."""
     device = settings.devices[number]
     reserve_bytes = settings.memory.reserve_for(device.kind)
     options: dict[str, object] = {

@@ -1,8 +1,7 @@
-"""Utilisation, temperature and power of GPUs, as NVIDIA's management library (NVML) tells them.
+"""Utilisation, temperature and power of GPUs from NVIDIA's management library (NVML).
 
-The driver may take long to answer, or hang. So a thread of its own asks it, and everybody else
-reads what it said last; a reading that has become old is none. Nothing here ever fails: where
-there is no driver, no such device or no such sensor, the value is None.
+The driver may be slow or hang, so a thread of its own asks, and all readers get the latest value;
+an old value counts as unknown. No call fails: without a driver, device or sensor the value is None.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _WATTS_PER_MILLIWATT = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the driver said of a GPU: ``utilisation`` from 0 to 1; None: it does not say."""
+    """A GPU's readings: ``utilisation`` from 0 to 1; None if unknown."""
 
     utilisation: float | None = None
     temperature_c: float | None = None
@@ -51,7 +50,7 @@ class GpuReadings:
         nvml: Any = pynvml,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``environment`` says which GPUs are visible, and in which order."""
+        """``environment`` determines the visible GPUs and their order."""
         self._nvml = nvml
         self._clock = clock
         self._entries = {
@@ -79,7 +78,7 @@ class GpuReadings:
         self._stopped.set()
 
     def of(self, number: int) -> Reading:
-        """What is known now of the device with this number."""
+        """Return the latest reading of a device."""
         if self._clock() - self._read_at_s > _STALE_S:
             return NO_READING
         return self._readings.get(number, NO_READING)
@@ -104,7 +103,7 @@ class GpuReadings:
                 has_told = True
 
     def _find_handles(self) -> None:
-        """Look for devices that have none, not too often."""
+        """Look for handles of devices without one, at a limited rate."""
         missing = self._entries.keys() - self._handles.keys()
         now_s = self._clock()
         if not missing or (self._retry_at_s is not None and now_s < self._retry_at_s):
@@ -127,10 +126,10 @@ class GpuReadings:
                 self._is_connected = False
 
     def _handle_of(self, entry: str) -> Any:
-        """The device of an entry of ``CUDA_VISIBLE_DEVICES``.
+        """Return the device of an entry of ``CUDA_VISIBLE_DEVICES``.
 
         Raises:
-            NVMLError: there is none, or it cannot be told which one.
+            NVMLError: no device matches, or several do.
         """
         nvml = self._nvml
         if entry.isdecimal():
@@ -157,7 +156,9 @@ class GpuReadings:
         )
 
     def _temperature(self, handle: Any) -> float:
-        """Drivers of CUDA 14 will only know the second way, those before 12.9 only the first."""
+        """Return the temperature; drivers of CUDA 14 have only the second call, before 12.9 the
+        first.
+        """
         nvml = self._nvml
         try:
             return float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
@@ -172,8 +173,10 @@ class GpuReadings:
 
 
 def visible_entry(index: int, environment: Mapping[str, str]) -> str | None:
-    """What NVML has to look for to find the CUDA device ``index``: an index or (the beginning
-    of) a UUID. None: ``CUDA_VISIBLE_DEVICES`` has no such device. Pure."""
+    """Return NVML's index or (the beginning of) a UUID for the CUDA device ``index``. Pure.
+
+    Returns None if ``CUDA_VISIBLE_DEVICES`` has no such device.
+    """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return str(index)

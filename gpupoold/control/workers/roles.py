@@ -1,4 +1,4 @@
-"""What each worker is to do, across its restarts. Pure bookkeeping."""
+"""Roles and drains of workers across restarts. Pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Roles:
         self._draining: set[int] = set()
 
     def of(self, number: int) -> tuple[Role, bool]:
-        """A worker's role, and whether it is not the policy's to change."""
+        """Return a worker's role, and whether an operator fixed the role."""
         fixed = self._fixed.get(number)
         return fixed or self._chosen.get(number, Role.MIXED), fixed is not None
 
     def fix(self, number: int, role: Role | None) -> None:
-        """Somebody wants a worker to have this role; None: leave it to the policy."""
+        """Fix a worker's role; None leaves the choice to the policy."""
         if role is None:
             self._chosen[number], _ = self.of(number)  # until the policy has another opinion
         self._fixed[number] = role
@@ -35,7 +35,7 @@ class Roles:
         (self._draining.add if is_draining else self._draining.discard)(number)
 
     def is_draining(self, number: int) -> bool:
-        """Return whether a worker gets nothing new."""
+        """Return whether a worker is draining."""
         return number in self._draining
 
     def all_draining(self, numbers: Sequence[int]) -> bool:

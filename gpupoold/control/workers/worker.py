@@ -1,4 +1,4 @@
-"""A worker as the daemon sees it."""
+"""A worker from the daemon's side."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from gpupoold.wire import messages as m
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """One worker, and the answers that it owes.
+    """A worker and its awaited answers.
 
-    ``models`` are those it was told to load, ``layouts`` the digests of those that it has
-    loaded, ``snapshots`` those whose snapshot it has.
+    ``models`` are the models ordered to load, ``layouts`` the digests of loaded models,
+    ``snapshots`` the models with an attached snapshot.
     """
 
     number: int
     device: DeviceSettings
     state: str = "starting"
     has_come_up: bool = False
-    """Whether the process that runs, or ran last, has been ready."""
+    """Whether the present or last process has been ready."""
     num_restarts: int = 0
-    """Processes that have ended and were, or are going to be, replaced."""
+    """Number of processes that ended and were or will be replaced."""
     child: Child[m.FromWorker] | None = None
     ready: m.WorkerReady | None = None
     status: m.WorkerStatus | None = None
     reading: Reading = NO_READING
-    """What the driver last said of its GPU."""
+    """The driver's latest readings of the GPU."""
     models: set[str] = field(default_factory=set)
     layouts: dict[str, str] = field(default_factory=dict)
     snapshots: set[str] = field(default_factory=set)
@@ -44,35 +44,35 @@ class Worker:
     coming_up: asyncio.Future[None] | None = None
     watch: Watch | None = None
     ended_for: str = ""
-    """Why the daemon has killed the process that runs, if it has."""
+    """The daemon's reason for killing the present process, or empty."""
     snapshot_fds: dict[str, int] = field(default_factory=dict)
     kv_host_fd: int | None = None
-    """Of its KV host cache, for the others."""
+    """Descriptor of the KV host cache, for other workers."""
 
     @property
     def is_ready(self) -> bool:
-        """True if it can load and serve."""
+        """True if the worker can load and serve models."""
         return self.state == "ready"
 
     @property
     def is_excused(self) -> bool:
-        """True if it does what takes long and has a limit of its own."""
+        """True during work with a time limit of its own."""
         return self.loading.oldest is not None or self.calls.oldest is not None
 
     @property
     def resident(self) -> frozenset[str]:
-        """Models all of whose weights were on the device when it last reported."""
+        """Models whose weights were completely on the device at the latest report."""
         models = self.status.models if self.status else []
         return frozenset(
             held.model for held in models if held.weights_resident_bytes == held.weights_total_bytes
         )
 
     def take_fd(self) -> int:
-        """The descriptor that came with the message just received; the caller owns it."""
+        """Return the descriptor of the latest message, owned by the caller."""
         assert self.child is not None
         return self.child.channel.take_fd()
 
     def send(self, message: m.Message, fds: tuple[int, ...] = ()) -> None:
-        """Send, or do nothing when it is down: its end is handled elsewhere."""
+        """Send a message, unless the worker is down."""
         if self.child is not None and not self.child.channel.closed:
             self.child.channel.send(message, fds)

@@ -1,4 +1,4 @@
-"""The workers: one supervised process per device, restarted when it dies."""
+"""The workers: one supervised process per device, restarted after each end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OnDown = Callable[[Worker, Death], Awaitable[None]]
 
 
 class WorkerEnded(Failed):
-    """The worker ended before it answered."""
+    """The worker ended before answering."""
 
 
 class WorkerSupervisor:
@@ -52,9 +52,12 @@ class WorkerSupervisor:
         on_up: OnUp,
         on_down: OnDown,
     ) -> None:
-        """``forks`` starts emulated devices. A GPU's process is a program of its own: which GPU
-        it sees is settled before anything of CUDA's is loaded. ``on_down`` is told how the
-        process ended, and what it was doing then."""
+        """``forks`` starts emulated devices; ``on_down`` gets the cause of the end and the
+        activity.
+
+        A GPU's process is a program of its own, because the choice of the GPU must precede any use
+        of CUDA.
+        """
         self._settings = settings
         self._forks = forks
         self._on_message = on_message
@@ -71,7 +74,7 @@ class WorkerSupervisor:
         return any(worker.is_ready for worker in self.workers)
 
     def start(self) -> None:
-        """Start every worker; ``on_up`` is called for each when it is ready."""
+        """Start every worker; ``on_up`` is called for each ready worker."""
         self._tasks = [
             asyncio.create_task(
                 keep_running(f"worker {worker.number}", functools.partial(self._run_once, worker)),
@@ -95,7 +98,7 @@ class WorkerSupervisor:
         """Return when the worker can load models.
 
         Raises:
-            Unavailable: it did not come up in time.
+            Unavailable: the worker did not come up in time.
         """
         deadline_s = time.monotonic() + _READY_TIMEOUT_S
         while not worker.is_ready:
@@ -120,14 +123,14 @@ class WorkerSupervisor:
         snapshot: CachedSnapshot | None,
         profiling_budget_s: float = 0.0,
     ) -> tuple[m.ModelLoaded, int | None]:
-        """Load a model on a worker; returns what it learnt and a descriptor of the snapshot,
-        None from a device that makes none.
+        """Load a model on a worker; return its facts and a descriptor of the snapshot.
 
-        Its steps are timed afterwards, for ``profiling_budget_s`` at most.
+        The descriptor is None from a device without snapshots. Steps are then profiled for at most
+        ``profiling_budget_s``.
 
         Raises:
-            GpupoolError: the worker's reason, or that it is down.
-            TimedOut: over the configured load timeout.
+            GpupoolError: the worker's reason, or the worker is down.
+            TimedOut: the load exceeded the configured time.
         """
         if not worker.is_ready:
             raise Failed(f"worker {worker.number} is {worker.state}", "see `gpupool logs`")
@@ -174,10 +177,10 @@ class WorkerSupervisor:
             _close(worker.snapshot_fds.pop(name, None))
 
     async def give_snapshot(self, worker: Worker, name: str, snapshot: CachedSnapshot) -> None:
-        """Let a model on a worker have a snapshot of its layout; returns when it can run.
+        """Attach a snapshot of the right layout to a model on a worker; return when it can run.
 
         Raises:
-            Failed: the worker cannot map or pin it, or is down.
+            Failed: the worker cannot map or pin the snapshot, or is down.
             TimedOut: the worker did not answer.
         """
         if not worker.is_ready:
@@ -199,7 +202,7 @@ class WorkerSupervisor:
         worker.snapshots.add(name)
 
     async def drop_snapshot(self, worker: Worker, name: str) -> None:
-        """Let a worker give up its view of a model's snapshot; returns when it has.
+        """Make a worker release a model's snapshot; return after the release.
 
         Raises:
             TimedOut: the worker did not answer.
@@ -222,13 +225,13 @@ class WorkerSupervisor:
         limit_s: float | None = None,
         **arguments: object,
     ) -> object:
-        """Run a named operation on a worker between two of its steps.
+        """Run a named operation on a worker between two steps.
 
-        ``limit_s`` None: the load timeout, for it may have to end a load before.
+        ``limit_s`` None means the load timeout, because a load may have to finish before.
 
         Raises:
-            GpupoolError: the operation's error, or that the worker is down.
-            TimedOut: it did not answer within ``limit_s``.
+            GpupoolError: the operation's error, or the worker is down.
+            TimedOut: no answer within ``limit_s``.
         """
         if not worker.is_ready:
             raise Failed(f"worker {worker.number} is {worker.state}")
@@ -248,7 +251,7 @@ class WorkerSupervisor:
         what: str,
         limit_s: float | None = None,
     ) -> V:
-        """The answer of a worker, which may have to end a load before."""
+        """Return a worker's answer; a load may have to finish before."""
         limit_s = limit_s or self._settings.limits.load_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -260,7 +263,7 @@ class WorkerSupervisor:
             ) from None
 
     async def _run_once(self, worker: Worker) -> bool:
-        """One life of a process; whether it had come up, and somebody else ended it."""
+        """Run one process to its end; return whether it had come up and was ended on purpose."""
         activity_fd = create_page()
         try:
             return await self._live_once(worker, activity_fd)
@@ -303,12 +306,12 @@ class WorkerSupervisor:
         return worker.has_come_up and not death.is_at_fault
 
     def reconfigure(self) -> None:
-        """Tell all that run what the configuration says now."""
+        """Send the present configuration to all running workers."""
         for worker in self.workers:
             worker.send(reconfigure(self._settings))
 
     def end(self, worker: Worker, reason: str) -> None:
-        """Kill the process that runs; it is replaced, and ``reason`` is what people are told."""
+        """Kill the process, which is then replaced; ``reason`` goes to the log and events."""
         if worker.child is not None and not worker.ended_for:
             _logger.error("worker %d is killed: %s", worker.number, reason)
             worker.ended_for = reason
@@ -377,7 +380,7 @@ class WorkerSupervisor:
         worker.loading.resolve(name, message)
 
     def _forget(self, worker: Worker, reason: str) -> None:
-        """Everything that waited for this run of the worker fails with ``reason``."""
+        """Fail everything that waits for this run of the worker, with ``reason``."""
         if worker.coming_up is not None:
             worker.coming_up.cancel()
             worker.coming_up = None

@@ -1,4 +1,4 @@
-"""What the scheduling core wants done. Plain data, carried out by the shell in order."""
+"""Actions of the scheduling core. Plain data, carried out by the shell in order."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from gpupoold.domain import Role
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """``model`` runs for ``quota_s`` once resident, or longer while nobody waits.
+    """A turn: ``model`` runs for ``quota_s`` once resident, or longer while no other model
+    waits.
 
-    A step takes ``chunk_tokens`` at most, prompt tokens and one for each answer, so that a
-    prompt keeps answers within their time between tokens; None: as many as the engine takes.
+    A step takes at most ``chunk_tokens``, prompt tokens plus one per answer, so that a prompt does
+    not delay answers beyond their target; None means the engine's own limit.
     """
 
     turn_id: int
@@ -23,7 +24,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Let a device have a request: it is prefilled there, then decoded as turns allow."""
+    """Send a request to a device for prefill and decoding."""
 
     request_id: str
     device: int
@@ -31,7 +32,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """Move a request that has its first token, with its KV, to another device."""
+    """Migrate a request that has its first token, with its KV, to another device."""
 
     request_id: str
     source: int
@@ -40,11 +41,11 @@ class Migrate:
 
 @dataclass(frozen=True, slots=True)
 class StartTurn:
-    """What a device does now, and the model to bring in meanwhile, whose turn is next.
+    """The present turn of a device, and the next model, to be prefetched meanwhile.
 
-    A turn with the id of the one under way may have another quota than before, counted
-    from when it began. ``then`` None: the turn goes on past its quota. A device whose turn
-    ends makes ready for ``then`` at once, without waiting for orders.
+    A turn with the id of the present turn may change its quota, counted from the turn's start. With
+    ``then`` None the turn continues past its quota. A device whose turn ends prepares for ``then``
+    at once, without waiting for orders.
     """
 
     device: int
@@ -54,7 +55,7 @@ class StartTurn:
 
 @dataclass(frozen=True, slots=True)
 class ChangeRole:
-    """The policy gives a device another role; the core goes by it already."""
+    """Change a device's role; the core's state has the new role already."""
 
     device: int
     role: Role

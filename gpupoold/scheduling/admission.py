@@ -1,4 +1,4 @@
-"""Which waiting prefills can still be on time. Pure: durations and deadlines in, a split out."""
+"""Waiting prefills that can still be on time. Pure: durations and deadlines in, a split out."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One waiting prefill: how long it takes, switching included, and when it is due.
+    """A waiting prefill: its duration including the switch, and its deadline.
 
-    Times are seconds, deadlines on the clock of ``now_s``. Raises ValueError for a duration
-    that is negative or not finite, and a deadline that is not a number.
+    Times are seconds, deadlines on the clock of ``now_s``. Raises ValueError for a negative or
+    infinite duration, and for a deadline that is not a number.
     """
 
     job_id: str
@@ -27,9 +27,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A split of the jobs: those on time in the order to run them, and those that are not.
+    """A split of the jobs: on-time jobs in order of execution, and late jobs.
 
-    ``late`` is in order of deadline, too; they miss it wherever they run after the others.
+    ``late`` is in order of deadline too; late jobs run after the others and miss their deadline in
+    any place.
     """
 
     on_time: tuple[Job, ...]
@@ -37,16 +38,16 @@ class Admission:
 
     @property
     def order(self) -> tuple[Job, ...]:
-        """All jobs in the order to run them: nobody who can be on time waits for one who cannot."""
+        """All jobs in order of execution: no on-time job waits for a late job."""
         return self.on_time + self.late
 
 
 def most_on_time(jobs: Iterable[Job], now_s: float = 0.0) -> Admission:
-    """The largest set of jobs that one device can finish by their deadlines, and its order.
+    """Return the largest set of jobs that one device can finish on time, and the order.
 
-    Moore and Hodgson: take jobs by deadline; whenever the last is late, drop the longest
-    taken so far. Optimal in number for jobs that are all ready at ``now_s`` and run one after
-    the other; O(n log n). Prism, algorithm 2, uses it for the prefills waiting for one GPU.
+    Moore and Hodgson: take jobs by deadline; when the latest is late, drop the longest taken so
+    far. Optimal in number for jobs that are all ready at ``now_s`` and run one after the other; O(n
+    log n). Prism, algorithm 2, applies the algorithm to the prefills waiting for one GPU.
     """
     by_deadline = sorted(jobs, key=lambda job: (job.deadline_s, job.duration_s))
     longest_first: list[tuple[float, int]] = []  # (-duration, position)

@@ -1,7 +1,7 @@
 """The scheduling core: one state, events in, actions out.
 
-The daemon and the simulator run this same object. It does no I/O and reads no clock.
-Who decides is the policy; the core keeps the books, so that a policy cannot corrupt them.
+The daemon and the simulator run this object. The core does no I/O and reads no clock. The policy
+decides; the core keeps the books, so that a policy cannot corrupt the state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STEP_SMOOTHING = 0.1
 
 
 class UnknownName(KeyError):
-    """An event speaks of a model or device that the core was not told of."""
+    """An event names an unknown model or device."""
 
 
 class Core:
@@ -37,14 +37,14 @@ class Core:
         self._must_assign = False
 
     def handle(self, events: Iterable[e.Event], now_s: float) -> list[Action]:
-        """Take note of what happened and decide; actions are to be carried out in order.
+        """Apply events and decide; the actions are to be carried out in order.
 
-        Events about requests, turns and devices that have gone are ignored: the shell's
-        messages cross. ``now_s`` never goes back.
+        Events about requests, turns and devices that have ended are ignored, because messages of
+        the shell cross. ``now_s`` never decreases.
 
         Raises:
-            UnknownName: a model or device that was never added.
-            ValueError: a request arrived whose id another live one has.
+            UnknownName: a model or device was never added.
+            ValueError: a request arrived with the id of a live one.
         """
         self._actions = []
         for event in events:
@@ -208,7 +208,7 @@ class Core:
         self._must_assign = True
 
     def _expected_tokens(self, event: e.Arrived) -> int:
-        """How long the answer is taken to get, those tokens included that it has."""
+        """Return the expected length of the answer, including tokens that exist already."""
         lengths = self.state.lengths
         if event.num_tokens:
             tokens = lengths.predict_again(event.model, event.prompt_tokens, event.num_tokens)
@@ -217,10 +217,10 @@ class Core:
         return round(tokens if event.max_tokens is None else min(tokens, event.max_tokens))
 
     def _learn_length(self, request: Request) -> None:
-        """Remember how long a complete answer got.
+        """Record the length of a complete answer.
 
-        One that its limit has cut off earlier than was to be expected is left out: it would
-        have got longer, nobody knows by how much.
+        An answer cut off by its limit before the expected length is left out, because its natural
+        length is unknown.
         """
         lengths, name = self.state.lengths, request.model.name
         limit = math.inf if request.max_tokens is None else request.max_tokens
@@ -252,7 +252,7 @@ class Core:
         batch.grow(num_tokens)
 
     def _go_on(self, request: Request, now_s: float) -> None:
-        """Where to decode a request that has its first token; it may have ended since."""
+        """Choose where to decode a request with its first token; the request may have ended."""
         if request.phase is not RequestPhase.DECODING or request.id not in self.state.requests:
             return
         target = self.policy.first_token(request, self.state, now_s)
@@ -260,7 +260,7 @@ class Core:
             self._try_migrate(request, target, Rule.ANSWERS_ELSEWHERE)
 
     def _give_away(self, now_s: float) -> None:
-        """Answers on devices that should have none go on elsewhere, as far as there is room."""
+        """Migrate answers from devices that should have none, as far as there is memory."""
         for device in self.state.devices.values():
             if device.gives_away:
                 batches = list(device.working.values())
@@ -268,7 +268,7 @@ class Core:
                     self._go_on(request, now_s)
 
     def _try_migrate(self, request: Request, target: DeviceState, rule: Rule) -> None:
-        """Unless it is there, is under way, or there is no room for it."""
+        """Migrate a request unless it is there, is under way, or the target lacks memory."""
         is_elsewhere = target.number != request.device
         if request.phase is RequestPhase.DECODING and is_elsewhere and admits(target, request):
             self._migrate(request, target, rule)
@@ -323,7 +323,7 @@ class Core:
         self._to_plan[device.number] = None
 
     def _assign(self, now_s: float) -> None:
-        """Held requests to devices, then queued requests to those that may have them."""
+        """Assign held requests to devices, then send queued requests."""
         for request, device, rule in self.policy.assign(self.state, now_s):
             if request.phase is RequestPhase.QUEUED and request.device is not None:
                 self.state.devices[request.device].dequeue(request)
@@ -345,7 +345,7 @@ class Core:
             self._actions.append(Send(request.id, device.number))
 
     def _plan(self, device: DeviceState, now_s: float) -> None:
-        """What the device does now and next; says so when that has changed."""
+        """Decide on the present and the next turn of a device; emit an action after a change."""
         admit(device)
         if device.queued:
             self._send(device, now_s)
@@ -395,14 +395,14 @@ class Core:
 
 
 def _move(request: Request, trigger: Trigger) -> None:
-    """Take a transition of the table; raises IllegalTransition for one that is not there."""
+    """Apply a transition of the table; raise IllegalTransition for a missing one."""
     name = f"request {request.id} of {request.model.name} with {request.num_tokens} tokens"
     where = f"{name} on device {request.device}"
     request.phase = phase_after(request.phase, trigger, where)
 
 
 def _remove(request: Request, device: DeviceState) -> None:
-    """Take a request out of wherever its device has it."""
+    """Remove a request from its device's batch or queue."""
     if request.phase is RequestPhase.QUEUED:
         device.dequeue(request)
     elif request.phase is RequestPhase.MOVING:
@@ -412,10 +412,10 @@ def _remove(request: Request, device: DeviceState) -> None:
 
 
 def _learn_step(batch: Batch, event: e.Stepped) -> None:
-    """Correct the predicted steps of such devices by what one really took.
+    """Correct the predicted steps of such devices by a measured step.
 
-    It is compared with the prediction for the requests that ran in it: others of the batch wait
-    for their prefill or for their KV. Of several steps the time is that of their middle one.
+    The measurement is compared with the prediction for the requests in the step: other requests of
+    the batch wait for prefill or KV. For several steps the time is that of the middle step.
     """
     assert event.step_s is not None
     ran = [batch.requests[one] for one in event.request_ids if one in batch.requests]

@@ -1,4 +1,4 @@
-"""The latency of a model as the scheduling core uses it: a few numbers."""
+"""A model's latency for the scheduling core: a few constants."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ _PROBE_TOKENS = 1000
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """Seconds of a prefill of ``t`` tokens (``base + t * token + t^2 * token2``), and of a
-    decode step of ``n`` sequences with ``c`` tokens of context in all
-    (``base + n * sequence + c * context``).
+    """Constants of step times.
 
-    The defaults are a guess for a model of which nothing is known yet; the core corrects
-    the steps by what it sees.
+    A prefill of ``t`` tokens takes ``base + t * token + t^2 * token2`` seconds, a decode step of
+    ``n`` sequences with ``c`` tokens of context in total ``base + n * sequence + c * context``. The
+    defaults are a guess for an unmeasured model; the core corrects steps by observation.
     """
 
     prefill_base_s: float = 0.02
@@ -27,11 +26,11 @@ class ModelCosts:
     decode_context_s: float = 0.0
 
     def prefill_s(self, prompt_tokens: int) -> float:
-        """Seconds to prefill one prompt."""
+        """Return the seconds to prefill one prompt."""
         return self.prefills_s(1, prompt_tokens, prompt_tokens * prompt_tokens)
 
     def prefills_s(self, num_prompts: int, num_tokens: int, num_tokens2: int) -> float:
-        """Seconds to prefill prompts of so many tokens in all; ``num_tokens2``: sum of squares."""
+        """Return the seconds to prefill prompts; ``num_tokens2`` is the sum of squares."""
         return (
             num_prompts * self.prefill_base_s
             + num_tokens * self.prefill_token_s
@@ -39,13 +38,17 @@ class ModelCosts:
         )
 
     def chunk_s(self, done_tokens: int, num_tokens: int) -> float:
-        """Seconds that so many more tokens of a prompt add to a step (:meth:`mixed_step_s` of
-        :class:`.LatencyModel`)."""
+        """Return the seconds that ``num_tokens`` more prompt tokens add to a step.
+
+        See :meth:`mixed_step_s` of :class:`.LatencyModel`.
+        """
         tokens2 = num_tokens * (num_tokens + 2 * done_tokens)
         return num_tokens * self.prefill_token_s + tokens2 * self.prefill_token2_s
 
     def step_s(self, batch_size: int, context_tokens: int) -> float:
-        """Seconds of a decode step of ``batch_size`` sequences with so much context in all."""
+        """Return the seconds of a decode step of ``batch_size`` sequences with
+        ``context_tokens`` in total.
+        """
         return (
             self.decode_base_s
             + batch_size * self.decode_sequence_s
@@ -54,7 +57,7 @@ class ModelCosts:
 
 
 def costs_of(latency: LatencyModel) -> ModelCosts:
-    """The numbers of a latency model whose laws are of the forms above, as all of ours are."""
+    """Return the constants of a latency model of the forms above."""
     prefill = latency.prefill.predict_s
     base_s, once_s, twice_s = (
         prefill([tokens]) for tokens in (0, _PROBE_TOKENS, 2 * _PROBE_TOKENS)

@@ -1,7 +1,7 @@
-"""What arrives, as work of each stage: how many devices it takes to prefill and to decode.
+"""Arrivals as work per stage: the number of devices for prefill and for decoding.
 
-Requests of the last half minute, by model and class of prompt length; what a device can take
-of each follows from the model's costs (:mod:`.velocity`). Pure: no clock, no device.
+Covers requests of the last half minute, by model and class of prompt length; a device's capacity
+follows from the model's costs (:mod:`.velocity`). Pure: no clock, no device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Arrival(NamedTuple):
 
 @dataclass(slots=True)
 class _Sums:
-    """Requests of one model and class."""
+    """Sums over requests of one model and class."""
 
     count: int = 0
     prompt_tokens: int = 0
@@ -65,9 +65,9 @@ class Demand:
 
 
 class ArrivalWindow:
-    """The requests that came in the last ``window_s``, with the lengths they were taken for.
+    """The requests of the last ``window_s``, with their expected lengths.
 
-    Sums are kept as requests come and go, so that a look at them takes little.
+    Sums are updated as requests enter and leave the window, so that reading is cheap.
     """
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
@@ -89,16 +89,16 @@ class ArrivalWindow:
         self._sums.setdefault(name, {}).setdefault(length_class, _Sums()).add(arrival, 1)
 
     def seen_s(self, now_s: float) -> float:
-        """Seconds of arrivals that it knows, at most the window."""
+        """Return the seconds of recorded arrivals, at most the window."""
         return 0.0 if self._first_s is None else min(now_s - self._first_s, self._window_s)
 
     def models(self, now_s: float) -> list[str]:
-        """Those that were asked for."""
+        """Return the models with arrivals."""
         self._forget(now_s)
         return list(self._sums)
 
     def rates_rps(self, now_s: float) -> dict[str, dict[RequestClass, float]]:
-        """Requests per second of each model by class; a class has its requests' mean lengths."""
+        """Return requests per second by model and class; a class has its requests' mean lengths."""
         self._forget(now_s)
         seen_s = max(self.seen_s(now_s), 1.0)
         rates: dict[str, dict[RequestClass, float]] = {}
@@ -129,9 +129,9 @@ def demand_of(
     bandwidth: float,
     kind: str = "",
 ) -> Demand:
-    """What one model's requests take of devices of a kind that hold it: equations 2 and 3.
+    """Return the devices that one model's requests need: equations 2 and 3.
 
-    ``bandwidth``: bytes per second at which a device hands KV over.
+    ``bandwidth``: bytes of KV per second that a device can migrate.
     """
     speed = model.speed(kind)
     kv_bytes = max(1, model.kv_bytes_per_token)
@@ -148,7 +148,7 @@ def demand_of(
 
 
 def _decode_velocity(speed: Speed, tbt_s: float, kind: RequestClass, room_tokens: float) -> float:
-    """Of the largest batch whose steps are in time and whose KV fits."""
+    """Return the decode velocity of the largest batch that is on time and fits in memory."""
     held_tokens = kind.num_prompt_tokens + kind.num_output_tokens / 2
     batch_size, step_s = _largest_batch(speed, tbt_s, held_tokens, room_tokens)
     return decode_velocity(kind, room_tokens, step_s, batch_size)
@@ -157,7 +157,7 @@ def _decode_velocity(speed: Speed, tbt_s: float, kind: RequestClass, room_tokens
 def _largest_batch(
     speed: Speed, tbt_s: float, held_tokens: float, room_tokens: float
 ) -> tuple[float, float]:
-    """How many answers of so much context a device decodes in time, and a step of them."""
+    """Return the largest on-time batch of answers with this context, and its step time."""
     base_s = speed.step_s(0, 0)
     each_s = max(speed.step_s(1, round(held_tokens)) - base_s, 1e-9)
     batch_size = max(1.0, (_TBT_SHARE * tbt_s - base_s) / each_s)
@@ -166,9 +166,9 @@ def _largest_batch(
 
 
 def decoding_now(state: State, model: Model, capacity_bytes: int, kind: str = "") -> float:
-    """Devices' worth of answers that are under way, for devices of a kind.
+    """Return the devices needed by the present answers, for devices of a kind.
 
-    What arrives tells too little until long answers have ended: the first to end are short.
+    Arrivals alone underestimate until long answers have ended: the first answers to end are short.
     """
     num_answers, tokens = 0, 0
     for number in model.hosts:
@@ -187,7 +187,7 @@ def decoding_now(state: State, model: Model, capacity_bytes: int, kind: str = ""
 def demands_on(
     state: State, rates_rps: Mapping[str, Mapping[RequestClass, float]], device: DeviceState
 ) -> list[Demand]:
-    """What each model that is still there takes of devices like this one."""
+    """Return what each present model needs of devices like this one."""
     capacity_bytes, bandwidth = device.capacity_bytes, device.bandwidth_bytes_per_s
     demands = []
     for name, rates in rates_rps.items():

@@ -1,7 +1,7 @@
-"""A bounded log of what the core was told and what it answered; replayed, it tells the same.
+"""A bounded log of the core's calls; a replay gives the same actions.
 
-The log is kept in segments. Each begins with a copy of the core as it was then, so that
-what came before can be forgotten: two are kept, and when the younger is full the older goes.
+The log consists of segments. Each segment begins with a copy of the core, so that earlier entries
+can be dropped: when the second segment is full, the first is dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_STIMULI = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Stimulus:
-    """One call of ``handle`` and its answer: actions, or the error that it raised."""
+    """A call of ``handle`` and its result: actions, or the raised error."""
 
     now_s: float
     events: tuple[Event, ...]
@@ -30,20 +30,20 @@ class Stimulus:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What the core was told after it was as in ``base``."""
+    """The calls since the core had the state ``base``."""
 
     base: bytes
     stimuli: list[Stimulus] = field(default_factory=list)
 
     def core(self) -> Core:
-        """A new copy of the core as it was at the beginning."""
+        """Return a copy of the core's state at the beginning."""
         core: Core = pickle.loads(self.base)
         return core
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first call, by number from 0, that was answered otherwise than recorded."""
+    """The first call, by number from 0, whose result differs from the record."""
 
     index: int
     recorded: Stimulus
@@ -59,7 +59,7 @@ class Difference:
 
 
 class RecordedCore:
-    """A core that remembers its last ``max_stimuli`` calls; at least half of so many."""
+    """A core that records its last ``max_stimuli`` calls, at least half as many."""
 
     def __init__(self, core: Core, max_stimuli: int = MAX_STIMULI) -> None:
         """Record from now on.
@@ -77,16 +77,16 @@ class RecordedCore:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """What is remembered, in order: one segment or two."""
+        """The recorded segments in order: one or two."""
         return tuple(self._segments)
 
     @property
     def is_from_start(self) -> bool:
-        """True if nothing has been forgotten since the core was new."""
+        """True if the log reaches back to a new core."""
         return self._is_from_start
 
     def stimuli(self) -> tuple[Stimulus, ...]:
-        """All that are remembered, in order."""
+        """Return all recorded entries in order."""
         return tuple(one for segment in self._segments for one in segment.stimuli)
 
     def handle(self, events: Iterable[Event], now_s: float) -> list[Action]:
@@ -110,12 +110,12 @@ class RecordedCore:
 
 
 def replay(segment: Segment) -> Difference | None:
-    """The first difference between a segment and what its core does when told the same again."""
+    """Replay a segment on a copy of its core; return the first difference."""
     return replay_on(segment.core(), segment.stimuli)
 
 
 def replay_on(core: Core, stimuli: Iterable[Stimulus]) -> Difference | None:
-    """As :func:`replay`, on this core, which changes."""
+    """Replay entries on this core, which changes; return the first difference."""
     for index, recorded in enumerate(stimuli):
         try:
             actions = core.handle(recorded.events, recorded.now_s)

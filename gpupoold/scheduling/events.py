@@ -1,4 +1,4 @@
-"""What the scheduling core is told. Plain data: a list of these, replayed, is the whole past.
+"""Events of the scheduling core. Plain data: replaying all events restores the state.
 
 Instants are seconds of any one monotonic clock.
 """
@@ -13,9 +13,9 @@ from gpupoold.scheduling.costs import ModelCosts
 
 @dataclass(frozen=True, slots=True)
 class ModelAdded:
-    """A model can have requests from now on; told again, its description is replaced.
+    """A model can have requests; a repeated event replaces the description.
 
-    Requests of a model that no device hosts are held until one does.
+    Requests of a model without a device are held.
     """
 
     model: str
@@ -35,19 +35,18 @@ class TargetsChanged:
 
 @dataclass(frozen=True, slots=True)
 class ModelRemoved:
-    """A model is gone, and all its requests with it."""
+    """A model and all its requests are gone."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceUp:
-    """A device can serve: its bytes for weights and KV, and what a copy to it reaches.
+    """A device can serve: bytes for weights and KV, and the bandwidth of copies to the device.
 
-    ``prefetches``: it brings in the next model during the turn before. ``kv_host_bytes``: of
-    host memory for KV that has to make way; None: as much as it takes, so that no request
-    ever waits for KV room. Devices of one ``kind`` are equally fast: the times of steps on one
-    hold for all.
+    ``prefetches``: the device brings in the next model during a turn. ``kv_host_bytes``: host
+    memory for offloaded KV, None for no limit, so that no request ever waits for KV memory. Devices
+    of one ``kind`` are equally fast and share measured step times.
     """
 
     device: int
@@ -62,14 +61,14 @@ class DeviceUp:
 
 @dataclass(frozen=True, slots=True)
 class DeviceDown:
-    """A device is gone; its requests wait for another and start anew from their tokens."""
+    """A device is gone; its requests restart from their tokens on another device."""
 
     device: int
 
 
 @dataclass(frozen=True, slots=True)
 class RoleSet:
-    """A device has another role. Fixed: somebody wants it so; else the policy may change it."""
+    """A device's role; if fixed, the policy may not change the role."""
 
     device: int
     role: Role
@@ -78,8 +77,9 @@ class RoleSet:
 
 @dataclass(frozen=True, slots=True)
 class DrainSet:
-    """A device is to be emptied, gets nothing new, and its requests go to others that can have
-    them; or it may have work again."""
+    """A device drains: gets no new requests and migrates its requests where possible; or the
+    drain ends.
+    """
 
     device: int
     is_draining: bool
@@ -87,7 +87,7 @@ class DrainSet:
 
 @dataclass(frozen=True, slots=True)
 class BandwidthMeasured:
-    """Copies to a device reach another bandwidth than was said when it came up."""
+    """Copies to a device have another bandwidth than stated before."""
 
     device: int
     bandwidth_bytes_per_s: float
@@ -95,21 +95,21 @@ class BandwidthMeasured:
 
 @dataclass(frozen=True, slots=True)
 class QuotaMaxSet:
-    """Turns are to be no longer than this, from the next that is planned on."""
+    """Sets the longest turn, from the next planned turn on."""
 
     quota_max_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: once a second or so, for what a policy does by the clock."""
+    """Time has passed, about a second; for periodic decisions of a policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hosted:
-    """A device can run a model: its engine is made, its snapshot is in host memory.
+    """A device can run a model: the engine exists, and the snapshot is in host memory.
 
-    ``costs`` are those on devices of its kind, None for those in the model's description.
+    ``costs`` hold for devices of the same kind, None for the model's description.
     """
 
     device: int
@@ -119,7 +119,7 @@ class Hosted:
 
 @dataclass(frozen=True, slots=True)
 class Unhosted:
-    """A device can run a model no more; its requests there wait for another device."""
+    """A device can no longer run a model; its requests there wait for another device."""
 
     device: int
     model: str
@@ -127,11 +127,10 @@ class Unhosted:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A request. ``output_tokens`` is known to a simulator only, for policies with an oracle.
+    """A request. ``output_tokens`` is known only to a simulator, for policies with an oracle.
 
-    ``num_tokens`` are those of its answer that were made before its device was lost; they are
-    prefilled with the prompt, but belong to the answer. The answer has ``max_tokens`` at most,
-    None for no limit.
+    ``num_tokens`` of the answer exist from a lost device; they are prefilled with the prompt, but
+    belong to the answer. The answer has at most ``max_tokens``, None for no limit.
     """
 
     request_id: str
@@ -146,10 +145,10 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """Work done on a device: ``num_tokens`` more for each of ``request_ids``.
+    """A step on a device: ``num_tokens`` more for each of ``request_ids``.
 
-    ``step_s`` is the time of one decode step of these requests, None for a step that
-    prefilled. With no tokens the time is all that is told.
+    ``step_s`` is the time of a decode step of these requests, None for a step that prefilled. With
+    no tokens the event carries only the time.
     """
 
     device: int
@@ -161,9 +160,9 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A request that was handed over can go on: its KV is in host memory for its new device.
+    """A migrated request can continue: its KV is in host memory for the new device.
 
-    ``num_tokens`` are those of its answer by now, None if it got none on its way.
+    ``num_tokens`` of its answer exist now, None if unchanged.
     """
 
     request_id: str
@@ -172,10 +171,10 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request is over, whatever the reason.
+    """A request has ended.
 
-    ``is_complete``: its answer has come to its own end or to the request's limit. The length
-    of one that was cancelled, failed or lost says nothing about how long answers get.
+    ``is_complete``: the answer ended by itself or at the request's limit. The length of a
+    cancelled, failed or lost answer is no sample of answer lengths.
     """
 
     request_id: str
@@ -184,7 +183,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class MemoryChanged:
-    """Bytes that a device would have to move now to run each of these models."""
+    """The bytes that a device must move now to run each of these models."""
 
     device: int
     missing_bytes: tuple[tuple[str, int], ...]
@@ -192,7 +191,7 @@ class MemoryChanged:
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
-    """A device has ended a turn: quota used while others wait, or nothing left to do."""
+    """A device has ended a turn: the quota is used while other models wait, or no work is left."""
 
     device: int
     turn_id: int

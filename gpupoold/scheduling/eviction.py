@@ -1,4 +1,4 @@
-"""Who gives pages up when a switch needs them. Pure: sizes in, an ordered list out."""
+"""The order of page eviction for a switch. Pure: sizes in, an ordered list out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 
 class Victim(Enum):
-    """What can be taken from a model that is not on its turn."""
+    """A kind of memory of a model without a turn."""
 
     FREE_KV = auto()  # chunks without a live block: nothing moves
     WEIGHTS = auto()  # the host snapshot stays: nothing moves now, all of it later
@@ -19,10 +19,10 @@ class Victim(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PageHolding:
-    """What one model holds on the device, in pages.
+    """The pages of one model on the device.
 
-    ``idle_s`` is how long ago it was used last. ``movable_kv_pages`` is how much of its live KV
-    the host has room for, None for all.
+    ``idle_s`` is the time since the last use. ``movable_kv_pages`` is the live KV for which the
+    host has memory, None for all.
     """
 
     model: str
@@ -48,16 +48,14 @@ class Eviction:
 def plan_evictions(
     num_pages: int, holdings: Sequence[PageHolding], *, may_move: bool = True
 ) -> list[Eviction]:
-    """Evictions in order until ``num_pages`` are free, or all there are if that is too few.
+    """Return evictions in order until ``num_pages`` are free, or all if too few.
 
-    Order: free KV; weights of models without live requests (by how long they have
-    been idle; of those that have been idle about as long, larger TTFT first); KV of
-    paused requests (latest deadline first); weights of paused models. When paused
-    KV alone does not make the room, the paused models' weights go before it:
-    dropping weights moves no bytes, and
-    KV that stays need not be copied out and in again. KV that the host has no room for is
-    dropped at the very last, and all of a model's. Without ``may_move`` live KV stays, as
-    when making room for a prefetch: only what costs no copy goes.
+    Order: free KV; weights of models without live requests (by idle time; among similar idle times
+    larger TTFT first); KV of paused requests (latest deadline first); weights of paused models. If
+    paused KV alone does not suffice, the paused models' weights go first: dropping weights moves no
+    bytes, and the remaining KV need not be copied out and in. KV without host memory is dropped
+    last, and then all KV of a model. Without ``may_move`` live KV stays, as for a prefetch: only
+    memory that needs no copy is evicted.
     """
     idle = [h for h in holdings if not h.num_live]
     paused = sorted((h for h in holdings if h.num_live), key=lambda h: -h.next_deadline_s)
@@ -77,7 +75,7 @@ def plan_evictions(
 
 
 def _idle_class(idle_s: float) -> int:
-    """Models whose times differ by less than a factor of two or so have been idle as long."""
+    """Return a class of idle times; times within a factor of about two share a class."""
     return int(math.log2(max(idle_s, 1.0)))
 
 

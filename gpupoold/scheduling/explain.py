@@ -1,7 +1,7 @@
-"""What the scheduling core knows of why a request waits. Reads the state and changes nothing.
+"""Reasons why a request waits. Reads the state and changes nothing.
 
-The rules are those that decided, written down when they did (:mod:`.rules`), and the line for a
-device is the policy's own. The times are estimates of :mod:`.wait_estimate`.
+The rules are recorded at the time of the decision (:mod:`.rules`), and the queue of a device comes
+from the policy. The times are estimates of :mod:`.wait_estimate`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpupoold.scheduling.wait_estimate import next_token_in_s
 
 
 class Standing(StrEnum):
-    """Where a live request stands."""
+    """The place of a live request."""
 
     NO_DEVICE = "no-device"
     HELD = "held"
@@ -43,10 +43,9 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Whose turn it is on a device, and who follows.
+    """The present turn on a device, and the queue.
 
-    ``left_s`` is None where the turn has no end of its own: nobody waits, or the policy sets
-    none.
+    ``left_s`` is None for a turn without an end: no other model waits, or the policy sets none.
     """
 
     device: int
@@ -59,8 +58,10 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class RequestExplanation:
-    """Where a request is, the rule that gave it its device, and when its next token is
-    expected: None where nothing can be said. ``num_before`` wait for KV room before it."""
+    """The place of a request, the rule that chose its device, and the time to its next token.
+
+    The time is None if unknown. ``num_before`` requests are ahead in the queue for KV memory.
+    """
 
     standing: Standing
     device: int | None
@@ -70,7 +71,7 @@ class RequestExplanation:
 
 
 def turns_of(policy: Policy, state: State, device: DeviceState, now_s: float) -> Turns:
-    """The turn under way on a device and the line behind it."""
+    """Return the present turn on a device and the queue."""
     turn = device.turn
     used_s = max(now_s - device.turn_began_s, 0.0) if turn else 0.0
     has_end = turn is not None and device.then is not None and math.isfinite(turn.quota_s)
@@ -86,7 +87,7 @@ def turns_of(policy: Policy, state: State, device: DeviceState, now_s: float) ->
 
 
 def why_request(state: State, request: Request, now_s: float) -> RequestExplanation:
-    """Where a live request that the core was told of stands."""
+    """Return the place of a live request that the core knows."""
     standing = standing_of(state, request)
     if standing is Standing.NO_DEVICE:
         return RequestExplanation(standing, None, None, None)

@@ -1,4 +1,4 @@
-"""What must hold of the core's state between any two calls of ``handle``."""
+"""Invariants of the core's state between calls of ``handle``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SUMS = (
 
 
 class InvariantBroken(AssertionError):
-    """The state contradicts itself: a bug in the core, in a policy or in how it was fed."""
+    """The state is inconsistent: a bug in the core, in a policy or in its input."""
 
 
 def check_state(state: State) -> None:
-    """Look at everything once; about a millisecond per thousand live requests.
+    """Check the whole state; about a millisecond per thousand live requests.
 
     Raises:
-        InvariantBroken: names what disagrees, and with what.
+        InvariantBroken: the message names both sides of the disagreement.
     """
     for name, model in state.models.items():
         _check_model(name, model, state)
@@ -58,7 +58,7 @@ def _check_model(name: str, model: Model, state: State) -> None:
 
 
 def _check_device(number: int, device: DeviceState, state: State) -> int:
-    """Check one device; the number of requests that it has."""
+    """Check one device; return its number of requests."""
     if device.number != number:
         _fail(f"device {device.number} is known as {number}")
     for name, batch in device.batches.items():
@@ -87,7 +87,7 @@ def _check_device(number: int, device: DeviceState, state: State) -> int:
 
 
 def _check_waiting(device: DeviceState) -> None:
-    """Whoever waits for KV room waits for somebody who will give some back."""
+    """Check that each request waiting for KV memory waits for a request that will free some."""
     if not device.waiting_for_kv:
         return
     if device.kv_host_bytes is None:

@@ -1,11 +1,11 @@
-"""Whether a device has room for one more request's KV: who may be sent, and who waits.
+"""KV admission: requests that may be sent to a device, and requests that wait.
 
-KV that finds no room on a device moves to its host cache; when that is full too, KV would be
-dropped and computed anew. So requests wait before they are sent, as long as what is kept for
-those that were sent or may be (``kv_need_bytes``) leaves no room for them. On the device there
-is room beside the weights of the largest model that has work; the rest is in host memory.
+KV without space on a device is offloaded to its host cache; when the cache is full, KV would be
+dropped and recomputed. So requests wait in the daemon while the reservations of sent requests
+(``kv_need_bytes``) leave no space. The device provides the memory beside the weights of its largest
+working model; the host cache provides the rest.
 
-A request that would be the only one always has room: so there is progress.
+A lone request is always admitted, which guarantees progress.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ HOST_SHARE = 7 / 8
 
 
 def admits(device: DeviceState, request: Request) -> bool:
-    """Return whether one more request could be sent now: its KV fits, and nobody goes before it."""
+    """Return whether one more request could be sent now: its KV fits, and no request precedes
+    it.
+    """
     if device.kv_host_bytes is None:
         return True
     return _next(device, request) is request and _has_room(device, request)
 
 
 def admit(device: DeviceState) -> None:
-    """Queue those that waited for KV room, as far as there is room now.
+    """Queue requests that waited for KV memory, as far as there is memory now.
 
-    Whoever was queued before waits again if the KV of others has taken its room. Within a
-    model nobody passes anybody but by priority. Of several models the one with the least KV is
-    next; until its first request fits, the others get nothing. So room comes together for a large
-    request too, and no model's backlog keeps another model waiting. Among equals, as when the
-    device has run empty, whoever room was gathered for stays next.
+    A queued request waits again if other requests' KV has grown into its memory. Within a model
+    requests keep their order except for priority. Among models the one with the least KV is next;
+    until its first request fits, the others get nothing. So memory accumulates for a large request
+    too, and no model's backlog blocks another model. Among equals, for example on an empty device,
+    the request for which memory was accumulated stays next.
     """
     if device.kv_host_bytes is None:
         return
@@ -50,7 +52,7 @@ def admit(device: DeviceState) -> None:
 
 
 def _put_back(device: DeviceState) -> None:
-    """All that are queued wait again, before those of their model that wait already."""
+    """Let all queued requests wait again, before the waiting requests of their model."""
     for name, batch in device.queued.items():
         behind = device.waiting_for_kv.pop(name, None)
         for one in (batch, behind) if behind else (batch,):
@@ -60,10 +62,10 @@ def _put_back(device: DeviceState) -> None:
 
 
 def _next(device: DeviceState, newcomer: Request | None = None) -> Request | None:
-    """Who gets room first, of those that wait and perhaps one more.
+    """Return the next request to get memory, among the waiting ones and ``newcomer``.
 
-    Not a request whose model has all the KV that fits beside its own weights: it waits for
-    its own kind, and stands in nobody's way.
+    A model that has all the KV that fits beside its own weights is skipped: only its own model's
+    requests can free space, so it does not block others.
     """
     firsts = [next(iter(line.requests.values())) for line in device.waiting_for_kv.values()]
     if newcomer is not None and newcomer.model.name not in device.waiting_for_kv:
@@ -81,7 +83,7 @@ def _next(device: DeviceState, newcomer: Request | None = None) -> Request | Non
 
 
 def _kept_bytes(device: DeviceState, model: Model) -> float:
-    """Bytes of KV that are kept for the requests of one model."""
+    """Return the bytes of KV reserved for the requests of one model."""
     kept_bytes = 0.0
     for batches in (device.working, device.queued):
         if model.name in batches:
@@ -93,7 +95,7 @@ def _kept_bytes(device: DeviceState, model: Model) -> float:
 
 
 def _has_room(device: DeviceState, newcomer: Request | None = None) -> bool:
-    """Return whether all that were sent or may be fit, and one more."""
+    """Return whether all sent and queued requests fit, and one more."""
     assert device.kv_host_bytes is not None
     kept_bytes, num_requests, weight_bytes = 0.0, 0, 0
     for batch in (*device.working.values(), *device.queued.values()):

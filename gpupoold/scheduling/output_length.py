@@ -1,8 +1,8 @@
-"""Predicting output lengths by the mean of like requests before (Aladdin, section 2, appendix D).
+"""Prediction of output lengths by the mean of similar requests (Aladdin, section 2, appendix D).
 
-Like means: same model, similar prompt length. The mean is crude for one request but has no
-bias, so that errors cancel within a batch. What is kept is bounded: a window of recent lengths
-for each class of each of the models used last.
+Similar means the same model and a similar prompt length. The mean is crude for one request but
+unbiased, so that errors cancel within a batch. Memory is bounded: a window of recent lengths per
+class of each recently used model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RunningMoments:
 
     @property
     def num_values(self) -> int:
-        """How many values were added."""
+        """Number of added values."""
         return self._num_values
 
     @property
@@ -58,7 +58,7 @@ class RunningMoments:
         return math.sqrt(self._square_sum / self._num_values) if self._num_values else 0.0
 
     def add(self, value: float) -> None:
-        """Count one value (Welford's update)."""
+        """Add a value (Welford's update)."""
         self._num_values += 1
         distance = value - self._mean
         self._mean += distance / self._num_values
@@ -66,7 +66,7 @@ class RunningMoments:
 
 
 class RecentLengths:
-    """The last lengths of one class and their running sum."""
+    """The latest lengths of one class and their running sum."""
 
     __slots__ = ("_lengths", "_next", "_sum", "_window")
 
@@ -83,7 +83,7 @@ class RecentLengths:
         return iter(self._lengths)
 
     def add(self, num_tokens: int) -> None:
-        """Remember one length; forget the oldest if the window is full."""
+        """Add a length; drop the oldest if the window is full."""
         if len(self._lengths) < self._window:
             self._lengths.append(num_tokens)
         else:
@@ -93,9 +93,10 @@ class RecentLengths:
         self._next = (self._next + 1) % self._window
 
     def mean(self, prior_tokens: float, prior_requests: float) -> float:
-        """Mean of the window and of so many more requests of ``prior_tokens``.
+        """Return the mean of the window and of ``prior_requests`` further requests of
+        ``prior_tokens``.
 
-        Raises ValueError if there is neither.
+        Raises ValueError if both are empty.
         """
         num_requests = len(self._lengths) + prior_requests
         if not num_requests:
@@ -110,7 +111,7 @@ class RecentLengths:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Error of the predictions for one model: real minus predicted output tokens.
+    """Error of one model's predictions: real minus predicted output tokens.
 
     ``mean`` is the bias, ``deviation`` the standard deviation.
     """
@@ -120,16 +121,16 @@ class Accuracy:
     deviation: float
 
     def bound_tokens(self, predicted_tokens: float, factor: float) -> float:
-        """A length rarely exceeded: prediction + bias + ``factor`` deviations.
+        """Return a length that is rarely exceeded: prediction + bias + ``factor`` deviations.
 
-        With the factor ``sqrt((1 - tau) / tau)`` it is exceeded at most with probability tau,
-        if errors stay as they were (Cantelli; Aladdin, section 4.3).
+        With the factor ``sqrt((1 - tau) / tau)`` the length is exceeded with probability tau at
+        most, if the error distribution stays the same (Cantelli; Aladdin, section 4.3).
         """
         return predicted_tokens + self.mean + factor * self.deviation
 
 
 class _ModelHistory:
-    """What is kept of one model."""
+    """The lengths and errors of one model."""
 
     __slots__ = ("classes", "errors", "recent", "window")
 
@@ -144,7 +145,7 @@ class _ModelHistory:
 
 
 class OutputLengthPredictor:
-    """Predicts output lengths from requests that ended, and keeps the error of doing so."""
+    """Predicts output lengths from finished requests, and records the prediction errors."""
 
     def __init__(
         self,
@@ -169,8 +170,11 @@ class OutputLengthPredictor:
         return len(self._models)
 
     def predict(self, model: str, num_prompt_tokens: int) -> float:
-        """Expected output tokens: mean of the class, drawn to that of the model as long as
-        there are few; that likewise to the default."""
+        """Return the expected output tokens.
+
+        The mean of the class is shrunk towards the model's mean while samples are few, and the
+        model's mean towards the default.
+        """
         length_class = prompt_class(num_prompt_tokens)
         history = self._models.get(model)
         if history is None:
@@ -180,10 +184,11 @@ class OutputLengthPredictor:
         return mean if recent is None else recent.mean(mean, self._prior_requests)
 
     def predict_again(self, model: str, num_prompt_tokens: int, num_output_tokens: int) -> float:
-        """Expected output tokens of a request that already has ``num_output_tokens``.
+        """Return the expected output tokens of a request that already has ``num_output_tokens``.
 
-        The mean of longer answers in the class, else of the model. If none was that long,
-        twice what it has: then a request is predicted anew only a few times.
+        The result is the mean of longer answers in the class, else of the model. Without longer
+        answers the result is twice the present length, so that a request is predicted anew only a
+        few times.
         """
         length_class = prompt_class(num_prompt_tokens)
         history = self._models.get(model)
@@ -204,9 +209,8 @@ class OutputLengthPredictor:
     ) -> None:
         """Learn from a request that ended by itself.
 
-        ``predicted_tokens`` is what was predicted when it came; without, what would be now.
-        Leave out requests that were aborted: their length says nothing. Raises ValueError for
-        a negative length.
+        ``predicted_tokens`` is the prediction at its arrival, by default the present one. Aborted
+        requests must be left out. Raises ValueError for a negative length.
         """
         if num_output_tokens < 0:
             raise ValueError(f"an output has no negative length, got {num_output_tokens}")
@@ -222,16 +226,16 @@ class OutputLengthPredictor:
             del self._models[next(iter(self._models))]
 
     def recent(self, model: str) -> Sequence[int]:
-        """Lengths of a model's last answers, in no order; empty for one never observed."""
+        """Return the lengths of a model's latest answers, in no order."""
         history = self._models.get(model)
         return list(history.recent) if history is not None else []
 
     def accuracy(self, model: str) -> Accuracy:
-        """Error of the predictions so far; all 0 for a model never observed."""
+        """Return the prediction error so far; all 0 for an unknown model."""
         history = self._models.get(model)
         errors = history.errors if history is not None else RunningMoments()
         return Accuracy(errors.num_values, errors.mean, errors.deviation)
 
     def forget(self, model: str) -> None:
-        """Drop what is known of a model, if anything."""
+        """Drop the record of a model."""
         self._models.pop(model, None)

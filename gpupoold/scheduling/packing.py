@@ -1,9 +1,8 @@
-"""Placing requests on the fewest workers that keep their targets (Aladdin, section 4.2).
+"""Placement of requests on the fewest workers within targets (Aladdin, section 4.2).
 
-Best fit with several capacities at once: KV memory over the rest of every answer, the time
-between tokens, and, on workers that prefill as well, the time to the first token and the lead
-of the running answers. Pure; a worker is a device with the model, or several of one tensor
-parallel group.
+Best fit with several capacities: KV memory over the rest of every answer, the time between tokens,
+and, on workers that also prefill, the time to first token and the lead of the running answers.
+Pure; a worker is a device with the model, or several of one tensor parallel group.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from enum import StrEnum
 
 
 class Constraint(StrEnum):
-    """What a placement can break; the letters are those of the paper's program."""
+    """A capacity that a placement can exceed; the letters are those of the paper's program."""
 
     TBT = "tbt"  # (b) context and batch size make steps too slow
     TTFT = "ttft"  # (c) prefills placed together take too long
@@ -25,10 +24,10 @@ class Constraint(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PackedRequest:
-    """A request as placement sees it; lengths in tokens.
+    """A request for placement; lengths in tokens.
 
-    ``num_output_tokens`` is what it has so far, ``decode_s`` how long that took; a request
-    without output is new, its prefill is still to come.
+    ``num_output_tokens`` exist so far, made in ``decode_s``; a request without output is new and
+    needs prefill.
     """
 
     request_id: str
@@ -39,17 +38,17 @@ class PackedRequest:
 
     @property
     def is_new(self) -> bool:
-        """True if its prefill is still to come."""
+        """True if the prefill is still to come."""
         return self.num_output_tokens == 0
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens whose KV it holds now, or will after its prefill."""
+        """Tokens whose KV the request holds now, or after its prefill."""
         return self.num_prompt_tokens + self.num_output_tokens
 
     @property
     def final_output_tokens(self) -> float:
-        """Output length to reckon with: the prediction, unless it has more already."""
+        """Expected output length: the prediction, unless the output is longer already."""
         return max(self.predicted_output_tokens, self.num_output_tokens)
 
 
@@ -86,7 +85,7 @@ class PrefillCost:
     ttft_s: float
 
     def predict_s(self, num_tokens: int) -> float:
-        """Seconds of one prefill of so many prompt tokens; 0 without any."""
+        """Return the seconds of a prefill of ``num_tokens``; 0 without any."""
         return self.token_s * num_tokens + self.base_s if num_tokens else 0.0
 
 
@@ -112,9 +111,9 @@ class WorkerLimits:
             raise ValueError(f"need 0 <= gamma <= 1 and 0 < theta <= 1; got {self}")
 
     def max_context_tokens(self, batch_size: int) -> float:
-        """Context of a batch so large that its step takes just ``tbt_s`` (equation 4).
+        """Return the context at which a batch's step takes exactly ``tbt_s`` (equation 4).
 
-        No limit for one request: its step time hardly depends on its context.
+        Unlimited for one request, whose step time hardly depends on its context.
         """
         if self.step is None or batch_size <= 1:
             return math.inf
@@ -128,10 +127,10 @@ _LEAST_GAIN_S = 1e-12
 
 
 def peak_kv_bytes(worker: Iterable[PackedRequest], kv: KvCost) -> float:
-    """Most KV the requests hold together at any step until all have ended; O(n log n).
+    """Return the peak KV of the requests until all have ended; O(n log n).
 
-    All grow by a token a step and give everything back at their end, so that the peak is at
-    the last step of one of them.
+    Each request grows by a token a step and frees its KV at its end, so the peak is at the last
+    step of some request.
     """
     longest_first = sorted(
         ((r.final_output_tokens - r.num_output_tokens, r.num_context_tokens) for r in worker),
@@ -152,12 +151,12 @@ def weighted_context_tokens(worker: Iterable[PackedRequest], gamma: float) -> fl
 
 
 def load_norm(worker: Worker, gamma: float = 0.5) -> float:
-    """Load that orders the workers: the L2 norm of batch size and weighted context."""
+    """Return the load for ordering workers: the L2 norm of batch size and weighted context."""
     return math.hypot(len(worker), weighted_context_tokens(worker, gamma))
 
 
 def violations(worker: Worker, limits: WorkerLimits) -> frozenset[Constraint]:
-    """Which capacities the requests of one worker exceed together; empty if they fit."""
+    """Return the capacities that one worker's requests exceed together; empty if all fit."""
     broken = set()
     context_tokens = weighted_context_tokens(worker, limits.gamma)
     if context_tokens > limits.theta * limits.max_context_tokens(len(worker)):
@@ -185,7 +184,9 @@ def _prefill_violations(
 
 
 def best_fit(request: PackedRequest, workers: Sequence[Worker], limits: WorkerLimits) -> int | None:
-    """The most loaded worker that can take the request; None: open another (algorithm 1)."""
+    """Return the most loaded worker that can take the request; None to open another (algorithm
+    1).
+    """
     most_loaded_first = sorted(
         range(len(workers)), key=lambda i: (-load_norm(workers[i], limits.gamma), i)
     )
@@ -208,9 +209,10 @@ def shortest_queue(workers: Sequence[Worker]) -> int:
 def pack_best_fit(
     requests: Iterable[PackedRequest], limits: WorkerLimits, workers: Sequence[Worker] = ()
 ) -> tuple[Worker, ...]:
-    """Place requests one by one by best fit on ``workers`` and as many more as it takes.
+    """Place requests one by one by best fit on ``workers``, opening further workers as needed.
 
-    A request too large for an empty worker gets one of its own; ``violations`` names why.
+    A request too large for an empty worker gets a worker of its own; ``violations`` names the
+    reason.
     """
     packed = list(workers)
     for request in requests:
@@ -225,7 +227,7 @@ def pack_best_fit(
 def pack_shortest_queue(
     requests: Iterable[PackedRequest], workers: Sequence[Worker]
 ) -> tuple[Worker, ...]:
-    """Place requests one by one on the shortest queue, whether they fit or not."""
+    """Place requests one by one on the shortest queue, regardless of fit."""
     packed = list(workers)
     for request in requests:
         index = shortest_queue(packed)
@@ -235,16 +237,16 @@ def pack_shortest_queue(
 
 @dataclass(frozen=True, slots=True)
 class PredictionError:
-    """How far one worker's load is from what was predicted (algorithm 2).
+    """Deviation of one worker's load from the prediction (algorithm 2).
 
-    Above 0: more than predicted, by so many output tokens and so many requests still running.
+    A positive value means more than predicted, in output tokens and in running requests.
     """
 
     num_output_tokens: float = 0.0
     num_requests: int = 0
 
     def step_error_s(self, step: StepCost) -> float:
-        """What that does to a decode step, in seconds (equation 3)."""
+        """Return the effect of the error on a decode step, in seconds (equation 3)."""
         return step.context_s * self.num_output_tokens + step.sequence_s * self.num_requests
 
     def with_request(self, request: PackedRequest, sign: int) -> PredictionError:
@@ -258,11 +260,11 @@ class PredictionError:
 def prediction_error(
     outlived: Iterable[PackedRequest], ended_early: Iterable[tuple[float, int]]
 ) -> PredictionError:
-    """Error of one worker from what has become of its requests (algorithm 2, lines 4 to 13).
+    """Return one worker's error from the fate of its requests (algorithm 2, lines 4 to 13).
 
-    ``outlived``: running past the first prediction, with the prediction made since then;
-    each counts as one request more. ``ended_early``: (predicted, real) output tokens of those
-    that ended before their prediction; each counts as one request less.
+    ``outlived``: running past the first prediction, with the latest prediction; each counts as one
+    request more. ``ended_early``: (predicted, real) output tokens of requests that ended before
+    their prediction; each counts as one request less.
     """
     more = [request.predicted_output_tokens for request in outlived]
     less = [predicted - real for predicted, real in ended_early if real < predicted]
@@ -281,12 +283,12 @@ class Move:
 def rebalance(
     workers: Sequence[Worker], errors: Sequence[PredictionError], limits: WorkerLimits
 ) -> tuple[Move, ...]:
-    """Move new requests from workers with more load than predicted to those with less.
+    """Move new requests from workers with more load than predicted to workers with less.
 
-    Minimises the sum over workers of the distance of their error line from the origin, which
-    for equal workers is the sum of ``|step error|`` (algorithm 2, line 23). The paper leaves
-    the search open; this takes the best single move until none helps. A request moves once
-    at most, only while new, and only to where it fits. Raises ValueError without a step cost.
+    Minimises the sum over workers of the distance of their error line from the origin, which for
+    equal workers is the sum of ``|step error|`` (algorithm 2, line 23). The paper leaves the search
+    open; this function takes the best single move until none helps. A request moves at most once,
+    only while new, and only to a worker where it fits. Raises ValueError without a step cost.
     """
     if limits.step is None:
         raise ValueError("rebalancing weighs errors by the step cost; give limits.step")
@@ -311,7 +313,7 @@ def _best_move(
     step: StepCost,
     moved: set[str],
 ) -> tuple[PackedRequest, int, int] | None:
-    """The move that lowers the sum of errors most, the first among equals."""
+    """Return the move that lowers the sum of errors most, the first among equals."""
     best, best_gain_s = None, _LEAST_GAIN_S
     for source, worker in enumerate(placed):
         movable = [r for r in worker if r.is_new and r.request_id not in moved]

@@ -1,4 +1,4 @@
-"""The life of a request: its phases, and what moves it from one to another."""
+"""The phases of a request, and the transitions between phases."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from enum import Enum, auto
 
 
 class IllegalTransition(AssertionError):
-    """A request was to do what its phase does not allow: a bug of the policy or the shell."""
+    """A transition that the table lacks: a bug of the policy or the shell."""
 
 
 class RequestPhase(Enum):
-    """Where a live request stands."""
+    """The phase of a live request."""
 
     HELD = auto()  # no device yet
     QUEUED = auto()  # has a device, which has not been told
@@ -20,7 +20,7 @@ class RequestPhase(Enum):
 
 
 class Trigger(Enum):
-    """What moves a request from one phase to another."""
+    """A cause of a transition."""
 
     PLACE = auto()
     SEND = auto()
@@ -50,10 +50,10 @@ TRANSITIONS: dict[tuple[RequestPhase, Trigger], RequestPhase] = {
 
 
 def phase_after(phase: RequestPhase, trigger: Trigger, request: str) -> RequestPhase:
-    """The phase that the table names; ``request`` is what to call it in an error.
+    """Return the phase after a transition; ``request`` names the request in an error.
 
     Raises:
-        IllegalTransition: the table has none.
+        IllegalTransition: the table has no such transition.
     """
     after = TRANSITIONS.get((phase, trigger))
     if after is None:

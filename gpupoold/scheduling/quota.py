@@ -12,25 +12,24 @@ _LEAST_SWITCH_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class TurnLoad:
-    """One batch of the round: its token target and its step time, both in seconds."""
+    """A batch of the round: its token target and its step time in seconds."""
 
     tbt_s: float
     step_s: float
 
     @property
     def tokens_per_target(self) -> float:
-        """``n = d/t``: steps the batch can make in the time one token may take."""
+        """``n = d/t``: steps of the batch in the time of one token target."""
         return self.tbt_s / self.step_s
 
 
 def round_quotas_s(loads: Sequence[TurnLoad], switch_s: float, quota_max_s: float) -> list[float]:
-    """Quota of each batch in seconds for a round that spends ``switch_s`` on switching.
+    """Return each batch's quota in seconds for a round that spends ``switch_s`` on switching.
 
-    ``alpha = max(c/(min n * Q_MAX) + sum 1/n, 0.5)``,
-    ``q_i = c/(n_i * (alpha - sum 1/n))``. With ``c = 0`` that is 0/0 or 0: then
-    switching is free, and every batch gets the time of one token target split
-    by need, ``q_i = d_min * (1/n_i) / max(sum 1/n, 0.5)``, so that short turns
-    keep every deadline in reach.
+    ``alpha = max(c/(min n * Q_MAX) + sum 1/n, 0.5)``, ``q_i = c/(n_i * (alpha - sum 1/n))``. With
+    ``c = 0`` the formula is 0/0 or 0: then switching is free, and every batch gets the time of one
+    token target split by need, ``q_i = d_min * (1/n_i) / max(sum 1/n, 0.5)``, so that short turns
+    can meet every deadline.
     """
     counts = [load.tokens_per_target for load in loads]
     need = sum(1 / count for count in counts)

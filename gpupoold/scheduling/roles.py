@@ -1,9 +1,9 @@
-"""Which devices prefill and which decode, by what arrives (TokenScale, section IV-C).
+"""Prefill and decode roles by arrivals (TokenScale, section IV-C).
 
-Roles are split only where that pays (docs/scheduling.md has the measurements): one model has
-most of the load, which takes more than one device, and nothing has to switch. Else every
-device does both, and batches stay whole. All devices are used: the split is the one whose
-busier stage is the least busy.
+Roles are split only where a split pays (docs/scheduling.md has the measurements): one model has
+most of the load, the load needs more than one device, and no device has to switch. Otherwise every
+device does both, and batches stay whole. All devices are used: the split makes the busier stage the
+least busy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpupoold.scheduling.velocity import RequestClass
 
 @dataclass(frozen=True, slots=True)
 class RoleTuning:
-    """When roles change; found with ``gpupool simulate``."""
+    """Limits for role changes, found with ``gpupool simulate``."""
 
     # No decision before so much of what arrives has been seen.
     observe_s: float = 30.0
@@ -46,9 +46,9 @@ class RoleTuning:
 def best_split(
     demand: Demand, num_devices: int, least_prefill: int = 1, most_prefill: int | None = None
 ) -> tuple[int, float]:
-    """How many devices prefill so that the busier stage is the least busy, and how busy it is.
+    """Return the number of prefill devices that makes the busier stage least busy, and its load.
 
-    At least one device is left for each stage. Raises ValueError for less than two devices.
+    Each stage keeps at least one device. Raises ValueError for less than two devices.
     """
     if num_devices < 2:
         raise ValueError(f"stages need a device each, got {num_devices} devices")
@@ -62,12 +62,12 @@ def best_split(
 
 
 def busiest_stage(demand: Demand, num_prefill: int, num_devices: int) -> float:
-    """Share of its devices' time that the busier stage needs."""
+    """Return the share of its devices' time that the busier stage needs."""
     return max(demand.prefill / num_prefill, demand.decode / (num_devices - num_prefill))
 
 
 class RolePlanner:
-    """Asked at every tick: which devices change their role now, one at most."""
+    """Decides at every tick on at most one role change."""
 
     def __init__(self, tuning: RoleTuning | None = None) -> None:
         self._tuning = tuning or RoleTuning()
@@ -81,7 +81,7 @@ class RolePlanner:
         self._window.add(request)
 
     def changes(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
-        """The next step towards the roles that are wanted."""
+        """Return the next step towards the wanted roles."""
         usable = [state.devices[n] for n in sorted(state.devices)]
         usable = [one for one in usable if not one.is_draining]
         if all(one.is_role_fixed for one in usable):
@@ -96,7 +96,7 @@ class RolePlanner:
             yield from self._step(usable, wanted, now_s)
 
     def _wish(self, state: State, usable: Sequence[DeviceState], now_s: float) -> int | None:
-        """How many devices should prefill; None: all should do both."""
+        """Return the wanted number of prefill devices, None if all should do both."""
         tuning = self._tuning
         num_prefill = sum(one.role is Role.PREFILL for one in usable)
         is_split = any(one.role is not Role.MIXED for one in usable if not one.is_role_fixed)
@@ -130,7 +130,7 @@ class RolePlanner:
         return best if gain > tuning.worthwhile else present
 
     def _fit_together(self, models: Sequence[Model], usable: Sequence[DeviceState]) -> bool:
-        """Return whether every device can have all models that are asked for at once, with KV."""
+        """Return whether every device can hold all requested models at once, with KV."""
         weight_bytes = sum(model.weight_bytes for model in models)
         numbers = {one.number for one in usable}
         room_bytes = min(one.capacity_bytes for one in usable) * (1 - self._tuning.kv_share)
@@ -139,7 +139,7 @@ class RolePlanner:
     def _step(
         self, usable: Sequence[DeviceState], wanted: int | None, now_s: float
     ) -> Iterable[tuple[DeviceState, Role]]:
-        """One change that brings the devices nearer, and leaves each stage a device."""
+        """Return one change towards ``wanted`` that leaves each stage a device."""
         for device, role in _nearer(usable, wanted):
             stayed_s = now_s - self._changed_s.get(device.number, -self._tuning.least_stay_s)
             is_needed = not covers(usable)  # a stage has lost its last device
@@ -155,7 +155,7 @@ def _mean_demands(
     rates_rps: Mapping[str, Mapping[RequestClass, float]],
     devices: Sequence[DeviceState],
 ) -> list[Demand]:
-    """What each model takes of a mean one of these devices, which may differ in size and kind."""
+    """Return what each model needs of a mean device, as devices may differ in size and kind."""
     sizes = Counter((one.kind, one.capacity_bytes) for one in devices)
     like = {(one.kind, one.capacity_bytes): one for one in reversed(devices)}
     by_size = [(demands_on(state, rates_rps, like[size]), num) for size, num in sizes.items()]
@@ -172,7 +172,7 @@ def _mean_demands(
 def covers(
     devices: Sequence[DeviceState], changed: DeviceState | None = None, role: Role = Role.MIXED
 ) -> bool:
-    """Return whether prompts and answers have a device each, if one of them had this role."""
+    """Return whether prompts and answers have a device each, if ``changed`` had this role."""
     roles = [role if one is changed else one.role for one in devices]
     return any(one is not Role.DECODE for one in roles) and any(
         one is not Role.PREFILL for one in roles
@@ -182,9 +182,9 @@ def covers(
 def _nearer(
     usable: Sequence[DeviceState], wanted: int | None
 ) -> Iterable[tuple[DeviceState, Role]]:
-    """Changes of free devices towards so many that prefill; those with the least to lose first.
+    """Return changes of free devices towards ``wanted`` prefill devices, cheapest first.
 
-    Answers have to move when a device begins to prefill, so the one with the fewest does.
+    Answers must migrate when a device begins to prefill, so the device with the fewest changes.
     """
     free = sorted(
         (one for one in usable if not one.is_role_fixed),

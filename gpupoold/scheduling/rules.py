@@ -1,4 +1,4 @@
-"""The rules by which requests are placed and turns are given, by name: what decided says so."""
+"""Names of the rules that place requests and give turns."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from enum import StrEnum
 
 
 class Rule(StrEnum):
-    """What decided. ``why`` is the sentence for people."""
+    """The rule behind a decision. ``why`` is a sentence for people."""
 
     why: str
 
     def __new__(cls, value: str, why: str) -> Rule:
-        """A rule with its sentence."""
+        """Create a rule with its sentence."""
         made = str.__new__(cls, value)
         made._value_ = value
         made.why = why

@@ -1,4 +1,4 @@
-"""All that the scheduling core knows: models, devices, live requests. Data and lookups only."""
+"""The state of the scheduling core: models, devices, live requests. Data and lookups only."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _HEAD_START = {Priority.HIGH: 1.0, Priority.NORMAL: 0.0, Priority.LOW: -1.0}
 
 @dataclass(slots=True, eq=False)
 class Speed:
-    """How fast devices of one kind run a model; ``step_ratio``: measured over predicted step."""
+    """A model's speed on devices of one kind; ``step_ratio``: measured over predicted step."""
 
     costs: ModelCosts
     step_ratio: float = 1.0
 
     def step_s(self, batch_size: int, context_tokens: int) -> float:
-        """Seconds of a decode step, as predicted and corrected by what was seen; above zero."""
+        """Return the seconds of a decode step, predicted and corrected by observation; positive."""
         return max(self.costs.step_s(batch_size, context_tokens) * self.step_ratio, 1e-6)
 
 
 @dataclass(slots=True, eq=False)
 class Model:
-    """A model and how fast each kind of device runs it; ``costs`` of kinds that say nothing else.
+    """A model and its speed per kind of device; ``costs`` hold for kinds without their own.
 
-    ``revision`` goes up whenever its targets, costs or a ratio change.
+    ``revision`` increases with each change of targets, costs or a ratio.
     """
 
     name: str
@@ -50,14 +50,14 @@ class Model:
     speeds: dict[str, Speed] = field(default_factory=dict)
 
     def speed(self, kind: str = "") -> Speed:
-        """Its speed on devices of a kind; always the same object, which changes."""
+        """Return the speed on devices of a kind, always the same mutable object."""
         speed = self.speeds.get(kind)
         if speed is None:
             speed = self.speeds[kind] = Speed(self.costs)
         return speed
 
     def set_costs(self, kind: str, costs: ModelCosts) -> None:
-        """What a step and a prefill take on a kind of device; corrections of others are void."""
+        """Set the costs on a kind of device; earlier corrections are dropped."""
         speed = self.speed(kind)
         if speed.costs != costs:
             speed.costs, speed.step_ratio = costs, 1.0
@@ -66,10 +66,10 @@ class Model:
     def kv_need_bytes(
         self, num_requests: int, prompt_tokens: int, context_tokens: int, answer_tokens: int
     ) -> float:
-        """Bytes of KV to keep for requests that have so many tokens of context in all.
+        """Return the bytes of KV to reserve for requests with ``context_tokens`` in total.
 
-        For each as much as the answer that was expected takes; and never less than half of it
-        beside what they have, since those that have outgrown it go on growing.
+        Each request needs memory for its expected answer, and at least for half of it beyond its
+        present length, because an answer beyond its expected length keeps growing.
         """
         tokens = max(prompt_tokens + answer_tokens, context_tokens + answer_tokens / 2)
         return (tokens + num_requests * _KV_BLOCK_TOKENS) * self.kv_bytes_per_token
@@ -77,9 +77,10 @@ class Model:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A live request. ``device`` is None while it is held; ``expected_tokens`` is how long its
-    answer was taken to be when it came, never more than ``max_tokens``; ``rule`` has given it
-    its device.
+    """A live request. ``device`` is None while held.
+
+    ``expected_tokens`` is the expected length of its answer at arrival, at most ``max_tokens``;
+    ``rule`` chose its device.
     """
 
     id: str
@@ -96,8 +97,9 @@ class Request:
     max_tokens: int | None = None
 
     def goes_before(self, other: Request) -> bool:
-        """Return whether it passes another of its model that is in the same queue; never one of the
-        same priority."""
+        """Return whether the request precedes another of its model in a queue; false for equal
+        priority.
+        """
         if self.priority is other.priority:
             return False
         lead = _HEAD_START[self.priority] - _HEAD_START[other.priority]
@@ -105,18 +107,18 @@ class Request:
 
     @property
     def next_deadline_s(self) -> float:
-        """When its next token is due."""
+        """Deadline of the next token."""
         targets = self.model.targets
         return self.arrival_s + targets.ttft_s + self.num_tokens * targets.tbt_s
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of its KV, once it has a token."""
+        """Tokens of its KV after its first token."""
         return self.prompt_tokens + self.num_tokens
 
     @property
     def kv_need_bytes(self) -> float:
-        """Bytes of KV to keep for it."""
+        """Bytes of KV to reserve."""
         return self.model.kv_need_bytes(
             1, self.prompt_tokens, self.context_tokens, self.expected_tokens
         )
@@ -124,13 +126,12 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Requests of one model that one device has, or that are queued for it.
+    """Requests of one model on a device or queued for the device.
 
-    ``kind`` is the device's, ``speed`` that of the model on such devices.
-    ``num_waiting`` have to be prefilled, ``waiting_tokens`` in all, the squares of which add
-    up to ``waiting_tokens2``; the others have ``context_tokens`` of KV. ``prompt_tokens`` are
-    those of all, ``expected_tokens`` those of their answers when they came. The sums are kept
-    by the methods, so that what a batch costs is known without looking at its requests.
+    ``kind`` is the device's kind, ``speed`` the model's speed on such devices. ``num_waiting`` need
+    prefill, with ``waiting_tokens`` in total and ``waiting_tokens2`` as sum of squares; the others
+    have ``context_tokens`` of KV. ``prompt_tokens`` and ``expected_tokens`` cover all requests. The
+    methods keep the sums, so that costs are known without visiting the requests.
     """
 
     model: Model
@@ -151,7 +152,7 @@ class Batch:
         self.speed = self.model.speed(kind)
 
     def add(self, request: Request) -> None:
-        """Take in a request, waiting unless it is decoding."""
+        """Add a request, which waits for prefill unless it is decoding."""
         self.requests[request.id] = request
         self.prompt_tokens += request.prompt_tokens
         self.expected_tokens += request.expected_tokens
@@ -161,14 +162,14 @@ class Batch:
             self._count_waiting(1, request.context_tokens)
 
     def insert(self, request: Request) -> None:
-        """As :meth:`add`, but in front of those at the end that it goes before."""
+        """Add a request before those at the end with lower priority."""
         passed = list(itertools.takewhile(request.goes_before, reversed(self.requests.values())))
         self.add(request)
         for one in reversed(passed):
             self.requests[one.id] = self.requests.pop(one.id)
 
     def remove(self, request: Request) -> None:
-        """Let go of a request; its phase must be as when it was last looked at."""
+        """Remove a request, whose phase must be as at the last update."""
         del self.requests[request.id]
         self.prompt_tokens -= request.prompt_tokens
         self.expected_tokens -= request.expected_tokens
@@ -178,12 +179,12 @@ class Batch:
             self._count_waiting(-1, request.context_tokens)
 
     def prefilled(self, request: Request) -> None:
-        """A request waits no longer; call before its first token is counted."""
+        """Count a request as prefilled; to be called before its first token is counted."""
         self._count_waiting(-1, request.context_tokens)
         self.grow(request.context_tokens)
 
     def grow(self, num_tokens: int) -> None:
-        """Requests that decode have more tokens, or one has left with its own."""
+        """Count more tokens of decoding requests, or a request that left with its tokens."""
         self.context_tokens += num_tokens
         self._load_revision = -1
 
@@ -194,7 +195,7 @@ class Batch:
         self._load_revision = -1
 
     def load(self) -> float:
-        """Share of a device's time that it takes to keep the batch on target, prompts included."""
+        """Return the share of a device's time that keeps the batch on target, prompts included."""
         model = self.model
         if self._load_revision != model.revision:
             targets = model.targets
@@ -203,11 +204,13 @@ class Batch:
         return self._load
 
     def step_s(self) -> float:
-        """Seconds of a decode step with all its requests."""
+        """Return the seconds of a decode step with all requests."""
         return self.speed.step_s(len(self.requests), self.context_tokens)
 
     def prefill_s(self, speed: Speed | None = None) -> float:
-        """Seconds to prefill what waits; with ``speed``, on another kind of device."""
+        """Return the seconds to prefill the waiting prompts; ``speed`` for another kind of
+        device.
+        """
         if not self.num_waiting:
             return 0.0
         costs = (speed or self.speed).costs
@@ -215,31 +218,31 @@ class Batch:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the KV that its requests have."""
+        """Bytes of KV of its requests."""
         return self.context_tokens * self.model.kv_bytes_per_token
 
     @property
     def kv_need_bytes(self) -> float:
-        """Bytes of KV to keep for its requests, prefilled or not."""
+        """Bytes of KV to reserve for its requests, prefilled or not."""
         context_tokens = self.waiting_tokens + self.context_tokens
         return self.model.kv_need_bytes(
             len(self.requests), self.prompt_tokens, context_tokens, self.expected_tokens
         )
 
     def next_deadline_s(self) -> float:
-        """The earliest deadline of its requests; infinity without any."""
+        """Return the earliest deadline of its requests, infinity without any."""
         return min((one.next_deadline_s for one in self.requests.values()), default=math.inf)
 
 
 @dataclass(slots=True, eq=False)
 class DeviceState:
-    """A device that is up: what it was told to do, and what it has.
+    """A device that is up: its orders and its requests.
 
-    Of ``batches`` there is one for each model it hosts, in ``working`` and ``queued`` those
-    that have requests, in the order in which they got their first. Who is queued may be sent
-    at any time; for those in ``waiting_for_kv`` there was no room (:mod:`.kv_room`). One of
-    them may be ``first_for_kv``: room is gathered for it. ``turn_rule`` has chosen the turn.
-    Devices of one ``kind`` are equally fast.
+    ``batches`` has one entry per hosted model, ``working`` and ``queued`` those with requests, in
+    the order of their first request. A queued request may be sent at any time; ``waiting_for_kv``
+    has requests without memory (:mod:`.kv_admission`), one of which may be ``first_for_kv``: memory
+    accumulates for that request. ``turn_rule`` chose the turn. Devices of one ``kind`` are equally
+    fast.
     """
 
     number: int
@@ -265,23 +268,23 @@ class DeviceState:
 
     @property
     def num_requests(self) -> int:
-        """Live requests that it has or will have: on their way, queued, waiting for KV room."""
+        """Number of live requests: on the device, on the way, queued, waiting for KV memory."""
         batches = (*self.working.values(), *self.queued.values())
         num_here = sum(len(batch.requests) for batch in batches)
         return num_here + len(self.moving) + self.num_waiting_for_kv
 
     @property
     def gives_away(self) -> bool:
-        """True if answers should go on elsewhere: it is being emptied, or only prefills."""
+        """True if answers should continue elsewhere: the device drains or only prefills."""
         return self.is_draining or self.role is Role.PREFILL
 
     @property
     def num_waiting_for_kv(self) -> int:
-        """Requests that are not sent because their KV would not fit."""
+        """Number of requests held back for lack of KV memory."""
         return sum(len(batch.requests) for batch in self.waiting_for_kv.values())
 
     def queued_requests(self) -> list[Request]:
-        """Those that it was not told of, but may be, by model."""
+        """Return queued requests that may be sent, by model."""
         return [one for batch in self.queued.values() for one in batch.requests.values()]
 
     def join(self, request: Request) -> None:
@@ -291,14 +294,14 @@ class DeviceState:
         self.working[request.model.name] = batch
 
     def leave(self, request: Request) -> None:
-        """Take a request out of the batch of its model."""
+        """Remove a request from the batch of its model."""
         batch = self.working[request.model.name]
         batch.remove(request)
         if not batch.requests:
             del self.working[request.model.name]
 
     def enqueue(self, request: Request, *, must_wait: bool = False) -> None:
-        """Keep a request for the device, which is not told yet; or which must wait for KV room."""
+        """Queue a request for the device, to be sent later or to wait for KV memory."""
         queues = self.waiting_for_kv if must_wait else self.queued
         batch = queues.get(request.model.name)
         if batch is None:
@@ -306,7 +309,7 @@ class DeviceState:
         batch.insert(request)
 
     def dequeue(self, request: Request) -> None:
-        """Take a request back out of its queue."""
+        """Remove a request from its queue."""
         queues = self.waiting_for_kv if self.is_waiting_for_kv(request) else self.queued
         batch = queues[request.model.name]
         batch.remove(request)
@@ -314,16 +317,16 @@ class DeviceState:
             del queues[request.model.name]
 
     def is_waiting_for_kv(self, request: Request) -> bool:
-        """Return whether it is queued here, but must not be sent yet."""
+        """Return whether the request is queued here, but must wait for KV memory."""
         line = self.waiting_for_kv.get(request.model.name)
         return line is not None and request.id in line.requests
 
     def speed(self, model: Model) -> Speed:
-        """How fast it runs a model."""
+        """Return the speed of a model on the device."""
         return model.speed(self.kind)
 
     def switch_s(self, model: Model) -> float:
-        """Seconds to bring in what is missing of a model."""
+        """Return the seconds to bring in the missing bytes of a model."""
         return self.missing(model) / self.bandwidth_bytes_per_s
 
     def missing(self, model: Model) -> int:
@@ -331,16 +334,16 @@ class DeviceState:
         return self.missing_bytes.get(model.name, model.weight_bytes)
 
     def total_bytes(self, model: Model) -> int:
-        """Bytes of the model's weights and of the KV it has here."""
+        """Return the bytes of the model's weights and of its KV here."""
         batch = self.batches.get(model.name)
         return model.weight_bytes + (batch.kv_bytes if batch else 0)
 
 
 @dataclass(slots=True, eq=False)
 class State:
-    """The whole state. Policies read it; only the core changes it.
+    """The whole state. Policies read the state; only the core changes the state.
 
-    ``lengths`` predicts how long answers get, by those that have ended.
+    ``lengths`` predicts answer lengths from finished answers.
     """
 
     models: dict[str, Model] = field(default_factory=dict)
@@ -356,20 +359,19 @@ class State:
         return any(one.role is not Role.MIXED for one in self.devices.values())
 
     def hosts(self, model: Model) -> list[DeviceState]:
-        """The devices that can run a model, by number."""
+        """Return the devices that can run a model, by number."""
         return [self.devices[number] for number in sorted(model.hosts)]
 
     def prefill_hosts(self, model: Model) -> list[DeviceState]:
-        """Those of a model's hosts that take prompts, by number.
+        """Return the hosts of a model that take prompts, by number.
 
-        Where all are being emptied, any of them; where none has the role, any of the others:
-        neither is a reason to let a request wait.
+        If all drain, any host; if none has the role, any other host: neither justifies a wait.
         """
         hosts = self._open_hosts(model)
         return [one for one in hosts if one.role is not Role.DECODE] or hosts
 
     def decode_hosts(self, model: Model) -> list[DeviceState]:
-        """Those of a model's hosts that take answers, by number; as :meth:`prefill_hosts`."""
+        """Return the hosts of a model that take answers, by number; as :meth:`prefill_hosts`."""
         hosts = self._open_hosts(model)
         return [one for one in hosts if one.role is not Role.PREFILL] or hosts
 

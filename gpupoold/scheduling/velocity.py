@@ -1,7 +1,7 @@
-"""Token velocity: how many tokens per second each stage can take, and how many devices that needs.
+"""Token velocity: the tokens per second of each stage, and the number of devices needed.
 
-A stage keeps up as long as tokens come no faster than its velocity (TokenScale, sections
-III-B and IV). All rates are tokens per second, of one device unless said otherwise.
+A stage keeps up while tokens arrive no faster than its velocity (TokenScale, sections III-B and
+IV). All rates are tokens per second of one device unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RequestClass:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose KV a request of the class holds when it ends."""
+        """Tokens whose KV a request of the class holds at its end."""
         return self.num_prompt_tokens + self.num_output_tokens
 
 
@@ -53,7 +53,7 @@ class LengthClasses:
         )
 
     def classify(self, num_prompt_tokens: int, num_output_tokens: int) -> RequestClass:
-        """The class of a request; what is longer than the last end belongs to the last class."""
+        """Return the class of a request; lengths beyond the last bound belong to the last class."""
         return RequestClass(
             _class_end(self.prompt_tokens, num_prompt_tokens),
             _class_end(self.output_tokens, num_output_tokens),
@@ -65,7 +65,7 @@ def _class_end(ends: tuple[int, ...], num_tokens: int) -> int:
 
 
 def prefill_token_rate(rates_rps: Mapping[RequestClass, float]) -> float:
-    """Prompt tokens that come per second (lambda in equation 2)."""
+    """Return the prompt tokens per second (lambda in equation 2)."""
     return math.fsum(rate * kind.num_prompt_tokens for kind, rate in rates_rps.items())
 
 
@@ -75,16 +75,16 @@ def prefill_velocity(num_tokens: int, prefill_s: float) -> float:
 
 
 def network_velocity(bandwidth_bytes_per_s: float, kv_bytes_per_token: float) -> float:
-    """Tokens per second whose KV a prefill device can hand over (section III-B)."""
+    """Return the tokens per second whose KV a prefill device can migrate (section III-B)."""
     _positive("bandwidth_bytes_per_s", bandwidth_bytes_per_s)
     return bandwidth_bytes_per_s / _positive("kv_bytes_per_token", kv_bytes_per_token)
 
 
 def measured_decode_velocity(finished: Iterable[RequestClass], duration_s: float) -> float:
-    """Tokens per second that a saturated decode device drains (equation 1).
+    """Return the tokens per second that a saturated decode device drains (equation 1).
 
-    All tokens of a finished request count, prompt and output: it is the rate at which KV is
-    freed, not the rate of generation, that lets new requests in.
+    All tokens of a finished request count, prompt and output: new requests enter at the rate at
+    which KV is freed, not at the rate of generation.
     """
     num_tokens = sum(request.num_tokens for request in finished)
     return num_tokens / _positive("duration_s", duration_s)
@@ -93,12 +93,12 @@ def measured_decode_velocity(finished: Iterable[RequestClass], duration_s: float
 def decode_velocity(
     kind: RequestClass, kv_capacity_tokens: float, tbt_s: float, max_batch_size: float = math.inf
 ) -> float:
-    """Estimate of the drain rate of one class without a measurement, by Little's law.
+    """Return an estimate of the drain rate of one class by Little's law.
 
-    A request stays ``output * tbt`` and holds ``prompt + output / 2`` tokens on average, so
-    that ``capacity / (prompt + output / 2)`` requests run at once, or ``max_batch_size``; each
-    frees all its tokens when it ends. Not in the paper, which measures it; ``tbt_s`` is the
-    step time of that batch.
+    A request stays ``output * tbt`` and holds ``prompt + output / 2`` tokens on average, so that
+    ``capacity / (prompt + output / 2)`` requests run at once, or ``max_batch_size``; each frees all
+    its tokens at its end. The paper measures the rate instead; ``tbt_s`` is the step time of that
+    batch.
     """
     held_tokens = kind.num_prompt_tokens + kind.num_output_tokens / 2
     num_running = _positive("kv_capacity_tokens", kv_capacity_tokens) / held_tokens
@@ -145,7 +145,8 @@ def decoders_needed(
 
 
 def convertible_decoders(max_decoders: int, burst_ratio: float) -> int:
-    """Decoders that may prefill in a burst: most decoders times burst ratio (section IV-C2).
+    """Return the decoders that may prefill in a burst: maximum times burst ratio (section
+    IV-C2).
 
     ``burst_ratio`` is the share of tokens above the running mean of their rate, 0 to 1.
     """
@@ -155,15 +156,15 @@ def convertible_decoders(max_decoders: int, burst_ratio: float) -> int:
 
 
 def regular_decoders(num_decoders: int, num_convertible: int) -> int:
-    """Decoders to run besides the convertible ones, which always run (equation 4)."""
+    """Return the decoders besides the convertible ones, which always run (equation 4)."""
     return max(0, num_decoders - num_convertible)
 
 
 def largest_chunk_tokens(step_s: Callable[[int], float], tbt_s: float, max_tokens: int) -> int:
-    """Largest chunk of a mixed step within the target between tokens (section IV-D).
+    """Return the largest chunk of a mixed step within the target between tokens (section IV-D).
 
-    A chunk counts the prompt tokens and one token for each running answer; ``step_s`` gives the
-    time of a step with so many, and must not fall. 0: not even one token is in time.
+    A chunk counts the prompt tokens and one token per running answer; ``step_s`` returns the time
+    of such a step and must not decrease. 0 means that not even one token is on time.
     """
     _positive("tbt_s", tbt_s)
     fits, too_many = 0, max_tokens + 1
@@ -186,10 +187,11 @@ def convertible_prefill_velocity(chunk_tokens: int, mean_batch_size: float, step
 
 
 def reserved_kv_bytes(velocity: float, ttft_s: float, kv_bytes_per_token: float) -> float:
-    """Memory a convertible decoder keeps free for one prefill (equation 6).
+    """Return the memory that a convertible decoder reserves for one prefill (equation 6).
 
-    What it can prefill within the target of the first token: a longer prompt is not sent
-    there. The equation's time factor is a reading of the text, which names the other two.
+    The memory holds what the decoder can prefill within the target of the first token: a longer
+    prompt goes elsewhere. The equation's time factor is a reading of the text, which names the
+    other two.
     """
     return _rate(velocity) * ttft_s * kv_bytes_per_token
 

@@ -44,10 +44,10 @@ def _unbounded(request_id: str) -> int | None:
 
 
 class WaitingAnswer(NamedTuple):
-    """An answer under way or to come: it grows by a token per ``pace_s`` after ``start_in_s``.
+    """A running or future answer: a token per ``pace_s`` after ``start_in_s``.
 
-    ``lengths`` are those of answers like it, sorted; it has ``num_tokens`` now and gets no
-    more than ``max_tokens``.
+    ``lengths`` are sorted lengths of similar answers; the answer has ``num_tokens`` now and at most
+    ``max_tokens``.
     """
 
     start_in_s: float
@@ -57,7 +57,7 @@ class WaitingAnswer(NamedTuple):
     lengths: Sequence[float]
 
     def ended_by(self, in_s: float) -> float:
-        """The share of answers like it, and as long already, that have ended by then."""
+        """Return the share of similar answers, as long already, that have ended by then."""
         if in_s < self.start_in_s:
             return 0.0
         reached = self.num_tokens + (in_s - self.start_in_s) / self.pace_s
@@ -73,16 +73,17 @@ class WaitingAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """How many of ``num_answers`` are expected to have ended by when: ``num_ended`` by each of
-    ``times_s``, seconds from now."""
+    """Expected ends of ``num_answers``: ``num_ended`` by each of ``times_s``, seconds from now."""
 
     num_answers: int
     times_s: tuple[float, ...]
     num_ended: tuple[float, ...]
 
     def seconds_until(self, num: int) -> float | None:
-        """When ``num`` have ended; of more than there are, at the pace of these. None without
-        any answer."""
+        """Return the time when ``num`` have ended, extrapolated beyond the number of answers.
+
+        None without any answer.
+        """
         if not self.num_answers:
             return None
         rounds, last = divmod(num - 1, self.num_answers)
@@ -103,9 +104,9 @@ class Drain:
 def first_token_in_s(
     state: State, model: Model, prompt_tokens: int, now_s: float, tuning: Tuning | None = None
 ) -> float | None:
-    """Seconds until a request that came now would have its first token; None without a device.
+    """Return the seconds to the first token of a new request; None without a device.
 
-    Whoever comes after it and goes before it is not reckoned with.
+    Later requests that would precede the request are ignored.
     """
     tuning = tuning or Tuning()
     newcomer = Request("", model, now_s, prompt_tokens, None)
@@ -125,8 +126,10 @@ def first_token_in_s(
 def next_token_in_s(
     state: State, request: Request, now_s: float, tuning: Tuning | None = None
 ) -> float | None:
-    """Seconds until a live request's next token; None while no device could make it, or while
-    it waits for a turn that has no end of its own."""
+    """Return the seconds to a live request's next token.
+
+    None while no device can make the token, or while the request waits for a turn without an end.
+    """
     tuning, model = tuning or Tuning(), request.model
     if request.device is None:
         return first_token_in_s(state, model, request.context_tokens, now_s, tuning)
@@ -149,10 +152,10 @@ def next_token_in_s(
 def drain_of(
     state: State, model: Model | None, now_s: float, max_tokens: MaxTokens = _unbounded
 ) -> Drain:
-    """When the answers of a model, or of all, are expected to end, if others follow them.
+    """Return the expected ends of a model's answers, or of all, if other requests follow.
 
-    ``max_tokens`` gives the most tokens that a request may get, None for no bound. Those of
-    models without a device are left out.
+    ``max_tokens`` returns a request's limit, None for no limit. Requests of models without a device
+    are left out.
     """
     requests = [one for one in state.requests.values() if model in (None, one.model)]
     return _drain(requests, state, now_s, max_tokens)
@@ -199,7 +202,7 @@ def _lengths_of(model: Model, state: State) -> Sequence[float]:
 def _start_and_pace(
     request: Request, state: State, now_s: float, *, has_begun: bool
 ) -> tuple[float, float] | None:
-    """When an answer goes on and how long a token takes; None where nothing can serve it."""
+    """Return when an answer continues and its time per token; None if no device can serve it."""
     model, tuning = request.model, Tuning()
     device = state.devices[request.device] if request.device is not None else None
     if device is None:
@@ -214,10 +217,10 @@ def _start_and_pace(
 
 
 def _pace_s(device: DeviceState, model: Model, tuning: Tuning) -> float:
-    """Seconds between two tokens of an answer, while the device serves as many as it has.
+    """Return the seconds between two tokens of an answer at the device's present load.
 
-    Visits take every batch equally far ahead of its deadlines, so the device's time is shared
-    in proportion to what keeps each on target.
+    Planned turns give every batch the same lead, so the device's time is shared in proportion to
+    the needs of each batch.
     """
     load = sum(_refilled_load(batch) for batch in device.working.values())
     new = [batch.model for name, batch in device.queued.items() if name not in device.working]
@@ -231,8 +234,10 @@ def _pace_s(device: DeviceState, model: Model, tuning: Tuning) -> float:
 
 
 def _refilled_load(batch: Batch) -> float:
-    """The device's share that keeps a batch on target, if whoever ends is followed by another
-    like it, whose prompt takes its time too."""
+    """Return the device's share for a batch whose ended requests are replaced by similar ones.
+
+    The prompts of the replacements count too.
+    """
     model, num_requests = batch.model, len(batch.requests)
     steps_s = batch.step_s()
     prefill_s = batch.speed.costs.prefill_s(batch.prompt_tokens // num_requests)
@@ -243,7 +248,9 @@ def _refilled_load(batch: Batch) -> float:
 def _first_on(
     device: DeviceState, newcomer: Request, now_s: float, tuning: Tuning, *, for_kv: bool = True
 ) -> float:
-    """Seconds until its first token on this device; ``for_kv``: with the wait for KV room."""
+    """Return the seconds to the first token on this device, with the wait for KV memory if
+    ``for_kv``.
+    """
     model = newcomer.model
     wait_s = _kv_room_in_s(device, newcomer, now_s) if for_kv else 0.0
     works = work_of(device)
@@ -259,8 +266,10 @@ def _next_on(
     now_s: float,
     tuning: Tuning,
 ) -> float:
-    """Seconds until a request's next token on its device, if ``mine`` is its model's work there
-    with it; ``works`` is all there is."""
+    """Return the seconds to a request's next token on its device.
+
+    ``mine`` is its model's work including the request; ``works`` is all work.
+    """
     model, turn = mine.model, device.turn
     left_s = max(device.turn_began_s + turn.quota_s - now_s, 0.0) if turn else 0.0
     if turn is not None and turn.model == model.name:
@@ -288,7 +297,7 @@ def _after_others(
     now_s: float,
     tuning: Tuning,
 ) -> float:
-    """After the present turn, and the visits that are due before its own."""
+    """Return the seconds until the turn: the present turn, and turns due earlier."""
     model = mine.model
     switch_s = device.switch_s(model)
     switching = switching_of(device, [*others, mine], tuning)
@@ -305,7 +314,7 @@ def _after_others(
 
 
 def _stall_s(switch_s: float, start_s: float, switching: Switching) -> float:
-    """What of a switch is not hidden by the turns before it."""
+    """Return the part of a switch that earlier turns do not hide."""
     return switch_s if switching.is_exposed else max(switch_s - start_s, 0.0)
 
 
@@ -328,14 +337,14 @@ def _with(
 
 
 def _kv_room_in_s(device: DeviceState, newcomer: Request, now_s: float) -> float:
-    """Until there is room for its KV: the answers that those in line wait for, and it too."""
+    """Return the seconds until KV memory is free for all in the queue and the request."""
     if admits(device, newcomer):
         return 0.0
     return _room_after_s(device, device.num_waiting_for_kv + 1, now_s)
 
 
 def _num_before(device: DeviceState, request: Request) -> int:
-    """Those in line for KV room who came before it."""
+    """Return the number of earlier requests in the queue for KV memory."""
     lines = device.waiting_for_kv.values()
     return sum(
         one.arrival_s < request.arrival_s for line in lines for one in line.requests.values()
@@ -343,7 +352,7 @@ def _num_before(device: DeviceState, request: Request) -> int:
 
 
 def _room_after_s(device: DeviceState, num_ended: int, now_s: float) -> float:
-    """Until so many of the device's answers are expected to have ended."""
+    """Return the seconds until ``num_ended`` of the device's answers have ended, as expected."""
     batches = device.working.values()
     state = State(devices={device.number: device})
     begun = [

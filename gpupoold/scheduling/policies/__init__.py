@@ -1,1 +1,1 @@
-"""Scheduling policies: the default one, and published ones to compare with."""
+"""Scheduling policies: the default one, and published ones for comparison."""

@@ -20,7 +20,7 @@ QUOTA_MAX_S = 4.0
 
 @dataclass(slots=True)
 class _Group:
-    """Prefill jobs of one model. ``size`` counts all that ever joined (section 4.2)."""
+    """Prefill jobs of one model. ``size`` counts all jobs that ever joined (section 4.2)."""
 
     model: Model
     size: int = 0
@@ -31,11 +31,11 @@ class _Group:
         self.requests[request.id] = request
 
     def has_work(self, device: DeviceState) -> bool:
-        """Return whether some of its requests are there or may be sent."""
+        """Return whether a device has requests, sent or ready to send."""
         return any(not device.is_waiting_for_kv(one) for one in self.requests.values())
 
     def prefill_s(self, device: DeviceState) -> float:
-        """Seconds to prefill those of its requests that are there or may be sent, one by one."""
+        """Return the seconds to prefill a device's requests one by one."""
         prefill_s = device.speed(self.model).costs.prefill_s
         requests = [one for one in self.requests.values() if not device.is_waiting_for_kv(one)]
         return sum(prefill_s(one.context_tokens) for one in requests)
@@ -49,8 +49,10 @@ class GroupedPrefill:
         self._group_of: dict[str, _Group] = {}
 
     def dispatch(self, request: Request, devices: list[DeviceState]) -> tuple[DeviceState, Rule]:
-        """The device of a request that came in: the first group that takes it, else a new one
-        at the end of the least loaded queue."""
+        """Choose the device of a new request: the first group that takes it, or a new group.
+
+        A new group goes to the end of the least loaded queue.
+        """
         for device in devices:
             for group in self._queue(device):
                 if group.model is request.model and group.size < MAX_GROUP_SIZE:
@@ -69,26 +71,28 @@ class GroupedPrefill:
             del group.requests[request.id]
 
     def front(self, device: DeviceState) -> _Group | None:
-        """The group to work on; those through are dropped."""
+        """Return the group to work on; finished groups are dropped."""
         queue = self._queue(device)
         while queue and not queue[0].requests:
             queue.pop(0)
         return next((group for group in queue if group.has_work(device)), None)
 
     def turn_of(self, device: DeviceState) -> tuple[int, float]:
-        """Of the group to work on, and of those of its model right behind it: requests that have
-        joined so far, and seconds to prefill those that are left."""
+        """Return the requests that joined the first group, and the seconds to prefill the rest.
+
+        Adjacent groups of the same model count together.
+        """
         groups = [one for one in self._queue(device) if one.has_work(device)]
         of_model = [*itertools.takewhile(lambda one: one.model is groups[0].model, groups)]
         num_joined = sum(one.size for one in of_model)
         return num_joined, sum(one.prefill_s(device) for one in of_model)
 
     def next_model(self, device: DeviceState) -> str | None:
-        """The next group's model that is not the one being worked on."""
+        """Return the model of the next group of another model."""
         return next(iter(self.next_models(device)), None)
 
     def next_models(self, device: DeviceState) -> list[str]:
-        """The models of the groups after the one being worked on, in order."""
+        """Return the models of the groups after the present one, in order."""
         current = device.turn.model if device.turn else None
         waiting = [group.model.name for group in self._queue(device) if group.has_work(device)]
         return [name for name in dict.fromkeys(waiting) if name != current]
@@ -117,7 +121,7 @@ class GroupedPrefill:
 
 @dataclass(slots=True)
 class _WorkList:
-    """The batches of one decode device in order, and those still to come in this round.
+    """The batches of one decode device in order, and the batches left in this round.
 
     ``last`` is the model of the latest turn.
     """
@@ -136,16 +140,18 @@ class WeightedDecode:
         self._lists: dict[int, _WorkList] = {}
 
     def dispatch(self, request: Request, devices: list[DeviceState]) -> DeviceState:
-        """As Algorithm 1: a batch of the model that has room in KV, else the shortest list."""
+        """Choose a device as in algorithm 1: a batch of the model with KV memory, else the
+        shortest list.
+        """
         for device in devices:
             if _has_room(request, device):
                 return device
         return min(devices, key=lambda device: (len(_models_on(device)), device.number))
 
     def next_turn(self, device: DeviceState) -> Choice | None:
-        """The next batch of the round; a new round when it is through.
+        """Return the next batch of the round, or of a new round at the end.
 
-        Never the one whose turn was last while there is another: that one has been announced.
+        Skips the latest turn's batch if there is another, which has been announced.
         """
         work = self._list(device)
         if not work.order:
@@ -167,14 +173,14 @@ class WeightedDecode:
         return next((one.model for one in self.line(device)), None)
 
     def line(self, device: DeviceState) -> list[InLine]:
-        """The rest of the round, then those of the round after."""
+        """Return the rest of the round, then the next round."""
         work = self._list(device)
         current = device.turn.model if device.turn else None
         names = [one for one in dict.fromkeys([*work.round, *work.order]) if one != current]
         return [InLine(name, Rule.ROUND, work.quotas_s.get(name)) for name in names]
 
     def _list(self, device: DeviceState) -> _WorkList:
-        """The list as it stands: batches without requests are out, new ones at the end."""
+        """Return the present list: without empty batches, new batches at the end."""
         work = self._lists.setdefault(device.number, _WorkList())
         busy = {batch.model.name for batch in working(device)}
         work.round = [name for name in work.round if name in busy]
@@ -196,9 +202,9 @@ class WeightedDecode:
 
 
 class AegaeonPolicy(SimplePolicy):
-    """Devices split into prefill and decode (section 4.1 of the paper), at the first tick.
+    """Devices split into prefill and decode at the first tick (section 4.1 of the paper).
 
-    Before that, and where there is one device only, devices do both.
+    Before the first tick, and with one device only, devices do both.
     """
 
     name = "aegaeon"
@@ -214,7 +220,7 @@ class AegaeonPolicy(SimplePolicy):
         self._decode.quota_max_s = quota_max_s
 
     def arrived(self, request: Request, state: State) -> None:
-        """A request that lost its device is dispatched anew."""
+        """Dispatch a request that arrived or lost its device."""
         self._prefill.forget(request)
 
     def ended(self, request: Request, state: State) -> None:
@@ -228,7 +234,7 @@ class AegaeonPolicy(SimplePolicy):
                 yield Placement(request, *self._prefill.dispatch(request, devices))
 
     def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
-        """The group at the front of the queue, once its turn has come."""
+        """Return the requests of the first group, once its turn has come."""
         group = self._prefill.front(device)
         if group is None or device.turn is None or device.turn.model != group.model.name:
             return []
@@ -240,7 +246,7 @@ class AegaeonPolicy(SimplePolicy):
         return self._decode.dispatch(request, devices) if devices else None
 
     def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
-        """The first devices prefill, as many as were asked for, but for one at least."""
+        """Give the configured number of first devices the prefill role, leaving one at least."""
         devices = [state.devices[number] for number in sorted(state.devices)]
         if len(devices) < 2:
             return [(one, Role.MIXED) for one in devices]
@@ -251,10 +257,9 @@ class AegaeonPolicy(SimplePolicy):
         ]
 
     def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
-        """The group at the front, for as long as its prompts take; or the decode round's next
-        batch.
+        """Return the first group with its prefill time, or the next batch of the decode round.
 
-        Whatever its role: a device whose role has changed ends what it has.
+        The role does not matter: a device whose role has changed finishes its work.
         """
         group = self._prefill.front(device)
         if group is None:
@@ -267,9 +272,9 @@ class AegaeonPolicy(SimplePolicy):
         return choice
 
     def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
-        """A turn that prefills is prolonged by the prompts that have joined its group.
+        """Prolong a prefill turn by the prompts that have joined its group.
 
-        It is not for answers: they go on in it only while nobody else waits.
+        A prefill turn does not serve answers: they continue in it only while no other model waits.
         """
         group = self._prefill.front(device)
         if device.turn_rule is not Rule.PREFILL_FIRST or group is None:
@@ -295,7 +300,7 @@ class AegaeonPolicy(SimplePolicy):
 
 
 def _has_room(request: Request, device: DeviceState) -> bool:
-    """Return whether the device has a batch of the request's model whose KV can grow by it."""
+    """Return whether the device's batch of the request's model has KV memory for the request."""
     model = request.model
     moving = [one for one in device.moving.values() if one.model is model]
     batch = device.batches[model.name]

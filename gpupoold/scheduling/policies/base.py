@@ -1,4 +1,4 @@
-"""What a scheduling policy decides. It reads the core's state and keeps queues of its own."""
+"""The interface of scheduling policies, which read the core's state and keep their own queues."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gpupoold.scheduling.state import Batch, DeviceState, Request, State
 
 
 class CannotServe(Exception):
-    """The policy cannot serve all the models there are; the message says which and why."""
+    """The policy cannot serve all present models; the message names the model and the reason."""
 
 
 class Choice(NamedTuple):
-    """The next turn of a device, see :class:`Turn`, and the rule that chose it."""
+    """The next turn of a device, see :class:`Turn`, and the rule that chose the turn."""
 
     model: str
     quota_s: float
@@ -25,7 +25,7 @@ class Choice(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """The device of a request, and the rule that chose it."""
+    """The device of a request, and the rule that chose the device."""
 
     request: Request
     device: DeviceState
@@ -33,9 +33,9 @@ class Placement(NamedTuple):
 
 
 class InLine(NamedTuple):
-    """A model that waits for its turn on a device, and the rule that put it where it is.
+    """A model waiting for its turn on a device, and the rule that chose its place.
 
-    ``duration_s`` is what its turn would take now, None where the policy does not say.
+    ``duration_s`` is the time of its turn now, None if the policy gives none.
     """
 
     model: str
@@ -44,13 +44,13 @@ class InLine(NamedTuple):
 
 
 class Policy(Protocol):
-    """Pure decisions; the core calls, in the order in which things happen.
+    """Pure decisions, called by the core in the order of events.
 
-    ``assign`` may move requests that are held or queued; ``send`` names those to let a
-    device have. Both are asked after every batch of events that could change the answer.
+    ``assign`` may reassign held and queued requests; ``send`` returns the requests to send to a
+    device. Both are called after every batch of events that could change the result.
 
-    Requests that wait for KV room are none of ``queued``: they take part in nothing but
-    ``assign`` until the device admits them. See :func:`waiting_for_kv`.
+    Requests waiting for KV memory are not in ``queued``: only ``assign`` sees them until the device
+    admits them. See :func:`waiting_for_kv`.
     """
 
     name: str
@@ -60,60 +60,62 @@ class Policy(Protocol):
         ...
 
     def set_quota_max(self, quota_max_s: float) -> None:
-        """Another longest turn, for turns that are planned from now on."""
+        """Set the longest turn, for turns planned from now on."""
         ...
 
     def arrived(self, request: Request, state: State) -> None:
-        """A request came in, or lost its device; it is held."""
+        """Handle a new request, or one that lost its device; the request is held."""
         ...
 
     def ended(self, request: Request, state: State) -> None:
-        """A request is over; it is in no batch any more."""
+        """Handle the end of a request, which is in no batch any more."""
         ...
 
     def assign(self, state: State, now_s: float) -> Iterable[Placement]: ...
 
     def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
-        """Which of the device's queued requests it is to have now."""
+        """Return the queued requests to send to the device now."""
         ...
 
     def first_token(self, request: Request, state: State, now_s: float) -> DeviceState | None:
-        """The device to go on with a request that has been prefilled; None to stay.
+        """Return the device to decode a prefilled request, None to stay.
 
-        Asked at its first token, and again and again while its device gives answers away.
+        Called at the first token, and repeatedly while its device migrates answers away.
         """
         ...
 
     def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
-        """Other roles for devices whose role is not fixed; asked at every tick."""
+        """Return new roles for devices without a fixed role; called at every tick."""
         ...
 
     def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
-        """Answers in progress that go on better elsewhere; asked at every tick."""
+        """Return migrations of running answers that improve the balance; called at every tick."""
         ...
 
     def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
-        """Who runs next on an idle device; None when it has no work."""
+        """Return the next turn on an idle device, None without work."""
         ...
 
     def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:
-        """Who is likely to run after the present turn, and waits; None while nobody does."""
+        """Return the likely model of the next turn, None while no other model waits."""
         ...
 
     def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
-        """The turn under way, perhaps with another quota, from its start, or other chunks."""
+        """Return the present turn, possibly with another quota, counted from its start, or other
+        chunks.
+        """
         ...
 
     def line(self, device: DeviceState, state: State, now_s: float) -> list[InLine]:
-        """Who is to follow the present turn, in order, by the rules of ``upcoming``.
+        """Return the queue behind the present turn, by the rules of ``upcoming``.
 
-        For explanations: it decides nothing and changes nothing.
+        For explanations: changes nothing.
         """
         ...
 
 
 class SimplePolicy:
-    """What most policies do where they have nothing special to do."""
+    """Default implementations for policies without special rules."""
 
     def check(self, state: State) -> None:
         """Any models will do."""
@@ -122,17 +124,19 @@ class SimplePolicy:
         """Turns have no longest here."""
 
     def arrived(self, request: Request, state: State) -> None:
-        """Nothing to note."""
+        """Ignore the event."""
 
     def ended(self, request: Request, state: State) -> None:
-        """Nothing to note."""
+        """Ignore the event."""
 
     def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
         return device.queued_requests()
 
     def first_token(self, request: Request, state: State, now_s: float) -> DeviceState | None:
-        """Answers are generated where the prompt was processed, unless that device gives them
-        away: then on the one with the fewest requests."""
+        """Decode on the device of the prefill, unless that device migrates answers away.
+
+        In that case choose the device with the fewest requests.
+        """
         assert request.device is not None
         if not state.devices[request.device].gives_away:
             return None
@@ -140,15 +144,15 @@ class SimplePolicy:
         return min(others, key=lambda one: (one.num_requests, one.number), default=None)
 
     def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
-        """Roles stay as they are."""
+        """Keep all roles."""
         return ()
 
     def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
-        """Answers stay where they are."""
+        """Keep all answers."""
         return ()
 
     def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
-        """Turns stay as they are."""
+        """Keep the turn."""
         return turn
 
     def line(self, device: DeviceState, state: State, now_s: float) -> list[InLine]:
@@ -159,9 +163,10 @@ class SimplePolicy:
 
 
 def waiting_for_kv(state: State) -> Iterator[tuple[Request, list[DeviceState]]]:
-    """Requests that wait for KV room, each with the devices of its model where nobody waits.
+    """Yield the first request of each queue for KV memory, with devices without a queue.
 
-    Of every line the first; if it is moved at once, the one after it too.
+    The devices host the request's model. If the caller moves the request at once, the next one
+    follows.
     """
     without_line = [device for device in state.devices.values() if not device.waiting_for_kv]
     if len(without_line) in (0, len(state.devices)):
@@ -178,5 +183,5 @@ def waiting_for_kv(state: State) -> Iterator[tuple[Request, list[DeviceState]]]:
 
 
 def working(device: DeviceState) -> list[Batch]:
-    """The batches of a device that have requests, in the order in which they got their first."""
+    """Return the batches with requests, in the order of their first request."""
     return list(device.working.values())

@@ -1,11 +1,10 @@
-"""The default policy: every device prefills and decodes; see :mod:`.visits` for who runs when.
+"""The default policy: every device prefills and decodes; :mod:`.planned_turns` orders turns.
 
-A model is served where it is being served; else on the device with the least to do, at
-home among equals. What a device has not begun with stays with the daemon, and goes to
-another device that gets less to do. A device that is full does not begin with one more
-model until it must, to be in time: perhaps another will be free before. A model that
-takes more than a device gets a second one. A device without room for a request's KV is
-full for that request.
+A model is served where it runs already; else on the device with the least load, its home device
+among equals. A request that a device has not begun stays in the daemon, and moves to another device
+that becomes less loaded. A full device does not begin one more model before the last moment:
+another device may become free. A model with more load than a device gets a second one. A device
+without KV memory for a request is full for that request.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from gpupoold.scheduling.state import Batch, DeviceState, Request, State
 
 
 class _Plan(NamedTuple):
-    """What a device has to do, and the visits that it could make, in no order."""
+    """A device's work, and its possible turns in no order."""
 
     works: list[BatchWork]
     switching: Switching
@@ -82,7 +81,7 @@ class GpupoolPolicy(SimplePolicy):
         self._tuning = replace(self._tuning, turn_max_s=quota_max_s)
 
     def arrived(self, request: Request, state: State) -> None:
-        """It counts for the roles."""
+        """Count the request for the roles."""
         self._roles.arrived(request)
 
     def ended(self, request: Request, state: State) -> None:
@@ -95,7 +94,7 @@ class GpupoolPolicy(SimplePolicy):
         return self._roles.changes(state, now_s)
 
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
-        """Held requests; and queued ones that have it better elsewhere."""
+        """Place held requests; and queued ones that a better device can take."""
         loads = Loads()
         is_split = state.is_split
         for request in list(state.held.values()):
@@ -114,8 +113,10 @@ class GpupoolPolicy(SimplePolicy):
         yield from self._moves_for_kv(state, loads)
 
     def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
-        """Those whose model has work there already, or has its turn; of each model those first
-        that can still be in time."""
+        """Return requests of models that work there already or have the turn.
+
+        Within a model, requests that can still be on time go first.
+        """
         on_turn = device.turn.model if device.turn else None
         return [
             one
@@ -125,12 +126,12 @@ class GpupoolPolicy(SimplePolicy):
         ]
 
     def _hopeful_first(self, batch: Batch, now_s: float) -> list[Request]:
-        """The order in which their prompts are prefilled, as :func:`plan_visit` reckons."""
+        """Return requests in the order of prefill assumed by :func:`plan_turn`."""
         late_s = now_s - self._tuning.expired_share * batch.model.targets.ttft_s
         return sorted(batch.requests.values(), key=lambda one: one.next_deadline_s < late_s)
 
     def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
-        """The first visit, for as long as it takes to be ``window`` ahead."""
+        """Return the first planned turn, long enough for the ``window`` of lead."""
         plan = self._plan(device, work_of(device), now_s)
         if not plan.planned_turns:
             return None
@@ -162,7 +163,7 @@ class GpupoolPolicy(SimplePolicy):
         ]
 
     def _after(self, device: DeviceState, planned: _Plan | None, now_s: float) -> Ranked:
-        """The visits after the present turn, in order; ``planned`` is what was just planned."""
+        """Return the planned turns after the present one; ``planned`` is the latest plan."""
         turn = device.turn
         on_turn = turn.model if turn else None
         if not (device.working.keys() | device.queued.keys()) - {on_turn}:
@@ -182,7 +183,7 @@ class GpupoolPolicy(SimplePolicy):
         return rank_planned_turns(plan.planned_turns, max(left_s, 0.0), plan.switching.is_exposed)
 
     def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
-        """A turn ends early for whoever came after it began and cannot wait for its end.
+        """End a turn early for requests that arrived later and cannot wait for its end.
 
         Chunks follow the batch.
         """
@@ -203,8 +204,10 @@ class GpupoolPolicy(SimplePolicy):
         return turn if left_s >= planned_s else replace(turn, quota_s=now_s + left_s - began_s)
 
     def _chunk_tokens(self, name: str, device: DeviceState, now_s: float) -> int | None:
-        """What a step may take on a decode device, and where whole prompts would make answers
-        late; None where prompts may be prefilled at once."""
+        """Return the limit of a step on a decode device where whole prompts would delay answers.
+
+        None if prompts may be prefilled at once.
+        """
         batch = device.batches[name]
         if device.role is Role.DECODE:
             return chunk_tokens(batch)
@@ -216,9 +219,9 @@ class GpupoolPolicy(SimplePolicy):
         return chunk_tokens(batch) if would_delay_answers(batch, now_s, expired_s) else None
 
     def first_token(self, request: Request, state: State, now_s: float) -> DeviceState | None:
-        """To a decode device, chosen by load as for a new request; or it stays.
+        """Choose a decode device by load as for a new request, or stay.
 
-        So do answers of prompts that a decode device has prefilled.
+        Also applies to answers whose prompts a decode device has prefilled.
         """
         assert request.device is not None
         device = state.devices[request.device]
@@ -231,8 +234,10 @@ class GpupoolPolicy(SimplePolicy):
         return choose(request, roomy, Loads(), self._answers_home, self._tuning)[0]
 
     def _migrations(self, state: State, loads: Loads) -> Iterable[Placement]:
-        """Models that a full device has not begun with go where there is room for all that waits
-        of them: there they stay, as they do not make the other device full."""
+        """Move models that a full device has not begun to devices with enough free load.
+
+        Such a model stays there, because the other device does not become full.
+        """
         full_load = self._tuning.full_load
         for device in state.devices.values():
             for name in [one for one in device.queued if one not in device.working]:
@@ -252,7 +257,7 @@ class GpupoolPolicy(SimplePolicy):
                         yield Placement(request, target, Rule.MIGRATED_OFF_FULL)
 
     def _moves_for_kv(self, state: State, loads: Loads) -> Iterable[Placement]:
-        """Requests that wait for KV room go where there is some, and where the model may be."""
+        """Place requests waiting for KV memory on devices with memory that may have the model."""
         for request, devices in waiting_for_kv(state):
             name = request.model.name
             # By models, not by load: asked often, as long as somebody waits.
@@ -266,7 +271,7 @@ class GpupoolPolicy(SimplePolicy):
                 loads.forget(target)
 
     def _plan(self, device: DeviceState, works: list[BatchWork], now_s: float) -> _Plan:
-        """What a visit to each of these models would be now."""
+        """Return the possible turns of a device for each of these models."""
         tuning = self._tuning
         switching = switching_of(device, works, tuning)
         # Where the next model comes in meanwhile, beginning with one more costs little.
@@ -295,7 +300,7 @@ class GpupoolPolicy(SimplePolicy):
         return _Plan(works, switching, planned_turns)
 
     def _waited_s(self, device: DeviceState, work: BatchWork, now_s: float) -> float:
-        """Since the last visit, or since the oldest request came if that was later."""
+        """Return the seconds since the last turn, or since the oldest request if later."""
         served_s = self._served_s.get((device.number, work.model.name), -math.inf)
         if work.requests[0].arrival_s <= served_s:
             return now_s - served_s

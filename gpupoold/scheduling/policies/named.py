@@ -1,4 +1,4 @@
-"""Policies by name, with what each can be told."""
+"""Policies by name, with their options."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gpupoold.scheduling.policies.unified import DecodeFirstPolicy, PrefillFirst
 
 @dataclass(frozen=True, slots=True)
 class PolicyOptions:
-    """What a policy can be told; those that have no use for an option ignore it.
+    """Options of policies; a policy ignores options that do not concern it.
 
-    ``num_prefill``: devices with the prefill role, by default one. ``quota_max_s``: the
-    longest turn, by default the policy's own. ``converts_decoders``: decode devices prefill
-    in chunks when no prefill device has a first token in time.
+    ``num_prefill``: devices with the prefill role, by default one. ``quota_max_s``: the longest
+    turn, by default the policy's own. ``converts_decoders``: decode devices prefill in chunks when
+    no prefill device has a first token in time.
     """
 
     num_prefill: int | None = None
@@ -55,9 +55,9 @@ POLICY_NAMES = tuple(_POLICIES)
 
 
 def make_policy(name: str, options: PolicyOptions | None = None) -> Policy:
-    """A new policy of this name.
+    """Return a new policy.
 
     Raises:
-        KeyError: there is none of that name; see ``POLICY_NAMES``.
+        KeyError: the name is unknown; see ``POLICY_NAMES``.
     """
     return _POLICIES[name](options or PolicyOptions())

@@ -1,6 +1,6 @@
-"""Which device a request is for: the one that serves its model, or one with the least to do.
+"""Placement of a request: the device that serves its model, or one with the least load.
 
-What the policy `gpupool` goes by when it places requests, and what is told of waits does too.
+Used by the policy `gpupool` and by the estimates of waiting times.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def choose(
     homes: dict[str, int],
     tuning: Tuning,
 ) -> tuple[DeviceState, Rule]:
-    """Where the model is served; but a full device gets no more of it while another has room.
+    """Choose the device that serves the model; a full device yields to one with free load.
 
-    A second device for a model costs a copy of its weights and a smaller batch on each,
-    so requests join the larger batch as long as its device keeps up. ``homes``: the device to
-    which each model went when nobody served it; noted here. There is one device at least.
-    The rule is the one that decided.
+    A second device for a model costs a copy of its weights and a smaller batch on each, so requests
+    join the larger batch while its device keeps up. ``homes`` has the device to which each model
+    went when no device served it, and is updated. At least one device is required. The result
+    includes the deciding rule.
     """
     model, full_load = request.model, tuning.full_load
     serving = [one for one in devices if _has_work(model, one)]
@@ -59,7 +59,7 @@ def choose(
 def _rule_of(
     chosen: DeviceState, ranked: Sequence[DeviceState], model: Model, home: int | None, loads: Loads
 ) -> Rule:
-    """What set the first device that has room apart from the next in order."""
+    """Return the rule that ranks the chosen device before the next."""
     if chosen is not ranked[0]:
         return Rule.KV_ROOM
     if len(ranked) == 1:
@@ -70,7 +70,7 @@ def _rule_of(
 
 
 def is_worth_a_copy(request: Request, device: DeviceState, loads: Loads, tuning: Tuning) -> bool:
-    """Return whether a model that is served elsewhere may have this device too."""
+    """Return whether a model served elsewhere may have this device too."""
     load = loads.of(device) + own_load(request.model, device)
     return load <= tuning.second_device_load and admits(device, request)
 
@@ -83,8 +83,9 @@ def _has_work(model: Model, device: DeviceState) -> bool:
 
 
 def _is_mostly(model: Model, device: DeviceState, loads: Loads) -> bool:
-    """Return whether the model is half of what the device has to do, so that others leaving is no
-    help."""
+    """Return whether the model is half of the device's load, so that removing others would not
+    help.
+    """
     batch = device.working.get(model.name)
     if batch is None:  # all that it has may be on its way
         moving = device.moving.values()

@@ -1,10 +1,10 @@
-"""Visits of a device to models: what each would take and give, and in which order to make them.
+"""Planned turns of a device: duration, value and order.
 
-A *visit* makes the first tokens of a model's waiting requests, then decodes its batch until
-every request in it is ``window`` ahead of its deadlines. Visits go in the order of their
-deadlines as long as all can be met; when they cannot, those that give the fewest tokens in
-time per second of the device are put off (Moore and Hodgson's rule, with weights). Requests
-that are hopelessly late do not drive the order: they ride along with their batch.
+A *planned turn* makes the first tokens of a model's waiting requests, then decodes its batch until
+every request in the batch has a lead of ``window`` on its deadlines. Turns are ordered by deadline
+while all deadlines can be met; otherwise the turns with the fewest on-time tokens per second of the
+device are put off (Moore and Hodgson's rule, with weights). Expired requests do not influence the
+order: they run with their batch.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Tuning:
 
 
 class BatchWork(NamedTuple):
-    """The requests of one model that a device has, sent or still queued.
+    """The requests of one model on a device, sent or queued.
 
-    ``step_s``: of a decode step with all of them; ``prefill_s``: to make the first tokens
-    that are missing, of ``num_waiting``; ``is_new``: the device has not begun with the model;
-    ``speed``: of the model there.
+    ``step_s``: a decode step with all of them; ``prefill_s``: the missing first tokens of
+    ``num_waiting`` requests; ``is_new``: the device has not begun the model; ``speed``: the model's
+    speed on the device.
     """
 
     model: Model
@@ -72,13 +72,12 @@ class BatchWork(NamedTuple):
 
 
 class PlannedTurn(NamedTuple):
-    """What a visit now would take, be worth, and when it must be made.
+    """Duration, value and deadline of a turn made now.
 
-    ``due_in_s``: until the first deadline that it should meet, infinite if all are hopeless;
-    ``duration_s`` has the switch that nothing hides, ``quota_s`` has not. ``waited_s``:
-    since the last visit, or since there is work. ``rule``: of the policy, if it has changed
-    the other values by it. ``is_ahead``: nothing is due before the end of the window, even if
-    the visit is not made now.
+    ``due_in_s``: time to the first deadline to meet, infinite if all are expired; ``duration_s``
+    includes the exposed part of the switch, ``quota_s`` does not. ``waited_s``: time since the last
+    turn, or since there is work. ``rule``: a rule of the policy that has changed the other values.
+    ``is_ahead``: no token is due before the end of the window, even without this turn.
     """
 
     model: str
@@ -98,9 +97,9 @@ class PlannedTurn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Switching:
-    """What switching on a device means for visits.
+    """The effect of switching on planned turns.
 
-    ``floor_s``: the shortest useful visit; ``is_exposed``: no other visit hides the copy.
+    ``floor_s``: the shortest useful turn; ``is_exposed``: no other turn hides the copy.
     """
 
     floor_s: float
@@ -108,14 +107,14 @@ class Switching:
 
 
 def work_of(device: DeviceState) -> list[BatchWork]:
-    """The device's requests by model; those being handed over to it are still elsewhere."""
+    """Return the device's requests by model, without requests migrating to the device."""
     begun = [_work(batch, device.queued.get(name)) for name, batch in device.working.items()]
     new = [batch for name, batch in device.queued.items() if name not in device.working]
     return begun + [_work(batch, None, is_new=True) for batch in new]
 
 
 def prompts_of(device: DeviceState, besides: str) -> list[BatchWork]:
-    """The device's work for all models but one of which a request waits for its first token."""
+    """Return the device's work for a request waiting for its first token, without ``besides``."""
     waiting = [name for name, batch in device.working.items() if batch.num_waiting]
     names = dict.fromkeys([*waiting, *device.queued])
     names.pop(besides, None)
@@ -139,8 +138,11 @@ def _work(batch: Batch, queued: Batch | None, *, is_new: bool = False) -> BatchW
 
 
 def load_of(device: DeviceState) -> float:
-    """What a device has to do: the share of its time that keeps all it has on target, prompts
-    included, and the share of its memory that their KV takes."""
+    """Return a device's load: a share of its time or of its memory, the larger one.
+
+    The share of time keeps all its requests on target, prompts included; the share of memory holds
+    their KV.
+    """
     load = 0.0
     kv_bytes = 0
     for batch in device.working.values():
@@ -156,7 +158,7 @@ def load_of(device: DeviceState) -> float:
 
 
 class Loads:
-    """The devices' loads during one decision, each worked out once and when asked for."""
+    """The devices' loads during one decision, computed lazily and once."""
 
     def __init__(self) -> None:
         self._known: dict[int, float] = {}
@@ -168,8 +170,7 @@ class Loads:
         return load
 
     def move(self, less: float, more: float, source: DeviceState, target: DeviceState) -> None:
-        """Something goes from one device, which has so much ``less`` to do, to another, which
-        has so much ``more``."""
+        """Shift load ``less`` from one device to load ``more`` on another."""
         self._known[source.number] = self.of(source) - less
         self._known[target.number] = self.of(target) + more
 
@@ -178,13 +179,15 @@ class Loads:
 
 
 def load_of_batch(batch: Batch, device: DeviceState) -> float:
-    """What a batch adds to its device's load."""
+    """Return what a batch adds to its device's load."""
     return batch.load() + _KV_WEIGHT * batch.kv_bytes / device.capacity_bytes
 
 
 def queue_load(batch: Batch, device: DeviceState) -> float:
-    """What requests of a model that are queued, or would be, add to a device's load: their
-    prompts, and a first step if the device does not work on the model."""
+    """Return what queued requests of a model add to a device's load.
+
+    Counts the prompts, and a first step if the device does not run the model yet.
+    """
     model = batch.model
     load = batch.prefill_s(device.speed(model)) / model.targets.ttft_s
     if model.name not in device.working:
@@ -193,12 +196,12 @@ def queue_load(batch: Batch, device: DeviceState) -> float:
 
 
 def own_load(model: Model, device: DeviceState) -> float:
-    """What a first request of a model adds to a device's load, its prompt aside."""
+    """Return what a first request of a model adds to a device's load, without its prompt."""
     return device.speed(model).step_s(1, 0) / model.targets.tbt_s
 
 
 def more_load(request: Request, device: DeviceState) -> float:
-    """What an answer adds to the time that a device needs for its model's steps."""
+    """Return what an answer adds to the time of its model's steps on a device."""
     batch = device.batches[request.model.name]
     num_requests, tokens = len(batch.requests), batch.context_tokens
     step_s = batch.speed.step_s(num_requests + 1, tokens + request.context_tokens)
@@ -231,9 +234,9 @@ def plan_turn(
     *,
     prefills_only: bool = False,
 ) -> PlannedTurn:
-    """A visit to this work now; ``switch_s`` is what it takes to make its model resident.
+    """Plan a turn for this work now; ``switch_s`` is the time to make its model resident.
 
-    With ``prefills_only`` it ends with the first tokens: answers go on elsewhere.
+    With ``prefills_only`` the turn ends with the first tokens: answers continue elsewhere.
     """
     targets, step_s, prefill_s = work.model.targets, work.step_s, work.prefill_s
     window_s = tuning.lead_share * targets.ttft_s
@@ -279,7 +282,7 @@ def plan_turn(
 
 
 def _hopeful_prefill_s(work: BatchWork, slacks_s: Sequence[float], expired_s: float) -> float:
-    """Seconds to prefill those that wait and can still be in time."""
+    """Return the seconds to prefill the waiting requests that can still be on time."""
     prefill_s = work.speed.costs.prefill_s
     return sum(
         prefill_s(one.context_tokens)
@@ -289,9 +292,9 @@ def _hopeful_prefill_s(work: BatchWork, slacks_s: Sequence[float], expired_s: fl
 
 
 def _num_first_in_time(slacks_s: Sequence[float], stall_s: float, prefill_s: float) -> int:
-    """First tokens in time if prompts of equal length are done by deadline; at least one.
+    """Return the number of first tokens on time if prompts of equal length run by deadline.
 
-    One, since first tokens that are due are never ahead of anything.
+    At least one, because due first tokens never have a lead.
     """
     each_s = prefill_s / max(1, len(slacks_s))
     ordered = sorted(slacks_s)
@@ -302,7 +305,7 @@ def _num_first_in_time(slacks_s: Sequence[float], stall_s: float, prefill_s: flo
 def order_planned_turns(
     planned_turns: Iterable[PlannedTurn], start_in_s: float = 0.0, is_switching_dear: bool = False
 ) -> list[PlannedTurn]:
-    """Visits in the order to make them; see :func:`rank_visits`."""
+    """Return turns in order of execution; see :func:`rank_planned_turns`."""
     ranked = rank_planned_turns(planned_turns, start_in_s, is_switching_dear)
     return [planned_turn for _, group in ranked for planned_turn in group]
 
@@ -313,14 +316,14 @@ Ranked = list[tuple[Rule, list[PlannedTurn]]]
 def rank_planned_turns(
     planned_turns: Iterable[PlannedTurn], start_in_s: float = 0.0, is_switching_dear: bool = False
 ) -> Ranked:
-    """Visits in the order to make them, if the first can start in ``start_in_s``, by the rule
-    that puts them there.
+    """Return turns in order of execution with the deciding rules, if the first starts in
+    ``start_in_s``.
 
-    By deadline. One that would be late takes the place of the least dense before it, if
-    they make it in time and are less dense together; else it is itself put off.
-    Then come those put off, the densest first; then those whose requests are all hopeless,
-    the longest waiting first; last those that are ahead already and owe nothing (where
-    ``is_switching_dear``, before the hopeless). One of infinite worth is never put off.
+    Turns are ordered by deadline. A turn that would be late replaces the least dense turns before
+    it, if that makes it on time and they are less dense together; else it is put off. Then follow
+    the turns put off, the densest first; then turns with only expired requests, the longest waiting
+    first; last the turns with a lead (if ``is_switching_dear``, before the expired ones). A turn of
+    infinite value is never put off.
     """
     kept: list[PlannedTurn] = []
     put_off: list[PlannedTurn] = []
@@ -353,7 +356,7 @@ def rank_planned_turns(
 
 
 def first_planned_turn(ranked: Ranked) -> tuple[PlannedTurn, Rule] | None:
-    """The visit to make first, and its rule; None of none."""
+    """Return the first turn and its rule, None without turns."""
     for rule, group in ranked:
         if group:
             return group[0], group[0].rule or rule
@@ -363,7 +366,9 @@ def first_planned_turn(ranked: Ranked) -> tuple[PlannedTurn, Rule] | None:
 def _gone_for(
     planned_turn: PlannedTurn, kept: Sequence[PlannedTurn], late_s: float
 ) -> list[PlannedTurn]:
-    """Who is put off so that ``visit`` is not late: the least dense before it, or itself."""
+    """Return the turns to put off so that ``planned_turn`` is on time, or ``planned_turn``
+    itself.
+    """
     gone: list[PlannedTurn] = []
     for one in sorted(kept, key=attrgetter("density", "model")):
         if sum(other.duration_s for other in gone) >= late_s:

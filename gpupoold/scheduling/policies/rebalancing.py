@@ -1,18 +1,19 @@
-"""Moving answers in progress off a decode device that has more to do than was predicted.
+"""Migration of running answers off a decode device with more load than predicted.
 
-Answers go to devices when they have their first token, by lengths that were predicted. Where
-the predictions were wrong, one device ends up full beside an idle one. Aladdin (appendix D)
-then sends new requests elsewhere; so does ``first_token``, since it goes by what devices have.
-What is left are the answers that run already, which can be handed over.
+Answers are placed at their first token by predicted lengths. After wrong predictions one device may
+be full beside an idle one. Aladdin (appendix D) then sends new requests elsewhere; so does
+``first_token``, which uses the devices' real load. The remaining remedy is to migrate running
+answers.
 
-That costs a copy of the answer's KV out and in, during which it pauses. It is worth that if
+A migration costs a copy of the answer's KV out and in, during which the answer pauses. A migration
+is worth the cost if
 
-- the device is full, and stays under what a second device for a model may have to do on the
-  other, whose load is lower by that gap: so no answer comes back while loads stay as they are;
-- the pause is a small part of what the answer still takes, by the lengths of those that got
-  as long (the prediction is made anew, as the first was wrong or it would have ended);
-- its next token is not late for it, or is late anyway;
-- it has not been moved for half a minute.
+- the device is full, and the other device stays below the limit for a second device of a model,
+  with a load lower by that gap: so no answer returns while loads stay the same;
+- the pause is a small part of the answer's remaining time, by the lengths of answers that got as
+  long (a new prediction, because the first one was wrong);
+- the migration does not make the next token late, or the token is late anyway;
+- the answer has not been migrated for half a minute.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MAX_MOVES = 8
 
 
 class Rebalancer:
-    """Remembers who was moved, so that nobody goes to and fro."""
+    """Records migrations, so that no answer goes to and fro."""
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
@@ -43,7 +44,7 @@ class Rebalancer:
         self._moved_s.pop(request.id, None)
 
     def migrations(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
-        """Answers that go on better elsewhere."""
+        """Return migrations that improve the balance."""
         devices = [one for one in state.devices.values() if not one.gives_away]
         full = [one for one in devices if one.role is Role.DECODE and len(devices) > 1]
         loads = Loads()
@@ -59,7 +60,9 @@ class Rebalancer:
         loads: Loads,
         now_s: float,
     ) -> Iterable[tuple[Request, DeviceState]]:
-        """Of one device: those with the most to come first, until it is full no more."""
+        """Yield answers to migrate off one device, longest remainder first, until it is not
+        full.
+        """
         answers = [
             (_tokens_left(one, state), one)
             for batch in source.working.values()
@@ -97,7 +100,7 @@ class Rebalancer:
     def _target(
         self, request: Request, source: DeviceState, devices: list[DeviceState], loads: Loads
     ) -> DeviceState | None:
-        """The least loaded device that has the model at work or resident, and room for it."""
+        """Return the least loaded device with the model working or resident and enough memory."""
         model, limit = request.model, self._tuning.second_device_load
         fitting = [
             one

@@ -18,16 +18,16 @@ def by_arrival(request: Request) -> float:
 
 
 def by_output_length(request: Request) -> float:
-    """Shortest job first, which takes an oracle; without one, in order of arrival."""
+    """Shortest job first with an oracle; without one, in order of arrival."""
     return request.output_tokens if request.output_tokens is not None else request.arrival_s
 
 
 class RequestLevelPolicy(SimplePolicy):
-    """As ServerlessLLM: a device that is free takes the head of the queue, and with it its model.
+    """As ServerlessLLM: a free device takes the head of the queue, and with it the model.
 
-    Requests of a model that is being served join it. ``max_live`` limits how many a device
-    may have at a time; further ones wait, and may take another device. So do those for whose
-    KV there is no room, and all of the model that come after them.
+    Requests of a running model join the model. ``max_live`` limits the requests of a device;
+    further ones wait, and may take another device. The same holds for requests without KV memory,
+    and all later requests of the model.
     """
 
     def __init__(self, name: str, rank: Rank = by_arrival, max_live: float = math.inf) -> None:
@@ -36,7 +36,7 @@ class RequestLevelPolicy(SimplePolicy):
         self._max_live = max_live
 
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
-        """From the head of the queue: to a device of the model that has room, or a free one."""
+        """Place requests from the head of the queue: on a device of the model, or a free one."""
         free = [device for device in state.devices.values() if not device.num_requests]
         hosts: dict[str, list[DeviceState]] = {}
         serving: dict[str, list[DeviceState]] = {}
@@ -59,7 +59,9 @@ class RequestLevelPolicy(SimplePolicy):
     def _choose(
         self, request: Request, serving: list[DeviceState], candidates: list[DeviceState]
     ) -> DeviceState | None:
-        """A place for the next in the queue; devices without room are out for those after it."""
+        """Choose a device for the next in the queue; full devices are excluded for later
+        requests.
+        """
         while serving:
             if serving[0].num_requests < self._max_live and admits(serving[0], request):
                 return serving[0]
@@ -71,7 +73,7 @@ class RequestLevelPolicy(SimplePolicy):
         return device
 
     def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
-        """The one model whose requests it has."""
+        """Return the one model whose requests the device has."""
         batches = working(device)
         if not batches:
             return None

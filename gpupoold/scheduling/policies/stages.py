@@ -1,5 +1,6 @@
-"""Prompts on some devices and answers on others: where a prompt is in time, and how a decode
-device takes prompts without delaying its answers (TokenScale, sections IV-D and IV-E).
+"""Prefill and decode on different devices: on-time placement of prompts, and chunked prefill.
+
+Decode devices take prompts without delaying answers (TokenScale, sections IV-D and IV-E).
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _LEAST_SPARE = 0.05
 
 
 def chunk_tokens(batch: Batch) -> int:
-    """The most tokens a step of this batch may take, prompt tokens and one for each answer.
+    """Return the limit of a step of this batch: prompt tokens plus one per answer.
 
-    As many as keep the step within the target, by the latency model. Never less than one
-    grain of prompt tokens: prompts that are there must end, even if answers alone are late.
+    The limit keeps the step within the target by the latency model, and allows at least one grain
+    of prompt tokens: prompts on the device must end, even if answers alone are late.
     """
     num_running = len(batch.requests) - batch.num_waiting
     longest = batch.waiting_tokens2 // batch.waiting_tokens if batch.waiting_tokens else 0
@@ -41,9 +42,9 @@ def chunk_tokens(batch: Batch) -> int:
 
 
 def would_delay_answers(batch: Batch, now_s: float, expired_s: float) -> bool:
-    """Return whether answers that are in time would not be if the prompts were prefilled at once.
+    """Return whether prefilling the prompts at once would make on-time answers late.
 
-    Prompts that take less than a target between tokens are never worth the trouble.
+    Prompts shorter than one target between tokens never count.
     """
     prefill_s, tbt_s = batch.prefill_s(), batch.model.targets.tbt_s
     if prefill_s <= tbt_s or batch.num_waiting == len(batch.requests):
@@ -57,7 +58,9 @@ def would_delay_answers(batch: Batch, now_s: float, expired_s: float) -> bool:
 
 
 def convertible_velocity(batch: Batch, prompt_tokens: int) -> float:
-    """Prompt tokens per second that a decode device takes beside this batch (equation 5)."""
+    """Return the prompt tokens per second that a decode device takes beside this batch (equation
+    5).
+    """
     num_running = len(batch.requests) - batch.num_waiting
     tokens = _largest(batch, num_running, batch.context_tokens, prompt_tokens)
     num_new = max(0, tokens - num_running)
@@ -67,9 +70,9 @@ def convertible_velocity(batch: Batch, prompt_tokens: int) -> float:
 
 
 def prefill_in_s(request: Request, device: DeviceState) -> float:
-    """Seconds until a device that prefills has the request's first token, if it got it now.
+    """Return the seconds until a prefilling device has the request's first token.
 
-    What waits there is before it, whatever the model; a device that decodes as well has only
+    All waiting prompts precede the request, whatever the model; a device that decodes too has only
     the time that its answers leave.
     """
     model = request.model
@@ -84,8 +87,10 @@ def prefill_in_s(request: Request, device: DeviceState) -> float:
 
 
 def converted_in_s(request: Request, device: DeviceState) -> float:
-    """Seconds until a decode device has the first token, prefilling in chunks; infinite if it
-    should not: its answers leave no time, or its memory no room (equation 6)."""
+    """Return the seconds until a decode device has the first token, prefilling in chunks.
+
+    Infinite if the answers leave no time, or the memory no space (equation 6).
+    """
     model = request.model
     batch = device.batches[model.name]
     velocity = convertible_velocity(batch, request.context_tokens)
@@ -99,10 +104,10 @@ def converted_in_s(request: Request, device: DeviceState) -> float:
 
 
 def has_prefill_room(request: Request, device: DeviceState, velocity: float) -> bool:
-    """Return whether the prompt fits into the KV that is kept for prefills beside the answers.
+    """Return whether the prompt fits into the KV reserved for prefills beside the answers.
 
-    No more prompts wait there than it can prefill within the target of the first token, and
-    all that is there, on its way or to come fits on the device without its host cache.
+    Prompts wait only up to what the device can prefill within the target of the first token, and
+    all requests on the device or on the way must fit without the host cache.
     """
     model = request.model
     room_bytes = device.capacity_bytes - model.weight_bytes
@@ -122,11 +127,10 @@ def stage(
     *,
     converts_decoders: bool = True,
 ) -> tuple[DeviceState, Rule, float]:
-    """Where to prefill, in two rounds (TokenScale, algorithm 1), and seconds until it is done.
+    """Choose the device for the prefill in two rounds (TokenScale, algorithm 1), with its time.
 
-    A device that prefills and has the first token in time; else a decode device that can,
-    beside its answers. Where none can, the one that is soonest. ``devices`` are those that
-    take prompts.
+    First a prefilling device with the first token on time; else a decode device that can, beside
+    its answers. If none can, the fastest one. ``devices`` are those that take prompts.
     """
     in_s, chosen = best_prefiller(request, devices)
     ttft_s = request.model.targets.ttft_s
@@ -141,7 +145,7 @@ def stage(
 
 
 def best_prefiller(request: Request, devices: Iterable[DeviceState]) -> tuple[float, DeviceState]:
-    """The device that has the first token soonest, those with room for KV before others."""
+    """Return the prefilling device with the earliest first token, devices with KV memory first."""
     ranked = [
         (not admits(one, request), prefill_in_s(request, one), one.number, one) for one in devices
     ]
@@ -152,7 +156,7 @@ def best_prefiller(request: Request, devices: Iterable[DeviceState]) -> tuple[fl
 def best_converted(
     request: Request, devices: Iterable[DeviceState]
 ) -> tuple[float, DeviceState | None]:
-    """The decode device that has the first token soonest; infinite and None without any."""
+    """Return the decode device with the earliest first token; infinity and None without one."""
     soonest_s, best = math.inf, None
     for device in devices:
         in_s = converted_in_s(request, device) if admits(device, request) else math.inf
@@ -162,7 +166,9 @@ def best_converted(
 
 
 def _largest(batch: Batch, num_running: int, context_tokens: int, longest_prompt: int) -> int:
-    """Tokens of a step that just keeps the target; a prompt's last chunk attends to all of it."""
+    """Return the tokens of a step at the target; a prompt's last chunk attends to the whole
+    prompt.
+    """
     base_s = _base_s(batch.speed, num_running, context_tokens)
     chunk_s, tbt_s = batch.speed.costs.chunk_s, batch.model.targets.tbt_s
 

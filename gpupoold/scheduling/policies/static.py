@@ -17,7 +17,7 @@ _TOKENS_PER_REQUEST = 2048
 
 
 class StaticPolicy(GpupoolPolicy):
-    """Nothing ever switches; between resident models turns go as in the default policy."""
+    """No device ever switches; turns of resident models follow the default policy."""
 
     name = "static"
 
@@ -26,19 +26,19 @@ class StaticPolicy(GpupoolPolicy):
         self._place: dict[str, int] = {}
 
     def check(self, state: State) -> None:
-        """Raise :class:`CannotServe` when a model fits nowhere beside the others."""
+        """Raise :class:`CannotServe` if a model fits on no device beside the others."""
         _placed(state)
 
     def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
-        """Roles stay as they are: each model has one place."""
+        """Keep all roles, because each model has one device."""
         return ()
 
     def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
-        """Answers stay where they are."""
+        """Keep all answers."""
         return ()
 
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
-        """Each request where its model is; those of models without a place stay held."""
+        """Place each request on its model's device; requests of unplaced models stay held."""
         held = list(state.held.values())
         if any(self._place.get(one.model.name) not in one.model.hosts for one in held):
             with contextlib.suppress(CannotServe):  # the shell has asked check() before

@@ -1,4 +1,4 @@
-"""Baselines that give one phase the way over the other on every device (Aegaeon, figure 6)."""
+"""Baselines that prefer one phase over the other on every device (Aegaeon, figure 6)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _UnifiedPolicy(SimplePolicy):
         self._decode = WeightedDecode()
 
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
-        """Every held request that a device can serve; and those who have KV room elsewhere."""
+        """Place every held request on a device; and waiting ones on devices with KV memory."""
         for request in list(state.held.values()):
             devices = state.prefill_hosts(request.model)
             if devices:
@@ -53,12 +53,12 @@ class _UnifiedPolicy(SimplePolicy):
 
 
 class PrefillFirstPolicy(_UnifiedPolicy):
-    """A prompt interrupts whatever is being decoded; suffers when prompts come in bursts."""
+    """A prompt interrupts any decoding; slow under bursts of prompts."""
 
     name = "prefill-first"
 
     def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
-        """The model of the oldest prompt that waits; without any, the decode round."""
+        """Return the model of the oldest waiting prompt; without prompts, the decode round."""
         oldest = _oldest_prompt(device)
         if oldest is not None:
             return Choice(oldest.model.name, 0.0, rule=Rule.PREFILL_FIRST)
@@ -77,19 +77,19 @@ class PrefillFirstPolicy(_UnifiedPolicy):
         return first + [one for one in self._decode.line(device) if one.model not in names]
 
     def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
-        """Nothing is decoded while a prompt of another model waits."""
+        """End decoding while a prompt of another model waits."""
         if _oldest_prompt(device, besides=turn.model) is None:
             return turn
         return replace(turn, quota_s=0.0)
 
 
 class DecodeFirstPolicy(_UnifiedPolicy):
-    """Answers under way are ended before new prompts are taken; suffers when they are long."""
+    """Running answers end before new prompts are taken; slow with long answers."""
 
     name = "decode-first"
 
     def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
-        """Nothing while an answer is under way; then all that waits."""
+        """Return no request while an answer is running, else all waiting ones."""
         return [] if working(device) else device.queued_requests()
 
 

@@ -1,8 +1,8 @@
-"""How long a request that came now would wait, and how long until answers have ended.
+"""Estimates of waiting times: of a new request, and until answers have ended.
 
-Both are worked out from what the policy itself goes by: visits and their order
-(:mod:`.policies.visits`), predicted steps, prefills and switches. They are made for the
-policy ``gpupool``; under others they are rough.
+The estimates use the policy's own quantities: planned turns and their order
+(:mod:`.policies.planned_turns`), predicted steps, prefills and switches. They fit the policy
+``gpupool``; for other policies they are rough.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m gpupoold.worker``: started by the daemon, one per device."""
+"""``python -m gpupoold.worker``: the process that the daemon starts for each device."""
 
 from __future__ import annotations
 
@@ -130,10 +130,11 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) ->
 
 
 def _show_one_gpu(index: int) -> None:
-    """Hide all GPUs but the ``index``-th visible one; before vLLM and torch look for them.
+    """Hide all GPUs except the ``index``-th visible one; to be called before importing vLLM and
+    torch.
 
-    vLLM puts an engine of one rank on the first GPU it sees, and a GPU that cannot be
-    seen cannot get a context by accident.
+    vLLM puts an engine of one rank on the first visible GPU, and a hidden GPU cannot get a context
+    by accident.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

@@ -30,8 +30,9 @@ def answer(loop: TurnLoop, call: Call) -> CallResult:
 
 
 def _check_integrity(loop: TurnLoop) -> dict[str, Any]:
-    """Counters, page tables, host slots and the driver agree, or an AssertionError says where
-    they do not."""
+    """Check counters, page tables, host slots and the driver; raise AssertionError on a
+    mismatch.
+    """
     num_owned = loop.residency.check_integrity(loop.migrations.sent_bytes)
     pool = loop.residency.pool
     driver = loop.driver_memory.check()
@@ -40,7 +41,7 @@ def _check_integrity(loop: TurnLoop) -> dict[str, Any]:
 
 
 def _checksum(loop: TurnLoop, model: str) -> dict[str, Any]:
-    """SHA-256 of a model's weights and live KV blocks; makes it resident first."""
+    """Return SHA-256 digests of a model's weights and live KV blocks; makes the model resident."""
     engine = loop.engine(model)
     loop.interrupt_turn()
     loop.switch_to(model)
@@ -53,7 +54,7 @@ def _checksum(loop: TurnLoop, model: str) -> dict[str, Any]:
 
 
 def _page_out(loop: TurnLoop, model: str) -> dict[str, Any]:
-    """Take everything of a model off the device, as a switch under pressure would."""
+    """Page all of a model out of the device, as a switch under pressure does."""
     engine = loop.engine(model)
     loop.interrupt_turn()
     return {"kv_out_bytes": loop.residency.page_out(engine.name)}

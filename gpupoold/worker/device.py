@@ -1,4 +1,4 @@
-"""Opening the device that a worker was told to own."""
+"""Opening of the worker's device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NO_STREAMS = "vllm.v1.worker.cpu.shm"
 
 
 def open_device(kind: str, device_bytes: int, reserve_bytes: int, page_bytes: int) -> Device:
-    """The device; a GPU is the only one this process sees.
+    """Open the device; a GPU is the only one visible to this process.
 
     Raises:
         Failed: there is no such device, or vLLM was built for another kind.
-        CudaError: the driver refused something.
+        CudaError: a call of the driver failed.
         OSError: the host has too little memory for an emulated device.
     """
     if kind == "emulated":
@@ -40,9 +40,9 @@ def open_device(kind: str, device_bytes: int, reserve_bytes: int, page_bytes: in
 
 
 class DriverMemory:
-    """What the driver has free beside the pages, against what torch has taken since the start.
+    """The driver's free memory beside the pages, against torch's allocations since the start.
 
-    It knows the GPU as a whole: where other processes use it too, that says nothing.
+    The driver reports the GPU as a whole: on a shared GPU the figures mean nothing.
     """
 
     def __init__(
@@ -58,11 +58,12 @@ class DriverMemory:
         self._before = self._free_or_torchs()
 
     def check(self) -> dict[str, int]:
-        """The bytes that neither pages nor torch account for; nothing on emulated devices and
-        on GPUs that are shared.
+        """Return the bytes that neither pages nor torch account for.
+
+        Empty on emulated devices and on shared GPUs.
 
         Raises:
-            AssertionError: they are more than kernels and libraries take for themselves.
+            AssertionError: the bytes exceed what kernels and libraries take.
         """
         now = self._free_or_torchs()
         if now is None or self._before is None:
@@ -80,14 +81,14 @@ class DriverMemory:
 
 
 def device_name(kind: str) -> str:
-    """What makes two devices equally fast: the GPU's name, or how many cores play one."""
+    """Return a name that equally fast devices share: the GPU's name, or the number of cores."""
     if kind == "emulated":
         return f"CPU x {torch.get_num_threads()}"
     return str(torch.cuda.get_device_name(0))
 
 
 def compute_streams() -> Iterable[int]:
-    """Streams with kernels of engines: vLLM sets one of its own, but starts on the default."""
+    """Return the streams of engines' kernels: vLLM's own, and the default for its start."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return ()
     return {torch.cuda.default_stream().cuda_stream, torch.cuda.current_stream().cuda_stream}

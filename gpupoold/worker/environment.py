@@ -1,4 +1,4 @@
-"""The process environment that vLLM and torch read."""
+"""Environment variables of vLLM and torch."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ def set_engine_environment(log_level: str) -> None:
 
 
 def engine_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Arguments of vLLM's engines beside ours, for tests and benchmarks: a JSON object in
-    ``GPUPOOL_ENGINE_ARGUMENTS``, such as ``{"max_num_seqs": 16}``.
+    """Return further arguments of vLLM's engines, for tests and benchmarks.
+
+    The variable ``GPUPOOL_ENGINE_ARGUMENTS`` has a JSON object such as ``{"max_num_seqs": 16}``.
 
     Raises:
-        Failed: it is not one.
+        Failed: the value is no JSON object.
     """
     text = environment.get(ENGINE_ARGUMENTS, "{}")
     try:

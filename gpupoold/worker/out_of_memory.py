@@ -1,4 +1,4 @@
-"""Which errors mean that there was no memory to go on with."""
+"""Recognition of errors by lack of memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ _SAID_BY_TORCH = ("out of memory", "can't allocate memory", "cannot allocate mem
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether this, or what it came from, was for want of host memory, device memory or
-    pages."""
+    """Return whether an error or a cause of it is a lack of host memory, device memory or pages."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:

@@ -1,7 +1,7 @@
-"""A vLLM general plugin: vLLM alone with the pool's linear kernels, for fair comparison.
+"""A vLLM general plugin: vLLM alone with gpupool's linear kernels, for fair comparison.
 
-vLLM loads it in each of its processes; without ``GPUPOOL_PLAIN_LINEAR=1`` it
-does nothing.
+vLLM loads the plugin in each of its processes; without ``GPUPOOL_PLAIN_LINEAR=1`` the plugin has no
+effect.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a worker of an emulated device imports, before it is known which."""
+"""Imports of an emulated device's worker, made before the choice of the device."""
 
 from __future__ import annotations
 

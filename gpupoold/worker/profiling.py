@@ -1,8 +1,8 @@
-"""Measuring a model's steps when it is registered: a short series of synthetic requests.
+"""Profiling of a model's steps at its registration, by a short series of synthetic requests.
 
-Prefills of growing length give the prefill law; a growing batch, decoding at a few context
-lengths, the decode law. Both series go from cheap to dear and end where the next point
-would not fit into the budget, so a slow model gets fewer points and not a longer wait.
+Prefills of growing length give the prefill model; a growing batch, decoding at a few context
+lengths, gives the decode model. Both series go from cheap to expensive and end where the next point
+would exceed the budget, so a slow model gets fewer points instead of a longer wait.
 """
 
 from __future__ import annotations
@@ -70,20 +70,20 @@ _SPARE_POINTS = 2
 
 
 class ProfiledModel(PooledModel, Protocol):
-    """What profiling needs of a model's engine."""
+    """The part of a model's engine that profiling needs."""
 
     info: LoadedModel
 
     @property
     def max_batched_tokens(self) -> int:
-        """Tokens of one step."""
+        """Largest number of tokens in a step."""
 
     @property
     def max_sequences(self) -> int:
-        """Requests of one step."""
+        """Largest number of requests in a step."""
 
     def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Queue a request with synthetic tokens that nobody waits for."""
+        """Queue a request with synthetic tokens and no client."""
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests."""
@@ -92,11 +92,11 @@ class ProfiledModel(PooledModel, Protocol):
         """Return whether a step would do something."""
 
     def step(self) -> list[RequestProgress]:
-        """One engine step; what the requests got."""
+        """Run one engine step; return the requests' progress."""
 
 
 class Pages(Protocol):
-    """What profiling needs of the device: the part of ``Residency`` that gives pages."""
+    """The part of ``Residency`` that profiling needs."""
 
     pool: PagePool
 
@@ -104,7 +104,7 @@ class Pages(Protocol):
         """Make a model resident."""
 
     def ensure_kv(self, name: str) -> None:
-        """Back what the next step wants."""
+        """Map the blocks that the next step needs."""
 
 
 def profile(
@@ -114,21 +114,18 @@ def profile(
     path: str,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Profile | None:
-    """Time steps of a model that serves nobody yet, and fit its latency.
+    """Time steps of a model without requests, and fit its latency.
 
-    Makes the model resident, so whoever has the turn must be switched in again. Afterwards
-    the engine has no request, no cached prefix and no KV. Too little time or room, or points
-    that fit no law, are no error: the result then says what is missing.
+    Makes the model resident, so the present turn's model must be switched in again. Afterwards the
+    engine has no request, no cached prefix and no KV. Too little time or memory, or points that fit
+    no model, are no error: the result then states what is missing.
 
-    Args:
-        engine: the model.
-        residency: gives it pages.
-        budget_s: the whole run ends within it, as far as that can be foreseen; 0 for none.
-        path: the checkpoint's folder, whose ``config.json`` has the dimensions.
-        clock: seconds.
+    ``residency`` provides pages. The run ends within ``budget_s``, as far as can be foreseen; 0
+    means no run. ``path`` is the checkpoint's folder, whose ``config.json`` has the dimensions.
+    ``clock`` returns seconds.
 
     Raises:
-        Failed: the engine raised an error in a step, as it would for a user's request.
+        Failed: the engine raised an error in a step, as for a user's request.
     """
     if budget_s <= 0:
         return None
@@ -153,7 +150,7 @@ def profile(
 
 
 class _ProfilingRun:
-    """The synthetic requests of one profiling run, and what their steps took."""
+    """The synthetic requests of one profiling run, and the times of their steps."""
 
     def __init__(
         self, engine: ProfiledModel, pages: Pages, end_s: float, clock: Callable[[], float]
@@ -185,12 +182,12 @@ class _ProfilingRun:
             self._measure_decodes(context, kv_tokens, now_s + share_s)
 
     def leave(self) -> None:
-        """End all requests and give back their KV, and with it every prefix they left."""
+        """End all requests and free their KV and cached prefixes."""
         self._clear()
         self._engine.kv.unback(self._engine.kv.free_extents())
 
     def _measure_prefill(self, batch: PrefillBatch, end_s: float) -> bool:
-        """One point of the prefill series; False when there is no time or room for it."""
+        """Measure one point of the prefill series; return False without time or memory."""
         expected_s = 0.0
         if self.prefills:
             last = self.prefills[-1]
@@ -215,7 +212,7 @@ class _ProfilingRun:
         return True
 
     def _measure_decodes(self, context: int, kv_tokens: int, end_s: float) -> None:
-        """Points of one context length: a batch that grows until time or room ends."""
+        """Measure points of one context length: a batch that grows until time or memory ends."""
         max_tokens = _room(self._engine.info.max_model_len)
         for batch_size in _BATCH_SIZES:
             num_new = batch_size - len(self._generated)
@@ -246,7 +243,7 @@ class _ProfilingRun:
         return _MARGIN * (prefill_s + (2 + _DECODE_REPETITIONS) * step_s)
 
     def _start_all(self, num_prompt_tokens: int) -> bool:
-        """Step until every request has its first token; False when some will not start."""
+        """Step until every request has its first token; return False if some cannot start."""
         max_steps = 2 + len(self._generated)
         max_steps += 2 * num_prompt_tokens // self._engine.max_batched_tokens
         for _ in range(max_steps):
@@ -280,7 +277,7 @@ class _ProfilingRun:
         return added
 
     def _step(self) -> tuple[float, set[str]]:
-        """Seconds of one step, and the requests that gained a token."""
+        """Return the seconds of one step, and the requests that gained a token."""
         self._pages.ensure_kv(self._engine.name)
         started_s = self._clock()
         progress = self._engine.step()
@@ -300,7 +297,7 @@ class _ProfilingRun:
         raise Failed(f"{self._engine.name}: the engine does not let go of synthetic requests")
 
     def _kv_tokens(self) -> int:
-        """Tokens whose KV fits into free pages; a little more than that is taken if need be."""
+        """Return the tokens whose KV fits into free pages; a little more may be taken."""
         geometry = self._engine.kv.geometry
         pages_per_extent = max(1, sum(len(span) for span in geometry.pages(0)))
         blocks = self._pages.pool.num_free // pages_per_extent * geometry.blocks_per_extent
@@ -319,7 +316,7 @@ def _room(max_model_len: int) -> int:
 
 
 def _shape(path: str) -> ModelShape | None:
-    """The model's dimensions; None where equation 5 does not know its kind."""
+    """Return the model's dimensions, None for a kind that equation 5 does not cover."""
     try:
         return from_hf_config(json.loads((Path(path) / "config.json").read_text("utf-8")))
     except (OSError, ValueError, ShapeError) as error:
@@ -347,7 +344,7 @@ def _fits(run: _ProfilingRun, shape: ModelShape | None, duration_s: float, probl
 def _fit_prefill(
     samples: list[PrefillSample], shape: ModelShape | None
 ) -> Fit[PrefillModel] | Fit[LinearPrefill]:
-    """Equation 5 where the points determine it, else the straight line."""
+    """Fit equation 5 if the points determine it, else a straight line."""
     if shape is not None:
         try:
             law = PrefillModel.of(shape)

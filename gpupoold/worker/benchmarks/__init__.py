@@ -1,1 +1,1 @@
-"""Measurements inside a worker: what moving memory costs, without the time of messages."""
+"""Measurements of memory operations inside a worker, without the time of messages."""

@@ -1,4 +1,4 @@
-"""Plain copies between host and device: what every transfer is measured against."""
+"""Plain copies between host and device, the reference for every transfer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from gpupoold.memory.scratch import Scratch
 def plain_copies(
     device: Device, scratch: Scratch
 ) -> dict[str, tuple[Callable[[], float], Callable[[], float]]]:
-    """Ways to copy all of ``scratch`` in and out, by name; each call returns its seconds.
+    """Return ways to copy all of ``scratch`` in and out, by name; each call returns its seconds.
 
-    ``device_copy`` is the device's own: on an emulated device by two threads, on a GPU by its
-    copy engine, from pinned memory. ``memcpy_one_thread`` is there where the host can do it.
+    ``device_copy`` is the device's own copy: by two threads on an emulated device, by the copy
+    engine from pinned memory on a GPU. ``memcpy_one_thread`` is present where the host can address
+    the memory.
     """
     at, host, num_bytes = scratch.address, scratch.host_address, scratch.num_bytes
 

@@ -1,5 +1,4 @@
-"""What a device's memory operations cost: mapping, copies by copy streams and queues, plain
-copies."""
+"""Costs of a device's memory operations: mapping, copy streams, transfer queues, plain copies."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ _MIN_BYTES = 2 << 20
 
 @dataclass(slots=True)
 class _BenchCase:
-    """One way to copy ``num_bytes``; ``run`` returns seconds. ``labels`` say what it is."""
+    """A way to copy ``num_bytes``; ``run`` returns seconds, ``labels`` describe the way."""
 
     labels: dict[str, Any]
     num_bytes: int
@@ -93,7 +92,7 @@ def _plain_cases(device: Device, scratch: Scratch) -> Iterator[_BenchCase]:
 def _copy_stream_cases(
     scratch: Scratch, copy_streams: dict[Direction, CopyStream]
 ) -> Iterator[_BenchCase]:
-    """One contiguous copy per batch, and batches of 8 MiB made of small pieces."""
+    """Yield one contiguous copy per batch size, and batches of 8 MiB of small pieces."""
     for way, copy_stream in copy_streams.items():
         shapes = [("batch_bytes", size, size) for size in _BATCH_BYTES]
         shapes += [("piece_bytes", size, _BATCH_BYTES[-1]) for size in _PIECE_BYTES]
@@ -122,7 +121,7 @@ def _copy_stream_run(
     copy_stream: CopyStream, batches: Sequence[Sequence[Copy]]
 ) -> Callable[[], float]:
     def run() -> float:
-        """As a queue does it: each batch is begun before the one before it has been made."""
+        """Start each batch before the previous one has finished, as a transfer queue does."""
         after = copy_stream.fence()
         started_s = time.perf_counter()
         before: int | None = None
@@ -139,7 +138,7 @@ def _copy_stream_run(
 
 
 def _queue_cases(scratch: Scratch, queues: dict[Direction, TransferQueue]) -> Iterator[_BenchCase]:
-    """One transfer in one direction, and one in each at the same time."""
+    """Yield one transfer in one direction, and one in each direction at the same time."""
     half = scratch.num_bytes // 2
     first = Copy(scratch.address, scratch.host_address, half)
     second = Copy(scratch.host_address + half, scratch.address + half, half)
@@ -166,7 +165,7 @@ def _round_trip_s(queue: TransferQueue, scratch: Scratch) -> float:
 
 
 def _copy_rows(cases: Sequence[_BenchCase]) -> list[dict[str, Any]]:
-    """Bandwidths, and their ratio to the best plain copy of the same direction."""
+    """Return bandwidths and their ratios to the best plain copy of the same direction."""
     rates = [figures.bandwidth(case.num_bytes, case.samples_s) for case in cases]
     plain = ("device_copy", "memcpy_one_thread")
     best: dict[str, float] = {}
@@ -220,7 +219,7 @@ class _Mappings:
         return mapped_s - started_s, ended_s - mapped_s
 
     def _take(self, pages: int, num_runs: int) -> tuple[list[PageRun], list[PageRun]]:
-        """What is taken from the pool, and the runs to be mapped: one, or every other page."""
+        """Take pages from the pool; return them and the runs to map: one, or every other page."""
         if num_runs == 1 and (run := self._pool.allocate_run(pages)) is not None:
             return [run], [run]
         taken = self._pool.allocate(2 * pages)

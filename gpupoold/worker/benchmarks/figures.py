@@ -1,6 +1,6 @@
-"""What a series of measurements says, beside its limit. Pure.
+"""Summaries of measurements with their limits. Pure.
 
-Percentiles are of all samples, the slow ones included: machines are noisy, users too.
+Percentiles include all samples, slow ones too, because users see the slow ones.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ KV_SWAP_SHARE = 0.8
 
 
 def times(samples_s: Sequence[float]) -> dict[str, Any]:
-    """Median, 99th percentile and number of some durations, at least one."""
+    """Return median, 99th percentile and number of at least one duration."""
     return {"p50_s": p50(samples_s), "p99_s": p99(samples_s), "samples": len(samples_s)}
 
 
 def p50(samples: Sequence[float]) -> float:
-    """The median of at least one sample (nearest rank)."""
+    """Return the median of at least one sample (nearest rank)."""
     return _percentile(samples, 0.5)
 
 
 def p99(samples: Sequence[float]) -> float:
-    """The 99th percentile of at least one sample (nearest rank)."""
+    """Return the 99th percentile of at least one sample (nearest rank)."""
     return _percentile(samples, 0.99)
 
 
 def bandwidth(num_bytes: int, samples_s: Sequence[float]) -> float:
-    """Bytes per second of a copy of ``num_bytes`` in its median time."""
+    """Return the bytes per second of a copy of ``num_bytes`` in its median time."""
     return num_bytes / p50(samples_s)
 
 
 def at_most(measured_s: float, limit_s: float, of: str) -> dict[str, Any]:
-    """The verdict on a duration, which is the one called ``of``."""
+    """Return the verdict on a duration with the name ``of``."""
     return {
         "limit_s": limit_s,
         "limit_of": of,
@@ -55,19 +55,20 @@ def at_least(measured: float, limit: float, unit: str) -> dict[str, Any]:
 def host_cached_limit_s(
     weight_bytes: int, kv_bytes: int, copy_bytes_per_s: float, memcpy_bytes_per_s: float
 ) -> float:
-    """A switch that moves weights from host memory, and KV both ways, each within its own limit:
-    weights at a share of the device's copies, KV at a share of ``memcpy``, or what a GPU has
-    instead."""
+    """Return the limit of a switch that copies weights in, and KV both ways.
+
+    Weights count at a share of the device's copy rate, KV at a share of ``memcpy``'s rate or a
+    GPU's equivalent.
+    """
     weights_s = weight_bytes / (HOST_CACHED_SHARE * copy_bytes_per_s)
     return weights_s + kv_bytes / (KV_SWAP_SHARE * memcpy_bytes_per_s) + HOST_CACHED_EXTRA_S
 
 
 def hidden_share(extra_s: float, alone_s: float) -> float:
-    """Share of a transfer's time that engines did not wait for: 1 when it cost them nothing.
+    """Return the share of a transfer's time that engines did not wait for; 1 means no cost.
 
-    Args:
-        extra_s: what steps took longer in total than they do with nothing under way.
-        alone_s: what the transfer takes when it is waited for; above 0.
+    ``extra_s`` is the total slowdown of the steps, ``alone_s`` the positive time of the transfer
+    when waited for.
     """
     return min(1.0, 1.0 - extra_s / alone_s)
 

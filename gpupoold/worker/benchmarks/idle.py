@@ -1,4 +1,4 @@
-"""An empty device to measure on, and what is still held when it should be empty."""
+"""Emptying a device for measurements, and memory left on an empty device."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SHARED = ("/memfd:", "/dev/shm/", "/dev/zero")
 
 
 def empty_device(loop: TurnLoop) -> None:
-    """Take all models off a device that serves nobody.
+    """Page all models out of an idle device.
 
     Raises:
-        Refused: it serves requests.
+        Refused: the device serves requests.
     """
     if not loop.ledger.is_idle():
         raise Refused("the device is serving requests", "run the benchmark on an idle daemon")
@@ -29,13 +29,13 @@ def empty_device(loop: TurnLoop) -> None:
 
 
 def leftovers(loop: TurnLoop) -> dict[str, Any]:
-    """What is held when no request is live and no model is on the device.
+    """Return the memory in use without live requests and without models on the device.
 
-    Pages that are not free then, and bytes in use of the KV host cache, are lost for good.
-    ``anon_bytes`` and ``shmem_bytes`` are this process's private and shared memory, as the
-    kernel counts it, without the KV host cache: that takes its memory from the system bit by
-    bit, within its budget, and keeps it (``kv_host_touched_bytes``). ``device_free_bytes`` is
-    what the driver has free beside the pages, None on a device without.
+    Pages that are not free, and bytes in use of the KV host cache, are leaks. ``anon_bytes`` and
+    ``shmem_bytes`` are this process's private and shared memory by the kernel's count, without the
+    KV host cache, which takes memory gradually within its budget and keeps it
+    (``kv_host_touched_bytes``). ``device_free_bytes`` is the driver's free memory beside the pages,
+    None on a device without a driver.
 
     Raises:
         Refused: the device serves requests.
@@ -56,8 +56,7 @@ def leftovers(loop: TurnLoop) -> dict[str, Any]:
 
 
 def process_memory(smaps: Iterable[str]) -> dict[str, int]:
-    """Resident bytes by kind, of the lines of ``/proc/PID/smaps``: a headline for each mapping,
-    then its fields."""
+    """Return resident bytes by kind from the lines of ``/proc/PID/smaps``."""
     totals = dict.fromkeys(("anon_bytes", "shmem_bytes", "kv_host_touched_bytes"), 0)
     kind = ""
     for line in smaps:
@@ -72,7 +71,7 @@ def process_memory(smaps: Iterable[str]) -> dict[str, int]:
 
 
 def _kind(headline: list[str]) -> str:
-    """What a mapping's pages count as, by its permissions, offset, device, inode and path."""
+    """Return the kind of a mapping by its permissions, offset, device, inode and path."""
     path = " ".join(headline[4:])
     if path.startswith(_KV_HOST_CACHE):
         return "kv_host_touched_bytes"

@@ -1,4 +1,4 @@
-"""A model's KV to the host and back: how fast, and what another model's steps notice of it."""
+"""Speed of a model's KV to the host and back, and the effect on another model's steps."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _MAX_STEPS = 2_000
 
 
 def bench_kv(loop: TurnLoop, models: list[str], rounds: int, kv_bytes: int) -> dict[str, Any]:
-    """Page the first model's KV out and in, alone and while the second one decodes.
+    """Page the first model's KV out and in, alone and while the second model decodes.
 
-    Both stay resident. The bytes are compared at the end; plain copies of as many are made
-    in between.
+    Both models stay resident. The bytes are compared at the end; plain copies of the same size are
+    made in between.
 
     Raises:
-        Refused: the device is busy, or has no room for so much.
+        Refused: the device is busy or too small.
     """
     moved, other = (loop.engine(name) for name in models)
     empty_device(loop)
@@ -80,8 +80,9 @@ class _SwapBench:
         scratch: Scratch,
         plain: dict[str, tuple[Callable[[], float], Callable[[], float]]],
     ) -> dict[str, Any]:
-        """Out and in with nothing else going on; in each round also ``plain`` copies of as many
-        bytes of ``scratch``, and its pages unmapped and mapped again, all at once."""
+        """Page out and in on an idle device; in each round also copy and map the same size
+        plainly.
+        """
         outs_s, ins_s, maps_s = [], [], []
         memcpys_s: dict[str, list[float]] = {name: [] for name in plain}
         for index in range(_WARM_UP + rounds):
@@ -97,9 +98,9 @@ class _SwapBench:
         return _swap_summary(2 * self.num_bytes, outs_s, ins_s, maps_s, memcpys_s)
 
     def overlap(self, rounds: int, alone_s: float) -> dict[str, Any]:
-        """Steps of the other model with nothing under way, and with the KV going out and in.
+        """Time the other model's steps, alone and while KV moves out and in.
 
-        ``alone_s`` is what out and in take when they are waited for.
+        ``alone_s`` is the time to move KV out and in when waited for.
         """
         quiet_s, busy_s, extras_s = [], [], []
         for index in range(_WARM_UP + rounds):
@@ -155,7 +156,7 @@ class _SwapBench:
         raise Failed(f"the KV of {moved} does not come in beside other work")
 
     def _step_s(self, before: Callable[[], None] | None = None) -> float:
-        """One step of the other model as the turn loop makes it, transfers looked after."""
+        """Return the time of one step of the other model, including the care for transfers."""
         started_s = time.perf_counter()
         if before is not None:
             before()
@@ -194,9 +195,10 @@ def _swap_summary(
     maps_s: list[float],
     plain_s: dict[str, list[float]],
 ) -> dict[str, Any]:
-    """The figures. Each round is held against what the machine can do in the same round: the
-    plain copies and the mapping. So what slows it down for a while slows both; the ratios'
-    median counts."""
+    """Return the figures, each round relative to plain copies and mappings of the same round.
+
+    A temporary slowdown of the machine affects both sides; the median of the ratios counts.
+    """
     both_s = [out_s + in_s for out_s, in_s in zip(outs_s, ins_s, strict=True)]
     measured = figures.bandwidth(num_bytes, both_s)
     ratios = {

@@ -1,4 +1,4 @@
-"""Made-up requests that give a model live KV for as long as a measurement takes."""
+"""Synthetic requests that give a model live KV during a measurement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _numbers = itertools.count(1)
 
 
 class BenchmarkRequests:
-    """Greedy requests of one model whose KV is at least ``kv_bytes``; ``stop`` ends them."""
+    """Greedy requests of one model with at least ``kv_bytes`` of KV; ``stop`` ends the requests."""
 
     def __init__(self, engine: ModelEngine, residency: Residency, kv_bytes: int) -> None:
         self.engine = engine
@@ -35,7 +35,7 @@ class BenchmarkRequests:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the blocks in use; all of them must be on the device."""
+        """Bytes of the blocks in use, all of which must be on the device."""
         return self.engine.kv.num_live_blocks * self.engine.kv.geometry.block_bytes
 
     @property
@@ -44,10 +44,10 @@ class BenchmarkRequests:
         return self._num_left > 1
 
     def start(self) -> None:
-        """Prefill all of them; the model is resident afterwards.
+        """Prefill all requests; the model is resident afterwards.
 
         Raises:
-            Refused: so much KV does not fit.
+            Refused: the KV does not fit.
         """
         engine = self.engine
         if len(self._ids) > engine.max_sequences:
@@ -65,7 +65,7 @@ class BenchmarkRequests:
             raise Refused(f"{engine.name} has no room for {format_bytes(self._kv_bytes)} of KV")
 
     def step(self) -> float:
-        """Seconds of one step of the resident model, a token for every request whose KV is in."""
+        """Run one step of the resident model, a token per request with KV; return its seconds."""
         self._num_left -= 1
         started_s = time.perf_counter()
         self._residency.ensure_kv(self.engine.name)
@@ -73,7 +73,7 @@ class BenchmarkRequests:
         return time.perf_counter() - started_s
 
     def stop(self) -> None:
-        """End the requests and give their KV back; does nothing when there are none."""
+        """End the requests, if any, and free their KV."""
         engine = self.engine
         engine.abort(self._ids)
         engine.kv.discard_dead()

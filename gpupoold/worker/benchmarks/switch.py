@@ -1,4 +1,4 @@
-"""How long until another model runs, by where its bytes are; each mode beside its limit."""
+"""Time of a switch by the place of the model's bytes, with the limit of each mode."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STAGES = ("evict_s", "map_s", "weights_s", "kv_s")
 
 @dataclass(frozen=True, slots=True)
 class _Switch:
-    """One measured switch. ``ready_s``: a request can run; ``total_s``: all KV is there too."""
+    """A measured switch. ``ready_s``: a request can run; ``total_s``: all KV has arrived too."""
 
     ready_s: float
     total_s: float
@@ -44,12 +44,12 @@ class _Switch:
 
     @property
     def kv_bytes(self) -> int:
-        """KV that went out and came in while the clock ran."""
+        """Bytes of KV that moved out and in during the measured time."""
         return self.kv_in_bytes + self.stages.kv_out_bytes + self.kv_out_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Everything that moved while the clock ran."""
+        """All bytes that moved during the measured time."""
         return self.stages.weight_bytes + self.kv_bytes
 
 
@@ -58,15 +58,14 @@ def bench_switch(
 ) -> dict[str, Any]:
     """Alternate between two models of an idle device, mode by mode.
 
-    ``resident``: both are on the device. ``prefetched``: the next model comes in while the
-    other runs, then the switch is timed. ``host_cached``: the one on the device is paged out
-    and the other brought in, all of it timed. Each without KV and, with ``kv_bytes``, with
-    live requests of both models that have at least so much. Plain copies of the weights are
-    made in between.
+    ``resident``: both models are on the device. ``prefetched``: the next model comes in while the
+    other runs, then the switch is timed. ``host_cached``: paging one model out and the other in is
+    timed. Each mode runs without KV and, with ``kv_bytes``, with live requests of both models that
+    have at least that much KV. Plain copies of the weights are made in between.
 
     Raises:
         Refused: the device is busy, or too small for a mode.
-        UsageError: a mode there is not.
+        UsageError: a mode is unknown.
     """
     if unknown := sorted(set(modes) - set(MODES)):
         raise UsageError(f"no switch mode {unknown[0]!r}", f"choose of {', '.join(MODES)}")
@@ -86,7 +85,7 @@ def bench_switch(
 
 
 class _SwitchBench:
-    """Two engines that take turns, and plain copies of their weights made meanwhile."""
+    """Two engines taking turns, and plain copies of their weights in between."""
 
     def __init__(
         self, loop: TurnLoop, engines: tuple[ModelEngine, ModelEngine], rounds: int
@@ -101,10 +100,10 @@ class _SwitchBench:
         self.weight_bytes = max(engine.weights.num_bytes for engine in engines)
 
     def check_fits(self, modes: Sequence[str], kv_bytes: int) -> None:
-        """See that both models have room where that is wanted.
+        """Check that the modes' models fit.
 
         Raises:
-            Refused: they have not.
+            Refused: the models do not fit.
         """
         page_bytes, num_pages = self._loop.device.page_bytes, self._residency.pool.num_pages
         wanted = sum(e.weights.num_pages + -(-kv_bytes // page_bytes) for e in self._engines)
@@ -129,7 +128,7 @@ class _SwitchBench:
             self._live.clear()
 
     def measure(self, mode: str) -> dict[str, Any]:
-        """All switches of one mode; the verdict needs the copies of the whole run."""
+        """Measure the switches of one mode; the verdict needs the copies of the whole run."""
         factor = _RESIDENT_FACTOR if mode == "resident" else 1
         switches: list[_Switch] = []
         for index in range(_WARM_UP + 2 * self._rounds * factor):
@@ -145,7 +144,7 @@ class _SwitchBench:
         return _summary(switches)
 
     def judge(self, measured: dict[str, dict[str, Any]]) -> None:
-        """Put beside each mode its limit, and the copy that it is derived from."""
+        """Add each mode's limit, and the copy behind the limit."""
         for mode, rows in measured.items():
             for row in rows.values():
                 if mode == "resident":
@@ -170,7 +169,7 @@ class _SwitchBench:
         time.sleep(_POLL_S)
 
     def prepare_prefetched(self, incoming: ModelEngine, outgoing: ModelEngine) -> None:
-        """The next one comes in during the other's turn, until it has arrived."""
+        """Prefetch the next model during the other's turn, completely."""
         self._bring(outgoing)
         self._residency.page_out(incoming.name)
         self._residency.prefetch(incoming.name, outgoing.name)
@@ -183,7 +182,7 @@ class _SwitchBench:
                 time.sleep(_POLL_S)
 
     def prepare_host_cached(self, incoming: ModelEngine, outgoing: ModelEngine) -> None:
-        """Only the one that runs is there."""
+        """Keep only the running model on the device."""
         self._bring(outgoing)
         self._residency.page_out(incoming.name)
 
@@ -211,13 +210,12 @@ class _SwitchBench:
         self._residency.bring_all(engine.name)
 
     def _step(self, engine: ModelEngine) -> float | None:
-        """A step if the model has requests, which must not come to their ends."""
+        """Run a step if the model has requests, none of which may end."""
         live = self._live.get(engine.name)
         return live.step() if live is not None and live.can_step else None
 
     def _copy_plainly(self, engine: ModelEngine) -> None:
-        """Copy the snapshot into its mapped address range and note the time, by each way there
-        is."""
+        """Copy the snapshot into its mapped address range in each way, and record the times."""
         weights, device = engine.weights, self._loop.device
         started_s = time.perf_counter()
         device.copy_in(weights.address, weights.snapshot.address, weights.num_bytes)

@@ -1,1 +1,1 @@
-"""vLLM's engines in this process: the only room that imports vLLM's engine."""
+"""vLLM's engines in this process; no other room imports vLLM's engine."""

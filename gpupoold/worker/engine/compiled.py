@@ -1,4 +1,4 @@
-"""What torch's compiler keeps of a model after its engine has gone."""
+"""State of torch's compiler that outlives a model's engine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 
 
 def forget_compiled(model: nn.Module) -> None:
-    """Take back the hooks that vLLM registers with the compiler, one for each compiled module.
+    """Remove the hooks that vLLM registers with the compiler for each compiled module.
 
-    They are listed for the whole process and hold their module, and with it its code and the
-    CUDA graphs in there; vLLM itself leaves them.
+    The hooks are in a list of the process and keep the module alive, with its code and CUDA graphs;
+    vLLM does not remove them.
     """
     for module in model.modules():
         if isinstance(module, TorchCompileWithNoGuardsWrapper):

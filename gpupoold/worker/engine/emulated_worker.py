@@ -1,7 +1,7 @@
-"""vLLM's CPU worker with weights and KV in our address ranges (vLLM's ``worker_cls`` option).
+"""vLLM's CPU worker with weights and KV in gpupool's address ranges (vLLM's ``worker_cls``).
 
-Not to be imported in a process that uses a GPU: with its CPU worker vLLM replaces torch's
-streams, events and synchronisation by some that do nothing, for the whole process.
+Not for a process that uses a GPU: vLLM's CPU worker replaces torch's streams, events and
+synchronisation by dummies in the whole process.
 """
 
 from __future__ import annotations

@@ -52,10 +52,10 @@ _WORKERS = {True: "emulated_worker.EmulatedWorker", False: "gpu_worker.CudaWorke
 
 
 def check_engine_version() -> str:
-    """The installed vLLM's version.
+    """Return the installed vLLM's version.
 
     Raises:
-        Failed: it is not the one whose internals this module was written for.
+        Failed: the version differs from the one whose internals this module uses.
     """
     installed = str(vllm.__version__)
     if not installed.startswith(SUPPORTED_VERSION):
@@ -67,9 +67,9 @@ def check_engine_version() -> str:
 
 
 class WatchedFreeQueue(FreeKVCacheBlockQueue):
-    """vLLM's list of free blocks, which tells a watcher what leaves it and what comes back.
+    """vLLM's list of free blocks, which notifies a watcher of blocks that leave and return.
 
-    A block is in the list exactly while nobody references it.
+    A block is in the list exactly while it has no reference.
     """
 
     def __init__(self, blocks: list[KVCacheBlock], watcher: BlockWatcher) -> None:
@@ -104,7 +104,7 @@ class WatchedFreeQueue(FreeKVCacheBlockQueue):
 
 
 class BlockPoolLedger:
-    """vLLM's block pool as the KV memory sees it, through its public verbs."""
+    """vLLM's block pool for the KV memory, through its public methods."""
 
     def __init__(self, block_pool: Any) -> None:
         self._pool = block_pool
@@ -121,7 +121,7 @@ class BlockPoolLedger:
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
 
     def keep(self, block_ids: Sequence[int]) -> None:
-        """Let blocks that a request uses outlive it."""
+        """Add a reference to a request's blocks, so that the blocks outlive the request."""
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
 
     def give(self, block_ids: Sequence[int]) -> None:
@@ -129,7 +129,7 @@ class BlockPoolLedger:
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
     def live(self, block_ids: Iterable[int]) -> list[int]:
-        """Those of the blocks that somebody references."""
+        """Return the blocks that have a reference."""
         blocks = self._pool.blocks
         return [block_id for block_id in block_ids if blocks[block_id].ref_cnt > 0]
 
@@ -168,12 +168,12 @@ class ModelEngine:
         kv: tuple[Slot, int] | None = None,
         frontend: int = 0,
     ) -> None:
-        """Queue a request that ``frontend`` encoded; it goes on after ``output_token_ids``.
+        """Queue a request encoded by ``frontend``, to continue after ``output_token_ids``.
 
-        ``kv`` has the bytes of its first blocks, and how many they are; freed when not needed.
+        ``kv`` has the bytes of its first blocks and their number; the slot is freed if not needed.
 
         Raises:
-            Refused: the engine does not accept it.
+            Refused: the engine does not accept the request.
         """
         blocks = self._attach(*kv) if kv is not None else []
         attached: list[str] = []
@@ -199,11 +199,11 @@ class ModelEngine:
             raise Refused(f"{self.name}: the engine refused the request: {error}") from error
 
     def isolate(self, request_id: str) -> None:
-        """Let a request that is about to be added share no step with others."""
+        """Let a request that is about to be added share no step with other requests."""
         self._scheduler.isolate(request_id)
 
     def end_isolation(self, request_id: str) -> None:
-        """Let a request share steps with others again."""
+        """Let a request share steps with other requests again."""
         self._steps.wait()
         self._scheduler.end_isolation(request_id)
 
@@ -214,7 +214,7 @@ class ModelEngine:
         return structured is None or structured.grammar is not None
 
     def _attach(self, slot: Slot, num_blocks: int) -> list[int]:
-        """Blocks whose bytes are in ``slot``; none, and the slot freed, if that cannot be."""
+        """Return blocks with the bytes in ``slot``; none, with the slot freed, if impossible."""
         if slot.num_bytes == num_blocks * self.kv.geometry.block_bytes:
             blocks = self.kv.attach_slot(slot, num_blocks)
             if blocks is not None:
@@ -223,7 +223,9 @@ class ModelEngine:
         return []
 
     def full_blocks(self, request_id: str) -> list[int] | None:
-        """Blocks of a request whose KV can be copied, from the first on; None if it is not here."""
+        """Return a request's blocks with complete KV, from the first on; None for an unknown
+        request.
+        """
         request = self._core.scheduler.requests.get(request_id)
         if request is None or request.is_finished():
             return None
@@ -232,18 +234,18 @@ class ModelEngine:
 
     @property
     def max_batched_tokens(self) -> int:
-        """Tokens of one step at most; longer prompts are prefilled in pieces."""
+        """Largest number of tokens in a step; longer prompts are prefilled in chunks."""
         return int(self._core.scheduler.max_num_scheduled_tokens)
 
     @property
     def max_sequences(self) -> int:
-        """Requests of one step at most."""
+        """Largest number of requests in a step."""
         return int(self._core.scheduler.max_num_running_reqs)
 
     def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Queue a request with a synthetic prompt, greedy, of exactly ``max_tokens`` tokens.
+        """Queue a greedy request with a synthetic prompt and exactly ``max_tokens`` tokens.
 
-        No prefix of it is another's, so it is always prefilled in full.
+        The prompt shares no prefix with another, so it is always prefilled in full.
         """
         size = self._core.vllm_config.model_config.get_vocab_size()
         tokens = random.Random(request_id)
@@ -264,11 +266,11 @@ class ModelEngine:
         self._core.add_request(*self._core.preprocess_add_request(request))
 
     def abort(self, request_ids: list[str]) -> None:
-        """End requests; their blocks are free at once."""
+        """Abort requests; their blocks are free at once."""
         self._core.abort_requests(request_ids)
 
     def has_requests(self) -> bool:
-        """Return whether a step would do something (ended requests may need one to be cleared)."""
+        """Return whether a step would do work; ended requests may need a step for clean-up."""
         return bool(self._core.scheduler.has_requests())
 
     @contextlib.contextmanager
@@ -281,13 +283,13 @@ class ModelEngine:
             self._scheduler.alone = None
 
     def is_ready(self) -> bool:
-        """Return whether a step would do something now: some request has all of its KV here."""
+        """Return whether a step would do work now: some request has all of its KV on the device."""
         if self.kv.is_whole:
             return self.has_requests()
         return self._scheduler.can_schedule()
 
     def wanted_blocks(self) -> Iterator[int]:
-        """Blocks of the requests under way, in the order in which they would best run."""
+        """Yield blocks of running requests in the order of their use."""
         found: Iterator[int] = self._scheduler.blocks_under_way()
         return found
 
@@ -313,7 +315,7 @@ class ModelEngine:
         return [item for step in steps for item in step.progress]
 
     def num_missing_blocks(self) -> int:
-        """Blocks the next step may want beyond the free ones (an upper bound, at least 0)."""
+        """Return an upper bound of the blocks that the next step may need beyond the free ones."""
         scheduler, size = self._core.scheduler, self.info.block_size
         wanted = 0
         for request in scheduler.running:
@@ -326,7 +328,7 @@ class ModelEngine:
         return max(0, min(wanted * groups, limit) - self._ledger.num_free)
 
     def preempt(self) -> None:
-        """Drop the KV of all requests; the engine recomputes it when they run again."""
+        """Drop the KV of all requests; the engine recomputes the KV when the requests run again."""
         self._steps.wait()
         self.kv.finish_exports()
         with self.kv.without_ballast():
@@ -459,8 +461,8 @@ def _runner(core: Any) -> Any:
 def use_plain_linear_layers() -> None:
     """Keep linear weights in torch tensors on the CPU.
 
-    vLLM repacks them into oneDNN handles outside torch's sight otherwise, where
-    no page of ours would hold them; without oneDNN it falls back to ``F.linear``.
+    Otherwise vLLM repacks the weights into oneDNN handles that torch does not know and no page
+    could hold; without oneDNN vLLM uses ``F.linear``.
     """
     import vllm._custom_ops as custom_ops
 

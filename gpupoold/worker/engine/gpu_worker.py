@@ -13,29 +13,33 @@ from gpupoold.worker.weights.loading import current_load
 
 
 class CudaWorker(PooledMemory, Worker):
-    """vLLM's CUDA worker on a device whose pages are ours.
+    """vLLM's CUDA worker on a device whose pages belong to gpupool.
 
-    Unlike the CPU's it runs the model while it is being loaded: to compile it, to tune
-    kernels, to capture CUDA graphs. Weights and KV then have to be behind their addresses.
+    Unlike the CPU worker, it runs the model during the load: to compile, tune kernels and capture
+    CUDA graphs. Weights and KV must be mapped then.
     """
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load, move the weights into the address range and make them resident for what follows."""
+        """Load, move the weights into the address range and make the weights resident."""
         super().load_model(load_dummy_weights=load_dummy_weights)
         current_load().bring_weights()
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        """vLLM's, those with blocks outermost first: the bytes of a block then lie side by side.
+        """Return vLLM's layouts, those with blocks outermost first: a block's bytes are
+        contiguous.
 
-        So the least KV that a model can have is a page, and not one in every layer, and what is
-        copied is long. ``VLLM_KV_CACHE_LAYOUT`` has the last word.
+        So the least KV of a model is one page instead of one per layer, and copies are long.
+        ``VLLM_KV_CACHE_LAYOUT`` takes precedence.
         """
         names = super().get_supported_kv_cache_layouts()
         return sorted(names, key=lambda name: not KVCacheLayout[name].is_block_outermost)
 
     def determine_available_memory(self) -> int:
-        """The KV budget, after vLLM's profiling run: it compiles, and fails if activations do
-        not fit into the reserve. vLLM takes the budget as given and measures nothing."""
+        """Return the KV budget after vLLM's profiling run.
+
+        The run compiles, and fails if activations exceed the reserve. vLLM takes the budget as
+        given and measures nothing.
+        """
         self.cache_config.kv_cache_memory_bytes = super().determine_available_memory()
         return int(Worker.determine_available_memory(self))
 

@@ -1,10 +1,9 @@
-"""The grammars of an engine's requests: vLLM's manager, with two changes.
+"""Grammars of an engine's requests: vLLM's manager with two changes.
 
-A request's grammar is compiled by the backend that was chosen for the request. In vLLM 0.32.0
-the first grammar decides for all that follow: its schema may need a backend that understands
-others differently.
+A request's grammar is compiled by the backend chosen for the request. In vLLM 0.32.0 the first
+grammar decides for all later ones, whose schemas another backend may understand differently.
 
-What xgrammar caches of compiled grammars is bounded for all engines of the process together.
+The memory of xgrammar's compiled grammars is bounded for all engines of the process together.
 """
 
 from __future__ import annotations
@@ -23,20 +22,22 @@ from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.system.process import GRAMMAR_NICENESS, lower_priority, trim_heap
 
 CACHE_BYTES = 16 << 20
-"""Of compiled grammars, for all engines of a process, as xgrammar counts them. In memory they
-take two to three times as much."""
+"""Limit in bytes of compiled grammars for all engines of a process, by xgrammar's count.
+
+The real memory is two to three times as large.
+"""
 
 
 class GrammarCache(Protocol):
-    """What an engine's compiler keeps of grammars."""
+    """The cache of compiled grammars of one engine's compiler."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the grammars, as the compiler counts them."""
+        """Bytes of the grammars by the compiler's count."""
         ...
 
     def renew(self) -> None:
-        """Drop the grammars; those in use live on with their requests."""
+        """Drop the grammars; grammars in use live on with their requests."""
         ...
 
 
@@ -49,7 +50,7 @@ class GrammarCaches:
         self._lock = threading.Lock()
 
     def used(self, cache: GrammarCache) -> None:
-        """Note a use, and renew the caches that were used longest ago while all are too large."""
+        """Record a use; renew the least recently used caches while the total is over the limit."""
         with self._lock:
             self._caches[cache] = None
             self._caches.move_to_end(cache)
@@ -70,9 +71,9 @@ _caches = GrammarCaches(CACHE_BYTES)
 
 
 class _BackendGrammars(StructuredOutputManager):
-    """Compiles the grammars of one backend; the activity page says for which request.
+    """A manager for one backend, which records requests in the activity page.
 
-    The backend too is made by a thread that compiles: vLLM makes it between two steps.
+    A compiling thread creates the backend too; vLLM would create the backend between two steps.
     """
 
     backend: Any
@@ -110,10 +111,10 @@ class _BackendGrammars(StructuredOutputManager):
         trim_heap()
 
     def clear_backend(self) -> None:
-        """End the backend, and the threads that compile, when what they compile is done.
+        """End the backend and its compiling threads after their present work.
 
-        Returns at once: a grammar takes up to seconds and cannot be stopped, and other engines'
-        steps go on meanwhile.
+        Returns at once: compiling takes up to seconds and cannot be stopped, and other engines'
+        steps continue meanwhile.
         """
         self.executor.shutdown(wait=False, cancel_futures=True)
         threading.Thread(target=self._end, name="grammars-end", daemon=True).start()
@@ -125,7 +126,7 @@ class _BackendGrammars(StructuredOutputManager):
 
 
 class EngineGrammars(StructuredOutputManager):
-    """vLLM's manager for one engine, over one for each backend that its requests name."""
+    """vLLM's manager for one engine, over one manager per backend."""
 
     def __init__(self, config: VllmConfig, model: str) -> None:
         super().__init__(config)
@@ -151,6 +152,6 @@ class EngineGrammars(StructuredOutputManager):
 
 
 def use_engine_grammars(core: Any, model: str) -> None:
-    """Give an ``EngineCore`` this manager; it has no option for that."""
+    """Replace the manager of an ``EngineCore``, which has no option for a manager."""
     grammars = EngineGrammars(core.vllm_config, model)
     core.structured_output_manager = core.scheduler.structured_output_manager = grammars

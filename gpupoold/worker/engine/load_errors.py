@@ -1,4 +1,4 @@
-"""vLLM's reasons for not loading a model, in words that fit what the user can do here."""
+"""vLLM's reasons for not loading a model, reworded for gpupool's users."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NO_TEXT = "only models that generate text are served"
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A message of vLLM's; ``says`` has its groups in place of ``{0}``, ``{1}``, ..."""
+    """A known message of vLLM; ``says`` has its groups in place of ``{0}``, ``{1}``, ..."""
 
     pattern: re.Pattern[str]
     says: str
@@ -101,17 +101,17 @@ _KNOWN = [
 
 
 class ModelKind(Protocol):
-    """What vLLM's ``ModelConfig`` says of a model."""
+    """The facts that vLLM's ``ModelConfig`` has about a model."""
 
     runner_type: str
     is_encoder_decoder: bool
 
 
 def check_kind(model: str, architecture: str, kind: ModelKind) -> None:
-    """Check that a model of the class ``architecture`` is one that this program serves.
+    """Check that this program can serve a model of the class ``architecture``.
 
     Raises:
-        Refused: it makes no text, or has an encoder.
+        Refused: the model generates no text, or has an encoder.
     """
     if kind.is_encoder_decoder:
         raise Refused(
@@ -126,7 +126,7 @@ def check_kind(model: str, architecture: str, kind: ModelKind) -> None:
 
 
 def refusal(model: str, error: BaseException) -> Refused:
-    """The error to show for a model whose engine could not be built."""
+    """Return the error to show for a model whose engine could not be built."""
     text = str(error)
     if wanted := _WANTED_LENGTH.search(text):
         return _too_long(model, int(wanted[1]), _POSSIBLE_LENGTH.search(text))
@@ -155,7 +155,7 @@ def refusal(model: str, error: BaseException) -> Refused:
 
 
 def failure(model: str, when: str, error: BaseException) -> Failed:
-    """The error to show for a model that raised one when it computed."""
+    """Return the error to show for a model that raised an error in a computation."""
     return Failed(f"{model}: it cannot answer: when {when}, {_described(error)}", _LOGS)
 
 
@@ -170,8 +170,7 @@ def _too_long(model: str, wanted: int, possible: re.Match[str] | None) -> Refuse
 
 
 def _described(error: BaseException) -> str:
-    """What an error says, with its type where that is needed; where it was raised if it says
-    nothing."""
+    """Return an error's text, with the type if needed, and the place if the text is empty."""
     text, name = _useful(str(error)), type(error).__name__
     if text:
         return text if isinstance(error, _SPEAKING) else f"{name}: {text}"
@@ -193,7 +192,7 @@ def _some(text: str) -> str:
 
 
 def _useful(text: str) -> str:
-    """The beginning of a message without what pydantic adds."""
+    """Return the beginning of a message without pydantic's additions."""
     lines = [line.strip() for line in _PYDANTIC.sub("", text).splitlines() if line.strip()]
     useful = [line for line in lines if not line.startswith("For further information")]
     return " ".join(useful[:_MAX_LINES])[:_MAX_CHARACTERS]

@@ -1,4 +1,4 @@
-"""What our worker classes have in common: weights and KV in our address ranges."""
+"""The common part of gpupool's worker classes: weights and KV in address ranges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpupoold.worker.weights.loading import current_load
 
 
 class PooledMemory:
-    """Mixed in before vLLM's worker: the three places where it takes device memory."""
+    """A mixin before vLLM's worker that replaces the three allocations of device memory."""
 
     model_runner: Any
     local_rank: int
@@ -31,7 +31,7 @@ class PooledMemory:
         current_load().take_weights(self.model_runner.get_model())
 
     def determine_available_memory(self) -> int:
-        """The device's memory less the weights: what the model could have when alone."""
+        """Return the device's memory without the weights: the KV budget of a lone model."""
         specs = self.model_runner.get_kv_cache_spec().values()
         return current_load().kv_budget_bytes([spec.page_size_bytes for spec in specs])
 
@@ -42,10 +42,10 @@ class PooledMemory:
 
 
 def _ensure_process_groups(init_method: str, local_rank: int) -> None:
-    """Groups of one rank for every kind of model.
+    """Create groups of one rank for every kind of model.
 
-    vLLM makes them for the first model of a process, and leaves the expert
-    group out when that one is dense; without any model it makes them all.
+    vLLM creates the groups for the first model of a process, without the expert group if that model
+    is dense; without any model vLLM creates all groups.
     """
     if parallel_state.model_parallel_is_initialized():
         return

@@ -1,8 +1,8 @@
-"""A request goes on in another engine, after the tokens that its client has.
+"""Resumption of a request in another engine, after the tokens that the client has.
 
-Its KV is computed anew from prompt and tokens, as vLLM does after a preemption. What a
-preempted request has in the process that it was preempted in is made here: the worker's record
-of it, the state of its random generator, and what its grammar has accepted.
+The KV is recomputed from prompt and tokens, as in vLLM after a preemption. This module creates the
+state that a preempted request has in its process: the worker's record, the state of the random
+generator, and the grammar's position.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def resume(
 ) -> None:
     """Queue ``request`` as if ``core`` had computed ``token_ids`` of its answer.
 
-    ``claim`` is called before it is queued, to give it KV that is there. A grammar takes note of
-    the tokens when it has been compiled, see :func:`after_grammar`.
+    ``attach`` is called before queueing, to attach existing KV. A grammar advances by the tokens
+    after its compilation, see :func:`after_grammar`.
     """
     request.append_output_token_ids(list(token_ids))
     request.num_preemptions = 1
@@ -53,7 +53,7 @@ def resume(
 def _add_with_record(
     core: EngineCore, request: Request, wave: int, token_ids: Sequence[int]
 ) -> None:
-    """Queue a request for vLLM's first model runner, which remembers who was preempted."""
+    """Queue a request for vLLM's first model runner, which records preempted requests."""
     runner: Any = core.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
     # First: what fails here must not leave a request in the queue without its record.
     runner.requests[request.request_id] = _record(runner, request, token_ids)
@@ -70,7 +70,7 @@ def _add_with_record(
 
 
 def after_grammar(request: Request) -> None:
-    """The grammar of a request has been compiled: it goes on where it was."""
+    """Advance a request's compiled grammar to its position."""
     if not request.num_preemptions or not request.num_output_tokens:
         return
     structured = request.structured_output_request
@@ -95,8 +95,11 @@ def _record(runner: Any, request: Request, token_ids: Sequence[int]) -> CachedRe
 def _generator(
     runner: Any, sampling: SamplingParams | None, num_drawn: int
 ) -> torch.Generator | None:
-    """Of a seeded request, after so many tokens: drawn by vLLM's own sampler, for how much it
-    takes from a generator differs between devices."""
+    """Return the generator of a seeded request after ``num_drawn`` tokens.
+
+    vLLM's own sampler draws the tokens, because the consumption of random numbers differs between
+    devices.
+    """
     if sampling is None or sampling.sampling_type != SamplingType.RANDOM_SEED:
         return None
     assert sampling.seed is not None

@@ -1,7 +1,7 @@
-"""vLLM's scheduler for a model whose KV may be partly away (vLLM's ``scheduler_cls`` option).
+"""vLLM's scheduler for a model with partly offloaded KV (vLLM's ``scheduler_cls``).
 
-Requests with blocks that are not on the device sit a step out, as requests do for which
-vLLM's token budget does not suffice; the others go on.
+Requests with blocks that are not on the device skip a step, as requests beyond vLLM's token budget
+do; other requests continue.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ _MAX_PUT_OFF_S = 1.0
 
 
 class PooledScheduler(Scheduler):
-    """``kv`` knows what is on the device; ``alone`` is the one request that may run, if any.
+    """A scheduler that knows which blocks are on the device, from ``kv``.
 
-    ``isolated`` are requests that share no step with others, see ``take_turns``; ``name`` is the
-    model's, for the activity page.
-    ``chunk_tokens`` limits the next step, if it is given. While ``is_held`` no step is made.
-    ``num_updates`` counts the steps whose tokens have come, ``was_decode`` tells whether the
-    last of them was the next token of every request in it.
+    ``alone`` is the only request that may run, if set. ``isolated`` requests share no step with
+    others, see ``take_turns``; ``name`` is the model's name for the activity page. ``chunk_tokens``
+    limits the next step, if set. While ``is_held`` no step is made. ``num_updates`` counts steps
+    with known tokens, and ``was_decode`` tells whether the last step only decoded.
     """
 
     running: list[Request]
@@ -55,7 +54,7 @@ class PooledScheduler(Scheduler):
         self._attached: dict[str, list[int]] = {}
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """vLLM's step, without the requests under way that may not run."""
+        """Schedule vLLM's step without running requests that may not run."""
         limit = self.max_num_scheduled_tokens
         if self.chunk_tokens is not None:  # never less than every answer and a token more
             wanted = max(self.chunk_tokens, len(self.running) + 1)
@@ -86,18 +85,18 @@ class PooledScheduler(Scheduler):
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
     def isolate(self, request_id: str) -> None:
-        """Let a request, which may still have to come, share no step with others."""
+        """Let a request, present or future, share no step with others."""
         self.isolated[request_id] = None
 
     def end_isolation(self, request_id: str) -> None:
-        """Let a request share steps again; does nothing for others."""
+        """Let a request share steps again; no effect for other requests."""
         self.isolated.pop(request_id, None)
         self._on_trial = None
 
     def take_turns(self, *, may_isolate: bool) -> None:
-        """Choose whose step is next: of one isolated request, or of all others; by turns.
+        """Choose the next step's requests: one isolated request, or all others, alternately.
 
-        Not ``may_isolate``: of the others for up to a second, if there are any.
+        If not ``may_isolate``, the others run for up to a second, if there are any.
         """
         for request_id in [one for one in self.isolated if one not in self.requests]:
             del self.isolated[request_id]
@@ -114,7 +113,7 @@ class PooledScheduler(Scheduler):
         self.isolated[self._on_trial] = self.isolated.pop(self._on_trial)  # to the end of the line
 
     def attach(self, request: Request, blocks: list[int]) -> None:
-        """A request is about to come whose first blocks these are; the references are its."""
+        """Attach first blocks to a request about to be added; the request takes the references."""
         if not blocks:
             return
         pool = self.kv_cache_manager.block_pool
@@ -124,7 +123,7 @@ class PooledScheduler(Scheduler):
 
     @property
     def num_attached(self) -> int:
-        """Blocks of requests that have come with KV and wait to run."""
+        """Number of blocks attached to requests that wait to run."""
         return sum(map(len, self._attached.values()))
 
     def full_blocks(self, request: Request) -> list[int]:
@@ -141,20 +140,20 @@ class PooledScheduler(Scheduler):
         return self._blocks(request)[:num_full]
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
-        """As vLLM's; what they claimed is free too."""
+        """Finish requests as vLLM does, and free their attached blocks."""
         finished = super().finish_requests(*args, **kwargs)
         for request in finished:
             self.release(request.request_id)
         return finished
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """As vLLM's; nobody has KV afterwards."""
+        """Reset as vLLM does; no request has KV afterwards."""
         for request_id in list(self._attached):
             self.release(request_id)
         return super().reset_prefix_cache(*args, **kwargs)
 
     def release(self, request_id: str) -> None:
-        """A request has its blocks itself now, or needs none."""
+        """Forget a request's attached blocks, which the request has itself or no longer needs."""
         blocks = self._attached.pop(request_id, None)
         if blocks is None:
             return
@@ -187,7 +186,7 @@ class PooledScheduler(Scheduler):
         return waiting or any(self._is_here(one) for one in self.running)
 
     def blocks_under_way(self) -> Iterator[int]:
-        """Blocks of the running requests, those that came first first; then of who came with KV."""
+        """Yield blocks of the running requests, oldest first; then attached blocks."""
         for request in self.running:
             yield from self._blocks(request)
         for blocks in self._attached.values():
@@ -199,7 +198,7 @@ class PooledScheduler(Scheduler):
         return not is_whole or self.alone is not None or bool(self.isolated)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        """A waiting request whose cached prefix is not on the device waits for it."""
+        """Hold a waiting request whose cached prefix is not on the device."""
         is_waiting = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         if not super()._handle_blocked_waiting_request(request):
             return False
@@ -213,7 +212,7 @@ class PooledScheduler(Scheduler):
         return self.kv.is_here(block for group in hit.get_block_ids() for block in group)
 
     def _is_attached_here(self, request: Request) -> bool:
-        """Return whether the blocks that a waiting request claims are here; it may claim none."""
+        """Return whether a waiting request's attached blocks, if any, are on the device."""
         attached = self._attached.get(request.request_id)
         return attached is None or self.kv is None or self.kv.is_here(attached)
 
@@ -234,4 +233,4 @@ class PooledScheduler(Scheduler):
 
 
 class AsyncPooledScheduler(PooledScheduler, AsyncScheduler):
-    """The same for steps that are begun before the tokens of the last one are known."""
+    """The same for steps that begin before the tokens of the previous step are known."""

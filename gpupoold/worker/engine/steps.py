@@ -1,9 +1,9 @@
-"""An engine's steps: one after the other, or each prepared while the device computes another.
+"""An engine's steps, sequential or overlapped.
 
-With vLLM's asynchronous scheduling (its default on a GPU) a step is scheduled and launched
-before the tokens of the one before it are known: they stay on the device. The device then never
-waits for the host. What has been launched is *under way* until its tokens have come; whoever
-wants to end requests or to take memory away settles it first.
+With vLLM's asynchronous scheduling (the default on a GPU) a step is scheduled and launched before
+the tokens of the previous step are known: the tokens stay on the device, and the device never waits
+for the host. A launched step is *under way* until its tokens have arrived. Code that ends requests
+or takes memory away must settle the step first.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from gpupoold.wire.codec import MAX_FRAME_BYTES
 from gpupoold.wire.messages import RequestProgress
 
 _MAX_STEP_BYTES = MAX_FRAME_BYTES // 2
-"""Of encoded outputs in one message; what the requests got of tokens is beside them."""
+"""Limit of encoded outputs in one message, in bytes; token ids are sent beside."""
 
 
 class Step(NamedTuple):
-    """What a step has made: encoded outputs for the frontends (maybe none), and their gist."""
+    """The result of a step: encoded outputs for the frontends (maybe none), and a summary."""
 
     frames: list[bytes]
     progress: list[RequestProgress]
     is_decode: bool
-    """It was the next token of every request in it: no prompt was computed."""
+    """Whether every request got its next token, without any prefill."""
     frame_counts: dict[int, int]
-    """How many of ``frames`` are for each frontend, in their order."""
+    """Numbers of ``frames`` per frontend, in the frames' order."""
 
 
 class EngineSteps:
@@ -52,15 +52,14 @@ class EngineSteps:
 
     @property
     def are_under_way(self) -> bool:
-        """True if something has been launched whose tokens have not come."""
+        """True if a launched step's tokens have not arrived."""
         return bool(self._core.batch_queue)
 
     def begin(self, chunk_tokens: int | None = None) -> list[Step]:
-        """Launch a step, of ``chunk_tokens`` at most; then wait for the one before it.
+        """Launch a step of at most ``chunk_tokens``; then wait for the previous step.
 
-        Returns what has come since the last call: nothing when none was under way before.
-        Without asynchronous scheduling it is the step itself that is waited for, and while some
-        request is isolated, whose steps are made alone.
+        Returns the results since the last call: none without a previous step. Without asynchronous
+        scheduling, and while a request is isolated, the call waits for the step itself.
         """
         self._scheduler.chunk_tokens = chunk_tokens
         if not self._scheduler.isolated:
@@ -73,12 +72,12 @@ class EngineSteps:
         return self._take()
 
     def settle(self) -> list[Step]:
-        """Return when nothing is under way, with what has come since the last call."""
+        """Return when no step is under way, with the results since the last call."""
         self.wait()
         return self._take()
 
     def wait(self) -> None:
-        """Return when nothing is under way; the next call of the others has what has come."""
+        """Return when no step is under way; the next call returns the results."""
         if not self.are_under_way:
             return
         self._scheduler.is_held = True
@@ -111,7 +110,7 @@ class EngineSteps:
             WORKER.main.clear()
 
     def _told(self, by_frontend: dict[int, EngineCoreOutputs], *, is_decode: bool) -> list[Step]:
-        """What a step has made; as several where one message has no room for all of it."""
+        """Return a step's results, several if one message is too small."""
         frames: list[bytes] = []
         progress: list[RequestProgress] = []
         frame_counts: dict[int, int] = {}
@@ -142,7 +141,7 @@ def _gist(result: EngineCoreOutputs) -> list[RequestProgress]:
 
 
 def _halves(by_frontend: dict[int, EngineCoreOutputs]) -> tuple[dict[int, EngineCoreOutputs], ...]:
-    """The outputs of a step in two parts, each with outputs in it."""
+    """Split the outputs of a step into two parts, neither of them empty."""
     pairs = [(number, one) for number, made in by_frontend.items() for one in made.outputs]
     middle = len(pairs) // 2
     halves = []

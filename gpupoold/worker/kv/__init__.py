@@ -1,1 +1,1 @@
-"""Which models' bytes are on the device: switches, page eviction, KV migration."""
+"""Residency of models' bytes on the device: switches, page eviction, KV migration."""

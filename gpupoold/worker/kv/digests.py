@@ -1,4 +1,4 @@
-"""Digests of a model's bytes on the device, to see that moving them changes nothing."""
+"""Digests of a model's bytes on the device, to check that moves change no byte."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def weights_digest(device: Device, engine: ModelEngine) -> str:
 
 
 def live_blocks(engine: ModelEngine) -> list[int]:
-    """Blocks on the device that requests use, lowest first."""
+    """Return the blocks on the device with a reference, in ascending order."""
     return [b for c in engine.kv.extents(Place.DEVICE) for b in engine.kv.live_blocks(c)]
 
 
 def kv_digest(device: Device, engine: ModelEngine) -> str:
-    """SHA-256 of the live KV blocks, none of which may be away."""
+    """Return the SHA-256 of the live KV blocks, all of which must be on the device."""
     digest = hashlib.sha256()
     buffer = tensors.over(device, engine.kv.address, engine.kv.geometry.total_bytes)
     for offset, num_bytes in engine.kv.geometry.extents(live_blocks(engine)):

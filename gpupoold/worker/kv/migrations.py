@@ -1,4 +1,4 @@
-"""Requests that leave for another device with their KV, and those that come from one."""
+"""Requests that migrate to another device with their KV, and requests that arrive."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class _Sent:
     arrival: Arrival
 
     def close(self) -> None:
-        """Once nothing is copied there any more."""
+        """Free the object when no copy to it is running."""
         self.slot.free()
         self.arrival.close()
 
 
 @dataclass(slots=True)
 class _Coming:
-    """A request whose KV is on its way. ``slot`` None: it will not come."""
+    """A request whose KV is on the way. ``slot`` None: the KV will not come."""
 
     message: m.AddRequest
     slot: PeerSlot | None
@@ -45,8 +45,7 @@ class _Coming:
 
 
 class KvMigrations:
-    """KV transfers of this worker that others read, and KV transfers of others for requests
-    here."""
+    """KV transfers from this worker to others, and from others to this worker."""
 
     def __init__(
         self,
@@ -68,16 +67,16 @@ class KvMigrations:
 
     @property
     def wake_fds(self) -> list[int]:
-        """Descriptors that become readable when ``arrived`` has something new."""
+        """Descriptors that become readable when ``arrived`` has new requests."""
         return [one.arrival.fd for one in self._coming.values()]
 
     @property
     def sent_bytes(self) -> int:
-        """Host memory of KV transfers that others may read."""
+        """Bytes of host memory in KV transfers that other workers may read."""
         return sum(one.slot.num_bytes for one in (*self._sent.values(), *self._doomed))
 
     def migrate_out(self, engine: ModelEngine, residency: Residency, request_id: str) -> None:
-        """Let a request go, its KV being copied meanwhile; tells of it."""
+        """Let a request leave while its KV is copied; send the report."""
         blocks = engine.full_blocks(request_id)
         if blocks is None:
             self._send(m.Migrated(engine.name, request_id, is_known=False), ())
@@ -96,7 +95,7 @@ class KvMigrations:
         self._send(m.Migrated(engine.name, request_id, kv_transfer=kv_transfer), (arrival.fd,))
 
     def free(self, transfer_id: str) -> None:
-        """Nobody reads a KV transfer any more; an unknown one is ignored."""
+        """Free a KV transfer that no worker reads any more; ignore an unknown one."""
         sent = self._sent.pop(transfer_id, None)
         if sent is not None:
             self._doomed.append(sent)
@@ -108,7 +107,7 @@ class KvMigrations:
             sent.close()
 
     def peer_up(self, device_number: int, fd: int, num_bytes: int) -> None:
-        """Another worker's host cache, in place of what it had before."""
+        """Map another worker's host cache, replacing the mapping of its previous process."""
         self.peer_down(device_number)
         try:
             self._peers[device_number] = PeerCache(fd, num_bytes, self._device, self._thread)
@@ -116,7 +115,7 @@ class KvMigrations:
             _logger.error("the host cache of worker %d cannot be mapped: %s", device_number, error)
 
     def peer_down(self, device_number: int) -> None:
-        """A worker has died: what has not arrived from there never will."""
+        """Handle the death of a worker: KV that has not arrived is lost."""
         for coming in self._coming.values():
             kv_transfer = coming.message.kv_transfer
             if (
@@ -130,9 +129,10 @@ class KvMigrations:
             cache.leave()
 
     def expect(self, message: m.AddRequest, arrival: Arrival) -> None:
-        """A request whose KV transfer is on its way; ``arrived`` has it when its bytes are there.
+        """Register a request whose KV transfer is on the way, for ``arrived``.
 
-        Without KV, and at once, when its sender's host cache is not usable (yet).
+        The request continues without KV, and at once, if the sender's host cache is not usable
+        (yet).
         """
         kv_transfer = message.kv_transfer
         assert kv_transfer is not None
@@ -146,7 +146,7 @@ class KvMigrations:
         self._coming[message.request_id] = _Coming(message, slot, arrival)
 
     def arrived(self) -> list[tuple[m.AddRequest, PeerSlot | None]]:
-        """Requests that can go on, in the order in which they came, with their KV if it came."""
+        """Return requests that can continue, in order of arrival, with their KV if it arrived."""
         self._settle()
         told = [one for one in self._coming.values() if one.arrival.is_told()]
         for coming in told:
@@ -158,7 +158,7 @@ class KvMigrations:
         return [(coming.message, coming.slot) for coming in told]
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Requests that have ended need no KV; others than those on their way are ignored."""
+        """Drop the KV of ended requests; ignore unknown requests."""
         for request_id in request_ids:
             coming = self._coming.pop(request_id, None)
             if coming is not None:
@@ -167,7 +167,7 @@ class KvMigrations:
                     coming.slot.free()
 
     def close(self) -> None:
-        """Let the peers' host caches go, and wait until that is done."""
+        """Unmap the peers' host caches, and wait for the end."""
         for worker in list(self._peers):
             self.peer_down(worker)
         self._thread.close()

@@ -1,4 +1,4 @@
-"""Making room on a device: who gives pages up, and when those on their way out have come free."""
+"""Page eviction, and pages that become free after their copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpupoold.scheduling.eviction import Eviction, PageHolding, Victim, plan_evi
 
 
 class PooledModel(Protocol):
-    """What residency needs of a model's engine."""
+    """The part of a model's engine that residency needs."""
 
     weights: WeightMemory
     kv: KvMemory
@@ -32,18 +32,18 @@ class PooledModel(Protocol):
         """Return whether a step would do something now."""
 
     def wanted_blocks(self) -> Iterable[int]:
-        """Blocks of its requests, in the order in which they are wanted."""
+        """Return blocks of its requests in the order of need."""
 
     def preempt(self) -> None:
         """Drop the KV of all requests, to be recomputed."""
 
     def num_missing_blocks(self) -> int:
-        """Blocks the next step may want beyond the free ones."""
+        """Return the blocks that the next step may need beyond the free ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What the scheduler knows about a model, for the order of eviction."""
+    """The scheduler's data about a model, for the order of eviction."""
 
     num_live: int
     last_used_s: float
@@ -71,15 +71,16 @@ class Room:
         self._use_of = use_of
 
     def settle(self) -> None:
-        """Take note of every transfer of KV that has ended."""
+        """Process every KV transfer that has ended."""
         for model in self.models.values():
             model.kv.settle()
 
     def make(self, num_pages: int, keep: set[str], *, untouched: str | None = None) -> int:
-        """See that ``num_pages`` of models not in ``keep`` are or come free, if possible.
+        """Free ``num_pages`` of models not in ``keep``, now or after running copies, if
+        possible.
 
-        ``untouched`` is counted as a model that gives way too, but does not: it will later,
-        and so far nobody's KV is dropped. Returns the bytes of KV that are on their way out.
+        ``untouched`` counts as a model that will give way later, and keeps its pages for now.
+        Returns the bytes of KV on the way out.
         """
         moved = 0
         is_host_full = False
@@ -105,7 +106,7 @@ class Room:
         return eviction.model != untouched and eviction.victim is not Victim.RECOMPUTE
 
     def wait_for(self, num_pages: int) -> bool:
-        """Wait for pages that are coming free; whether there are ``num_pages`` then."""
+        """Wait for pages of running copies; return whether ``num_pages`` are free."""
         while self.pool.num_free < num_pages:
             transfer = self.oldest_leaving()
             if transfer is None:
@@ -115,18 +116,18 @@ class Room:
         return True
 
     def oldest_leaving(self) -> Transfer | None:
-        """A transfer to the host under way; the first one of the first model that has any."""
+        """Return a running transfer to the host: the first one of the first model with any."""
         transfers = (m.kv.oldest_transfer(Place.LEAVING) for m in self.models.values())
         return next((one for one in transfers if one is not None), None)
 
     @property
     def num_coming_pages(self) -> int:
-        """Free pages, and those that come free when the copies under way have ended."""
+        """Number of free pages, including those that running copies will free."""
         leaving = sum(model.kv.num_leaving_pages for model in self.models.values())
         return self.pool.num_free + leaving
 
     def recompute_later(self, model: PooledModel) -> None:
-        """These requests lose their KV, not their tokens."""
+        """Drop the KV of a model's requests; their tokens stay."""
         self.num_recomputed += 1
         model.kv.stop_leaving()
         model.kv.stop_arriving()
@@ -152,15 +153,15 @@ class Room:
         )
 
     def _num_movable(self, kv: KvMemory, live_pages: int) -> int:
-        """How many pages of live KV the host has room for, if it has no other KV to take."""
+        """Return the pages of live KV for which the host has memory, without other KV to drop."""
         live_blocks = kv.num_live_blocks
         room = self._host.num_free_blocks(kv.geometry.block_bytes)
         return live_pages if room >= live_blocks else live_pages * room // live_blocks
 
     def _evict(self, eviction: Eviction, short: int) -> int:
-        """Carry an eviction out until ``short`` more pages are or come free.
+        """Evict until ``short`` more pages are free or will be after running copies.
 
-        Returns the bytes of KV that are on their way to the host.
+        Returns the bytes of KV on the way to the host.
         """
         model = self.models[eviction.model]
         match eviction.victim:
@@ -194,7 +195,10 @@ class Room:
 
 
 def spare_extents(kv: KvMemory) -> list[int]:
-    """Extents that a model which runs can give up: not the null block's, which kernels touch."""
+    """Return extents that a running model can give up, without the null block's extent.
+
+    Kernels touch the null block.
+    """
     return [extent for extent in kv.free_extents() if extent]
 
 

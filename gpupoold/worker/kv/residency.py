@@ -27,9 +27,9 @@ _GROWTH_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class SwitchStages:
-    """Where a switch's time went; bytes are what moved.
+    """Stages of a switch in seconds; bytes that moved.
 
-    ``prefetched_bytes`` of weights were there, or on their way, thanks to a prefetch.
+    ``prefetched_bytes`` of weights had arrived, or were on the way, by a prefetch.
     """
 
     evict_s: float = 0.0
@@ -47,15 +47,15 @@ class SwitchStages:
 
     @property
     def num_bytes(self) -> int:
-        """All that moved in the switch itself, in and out."""
+        """All bytes that moved in the switch itself, in and out."""
         return self.weight_bytes + self.kv_in_bytes + self.kv_out_bytes
 
 
 class Residency:
-    """The device's pages among its models. One thread; a running turn is never evicted under.
+    """The device's pages among its models, for one thread; a running turn keeps its pages.
 
-    KV is copied by two queues, in and out, while engines compute; ``advance`` goes on with
-    what has become possible since, between two steps.
+    Two queues copy KV in and out while engines compute; ``advance`` continues the copies between
+    two steps.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class Residency:
         self._next: str | None = None  # being prefetched
         self._had_before_bytes = 0  # of its weights
         self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
-        """Of switches, mapping included: as measured at the start, then by each switch."""
+        """Bandwidth of switches including mapping: measured at the start, then by each switch."""
 
     @property
     def num_recomputed(self) -> int:
-        """How often a model's KV was dropped because the host had no room for it."""
+        """Number of times a model's KV was dropped because host memory was full."""
         return self._room.num_recomputed
 
     @property
     def prefetched_bytes(self) -> int:
-        """Bytes of weights that have come, or are on their way, for a turn still to come."""
+        """Bytes of weights that have arrived, or are on the way, for a coming turn."""
         if self._next is None:
             return 0
         return max(0, self._models[self._next].weights.mapped_bytes - self._had_before_bytes)
@@ -101,21 +101,21 @@ class Residency:
         del self._models[name]
 
     def close(self) -> None:
-        """End the threads that copy; the models' memory is given back by others."""
+        """End the copying threads; other objects free the models' memory."""
         self.stop_prefetch()
         self._in.close()
         self._out.close()
 
     def missing_bytes(self, name: str) -> int:
-        """Bytes that must move to make the model resident now."""
+        """Return the bytes to move to make the model resident now."""
         model = self._models[name]
         return model.weights.missing_bytes + model.kv.missing_bytes
 
     def switch_in(self, name: str) -> SwitchStages | None:
-        """Let a model run, evicting others as needed; None when nothing had to be done.
+        """Make a model ready to run, evicting others as needed; None if no work was needed.
 
-        Its weights are there afterwards, and the KV of one of its requests if it has any;
-        the others' comes with ``advance``.
+        Afterwards the weights are resident, and the KV of one request, if any; further KV arrives
+        with ``advance``.
 
         Raises:
             OutOfPages: the model does not fit even alone.
@@ -149,7 +149,7 @@ class Residency:
         )
 
     def advance(self, name: str) -> None:
-        """Between two steps of a model: bring in more of its KV, then of the next model."""
+        """Bring in more of a model's KV, then of the next model; to be called between two steps."""
         self._room.settle()
         model = self._models[name]
         if model.kv.missing_bytes:
@@ -160,7 +160,7 @@ class Residency:
             self._go_on_prefetching(self._next, name)
 
     def wait_ready(self, name: str) -> None:
-        """Return when a step of the model would do something, or all its KV has come."""
+        """Return when a step of the model would do work, or all its KV has arrived."""
         model = self._models[name]
         self._bring(model)
         while not model.kv.is_whole and not model.is_ready():
@@ -169,18 +169,17 @@ class Residency:
             self._bring(model)
 
     def bring_all(self, name: str) -> None:
-        """Return when all KV of a model that was switched in has come."""
+        """Return when all KV of the present model has arrived."""
         model = self._models[name]
         self._bring(model)
         while not model.kv.is_whole and self._wait_arrival(model):
             self._bring(model)
 
     def prefetch(self, name: str, current: str) -> None:
-        """Begin to bring in a model while ``current`` runs; returns at once.
+        """Start to bring in a model while ``current`` runs; return at once.
 
-        As much as there is room for without touching the current model and what its KV may
-        grow by; others give way as they would at the switch. Whatever was being prefetched
-        for another model is stopped.
+        Uses free memory without touching the current model and its expected growth of KV; other
+        models give way as at the switch. A prefetch of another model stops.
         """
         if name == self._next:
             return
@@ -195,7 +194,7 @@ class Residency:
             self._go_on_prefetching(name, current)
 
     def stop_prefetch(self) -> None:
-        """Plans have changed: end what is on its way; what has arrived stays."""
+        """Stop the prefetch after a change of plan; bytes that have arrived stay."""
         if self._next is None:
             return
         model, self._next = self._models[self._next], None
@@ -205,12 +204,12 @@ class Residency:
             other.kv.stop_leaving()
 
     def make_room(self, num_pages: int) -> None:
-        """Evict, whichever the model, until ``num_pages`` are free or nothing is left to evict."""
+        """Evict from any model until ``num_pages`` are free or no page can be evicted."""
         self._room.make(num_pages, set())
         self._room.wait_for(num_pages)
 
     def page_out(self, name: str) -> int:
-        """Take everything of a model off the device; returns the KV bytes moved."""
+        """Page all of a model out of the device; return the moved bytes of KV."""
         model = self._models[name]
         if self._next == name:
             self.stop_prefetch()
@@ -224,10 +223,10 @@ class Residency:
         return model.kv.host_bytes - before
 
     def ensure_kv(self, name: str) -> None:
-        """Back as many blocks as the next step may want, or as many as can be had.
+        """Map as many blocks as the next step may need, or as many as possible.
 
-        When pages are short the engine keeps requests waiting or preempts by
-        itself; that is slower, never wrong.
+        If pages are short, the engine lets requests wait or preempts requests by itself, which is
+        slower but never wrong.
         """
         model = self._models[name]
         missing = model.num_missing_blocks()
@@ -250,7 +249,7 @@ class Residency:
         return self._models[name].kv.export(blocks, self._out, on_end)
 
     def settle_exports(self) -> None:
-        """Let go of what has been copied for other devices, whichever model it is of."""
+        """Free exports of all models whose copies have ended."""
         for model in self._models.values():
             model.kv.settle_exports()
 
@@ -272,7 +271,7 @@ class Residency:
         return len(owned)
 
     def _load_weights(self, model: PooledModel, stages: SwitchStages) -> SwitchStages:
-        """Bring in what is missing, in as many pieces as pages come free; adds to ``stages``."""
+        """Bring in missing weights, in as many pieces as pages become free; add to ``stages``."""
         started_s = time.monotonic()
         model.weights.wait()
         waited_s = time.monotonic() - started_s  # for bytes that were begun to be copied before
@@ -310,9 +309,9 @@ class Residency:
             raise OutOfPages(f"{model.name} has no page for its first block")
 
     def _bring(self, model: PooledModel, keep_free: int | None = None) -> None:
-        """Begin to bring in KV in the order in which it is wanted, while the queue is short.
+        """Start to bring in KV in the order of need, while the queue is short.
 
-        With ``keep_free`` only as far as that many pages stay free; else others give way.
+        With ``keep_free`` only while that many pages stay free; otherwise other models give way.
         """
         if not model.kv.missing_bytes or not self._in.has_room:
             return
@@ -342,7 +341,7 @@ class Residency:
         ]
 
     def _is_coming(self, model: PooledModel) -> bool:
-        """Return whether more of a model's KV is on its way, or pages for it are."""
+        """Return whether more of a model's KV, or pages for the KV, are on the way."""
         leaving = self._room.oldest_leaving()
         arriving = model.kv.oldest_transfer(Place.ARRIVING)
         return bool(arriving or leaving) or not self._in.has_room
@@ -381,7 +380,7 @@ class Residency:
         return model.weights.num_missing_pages + model.kv.num_returning_pages + first
 
     def _growth_pages(self, kv: KvMemory) -> int:
-        """Pages that a running model's KV may want during its turn: a guess."""
+        """Return a guess of the pages that a running model's KV may need during its turn."""
         resident = kv.resident_bytes // self._device.page_bytes
         return kv.geometry.extent_pages + int(_GROWTH_SHARE * resident)
 

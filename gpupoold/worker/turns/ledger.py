@@ -1,4 +1,4 @@
-"""What a worker remembers of its requests: enough for the order of eviction."""
+"""A worker's record of its requests, for the order of eviction."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class _Page:
 
 
 class RequestLedger:
-    """Live requests by model. Events about requests that have ended are ignored."""
+    """Live requests by model. Events about ended requests are ignored."""
 
     def __init__(self) -> None:
         self._pages: dict[str, _Page] = {}
 
     def add_model(self, model: str, targets: Targets) -> None:
-        """A model that can have requests."""
+        """Add a model, which can then have requests."""
         self._pages[model] = _Page(targets)
 
     def set_targets(self, model: str, targets: Targets) -> None:
@@ -35,7 +35,7 @@ class RequestLedger:
         self._pages[model].targets = targets
 
     def remove_model(self, model: str) -> None:
-        """Forget a model and its requests."""
+        """Remove a model and its requests."""
         del self._pages[model]
 
     def arrive(self, model: str, request_id: str, arrival_s: float) -> None:
@@ -47,7 +47,7 @@ class RequestLedger:
             entry.num_tokens += num_tokens
 
     def finish(self, model: str, request_id: str) -> None:
-        """A request ended, whatever the reason."""
+        """Record the end of a request."""
         self._pages[model].requests.pop(request_id, None)
 
     def is_idle(self) -> bool:
@@ -55,15 +55,15 @@ class RequestLedger:
         return not any(page.requests for page in self._pages.values())
 
     def num_live(self, model: str) -> int:
-        """Requests of the model that have not ended."""
+        """Return the number of the model's live requests."""
         return len(self._pages[model].requests)
 
     def num_waiting(self, model: str) -> int:
-        """Requests of the model that have no token yet."""
+        """Return the number of the model's requests without a token."""
         return sum(not entry.num_tokens for entry in self._pages[model].requests.values())
 
     def live_requests(self, model: str) -> list[str]:
-        """Ids of the model's requests that have not ended."""
+        """Return the ids of the model's live requests."""
         return list(self._pages[model].requests)
 
     def ttft_s(self, model: str) -> float:

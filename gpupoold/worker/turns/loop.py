@@ -37,7 +37,7 @@ _SNAPSHOTS_POLL_S = 0.005
 
 
 class TurnLoop:
-    """Owns the device for as long as the process runs; the daemon's core says who runs."""
+    """Owns the device while the process runs; the daemon's core decides on turns."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class TurnLoop:
                 self._run_turn(self.orders.turn.turn_id, self.orders.turn.model)
 
     def switch_to(self, name: str) -> SwitchStages | None:
-        """Make a model resident and report the switch, if there was one to make."""
+        """Make a model resident and report the switch, unless the model is resident."""
         started_s = time.monotonic()
         with WORKER.main.doing(ThreadPhase.SWITCH, name):
             stages = self.residency.switch_in(name)
@@ -101,17 +101,17 @@ class TurnLoop:
         return stages
 
     def engine(self, name: str) -> ModelEngine:
-        """A loaded model's engine.
+        """Return a loaded model's engine.
 
         Raises:
-            NoSuchModel: it is not loaded here.
+            NoSuchModel: the model is not loaded here.
         """
         if name not in self.engines:
             raise NoSuchModel(f"{name} is not loaded on worker {self.device_number}")
         return self.engines[name]
 
     def interrupt_turn(self) -> None:
-        """What is resident has been changed: make the turn's model resident again."""
+        """Make the present turn's model resident again, because residency has changed."""
         self._interrupted = True
 
     def _run_turn(self, turn_id: int, model: str) -> None:
@@ -161,8 +161,7 @@ class TurnLoop:
         return True
 
     def _is_right(self, engine: ModelEngine) -> bool:
-        """Return whether a model still answers the self-check's prompt as it did; else its requests
-        end."""
+        """Return whether a model passes its self-check; otherwise its requests end."""
         with WORKER.main.doing(ThreadPhase.SELF_CHECK, engine.name):
             wrong = self._self_checks.check(engine, self.residency)
         if wrong is None:
@@ -173,7 +172,7 @@ class TurnLoop:
         return False
 
     def _prefetch(self, current: str) -> None:
-        """Let the next model come in beside the current one's steps; again if it is another."""
+        """Prefetch the next model during the current one's steps; restart for another model."""
         then = self.orders.then
         if then == self._prefetching_for:
             return
@@ -185,7 +184,9 @@ class TurnLoop:
             self._report_memory()
 
     def _end_turn(self) -> None:
-        """Tell the daemon, and make ready for who comes next while its answer is on the way."""
+        """Report the end of the turn, and prepare for the next model while the answer is on the
+        way.
+        """
         assert self.orders.turn is not None
         model, began_s = self.orders.turn.model, self.orders.began_s
         turn_id, then = self.orders.end()
@@ -209,7 +210,7 @@ class TurnLoop:
             self._fail_all(engine.name, f"the engine of {engine.name} lost the request")
 
     def _receive(self, *, block: bool) -> None:
-        """Handle every message that is there; with ``block`` wait for one, but report status."""
+        """Handle every available message; with ``block`` wait for one, but report status."""
         WORKER.main.clear()  # what failed before has been handled
         self._maybe_report()
         self._tell_snapshots()
@@ -272,7 +273,7 @@ class TurnLoop:
                 self._stopping = True
 
     def _add_request(self, message: m.AddRequest, slot: Slot | None = None) -> None:
-        """A request, and where its KV is if it comes with some."""
+        """Add a request, with the place of its KV if present."""
         engine = self.engines.get(message.model)
         kv = (
             (slot, message.kv_transfer.num_blocks)
@@ -408,7 +409,7 @@ class TurnLoop:
         )
 
     def _changed_missing(self) -> dict[str, int]:
-        """Missing bytes of the models for which they have changed since they were last told."""
+        """Return the missing bytes of the models for which they changed since the last report."""
         now = {name: self.residency.missing_bytes(name) for name in self.engines}
         told, self._told_missing = self._told_missing, now
         return {name: missing for name, missing in now.items() if told.get(name) != missing}

@@ -1,4 +1,4 @@
-"""Bringing a model up: from its snapshot if that can be trusted, else from the checkpoint."""
+"""Loading of a model: from a trusted snapshot, else from the checkpoint."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
-    """A model that is up, what it answered to the self-check's prompt, why not from its snapshot,
-    and what was measured of its speed."""
+    """A loaded model, its self-check tokens, the problem with its snapshot, and its profile."""
 
     engine: ModelEngine
     self_check: tuple[int, ...]
@@ -42,14 +41,14 @@ class EngineLoader:
         self._residency = residency
 
     def load(self, message: LoadModel, snapshot: HostBuffer | None) -> Loaded:
-        """The model, known to the residency. Owns ``snapshot`` from now on, even if it fails.
+        """Load a model and make it known to the residency; take ownership of ``snapshot``.
 
-        With a snapshot the checkpoint is not read. If the snapshot is of another layout, or the
-        model with it does not answer as it did before, the checkpoint is read after all.
+        With a snapshot the checkpoint is not read, unless the snapshot has another layout or the
+        model fails its self-check with the snapshot.
 
         Raises:
             GpupoolError: the checkpoint cannot be served here.
-            OSError: no host memory for a snapshot.
+            OSError: there is no host memory for a snapshot.
         """
         loaded = self._load(message, snapshot)
         engine, budget_s = loaded.engine, message.profiling_budget_s
@@ -118,7 +117,7 @@ class EngineLoader:
         return engine
 
     def _try(self, engine: ModelEngine) -> tuple[int, ...]:
-        """The self-check's answer; a model that gives none is given up."""
+        """Run the self-check; abandon a model that does not answer."""
         try:
             with WORKER.main.doing(ThreadPhase.SELF_CHECK, engine.name):
                 self_check = run_self_check(engine, self._residency)

@@ -1,4 +1,4 @@
-"""The orders a worker works by: one turn, and the model to make ready for after it."""
+"""The worker's orders: the present turn, and the model to prepare next."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from gpupoold.wire.messages import RunTurn
 
 @dataclass(frozen=True, slots=True)
 class OrderedTurn:
-    """``model`` runs for ``quota_s`` from when it is resident, or longer while nobody waits.
+    """A turn: ``model`` runs for ``quota_s`` once resident, or longer while no other model
+    waits.
 
-    Its steps take ``chunk_tokens`` at most, if that is given.
+    Its steps take at most ``chunk_tokens``, if set.
     """
 
     turn_id: int
@@ -22,7 +23,7 @@ class OrderedTurn:
 
 
 class Orders:
-    """The last word of the daemon, as far as it is not old news. Pure bookkeeping."""
+    """The latest valid order of the daemon. Pure bookkeeping."""
 
     def __init__(self) -> None:
         self.turn: OrderedTurn | None = None
@@ -31,7 +32,7 @@ class Orders:
         self._last_ended = 0
 
     def take(self, order: RunTurn) -> None:
-        """A new order. One about a turn that has ended crossed with the news of its end."""
+        """Take a new order. Ignore orders for a turn that has already ended."""
         if order.model is None:
             self.turn, self.then = None, None
             return
@@ -48,17 +49,17 @@ class Orders:
 
     @property
     def began_s(self) -> float | None:
-        """When the turn's model was resident first; None before that."""
+        """The time when the turn's model was first resident, None before."""
         return self._began_s if math.isfinite(self._began_s) else None
 
     def is_quota_used(self, now_s: float) -> bool:
-        """Return whether another model waits and the turn has had its time."""
+        """Return whether another model waits and the turn has used its quota."""
         if self.turn is None or self.then is None:
             return False
         return now_s >= self._began_s + self.turn.quota_s
 
     def end(self) -> tuple[int, str | None]:
-        """The turn is over: its id, and the model to make ready for."""
+        """End the turn; return its id, and the model to prepare next."""
         assert self.turn is not None
         ended, then = self.turn.turn_id, self.then
         self._last_ended = max(self._last_ended, ended)

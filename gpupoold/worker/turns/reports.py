@@ -1,4 +1,4 @@
-"""A worker's reports to the daemon: its status a few times a second, and every switch."""
+"""A worker's reports to the daemon: its status several times a second, and every switch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def status(
     free_bytes: int,
     now_s: float,
 ) -> m.WorkerStatus:
-    """Return the state that the daemon takes as a sign of life and ``gpupool ps`` shows."""
+    """Return the worker's status, which also serves as a sign of life."""
     turn = orders.turn
     return m.WorkerStatus(
         device=device_number,
@@ -48,7 +48,7 @@ def status(
 def switch_record(
     device_number: int, name: str, previous: str | None, stages: SwitchStages, started_s: float
 ) -> m.SwitchRecord:
-    """Return the record of a switch from ``previous`` to ``name`` that began at ``started_s``."""
+    """Return the record of a switch that began at ``started_s``."""
     return m.SwitchRecord(
         device=device_number,
         model=name,

@@ -1,4 +1,4 @@
-"""A fixed prompt whose greedy answer tells whether a model's weights are still what they were."""
+"""The self-check: a fixed prompt whose greedy answer shows whether weights have changed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _MAX_STEPS = 64
 
 
 class NoAnswer(Failed):
-    """The model did not answer the self-check's prompt, which says nothing about its weights."""
+    """The model did not answer the self-check, which proves nothing about its weights."""
 
 
 def run_self_check(engine: ModelEngine, residency: Residency) -> tuple[int, ...]:
-    """Greedy tokens that a model answers to a fixed prompt; none if it makes no text.
+    """Return a model's greedy tokens for a fixed prompt; empty if the model generates no text.
 
-    Its other requests sit out meanwhile: in a batch the last bits of a sum may differ.
-    Makes the model resident, so whoever has the turn must be switched in again.
+    Its other requests pause meanwhile: in a batch the last bits of a sum may differ. Makes the
+    model resident, so the present turn's model must be switched in again.
 
     Raises:
-        NoAnswer: requests that have been begun leave it no room, or it comes to no end.
+        NoAnswer: running requests leave no memory, or the answer does not end.
         OutOfPages: the model does not fit even alone.
     """
     if "generate" not in engine.info.supported_tasks:
@@ -51,7 +51,7 @@ def run_self_check(engine: ModelEngine, residency: Residency) -> tuple[int, ...]
 
 
 class SelfCheckFailed(NamedTuple):
-    """A model whose bytes cannot be right any more."""
+    """A model whose bytes must be wrong."""
 
     expected: tuple[int, ...]
     answered: tuple[int, ...]
@@ -69,7 +69,7 @@ class SelfChecks:
         self._num_migrations: dict[str, int] = {}
 
     def expect(self, model: str, tokens: tuple[int, ...]) -> None:
-        """What a model that has just been loaded answers."""
+        """Record the self-check tokens of a newly loaded model."""
         self._expected[model] = tokens
         self._num_migrations[model] = 0
 
@@ -83,15 +83,15 @@ class SelfChecks:
             self._num_migrations[model] += 1
 
     def is_due(self, model: str) -> bool:
-        """Return whether it is to be asked again."""
+        """Return whether the self-check is due."""
         if not self.interval or not self._expected.get(model):
             return False
         return self._num_migrations[model] >= self.interval
 
     def check(self, engine: ModelEngine, residency: Residency) -> SelfCheckFailed | None:
-        """Ask a model that is resident; what it said if that was wrong.
+        """Run the self-check of a resident model; return the failure, if any.
 
-        One without room for an answer now is asked again when it is next on its turn.
+        A model without memory for an answer now is checked at its next turn.
         """
         expected = self._expected[engine.name]
         try:

@@ -1,4 +1,4 @@
-"""The steps of a turn: begun, waited for, told to the daemon with the time that they took."""
+"""The steps of a turn: start, wait, and report with duration."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from gpupoold.worker.turns.ledger import RequestLedger
 
 
 def may_come_between(message: m.ToWorker) -> bool:
-    """Return whether a message leaves what is on the device, and requests under way, as they are:
-    it may then be dealt with while a step is under way."""
+    """Return whether a message leaves residency and running requests unchanged.
+
+    Such a message may be handled while a step is under way.
+    """
     if isinstance(message, m.AddRequest):
         return not message.output_token_ids and not message.is_isolated
     return isinstance(message, m.RunTurn | m.SetTargets | m.ReleaseKvTransfer | m.Reconfigure)
 
 
 class TurnSteps:
-    """Of whichever model is on its turn; ``send`` takes what the daemon is told."""
+    """The steps of the present model; ``send`` takes messages to the daemon."""
 
     def __init__(self, ledger: RequestLedger, send: Callable[[m.StepOutputs], None]) -> None:
         self._ledger = ledger
@@ -34,7 +36,9 @@ class TurnSteps:
         self._unsendable: list[m.RequestsFailed] = []
 
     def begin(self, engine: ModelEngine, chunk_tokens: int | None) -> bool:
-        """Begin a step and tell of the one before; whether the engine still has requests."""
+        """Start a step and report the previous one; return whether the engine still has
+        requests.
+        """
         if not engine.is_under_way:
             self._tell(engine, engine.settle())  # one may have been waited for by others
             self._since_s = time.monotonic()
@@ -46,7 +50,9 @@ class TurnSteps:
         return has_told or engine.is_under_way or engine.has_requests()
 
     def expected_end_s(self) -> float:
-        """When the step under way ends, on ``time.monotonic``, if it is like the one before."""
+        """Return the expected end of the present step on ``time.monotonic``, from the previous
+        one.
+        """
         return self._since_s + self._last_s
 
     def settle(self) -> None:
@@ -56,7 +62,7 @@ class TurnSteps:
             self._tell(engine, engine.settle())
 
     def take_unsendable(self) -> list[m.RequestsFailed]:
-        """The requests whose outputs were too long for a message: to be ended, and then told."""
+        """Return requests whose outputs were too long for a message, to be ended and reported."""
         taken, self._unsendable = self._unsendable, []
         return taken
 

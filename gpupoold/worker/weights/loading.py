@@ -1,7 +1,7 @@
-"""What a model that is being loaded gets from us: address ranges under its weights and KV.
+"""Memory of a model that is being loaded: address ranges for weights and KV.
 
-vLLM builds its worker itself, so the worker finds the load in progress here.
-Loads never overlap; the turn loop is one thread.
+vLLM creates its worker itself, so the worker finds the present load in this module. Loads never
+overlap, because the turn loop is one thread.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def current_load() -> ModelLoad:
 
 
 class StaleSnapshot(ServerError):
-    """The snapshot does not belong to the model as it is loaded now."""
+    """The snapshot does not belong to the model as loaded now."""
 
 
 class ModelLoad:
-    """One model's memory while vLLM loads it; ``weights`` and ``kv_region`` are its yield.
+    """One model's memory during its load, which results in ``weights`` and the KV range.
 
-    A load that ``skips_checkpoint`` takes all from the snapshot.
+    A load that ``skips_checkpoint`` takes all bytes from the snapshot.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ModelLoad:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Make this the load in progress; on failure everything taken is given back."""
+        """Make this the present load; after a failure free all its memory."""
         _current.append(self)
         try:
             self._loan.lend(self._num_lent_pages)
@@ -90,9 +90,9 @@ class ModelLoad:
             _current.pop()
 
     def take_weights(self, model: torch.nn.Module) -> None:
-        """Move the weights of a loaded model into its address range, by way of the host snapshot.
+        """Move a loaded model's weights into the address range, through the host snapshot.
 
-        The weights are not resident afterwards: the first switch brings them.
+        The weights are not resident afterwards; the first switch brings them in.
         """
         layout = plan_layout(model)
         num_pages = -(-layout.num_bytes // self._device.page_bytes)
@@ -111,7 +111,7 @@ class ModelLoad:
         self._loan.take_back()
 
     def bring_weights(self) -> None:
-        """Make the weights resident, for phases of loading that compute.
+        """Make the weights resident, for phases of the load that compute.
 
         Raises:
             OutOfPages: other models have the memory.
@@ -121,10 +121,10 @@ class ModelLoad:
 
     @contextlib.contextmanager
     def kv_scratch(self) -> Iterator[None]:
-        """Inside this context every KV address is valid, on a device that allows it.
+        """Make every KV address valid inside the context, on a device that supports it.
 
-        Warm-up and graph capture touch many blocks, and what they read and write does not
-        matter: one page is mapped all over the address range.
+        Warm-up and graph capture touch many blocks with arbitrary content, so one page is mapped
+        all over the address range.
         """
         address_range = self.kv_address_range
         if address_range is None:
@@ -144,7 +144,7 @@ class ModelLoad:
             self._pool.free([page])
 
     def kv_budget_bytes(self, strides: Collection[int]) -> int:
-        """Bytes of KV the model could have if it had the device to itself.
+        """Return the bytes of KV of a model alone on the device.
 
         ``strides`` are the bytes of a block, layer by layer.
         """
@@ -158,14 +158,14 @@ class ModelLoad:
         return _KvAllocation(self)
 
     def make_kv(self, num_bytes: int) -> torch.Tensor:
-        """Reserve the KV address range; its pages are mapped later, chunk by chunk."""
+        """Reserve the KV address range; its pages are mapped later, extent by extent."""
         assert self.kv_address_range is None, "vLLM allocates one KV buffer per model"
         num_pages = -(-num_bytes // self._device.page_bytes)
         self.kv_address_range = AddressRange(self._device, self._pool, num_pages)
         return tensors.over(self._device, self.kv_address_range.address, num_bytes)
 
     def _usable_snapshot(self, layout: WeightLayout, num_pages: int) -> tuple[HostBuffer, bool]:
-        """The snapshot, and whether it is one that nothing has been written to yet."""
+        """Return the snapshot, and whether it is new and still empty."""
         if self._snapshot is not None and self._snapshot_digest == layout.digest:
             return self._snapshot, False
         if self.skips_checkpoint:
@@ -197,7 +197,7 @@ class ModelLoad:
 
 
 class _KvAllocation(TorchFunctionMode):
-    """Redirects the one ``torch.zeros`` that makes the KV buffer (PyTorch's own hook)."""
+    """Redirects the one ``torch.zeros`` that creates the KV buffer (PyTorch's own hook)."""
 
     def __init__(self, load: ModelLoad) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Where each weight of a model lies in its address range, and moving the weights there.
+"""The layout of a model's weights in its address range, and the move of the weights there.
 
-vLLM loads and post-processes a model into ordinary torch memory. What it left
-there, storage by storage, is the snapshot; parameters and buffers then become
-views of the address range under the same shapes and strides.
+vLLM loads and post-processes a model in ordinary torch memory. The resulting storages are the
+snapshot; parameters and buffers then become views of the address range with the same shapes and
+strides.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class WeightLayout:
 
 
 def plan_layout(model: torch.nn.Module) -> WeightLayout:
-    """Lay the storages of all parameters and buffers out one behind the other.
+    """Lay out the storages of all parameters and buffers one after the other.
 
-    Two loads of one checkpoint with one configuration have the same digest, so
-    a snapshot made by one can be used by the other. What the model keeps outside of the
-    snapshot counts, so a snapshot without it is not taken for the whole.
+    Two loads of one checkpoint with one configuration have the same digest, so each can use the
+    other's snapshot. The digest covers state outside of the snapshot, so that an incomplete
+    snapshot is not taken for the whole.
     """
     found: dict[int, torch.Tensor] = {}
     offsets: dict[int, int] = {}
@@ -56,8 +56,7 @@ def plan_layout(model: torch.nn.Module) -> WeightLayout:
 
 
 def copy_out(layout: WeightLayout, snapshot_address: int, device: Device) -> None:
-    """Write the snapshot: every storage at its offset in host memory, which ``device`` has
-    pinned."""
+    """Write the snapshot: each storage at its offset in host memory pinned by ``device``."""
     done: set[int] = set()
     for tensor in layout.tensors:
         storage = tensor.untyped_storage()
@@ -74,7 +73,7 @@ def copy_out(layout: WeightLayout, snapshot_address: int, device: Device) -> Non
 
 
 def relocate(layout: WeightLayout, address: int, device: Device) -> None:
-    """Make every tensor a view of the address range at ``address``; its old memory is let go."""
+    """Make every tensor a view of the address range at ``address``; free the old memory."""
     address_range = tensors.over(device, address, layout.num_bytes)
     for tensor in layout.tensors:
         storage = tensor.untyped_storage()

@@ -1,8 +1,8 @@
-"""A vLLM load format for models whose weights are already in a snapshot: it reads no checkpoint.
+"""A vLLM load format for models with a snapshot, which reads no checkpoint.
 
-vLLM builds the model and post-processes zeros; then the snapshot takes the place of whatever
-came out. That is right as long as all that the weights decide lies in parameters and
-buffers: :func:`loose_digest` tells whether anything else differs, a self-check the rest.
+vLLM builds the model and post-processes zeros; then the snapshot replaces the result. The result is
+right if parameters and buffers contain everything that depends on the weights: :func:`loose_digest`
+detects other differences, and the self-check the rest.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class _SnapshotLoader(BaseModelLoader):
         super().__init__(load_config)
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Nothing is read."""
+        """Read nothing."""
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Zeros, so that post-processing meets no accidental infinities."""
+        """Fill with zeros, so that post-processing meets no accidental infinities."""
         with torch.no_grad():
             for tensor in model.state_dict(keep_vars=True).values():
                 tensor.zero_()
 
 
 def loose_digest(model: nn.Module) -> str:
-    """A digest of what a loaded model keeps besides parameters and buffers.
+    """Return a digest of a loaded model's state besides parameters and buffers.
 
-    Post-processing may put what it works out of the weights into other tensors or into
-    numbers, where no snapshot has it. Two loads agree here if nothing of it differs.
+    Post-processing may store results in other tensors or numbers, which no snapshot contains. Two
+    loads have the same digest if none of this state differs.
     """
     digest = hashlib.sha256()
     for name, module in model.named_modules():
@@ -55,7 +55,7 @@ def loose_digest(model: nn.Module) -> str:
 
 
 def _leaves(value: object) -> Iterator[str]:
-    """What a value has of tensors and fractions; integers and texts are configuration."""
+    """Yield the tensors and fractions in a value; integers and texts are configuration."""
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
         yield f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"

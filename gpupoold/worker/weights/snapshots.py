@@ -1,7 +1,7 @@
-"""This process's views of models' snapshots: let go, and had again, while others are served.
+"""This process's mappings of models' snapshots, dropped and attached while others are served.
 
-Mapping and pinning take a GPU 0.1 s per GB and more, undoing it takes its time too: a thread
-does that, and the turn loop takes note between two steps.
+On a GPU, mapping and pinning take 0.1 s per GB and more, and unmapping takes time too: a thread
+does both, and the turn loop collects the results between two steps.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Snapshots:
-    """Drops and takes snapshots, of models that do not run meanwhile. For the turn loop's
-    thread."""
+    """Drops and attaches snapshots of models without requests, for the turn loop's thread."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -36,7 +35,7 @@ class Snapshots:
         return bool(self._dropping or self._taking)
 
     def drop(self, model: str, weights: WeightMemory | None) -> None:
-        """Take a model's weights off the device and let its snapshot go, if it has one."""
+        """Take a model's weights off the device and unmap its snapshot, if any."""
         self.forget(model)
         snapshot = (
             weights.detach_snapshot() if weights is not None and weights.has_snapshot else None
@@ -44,7 +43,7 @@ class Snapshots:
         self._dropping[model] = self._thread.submit(self._close, model, snapshot)
 
     def take(self, model: str, weights: WeightMemory, fd: int) -> None:
-        """Let a model have the snapshot behind ``fd``, which belongs to this object from now on."""
+        """Attach the snapshot behind ``fd`` to a model; this object owns ``fd`` from now on."""
         self.forget(model)
         if weights.has_snapshot:
             self._thread.submit(self._close, model, weights.detach_snapshot())
@@ -52,15 +51,15 @@ class Snapshots:
         self._taking[model] = weights, taken
 
     def forget(self, model: str) -> None:
-        """The model is gone, or its snapshot: one that is on its way is not wanted any more."""
+        """Discard a snapshot on the way, of a removed or changed model."""
         taking = self._taking.pop(model, None)
         if taking is not None:
             self._thread.submit(self._discard, model, taking[1])
 
     def finished(self) -> list[SnapshotDropped | SnapshotTaken]:
-        """What the thread has done since this was asked last, as messages to the daemon.
+        """Return the thread's results since the last call as messages to the daemon.
 
-        Snapshots that have come are the models' from then on.
+        Attached snapshots belong to the models from then on.
         """
         messages: list[SnapshotDropped | SnapshotTaken] = []
         for model, dropped in list(self._dropping.items()):
@@ -79,7 +78,7 @@ class Snapshots:
         return messages
 
     def close(self) -> None:
-        """End the thread; what it has mapped for nobody goes."""
+        """End the thread; unmap snapshots without a model."""
         for model in list(self._taking):
             self.forget(model)
         self._thread.close()

@@ -1,4 +1,4 @@
-"""Tensors over memory that is not torch's."""
+"""Tensors over memory that torch does not own."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def over(device: Device, address: int, num_bytes: int) -> torch.Tensor:
 
 
 def at_pointer(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """An int8 tensor over memory of ``device`` that it does not own.
+    """Return an int8 tensor over memory of ``device``, without ownership.
 
-    The usual ways (array interface, DLPack) ask CUDA about the pointer, which knows
-    nothing of addresses without pages; a storage is made of the pointer as it is.
+    Array interface and DLPack query CUDA about the pointer, which fails for addresses without
+    pages; so a storage is made from the pointer directly.
     """
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
     return torch.empty(0, dtype=torch.int8, device=device).set_(storage)

@@ -1,8 +1,8 @@
-"""Device memory for torch while vLLM loads a model.
+"""Release of device memory to torch while vLLM loads a model.
 
-vLLM builds a model in torch's memory before its weights move into pages of ours.
-On a GPU all but a small reserve is pages, so as many as the weights need are left
-to torch for the length of the load and made again afterwards.
+vLLM builds a model in torch's memory before its weights move into gpupool's pages. On a GPU all
+memory except a small reserve is pages, so the pages needed for the weights are released to torch
+during the load and reclaimed afterwards.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _SLACK_BYTES = 1 << 30
 
 
 def pages_to_lend(model: ModelToLoad, device: Device) -> int:
-    """Pages whose memory torch needs to load ``model``; 0 where torch uses the host's.
+    """Return the pages to release to torch for loading ``model``; 0 if torch uses host memory.
 
     Raises:
-        GpupoolError: the checkpoint is not one.
+        GpupoolError: the checkpoint is invalid.
     """
     if device.is_host_addressable:
         return 0
@@ -49,20 +49,19 @@ class PageLoan:
         self._runs: list[PageRun] = []
 
     def lend(self, num_pages: int) -> None:
-        """Leave ``num_pages`` to torch, or those that are free if they are fewer."""
+        """Release ``num_pages`` to torch, or all free pages if fewer."""
         assert not self._runs, "one loan at a time"
         runs = self._pool.allocate(min(num_pages, self._pool.num_free))
         self._device.lend(runs)
         self._runs = runs
 
     def take_back(self, failure: BaseException | None = None) -> None:
-        """Make the pages again.
+        """Reclaim the pages.
 
-        A failed load's tensors live on in the frames of its ``failure``, which are
-        cleared.
+        A failed load's tensors live on in the frames of its ``failure``, which are cleared.
 
         Raises:
-            CudaError: torch still has the memory. The worker had better be restarted.
+            CudaError: torch still has the memory; the worker should be restarted.
         """
         if not self._runs:
             return

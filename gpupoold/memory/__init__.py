@@ -1,5 +1,5 @@
 """Device memory below the engines: pages, address ranges, weights snapshots, paged KV.
 
-No torch and no vLLM here: addresses are integers. ``contracts`` says what a
-device must do, ``emulated`` and ``cuda`` do it, everything else is shared.
+Imports no torch and no vLLM: addresses are integers. ``contracts`` defines the interface of a
+device, which ``emulated`` and ``cuda`` implement; all other modules are shared.
 """

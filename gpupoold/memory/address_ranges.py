@@ -1,4 +1,4 @@
-"""A range of addresses that never changes, with pages mapped into parts of it."""
+"""Fixed ranges of addresses with pages mapped into parts of the range."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from gpupoold.memory.ranges import as_ranges
 
 
 class AddressRange:
-    """``num_pages`` reserved addresses on a device, backed page by page from the pool.
+    """``num_pages`` reserved addresses on a device, mapped page by page from the pool.
 
-    A page is mapped while at least one holder retains it, so byte ranges that
-    share a page can be retained and released independently.
+    A page is mapped while at least one holder retains the page, so byte ranges that share a page
+    can be retained and released independently.
     """
 
     def __init__(self, device: Device, pool: PagePool, num_pages: int) -> None:
@@ -37,21 +37,21 @@ class AddressRange:
         return [page for page in self._physical if page >= 0]
 
     def num_missing(self, pages: range) -> int:
-        """How many of ``pages`` would have to be mapped."""
+        """Return how many of ``pages`` are not mapped."""
         return self._holders[pages.start : pages.stop].count(0)
 
     def num_holders(self, page: int) -> int:
-        """How often ``page`` is retained."""
+        """Return the number of holders of ``page``."""
         return self._holders[page]
 
     def retain(
         self, pages: range, source: int | None = None, *, is_filled: bool = True
     ) -> list[range]:
-        """Hold ``pages``; those not mapped yet, which are returned, are mapped and filled.
+        """Retain ``pages``; map and fill unmapped ones, and return them.
 
-        They are filled from the host bytes at ``source`` (which then covers the
-        whole range) or with zeros, so that no bytes of another model show. Not
-        ``is_filled``, the caller fills them before anybody reads them.
+        They are filled from the host bytes at ``source`` (which then covers the whole range) or
+        with zeros, so that no bytes of another model show. If not ``is_filled``, the caller fills
+        the pages before any reader.
 
         Raises:
             OutOfPages: nothing was changed; as for any error of the device.
@@ -89,18 +89,18 @@ class AddressRange:
         return missing
 
     def drop(self, pages: range) -> None:
-        """Let ``pages`` go; those nobody else holds are unmapped and given back.
+        """Release ``pages``; unmap pages without a holder and return them to the pool.
 
         Raises:
-            ValueError: a page is not held.
+            ValueError: a page has no holder.
         """
         self.drop_each([pages])
 
     def drop_each(self, ranges: Iterable[range]) -> None:
-        """``drop`` several, with the device waiting once for all of them.
+        """Release several ranges, with one wait of the device for all.
 
         Raises:
-            ValueError: a page is not held.
+            ValueError: a page has no holder.
         """
         gone: list[tuple[range, list[PageRun]]] = []
         for pages in ranges:
@@ -121,7 +121,7 @@ class AddressRange:
             self._num_mapped -= len(span)
 
     def close(self) -> None:
-        """Unmap what is mapped and release the addresses."""
+        """Unmap all pages and release the addresses."""
         mapped = [page for page in range(self.num_pages) if self._physical[page] >= 0]
         for page in mapped:
             self._holders[page] = 1
@@ -139,7 +139,7 @@ class AddressRange:
         return self.address + page * self._device.page_bytes
 
     def _spans(self, pages: range, *, mapped: bool) -> list[range]:
-        """Longest runs of ``pages`` whose held state is ``mapped``."""
+        """Return the longest runs of ``pages`` that are all mapped or all unmapped."""
         if not mapped and not any(self._holders[pages.start : pages.stop]):
             return [pages]  # the usual case: a whole weight address range
         return as_ranges([page for page in pages if bool(self._holders[page]) == mapped])

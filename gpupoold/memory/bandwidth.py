@@ -1,4 +1,4 @@
-"""How fast a device's link to host memory is, measured with the copy streams that will use it."""
+"""Bandwidth of a device's link to host memory, measured with the copy streams in use later."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class LinkBandwidth:
 
 
 def measure_link(device: Device, pool: PagePool, num_bytes: int = _PROBE_BYTES) -> LinkBandwidth:
-    """Copy ``num_bytes``, or as much as there are free pages for, each way; the best of three.
+    """Copy ``num_bytes``, or as much as free pages allow, each way; return the best of three.
 
-    Pages and pinned host memory are taken before: what is measured is the link. Called
-    under :func:`~gpupoold.memory.numa.prefer_node`, it is the link to that node.
+    Pages and pinned host memory are allocated before, so only the link is measured: under
+    :func:`~gpupoold.memory.numa.prefer_node`, the link to that node.
 
     Raises:
         OutOfPages: no page is free.
         OSError: the machine has too little memory.
-        CudaError: the driver refused something.
+        CudaError: a call of the driver failed.
     """
     num_pages = max(1, min(pool.num_free, num_bytes // device.page_bytes))
     with scratch_memory(device, pool, num_pages * device.page_bytes) as scratch:
@@ -79,7 +79,7 @@ def _best_of(copy_stream: CopyStream, whole: Copy) -> float:
 
 
 def _try_s(copy_stream: CopyStream, batches: list[list[Copy]]) -> float:
-    """Seconds of all batches, each begun before the one before it has been made."""
+    """Return the seconds of all batches, each started before the previous one has finished."""
     after = copy_stream.fence()
     started_s = time.perf_counter()
     for batch in batches:

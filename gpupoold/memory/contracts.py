@@ -1,4 +1,4 @@
-"""What a device offers: physical pages, reserved addresses, copies to and from the host."""
+"""The interface of a device: physical pages, reserved addresses, copies to and from the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 
 class OutOfPages(Exception):
-    """The pool has too few free pages. A scheduling miss: callers must plan for it."""
+    """The pool has too few free pages. A planning error: callers must check before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class PageRun:
 
 @dataclass(slots=True)
 class FillTime:
-    """Thread-seconds spent in ``map_and_fill`` so far, by what they went to."""
+    """Thread-seconds in ``map_and_fill`` so far, by activity."""
 
     map_s: float = 0.0
     copy_s: float = 0.0
@@ -40,7 +40,7 @@ class FillTime:
 
 
 class Copy(NamedTuple):
-    """``num_bytes`` from ``source`` to ``target``, one of them a host address."""
+    """A copy of ``num_bytes`` from ``source`` to ``target``, one of which is a host address."""
 
     target: int
     source: int
@@ -48,69 +48,69 @@ class Copy(NamedTuple):
 
 
 class Direction(Enum):
-    """Which way a copy stream copies."""
+    """The direction of a copy stream."""
 
     IN = auto()
     OUT = auto()
 
 
 class CopyStream(Protocol):
-    """Copies in one direction beside what engines compute, for one thread of its own.
+    """Copies in one direction beside the engines' kernels, for one thread.
 
-    The pages must stay mapped and the host memory pinned until a copy has been made, and no
-    kernel may use its bytes meanwhile; kernels that were launched before ``fence`` have
-    ended before a copy begins that comes ``after`` it. Where a device has several copy streams each
-    way, a fence of one of them holds for all.
+    Until a copy has finished, its pages must stay mapped, its host memory pinned, and no kernel may
+    use its bytes. Kernels launched before ``fence`` finish before any copy that starts ``after``
+    the fence. If a device has several copy streams per direction, a fence of one holds for all.
     """
 
     def fence(self) -> int:
-        """What engines have launched up to now; from the turn loop's thread."""
+        """Return a mark after everything that engines have launched; for the turn loop's thread."""
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
-        """Make ``copies`` as one batch, in any order; returns its number, to be waited for.
+        """Start ``copies`` as one batch, in any order; return its number for ``wait``.
 
-        May return before they have been made.
+        May return before the copies have finished.
         """
 
     def wait(self, batch: int) -> None:
-        """Return when a batch, and all that were begun before it, have been made."""
+        """Return when a batch and all earlier ones have finished."""
 
     def close(self) -> None:
         """No copy comes any more; from any thread."""
 
 
 class Device(ABC):
-    """One device's memory. All calls come from the worker's turn loop, but for copy streams'.
+    """One device's memory. All calls come from the worker's turn loop, except those of copy
+    streams.
 
-    Physical pages ``0 .. num_pages - 1`` exist from construction to ``close``;
-    who owns them is the page pool's business. Addresses are plain integers and
-    valid for tensors while pages are mapped there.
+    Physical pages ``0 .. num_pages - 1`` exist from construction to ``close``; the page pool
+    decides on their owners. Addresses are plain integers and valid for tensors while pages are
+    mapped there.
     """
 
     page_bytes: int
     num_pages: int
     is_host_addressable: bool
     table_pages: int = 1
-    """Pages that one page table maps, where tables that are moved whole are cheaper to map."""
+    """Pages per page table, where moving a whole table makes mapping cheaper."""
     numa_node: int = -1
-    """Whose host memory is nearest; -1 where that makes no difference."""
+    """The node with the nearest host memory, -1 if all are equal."""
 
     def __init__(self) -> None:
         self.spent = FillTime()
 
     @abstractmethod
     def reserve(self, num_pages: int) -> int:
-        """Reserve addresses for ``num_pages``; touching them before ``map`` is an error."""
+        """Reserve addresses for ``num_pages``; access before ``map`` is an error."""
 
     @abstractmethod
     def release(self, address: int, num_pages: int) -> None:
-        """Give reserved addresses back; nothing may be mapped there."""
+        """Release reserved addresses without mappings."""
 
     @abstractmethod
     def map(self, address: int, runs: list[PageRun]) -> None:
-        """Map the runs one behind the other from ``address``; contents are undefined.
+        """Map the runs one after the other from ``address``; contents are undefined.
 
-        When it raises, nothing is mapped.
+        After an exception nothing is mapped.
         """
 
     @abstractmethod
@@ -118,20 +118,20 @@ class Device(ABC):
         """Undo a ``map`` of the same runs at ``address``; the range stays reserved."""
 
     def unmap_each(self, mappings: Sequence[tuple[int, list[PageRun]]]) -> None:
-        """``unmap`` several; backends wait for what may use the pages but once."""
+        """Unmap several mappings; backends wait only once for users of the pages."""
         for address, runs in mappings:
             self.unmap(address, runs)
 
     @abstractmethod
     def map_and_fill(self, address: int, runs: list[PageRun], source: int | None) -> None:
-        """``map``, then copy the same bytes from host address ``source`` (None: zeros).
+        """Map, then copy the same number of bytes from host address ``source`` (None: zeros).
 
-        When it raises, nothing is mapped. Backends overlap mapping and copying where they can.
+        After an exception nothing is mapped. Backends overlap mapping and copying where possible.
         """
 
     @abstractmethod
     def zero(self, address: int, num_bytes: int) -> None:
-        """Set mapped bytes to zero, before any kernel that is launched later."""
+        """Set mapped bytes to zero before any kernel launched later."""
 
     @abstractmethod
     def copy_in(self, address: int, source: int, num_bytes: int) -> None:
@@ -143,15 +143,15 @@ class Device(ABC):
 
     @abstractmethod
     def open_copy_stream(self, direction: Direction) -> CopyStream:
-        """A way for copies of its own, beside those above and what engines compute."""
+        """Open a copy stream, independent of the calls above and of the engines' kernels."""
 
     def open_copy_streams(self, direction: Direction) -> list[CopyStream]:
-        """As many as it takes to fill the link."""
+        """Open as many copy streams as fill the link."""
         return [self.open_copy_stream(direction)]
 
     @abstractmethod
     def free_bytes(self) -> int | None:
-        """Device memory outside of the pages that nobody has taken; None where there is none."""
+        """Return the free device memory outside of the pages; None without such memory."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -159,14 +159,15 @@ class Device(ABC):
 
     @abstractmethod
     def pin(self, address: int, num_bytes: int) -> None:
-        """Pin host memory for full-speed copies. Slow on a GPU (0.1 s per GB): never in a switch.
+        """Pin host memory for full-speed copies. Slow on a GPU (0.1 s per GB): never in a
+        switch.
 
-        When it raises, nothing is pinned.
+        After an exception nothing is pinned.
         """
 
     @abstractmethod
     def unpin(self, address: int, num_bytes: int) -> None:
-        """Undo a ``pin`` of the same range, before it is unmapped."""
+        """Undo a ``pin`` of the same range, before the range is unmapped."""
 
     @abstractmethod
     def lend(self, runs: list[PageRun]) -> None:
@@ -174,7 +175,7 @@ class Device(ABC):
 
     @abstractmethod
     def reclaim(self, runs: list[PageRun]) -> None:
-        """End a ``lend`` of the same runs; their users must have freed the memory."""
+        """Reclaim runs that ``lend`` released; their users must have freed the memory."""
 
     @abstractmethod
     def close(self) -> None:
@@ -182,7 +183,7 @@ class Device(ABC):
 
 
 class BlockWatcher(Protocol):
-    """Is told of every block that a request, or a hold, begins or ceases to use."""
+    """An observer of the blocks that a request or a hold starts or stops using."""
 
     def taken(self, block_ids: Iterable[int]) -> None:
         """Free blocks are in use now."""
@@ -198,16 +199,16 @@ class BlockLedger(Protocol):
         """Tell ``watcher`` of every change from now on; all blocks must be free."""
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Take free blocks out of the engine's reach; their cached prefixes are forgotten."""
+        """Take free blocks out of the engine's reach; drop their cached prefixes."""
 
     def keep(self, block_ids: Sequence[int]) -> None:
-        """Let blocks that a request uses outlive it, until they are given back."""
+        """Add a reference to a request's blocks, so that the blocks outlive the request."""
 
     def give(self, block_ids: Sequence[int]) -> None:
         """Put held blocks back on the engine's free list."""
 
     def live(self, block_ids: Iterable[int]) -> list[int]:
-        """Those of the blocks that a request, or a hold, uses."""
+        """Return the blocks in use by a request or a hold."""
 
     @property
     def num_free(self) -> int:

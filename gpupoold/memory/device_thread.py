@@ -1,6 +1,6 @@
-"""A thread for calls to a device that take longer than the turn loop may stand still.
+"""A thread for slow calls of a device, which would stop the turn loop.
 
-Pinning host memory takes a GPU 0.1 s per GB, and unpinning takes its time too.
+On a GPU pinning host memory takes 0.1 s per GB, and unpinning takes time too.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ class DeviceThread:
         self._thread = ThreadPoolExecutor(1, name, self._join_device)
 
     def submit(self, job: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Run ``job`` after all jobs that were submitted before; returns its future result."""
+        """Run ``job`` after all earlier jobs; return its future result."""
         return self._thread.submit(job, *args, **kwargs)
 
     def close(self) -> None:
-        """Wait for the jobs that were submitted, then end the thread."""
+        """Wait for all jobs, then end the thread."""
         self._thread.shutdown()
         self._copy_stream.close()
 
     def _join_device(self) -> None:
-        """Make the device's context current in the thread, as a copy stream does for its own
-        thread."""
+        """Make the device's context current in the thread."""
         self._copy_stream.wait(self._copy_stream.begin([], 0))

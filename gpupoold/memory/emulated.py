@@ -28,9 +28,9 @@ _TABLE_BYTES = 2 << 20  # with pages of 4 KiB
 
 
 def default_page_bytes(device_bytes: int) -> int:
-    """64 KiB, more on large devices: a process may have only 65,530 mappings.
+    """Return 64 KiB, more for large devices: a process may have only 65,530 mappings.
 
-    At worst each page takes two, itself and the gap behind it; torch has thousands.
+    At worst each page takes two, itself and the gap behind; torch has thousands.
     """
     page_bytes = 64 << 10
     while device_bytes // page_bytes > _MAX_PAGES:
@@ -39,10 +39,10 @@ def default_page_bytes(device_bytes: int) -> int:
 
 
 class _MemcpyCopyStream:
-    """See :class:`CopyStream`: copies are made while they are begun, by one thread."""
+    """A copy stream whose copies finish in ``begin``, by one thread."""
 
     def fence(self) -> int:
-        """Engines here have computed what they were asked for."""
+        """Return at once: kernels on the CPU have finished."""
         return 0
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
@@ -51,18 +51,18 @@ class _MemcpyCopyStream:
         return 0
 
     def wait(self, batch: int) -> None:
-        """Nothing is under way."""
+        """Return at once: no copy is under way."""
 
     def close(self) -> None:
-        """Nothing was taken."""
+        """Close nothing."""
 
 
 class EmulatedDevice(Device):
-    """``device_bytes`` (rounded down to pages) of memory in a memfd.
+    """A device with ``device_bytes`` (rounded down to pages) of memory in a memfd.
 
     Raises:
-        OSError: the machine has less memory free than that, or a kernel before
-            5.13, which cannot move page tables of shared memory.
+        OSError: the machine has too little free memory, or a kernel before 5.13, which cannot move
+            page tables of shared memory.
     """
 
     is_host_addressable = True
@@ -147,7 +147,7 @@ class EmulatedDevice(Device):
         return [_MemcpyCopyStream() for _ in range(_num_copiers())]
 
     def free_bytes(self) -> int | None:
-        """What torch takes is the host's memory."""
+        """Return None: torch uses the host's memory."""
         return None
 
     def synchronize(self) -> None:
@@ -157,13 +157,13 @@ class EmulatedDevice(Device):
         """Copies here are as quick from any memory."""
 
     def unpin(self, address: int, num_bytes: int) -> None:
-        """Nothing was pinned."""
+        """Do nothing: no memory is pinned."""
 
     def lend(self, runs: list[PageRun]) -> None:
-        """Others use the host's memory, not this device's."""
+        """Do nothing: torch uses the host's memory."""
 
     def reclaim(self, runs: list[PageRun]) -> None:
-        """Nothing was lent."""
+        """Do nothing: no memory was released."""
 
     def close(self) -> None:
         self._copier.shutdown()
@@ -181,8 +181,8 @@ class EmulatedDevice(Device):
 
 
 def _num_copiers() -> int:
-    """Threads that copy beside the one that steps: as many as there are cores left for, at most 2.
+    """Return the number of copying threads beside the stepping one: free cores, at most 2.
 
-    With one core too many asked for, a copy waits milliseconds for its turn.
+    With one thread too many, a copy waits milliseconds for a core.
     """
     return max(1, min(2, len(os.sched_getaffinity(0)) - 1))

@@ -1,8 +1,7 @@
-"""Where each extent of a KV address range is, and whether its blocks are in use: kept on every
-change.
+"""Places of a KV address range's extents and use of their blocks, updated on every change.
 
-A model may have thousands of extents, and the turn loop asks these questions between two
-tokens. No answer here walks over all extents in Python.
+A model may have thousands of extents, and the turn loop reads the index between two tokens. No
+method walks over all extents in Python.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from gpupoold.memory.geometry import KvGeometry
 
 
 class Place(IntEnum):
-    """Where an extent's bytes are."""
+    """The place of an extent's bytes."""
 
     UNBACKED = 0  # nowhere
     DEVICE = 1
@@ -31,11 +30,10 @@ _IS_AT = [bytes(code == place for code in range(256)) for place in Place]
 
 
 class ExtentIndex:
-    """Places of all extents, and the number of blocks in use in each.
+    """Places of all extents, and the number of used blocks in each.
 
-    A block is in use from ``taken`` to ``freed``; the null block never is. An extent is *idle*
-    when it is on the device and none of its blocks is in use. ``version`` changes whenever a
-    extent's place, or whether it is idle, does.
+    A block is in use from ``taken`` to ``freed``; the null block never is. An extent is *idle* when
+    on the device without a used block. ``version`` changes with each extent's place or idleness.
     """
 
     def __init__(self, geometry: KvGeometry) -> None:
@@ -56,7 +54,7 @@ class ExtentIndex:
         return _PLACES[self._places[extent]]
 
     def put(self, extents: Iterable[int], place: Place) -> None:
-        """Note that extents are at ``place`` now."""
+        """Record extents at ``place``."""
         places, counts, used = self._places, self._counts, self._num_used
         for extent in extents:
             before = places[extent]
@@ -76,7 +74,7 @@ class ExtentIndex:
         self.version += 1
 
     def taken(self, block_ids: Iterable[int]) -> None:
-        """Note that free blocks are in use now."""
+        """Record free blocks as used."""
         for block in block_ids:
             extent = block // self._size
             self._num_used[extent] += 1
@@ -86,7 +84,7 @@ class ExtentIndex:
                     self._note_idle(extent)
 
     def freed(self, block_ids: Iterable[int]) -> None:
-        """Note that blocks are not in use any more."""
+        """Record blocks as no longer used."""
         for block in block_ids:
             extent = block // self._size
             self._num_used[extent] -= 1
@@ -99,16 +97,16 @@ class ExtentIndex:
                 self._freed_away.add(extent)
 
     def take_freed_away(self) -> set[int]:
-        """Extents that are away and have had blocks freed since this was asked last."""
+        """Return offloaded extents with blocks freed since the last call."""
         freed, self._freed_away = self._freed_away, set()
         return freed
 
     def num_used(self, extent: int) -> int:
-        """Blocks of an extent that are in use."""
+        """Return the number of used blocks of an extent."""
         return self._num_used[extent]
 
     def count(self, place: Place) -> int:
-        """How many extents are at ``place``."""
+        """Return the number of extents at ``place``."""
         return self._counts[place]
 
     def extents(self, place: Place) -> list[int]:
@@ -119,7 +117,7 @@ class ExtentIndex:
         return list(compress(range(len(is_there)), is_there))
 
     def each(self, place: Place) -> Iterator[int]:
-        """Extents at ``place``, lowest first, for who wants only the first of them."""
+        """Yield extents at ``place`` in ascending order, for callers that need only the first."""
         extent = self._places.find(place)
         while extent >= 0:
             yield extent
@@ -131,12 +129,12 @@ class ExtentIndex:
         return list(compress(range(len(self._is_idle)), self._is_idle))[::-1]
 
     def num_pages(self, place: Place) -> int:
-        """Pages that the extents at ``place`` lie on, in an aligned geometry."""
+        """Return the pages of the extents at ``place``, in an aligned geometry."""
         return self._pages_of(self._counts[place], self._places[-1] == place)
 
     @property
     def num_idle_pages(self) -> int:
-        """Pages that the idle extents lie on, in an aligned geometry."""
+        """Pages of the idle extents, in an aligned geometry."""
         return self._pages_of(self.num_idle, bool(self._is_idle[-1]))
 
     def check(self, used: Iterable[int]) -> None:

@@ -1,8 +1,8 @@
-"""Where a KV block's bytes lie, for any layout of vLLM's. Pure arithmetic.
+"""Places of a KV block's bytes for any layout of vLLM. Pure arithmetic.
 
-All KV tensors of a model are views of one buffer. A *row* is a place where
-block ``b`` has ``num_bytes`` bytes at ``offset + b * stride``: one row per
-layer when layers are outermost, a single row when blocks are.
+All KV tensors of a model are views of one buffer. In a *row*, block ``b`` has ``num_bytes`` bytes
+at ``offset + b * stride``: one row per layer when layers are outermost, a single row when blocks
+are.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class KvRow:
 class KvGeometry:
     """Rows of a KV buffer, cut into extents of consecutive blocks.
 
-    An extent is what is mapped, moved and unmapped together: the fewest blocks
-    that fill whole pages in every row, so that extents seldom share a page.
+    An extent is mapped, moved and unmapped as a whole: the fewest blocks that fill whole pages in
+    every row, so that extents seldom share a page.
     """
 
     num_blocks: int
@@ -41,11 +41,11 @@ class KvGeometry:
     blocks_per_extent: int = field(init=False)
     """Blocks in every extent but perhaps the last."""
     is_aligned: bool = field(init=False)
-    """Whether no two extents, nor two rows, share a page, and neighbours leave no gap."""
+    """Whether no two extents or rows share a page, and neighbours leave no gap."""
     extent_pages: int = field(init=False)
-    """Pages that every extent but perhaps the last touches, in an aligned geometry."""
+    """Pages of every extent except perhaps the last, in an aligned geometry."""
     short_pages: int = field(init=False)
-    """How many fewer the last extent touches."""
+    """Number of pages missing from the last extent."""
 
     def __post_init__(self) -> None:
         # Asked for every extent of every switch: worked out once.
@@ -77,7 +77,7 @@ class KvGeometry:
 
     @property
     def num_extents(self) -> int:
-        """Extents that cover all blocks."""
+        """Number of extents that cover all blocks."""
         return -(-self.num_blocks // self.blocks_per_extent)
 
     def blocks(self, extent: int) -> range:
@@ -86,7 +86,7 @@ class KvGeometry:
         return range(extent * size, min((extent + 1) * size, self.num_blocks))
 
     def pages(self, extent: int) -> list[range]:
-        """Pages an extent touches, one range per row."""
+        """Return the pages of an extent, one range per row."""
         return self._pages_of(range(extent, extent + 1))
 
     def _pages_of(self, extents: range) -> list[range]:
@@ -113,11 +113,11 @@ class KvGeometry:
         return spans
 
     def uses(self, extents: list[int]) -> Counter[int]:
-        """How many rows of ``extents`` lie on each page they touch."""
+        """Return how many rows of ``extents`` lie on each of their pages."""
         return Counter(p for c in extents for span in self.pages(c) for p in span)
 
     def extents(self, blocks: list[int]) -> list[tuple[int, int]]:
-        """``(offset, num_bytes)`` of ascending ``blocks``, neighbours joined, row by row."""
+        """Return ``(offset, num_bytes)`` of ascending ``blocks``, neighbours joined, row by row."""
         runs = as_ranges(blocks)
         extents: list[tuple[int, int]] = []
         for row in self.rows:
@@ -128,7 +128,7 @@ class KvGeometry:
         return extents
 
     def gaps(self, pages: list[range], blocks: list[int]) -> list[tuple[int, int]]:
-        """``(offset, num_bytes)`` of what lies on ``pages``, but in none of ``blocks``."""
+        """Return ``(offset, num_bytes)`` of the bytes on ``pages`` outside of ``blocks``."""
         covered = sorted(self.extents(blocks))
         gaps: list[tuple[int, int]] = []
         first = 0  # of the extents that reach into this span or lie behind it
@@ -163,10 +163,10 @@ class KvGeometry:
 
 
 def in_whole_extents(kv_bytes: int, page_bytes: int, strides: Collection[int]) -> int:
-    """``kv_bytes``, or a little less, so that no two rows of blocks share a page.
+    """Return ``kv_bytes``, or a little less, so that no two rows of blocks share a page.
 
-    ``strides`` are bytes of a block, row by row. Then neighbouring extents are mapped by one
-    call a row. All of ``kv_bytes`` where blocks fill whole pages too seldom for that.
+    ``strides`` are bytes of a block, row by row. Neighbouring extents are then mapped by one call
+    per row. The result is ``kv_bytes`` where blocks fill whole pages too seldom.
     """
     aligned = _num_aligned(page_bytes, strides)
     if not strides or aligned is None:
@@ -175,9 +175,9 @@ def in_whole_extents(kv_bytes: int, page_bytes: int, strides: Collection[int]) -
 
 
 def _num_aligned(page_bytes: int, strides: Collection[int]) -> int | None:
-    """The fewest blocks that fill whole pages in every row; None where these are too many.
+    """Return the fewest blocks that fill whole pages in every row, None if too many.
 
-    They never are while they take one page of each row, which is the least anyway.
+    Not too many while they take one page of each row, the least possible.
     """
     aligned = math.lcm(*(page_bytes // math.gcd(stride, page_bytes) for stride in strides))
     is_one_page = aligned * max(strides, default=0) <= page_bytes

@@ -22,7 +22,7 @@ class HostBuffer:
     """A memfd mapped into this process, its pages touched beforehand."""
 
     def __init__(self, fd: int, num_bytes: int) -> None:
-        """Map ``num_bytes`` of ``fd``, which this object owns from now on, even if it fails."""
+        """Map ``num_bytes`` of ``fd``, which this object owns from now on, even after a failure."""
         self.fd = fd
         self.num_bytes = num_bytes
         try:
@@ -34,10 +34,10 @@ class HostBuffer:
 
     @classmethod
     def create(cls, name: str, num_bytes: int) -> HostBuffer:
-        """A new zeroed buffer.
+        """Create a zeroed buffer.
 
         Raises:
-            OSError: the machine has less memory free than that.
+            OSError: the machine has too little free memory.
         """
         fd = create_memfd(name, num_bytes)
         try:
@@ -60,11 +60,10 @@ class HostBuffer:
 
 
 def touch_pages(fd: int, num_bytes: int) -> None:
-    """Have all pages of a memfd made and zeroed, on several cores.
+    """Allocate and zero all pages of a memfd, on several cores.
 
-    For memory that is to be pinned: one thread makes a GB in 0.2 s and more (2.5 s in a virtual
-    machine whose memory nobody has used), and so would the call that pins. New threads have
-    the memory policy of the caller.
+    For memory to be pinned: one thread, and so the pinning call, needs 0.2 s per GB and more (2.5 s
+    in a virtual machine with untouched memory). New threads inherit the caller's memory policy.
 
     Raises:
         OSError: the machine has too little memory.
@@ -81,7 +80,7 @@ def touch_pages(fd: int, num_bytes: int) -> None:
 
 
 class Slot(Protocol):
-    """Host memory that has the KV of some blocks of one model, row by row."""
+    """Host memory with the KV of some blocks of one model, row by row."""
 
     @property
     def num_bytes(self) -> int:
@@ -91,15 +90,15 @@ class Slot(Protocol):
         """See :func:`lay`."""
 
     def free(self) -> None:
-        """Nobody needs its bytes any more."""
+        """Free the slot."""
 
 
 def lay(
     extents: Iterable[tuple[int, int]], pieces: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int, int]]:
-    """Lay ``(address, num_bytes)`` extents into pieces of host memory, one behind the other.
+    """Distribute ``(address, num_bytes)`` extents over pieces of host memory in order.
 
-    Yields ``(address, host_address, num_bytes)``, cut where a piece ends.
+    Yields ``(address, host_address, num_bytes)``, cut at the end of a piece.
     """
     rest = iter(pieces)
     host_address, room = next(rest, (0, 0))
@@ -116,8 +115,8 @@ def lay(
 class KvHostCache:
     """Host slots for the KV of paused requests, within a byte budget; for one thread.
 
-    Models with blocks of different sizes share it by slabs (:mod:`gpupoold.memory.slabs`).
-    The buffer's memory is taken from the system only as slots are first used.
+    Models with blocks of different sizes share the memory by slabs (:mod:`gpupoold.memory.slabs`).
+    The system provides the buffer's memory only as slots are first used.
     """
 
     def __init__(self, budget_bytes: int, slab_bytes: int | None = None) -> None:
@@ -145,7 +144,7 @@ class KvHostCache:
 
     @property
     def fd(self) -> int:
-        """Its memfd, for others to map."""
+        """The memfd, for other processes to map."""
         return self._fd
 
     def offsets(self, slot: HostSlot) -> list[tuple[int, int]]:
@@ -153,7 +152,7 @@ class KvHostCache:
         return [(at.offset, at.num_bytes) for at in slot.blocks.extents]
 
     def pin(self, device: Device) -> None:
-        """Pin the whole buffer for copies to and from ``device``, which takes its memory now."""
+        """Pin the whole buffer for copies of ``device``; allocates the memory."""
         if not self.budget_bytes:
             return
         if not device.is_host_addressable:
@@ -180,11 +179,11 @@ class KvHostCache:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that no shape has; a new slot may also have free blocks of its shape's slabs."""
+        """Bytes without a shape; a new slot may also use free blocks of its shape's slabs."""
         return self._slabs.free_bytes
 
     def num_free_blocks(self, block_bytes: int) -> int:
-        """Blocks of ``block_bytes`` that one new slot could have at most.
+        """Return the largest number of blocks of ``block_bytes`` for one new slot.
 
         Raises:
             ValueError: a block has no bytes.
@@ -201,10 +200,10 @@ class KvHostCache:
         return None if blocks is None else HostSlot(self, blocks)
 
     def free(self, slot: HostSlot) -> None:
-        """Give a slot back.
+        """Free a slot.
 
         Raises:
-            ValueError: it was given back before, or is another cache's.
+            ValueError: the slot is free already, or belongs to another cache.
         """
         self._slabs.free(slot.blocks)
 
@@ -223,7 +222,7 @@ class KvHostCache:
 
 
 class HostSlot:
-    """Where the KV of paged-out blocks of one model lives."""
+    """A slot with the KV of offloaded blocks of one model."""
 
     __slots__ = ("_cache", "blocks")
 

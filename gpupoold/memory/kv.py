@@ -1,14 +1,13 @@
-"""A model's KV memory: which blocks the engine may use, and where their bytes are.
+"""A model's KV memory: the blocks for the engine, and the place of their bytes.
 
-vLLM believes in a large fixed pool of blocks. Only the blocks of *backed*
-extents have pages; the others are held back from its free list ("ballast"), so
-running out of pages is a scheduling decision and never a fault. A paused
-model's extents may be moved to host memory below its block tables, and come
-back under the same block numbers.
+vLLM assumes a large fixed pool of blocks. Only the blocks of *mapped* extents have pages; the
+others are held back from its free list (*reserved blocks*), so running out of pages is a scheduling
+decision and never a fault. A paused model's extents may be offloaded to host memory below its block
+tables, and restored under the same block numbers.
 
-An extent that is not whole on the device is *away*. The engine may not run requests
-with blocks in it, and gets none of its blocks: those that are free are held until it
-is back, so that no copy ever writes where the engine does.
+An extent that is not completely on the device is *offloaded*. The engine may not run requests with
+blocks in such an extent, and gets none of its blocks: free ones are held until the extent is
+restored, so that no copy writes where the engine does.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from gpupoold.memory.transfers import Transfer, TransferQueue
 
 @dataclass(frozen=True, slots=True)
 class _Export:
-    """Blocks that are kept until their bytes have been copied for another device."""
+    """Blocks kept until their bytes have been copied for another device."""
 
     blocks: list[int]
     transfer: Transfer
 
 
 class KvMemory(KvExtents):
-    """Backs, frees, pages out and pages in the extents of one model's KV address range."""
+    """Maps, unmaps, offloads and restores the extents of one model's KV address range."""
 
     def __init__(
         self, geometry: KvGeometry, address_range: AddressRange, device: Device, host: KvHostCache
@@ -44,17 +43,17 @@ class KvMemory(KvExtents):
         super().__init__(geometry, address_range, device)
         self._host = host
         self.arrived_bytes = 0
-        """Bytes that have come back to the device so far."""
+        """Bytes restored to the device so far."""
         self._exports: list[_Export] = []
 
     def attach(self, ledger: BlockLedger) -> None:
-        """Take every block from the engine; ``back`` gives them out again."""
+        """Take every block from the engine; ``back`` hands blocks out again."""
         self._ledger = ledger
         ledger.watch(self._index)
         ledger.hold(self._real(range(self.geometry.num_blocks)))
 
     def back(self, extents: list[int]) -> None:
-        """Map zeroed pages for unbacked ``extents`` and give their blocks to the engine.
+        """Map zeroed pages for unmapped ``extents`` and give their blocks to the engine.
 
         Raises:
             OutOfPages: the pool is short; nothing was changed.
@@ -66,7 +65,7 @@ class KvMemory(KvExtents):
             self._engine().give(self._real(self.geometry.blocks(extent)))
 
     def unback(self, extents: list[int]) -> None:
-        """Take away ``extents`` that have no live block; cached prefixes in them are forgotten."""
+        """Unmap ``extents`` without a live block; drop their cached prefixes."""
         if not extents:
             return
         assert all(self.place(extent) is Place.DEVICE for extent in extents)
@@ -77,9 +76,9 @@ class KvMemory(KvExtents):
 
     @contextlib.contextmanager
     def without_ballast(self) -> Iterator[None]:
-        """Let the engine have all its blocks for an operation that wants the pool whole.
+        """Give the engine all its blocks for an operation that needs the whole pool.
 
-        Nothing may be scheduled meanwhile: most of the blocks have no pages.
+        No request may be scheduled meanwhile: most of the blocks have no pages.
         """
         ballast = self._real_of(self.extents(Place.UNBACKED))
         ballast += [block for group in self._groups() for block in group.held]
@@ -90,12 +89,11 @@ class KvMemory(KvExtents):
             self._engine().hold(ballast)
 
     def begin_page_out(self, extents: list[int], queue: TransferQueue) -> int:
-        """Start to move the live blocks of extents to the host, until the host is full.
+        """Start to offload the live blocks of extents, until the host is full.
 
-        Returns how many of ``extents``, from the first on, the host had room for. The model
-        must be paused. Pages come free with the ``settle`` after the transfer; those of
-        extents without a live block now. Cached prefixes in free blocks are forgotten: their
-        bytes do not travel.
+        Returns how many of ``extents``, from the first on, the host could take. The model must be
+        paused. Pages become free with the ``settle`` after the transfer, those of extents without a
+        live block at once. Cached prefixes in free blocks are dropped: their bytes are not copied.
         """
         assert all(self.place(extent) is Place.DEVICE for extent in extents)
         self.finish_exports()  # pages that are read from must not go
@@ -118,8 +116,9 @@ class KvMemory(KvExtents):
         return num_done
 
     def begin_page_in(self, extents: Iterable[int], queue: TransferQueue) -> None:
-        """Start to bring extents, and those that left with each, back under the same block ids;
-        ``settle`` ends it. Neighbours are mapped by one call, whatever groups they are in.
+        """Start to restore extents, with their groups, under the same block ids.
+
+        ``settle`` completes the restoration. Neighbours are mapped by one call, across groups.
 
         Raises:
             OutOfPages: the pool is short; nothing was changed.
@@ -138,11 +137,11 @@ class KvMemory(KvExtents):
     def export(
         self, blocks: Sequence[int], queue: TransferQueue, on_end: Callable[[bool], None]
     ) -> tuple[HostSlot, Transfer] | None:
-        """Start to copy the bytes of blocks, row by row in their order, to a slot of the host.
+        """Start to copy the bytes of blocks, row by row in order, to a slot of the host.
 
-        They stay as they are until ``settle`` after the copy, whatever becomes of their request.
-        ``on_end`` is called, by another thread, with whether all bytes are there. None, and
-        nothing begun, when the host has no room. What is on its way meanwhile is called back.
+        The blocks stay unchanged until ``settle`` after the copy, even if their request ends.
+        Another thread calls ``on_end`` with whether all bytes have arrived. Returns None without
+        starting if the host is full. Blocks being offloaded are restored first.
         """
         self.stop_leaving()
         self.stop_arriving()
@@ -161,10 +160,11 @@ class KvMemory(KvExtents):
         return slot, transfer
 
     def attach_slot(self, slot: Slot, num_blocks: int) -> list[int] | None:
-        """Have so many blocks that the engine does not have, whose bytes are in ``slot``.
+        """Take blocks from outside the engine's reach whose bytes are in ``slot``.
 
-        Row by row in the order of the ids that are returned. They are the caller's to give back
-        to the engine, and ``slot`` is freed when nobody needs it. None when there are too few.
+        The bytes are row by row in the order of the returned ids. The caller gives the blocks back
+        to the engine; ``slot`` is freed when no longer needed. Returns None if too few blocks are
+        available.
         """
         extents, blocks = self._unbacked(num_blocks)
         if len(blocks) < num_blocks:
@@ -180,9 +180,9 @@ class KvMemory(KvExtents):
         return group.blocks
 
     def _unbacked(self, num_blocks: int) -> tuple[list[int], list[int]]:
-        """Extents without pages that have so many blocks, if there are enough, and the blocks.
+        """Return unmapped extents with ``num_blocks`` in total, if enough, and the blocks.
 
-        Not the null block's extent, which kernels touch at any time.
+        Excludes the null block's extent, which kernels touch at any time.
         """
         extents: list[int] = []
         blocks: list[int] = []
@@ -195,17 +195,17 @@ class KvMemory(KvExtents):
         return extents, blocks
 
     def finish_exports(self) -> None:
-        """Wait until nothing is being copied for other devices."""
+        """Wait for all copies for other devices."""
         for export in self._exports:
             with contextlib.suppress(Exception):  # told to who waits for the bytes
                 export.transfer.wait()
         self.settle_exports()
 
     def settle(self) -> None:
-        """Take note of the transfers that have ended.
+        """Process the transfers that have ended.
 
         Raises:
-            Exception: a copy failed; its extents are where they were before.
+            Exception: a copy failed; its extents are in their former place.
         """
         self.settle_exports()
         gone: list[int] = []
@@ -219,10 +219,10 @@ class KvMemory(KvExtents):
                 self._drop(sorted(gone))
 
     def finish(self, place: Place) -> None:
-        """Wait for all extents ``LEAVING`` or ``ARRIVING`` to have got there.
+        """Wait for all extents ``LEAVING`` or ``ARRIVING``.
 
         Raises:
-            Exception: a copy failed; its extents are where they were before.
+            Exception: a copy failed; its extents are in their former place.
         """
         for group in self._groups(place):
             if group.transfer is not None:
@@ -236,16 +236,19 @@ class KvMemory(KvExtents):
         return next((group.transfer for group in self._moving if group.place is place), None)
 
     def stop_leaving(self) -> None:
-        """What is on its way to the host stays on the device after all."""
+        """Cancel offloads in progress; the extents stay on the device."""
         self._stop(Place.LEAVING)
 
     def stop_arriving(self) -> None:
-        """What is on its way to the device stays on the host, but for what has arrived."""
+        """Cancel restorations in progress; extents that have arrived stay on the device."""
         self._stop(Place.ARRIVING)
 
     def discard_dead(self) -> None:
-        """Take note that requests have ended: keep the engine from blocks of away extents, and
-        let go of extents that nobody needs any more (those under way when they have come)."""
+        """Process the end of requests.
+
+        Keeps the engine from blocks of offloaded extents, and frees extents that no request needs
+        (those in transfer after their arrival).
+        """
         groups = {self._away[extent]: None for extent in sorted(self._index.take_freed_away())}
         for group in groups:
             wanted = [block for block in group.blocks if block not in group.held]
@@ -285,7 +288,7 @@ class KvMemory(KvExtents):
             assert (group.transfer is None) == (place is Place.HOST)
 
     def _check_counters(self) -> None:
-        """Raise AssertionError when what is kept on every change is not what a scan finds."""
+        """Raise AssertionError if the incremental counters differ from a scan."""
         groups = list(dict.fromkeys(self._away.values()))
         assert set(groups) == set(self._all_groups)
         on_host = [group for group in groups if group.place is Place.HOST]
@@ -297,7 +300,7 @@ class KvMemory(KvExtents):
         assert self.num_returning_pages == self.num_missing_pages(self.extents(Place.HOST))
 
     def settle_exports(self) -> None:
-        """Let go of blocks whose copies for other devices have been made."""
+        """Release blocks whose copies for other devices have finished."""
         if not self._exports:
             return
         ended = [export for export in self._exports if export.transfer.has_ended]
@@ -330,9 +333,9 @@ class KvMemory(KvExtents):
             self._drop(self._settle_at(group, Place.DEVICE if is_here else Place.HOST))
 
     def _settle_at(self, group: Group, place: Place) -> list[int]:
-        """Note that all of a group is on the device, or on the host and only there.
+        """Record that all of a group is on the device, or only on the host.
 
-        Returns the extents whose pages are to be dropped.
+        Returns the extents whose pages to drop.
         """
         group.transfer = None
         if place is Place.DEVICE and group.place is Place.ARRIVING:
@@ -347,7 +350,7 @@ class KvMemory(KvExtents):
         return []
 
     def _let_go(self, group: Group) -> None:
-        """Of a group on the host that nobody needs."""
+        """Free a group on the host that no request needs."""
         self._put(group, Place.UNBACKED)
         group.slot.free()
 
@@ -356,7 +359,7 @@ class KvMemory(KvExtents):
         group.held |= blocks
 
     def _retain(self, extents: list[int], *, is_filled: bool) -> list[range]:
-        """Map extents; returns the pages that were not mapped before."""
+        """Map extents; return the newly mapped pages."""
         held: list[range] = []
         fresh: list[range] = []
         try:

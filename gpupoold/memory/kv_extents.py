@@ -1,4 +1,4 @@
-"""Where the extents of one model's KV are: what can be asked of them, without changing any."""
+"""Places of one model's KV extents: read-only queries."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _MIN_GROUPS = 8
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Extents that are away, together from when they left until they are back.
+    """Extents that were offloaded together, until they are restored.
 
-    ``blocks`` had bytes when they left; the slot has them row by row, so that neighbours are
-    copied in one piece. ``held`` are those that the engine must not have until then.
+    ``blocks`` had bytes at the time; the slot has the bytes row by row, so that neighbours are
+    copied in one piece. ``held`` are blocks withheld from the engine meanwhile.
     """
 
     extents: list[int]
@@ -36,11 +36,11 @@ class Group:
     held: set[int] = field(default_factory=set)
     transfer: Transfer | None = None
     place: Place = Place.DEVICE
-    """Of all its extents."""
+    """The place of all its extents."""
 
 
 class KvExtents:
-    """The extents of a KV address range, and the engine's account of the blocks in them."""
+    """The extents of a KV address range, and the engine's account of their blocks."""
 
     def __init__(self, geometry: KvGeometry, address_range: AddressRange, device: Device) -> None:
         self.geometry = geometry
@@ -61,7 +61,7 @@ class KvExtents:
 
     @property
     def physical_pages(self) -> list[int]:
-        """Pages of the pool that it has."""
+        """Pages of the pool in use."""
         return self._address_range.physical_pages
 
     @property
@@ -71,23 +71,23 @@ class KvExtents:
 
     @property
     def host_bytes(self) -> int:
-        """Host bytes of the extents that are away."""
+        """Host bytes of the offloaded extents."""
         return self._host_bytes
 
     @property
     def borrowed_bytes(self) -> int:
-        """Those of them that are in another worker's host memory."""
+        """Bytes among them in another worker's host memory."""
         slots = (group.slot for group in self._groups())
         return sum(slot.num_bytes for slot in slots if not isinstance(slot, HostSlot))
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that are neither on the device nor on their way to it."""
+        """Bytes neither on the device nor on the way to the device."""
         return self._missing_bytes
 
     @property
     def is_whole(self) -> bool:
-        """True if no extent is away, so that every request can run."""
+        """True if no extent is offloaded, so that every request can run."""
         return not self._away
 
     def is_here(self, blocks: Iterable[int]) -> bool:
@@ -107,7 +107,7 @@ class KvExtents:
         return list(islice(self._index.each(place), count))
 
     def extents_in_order(self, place: Place, blocks: Iterable[int]) -> list[int]:
-        """Extents at ``place``: those of ``blocks`` first, in their order, then the others."""
+        """Return extents at ``place``: those of ``blocks`` first, in their order."""
         size, at = self.geometry.blocks_per_extent, self._index.place
         wanted = dict.fromkeys(block // size for block in blocks)
         first = [extent for extent in wanted if at(extent) is place]
@@ -123,9 +123,9 @@ class KvExtents:
         return (extents[at : at + size] for at in range(0, len(extents), size))
 
     def groups_on_host(self, blocks: Iterable[int]) -> Iterator[list[int]]:
-        """Extents that can be paged in, together: those of ``blocks`` first, in their order.
+        """Yield groups that can be restored: those of ``blocks`` first, in their order.
 
-        Found one by one, so that who wants the first need not wait for all.
+        Groups are found one by one, for callers that need only the first.
         """
         size, seen = self.geometry.blocks_per_extent, set[Group]()
         wanted = (self._away.get(block // size) for block in blocks)
@@ -135,10 +135,10 @@ class KvExtents:
                 yield group.extents
 
     def whereabouts(self, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """``(address, num_bytes)`` of the bytes of blocks, row by row in their order.
+        """Yield ``(address, num_bytes)`` of the bytes of blocks, row by row in their order.
 
-        In the address range, or in host memory where they are away. Nothing of them may be on its
-        way.
+        The bytes are in the address range, or in host memory if offloaded. No block may be in
+        transfer.
         """
         on_host: dict[int, tuple[int, int]] = {}
         size = self.geometry.blocks_per_extent
@@ -158,14 +158,14 @@ class KvExtents:
                 yield self.address + row.offset + block * row.stride, row.num_bytes
 
     def num_missing_pages(self, extents: list[int]) -> int:
-        """Pages that mapping ``extents`` would take from the pool."""
+        """Return the pages that mapping ``extents`` would take from the pool."""
         if self.geometry.is_aligned:
             return sum(map(self._address_range.num_missing, self.geometry.spans(extents)))
         pages = self.geometry.uses(extents)
         return sum(1 for page in pages if not self._address_range.num_holders(page))
 
     def num_resident_pages(self, extents: list[int]) -> int:
-        """Pages that dropping all of ``extents`` would free: those no other extent lies on."""
+        """Return the pages that dropping all of ``extents`` would free, not shared with others."""
         if self.geometry.is_aligned:
             return sum(map(len, self.geometry.spans(extents)))
         uses = self.geometry.uses(extents)
@@ -175,27 +175,27 @@ class KvExtents:
 
     @property
     def num_leaving_pages(self) -> int:
-        """Pages that come free when what is being copied to the host has got there."""
+        """Pages that become free after the present offloads."""
         if self.geometry.is_aligned:
             return self._index.num_pages(Place.LEAVING)
         return self._known("leaving", lambda: self.num_resident_pages(self.extents(Place.LEAVING)))
 
     @property
     def num_idle_pages(self) -> int:
-        """Pages that taking all of ``free_chunks`` away would free."""
+        """Pages that unmapping all of ``free_extents`` would free."""
         if self.geometry.is_aligned:
             return self._index.num_idle_pages
         return self._known("idle", lambda: self.num_resident_pages(self.free_extents()))
 
     @property
     def num_returning_pages(self) -> int:
-        """Pages that bringing in all that is on the host would take from the pool."""
+        """Pages that restoring everything from the host would take from the pool."""
         if self.geometry.is_aligned:
             return self._index.num_pages(Place.HOST)
         return self._known("host", lambda: self.num_missing_pages(self.extents(Place.HOST)))
 
     def _known(self, name: str, count: Callable[[], int]) -> int:
-        """What ``count`` says, asked again only after something has changed."""
+        """Return the cached result of ``count``, recomputed only after a change."""
         version, answer = self._pages_known.get(name, (-1, 0))
         if version != self._index.version:
             version, answer = self._index.version, count()
@@ -203,14 +203,14 @@ class KvExtents:
         return answer
 
     def live_blocks(self, extent: int) -> list[int]:
-        """Blocks of an extent that requests use."""
+        """Return an extent's blocks in use by requests."""
         group = self._away.get(extent)
         blocks = self._engine().live(self._real(self.geometry.blocks(extent)))
         return [b for b in blocks if b not in group.held] if group else blocks
 
     @property
     def num_live_blocks(self) -> int:
-        """Blocks of extents on the device that requests use."""
+        """Number of blocks in use by requests on the device."""
         return self._index.num_used_on_device
 
     def free_extents(self) -> list[int]:
@@ -218,7 +218,7 @@ class KvExtents:
         return self._index.idle()
 
     def _groups(self, place: Place | None = None) -> list[Group]:
-        """Those at ``place``, or all, in the order in which they left or began to be copied."""
+        """Return groups at ``place``, or all, in the order of their transfer's start."""
         among = self._moving if place in (Place.LEAVING, Place.ARRIVING) else self._all_groups
         return [group for group in among if place is None or group.place is place]
 
@@ -245,7 +245,7 @@ class KvExtents:
         self._index.put(group.extents, place)
 
     def _is_dead(self, group: Group) -> bool:
-        """Return whether no request needs any block of it."""
+        """Return whether no request needs any block of a group."""
         return len(group.held) == len(self._real_of(group.extents))
 
     def _real(self, blocks: range) -> range:

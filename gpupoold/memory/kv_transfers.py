@@ -1,9 +1,9 @@
-"""KV that one worker has copied to its host memory for another, which reads it there.
+"""KV that one worker has copied to its host memory for another worker to read.
 
-The host caches of all workers of a box are shared memory: a worker maps those of the
-others. A *KV transfer* is a slot of one of them. Who sent it keeps it until who got it has said
-that it is not needed any more, or is gone; whether its bytes are there is told by an eventfd, so
-that nobody waits for a process that is in the middle of something else.
+The host caches of all workers of a box are shared memory: a worker maps the caches of the others. A
+*KV transfer* is a slot of one of the caches. The sender keeps the slot until the receiver reports
+that the slot is no longer needed, or is gone. An eventfd signals the arrival of the bytes, so that
+no worker waits for a busy process.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _ARRIVED, _FAILED = 1, 2
 
 
 class Arrival:
-    """Tells another process whether bytes have arrived; one end of an eventfd."""
+    """A signal to another process that bytes have arrived or not; one end of an eventfd."""
 
     def __init__(self, fd: int | None = None) -> None:
-        """Own ``fd``, or a new one."""
+        """Own ``fd``, or create an eventfd."""
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) if fd is None else fd
         self._state = 0
 
@@ -52,17 +52,17 @@ class Arrival:
 
 
 class PeerCache:
-    """The host cache of another worker, mapped here as long as anything in it is in use.
+    """The host cache of another worker, mapped while any slot in the cache is in use.
 
-    On a device whose copies want pinned memory, a thread pins the cache, which takes seconds.
-    Until that is done, and for good if the driver refuses, the cache is not usable.
+    For a device whose copies need pinned memory, a thread pins the cache, which takes seconds.
+    Until then, and for good if the driver refuses, the cache is not usable.
     """
 
     def __init__(self, fd: int, num_bytes: int, device: Device, thread: DeviceThread) -> None:
-        """Map ``num_bytes`` of ``fd``, which this object owns from now on; begin to pin them.
+        """Map ``num_bytes`` of ``fd``, owned by this object from now on, and start pinning.
 
         Raises:
-            OSError: the system has no room for so many addresses.
+            OSError: the process has too few addresses.
         """
         self._num_bytes = num_bytes
         self._device = device
@@ -79,7 +79,7 @@ class PeerCache:
 
     @property
     def is_usable(self) -> bool:
-        """True if bytes can be copied from it to the device at full speed."""
+        """True if the device can copy from the cache at full speed."""
         return self._is_pinned or self._device.is_host_addressable
 
     def slot(self, offsets: Sequence[tuple[int, int]], on_free: Callable[[], None]) -> PeerSlot:
@@ -89,7 +89,7 @@ class PeerCache:
         return PeerSlot(self, pieces, on_free)
 
     def leave(self) -> None:
-        """One of those that use it does not any more: a slot, or who made it."""
+        """Remove one user: a slot or the creator."""
         self._num_users -= 1
         if self._num_users:
             return
@@ -115,7 +115,7 @@ class PeerCache:
         _logger.info("pinned a peer's KV host cache in %.2f s", time.monotonic() - started_s)
 
     def _unmap(self) -> None:
-        """Undo what the constructor began; in the thread, after ``_pin``, if there is one."""
+        """Undo the constructor's work, in the thread after ``_pin`` if there is one."""
         try:
             if self._is_pinned:
                 self._device.unpin(self._address, self._num_bytes)
@@ -126,7 +126,7 @@ class PeerCache:
 
 
 class PeerSlot:
-    """Where the KV of some blocks lies in another worker's host cache."""
+    """The place of some blocks' KV in another worker's host cache."""
 
     def __init__(
         self, cache: PeerCache, pieces: list[tuple[int, int]], on_free: Callable[[], None]
@@ -143,6 +143,6 @@ class PeerSlot:
         return lay(extents, self._pieces)
 
     def free(self) -> None:
-        """Tell that nobody here needs it."""
+        """Report that this worker no longer needs the slot."""
         self._cache.leave()
         self._on_free()

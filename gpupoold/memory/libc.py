@@ -92,10 +92,10 @@ def write(address: int, data: bytes) -> None:
 
 
 def get_mempolicy() -> tuple[int, int]:
-    """``get_mempolicy(2)`` of the calling thread: its mode with flags, and nodes as a bit mask.
+    """Return the result of ``get_mempolicy(2)``: mode with flags, and nodes as a bit mask.
 
     Raises:
-        OSError: with the errno of the call; ``ENOSYS`` on processors it is not known of.
+        OSError: with the errno of the call; ``ENOSYS`` on unknown processors.
     """
     mode, nodes = ctypes.c_int(), (ctypes.c_uint8 * (_MAX_NODES // 8))()
     address, flags = ctypes.c_void_p(None), ctypes.c_ulong(0)
@@ -104,10 +104,10 @@ def get_mempolicy() -> tuple[int, int]:
 
 
 def set_mempolicy(mode: int, nodes: int) -> None:
-    """``set_mempolicy(2)``: the nodes, a bit mask, from which the calling thread's new pages come.
+    """Set the nodes, a bit mask, for the calling thread's new pages (``set_mempolicy(2)``).
 
     Raises:
-        OSError: with the errno of the call; ``ENOSYS`` on processors it is not known of.
+        OSError: with the errno of the call; ``ENOSYS`` on unknown processors.
     """
     mask = ctypes.create_string_buffer(nodes.to_bytes(_MAX_NODES // 8, "little"), _MAX_NODES // 8)
     _mempolicy(1, ctypes.c_long(mode), mask, ctypes.c_ulong(_MAX_NODES))

@@ -1,4 +1,4 @@
-"""Shared memory whose pages are really there."""
+"""Shared memory with allocated pages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def create_memfd(name: str, num_bytes: int) -> int:
-    """Descriptor of a new zeroed memfd that has all its pages; children do not inherit it.
+    """Return a descriptor of a new zeroed memfd with all pages; children do not inherit it.
 
-    Its size cannot be changed: nobody who has it mapped loses pages.
+    The size is sealed, so no mapping can lose pages.
 
     Raises:
-        OSError: the machine has less memory free than that.
+        OSError: the machine has too little free memory.
     """
     # Asked for too much, the kernel would hand out pages until it kills somebody.
     free_bytes = available_bytes()
@@ -29,7 +29,7 @@ def create_memfd(name: str, num_bytes: int) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping, as the kernel estimates it."""
+    """Return the memory available without swapping, by the kernel's estimate."""
     for line in _MEMINFO.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10

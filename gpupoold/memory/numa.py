@@ -1,7 +1,7 @@
-"""Host memory near a device: from the other socket copies run at a third of the speed or less.
+"""Host memory near a device: copies from the other socket run at a third of the speed or less.
 
-Memory that a device copies from or to is made inside ``with prefer_node(device.numa_node):``,
-on the thread that allocates or first touches it.
+Memory for a device's copies is allocated inside ``with prefer_node(device.numa_node):``, on the
+thread that allocates or first touches the memory.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def num_nodes(root: Path = _NODES) -> int:
 
 @contextmanager
 def prefer_node(node: int) -> Iterator[None]:
-    """New pages of the calling thread come from ``node`` while it has some free.
+    """Take new pages of the calling thread from ``node`` while the node has free pages.
 
-    Shared memory's pages too. Nothing changes for ``NO_NODE``, on a machine with one node, or
-    where the call is forbidden, as in many containers: copies are slower then, never wrong.
+    Includes pages of shared memory. No effect for ``NO_NODE``, on a machine with one node, or where
+    the call is forbidden, as in many containers: copies are then slower, never wrong.
     """
     before = None if node == NO_NODE or num_nodes() < 2 else _prefer(node)
     try:
@@ -54,7 +54,7 @@ def prefer_node(node: int) -> Iterator[None]:
 
 
 def _prefer(node: int) -> tuple[int, int] | None:
-    """Set the thread's policy; returns the one before, None where it stays."""
+    """Set the thread's policy; return the former one, None if unchanged."""
     try:
         before = libc.get_mempolicy()
     except OSError as error:

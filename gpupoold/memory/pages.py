@@ -1,4 +1,4 @@
-"""Who owns which physical page. Pure bookkeeping, no device calls."""
+"""Owners of physical pages. Pure bookkeeping, no device calls."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from gpupoold.memory.contracts import OutOfPages, PageRun
 
 
 class PagePool:
-    """Hands out physical pages as few, long runs.
+    """Allocates physical pages in few, long runs.
 
-    Mapping costs a call per run, so an allocation takes the smallest free run
-    that fits whole (best fit), else the largest ones first.
-
-    Args:
-        num_pages: pages of the device.
-        table_pages: see :attr:`Device.table_pages`.
+    Mapping costs a call per run, so an allocation takes the smallest free run that fits (best fit),
+    else the largest runs first. ``num_pages`` is the device's number of pages, ``table_pages`` see
+    :attr:`Device.table_pages`.
     """
 
     def __init__(self, num_pages: int, table_pages: int = 1) -> None:
@@ -29,14 +26,13 @@ class PagePool:
         return self._num_free
 
     def allocate(self, num_pages: int, at: int = 0) -> list[PageRun]:
-        """Take ``num_pages``, all or nothing.
+        """Allocate ``num_pages``, all or nothing.
 
-        They are to be mapped from page ``at`` of an address range on: a run that lies in its page
-        tables as those pages do in theirs is preferred, where the tables of such runs can be moved
-        whole.
+        The pages are for mapping from page ``at`` of an address range on: a run with the same
+        position in its page tables is preferred, because whole tables can be moved.
 
         Raises:
-            OutOfPages: fewer are free; nothing was taken.
+            OutOfPages: too few pages are free; nothing was allocated.
         """
         if num_pages > self._num_free:
             raise OutOfPages(f"{num_pages} pages asked, {self._num_free} of {self.num_pages} free")
@@ -51,12 +47,12 @@ class PagePool:
         return taken
 
     def allocate_run(self, num_pages: int) -> PageRun | None:
-        """Take ``num_pages``, at least one, in one run; None when no free run is that long."""
+        """Allocate ``num_pages``, at least one, in one run; None if no free run is long enough."""
         run = self._best_fit(num_pages)
         return self._take(run, num_pages) if run else None
 
     def num_runs(self, num_pages: int) -> int:
-        """How many times ``allocate_run`` could give ``num_pages`` now."""
+        """Return how many times ``allocate_run`` could allocate ``num_pages`` now."""
         return sum(run.num_pages // num_pages for run in self._free)
 
     def free(self, runs: list[PageRun]) -> None:
@@ -69,7 +65,7 @@ class PagePool:
             self._free_run(run)
 
     def check_owned(self, pages: list[int]) -> None:
-        """Raise AssertionError unless ``pages`` are all that are not free, each of them once."""
+        """Raise AssertionError unless ``pages`` are exactly the pages that are not free."""
         owners = bytearray(self.num_pages)
         for page in pages:
             owners[page] += 1
@@ -88,7 +84,7 @@ class PagePool:
         assert sum(run.num_pages for run in self._free) == self._num_free
 
     def _allocate_alike(self, num_pages: int, at: int) -> PageRun | None:
-        """A run whose first page is ``at`` modulo the pages of a table; None when there is none."""
+        """Allocate a run whose first page is ``at`` modulo the pages of a table, or None."""
         skips = ((run, (at - run.first) % self._table_pages) for run in self._free)
         fitting = [(run, skip) for run, skip in skips if run.num_pages - skip >= num_pages]
         if not fitting:
@@ -101,7 +97,7 @@ class PagePool:
         return min(fitting, key=_size, default=None)
 
     def _take(self, run: PageRun, num_pages: int, skip: int = 0) -> PageRun:
-        """``num_pages`` of a free run, after ``skip`` that stay free."""
+        """Allocate ``num_pages`` of a free run, after ``skip`` that stay free."""
         index = bisect.bisect_left(self._free, run.first, key=_first)
         taken = PageRun(run.first + skip, num_pages)
         rest = (PageRun(run.first, skip), PageRun(taken.end, run.end - taken.end))

@@ -1,4 +1,4 @@
-"""Numbers as ranges: what follows each other is mapped, and copied, by one call."""
+"""Numbers as ranges: consecutive numbers are mapped, and copied, by one call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def as_ranges(numbers: Iterable[int]) -> list[range]:
-    """``numbers`` in their order; a new range begins wherever one does not follow the last."""
+    """Return ``numbers`` in order as ranges of consecutive numbers."""
     ranges: list[range] = []
     start = end = -1
     for number in numbers:

@@ -1,9 +1,9 @@
 """KV blocks of many sizes in one buffer: slabs per shape. Pure bookkeeping, no memory.
 
-Slab allocation as in Aegaeon (SOSP '25, section 5.2). The buffer is cut into *base slabs*
-of one size. A *shape* is a block size in bytes: one KV block of a model over all its layers.
-A *slab* is a run of base slabs that one shape has, cut into its blocks. A shape takes a slab
-when it has no free block left and gives it back when none of its blocks is in use.
+Slab allocation as in Aegaeon (SOSP '25, section 5.2). The buffer is cut into *base slabs* of one
+size. A *shape* is a block size in bytes: one KV block of a model over all its layers. A *slab* is a
+run of base slabs of one shape, cut into its blocks. A shape takes a slab when out of free blocks
+and returns a slab when none of the slab's blocks is in use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlabLayout:
-    """How blocks of ``block_bytes`` lie in their slabs."""
+    """The layout of blocks of ``block_bytes`` in their slabs."""
 
     block_bytes: int
     num_base_slabs: int
@@ -43,7 +43,7 @@ class SlabLayout:
 
 @dataclass(frozen=True, slots=True)
 class ShapeUse:
-    """What one shape has of the buffer."""
+    """One shape's use of the buffer."""
 
     block_bytes: int
     num_slabs: int
@@ -72,11 +72,11 @@ def slab_bytes_for(budget_bytes: int) -> int:
 
 
 def slab_layout(block_bytes: int, slab_bytes: int, num_base_slabs: int) -> SlabLayout:
-    """The shortest slab that leaves at most 1/8 of itself unused behind its last block.
+    """Return the shortest slab that leaves at most 1/8 of itself unused behind its last block.
 
-    At most 8 base slabs of ``slab_bytes``, or as many as one block needs, and not more than
-    the ``num_base_slabs`` there are; if all of these leave more, the one that leaves the
-    smallest share. ``num_blocks`` is 0 where not even one block fits.
+    The slab has at most 8 base slabs of ``slab_bytes``, or as many as one block needs, and at most
+    ``num_base_slabs``; if all of these leave more unused, the one with the smallest unused share.
+    ``num_blocks`` is 0 if not even one block fits.
 
     Raises:
         ValueError: a block has no bytes.
@@ -113,19 +113,21 @@ class _Shape:
         return len(self.slabs) * self.layout.num_blocks
 
     def fullest_first(self) -> list[_Slab]:
-        """Slabs with a free block; the emptier ones drain and can be reclaimed."""
+        """Return slabs with a free block, fullest first; emptier slabs drain and can be
+        reclaimed.
+        """
         free = [slab for slab in self.slabs if slab.blocks.num_free]
         return sorted(free, key=lambda slab: (slab.blocks.num_free, slab.base.first))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Allocation:
-    """Blocks of one shape, until they are freed."""
+    """Blocks of one shape, until freed."""
 
     block_bytes: int
     num_blocks: int
     extents: tuple[Extent, ...]
-    """Where they lie, whole blocks in each, in the order of the blocks."""
+    """The blocks' places in order, whole blocks in each."""
     _runs: tuple[tuple[_Slab, PageRun], ...]
 
     @property
@@ -165,19 +167,19 @@ class SlabAllocator:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes in base slabs that no shape has."""
+        """Bytes in base slabs without a shape."""
         return self._base.num_free * self.slab_bytes
 
     @property
     def shapes(self) -> list[ShapeUse]:
-        """Shapes that have slabs, smallest blocks first."""
+        """Shapes with slabs, smallest blocks first."""
         return [
             ShapeUse(size, len(one.slabs), one.num_blocks, one.num_used)
             for size, one in sorted(self._shapes.items())
         ]
 
     def num_free_blocks(self, block_bytes: int) -> int:
-        """The most blocks of this shape that could be allocated now.
+        """Return the largest number of blocks of this shape that could be allocated now.
 
         Raises:
             ValueError: a block has no bytes.
@@ -187,10 +189,10 @@ class SlabAllocator:
         return shape.num_blocks - shape.num_used + num_new * shape.layout.num_blocks
 
     def allocate(self, block_bytes: int, num_blocks: int) -> Allocation | None:
-        """``num_blocks`` of a shape, all or nothing: None when there is no room.
+        """Allocate ``num_blocks`` of a shape, all or nothing: None without space.
 
-        Free blocks of the shape's slabs go first, then new slabs are taken; few and long
-        runs within a slab.
+        Free blocks of the shape's slabs come first, then new slabs; few and long runs within a
+        slab.
 
         Raises:
             ValueError: a block has no bytes, or the number of blocks is negative.
@@ -209,10 +211,10 @@ class SlabAllocator:
         return allocation
 
     def free(self, allocation: Allocation) -> None:
-        """Give blocks back; slabs without a used block are reclaimed at once.
+        """Free blocks; slabs without a used block are reclaimed at once.
 
         Raises:
-            ValueError: they have been freed before, or are another allocator's.
+            ValueError: the blocks are free already, or belong to another allocator.
         """
         if allocation not in self._live:
             size, count = allocation.block_bytes, allocation.num_blocks
@@ -246,13 +248,13 @@ class SlabAllocator:
         assert len(taken) + self._base.num_free == self._base.num_pages
 
     def _shape(self, block_bytes: int) -> _Shape:
-        """A shape's slabs; a new one's are kept by whoever gives it blocks."""
+        """Return a shape's slabs; the caller stores those of a new shape."""
         if block_bytes in self._shapes:
             return self._shapes[block_bytes]
         return _Shape(slab_layout(block_bytes, self.slab_bytes, self._base.num_pages))
 
     def _take(self, shape: _Shape, num_blocks: int) -> list[tuple[_Slab, PageRun]]:
-        """Blocks of a shape that has so many, or can have."""
+        """Take blocks of a shape that has enough, or can get enough."""
         runs: list[tuple[_Slab, PageRun]] = []
         missing = num_blocks
         for slab in shape.fullest_first():
@@ -270,7 +272,7 @@ class SlabAllocator:
         return runs
 
     def _new_slabs(self, shape: _Shape, num_slabs: int) -> list[_Slab]:
-        """Side by side if possible: blocks in one piece are copied by one call."""
+        """Return new slabs, adjacent if possible: contiguous blocks are copied by one call."""
         length = shape.layout.num_base_slabs
         together = num_slabs > 1 and self._base.allocate_run(num_slabs * length)
         if together:
@@ -297,7 +299,7 @@ class SlabAllocator:
 
 
 def _joined(extents: Iterable[Extent]) -> tuple[Extent, ...]:
-    """``extents`` in order, those that follow each other without a gap as one."""
+    """Return ``extents`` in order, adjacent ones joined."""
     joined: list[Extent] = []
     for extent in extents:
         if joined and sum(joined[-1]) == extent.offset:

@@ -1,15 +1,15 @@
-"""Copies beside the engine's work: threads and copy streams for each direction.
+"""Copies beside the engines' work: threads and copy streams for each direction.
 
-A transfer is a list of copies, made in batches one behind the other, two of them under way
-at a time so that the link never waits for this thread. It can be stopped within a batch's
-time (for 8 MiB about a millisecond), and what has arrived until then is of use. A batch is
-large enough for full bandwidth: links are full from 1 to 4 MiB on.
+A transfer is a list of copies, made in consecutive batches, two at a time so that the link never
+waits for this thread. A transfer can be stopped within a batch's time (for 8 MiB about a
+millisecond), and the part that has arrived is usable. A batch is large enough for full bandwidth:
+links are full from 1 to 4 MiB on.
 
-The order that keeps bytes right (Aegaeon, section 5.3): compute waits for its own KV, because
-whoever asked for a transfer steps nothing that needs it before ``has_ended``; a transfer
-waits for the last one of its source, because what is on its way is waited for or stopped
-before it is moved again; and memory under a copy is given to nobody, because its owner keeps
-it until the transfer has ended.
+The order that keeps bytes right (Aegaeon, section 5.3): compute waits for its own KV, because the
+owner of a transfer runs no step that needs the KV before ``has_ended``; a transfer waits for the
+last one of its source, because bytes in transfer are waited for or stopped before the next move;
+and memory under a copy has no other user, because its owner keeps the memory until the transfer has
+ended.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _MAX_WAITING_BYTES = 16 * BATCH_BYTES
 
 
 class Transfer:
-    """Copies on their way. Waited for, or stopped, by the thread that asked for them.
+    """Copies in progress. The requesting thread waits for them or stops them.
 
-    ``on_end`` is called by the thread that copies, with whether all bytes have arrived, before
-    ``has_ended``; not for a transfer that is stopped before it has begun.
+    The copying thread calls ``on_end`` with whether all bytes have arrived, before ``has_ended``;
+    not for a transfer stopped before its start.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class Transfer:
 
     @property
     def has_ended(self) -> bool:
-        """True if nothing is being copied any more; ``wait`` then returns at once."""
+        """True if no copy is running; ``wait`` then returns at once."""
         return self._ended.is_set()
 
     def wait(self) -> None:
         """Return when every byte has arrived.
 
         Raises:
-            Exception: what went wrong with a copy.
+            Exception: the failure of a copy.
         """
         while not self.has_ended:
             if not self._help_queue():
@@ -76,24 +76,23 @@ class Transfer:
             raise self._error
 
     def cancel(self) -> None:
-        """Let no further batch begin; ``stop`` waits for those that have."""
+        """Start no further batch; ``stop`` waits for running ones."""
         with self._lock:
             self._is_stopped = True
             if not self._has_begun:
                 self._ended.set()
 
     def stop(self) -> int:
-        """End the transfer early; returns the bytes from the start on that have arrived.
+        """End the transfer early; return the bytes from the start on that have arrived.
 
-        When it returns nothing is being written any more. Never raises: bytes that could
-        not be copied have not arrived.
+        No byte is written after the return. Never raises: bytes of a failed copy have not arrived.
         """
         self.cancel()
         self._ended.wait()
         return self._num_copied
 
     def run(self, copy_stream: CopyStream) -> None:
-        """Make the copies, unless it has been stopped; for the queue's thread."""
+        """Make the copies, unless stopped; for the queue's thread."""
         with self._lock:
             if self._is_stopped:
                 return
@@ -131,9 +130,9 @@ class Transfer:
 
 
 class TransferQueue:
-    """Transfers in one direction, begun in the order in which they were asked for.
+    """Transfers in one direction, started in the order of the requests.
 
-    As many at a time as there are copy streams, each of which has a thread.
+    As many run at a time as there are copy streams, each with a thread.
     """
 
     @classmethod
@@ -151,15 +150,12 @@ class TransferQueue:
         *,
         helper: CopyStream | None = None,
     ) -> None:
-        """Start the threads.
+        """Start the threads, one per copy stream, with ``name`` in their names.
 
-        Args:
-            copy streams: used by a thread each.
-            name: of the threads.
-            batch_bytes: copied at a time.
-            helper: used by the thread that waits for a transfer, which copies meanwhile what
-                has not begun. Asleep, that thread would leave a core idle, and one that wakes
-                up on the core of another copy waits some milliseconds to be moved.
+        ``batch_bytes`` are copied at a time. ``helper`` is a copy stream for the thread that waits
+        for a transfer, which meanwhile makes copies that have not started: a sleeping thread would
+        leave a core idle, and a thread that wakes up on the core of another copy waits some
+        milliseconds to be moved.
         """
         self._copy_streams = copy_streams
         self._helper = helper
@@ -175,7 +171,7 @@ class TransferQueue:
 
     @property
     def has_room(self) -> bool:
-        """True if another transfer would soon begin; owners hold theirs back otherwise."""
+        """True if another transfer would soon start; owners hold transfers back otherwise."""
         return self.room_bytes > 0
 
     @property
@@ -187,7 +183,7 @@ class TransferQueue:
     def begin(
         self, copies: Sequence[Copy], on_end: Callable[[bool], None] | None = None
     ) -> Transfer:
-        """Start copies, behind those that were started before and what engines have launched.
+        """Start copies after earlier transfers and after the engines' launched kernels.
 
         See :class:`Transfer` for ``on_end``.
         """
@@ -199,7 +195,7 @@ class TransferQueue:
         return transfer
 
     def close(self) -> None:
-        """Make what was asked for, then end the threads and the copy streams."""
+        """Finish all transfers, then end the threads and the copy streams."""
         for _ in self._threads:
             self._queue.put(None)
         for thread, copy_stream in zip(self._threads, self._copy_streams, strict=True):

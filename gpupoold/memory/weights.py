@@ -14,11 +14,11 @@ _HINT = "warm the model: `gpupool cache warm`"
 class WeightMemory:
     """Maps the weight address range and fills it from the snapshot; never copies back.
 
-    The pages from the first on are there, as many as there was room for: a model that
-    comes back after a part of it has been evicted moves that part only. ``snapshot`` holds
-    the address range's bytes as vLLM left them after loading and post-processing, padded to
-    whole pages. It is pinned from here to ``close``, or to where it is detached: without an
-    snapshot nothing is there and nothing can be brought in.
+    The pages from the first on are present, as many as memory allowed: a model restored after
+    partial eviction moves only the missing part. ``snapshot`` holds the address range's bytes as
+    vLLM left them after loading and post-processing, padded to whole pages. It is pinned until
+    ``close`` or until it is detached: without a snapshot no page is present and none can be brought
+    in.
     """
 
     def __init__(self, address_range: AddressRange, device: Device, snapshot: HostBuffer) -> None:
@@ -33,7 +33,7 @@ class WeightMemory:
 
     @property
     def has_snapshot(self) -> bool:
-        """True if its snapshot is in host memory, so that it can be brought in."""
+        """True if the snapshot is in host memory."""
         return self._snapshot is not None
 
     @property
@@ -41,7 +41,7 @@ class WeightMemory:
         """The snapshot.
 
         Raises:
-            Failed: it has been detached.
+            Failed: the snapshot is detached.
         """
         if self._snapshot is None:
             raise Failed("the snapshot of these weights is not in host memory", _HINT)
@@ -59,7 +59,7 @@ class WeightMemory:
 
     @property
     def num_mapped_pages(self) -> int:
-        """Pages of the pool that it has, filled or being filled."""
+        """Pages of the pool in use, filled or being filled."""
         return self._address_range.num_mapped
 
     @property
@@ -72,22 +72,22 @@ class WeightMemory:
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes from the start on that are known to be there."""
+        """Bytes from the start on that are known to be present."""
         return self._num_loaded * self._device.page_bytes
 
     @property
     def num_missing_pages(self) -> int:
-        """Pages of the pool that it still needs."""
+        """Pages of the pool still needed."""
         return self.num_pages - self.num_mapped_pages
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that are neither there nor on the way."""
+        """Bytes neither present nor in transfer."""
         return self.num_missing_pages * self._device.page_bytes
 
     @property
     def is_resident(self) -> bool:
-        """True if all of it is there, so that the model can run."""
+        """True if all weights are present, so that the model can run."""
         return self._num_loaded == self.num_pages
 
     @property
@@ -97,16 +97,16 @@ class WeightMemory:
 
     @property
     def address(self) -> int:
-        """Where the weights are whenever they are resident."""
+        """The fixed address of the weights."""
         return self._address_range.address
 
     def load(self, num_pages: int | None = None) -> int:
-        """Bring in the next ``num_pages``, or all that are missing; returns the bytes copied.
+        """Bring in the next ``num_pages``, or all missing ones; return the copied bytes.
 
-        What was begun before is waited for and not counted.
+        Waits for an earlier start, which is not counted.
 
         Raises:
-            OutOfPages: the pool is short; what was there or on the way still is.
+            OutOfPages: the pool is short; pages present or in transfer stay.
             Failed: there is no snapshot.
         """
         self.wait()
@@ -120,10 +120,10 @@ class WeightMemory:
         return len(missing) * self._device.page_bytes
 
     def begin_load(self, queue: TransferQueue, num_pages: int) -> None:
-        """Start to fill the next ``num_pages``, or those that are left if they are fewer.
+        """Start to fill the next ``num_pages``, or the remaining ones if fewer.
 
         Raises:
-            OutOfPages: the pool is short; nothing was begun.
+            OutOfPages: the pool is short; nothing was started.
             Failed: there is no snapshot.
         """
         self.wait()
@@ -137,15 +137,15 @@ class WeightMemory:
         self._arriving = queue.begin([copy])
 
     def settle(self) -> None:
-        """Take note of what has arrived."""
+        """Process pages that have arrived."""
         if not self.is_arriving:
             self.wait()
 
     def wait(self) -> None:
-        """Return when what was begun has arrived.
+        """Return when the started pages have arrived.
 
         Raises:
-            Exception: a copy failed; what had not arrived was given back.
+            Exception: a copy failed; pages that had not arrived were freed.
         """
         if self._arriving is None:
             return
@@ -158,7 +158,7 @@ class WeightMemory:
         self._num_loaded = self._address_range.num_mapped
 
     def stop(self) -> None:
-        """End a load that was begun; pages that have not been filled are given back."""
+        """Stop a load; free pages that have not been filled."""
         if self._arriving is None:
             return
         self._num_loaded += self._arriving.stop() // self._device.page_bytes
@@ -166,7 +166,7 @@ class WeightMemory:
         self._drop_from(self._num_loaded)
 
     def evict(self, num_pages: int | None = None) -> None:
-        """Give back ``num_pages``, the last ones, or all; what was on its way is stopped."""
+        """Free the last ``num_pages``, or all; stop transfers in progress."""
         kept = 0 if num_pages is None else max(0, self.num_mapped_pages - num_pages)
         self.stop()
         self._num_loaded = min(self._num_loaded, kept)

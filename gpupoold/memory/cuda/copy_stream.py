@@ -1,10 +1,9 @@
-"""Copies beside the engines' kernels: a CUDA stream for each copy stream.
+"""Copies beside the engines' kernels: a CUDA stream per copy stream.
 
-A batch of copies is one call to the driver where it has one for that: 4 us for each copy of a
-loop add up, so that blocks of 32 KiB would come at 8 GB/s. Inside such a call host-to-device
-copies of less than 28 KiB are slow again (7 GB/s, 44 from there on), so whoever asks for
-copies joins what lies side by side. A bad copy fails the whole call, hence nothing empty and
-nothing across two registrations gets there.
+A batch of copies is one call to the driver where the driver has such a call: 4 us per copy in a
+loop add up, so that blocks of 32 KiB would arrive at 8 GB/s. Inside such a call host-to-device
+copies below 28 KiB are slow again (7 GB/s, 44 above), so callers join adjacent pieces. A bad copy
+fails the whole call, hence no copy is empty or crosses two registrations.
 """
 
 from __future__ import annotations
@@ -87,27 +86,28 @@ class CudaCopyStream:
             self._batch_events.give_back(events)
 
     def export(self, batch: int) -> bytes:
-        """A handle with which a copy stream of another process can come after ``batch``.
+        """Return a handle with which a copy stream of another process can wait for ``batch``.
 
-        It stands for the batches begun up to now, so ask for it before the next one. To be
-        taken back with ``end_export``; it must not be used once this copy stream is closed.
+        The handle stands for the batches started up to now, so it must be requested before the next
+        one. ``end_export`` ends its use; the handle must not be used after this copy stream is
+        closed.
         """
         assert batch <= self._num_batches, f"batch {batch} has not been begun"
         return self._exports.record(self._stream)
 
     def end_export(self, handle: bytes) -> None:
-        """What the other process has begun after the batch has been made."""
+        """End an export; the other process's work has started after the batch."""
         self._exports.give_back(handle)
 
     def wait_for(self, handle: bytes) -> None:
-        """Batches begun from now on come after what another process's copy stream has exported."""
+        """Start later batches after the exported batch of another process's copy stream."""
         self._bind_thread()
         if handle not in self._imported:  # opening is slow, and a handle comes again and again
             self._imported[handle] = self._driver.open_ipc_event(handle)
         self._driver.wait_event(self._stream, self._imported[handle])
 
     def close(self) -> None:
-        """See :meth:`CopyStream.close`. What nobody has waited for is waited for here."""
+        """Close the copy stream after waiting for all batches."""
         self._driver.bind_thread()
         self._driver.synchronize_stream(self._stream)
         fences = (event for _, events in self._fences for event in events)
@@ -159,7 +159,7 @@ class _EventPool:
 
 
 class _Exports:
-    """Events that other processes have the handles of."""
+    """Events whose handles other processes have."""
 
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
@@ -171,7 +171,7 @@ class _Exports:
         return self._event_of.values()
 
     def record(self, stream: int) -> bytes:
-        """The handle of an event that stands for the work the stream has now."""
+        """Return the handle of an event for the stream's present work."""
         if self._spare:
             handle = self._spare.pop()
         else:

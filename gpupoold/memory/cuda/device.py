@@ -1,16 +1,16 @@
-"""An NVIDIA GPU's memory: pages made once, mapped and filled when a model is switched in.
+"""An NVIDIA GPU's memory: pages created once, mapped and filled when a model is switched in.
 
-Order between our copies and the engines' kernels:
+Order between copies and the engines' kernels:
 
-- pages are unmapped, and copied out, only after the compute streams have run dry;
-- copies into an address range are visible after ``synchronize``; zeros need no call,
-  because the compute streams themselves wait for them;
+- pages are unmapped, and copied out, only after the compute streams are idle;
+- copies into an address range are visible after ``synchronize``; zeros need no call, because the
+  compute streams wait for them;
 - copies in and copies out have a stream each, so that they can overlap;
-- a copy stream's copies have streams of their own and are waited for by whoever began them, before
-  their pages are unmapped or their host memory is unpinned: nothing here waits for all.
+- a copy stream has CUDA streams of its own, and its user waits for its copies before their pages
+  are unmapped or their host memory is unpinned: no call here waits for all.
 
-One process makes all page-table calls of a GPU, and one thread of it: two at once hang or
-crash the driver (vllm#36753). A worker owns its GPU, and its turn loop the calls.
+One thread of one process makes all page-table calls of a GPU: two calls at once hang or crash the
+driver (vllm#36753). A worker owns its GPU, and its turn loop makes the calls.
 """
 
 from __future__ import annotations
@@ -47,15 +47,14 @@ def _legacy_stream() -> tuple[int, ...]:
 class CudaDevice(Device):
     """Memory of one GPU in the device's primary context, which torch uses too.
 
-    ``device_bytes`` caps the memory taken (0: all that is free), ``reserve_bytes``
-    stay free for torch in any case. ``compute_streams`` names the streams engines
-    launch kernels on; it is asked again each time. ``page_bytes`` is a multiple of
-    the device's granularity. Memory for copies is made near ``numa_node`` (see
-    :func:`~gpupoold.memory.numa.prefer_node`).
+    ``device_bytes`` caps the memory taken (0: all free memory), ``reserve_bytes`` stay free for
+    torch in any case. ``compute_streams`` returns the streams of engines' kernels and is called
+    each time. ``page_bytes`` is a multiple of the device's granularity. Memory for copies is
+    allocated near ``numa_node`` (see :func:`~gpupoold.memory.numa.prefer_node`).
 
     Raises:
         Failed: no page fits, or ``page_bytes`` cannot be mapped.
-        CudaError: the driver refused something.
+        CudaError: a call of the driver failed.
     """
 
     is_host_addressable = False
@@ -92,7 +91,7 @@ class CudaDevice(Device):
         self._pages_per_piece = max(1, _PIECE_BYTES // self.page_bytes)
 
     def free_bytes(self) -> int:
-        """Device memory nobody has taken: what is left of the reserve."""
+        """Return the free device memory, the remainder of the reserve."""
         return self._driver.memory_info()[0]
 
     def reserve(self, num_pages: int) -> int:
@@ -117,7 +116,7 @@ class CudaDevice(Device):
             raise
 
     def unmap(self, address: int, runs: list[PageRun]) -> None:
-        """See :meth:`Device.unmap`. Waits for kernels and copies, which may use the pages."""
+        """Unmap runs after waiting for kernels and copies that may use the pages."""
         self.unmap_each([(address, runs)])
 
     def unmap_each(self, mappings: Sequence[tuple[int, list[PageRun]]]) -> None:
@@ -127,7 +126,7 @@ class CudaDevice(Device):
             self._driver.unmap(address, _num_pages(runs) * self.page_bytes)
 
     def map_and_fill(self, address: int, runs: list[PageRun], source: int | None) -> None:
-        """See :meth:`Device.map_and_fill`. The next piece is mapped while one is being copied."""
+        """Map and fill runs; mapping a piece overlaps the copy of the previous one."""
         at, left = address, runs
         try:
             while left:
@@ -150,7 +149,7 @@ class CudaDevice(Device):
             raise
 
     def zero(self, address: int, num_bytes: int) -> None:
-        """See :meth:`Device.zero`. No kernel may still use the bytes: it is not waited for."""
+        """Set bytes to zero. No kernel may still use the bytes, because the call does not wait."""
         if num_bytes:
             self._driver.fill(address, 0, num_bytes, self._in_stream)
             self._let_compute_wait()
@@ -160,13 +159,13 @@ class CudaDevice(Device):
             self._driver.copy_in(address + offset, source + offset, length, self._in_stream)
 
     def copy_out(self, target: int, address: int, num_bytes: int) -> None:
-        """See :meth:`Device.copy_out`. Kernels asked for before have written what is copied."""
+        """Copy to the host after the kernels launched before have written the bytes."""
         self._wait_for_compute()
         for offset, length in self._pinned.split(target, num_bytes):
             self._driver.copy_out(target + offset, address + offset, length, self._out_stream)
 
     def open_copy_stream(self, direction: Direction) -> CudaCopyStream:
-        """See :meth:`Device.open_lane`: a stream of its own."""
+        """Open a copy stream with a CUDA stream of its own."""
         split = self._pinned.split
         return CudaCopyStream(self._driver, direction, self._compute_streams, split)
 
@@ -178,7 +177,7 @@ class CudaDevice(Device):
         self.spent.copy_s += time.perf_counter() - started_s
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """See :meth:`Device.pin`. Pages that are not there yet are made near the device."""
+        """Pin a range; missing pages are allocated near the device."""
         with prefer_node(self.numa_node):
             self._pinned.pin(address, num_bytes)
 
@@ -212,7 +211,7 @@ class CudaDevice(Device):
         self._driver.close()
 
     def _plan(self, granularity: int, device_bytes: int, reserve_bytes: int) -> int:
-        """How many pages to make."""
+        """Return the number of pages to create."""
         if self.page_bytes % granularity:
             raise Failed(
                 f"page_bytes of {format_bytes(self.page_bytes)} is no multiple of "
@@ -232,10 +231,10 @@ class CudaDevice(Device):
         return usable_bytes // self.page_bytes
 
     def _make(self, pages: Iterable[int]) -> None:
-        """Make physical memory for pages without.
+        """Create physical memory for pages without memory.
 
         Raises:
-            CudaError: others have the memory; what was made here is given back.
+            CudaError: other users have the memory; memory created by this call is freed.
         """
         made: list[int] = []
         try:
@@ -265,7 +264,7 @@ class CudaDevice(Device):
             self._driver.synchronize_stream(stream)
 
     def _let_compute_wait(self) -> None:
-        """Kernels launched from now on run after what the in-stream has been given."""
+        """Let kernels launched later wait for the present work of the in-stream."""
         self._driver.record_event(self._filled, self._in_stream)
         for stream in self._compute_streams():
             self._driver.wait_event(stream, self._filled)

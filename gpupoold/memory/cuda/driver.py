@@ -1,8 +1,8 @@
-"""The CUDA driver's calls that device memory needs; nothing else in the project makes them.
+"""The CUDA driver's calls for device memory; no other module makes such calls.
 
-``CudaDriver`` is what :class:`gpupoold.memory.cuda.device.CudaDevice` asks for: plain
-integers in and out, an exception instead of an error code. ``BindingsDriver``
-does it with ``cuda-bindings``, which is imported when one is made.
+``CudaDriver`` is the interface for :class:`gpupoold.memory.cuda.device.CudaDevice`: plain integers
+in and out, an exception instead of an error code. ``BindingsDriver`` implements the interface with
+``cuda-bindings``, imported on first use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BATCH_COPY_VERSION = 13000
 
 
 class CudaError(RuntimeError):
-    """A driver call failed. The device's state is unknown, so the process had better end."""
+    """A driver call failed. The device's state is unknown, so the process should end."""
 
     def __init__(self, call: str, code: str, message: str) -> None:
         super().__init__(f"{call} failed: {code}: {message}")
@@ -45,31 +45,34 @@ class CudaDriver(Protocol):
     """
 
     def open(self, device_index: int) -> None:
-        """Retain the device's primary context, the one torch uses, and make it current here."""
+        """Retain the device's primary context, which torch uses, and make it current in this
+        thread.
+        """
 
     def bind_thread(self) -> None:
-        """Make the context current in the calling thread too, one that captures no graphs.
+        """Make the context current in the calling thread, which must not capture graphs.
 
-        Its calls are allowed, and break nothing, while another thread captures one.
+        The thread's calls are then permitted while another thread captures a graph, and do not
+        break the capture.
         """
 
     def close(self) -> None:
         """Let the primary context go."""
 
     def pci_bus_id(self) -> str:
-        """Where the device is, as ``domain:bus:device.function``."""
+        """Return the device's place as ``domain:bus:device.function``."""
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the device."""
 
     def granularity(self) -> int:
-        """Bytes that sizes and addresses of mappings must be multiples of."""
+        """Return the granularity of sizes and addresses of mappings in bytes."""
 
     def create(self, num_bytes: int) -> int:
-        """Physical memory; returns its handle."""
+        """Create physical memory; return its handle."""
 
     def release(self, handle: int) -> None:
-        """Give physical memory back once it is mapped nowhere."""
+        """Free physical memory without mappings."""
 
     def reserve_addresses(self, num_bytes: int, alignment: int) -> int:
         """Addresses without memory."""
@@ -96,10 +99,10 @@ class CudaDriver(Protocol):
         """Return whether ``copy_batch`` works with this driver."""
 
     def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
-        """Copies ``(target, source, num_bytes)`` in stream order, among themselves in any.
+        """Copy ``(target, source, num_bytes)`` in stream order, in any order within the batch.
 
-        The stream must not be the legacy default stream, and no copy empty. One bad copy
-        fails the whole call.
+        The stream must not be the legacy default stream, and no copy empty. One bad copy fails the
+        whole call.
         """
 
     def fill(self, address: int, value: int, num_bytes: int, stream: int) -> None:
@@ -115,37 +118,37 @@ class CudaDriver(Protocol):
         """Return when all work of a stream has ended; 0 is the legacy default stream."""
 
     def create_event(self) -> int:
-        """An event that streams wait for."""
+        """Create an event for waiting streams."""
 
     def create_host_event(self) -> int:
-        """An event that threads wait for, asleep."""
+        """Create an event for waiting threads, which sleep."""
 
     def create_ipc_event(self) -> int:
-        """An event that streams of other processes can wait for too."""
+        """Create an event that streams of other processes can wait for too."""
 
     def ipc_event_handle(self, event: int) -> bytes:
-        """What another process opens the event with; always the same for an event."""
+        """Return the handle for another process, constant for an event."""
 
     def open_ipc_event(self, handle: bytes) -> int:
-        """The event of another process, which must outlive the use of this one.
+        """Open the event of another process, which must outlive its use here.
 
-        To be destroyed as one's own. The process that made the event cannot open it.
+        To be destroyed like an own event. The creating process cannot open the event.
         """
 
     def destroy_event(self, event: int) -> None:
         """End an event."""
 
     def record_event(self, event: int, stream: int) -> None:
-        """The event then stands for all work the stream has now.
+        """Let the event stand for all present work of the stream.
 
-        Who waits for what it stood for before is not affected, so that it can be used anew.
+        Earlier waiters are not affected, so an event can be reused.
         """
 
     def synchronize_event(self, event: int) -> None:
-        """Return when the work that the event stands for has ended."""
+        """Return when the work behind the event has finished."""
 
     def wait_event(self, stream: int, event: int) -> None:
-        """Later work of the stream waits for what the event stands for now."""
+        """Let later work of the stream wait for the event's present meaning."""
 
     def register_host(self, address: int, num_bytes: int) -> None:
         """Pin host memory."""
@@ -305,7 +308,7 @@ class BindingsDriver:
         self._call("cuMemHostUnregister", address)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Call; a failure becomes an exception, the results lose their status code."""
+        """Call a function of the driver; raise an exception for an error code."""
         try:
             status, *results = getattr(self._driver, name)(*arguments)
         except RuntimeError as error:  # the bindings find no driver library

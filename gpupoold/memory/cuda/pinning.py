@@ -1,4 +1,4 @@
-"""Host memory that is registered with CUDA, so that copies from and to it run at full speed."""
+"""Host memory registered with CUDA for full-speed copies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PinnedMemory:
         self._lock = threading.Lock()
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Register a range. Its pages had better be there: here one thread would make them.
+        """Register a range, whose pages should exist: this call would create them by one thread.
 
         Raises:
             CudaError: the driver refused; nothing is registered.
@@ -63,10 +63,10 @@ class PinnedMemory:
             self._note_bounds()
 
     def split(self, address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
-        """``(offset, num_bytes)`` of parts of a host range, none of which leaves a registration.
+        """Yield ``(offset, num_bytes)`` of parts of a host range, each within one registration.
 
-        CUDA refuses a copy that touches two of them, or one and memory beside it. Nothing
-        comes of a range without bytes.
+        CUDA refuses a copy that touches two registrations, or one and other memory. An empty range
+        yields nothing.
         """
         end = address + num_bytes
         bounds = self._bounds

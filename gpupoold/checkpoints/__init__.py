@@ -1,1 +1,1 @@
-"""Model checkpoints: finding, downloading and checking them. No torch, no engine."""
+"""Model checkpoints: search, download and checks. No torch, no engine."""

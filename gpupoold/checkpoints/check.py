@@ -1,8 +1,8 @@
-"""Looks at a checkpoint folder before anything loads it.
+"""Checks of a checkpoint folder before any load.
 
-Everything an engine would stumble over minutes later, and everything that would
-run somebody else's code, is found here from file names, JSON and the headers of
-the weight files. Whether the engine knows the architecture is the worker's check.
+Errors that an engine would find minutes later, and code of other authors, are found from file
+names, JSON and the headers of the weight files. The worker checks whether the engine knows the
+architecture.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _NUM_NAMES_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """What a checkpoint folder holds.
+    """The content of a checkpoint folder.
 
-    ``num_parameters`` counts stored elements: packed quantized weights count less
-    than the model's own number. ``dtype`` is the one the configuration names, else
-    the most common one in the weights. ``elements`` has safetensors dtypes with
-    their numbers of elements. ``max_position_embeddings`` is None if not stated.
+    ``num_parameters`` counts stored elements: packed quantized weights count less than the model's
+    own number. ``dtype`` is the configuration's, else the most common one in the weights.
+    ``elements`` maps safetensors dtypes to numbers of elements. ``max_position_embeddings`` is None
+    if not stated.
     """
 
     path: Path
@@ -72,11 +72,11 @@ class CheckpointInfo:
 
 
 def check_checkpoint(path: Path, *, allow_pickle: bool, allow_remote_code: bool) -> CheckpointInfo:
-    """Describe the checkpoint in folder ``path``. Reads files: call it in a thread.
+    """Describe the checkpoint in folder ``path``. Blocks on file access.
 
     Raises:
-        Refused: it is incomplete, damaged, or needs something that is not allowed; the
-            message names the file, the hint the remedy.
+        Refused: the checkpoint is incomplete, damaged, or needs something forbidden; the message
+            names the file, the hint a remedy.
     """
     names = _list_folder(path)
     require_complete(path)
@@ -110,10 +110,10 @@ def check_checkpoint(path: Path, *, allow_pickle: bool, allow_remote_code: bool)
 
 
 def check_config(path: Path, *, allow_remote_code: bool) -> dict[str, Any]:
-    """``config.json`` of the checkpoint, once it is known to be usable.
+    """Return the checkpoint's ``config.json`` after checking it.
 
     Raises:
-        Refused: it is missing or unreadable, names no architecture, or wants its own code.
+        Refused: the file is missing or unreadable, names no architecture, or requires its own code.
     """
     file = path / layout.CONFIG_FILE
     if not os.path.isfile(file):
@@ -169,7 +169,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _remote_code_file(path: Path, config: dict[str, Any]) -> Path | None:
-    """The file that wants custom code, if one does."""
+    """Return the file that requires custom code, if any."""
     if config.get("auto_map"):
         return path / layout.CONFIG_FILE
     tokenizer_config = path / layout.TOKENIZER_CONFIG_FILE
@@ -181,7 +181,7 @@ def _remote_code_file(path: Path, config: dict[str, Any]) -> Path | None:
 def _weights(
     path: Path, names: Sequence[str], config: dict[str, Any], allow_pickle: bool
 ) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Weight files and their elements by dtype."""
+    """Return weight files and numbers of elements by dtype."""
     candidates, index_name = layout.safetensors_files(names)
     if index_name in names:
         index = _read_index(path / index_name)
@@ -199,7 +199,7 @@ def _weights(
 def _pickled_weights(
     path: Path, names: Sequence[str], config: dict[str, Any], allow_pickle: bool
 ) -> tuple[tuple[str, ...], dict[str, int]]:
-    """The same for pickles, whose contents are only estimated: looking would run them."""
+    """Return the same for pickles, estimated: reading a pickle would run code."""
     files = layout.pickle_files(names)
     if not files:
         raise Refused(
@@ -222,7 +222,7 @@ def _pickled_weights(
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    """Tensor → name of the file it is in."""
+    """Return tensor → file name."""
     weight_map = _read_json(file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise Refused(f"{file}: has no 'weight_map'", "download it again")
@@ -264,7 +264,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _parts(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    """The configuration itself, then those of its text model if it is multimodal."""
+    """Yield the configuration, then its text model's if multimodal."""
     yield config
     for key in ("text_config", "llm_config", "language_config"):
         if isinstance(part := config.get(key), dict):

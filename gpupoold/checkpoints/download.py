@@ -1,8 +1,7 @@
-"""Downloads a checkpoint from the Hugging Face hub, resumably and with progress.
+"""Resumable download of a checkpoint from the Hugging Face hub, with progress.
 
-The hub library's own snapshot function is not used: it drops what an interrupted
-file had got so far, and when the hub is away it takes any folder that is not empty
-for a finished download.
+The hub library's own snapshot function is not used: it drops the bytes of an interrupted file, and
+without a connection takes any non-empty folder for a finished download.
 """
 
 from __future__ import annotations
@@ -67,16 +66,16 @@ async def download(
     allow_remote_code: bool = False,
     model_dirs: Sequence[Path] = (),
 ) -> Path:
-    """Bring a repository's checkpoint into ``target_dir`` and return that folder.
+    """Download a repository's checkpoint into ``target_dir`` and return that folder.
 
-    A finished download of the same revision is returned at once, without a network;
-    an interrupted one goes on where it stopped. ``on_progress(done_bytes, total_bytes)``
-    is called in the running event loop. Cancelling stops within one read timeout and
-    keeps what was fetched. ``model_dirs`` are named in hints.
+    A finished download of the same revision is returned at once, without a network; an interrupted
+    one is resumed. ``on_progress(done_bytes, total_bytes)`` is called in the running event loop.
+    Cancelling stops within one read timeout and keeps the downloaded bytes. ``model_dirs`` appear
+    in hints.
 
     Raises:
-        Refused: no such repository or revision, no access, nothing that may be loaded,
-            no disk space, or the folder is in use for something else.
+        Refused: no such repository or revision, no access, no permitted file, no disk space, or the
+            folder is in use for something else.
         Failed: the hub cannot be reached or the transfer keeps failing.
         UsageError: the repository id is malformed.
     """
@@ -105,7 +104,7 @@ async def download(
 
 @dataclass
 class _Progress:
-    """Bytes so far, shared by the threads; reports at most every ``REPORT_INTERVAL_S``."""
+    """Downloaded bytes, shared by the threads; reports at most every ``REPORT_INTERVAL_S``."""
 
     total_bytes: int
     report: ProgressCallback
@@ -124,7 +123,7 @@ class _Progress:
 
 @dataclass
 class _Download:
-    """One run of a download, in a thread of its own."""
+    """A run of a download, in a thread of its own."""
 
     hub: Hub
     revision: str | None
@@ -152,7 +151,7 @@ class _Download:
         return self.target_dir
 
     def _found(self) -> Manifest | None:
-        """What an earlier run noted here, if it was after the same thing."""
+        """Return the manifest of an earlier run with the same goal."""
         manifest = read_manifest(self.target_dir)
         if manifest is not None:
             if (manifest.repo_id, manifest.revision) != (self.hub.repo_id, self.revision):
@@ -237,7 +236,7 @@ class _Download:
 
 
 class _Fetcher:
-    """Fetches files of one commit into a folder; each grows as a part until it is whole."""
+    """Fetches files of one commit into a folder; each is a partial file until complete."""
 
     def __init__(self, hub: Hub, commit: str, target_dir: Path, stop: threading.Event) -> None:
         self.progress = _Progress(0, lambda _done, _total: None)
@@ -284,7 +283,7 @@ class _Fetcher:
         durable.replace(part, target)
 
     def _grow(self, file: HubFile, part: Path) -> None:
-        """Append to the part until it has all bytes, starting over attempts as needed."""
+        """Append to the partial file until complete, with retries."""
         num_fruitless = 0
         while (had_bytes := part.stat().st_size) != file.num_bytes:
             try:
@@ -334,7 +333,7 @@ class _Fetcher:
         os.truncate(part, 0)
 
     def _is_intact(self, file: HubFile, part: Path) -> bool:
-        """Large files are known by their SHA-256, small ones by git's SHA-1 of a blob."""
+        """Check large files by SHA-256, small ones by git's SHA-1 of a blob."""
         if not file.digest:  # a mirror that does not tell
             return True
         if len(file.digest) == _SHA256_DIGITS:

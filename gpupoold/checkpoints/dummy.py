@@ -1,9 +1,9 @@
-"""Checkpoints of real dimensions with no weights in them, made offline in a moment.
+"""Checkpoints of real dimensions without weights, made offline in a moment.
 
-``python -m gpupoold.checkpoints.dummy DIR --shape Qwen2.5-7B`` writes a folder that
-reads like the real checkpoint: its ``config.json``, a small tokenizer, and a weight file
-whose header is complete and whose data is a hole, which takes no disk. Devices without
-an engine serve it; an engine would read zeros.
+``python -m gpupoold.checkpoints.dummy DIR --shape Qwen2.5-7B`` writes a folder that reads like the
+real checkpoint: its ``config.json``, a small tokenizer, and a weight file with a complete header
+and a hole as data, which takes no disk. Devices without an engine serve such a checkpoint; an
+engine would read zeros.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _QWEN2 = _Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True)
 
 
 class DummyTensor(NamedTuple):
-    """A tensor of the checkpoint under its Hugging Face name."""
+    """A tensor of the checkpoint with its Hugging Face name."""
 
     name: str
     shape: tuple[int, ...]
 
 
 def make_dummy_checkpoint(parent: Path, shape_name: str) -> Path:
-    """Make (or keep, if it is there already) ``parent/dummy-weights-SHAPE``.
+    """Make (or keep, if present) ``parent/dummy-weights-SHAPE``.
 
-    ``shape_name`` is one of ``latency/shapes.toml``. Families with code of their own on the
-    Hugging Face hub are written as Llamas of the same dimensions.
+    ``shape_name`` is one of ``latency/shapes.toml``. Families with code of their own on the Hugging
+    Face hub are written as Llamas of the same dimensions.
 
     Raises:
-        UsageError: nothing is known of that shape, or no folder can be made there.
+        UsageError: the shape is unknown, or the folder cannot be made.
         Refused: the folder exists and was not made by this program.
     """
     try:
@@ -73,10 +73,10 @@ def make_dummy_checkpoint(parent: Path, shape_name: str) -> Path:
 
 
 def tensors_of(shape: ModelShape, *, qkv_bias: bool) -> list[DummyTensor]:
-    """All tensors; together they have exactly ``shape.num_parameters`` elements.
+    """Return all tensors, with exactly ``shape.num_parameters`` elements in total.
 
     Raises:
-        UsageError: no size of vocabulary makes up that number.
+        UsageError: no vocabulary size gives that number.
     """
     layers = [tensor for i in range(shape.num_layers) for tensor in _layer(shape, i, qkv_bias)]
     inner = [*layers, DummyTensor("model.norm.weight", (shape.hidden_size,))]
@@ -125,7 +125,7 @@ def _write(folder: Path, shape_name: str, shape: ModelShape) -> None:
 
 
 def _write_hole(path: Path, tensors: Sequence[DummyTensor]) -> None:
-    """A safetensors file whose data was never written: it reads as zeros."""
+    """Write a safetensors file whose data is a hole, read as zeros."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
@@ -156,7 +156,9 @@ def _config(family: _Family, shape: ModelShape, vocab_size: int) -> dict[str, An
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; prints one line per checkpoint, errors to stderr, returns the exit code."""
+    """Run the command line: print one line per checkpoint, errors to stderr; return the exit
+    code.
+    """
     parser = maker_parser("gpupoold.checkpoints.dummy", "Make checkpoints without weights.")
     parser.add_argument("--shape", action="append", help="a model of latency/shapes.toml")
     args = parser.parse_args(argv)

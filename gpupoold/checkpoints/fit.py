@@ -1,4 +1,4 @@
-"""How large a checkpoint's weights are once loaded, and whether a device can hold them."""
+"""Size of a checkpoint's loaded weights, and whether a device can hold them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _CAST_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
 
 
 def estimate_weight_bytes(info: CheckpointInfo, dtype: str) -> int:
-    """Device bytes of the weights in ``dtype``; quantized tensors keep their size.
+    """Return the device bytes of the weights in ``dtype``; quantized tensors keep their size.
 
     ``auto`` follows the engine: the checkpoint's own dtype, but 16 bits for float32.
 
     Raises:
-        UsageError: ``dtype`` is not one the engine offers.
+        UsageError: the engine does not offer ``dtype``.
     """
     if dtype != "auto" and dtype not in MODEL_DTYPE_BITS:
         raise UsageError(
@@ -46,18 +46,14 @@ def fits(
     reserve_bytes: int = 0,
     kv_bytes: int = 0,
 ) -> int:
-    """Bytes left on the device besides the weights, the reserve and ``kv_bytes``.
+    """Return the bytes left on the device besides the weights, the reserve and ``kv_bytes``.
 
-    Args:
-        info: the checkpoint.
-        dtype: as for ``estimate_weight_bytes``.
-        device_bytes: memory of the largest device that may hold the model.
-        reserve_bytes: kept free on it for activations.
-        kv_bytes: the least KV worth having, for example that of one request.
+    ``device_bytes`` is the memory of the largest device for the model, ``reserve_bytes`` stay free
+    for activations, ``kv_bytes`` is the least useful KV, for example of one request.
 
     Raises:
-        Refused: it does not fit; the message has both sizes, the hint what would fit.
-        UsageError: ``dtype`` is not one the engine offers.
+        Refused: the model does not fit; the message has both sizes, the hint a fitting alternative.
+        UsageError: the engine does not offer ``dtype``.
     """
     weight_bytes = estimate_weight_bytes(info, dtype)
     usable_bytes = device_bytes - reserve_bytes

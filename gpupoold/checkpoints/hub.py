@@ -1,7 +1,7 @@
 """The Hugging Face hub: listing a repository, opening a file, and errors in plain words.
 
-``huggingface_hub`` is imported when the first download begins, not with this module:
-a daemon that never downloads does not carry it.
+``huggingface_hub`` is imported at the first download, not with this module, to save memory in a
+daemon that never downloads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class Interrupted(Exception):
-    """The connection or the hub failed in a way that a new attempt may mend."""
+    """A failure of the connection or the hub that a retry may overcome."""
 
 
 class RangeRefused(Exception):
@@ -40,9 +40,9 @@ def _endpoint() -> str:
 
 @dataclass(frozen=True)
 class Hub:
-    """One repository on the hub that ``$HF_ENDPOINT`` names, as the user of ``$HF_TOKEN``.
+    """A repository on the hub ``$HF_ENDPOINT``, for the user of ``$HF_TOKEN``.
 
-    ``model_dirs`` only serve the hints. Safe to use from several threads.
+    ``model_dirs`` only appear in hints. Thread-safe.
     """
 
     repo_id: str
@@ -50,11 +50,11 @@ class Hub:
     endpoint: str = field(default_factory=_endpoint)
 
     def list_files(self, revision: str | None) -> tuple[str, tuple[HubFile, ...]]:
-        """Commit of the revision (None: the default branch) and all files in it.
+        """Return the commit of the revision (None: the default branch) and all its files.
 
         Raises:
-            Refused: there is no such repository or revision, or no access to it.
-            Failed: the hub cannot be reached or does not answer as one.
+            Refused: there is no such repository or revision, or no access.
+            Failed: the hub cannot be reached or gives an invalid answer.
             UsageError: the repository id is malformed.
         """
         if os.environ.get("HF_HUB_OFFLINE", "").lower() in _TRUE:
@@ -233,6 +233,5 @@ def _range_begin(content_range: str) -> int | None:
 
 
 def _is_client_error(error: Exception) -> bool:
-    """Return whether it comes from the hub library's HTTP client: httpx in old versions, httpx2
-    now."""
+    """Return whether the error comes from the hub library's HTTP client: httpx or httpx2."""
     return type(error).__module__.partition(".")[0] in ("httpx", "httpx2")

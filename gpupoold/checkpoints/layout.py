@@ -1,4 +1,4 @@
-"""Which files of a checkpoint matter, by name alone: weights, tokenizer, code."""
+"""The files of a checkpoint by name: weights, tokenizer, code."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _TEMPLATE_FOLDER = "additional_chat_templates"
 
 
 def safetensors_files(names: Iterable[str]) -> tuple[tuple[str, ...], str]:
-    """Candidate weight files and the name of the index that selects among them.
+    """Return candidate weight files and the name of the index that selects among them.
 
-    The engine's rule: weights in Mistral's own format win where both are there.
+    As in the engine, weights in Mistral's own format take precedence.
     """
     files = _matching(names, ("*.safetensors",))
     if consolidated := _matching(files, ("consolidated*",)):
@@ -44,25 +44,25 @@ def safetensors_files(names: Iterable[str]) -> tuple[tuple[str, ...], str]:
 
 
 def pickle_files(names: Iterable[str]) -> tuple[str, ...]:
-    """Pickled weight files, without what training leaves behind."""
+    """Return pickled weight files without leftovers of training."""
     leftovers = set(_matching(names := tuple(names), _TRAINING_STATE))
     return tuple(name for name in _matching(names, _PICKLES) if name not in leftovers)
 
 
 def tokenizer_files(names: Iterable[str]) -> tuple[str, ...]:
-    """Files that hold a vocabulary; ``tokenizer_config.json`` alone is no tokenizer."""
+    """Return files with a vocabulary; ``tokenizer_config.json`` alone is no tokenizer."""
     return _matching(names, _TOKENIZERS)
 
 
 def files_to_download(
     paths: Collection[str], *, allow_pickle: bool, allow_remote_code: bool
 ) -> tuple[str, ...]:
-    """The part of a repository that serving needs.
+    """Return the part of a repository needed for serving.
 
-    Only its top folder counts, besides extra chat templates: subfolders hold other
-    formats of the same weights. Pickled weights are taken only if allowed and if
-    there are no safetensors; code only if allowed. Hidden files are never taken: the
-    download keeps its own notes in such.
+    Only the top folder counts, besides extra chat templates: subfolders hold other formats of the
+    same weights. Pickled weights are included only if allowed and without safetensors; code only if
+    allowed. Hidden files are never included, because the download keeps its own notes in such
+    files.
     """
     top = [path for path in paths if "/" not in path and not path.startswith(".")]
     wanted = set(_matching(top, _SMALL)) | set(_chat_templates(paths))

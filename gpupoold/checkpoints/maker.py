@@ -1,4 +1,4 @@
-"""What the programs that make checkpoints share: whole folders, metadata, the command line."""
+"""Common parts of the programs that make checkpoints: folders, metadata, the command line."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _COMMON_CONFIG = {
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """An empty folder that becomes ``target`` at the end; after a failure it is gone.
+    """Yield an empty folder that becomes ``target`` at the end, and is removed after a failure.
 
     Raises:
-        UsageError: no folder can be made there.
+        UsageError: the folder cannot be made.
     """
     scratch = target.parent / f".{target.name}.{os.getpid()}"
     try:
@@ -51,9 +51,9 @@ def whole_folder(target: Path) -> Iterator[Path]:
 def write_metadata(
     folder: Path, config: Mapping[str, Any], recipe_file: str, recipe: Mapping[str, Any]
 ) -> None:
-    """``config.json`` with what all made models have in common added, and the small files.
+    """Write ``config.json`` with the common additions, and the small files.
 
-    ``recipe_file`` gets ``recipe``, from which the folder is known again.
+    ``recipe_file`` gets ``recipe``, which identifies the folder later.
     """
     for name, content in (
         ("config.json", {**config, **_COMMON_CONFIG}),
@@ -74,9 +74,9 @@ def maker_parser(prog: str, description: str) -> argparse.ArgumentParser:
 def print_made(
     paths: Iterable[Path], file_bytes: Callable[[os.stat_result], int], *, as_json: bool
 ) -> int:
-    """Print one line per checkpoint as it is made, errors to stderr; returns the exit code.
+    """Print one line per finished checkpoint, errors to stderr; return the exit code.
 
-    ``file_bytes`` says how many bytes a file counts for in ``size_bytes``.
+    ``file_bytes`` returns a file's contribution to ``size_bytes``.
     """
     try:
         for path in paths:

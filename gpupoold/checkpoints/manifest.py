@@ -1,7 +1,7 @@
-"""The note that a download leaves in its folder: what it fetches, and whether it is done.
+"""The note of a download in its folder: its goal and its state.
 
-An interrupted download goes on with the commit it began with, so that a checkpoint
-is never made of two. A finished one is used as it is, with or without a network.
+An interrupted download continues with its first commit, so that no checkpoint mixes two. A finished
+one is used as it is, with or without a network.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """``revision`` is what was asked for, None for the default branch; ``commit`` what it was."""
+    """``revision`` is the requested one, None for the default branch; ``commit`` its commit."""
 
     repo_id: str
     revision: str | None
@@ -37,7 +37,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The note in ``folder``; None if there is none that can be read."""
+    """Return the note in ``folder``; None without a readable note."""
     try:
         raw = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
         files = tuple(HubFile(**file) for file in raw.pop("files"))
@@ -47,7 +47,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Replace the note in ``folder``, never leaving half of one, whatever ends the machine.
+    """Replace the note in ``folder`` atomically, even across a power failure.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -58,10 +58,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def require_complete(folder: Path) -> None:
-    """Refuse the folder of a download that did not finish.
+    """Refuse the folder of an unfinished download.
 
     Raises:
-        Refused: it did not; the hint has the repository.
+        Refused: the download is unfinished; the hint has the repository.
     """
     manifest = read_manifest(folder)
     if manifest is not None and not manifest.complete:

@@ -1,4 +1,4 @@
-"""From what the user typed to a local folder or a Hugging Face id."""
+"""Resolution of a user's source to a local folder or a Hugging Face id."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_NEAR_NAMES = 3
 
 @dataclass(frozen=True, slots=True)
 class LocalSource:
-    """A checkpoint folder that is there already."""
+    """An existing checkpoint folder."""
 
     path: Path
 
@@ -33,15 +33,15 @@ class HubSource:
 
 
 def resolve(name: str, source: str | None, model_dirs: Sequence[Path]) -> LocalSource | HubSource:
-    """Where the checkpoint of model ``name`` comes from.
+    """Return the source of the checkpoint of model ``name``.
 
-    A source is a folder, a Hugging Face id ``org/name``, or a name to look up.
-    Without one, ``name`` is looked up: as a folder in ``model_dirs``, in order, then
-    among the built-in short names.
+    A source is a folder, a Hugging Face id ``org/name``, or a name to look up. Without a source,
+    ``name`` is looked up: as a folder in ``model_dirs``, in order, then among the built-in short
+    names.
 
     Raises:
-        UsageError: the name or the source cannot be either.
-        Refused: nothing is there; the hint has what was searched and similar names.
+        UsageError: the name or the source is malformed.
+        Refused: nothing was found; the hint lists the searched places and similar names.
     """
     if source is None:
         return _look_up(name, name, model_dirs)

@@ -1,8 +1,8 @@
-"""Reads and checks the header of a safetensors file; tensor data is not touched.
+"""Reading and checking the header of a safetensors file, without the tensor data.
 
-A file is ``u64 header length | JSON header | data``; the header gives each tensor's
-dtype, shape and byte range in the data. The ranges must cover the data exactly,
-without holes or overlaps, so a file that was cut short or patched cannot pass.
+A file is ``u64 header length | JSON header | data``; the header gives each tensor's dtype, shape
+and byte range in the data. The ranges must cover the data exactly, without holes or overlaps, so
+that a truncated or patched file cannot pass.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REFETCH = "download or copy this file again"
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One header entry; ``begin`` and ``end`` are byte offsets in the data."""
+    """A header entry; ``begin`` and ``end`` are byte offsets in the data."""
 
     name: str
     dtype: str
@@ -41,11 +41,11 @@ class TensorEntry:
 
 
 def read_tensors(path: Path) -> tuple[TensorEntry, ...]:
-    """The tensors in the file, in the order of their data.
+    """Return the tensors in the file, in the order of their data.
 
     Raises:
-        Refused: the file cannot be read, or is cut short, damaged or no safetensors file;
-            the message names it and the sizes expected and found.
+        Refused: the file cannot be read, or is truncated, damaged or no safetensors file; the
+            message names the file and both sizes.
     """
     try:
         header, data_bytes = _read_header(path)
@@ -69,7 +69,7 @@ def elements_by_dtype(tensors: Iterable[TensorEntry]) -> dict[str, int]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, object], int]:
-    """The JSON header without its metadata, and the number of data bytes after it."""
+    """Return the JSON header without its metadata, and the number of data bytes."""
     with path.open("rb") as file:
         file_bytes = os.fstat(file.fileno()).st_size
         start = file.read(len(_LFS_POINTER))
@@ -116,7 +116,7 @@ def _check_metadata(metadata: object) -> None:
 
 
 def _tensor(name: str, entry: object, data_bytes: int) -> TensorEntry:
-    """Check one entry on its own; raises ValueError with the tensor's name."""
+    """Check one entry by itself; raise ValueError with the tensor's name."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {name!r}: dtype, shape and data_offsets expected")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

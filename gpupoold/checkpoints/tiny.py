@@ -1,12 +1,12 @@
 """Tiny random checkpoints, made offline in seconds: real models for tests, demos and benchmarks.
 
-``python -m gpupoold.checkpoints.tiny DIR`` writes four folders that any Hugging Face
-loader takes: a Llama, a Qwen2, a Qwen3 and a mixture-of-experts Mixtral, each with a
-byte-level BPE tokenizer and a chat template that knows tools. The weights are random
-but scaled so that greedy text varies, depends on the whole prompt, and is printable.
+``python -m gpupoold.checkpoints.tiny DIR`` writes four folders for any Hugging Face loader: a
+Llama, a Qwen2, a Qwen3 and a mixture-of-experts Mixtral, each with a byte-level BPE tokenizer and a
+chat template with tools. The weights are random but scaled so that greedy text varies, depends on
+the whole prompt, and is printable.
 
-The same arguments on the same machine give the same bytes. Nothing heavy is imported
-before a checkpoint is made.
+Equal arguments on the same machine give equal bytes. Heavy modules are imported only when a
+checkpoint is made.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _BIAS_STD = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What tells one model family from another in names and tensors."""
+    """Names and tensors of a model family."""
 
     key: str
     hf_class: str
@@ -82,7 +82,7 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes that scale with the wanted number of bytes."""
+    """Sizes that scale with the wanted number of bytes."""
 
     num_heads: int
     num_layers: int
@@ -96,7 +96,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything a checkpoint's bytes depend on, apart from the standard library's text."""
+    """Everything that determines a checkpoint's bytes, except the standard library's text."""
 
     arch: str
     size_bytes: int
@@ -107,7 +107,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a checkpoint. ``std`` 0 means constant ``mean``."""
+    """A tensor of a checkpoint. ``std`` 0 means constant ``mean``."""
 
     name: str
     shape: tuple[int, ...]
@@ -116,13 +116,13 @@ class TensorSpec:
 
 
 def make_checkpoint(parent: Path, recipe: Recipe) -> Path:
-    """Make (or keep, if it is there already) one checkpoint below ``parent``.
+    """Make (or keep, if present) one checkpoint below ``parent``.
 
-    ``recipe.size_bytes`` counts the weights at float32; bfloat16 files are half of it.
+    ``recipe.size_bytes`` counts the weights at float32; bfloat16 files have half the size.
 
     Raises:
-        UsageError: unknown architecture or dtype, a size that no shape comes near, or no
-            folder can be made there.
+        UsageError: the architecture or dtype is unknown, no shape is near the size, or the folder
+            cannot be made.
         Refused: the target folder exists and was not made by this program.
     """
     arch = _architecture(recipe)
@@ -168,7 +168,7 @@ def num_weight_bytes(arch: Architecture, shape: Shape) -> int:
 
 
 def tensor_specs(arch: Architecture, shape: Shape) -> Iterator[TensorSpec]:
-    """Every tensor of the checkpoint under its Hugging Face name, in a fixed order."""
+    """Yield every tensor of the checkpoint with its Hugging Face name, in a fixed order."""
     hidden = shape.hidden_size
     yield TensorSpec("model.embed_tokens.weight", (VOCAB_SIZE, hidden), std=1.0)
     for index in range(shape.num_layers):
@@ -224,7 +224,7 @@ def _num_kv_heads(arch: Architecture, shape: Shape) -> int:
 
 
 def _shapes(arch: Architecture, size_bytes: int) -> Iterator[Shape]:
-    """For each width and depth, the MLP width that comes nearest to ``size_bytes``."""
+    """Yield, for each width and depth, the shape with the MLP width nearest to ``size_bytes``."""
     for num_heads in range(2, 33, 2):
         for num_layers in range(2, 33):
             least = Shape(num_heads, num_layers, HEAD_DIM)
@@ -236,7 +236,7 @@ def _shapes(arch: Architecture, size_bytes: int) -> Iterator[Shape]:
 
 
 def _ugliness(shape: Shape) -> float:
-    """How far the MLP is from 3 times the width, and the depth from one layer per head."""
+    """Return the deviation from an MLP of 3 times the width and one layer per head."""
     mlp = math.log2(shape.intermediate_size / (3 * shape.hidden_size))
     depth = math.log2(shape.num_layers / shape.num_heads)
     return 2 * abs(mlp) + abs(depth)
@@ -283,7 +283,7 @@ def _config(arch: Architecture, shape: Shape, dtype: str) -> dict[str, Any]:
 def _write_weights(
     folder: Path, arch: Architecture, shape: Shape, recipe: Recipe, silent_ids: Sequence[int]
 ) -> None:
-    """Draw the weights; greedy text has none of ``silent_ids``: their output rows are 0."""
+    """Draw the weights; the output rows of ``silent_ids`` are 0, so greedy text avoids the ids."""
     import torch
     from safetensors.torch import save_file
 
@@ -301,7 +301,9 @@ def _write_weights(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; prints one line per checkpoint, errors to stderr, returns the exit code."""
+    """Run the command line: print one line per checkpoint, errors to stderr; return the exit
+    code.
+    """
     parser = maker_parser("gpupoold.checkpoints.tiny", "Make tiny random checkpoints, offline.")
     parser.add_argument("--arch", default="all", help=f"{', '.join(ARCHITECTURES)} or all")
     parser.add_argument("--size", default=DEFAULT_SIZE, help="bytes of weights at float32")

@@ -64,7 +64,7 @@ async def _serve(settings: FrontendSettings, checker: socket.socket) -> None:
 
 
 def main() -> None:
-    """Run a frontend until the daemon ends it."""
+    """Run a frontend until the daemon stops the process."""
     settings = parse_arguments()
     begin_child(f"frontend-{settings.number}", settings.log_level, settings.parent_pid)
     raise_oom_score(FRONTEND_OOM_SCORE_ADJ)

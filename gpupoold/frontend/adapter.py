@@ -1,7 +1,7 @@
-"""vLLM's API layer over the pool. Beside it ``grammars`` and ``conversations`` import it.
+"""vLLM's API layer over the control plane; ``grammars`` and ``conversations`` import vLLM too.
 
-Written for the version named in ``environment.py``; each use of something that
-is not public API says why. Import it only after ``set_engine_environment``.
+Written for the version named in ``environment.py``; each use of a non-public API has a comment with
+the reason. To be imported after ``set_engine_environment``.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class RequestLost(GracefulHTTPError, GenerationError):  # type: ignore[misc, unu
 
 
 class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
-    """An ``AsyncLLM`` whose engine is the pool.
+    """An ``AsyncLLM`` whose engine is the control plane.
 
-    Its prometheus shutdown does nothing here (no multiprocess directory is
-    ever set), so closing one model leaves the others alone.
+    Its Prometheus shutdown has no effect here (no multiprocess directory is ever set), so closing
+    one model leaves the others unaffected.
     """
 
     engine_core: Any
@@ -107,7 +107,7 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Ask the pool; what vLLM trips over before that is wrong with the request."""
+        """Add a request to the pool; vLLM's errors before that become 400."""
         for name in ("stop", "bad_words"):
             reason = why_words_are_too_long(name, getattr(params, name, None))
             if reason:
@@ -165,7 +165,7 @@ class VllmModelApi:
         self._app.middleware_stack = None
 
     async def start(self) -> None:
-        """Finish on the event loop that will serve requests."""
+        """Finish the start on the serving event loop."""
         state = self._app.state
         await init_app_state(self._llm, state, self._args, self._tasks)
         # vLLM's error handler looks at its server; ours must not be stopped by one model.
@@ -173,11 +173,11 @@ class VllmModelApi:
 
     @property
     def app(self) -> AsgiApp:
-        """The ASGI application that answers requests for the model."""
+        """The ASGI application for the model."""
         return self._app
 
     def push(self, outputs: StepOutputs) -> None:
-        """Hand over the outputs of one engine step."""
+        """Pass on the outputs of one engine step."""
         if not outputs.frames:
             self._refuse_probabilities(outputs.progress)
         errors = [one.request_id for one in outputs.progress if one.finish_reason == _ERROR]
@@ -186,15 +186,16 @@ class VllmModelApi:
         self._client.push(outputs)
 
     def _refuse_grammars(self, request_ids: Iterable[str]) -> None:
-        """The engine gives a request up before its first token where it cannot make a grammar of
-        the format that was asked for."""
+        """Fail requests that the engine gave up before the first token for their grammar's
+        format.
+        """
         states = self._llm.output_processor.request_states
         known = (states.get(request_id) for request_id in request_ids)
         refused = [one.request_id for one in known if one is not None and one.is_prefilling]
         self.fail(refused, _NO_GRAMMAR, HTTPStatus.BAD_REQUEST)
 
     def _refuse_probabilities(self, progress: Iterable[RequestProgress]) -> None:
-        """Made-up tokens have none: fail the requests that want some, at their first token."""
+        """Fail requests for log-probabilities at their first synthetic token, which has none."""
         states = self._llm.output_processor.request_states
         wanting = []
         for one in progress:
@@ -214,10 +215,10 @@ class VllmModelApi:
         message: str,
         status: HTTPStatus = HTTPStatus.SERVICE_UNAVAILABLE,
     ) -> None:
-        """End these requests' streams with an error; unknown ids are ignored.
+        """End these requests' streams with an error; ignore unknown ids.
 
-        With ``n > 1`` the ids are those of single samples: the whole request
-        fails and its other samples are aborted in the pool.
+        With ``n > 1`` the ids are those of single samples: the whole request fails and its other
+        samples are aborted in the pool.
         """
         failed = set(request_ids)
         processor = self._llm.output_processor
@@ -232,20 +233,21 @@ class VllmModelApi:
             self._client.abort([sample for sample in gone if sample not in failed])
 
     def stop(self, message: str) -> None:
-        """End every open request, and every later one, with an error."""
+        """End every open and every later request with an error."""
         self._client.stop(message)
         open_ids = list(self._llm.output_processor.request_states)
         self.fail(open_ids, message)
         self._client.abort(open_ids)
 
     def openapi(self) -> dict[str, Any]:
-        """vLLM's description of its whole API; the first call takes most of a second."""
+        """Return vLLM's description of its whole API; the first call takes most of a second."""
         described: dict[str, Any] = self._app.openapi()
         return described
 
     def owns_response(self, response_id: str) -> bool:
         """Return whether the Responses API stored that response (vLLM's store is off by
-        default)."""
+        default).
+        """
         serving = getattr(self._app.state, "openai_serving_responses", None)
         return serving is not None and response_id in serving.response_store
 
@@ -256,20 +258,22 @@ class VllmModelApi:
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:
-    """A request of an unforeseen form, where vLLM would say 500; a fault of its own stays one."""
+    """Answer 400 for a malformed request where vLLM would answer 500."""
     handled = error if has_asked() else VLLMValidationError(str(not_understood(error)))
     return await exception_handler(request, handled)
 
 
 def _assign_request_id(request: EngineCoreRequest) -> None:
-    """What vLLM would make of the client's id and 32 random bits: the id for the engine."""
+    """Set the engine's id, which vLLM would make of the client's id and 32 random bits."""
     request.external_req_id = request.request_id
     request.request_id = make_engine_id()
 
 
 def _encode_request(encoder: MsgpackEncoder, request: EngineCoreRequest) -> Any:
-    """Encode a request without the texts of its client that an engine has no use for: its id,
-    its session, and parameters of extensions that there are none of."""
+    """Encode a request without the client's texts that engines do not use.
+
+    The left-out texts are its id, its session, and parameters of absent extensions.
+    """
     sent = copy.copy(request)
     sent.external_req_id = sent.session_id = sent.trace_headers = sent.kv_hints = None
     if sent.sampling_params is not None and sent.sampling_params.extra_args:
@@ -292,7 +296,7 @@ async def build_model_api(
     """Build a model's API with most of the work off the event loop; one call at a time.
 
     Raises:
-        Exception: whatever vLLM says about the model.
+        Exception: any error of vLLM about the model.
     """
     api = await asyncio.to_thread(VllmModelApi, model, loaded, send, vetting)
     await api.start()
@@ -300,7 +304,7 @@ async def build_model_api(
 
 
 def engine_config(model: ModelToLoad, loaded: LoadedModel) -> VllmConfig:
-    """vLLM's configuration of a model, as its workers have loaded it."""
+    """Return vLLM's configuration of a model as loaded by its workers."""
     arguments = _arguments(model, loaded)
     config: VllmConfig = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
     config.cache_config.num_gpu_blocks = loaded.num_gpu_blocks
@@ -309,7 +313,7 @@ def engine_config(model: ModelToLoad, loaded: LoadedModel) -> VllmConfig:
 
 
 def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
-    """What ``vllm serve`` would have parsed for this model."""
+    """Return the arguments that ``vllm serve`` would have parsed for this model."""
     args = copy.deepcopy(_default_arguments())
     args.model = model.path
     args.served_model_name = [model.name, *model.aliases]
@@ -333,7 +337,7 @@ def _default_arguments() -> Namespace:
 
 @functools.cache
 def _codec() -> EngineCodec:
-    """vLLM's serialiser; used on the event loop only, as it is not thread-safe."""
+    """Return vLLM's serialiser for the event loop; it is not thread-safe."""
     return EngineCodec(
         encode=functools.partial(_encode_request, MsgpackEncoder()),
         decode=MsgpackDecoder(EngineCoreOutputs).decode,
@@ -345,7 +349,7 @@ def _codec() -> EngineCodec:
 
 
 def _make_outputs(progress: Sequence[RequestProgress]) -> EngineCoreOutputs:
-    """Outputs as an engine would have made them for these tokens."""
+    """Return outputs as an engine would have made for these tokens."""
     outputs = [
         EngineCoreOutput(
             one.request_id,
@@ -362,10 +366,10 @@ _ERROR = str(FinishReason.ERROR)
 
 
 def _join(steps: Sequence[EngineCoreOutputs]) -> EngineCoreOutputs:
-    """The outputs of several steps as of one step that gave several tokens at once.
+    """Join the outputs of several steps into one step with several tokens per request.
 
-    Speculative decoding gives such steps, so vLLM knows them. What has more to it than tokens
-    stays on its own, next to the others of its request: vLLM's collector adds those up.
+    Speculative decoding gives such steps, so vLLM handles them. Outputs with more than tokens stay
+    separate, next to the others of their request: vLLM's collector merges them.
     """
     by_request: dict[str, list[EngineCoreOutput]] = {}
     with_tokens_only: dict[str, EngineCoreOutput] = {}  # the latest of a request, if it is
@@ -403,10 +407,10 @@ def _has_only_tokens(output: EngineCoreOutput) -> bool:
 
 @contextlib.contextmanager
 def _engine_client(client: PoolClient) -> Iterator[None]:
-    """While an ``AsyncLLM`` is built, its engine client is ours.
+    """Substitute vLLM's engine client while an ``AsyncLLM`` is built.
 
-    vLLM has no plug point for the client: the constructor calls this static
-    method. Builds do not overlap, so the substitution meets only its own.
+    vLLM has no plug point for the client: the constructor calls this static method. Builds do not
+    overlap, so the substitution affects only one build.
     """
     original = EngineCoreClient.make_async_mp_client
 

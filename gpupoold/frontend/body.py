@@ -1,4 +1,4 @@
-"""Reads the body of an HTTP request, within bounds on its size, its time and its structure."""
+"""Reading of HTTP request bodies, bounded in size, time and structure."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ BODY_TIMEOUT_S = 60.0
 
 
 class Disconnected(Exception):
-    """The client left while its request was being read."""
+    """The client disconnected while its request was being read."""
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int, holding: BodyHolding) -> bytes:
     """Read a JSON body, whose bytes are counted in ``holding``.
 
     Raises:
-        ApiError: 400, 408, 413 or 429: the body has too many values, does not come in time, or
-            is too large in itself or beside those of other requests.
-        Disconnected: the client left.
+        ApiError: 400, 408, 413 or 429: the body has too many values, does not arrive in time, or is
+            too large in itself or beside other requests.
+        Disconnected: the client disconnected.
     """
     if _declared_length(scope) > max_bytes:
         raise too_large(max_bytes)

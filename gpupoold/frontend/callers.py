@@ -1,7 +1,7 @@
-"""Who asks: API keys are checked here, before anything is read or done for a request.
+"""Callers: API keys are checked before any other work for a request.
 
-The daemon tells which keys there are, and counts what they use: it is asked before a request
-with a key that has limits begins.
+The daemon sends the keys and counts their use: for a key with limits the daemon must permit each
+request.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ _EXPIRED_KEY = "The API key you provided has expired."
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request; without a key it may ask all models as often as it likes."""
+    """The sender of a request; without a key all models and any rate are allowed."""
 
     key: KeyRecord | None = None
     models: ModelScope = None
 
     @property
     def key_id(self) -> str:
-        """Of the key that it sent, "" without one."""
+        """Id of the key, "" without one."""
         return "" if self.key is None else self.key.id
 
     def max_requests(self, max_live: int) -> int:
-        """The most requests that this caller may have live at once, where ``max_live`` may be."""
+        """Return the caller's limit of live requests, where ``max_live`` is the general limit."""
         of_key = None if self.key is None else self.key.max_live
         return max_live if of_key is None else min(of_key, max_live)
 
     def check_metrics(self) -> None:
-        """See that the metrics, which tell of all models, are for this caller.
+        """Check that the caller may read the metrics, which cover all models.
 
         Raises:
             ApiError: 403.
@@ -68,7 +68,7 @@ class Caller:
 
 
 class Callers:
-    """The keys that there are; lives on the event loop. ``rates`` asks what is left of theirs."""
+    """The present keys; for the event loop. ``rates`` asks for remaining rates."""
 
     def __init__(self, rates: RateCalls, wall_clock: Callable[[], float] = time.time) -> None:
         self._rates = rates
@@ -80,19 +80,19 @@ class Callers:
         self.host_names: frozenset[str] = frozenset()
 
     def replace(self, rules: AccessRules) -> None:
-        """Take these rules from now on. Requests under way go on, whatever they say."""
+        """Replace the rules. Running requests continue under any rules."""
         self._by_id = {key.id: _caller(key) for key in rules.keys}
         self._are_required = rules.are_required
         self.host_names = frozenset(rules.host_names)
 
     def identify(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
-        """Who sends these headers.
+        """Return the caller of a request with these headers.
 
-        A key that is sent is looked at even where none is needed; but what has not even the
-        form of one is not, since clients insist on sending something.
+        A key is checked even where none is needed; a text without the form of a key is then
+        ignored, because clients always send some text.
 
         Raises:
-            ApiError: 401 without a valid key; 503 before the daemon has named the keys.
+            ApiError: 401 without a valid key; 503 before the daemon has sent the keys.
         """
         if self._are_required is None:
             raise starting()
@@ -106,23 +106,23 @@ class Callers:
         raise self._unauthorised(_WRONG_KEY if sent else _NO_KEY)
 
     async def begin(self, caller: Caller) -> None:
-        """A request is about to be served; it counts, whatever becomes of it.
+        """Count a request about to be served.
 
         Raises:
-            ApiError: 429: too many requests or tokens in too short a time; 503: that is not
-                known now.
+            ApiError: 429: too many requests or tokens in too short a time; 503: the rates are
+                unknown now.
         """
         if caller.key is not None and caller.key.is_rate_limited:
             await self._rates.begin(caller.key)
 
     def asked(self, message: AddRequest) -> None:
-        """The daemon is going to be asked: tell it for whom."""
+        """Add the present caller to a message for the daemon."""
         caller = _current.get()
         if caller is not None and caller.key is not None:
             message.key_id, message.priority = caller.key.id, caller.key.priority
 
     def report(self) -> AccessReport | None:
-        """What has changed since the last report; None: nothing."""
+        """Return the changes since the last report, None without any."""
         if not self._num_unauthorised:
             return None
         num_unauthorised, self._num_unauthorised = self._num_unauthorised, 0
@@ -152,7 +152,7 @@ _current: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 @contextlib.contextmanager
 def serving(caller: Caller) -> Iterator[None]:
-    """What happens within is done for this caller, in the tasks that are begun there too."""
+    """Attribute work inside the context, including new tasks, to this caller."""
     token = _current.set(caller)
     try:
         yield
@@ -161,13 +161,13 @@ def serving(caller: Caller) -> Iterator[None]:
 
 
 def current_key_id() -> str:
-    """The key of whom a request is served for; empty without one."""
+    """Return the key's id of the present request; empty without one."""
     caller = _current.get()
     return "" if caller is None or caller.key is None else caller.key.id
 
 
 def without_credentials(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """The same request as those see it who have no business with its key."""
+    """Return the same request without its key, for other applications."""
     headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
     if not any(name in _CREDENTIALS for name, _ in headers):
         return scope

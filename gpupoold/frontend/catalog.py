@@ -1,6 +1,6 @@
-"""Which models exist and in which state, as the daemon last said. Pure.
+"""The existing models with states, from the daemon. Pure.
 
-Who asks may be restricted to some of them: the others do not exist for it.
+A caller may be restricted to some models: the others do not exist for that caller.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from gpupoold.frontend.errors import ApiError, bad_request, no_such_model, not_r
 from gpupoold.wire.messages import ServedModel
 
 Scope = frozenset[str] | None
-"""The names of the models that exist for who asks; None: all."""
+"""The names of the models that exist for a caller; None means all."""
 
 
 class Catalog:
@@ -25,7 +25,7 @@ class Catalog:
         self._by_any_name: dict[str, ServedModel] = {}
 
     def replace(self, models: Iterable[ServedModel], ready: bool) -> None:
-        """Forget the list held before and take this one."""
+        """Replace the list."""
         self.ready = ready
         self._is_known = True
         self._models = {model.name: model for model in models}
@@ -48,11 +48,11 @@ class Catalog:
         return model
 
     def choose(self, name: str | None, scope: Scope = None) -> ServedModel:
-        """The model that answers a request for ``name``; None means the only one there is.
+        """Return the model for ``name``; None means the only model.
 
         Raises:
-            ApiError: 400 without a name among several models, 404 for an
-                unknown one, 503 for one that is not ready.
+            ApiError: 400 without a name among several models, 404 for an unknown model, 503 for a
+                model that is not ready.
         """
         self._require_known()
         model = self._only_model(scope) if name is None else self.find(name, scope)
@@ -89,7 +89,7 @@ def _is_in(model: ServedModel, scope: Scope) -> bool:
 
 
 def model_row(model: ServedModel) -> dict[str, object]:
-    """A model as ``/v1/models`` shows it: OpenAI's fields, then ours."""
+    """Return a model for ``/v1/models``: OpenAI's fields, then gpupool's."""
     row: dict[str, object] = {
         "id": model.name,
         "object": "model",

@@ -1,8 +1,8 @@
-"""Looks at long conversations until the first message that vLLM would refuse.
+"""Search of long conversations for the first message that vLLM would refuse.
 
-vLLM's models try up to 60 types on a message and list an error of each type for each message:
-4,900 wrong messages of the chat API take 0.7 s, and wrong items of the responses API 18 s, during
-which an event loop serves nobody else.
+vLLM's models try up to 60 types on a message and list an error per type and message: 4,900 wrong
+messages of the chat API take 0.7 s, and wrong items of the responses API 18 s, during which the
+event loop is blocked.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pydantic import FailFast, TypeAdapter, ValidationError
 from gpupoold.frontend.errors import ApiError, bad_request
 
 MAX_PARTS = 1_024
-"""Parts of one message."""
+"""Limit of the parts of one message."""
 BATCH_PATH = "/v1/chat/completions/batch"
 _RESPONSES_PATH = "/v1/responses"
 _ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 _CHAT_PATHS = ("/v1/chat/completions", BATCH_PATH, "/tokenize")
 _FEW_PARTS = 8
-"""Parts of a message that is only looked at as a whole."""
+"""Limit of the parts of a message that is checked only as a whole."""
 
 # A conversation that is no larger is left to vLLM, whose errors say more. A wrong message of the
 # chat API takes it 0.2 ms, a wrong item of the responses API 4 ms.
@@ -62,7 +62,7 @@ def check_conversation(name: str, value: Any, path: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MessageType:
-    """The type of the messages of an API: ``prepare`` adds what clients may leave out."""
+    """The type of an API's messages; ``prepare`` adds fields that clients may omit."""
 
     adapter: TypeAdapter[Any]
     prepare: Callable[[list[Any]], list[Any]]
@@ -112,7 +112,7 @@ def _check(where: str, messages: list[Any], types: MessageType) -> None:
 
 
 def _check_parts(where: str, message: dict[str, Any], parts: list[Any], types: MessageType) -> None:
-    """Check the parts one by one: each has to fit where all do."""
+    """Check the parts one by one, because each part must be valid for the whole to be."""
     if len(parts) > MAX_PARTS:
         text = f"`{where}.content` has {len(parts):,} parts, more than {MAX_PARTS:,}."
         raise _refusal(text, where)

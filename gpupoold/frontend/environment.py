@@ -1,4 +1,4 @@
-"""The process environment vLLM reads while it is imported, and the version written for."""
+"""Environment variables that vLLM reads at its import, and the supported version."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _UNLESS_SET = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 def set_engine_environment(log_level: str) -> None:
-    """Prepare ``os.environ`` for vLLM; call it before the adapter is imported."""
+    """Prepare ``os.environ`` for vLLM; to be called before importing the adapter."""
     os.environ.update(_ALWAYS)
     engine_level = _ENGINE_LOG_LEVELS.get(log_level.lower(), "WARNING")
     os.environ["VLLM_LOGGING_LEVEL"] = engine_level
@@ -47,10 +47,10 @@ def set_engine_environment(log_level: str) -> None:
 
 
 def check_engine_version() -> None:
-    """Compare the installed vLLM with the one the adapter was written for, without importing it.
+    """Compare the installed vLLM's version with the adapter's, without importing vLLM.
 
     Raises:
-        Failed: none is installed, or another version.
+        Failed: vLLM is missing, or has another version.
     """
     found = _installed_version()
     if found is None:

@@ -1,4 +1,4 @@
-"""Errors the router answers itself, in the shapes vLLM 0.32.0 uses for its own."""
+"""Errors of the router, in the forms that vLLM 0.32.0 uses."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _RETRY_GRAMMAR_S = 2.0
 
 
 class ApiError(Exception):
-    """A request that ends here, with the HTTP status and body it gets.
+    """An error answer with HTTP status and body.
 
-    ``kind`` is the body's ``type``, ``code`` its ``code`` if that is not the status, ``param``
-    the field at fault, ``retry_after_s`` becomes the ``Retry-After`` header. ``anthropic_kind``
-    is the ``type`` for ``/v1/messages`` where that is another.
+    ``kind`` is the body's ``type``, ``code`` its ``code`` if different from the status, ``param``
+    the wrong field, ``retry_after_s`` becomes the ``Retry-After`` header. ``anthropic_kind`` is the
+    ``type`` for ``/v1/messages`` if different.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
-    """400: the request itself is wrong."""
+    """Return 400: the request itself is wrong."""
     return ApiError(400, "BadRequestError", message, param=param)
 
 
@@ -93,7 +93,7 @@ def too_large(max_body_bytes: int) -> ApiError:
 
 
 def needs_too_much(max_bytes: int) -> ApiError:
-    """413: the body, as often as it is to be answered, is more than may ever be in flight."""
+    """Return 413: the body, times its number of answers, exceeds the limit of bytes in flight."""
     return ApiError(
         413,
         "RequestTooLargeError",
@@ -103,7 +103,7 @@ def needs_too_much(max_bytes: int) -> ApiError:
 
 
 def no_room(max_bytes: int) -> ApiError:
-    """429: other requests that are in flight have too many bytes."""
+    """Return 429: other requests in flight have too many bytes."""
     return over_rate(
         f"The requests in flight have nearly {max_bytes:,} bytes already: there is no room for "
         "this one now.",
@@ -112,14 +112,14 @@ def no_room(max_bytes: int) -> ApiError:
 
 
 def too_slow(timeout_s: float) -> ApiError:
-    """408: the body does not come to its end."""
+    """Return 408: the body does not arrive completely."""
     return ApiError(
         408, "RequestTimeoutError", f"The request body has not come within {timeout_s:g} s."
     )
 
 
 def misdirected(host: str) -> ApiError:
-    """421: a request without a key names a host that is not this server."""
+    """Return 421: a request without a key names a host that is not this server."""
     return ApiError(
         421,
         "MisdirectedRequestError",
@@ -129,7 +129,7 @@ def misdirected(host: str) -> ApiError:
 
 
 def foreign_origin(origin: str) -> ApiError:
-    """403: a request without a key comes from a page of another site."""
+    """Return 403: a request without a key comes from another site's page."""
     return ApiError(
         403,
         "ForbiddenError",
@@ -140,12 +140,12 @@ def foreign_origin(origin: str) -> ApiError:
 
 
 def no_such_path(method: str, path: str) -> ApiError:
-    """404: nothing is served there."""
+    """Return 404: the path is unknown."""
     return ApiError(404, "NotFoundError", f"There is no {method} {_short(path)} here.")
 
 
 def method_not_allowed(method: str, path: str) -> ApiError:
-    """405: the path exists for another method."""
+    """Return 405: the path exists for another method."""
     return ApiError(405, "MethodNotAllowedError", f"{_short(path)} does not take {method}.")
 
 
@@ -157,8 +157,10 @@ def no_such_response(response_id: str) -> ApiError:
 
 
 def no_such_model(name: str, known: Iterable[str]) -> ApiError:
-    """404: the name is neither a model nor an alias of those ``known`` to who asks; names the
-    nearest of them."""
+    """Return 404: the name is neither a model nor an alias of the caller's ``known`` models.
+
+    The message has the nearest name.
+    """
     near = [] if len(name) > _MAX_NAME_CHARS else difflib.get_close_matches(name, known, n=3)
     hint = (
         f"Did you mean {', '.join(f'`{other}`' for other in near)}?"
@@ -182,10 +184,10 @@ def not_ready(model: ServedModel) -> ApiError:
 
 
 def not_admitted(admission: AdmissionAnswer) -> ApiError:
-    """429 or 503: the daemon does not take the request now.
+    """Return 429 or 503: the daemon refuses the request now.
 
-    vLLM has no 429 of its own. Clients of OpenAI know one by its ``code``, those of Anthropic
-    by its ``type``.
+    vLLM has no 429 of its own. OpenAI's clients recognise the error by its ``code``, Anthropic's by
+    its ``type``.
     """
     if admission.status == HTTPStatus.TOO_MANY_REQUESTS:
         kind, code = "rate_limit_error", "rate_limit_exceeded"
@@ -201,7 +203,7 @@ def not_admitted(admission: AdmissionAnswer) -> ApiError:
 
 
 def too_many_grammars() -> ApiError:
-    """429: grammars that have not been seen before come faster than they are checked."""
+    """Return 429: new grammars arrive faster than the checker can handle."""
     return ApiError(
         429,
         "rate_limit_error",
@@ -212,7 +214,7 @@ def too_many_grammars() -> ApiError:
 
 
 def grammar_unchecked(reason: str) -> ApiError:
-    """503: whether a grammar may be used could not be found out now."""
+    """Return 503: the grammar could not be checked now."""
     return ApiError(
         503,
         "ServiceUnavailableError",
@@ -222,7 +224,7 @@ def grammar_unchecked(reason: str) -> ApiError:
 
 
 def metrics_unavailable() -> ApiError:
-    """503: the daemon has not told its metrics in time."""
+    """Return 503: the daemon has not sent its metrics in time."""
     return ApiError(
         503,
         "ServiceUnavailableError",
@@ -232,7 +234,7 @@ def metrics_unavailable() -> ApiError:
 
 
 def rates_unavailable() -> ApiError:
-    """503: the daemon has not told in time what is left of a key's rates."""
+    """Return 503: the daemon has not sent the key's remaining rates in time."""
     return ApiError(
         503,
         "ServiceUnavailableError",
@@ -242,7 +244,7 @@ def rates_unavailable() -> ApiError:
 
 
 def unauthorised(message: str) -> ApiError:
-    """401: no key, or none that is valid. Never repeats what was sent."""
+    """Return 401: no key, or no valid key. The message never repeats the key."""
     return ApiError(
         401,
         "invalid_request_error",
@@ -264,7 +266,7 @@ def not_permitted(message: str) -> ApiError:
 
 
 def over_rate(message: str, retry_after_s: float) -> ApiError:
-    """429: the key has used up what it may in this time."""
+    """Return 429: the key has used up its rate."""
     return ApiError(
         429,
         "rate_limit_error",

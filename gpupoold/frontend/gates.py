@@ -1,11 +1,11 @@
-"""Answers are held back until the daemon has taken the requests behind them.
+"""Gates hold answers back until the daemon has admitted the requests behind them.
 
-A model's API begins to stream before its engine has the request, so a refusal would come
-after "200 OK". The gate of an HTTP request keeps what the API sends until the daemon has
-answered, and if that was a refusal, it is what the client gets.
+A model's API begins to stream before its engine has the request, so a refusal would come after "200
+OK". The gate of an HTTP request keeps the API's output until the daemon has answered; after a
+refusal the client gets the refusal instead.
 
-A gate's requests (several for ``n`` > 1 or a list of prompts) find it by the context in
-which the API runs: tasks inherit it.
+A gate's requests (several for ``n`` > 1 or a list of prompts) find the gate by the context of the
+API's task, which new tasks inherit.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Gate:
 
     @property
     def is_untouched(self) -> bool:
-        """True if the daemon has been asked nothing, and the client has got nothing."""
+        """True if the daemon got no request and the client no output."""
         return not self._request_ids and not self._is_open
 
     @property
     def has_begun(self) -> bool:
-        """True if the client gets what the API sends."""
+        """True if the client gets the API's output."""
         return self._is_open
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Pass on a message of the answer, or keep it; after a refusal it is for nobody."""
+        """Pass on a message of the answer, or keep it; drop it after a refusal."""
         if self.refusal is not None:
             return
         if self._is_passing:
@@ -64,10 +64,10 @@ class Gate:
             await self._flush()
 
     async def settle(self) -> None:
-        """The API has done: return when nothing is being sent any more.
+        """Return when all output has been sent, after the API's end.
 
         Raises:
-            ApiError: the request was refused; nothing has been sent.
+            ApiError: the request was refused; no output has been sent.
         """
         if self._opening is not None:
             await self._opening
@@ -80,7 +80,7 @@ class Gate:
         self._num_unanswered += 1
 
     def answered(self, message: AdmissionAnswer) -> list[str]:
-        """The daemon has answered; the requests that must end because it refused."""
+        """Handle the daemon's answer; return the requests to end after a refusal."""
         self._num_unanswered -= 1
         if self.refusal is None:
             if message.status == HTTPStatus.OK:
@@ -102,7 +102,7 @@ class Gate:
 
 
 def refuse(error: ApiError) -> None:
-    """Answer with ``error`` instead of what the API makes, unless the answer has begun."""
+    """Answer with ``error`` instead of the API's output, unless the answer has begun."""
     gate = _current.get()
     if gate is not None and not gate.has_begun and gate.refusal is None:
         gate.refusal = error
@@ -115,18 +115,18 @@ def has_asked() -> bool:
 
 
 class Gates:
-    """The gates of all answers that wait for the daemon; lives on the event loop."""
+    """The gates of all waiting answers; for the event loop."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Gate] = {}
 
     @contextlib.asynccontextmanager
     async def holding(self, send: Send) -> AsyncIterator[Gate]:
-        """A gate for what happens within, and for the tasks that are begun there.
+        """Create a gate for the context and its tasks.
 
         Raises:
-            ApiError: at the end, and nothing has been sent: a request was refused, or the API
-                failed before it asked for anything, which is the request's doing.
+            ApiError: at the end, without any output: a request was refused, or the API failed
+                before adding a request, which is the request's fault.
         """
         gate = Gate(send)
         token = _current.set(gate)
@@ -150,7 +150,7 @@ class Gates:
             self._waiting[request_id] = gate
 
     def answered(self, message: AdmissionAnswer) -> list[str]:
-        """The daemon has answered; the requests that must end because it refused."""
+        """Handle the daemon's answer; return the requests to end after a refusal."""
         gate = self._waiting.pop(message.request_id, None)
         if gate is not None:
             return gate.answered(message)

@@ -1,4 +1,4 @@
-"""Connections of the public API: what ends one is told as the API tells its errors."""
+"""Connections of the public API, with errors in the API's form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KINDS = {
 
 
 class PublicHttp(BoundedHttp):
-    """One connection."""
+    """A connection of the public API."""
 
     def refusal(self, status: HTTPStatus, message: str) -> dict[str, object]:
         return ApiError(status.value, _KINDS[status], message).body()

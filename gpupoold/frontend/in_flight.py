@@ -1,4 +1,4 @@
-"""The bytes of requests that are read or answered now, within bounds per key and in all."""
+"""Bytes of requests being read or answered, bounded per key and in total."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpupoold.frontend.errors import needs_too_much, no_room
 class BytesInFlight:
     """Bodies of HTTP requests, each counted from its first byte to the end of its answer.
 
-    ``max_bytes`` may change at any time. Lives on the event loop.
+    ``max_bytes`` may change at any time. For the event loop.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -26,7 +26,7 @@ class BytesInFlight:
 
     @contextlib.contextmanager
     def holding(self, key_id: str) -> Iterator[BodyHolding]:
-        """Room for one request of a key ("" without one), until the context ends."""
+        """Hold bytes for one request of a key ("" without one) during the context."""
         holding = BodyHolding(self, key_id)
         try:
             yield holding
@@ -36,10 +36,10 @@ class BytesInFlight:
                 del self._of_keys[key_id]
 
     def take(self, holding: BodyHolding, num_bytes: int) -> None:
-        """Give a request room for so many bytes more.
+        """Add bytes to a request's share.
 
         Raises:
-            ApiError: 413 if it could never have them, 429 if it cannot now.
+            ApiError: 413 if the share could never be granted, 429 if not now.
         """
         key_id = holding.key_id
         bound = self.bound_of(key_id)
@@ -52,12 +52,12 @@ class BytesInFlight:
         holding.num_bytes += num_bytes
 
     def bound_of(self, key_id: str) -> int:
-        """The most that requests of a key may have at once."""
+        """Return the limit of a key's requests together."""
         return int(self.max_bytes * KEY_BYTES_SHARE) if key_id else self.max_bytes
 
 
 class BodyHolding:
-    """What one request has of the bytes in flight."""
+    """One request's share of the bytes in flight."""
 
     def __init__(self, room: BytesInFlight, key_id: str) -> None:
         self._room = room
@@ -65,5 +65,5 @@ class BodyHolding:
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Take so many bytes more; see :meth:`BytesInFlight.take`."""
+        """Add bytes; see :meth:`BytesInFlight.take`."""
         self._room.take(self, num_bytes)

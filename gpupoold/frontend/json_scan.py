@@ -1,19 +1,21 @@
-"""Bounds on what a JSON text is made of, counted while it comes in.
+"""Bounds on the structure of a JSON text, counted on arrival.
 
-A parser's time and memory depend on the number of values rather than on the bytes, and a
-parser cannot be interrupted: 10 MB of ``[[],[],...`` hold an event loop for most of a second,
-10 MB of one string for some milliseconds. Nothing is parsed here: strings are cut out, and
-what is left is counted, a piece at a time.
+A parser's time and memory depend on the number of values rather than of bytes, and a parser cannot
+be interrupted: 10 MB of ``[[],[],...`` block an event loop for most of a second, 10 MB of one
+string for some milliseconds. The scan does not parse: strings are cut out, and the rest is counted
+piece by piece.
 """
 
 from __future__ import annotations
 
 MAX_CONTAINERS = 5_000
-"""Objects and arrays. A message has one, a tool three and its schema; the most costly values."""
+"""Limit of objects and arrays, the most expensive values: a message has one, a tool three and
+its schema.
+"""
 MAX_STRINGS = 50_000
 """The names of fields are strings too."""
 MAX_VALUES = 250_000
-"""All values: enough for a prompt of that many token ids."""
+"""Limit of all values: enough for a prompt of that many token ids."""
 MAX_DEPTH = 100
 
 _KEPT = b"[]{},"
@@ -22,11 +24,11 @@ _OPENING = frozenset(b"[{")
 
 
 class TooMuchJson(Exception):
-    """A JSON text is beyond a bound; the text names it."""
+    """A JSON text exceeds a bound; the message names the bound."""
 
 
 class JsonScan:
-    """Counts the values of one JSON text. Of a text that is no JSON the numbers mean nothing."""
+    """Counts the values of one JSON text. For other texts the counts are meaningless."""
 
     def __init__(self) -> None:
         self.num_containers = 0
@@ -40,7 +42,7 @@ class JsonScan:
         """Count the next piece of the text.
 
         Raises:
-            TooMuchJson: the text so far is beyond a bound.
+            TooMuchJson: the text so far exceeds a bound.
         """
         outside = self._outside_strings(piece).translate(None, _NOT_STRUCTURE)
         num_commas = outside.count(b",")

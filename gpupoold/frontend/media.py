@@ -9,7 +9,7 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
 @MEDIA_CONNECTOR_REGISTRY.register("gpupool")
 class AllowListConnector(MediaConnector):  # type: ignore[misc, unused-ignore]
-    """vLLM's connector, for which no listed host means that none is allowed, instead of all."""
+    """vLLM's connector, except that an empty host list permits no host instead of all."""
 
     def _assert_url_in_allowed_media_domains(self, url_spec: Url) -> None:
         if url_spec.hostname not in self.allowed_media_domains:

@@ -1,4 +1,4 @@
-"""The daemon's metrics on the frontend's port: it is asked for them over the wire."""
+"""The daemon's metrics on the frontend's port, requested over the wire."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TIMEOUT_S = 5.0
 
 
 class MetricsCalls:
-    """Asks the daemon; those who ask while an answer is on its way share it."""
+    """Requests to the daemon; concurrent callers share one answer."""
 
     def __init__(
         self, send: Callable[[msgspec.Struct], None], timeout_s: float = _TIMEOUT_S
@@ -27,15 +27,15 @@ class MetricsCalls:
         self._asked: asyncio.Future[bytes | None] | None = None
 
     def answered(self, message: MetricsText) -> None:
-        """The daemon's answer; one that came too late is not wanted any more."""
+        """Handle the daemon's answer; ignore a late one."""
         if message.call_id == self._next_call and self._asked is not None:
             _settle(self._asked, message.text)
 
     async def text(self) -> bytes:
-        """What the daemon tells.
+        """Return the daemon's text.
 
         Raises:
-            ApiError: 503; it does not answer in time.
+            ApiError: 503; the daemon does not answer in time.
         """
         if self._asked is None or self._asked.done():
             self._asked = self._ask()

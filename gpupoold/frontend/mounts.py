@@ -1,4 +1,4 @@
-"""The model APIs that are mounted now, and those that only finish what they began."""
+"""Mounted model APIs, and retired APIs that finish their requests."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class ModelApi(Protocol):
 
     @property
     def app(self) -> AsgiApp:
-        """The ASGI application that answers requests for the model."""
+        """The ASGI application for the model."""
         ...
 
     def push(self, outputs: StepOutputs) -> None:
-        """Hand over the outputs of one engine step; ids it does not know are ignored."""
+        """Pass on the outputs of one engine step; ignore unknown ids."""
         ...
 
     def fail(self, request_ids: Iterable[str], message: str) -> None:
@@ -36,7 +36,7 @@ class ModelApi(Protocol):
         ...
 
     def stop(self, message: str) -> None:
-        """End every open request, and every later one, with an error."""
+        """End every open and every later request with an error."""
         ...
 
     def openapi(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class ModelApi(Protocol):
         ...
 
     def close(self) -> None:
-        """Release threads and memory; may block, nothing else may be called after."""
+        """Release threads and memory; may block. No other call may follow."""
         ...
 
 
@@ -63,10 +63,10 @@ class Mount:
 
 
 class Mounts:
-    """Owner of all model APIs; lives on the event loop.
+    """Owner of all model APIs; for the event loop.
 
-    A retired API takes no new requests, still gets engine outputs for those it
-    has, and is closed when the last of them has ended.
+    A retired API takes no new requests, still gets engine outputs for its requests, and is closed
+    at the end of the last one.
     """
 
     def __init__(self) -> None:
@@ -75,40 +75,40 @@ class Mounts:
         self._closing: set[asyncio.Task[None]] = set()
 
     def get(self, name: str) -> Mount | None:
-        """The API that takes new requests for the model, if one is mounted."""
+        """Return the API that takes new requests for the model, None without a mount."""
         return self._current.get(name)
 
     async def openapi(self) -> dict[str, Any] | None:
-        """What one of the APIs says of itself, None while there is none; they are all alike."""
+        """Return the description of one of the APIs, which are all alike; None without any."""
         for mount in self._current.values():
             return await asyncio.to_thread(mount.api.openapi)
         return None
 
     def find_response(self, response_id: str) -> Mount | None:
-        """The API that stored this response, if any."""
+        """Return the API that stored this response, if any."""
         for mount in self._current.values():
             if mount.api.owns_response(response_id):
                 return mount
         return None
 
     def mount(self, name: str, api: ModelApi) -> None:
-        """Take new requests with ``api``; an earlier one finishes what it has."""
+        """Direct new requests to ``api``; an earlier API finishes its requests."""
         self._retire(name)
         self._current[name] = Mount(name, api)
 
     def unmount(self, name: str, message: str) -> None:
-        """Take no more requests for the model; open ones end with ``message``."""
+        """Take no more requests for the model; end open ones with ``message``."""
         self._retire(name)
         for mount in self._retired.get(name, ()):
             mount.api.stop(message)
 
     def unmount_all(self, message: str) -> None:
-        """Take no more requests at all; open ones end with ``message``."""
+        """Take no more requests at all; end open ones with ``message``."""
         for name in {*self._current, *self._retired}:
             self.unmount(name, message)
 
     def deliver(self, outputs: StepOutputs) -> None:
-        """Hand one engine step's outputs to the model's API."""
+        """Pass one engine step's outputs to the model's API."""
         mount = self._current.get(outputs.model)
         if mount is not None:
             mount.api.push(outputs)
@@ -153,7 +153,7 @@ class Mounts:
 
 
 async def _release(mount: Mount) -> None:
-    """Close an API and free its memory, beside the event loop."""
+    """Close an API and free its memory, off the event loop."""
     try:
         await asyncio.to_thread(mount.api.close)
     except Exception:

@@ -1,5 +1,7 @@
-"""The OpenAPI description of the public HTTP surface: what a model's API says of itself, cut down
-to what is served, and our own paths beside it. Pure."""
+"""The OpenAPI description of the public HTTP surface. Pure.
+
+Contains the served part of a model's API, and gpupool's own paths.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ def _with_refusals(operation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _used(place: Any, schemas: Mapping[str, Any]) -> set[str]:
-    """Names of all schemas that ``place`` refers to, and those refer to."""
+    """Return the names of all schemas that ``place`` refers to, directly or indirectly."""
     used: set[str] = set()
     left = [place]
     while left:

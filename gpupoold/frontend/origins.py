@@ -2,7 +2,7 @@
 
 A page of another site can make a visitor's browser send requests to a loopback address: directly,
 with the page's ``Origin``, or as the page's own site after its name has been pointed at 127.0.0.1
-(DNS rebinding), with that name as ``Host``. Neither can send a key that it does not know.
+(DNS rebinding), with that name as ``Host``. Neither can send an unknown key.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from gpupoold.frontend.errors import foreign_origin, misdirected
 def check_origin(headers: Iterable[tuple[bytes, bytes]], host_names: Collection[str]) -> None:
     """Check that a request was meant for this server, and not sent by another site's page.
 
-    ``Host`` has to be a loopback address, ``localhost`` or one of ``host_names`` (lower case);
-    so has ``Origin``, if the request has one. Origins of schemes other than HTTP are those of
-    desktop programs and are accepted. A request without ``Host`` (HTTP/1.0) does not come from
-    a browser.
+    ``Host`` must be a loopback address, ``localhost`` or one of ``host_names`` (lower case); so
+    must ``Origin``, if present. Origins of schemes other than HTTP belong to desktop programs and
+    are accepted. A request without ``Host`` (HTTP/1.0) does not come from a browser.
 
     Raises:
         ApiError: 421 for the host, 403 for the origin.
@@ -34,7 +33,7 @@ def check_origin(headers: Iterable[tuple[bytes, bytes]], host_names: Collection[
 
 
 def _is_of_a_page(origin: str) -> bool:
-    """Return whether a page has this origin; ``null`` is the one of a sandboxed page."""
+    """Return whether a page can have this origin; ``null`` belongs to a sandboxed page."""
     scheme, found, _ = origin.partition("://")
     return not found or scheme.lower() in ("http", "https")
 

@@ -1,7 +1,7 @@
-"""vLLM's engine client, played by the pool: requests go to the daemon, outputs come from it.
+"""vLLM's engine client over the daemon: requests go to the daemon, outputs come back.
 
-One per model, on the event loop. ``AsyncLLM`` calls it by duck typing; it knows
-nothing of vLLM beyond the names of the methods and of a few request fields.
+One per model, on the event loop. ``AsyncLLM`` calls the client by duck typing; the module uses only
+names of vLLM's methods and of a few request fields.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from gpupoold.wire.messages import AbortRequests, AddRequest, RequestProgress, S
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = MAX_FRAME_BYTES // 4
-"""Of an encoded request: a message has room for it and for all tokens that it may get."""
+"""Limit of an encoded request in bytes: a message has room for the request and all its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCodec:
-    """The engine's serialiser and the errors its API layer understands.
+    """The engine's serialiser, and errors of its API layer.
 
-    ``encode`` takes a request, ``decode`` returns an engine's outputs, and ``make_outputs``
-    those of a device without an engine; ``join`` makes one of several, in their order.
-    ``unavailable`` makes an error that clients see as 503, ``unsupported`` as 400.
+    ``encode`` takes a request, ``decode`` returns an engine's outputs, ``make_outputs`` those of a
+    device without an engine; ``join`` merges several in order. ``unavailable`` makes an error that
+    clients see as 503, ``unsupported`` as 400.
     """
 
     encode: Callable[[Any], Sequence[bytes | bytearray | memoryview]]
@@ -42,13 +42,13 @@ class EngineCodec:
 
 
 class EngineResources:
-    """What ``AsyncLLM`` asks about the process behind the client: it never counts as dead."""
+    """``AsyncLLM``'s view of the engine process, which never counts as dead."""
 
     engine_dead = False
 
 
 class PoolClient:
-    """The engine of one model, as far as its API layer can tell."""
+    """The engine of one model from its API layer's view."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class PoolClient:
         self._stopped_because: str | None = None
 
     def push(self, outputs: StepOutputs) -> None:
-        """Hand over one step's outputs, decoded when the API layer asks for them."""
+        """Store one step's outputs, decoded when the API layer reads them."""
         self._steps.put_nowait(outputs)
 
     def stop(self, message: str) -> None:
@@ -111,7 +111,7 @@ class PoolClient:
         self._send(message)
 
     async def abort_requests_async(self, request_ids: Iterable[str]) -> None:
-        """Tell the daemon that nobody waits for these requests any more."""
+        """Report to the daemon that these requests' clients have left."""
         self.abort(list(request_ids))
 
     def abort(self, request_ids: list[str]) -> None:
@@ -119,7 +119,7 @@ class PoolClient:
             self._send(AbortRequests(model=self._model, request_ids=request_ids))
 
     async def get_output_async(self) -> Any:
-        """The outputs of the next step; where several wait already, of all of them as one."""
+        """Return the outputs of the next step; of all waiting steps merged."""
         while True:
             steps = [await self._steps.get()]
             while not self._steps.empty():
@@ -139,7 +139,7 @@ class PoolClient:
             return None
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
-        """The tasks that the model's engine reported."""
+        """Return the tasks that the model's engine reported."""
         return self._supported_tasks
 
     def dp_engines_running(self) -> bool:
@@ -147,8 +147,8 @@ class PoolClient:
         return False
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Nothing to shut down: the engine belongs to a worker."""
+        """Do nothing: the engine belongs to a worker."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Reached for every engine operation that the pool does not offer."""
+        """Raise an error for an engine operation that the pool does not offer."""
         raise AttributeError(f"{name} is not available through gpupool")

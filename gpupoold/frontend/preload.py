@@ -1,4 +1,4 @@
-"""What a frontend imports."""
+"""Imports of a frontend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def preload(log_level: str) -> None:
     """Import vLLM's HTTP layer.
 
     Raises:
-        Failed: vLLM is not installed, or in another version.
+        Failed: vLLM is missing, or has another version.
     """
     check_engine_version()
     set_engine_environment(log_level)

@@ -1,4 +1,4 @@
-"""Bounds on prompts, looked at before a prompt is tokenised and before requests are made of it."""
+"""Bounds on prompts, checked before tokenisation and before any engine request."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from contextvars import ContextVar
 from typing import Any
 
 MAX_PROMPT_TOKENS = 1 << 20
-"""Of one HTTP request: over all its prompts, each as often as it is answered. A model whose
-context is longer takes one prompt of that length."""
+"""Limit of one HTTP request: over all its prompts, times the number of answers.
+
+A model with a longer context takes one prompt of that length.
+"""
 
 _MAX_CHARS_PER_TOKEN = 8
 _ALWAYS_TOKENISED_CHARS = 65_536
 _MAX_WORD_CHARS = 16_384
-"""Of all ``stop`` strings, and of all ``bad_words``, together."""
+"""Limit of all ``stop`` strings, and of all ``bad_words``, together."""
 
 Raise = Callable[[str], Exception]
 
@@ -30,7 +32,7 @@ class PromptCount:
         self._num_tokens = 0
 
     def add(self, num_tokens: int, max_tokens: int) -> str:
-        """Count a prompt; why the request is refused, or "" if it is not."""
+        """Count a prompt; return why the request is refused, or ""."""
         self._num_tokens += num_tokens * self._num_samples
         if self._num_tokens <= max_tokens:
             return ""
@@ -45,8 +47,7 @@ _current: ContextVar[PromptCount | None] = ContextVar("prompt_count", default=No
 
 @contextlib.contextmanager
 def counting_prompts(num_samples: int) -> Iterator[None]:
-    """Count the prompts that are rendered within, and in tasks that are begun there, as those
-    of one request."""
+    """Count the prompts rendered in the context, and in its tasks, as those of one request."""
     token = _current.set(PromptCount(num_samples))
     try:
         yield
@@ -55,10 +56,10 @@ def counting_prompts(num_samples: int) -> Iterator[None]:
 
 
 def bound_renderer(renderer: Any, max_model_len: int, refused: Raise) -> None:
-    """Make vLLM's renderer refuse prompts that are out of bounds with what ``refused`` makes.
+    """Make vLLM's renderer refuse prompts out of bounds with an error from ``refused``.
 
-    vLLM has no bound on texts that it will truncate or only tokenise, and one of up to some
-    100 characters per token on others; its tokeniser takes minutes and gigabytes for those.
+    vLLM has no bound on texts for truncation or tokenisation only, and one of up to some 100
+    characters per token on others; its tokeniser would take minutes and gigabytes.
     """
     renderer._tokenize_prompt_async = _bounded_tokenizer(
         renderer._tokenize_prompt_async, max_model_len, refused
@@ -69,7 +70,7 @@ def bound_renderer(renderer: Any, max_model_len: int, refused: Raise) -> None:
 
 
 def why_words_are_too_long(name: str, words: Sequence[str] | None) -> str:
-    """Why these ``stop`` strings or ``bad_words`` are refused, or "" if they are not."""
+    """Return why these ``stop`` strings or ``bad_words`` are refused, or ""."""
     num_chars = sum(map(len, words or ()))
     if num_chars <= _MAX_WORD_CHARS:
         return ""

@@ -1,4 +1,4 @@
-"""Rates of API keys are kept by the daemon, for all frontends: it is asked over the wire."""
+"""Requests to the daemon for permission by an API key's rates, kept for all frontends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RateCalls:
         self._asked: dict[int, asyncio.Future[RateAnswer]] = {}
 
     def answered(self, message: RateAnswer) -> None:
-        """Take the daemon's answer; nobody waits for one that came too late."""
+        """Handle the daemon's answer; ignore a late one."""
         asked = self._asked.get(message.call_id)
         if asked is not None and not asked.done():
             asked.set_result(message)

@@ -1,4 +1,4 @@
-"""What the frontend itself reads of a body: the model, an id, how many answers it asks for."""
+"""The frontend's own part of a body: the model, an id, the number of answers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gpupoold.frontend.request_ids import check_client_id
 from gpupoold.frontend.value_bounds import check_values
 
 MAX_SAMPLES = 128
-"""``n``, as OpenAI bounds it."""
+"""Limit of ``n``, as OpenAI's."""
 MAX_PROMPTS = 512
-"""Prompts or conversations of one HTTP request: all of them are begun at once."""
+"""Limit of prompts or conversations per HTTP request, which all begin at once."""
 
 _LIST = re.compile(rb"\s*\[")
 _NUMBERS = re.compile(rb"\s*\[\s*[-0-9]")
@@ -41,7 +41,7 @@ class Head(msgspec.Struct, frozen=True):
 
     @property
     def num_requests(self) -> int:
-        """Requests to the engine that come of it."""
+        """Number of engine requests of this HTTP request."""
         return self.num_prompts * self.num_samples
 
 
@@ -53,8 +53,7 @@ def read_head(body: bytes, path: str) -> Head:
     """Read the head of a JSON request to ``path``.
 
     Raises:
-        ApiError: 400; the body is no JSON object, a field is not what it may be, or a grammar is
-            over a bound.
+        ApiError: 400; the body is no JSON object, a field is invalid, or a grammar exceeds a bound.
     """
     try:
         fields = _decoder.decode(body)
@@ -86,10 +85,10 @@ def read_head(body: bytes, path: str) -> Head:
 
 
 def check_num_requests(head: Head, bound: int) -> None:
-    """Check that a request could be taken if nothing else were live.
+    """Check that a request could be admitted without any other live request.
 
     Raises:
-        ApiError: 400; it asks for more answers than ``bound``.
+        ApiError: 400; the request asks for more answers than ``bound``.
     """
     if head.num_requests > bound:
         raise _too_many(head, bound)
@@ -115,7 +114,7 @@ def _num_items(text: msgspec.Raw) -> int:
 
 
 def _whole_number(value: object) -> int:
-    """``n`` as vLLM will read it; what it refuses counts as 1."""
+    """Return ``n`` as vLLM reads the value; a value that vLLM refuses counts as 1."""
     try:
         number = int(value) if isinstance(value, int | float | str) else 1
     except (ValueError, OverflowError):

@@ -1,8 +1,8 @@
-"""Ids of requests: the server makes those that it works with; a client's own goes back to it.
+"""Ids of requests: the server creates its own ids; a client's id is only returned to the client.
 
-Each HTTP request gets an id of 16 random bytes, which the answer has as ``x-request-id``. The
-requests to the engine that come of it are called by that id, the second and later ones with a
-number behind it. A client's own id is in what the client is sent and nowhere else.
+Each HTTP request gets an id of 16 random bytes, sent as ``x-request-id``. Its engine requests use
+that id, the second and later ones with a number appended. A client's own id appears only in the
+client's answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CLIENT_ID = re.compile(rf"[!-~]{{1,{MAX_CLIENT_ID_CHARS}}}")
 
 
 class RequestIds:
-    """The id of one HTTP request, and those of the engine requests that come of it."""
+    """The id of one HTTP request, and the ids of its engine requests."""
 
     def __init__(self) -> None:
         self.http_id = secrets.token_hex(16)
@@ -41,7 +41,7 @@ _current: ContextVar[RequestIds | None] = ContextVar("request_ids", default=None
 
 @contextlib.contextmanager
 def naming(ids: RequestIds) -> Iterator[None]:
-    """Take the ids of engine requests from ``ids``, within and in tasks that are begun there."""
+    """Take the ids of engine requests from ``ids`` in the context and its tasks."""
     token = _current.set(ids)
     try:
         yield
@@ -50,7 +50,7 @@ def naming(ids: RequestIds) -> Iterator[None]:
 
 
 def make_engine_id() -> str:
-    """An id for an engine request of the HTTP request that is being served."""
+    """Return an id for an engine request of the present HTTP request."""
     return (_current.get() or RequestIds()).make()
 
 
@@ -83,7 +83,7 @@ def with_id(scope: Scope, ids: RequestIds, *, body_has_id: bool) -> Scope:
 
 
 def telling_id(send: Send, ids: RequestIds) -> Send:
-    """``send`` that adds the server's id to the headers of an answer."""
+    """Return ``send`` with the server's id added to the headers of an answer."""
 
     async def send_with_id(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":

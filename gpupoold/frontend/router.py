@@ -1,7 +1,7 @@
-"""The ASGI application of a frontend: finds a request's model and hands it to that model's API.
+"""The ASGI application of a frontend: routes a request to its model's API.
 
-Only the paths named here are served. The applications behind also register
-operator endpoints (scaling, profiling, raw metrics); those stay out of reach.
+Only the paths named here are served. The applications behind also register operator endpoints
+(scaling, profiling, raw metrics), which stay out of reach.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ _RETRY_UNMOUNTED_S = 1.0
 
 @dataclass(slots=True)
 class Bounds:
-    """What requests may take at once; may change at any time.
+    """Limits of live requests and bytes; may change at any time.
 
-    ``max_live_requests``: of one model. ``in_flight``: of this process.
+    ``max_live_requests`` is per model, ``in_flight`` for this process.
     """
 
     max_body_bytes: int
@@ -70,7 +70,7 @@ class Bounds:
 
 
 class Router:
-    """Routes requests by their ``model``; answers what belongs to no model itself."""
+    """Routes requests by ``model``; answers requests without a model itself."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ def _is_served(path: str) -> bool:
 
 
 def _is_unix(scope: Scope) -> bool:
-    """Return whether the connection is one of a unix socket, which no browser can open."""
+    """Return whether the connection uses a unix socket, which no browser can open."""
     server = scope.get("server")
     return server is not None and server[1] is None
 

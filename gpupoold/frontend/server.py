@@ -64,9 +64,9 @@ _GRACE_S = 5
 
 @dataclass(frozen=True, slots=True)
 class FrontendSettings:
-    """What the daemon gives a frontend; the descriptors become the frontend's own.
+    """A frontend's parameters from the daemon; the frontend owns the descriptors.
 
-    The listening socket is that of all frontends, told apart by ``number``.
+    All frontends share the listening socket; ``number`` distinguishes frontends.
     """
 
     wire_fd: int
@@ -97,10 +97,10 @@ class _HttpServer(uvicorn.Server):
 
 
 class FrontendServer:
-    """Conducts the catalogue, the mounts and the HTTP server; one per process."""
+    """Connects the catalogue, the mounts and the HTTP server; one per process."""
 
     def __init__(self, settings: FrontendSettings, checker: socket.socket | None = None) -> None:
-        """``checker`` is the channel to a grammar checker; None: one is started when needed."""
+        """``checker`` is the channel to a grammar checker; None starts one on first use."""
         self._settings = settings
         self._vetting = GrammarVetting(settings.log_level, checker)
         wire = socket.socket(fileno=settings.wire_fd)
@@ -130,10 +130,10 @@ class FrontendServer:
         self._to_mount: asyncio.Queue[ServeModel | StopServing] = asyncio.Queue()
 
     async def run(self) -> None:
-        """Serve until the daemon says ``Shutdown`` or is gone.
+        """Serve until the daemon sends ``Shutdown`` or is gone.
 
         Raises:
-            OSError: the descriptors are not what they should be.
+            OSError: the descriptors are invalid.
         """
         # It warns of every request that is not HTTP, which anybody can send without end.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
@@ -164,7 +164,7 @@ class FrontendServer:
         following.cancel()
 
     async def _serve_when_told(self, server: _HttpServer) -> None:
-        """Accept connections as soon as the daemon wants that, until the server is to exit."""
+        """Accept connections on the daemon's order, until the server exits."""
         listener = socket.socket(fileno=self._settings.listen_fd)
         await self._may_accept.wait()
         await server.serve(sockets=[listener])
@@ -189,7 +189,7 @@ class FrontendServer:
         )
 
     async def _follow_daemon(self) -> bool:
-        """Handle messages until the end; True when the daemon asked for it."""
+        """Handle messages until the end; return True if the daemon requested the end."""
         while True:
             try:
                 message = await self._channel.receive()
@@ -235,7 +235,7 @@ class FrontendServer:
                 logger.warning("unexpected message %s", type(message).__name__)
 
     def _answer_ping(self) -> None:
-        """Once a second: what is told and looked at as often."""
+        """Answer a ping, and make the periodic reports and checks."""
         self._channel.send(Pong(self._lags_s.copy()))
         self._lags_s.clear()
         if self._settings.tls is not None:
@@ -245,7 +245,7 @@ class FrontendServer:
             self._channel.send(report)
 
     def _note_admission(self, message: AdmissionAnswer) -> None:
-        """Where one of the requests behind an HTTP request is refused, all of them end."""
+        """After a refusal of one engine request, end all requests of its HTTP request."""
         doomed = self._gates.answered(message)
         if doomed:
             model = message.model
@@ -274,7 +274,7 @@ class FrontendServer:
             logger.exception("unmounting %s", name)
 
     async def _load_adapter(self) -> Any:
-        """The adapter module, or the error that every ``ServeModel`` will be answered with."""
+        """Return the adapter module, or the error for every ``ServeModel``."""
         try:
             return await asyncio.to_thread(_import_adapter, self._settings.log_level)
         except GpupoolError as error:

@@ -1,7 +1,7 @@
-"""Bounds on the lists of a body, by field, where a validator looks at each element.
+"""Bounds on the lists in a body, by field, where a validator visits each element.
 
-240,000 numbers where messages belong, 0.5 MB, hold vLLM's validation for 15 s. So a long field is
-looked at here first: its elements are counted, and messages are checked until the first wrong one.
+240,000 numbers in place of messages, 0.5 MB, occupy vLLM's validation for 15 s. So a long field is
+checked here first: its elements are counted, and messages are checked up to the first wrong one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from gpupoold.frontend.errors import bad_request
 from gpupoold.frontend.grammars.bounds import GrammarFields
 
 MAX_ELEMENTS = 4_096
-"""Elements of lists in one field, at any depth. Objects are not counted: see ``json_scan``."""
+"""Limit of list elements in one field, at any depth. ``json_scan`` counts objects."""
 MAX_NAMES = 1_024
-"""Names in one object. 49,000 values of the wrong type in ``vllm_xargs`` take vLLM 1.0 s."""
+"""Limit of names in one object. 49,000 wrong values in ``vllm_xargs`` take vLLM 1.0 s."""
 _SMALL_BYTES = 4_096
-"""Of a field whose elements are not counted: vLLM's errors say more."""
+"""Length below which a field's elements are not counted: vLLM's errors are more precise."""
 _TOKEN_IDS = frozenset({"prompt", "tokens", "allowed_token_ids", "stop_token_ids"})
 _BOUND_ELSEWHERE = frozenset(GrammarFields.__struct_fields__)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -31,13 +31,12 @@ _NUMBERS = dict.fromkeys(_TOKEN_IDS, (_token_ids, _lists_of_token_ids)) | {"logi
 
 
 def check_values(body: bytes, path: str) -> None:
-    """Check the fields of a JSON object that is sent to ``path``.
+    """Check the fields of a JSON object sent to ``path``.
 
     Raises:
-        ApiError: 400; a list has too many elements, or a long conversation something that is no
-            message.
-        msgspec.DecodeError: it is not valid JSON.
-        msgspec.ValidationError: it is no object.
+        ApiError: 400; a list has too many elements, or a long conversation an invalid message.
+        msgspec.DecodeError: the body is not valid JSON.
+        msgspec.ValidationError: the body is no object.
     """
     for name, text in _fields.decode(body).items():
         num_bytes = len(memoryview(text))

@@ -1,10 +1,10 @@
-"""What can be wrong with the inputs of a latency model; all are ``ValueError``."""
+"""Errors in the inputs of a latency model; all are ``ValueError``."""
 
 from __future__ import annotations
 
 
 class LatencyError(ValueError):
-    """Base of the package's errors; the message says what was wrong, where, and what to do."""
+    """Base of the package's errors; the message names the error, the place and a remedy."""
 
 
 class ShapeError(LatencyError):
@@ -16,4 +16,4 @@ class FitError(LatencyError):
 
 
 class DataError(LatencyError):
-    """Data, packaged or stored, has no such entry, or one that lacks a part."""
+    """Packaged or stored data lack an entry or a part."""

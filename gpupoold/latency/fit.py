@@ -1,4 +1,4 @@
-"""Fitting the laws of ``models`` to measured steps, and how well they fit."""
+"""Fits of the latency models to measured steps, and their quality."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ LawT = TypeVar("LawT", bound=Law[Any])
 
 
 class PrefillSample(NamedTuple):
-    """One measured prefill: the prompt lengths, and seconds."""
+    """A measured prefill: the prompt lengths, and seconds."""
 
     batch: PrefillBatch
     duration_s: float
 
 
 class DecodeSample(NamedTuple):
-    """One measured decode step, and seconds."""
+    """A measured decode step, and seconds."""
 
     batch: DecodeBatch
     duration_s: float
 
 
 class Weighting(StrEnum):
-    """Which errors are made small.
+    """The errors to minimise.
 
-    ``absolute``: seconds, so that long steps decide. ``relative``: per cent of the
-    measured time, so that all decades of a grid count alike.
+    ``absolute``: seconds, so that long steps dominate. ``relative``: per cent of the measured time,
+    so that all decades of a grid count equally.
     """
 
     ABSOLUTE = "absolute"
@@ -44,10 +44,10 @@ class Weighting(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FitQuality:
-    """How far the law is from the points it was fitted to.
+    """Deviation of a model from its points.
 
-    ``r_squared`` is of the seconds, whatever the weighting; the relative errors are parts
-    of the measured time (0.05 is 5 %).
+    ``r_squared`` concerns seconds for either weighting; the relative errors are parts of the
+    measured time (0.05 is 5 %).
     """
 
     r_squared: float
@@ -58,7 +58,7 @@ class FitQuality:
 
 @dataclass(frozen=True, slots=True)
 class Fit(Generic[LawT]):
-    """A law with its fitted constants, and how good it is."""
+    """A model with its fitted constants, and its quality."""
 
     law: LawT
     quality: FitQuality
@@ -72,18 +72,16 @@ def fit_prefill(
     non_negative: bool = True,
     floors: Sequence[float] = (),
 ) -> Fit[PrefillT]:
-    """Least-squares constants of ``law`` (its own are ignored) for measured prefills.
+    """Return the least-squares constants of ``law`` (its own are ignored) for measured prefills.
 
-    Args:
-        law: which law, and the model's dimensions if it needs them.
-        samples: measured steps, more than there are constants.
-        weighting: whether absolute or relative errors are made small.
-        non_negative: no constant below zero.
-        floors: one per constant: none below its floor, whatever ``non_negative`` says.
+    ``law`` is the model's form, with dimensions if needed. ``samples`` must outnumber the
+    constants. ``weighting`` selects absolute or relative errors. With ``non_negative`` no constant
+    is below zero. ``floors`` has a lower bound per constant, which takes precedence over
+    ``non_negative``.
 
     Raises:
-        FitError: fewer points than constants, points that do not tell the constants apart
-            (for example all prompts of one length), or a time that is not positive.
+        FitError: fewer points than constants, points that do not determine the constants (for
+            example all prompts of one length), or a time that is not positive.
     """
     return _fit(law, samples, weighting, non_negative, floors)
 
@@ -96,18 +94,19 @@ def fit_decode(
     non_negative: bool = True,
     floors: Sequence[float] = (),
 ) -> Fit[DecodeT]:
-    """Least-squares constants of ``law`` (its own are ignored) for measured decode steps.
+    """Return the least-squares constants of ``law`` (its own are ignored) for measured decode
+    steps.
 
-    Arguments and errors are those of ``fit_prefill``.
+    Arguments and errors as for ``fit_prefill``.
     """
     return _fit(law, samples, weighting, non_negative, floors)
 
 
 def quality_of(law: Law[Any], samples: Sequence[PrefillSample | DecodeSample]) -> FitQuality:
-    """How far ``law`` is from any measured steps, not only those it was fitted to.
+    """Return the deviation of ``law`` from any measured steps.
 
     Raises:
-        FitError: no samples, or a time that is not positive.
+        FitError: there are no samples, or a time is not positive.
     """
     _check_times(samples)
     if not samples:

@@ -1,8 +1,8 @@
-"""The least that the fast-growing constants can be, from the hardware's peak.
+"""Lower bounds of the fast-growing constants, from the hardware's peak.
 
-Public grids end at a few thousand tokens, where the cost of attention drowns in noise and a
-fit may find none at all. Carried to long prompts that would be far off, so these terms are
-kept at or above what a perfect kernel would need.
+Public grids end at a few thousand tokens, where noise hides the cost of attention and a fit may
+find none. Extrapolated to long prompts such a fit would be far off, so these terms are kept at or
+above the cost of a perfect kernel.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from gpupoold.latency.shape import ModelShape
 def prefill_floors(
     shape: ModelShape, gpu: HardwareProfile, num_gpus: int = 1
 ) -> tuple[float, float, float]:
-    """Of C1, C2, C3 of ``PrefillModel``: only C2 has one.
+    """Return floors of C1, C2, C3 of ``PrefillModel``: only C2 has one.
 
-    Causal attention over a prompt of ``l`` tokens takes ``2 l^2`` operations per layer and
-    per unit of width; the term is ``3 h l^2 / b``.
+    Causal attention over a prompt of ``l`` tokens takes ``2 l^2`` operations per layer and per unit
+    of width; the term is ``3 h l^2 / b``.
     """
     width = shape.num_heads * shape.head_dim
     operations = 2 * shape.num_layers * width / (gpu.bf16_flops * num_gpus)
@@ -28,6 +28,6 @@ def prefill_floors(
 def decode_floors(
     shape: ModelShape, gpu: HardwareProfile, num_gpus: int = 1
 ) -> tuple[float, float, float]:
-    """Of k2, c2, c3 of ``LinearDecode``: only k2 has one, the reading of a token's KV."""
+    """Return floors of k2, c2, c3 of ``LinearDecode``: only k2 has one, reading a token's KV."""
     read_s = shape.kv_bytes_per_token / (gpu.memory_bandwidth_bytes_per_s * num_gpus)
     return read_s, 0.0, 0.0

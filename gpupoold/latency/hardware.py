@@ -22,12 +22,11 @@ NUMBERS = (
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
-    """One kind of GPU.
+    """A kind of GPU.
 
-    ``pcie_bandwidth_bytes_per_s`` is what host-to-device copies reach in practice; where
-    ``is_pcie_measured`` is false it was taken over from a GPU with the same link.
-    ``bf16_flops`` is dense. ``sources`` has a sentence for each field of ``NUMBERS`` and
-    for ``host_link``.
+    ``pcie_bandwidth_bytes_per_s`` is the practical rate of host-to-device copies; if
+    ``is_pcie_measured`` is false it comes from a GPU with the same link. ``bf16_flops`` is dense.
+    ``sources`` has a sentence for each field of ``NUMBERS`` and for ``host_link``.
     """
 
     name: str
@@ -43,20 +42,20 @@ class HardwareProfile:
 
 @cache
 def hardware_profiles() -> dict[str, HardwareProfile]:
-    """All packaged profiles by name.
+    """Return all packaged profiles by name.
 
     Raises:
-        DataError: naming the GPU and the number that lacks its source.
+        DataError: the message names a GPU and a number without source.
     """
     text = resources.files("gpupoold.latency").joinpath("hardware.toml").read_text("utf-8")
     return {name: profile_from(name, entry) for name, entry in tomllib.loads(text).items()}
 
 
 def hardware(name: str) -> HardwareProfile:
-    """The profile of a GPU by its short name, or by the one the driver gives it.
+    """Return the profile of a GPU by its short name, or by the driver's name.
 
     Raises:
-        DataError: there is none of that name; the message lists those there are.
+        DataError: the name is unknown; the message lists the known names.
     """
     profiles = hardware_profiles()
     wanted = name.casefold()
@@ -67,10 +66,10 @@ def hardware(name: str) -> HardwareProfile:
 
 
 def profile_from(name: str, entry: Mapping[str, Any]) -> HardwareProfile:
-    """One entry of the file, checked.
+    """Check one entry of the file and return its profile.
 
     Raises:
-        DataError: a field or the source of a number is missing, or a number is not positive.
+        DataError: a field or a number's source is missing, or a number is not positive.
     """
     sources = entry.get("sources", {})
     for key in (*NUMBERS, "host_link", "is_pcie_measured"):

@@ -18,16 +18,14 @@ def solve(
     *,
     non_negative: bool = False,
 ) -> list[float]:
-    """Coefficients that minimise the sum of squares of ``rows * x - targets``.
+    """Return coefficients that minimise the sum of squares of ``rows * x - targets``.
 
-    Args:
-        rows: one per point; columns may differ by any factor, they are scaled first.
-        targets: one per point.
-        non_negative: no coefficient below zero. Then every choice of columns is tried,
-            which is exact and cheap for the two or three of a latency law.
+    ``rows`` and ``targets`` have one entry per point; columns are scaled first, so they may differ
+    by any factor. With ``non_negative`` every choice of columns is tried, which is exact and cheap
+    for two or three columns.
 
     Raises:
-        FitError: fewer points than columns, or columns that depend on each other.
+        FitError: fewer points than columns, or linearly dependent columns.
     """
     width = len(rows[0]) if rows else 0
     if len(rows) < max(width, 1):
@@ -43,7 +41,7 @@ def solve(
 
 
 def _best_non_negative(columns: list[list[float]], targets: Sequence[float]) -> list[float]:
-    """The non-negative optimum is the free optimum of the columns it uses: try them all."""
+    """Try all subsets of columns: the non-negative optimum is the free optimum of its columns."""
     width = len(columns)
     best = [0.0] * width
     best_error = math.fsum(target**2 for target in targets)

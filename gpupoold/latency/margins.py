@@ -8,10 +8,11 @@ from gpupoold.latency.errors import LatencyError
 
 
 def slack_s(num_tokens: int, tbt_s: float, step_s: float) -> float:
-    """Delay that ``num_tokens`` decoded steps earn: ``n (d - t)`` (Aegaeon, section 4.3).
+    """Return the delay that ``num_tokens`` decoded steps earn: ``n (d - t)`` (Aegaeon, section
+    4.3).
 
-    A request that got ``num_tokens`` tokens in steps of ``step_s`` may wait so long before
-    its next token is late. Negative when steps are slower than the target.
+    A request with ``num_tokens`` tokens in steps of ``step_s`` may wait that long before its next
+    token is late. Negative if steps are slower than the target.
     """
     if num_tokens < 0:
         raise LatencyError(f"tokens cannot be negative, got {num_tokens}")
@@ -19,7 +20,8 @@ def slack_s(num_tokens: int, tbt_s: float, step_s: float) -> float:
 
 
 def cantelli_factor(tail_probability: float) -> float:
-    """Standard deviations above the mean that are exceeded at most so often, for any law.
+    """Return the standard deviations above the mean exceeded at most that often, for any
+    distribution.
 
     ``sqrt((1 - tau) / tau)`` (Aladdin, appendix G).
     """
@@ -29,14 +31,14 @@ def cantelli_factor(tail_probability: float) -> float:
 
 
 def tail_bound_s(mean_s: float, deviation_s: float, tail_probability: float) -> float:
-    """Latency that is exceeded with at most this probability, from mean and deviation."""
+    """Return the latency exceeded with at most this probability, from mean and deviation."""
     if deviation_s < 0:
         raise LatencyError(f"a standard deviation cannot be negative, got {deviation_s} s")
     return mean_s + cantelli_factor(tail_probability) * deviation_s
 
 
 def min_group_size(resource_error: float) -> int:
-    """Workers a scheduling group needs so that splitting wastes at most this part.
+    """Return the workers a scheduling group needs so that splitting wastes at most this part.
 
     ``1 / (2 e)``, rounded up: half of the groups need one worker more (Aladdin, appendix L).
     """
@@ -53,5 +55,5 @@ def workers_needed(request_rate: float, workers_per_rate: float, base_workers: f
 
 
 def _steady(value: float) -> float:
-    """Without the last digits, so that 5.000000000000001 needs no sixth worker."""
+    """Return the value without its last digits, so that 5.000000000000001 needs no sixth worker."""
     return round(value, 9)

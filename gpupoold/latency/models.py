@@ -1,7 +1,7 @@
-"""How long a prefill, a decode step and a switch take.
+"""Latency models of a prefill, a decode step and a switch.
 
-Every law here is linear in its constants: seconds are the sum of constant times term.
-So one least-squares routine fits them all, and one online estimator refines them.
+Every model is linear in its constants: seconds are the sum of constant times term. So one
+least-squares routine fits all models, and one online estimator refines them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from gpupoold.latency.shape import ModelShape
 ATTENTION_BLOCK_SIZE = 128
 
 PrefillBatch = Sequence[int]
-"""The prompt lengths, in tokens, that are prefilled in one step."""
+"""Prompt lengths in tokens, prefilled in one step."""
 
 
 class DecodeBatch(NamedTuple):
-    """One decode step: sequences in it, and tokens of context of all of them together."""
+    """A decode step: number of sequences, and tokens of context in total."""
 
     batch_size: int
     context_tokens: int
@@ -40,7 +40,7 @@ class Law(Protocol[BatchT_contra]):
         ...
 
     def terms(self, batch: BatchT_contra, /) -> tuple[float, ...]:
-        """What each constant is multiplied by; raises ``LatencyError`` on a negative count."""
+        """Return each constant's factor; raises ``LatencyError`` on a negative count."""
         ...
 
     def with_constants(self, constants: Sequence[float], /) -> Self:
@@ -58,10 +58,10 @@ DecodeLaw = Law[DecodeBatch]
 class PrefillModel:
     """Aegaeon, equation 5: ``C1 (4 t h^2 + 2 t h m) + C2 * 3 h t2 / b + C3``.
 
-    ``t`` is the number of tokens in the batch, ``t2`` the sum of the squared prompt
-    lengths, ``h`` and ``m`` the hidden and the FFN size, ``b`` the block size of the
-    attention kernel. The number of layers and of devices is in the constants, which
-    therefore belong to one model on one device. C1 and C2 in s per operation, C3 in s.
+    ``t`` is the number of tokens in the batch, ``t2`` the sum of the squared prompt lengths, ``h``
+    and ``m`` the hidden and the FFN size, ``b`` the block size of the attention kernel. The
+    constants include the number of layers and of devices, and therefore belong to one model on one
+    device. C1 and C2 in s per operation, C3 in s.
     """
 
     hidden_size: int
@@ -93,7 +93,7 @@ class PrefillModel:
         return type(self)(self.hidden_size, self.intermediate_size, c1, c2, c3, self.block_size)
 
     def predict_s(self, batch: PrefillBatch, /) -> float:
-        """Seconds to prefill these prompts in one step; 0 for none."""
+        """Return the seconds to prefill these prompts in one step; 0 for none."""
         return _seconds(self, batch) if batch else 0.0
 
 
@@ -132,7 +132,7 @@ class DecodeModel:
         return type(self)(self.hidden_size, self.intermediate_size, c4, c5)
 
     def predict_s(self, batch: DecodeBatch, /) -> float:
-        """Seconds of one step; 0 for an empty batch."""
+        """Return the seconds of one step; 0 for an empty batch."""
         return _seconds(self, batch) if batch.batch_size else 0.0
 
 
@@ -159,7 +159,7 @@ class LinearPrefill:
         return type(self)(token_s, base_s)
 
     def predict_s(self, batch: PrefillBatch, /) -> float:
-        """Seconds to prefill these prompts in one step; 0 for none."""
+        """Return the seconds to prefill these prompts in one step; 0 for none."""
         return _seconds(self, batch) if batch else 0.0
 
 
@@ -167,10 +167,10 @@ class LinearPrefill:
 class LinearDecode:
     """Aladdin, equation 3: ``(k2 * mean context + c2) * b + c3``.
 
-    The mean context times the batch size is the total context, so this is linear in the
-    batch size and in the total context. ``context_s`` is s per token of context,
-    ``sequence_s`` s per sequence, ``base_s`` the rest. The paper states it for b > 1;
-    here b = 1 is on the same line.
+    The mean context times the batch size is the total context, so the model is linear in the batch
+    size and in the total context. ``context_s`` is s per token of context, ``sequence_s`` s per
+    sequence, ``base_s`` the rest. The paper states the equation for b > 1; here b = 1 is on the
+    same line.
     """
 
     context_s: float = 0.0
@@ -192,7 +192,7 @@ class LinearDecode:
         return type(self)(context_s, sequence_s, base_s)
 
     def predict_s(self, batch: DecodeBatch, /) -> float:
-        """Seconds of one step; 0 for an empty batch."""
+        """Return the seconds of one step; 0 for an empty batch."""
         return _seconds(self, batch) if batch.batch_size else 0.0
 
 
@@ -200,8 +200,8 @@ class LinearDecode:
 class SwitchModel:
     """Time to bring a model's missing bytes onto the device.
 
-    The bandwidth is what copies were *measured* to reach, so the inefficiency of the link
-    is in it already and needs no correction factor.
+    The bandwidth is *measured*, so it includes the inefficiency of the link and needs no correction
+    factor.
     """
 
     bandwidth_bytes_per_s: float
@@ -214,7 +214,7 @@ class SwitchModel:
 
     @classmethod
     def measured(cls, num_bytes: int, duration_s: float) -> Self:
-        """From one copy: ``num_bytes`` took ``duration_s``."""
+        """Return the model of one copy: ``num_bytes`` in ``duration_s``."""
         if num_bytes <= 0 or duration_s <= 0:
             raise LatencyError(
                 f"a measured copy needs bytes and time, got {num_bytes} bytes in {duration_s} s"
@@ -222,7 +222,7 @@ class SwitchModel:
         return cls(num_bytes / duration_s)
 
     def predict_s(self, missing_bytes: int) -> float:
-        """Seconds to copy ``missing_bytes``; a resident model misses none and costs nothing."""
+        """Return the seconds to copy ``missing_bytes``, 0 for a resident model."""
         if missing_bytes < 0:
             raise LatencyError(f"missing bytes cannot be negative, got {missing_bytes}")
         return missing_bytes / self.bandwidth_bytes_per_s
@@ -230,10 +230,10 @@ class SwitchModel:
 
 @dataclass(frozen=True, slots=True)
 class LatencyModel:
-    """One model on one device: everything the schedule asks about time.
+    """A model on a device: all times for the scheduler.
 
-    ``is_scaled`` says that the constants were not measured on this pair but carried over
-    from the nearest one; ``source`` says where they come from.
+    ``is_scaled`` means that the constants come from the nearest measured pair; ``source`` names the
+    origin.
     """
 
     prefill: PrefillLaw
@@ -243,22 +243,22 @@ class LatencyModel:
     source: str = ""
 
     def prefill_s(self, prompt_lengths: Sequence[int]) -> float:
-        """Seconds to prefill prompts of these many tokens in one step."""
+        """Return the seconds to prefill prompts of these lengths in one step."""
         return self.prefill.predict_s(prompt_lengths)
 
     def decode_step_s(self, batch_size: int, context_tokens: int) -> float:
-        """Seconds of one decode step over ``context_tokens`` in all its sequences together."""
+        """Return the seconds of a decode step over ``context_tokens`` in total."""
         return self.decode.predict_s(DecodeBatch(batch_size, context_tokens))
 
     def mixed_step_s(
         self, chunks: Sequence[tuple[int, int]], batch_size: int, context_tokens: int
     ) -> float:
-        """Seconds of one step that takes pieces of prompts beside a decode batch.
+        """Return the seconds of a step with chunks of prompts beside a decode batch.
 
-        ``chunks``: of each prompt the tokens that are done and those of this step. A step of
-        the batch, or the fixed part of a prefill without one, and to that what the tokens add
-        to their prompt's prefill. The weights are read once; nothing else is taken to overlap,
-        so that real steps are rather shorter.
+        ``chunks``: per prompt the finished tokens and the tokens of this step. The result is a step
+        of the batch, or the fixed part of a prefill without a batch, plus the tokens' contribution
+        to their prompts' prefill. The weights are read once; nothing else is assumed to overlap, so
+        real steps are rather shorter.
         """
         prefill = self.prefill.predict_s
         tokens_s = math.fsum(prefill([done + new]) - prefill([done]) for done, new in chunks)
@@ -267,7 +267,7 @@ class LatencyModel:
         return prefill([0]) + tokens_s
 
     def switch_s(self, missing_bytes: int) -> float:
-        """Seconds to copy what is missing on the device."""
+        """Return the seconds to copy the missing bytes to the device."""
         return self.switch.predict_s(missing_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Refining a law while it serves: recursive least squares that forgets, and distrusts outliers."""
+"""Online refinement of a latency model: recursive least squares with forgetting and clipping."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ _SHARE_OF_ZERO = 0.1
 
 @dataclass(frozen=True, slots=True)
 class OnlineSettings:
-    """How fast and how far a law may move.
+    """Speed and range of changes.
 
-    ``half_life``: observations after which an old one counts half. ``max_error``: a step is
-    taken into account as if it were off by at most this part of the prediction, up or down;
-    so one stall does little and a lasting change prevails. ``max_change``: a constant stays
-    within this factor of what it was at the start. ``uncertainty``: of each constant at the
-    start, as part of its value; it never grows beyond that.
+    ``half_life``: observations after which an old one counts half. ``max_error``: larger relative
+    errors are clipped, so one stall has little effect and a lasting change prevails.
+    ``max_change``: a constant stays within this factor of its start. ``uncertainty``: of each
+    constant at the start, relative; it never grows beyond.
     """
 
     half_life: float = 200.0
@@ -47,10 +46,10 @@ class OnlineSettings:
 
 
 class OnlineFit(Generic[LawT]):
-    """A fitted law that follows what is measured afterwards.
+    """A fitted model that follows later measurements.
 
-    Constants are kept as multiples of what they were, so that terms of any magnitude weigh
-    alike. Errors are relative, as in a relative fit. State is a few numbers, one update a few
+    Constants are stored as multiples of their start, so that terms of any magnitude have equal
+    weight. Errors are relative, as in a relative fit. The state is a few numbers, an update a few
     dozen multiplications.
     """
 
@@ -78,10 +77,10 @@ class OnlineFit(Generic[LawT]):
         return self._law
 
     def observe(self, batch: Any, duration_s: float) -> float:
-        """Take one measured step into account; returns its relative error before that.
+        """Learn from one measured step; return its relative error before.
 
-        A time that is not positive and finite, or a batch the law predicts nothing for (an
-        empty one), changes nothing and returns 0.
+        A time that is not positive and finite, or a batch with a prediction of zero, changes
+        nothing and returns 0.
         """
         predicted_s = self._law.predict_s(batch)
         if not (math.isfinite(duration_s) and duration_s > 0 and predicted_s > 0):
@@ -96,7 +95,7 @@ class OnlineFit(Generic[LawT]):
         return error
 
     def _adopt_units(self, terms: Sequence[float], predicted_s: float) -> None:
-        """A constant that was zero gets its unit from the first step that has its term."""
+        """Give a zero constant its unit from the first step with its term."""
         for i, term in enumerate(terms):
             if self._units[i] <= 0 and term > 0:
                 self._units[i] = _SHARE_OF_ZERO * predicted_s / term
@@ -124,7 +123,7 @@ class OnlineFit(Generic[LawT]):
         return min(max(multiple, lowest), self._settings.max_change)
 
     def _shrink_and_forget(self, gain: Sequence[float], spread: Sequence[float]) -> None:
-        """What was learned narrows the covariance; forgetting widens it, never past its start."""
+        """Narrow the covariance by learning, widen it by forgetting, never beyond its start."""
         width = len(gain)
         updated = [
             [(self._covariance[i][j] - gain[i] * spread[j]) / self._forget for j in range(width)]

@@ -36,9 +36,9 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class MeasuredProfile:
-    """Fitted constants of one model on one kind of GPU, and where the points come from.
+    """Fitted constants of a model on a kind of GPU, and the origin of the points.
 
-    ``num_gpus`` is the size of the tensor-parallel group that was measured.
+    ``num_gpus`` is the size of the measured tensor-parallel group.
     """
 
     gpu: str
@@ -64,10 +64,10 @@ def measured_profiles() -> tuple[MeasuredProfile, ...]:
 
 
 def parse(lines: Iterable[str]) -> tuple[MeasuredProfile, ...]:
-    """Profiles from the text of a file as ``scripts/fit_profiles.py`` writes it.
+    """Parse the text of a file written by ``scripts/fit_profiles.py``.
 
     Raises:
-        DataError: naming the line or the pair that is incomplete or malformed.
+        DataError: the message names the incomplete or malformed line or pair.
     """
     phases: dict[tuple[str, str, int], dict[str, Mapping[str, str]]] = {}
     for number, row in enumerate(csv.DictReader(lines), start=2):
@@ -87,21 +87,18 @@ def latency_for(
     bandwidth_bytes_per_s: float | None = None,
     candidates: Sequence[MeasuredProfile] | None = None,
 ) -> LatencyModel:
-    """What is known of a model on ``num_gpus`` GPUs of one kind.
+    """Return the latency of a model on ``num_gpus`` GPUs of one kind.
 
-    A packaged fit of the same dimensions on the same GPU is used as it is; else that of the
-    nearest pair is scaled, and ``is_scaled`` says so.
+    A packaged fit of the same dimensions on the same GPU is used directly; else that of the nearest
+    pair is scaled, and ``is_scaled`` is set.
 
-    Args:
-        gpu: a name that ``hardware`` knows.
-        shape: the model's dimensions.
-        num_gpus: size of the tensor-parallel group.
-        bandwidth_bytes_per_s: of host-to-device copies, all devices of the group together,
-            where measured; else ``num_gpus`` times what the hardware profile states.
-        candidates: the fits to choose from; by default the packaged ones.
+    ``gpu`` is a name known to ``hardware``. ``num_gpus`` is the size of the tensor-parallel group.
+    ``bandwidth_bytes_per_s`` is the measured rate of host-to-device copies of the whole group, by
+    default ``num_gpus`` times the hardware profile's. ``candidates`` are the fits to choose from,
+    by default the packaged ones.
 
     Raises:
-        DataError: unknown GPU, or no fit for a group of that size.
+        DataError: the GPU is unknown, or no fit exists for a group of that size.
         LatencyError: the bandwidth is not positive.
     """
     profile = hardware(gpu)
@@ -143,7 +140,7 @@ def _rank(
 
 
 def _same_dimensions(one: ModelShape, other: ModelShape) -> bool:
-    """All but the vocabulary, which costs one row of the last layer per sequence."""
+    """Compare all but the vocabulary, which costs one row of the last layer per sequence."""
     return all(
         getattr(one, name) == getattr(other, name)
         for name in one.__slots__

@@ -28,9 +28,9 @@ from gpupoold.latency.shape import ModelShape
 def distance(
     shape: ModelShape, gpu: HardwareProfile, other_shape: ModelShape, other_gpu: HardwareProfile
 ) -> float:
-    """How far a measured pair is from the wanted one: sum of the logarithms of the ratios.
+    """Return the distance of a measured pair from the wanted one: sum of logarithms of ratios.
 
-    Compared are the work per token, the KV per token, compute and memory bandwidth.
+    Compares the work per token, the KV per token, compute and memory bandwidth.
     """
     ratios = (
         _work(shape) / _work(other_shape),
@@ -48,7 +48,7 @@ def scale_prefill(
     to_shape: ModelShape,
     to_gpu: HardwareProfile,
 ) -> PrefillModel:
-    """The law of one pair as that of another."""
+    """Scale the prefill model of one pair to another pair."""
     layers = to_shape.num_layers / from_shape.num_layers
     compute = from_gpu.bf16_flops / to_gpu.bf16_flops
     return PrefillModel(
@@ -68,7 +68,7 @@ def scale_decode(
     to_shape: ModelShape,
     to_gpu: HardwareProfile,
 ) -> LinearDecode:
-    """The law of one pair as that of another."""
+    """Scale the decode model of one pair to another pair."""
     weights = _work(to_shape) * to_shape.dtype_bytes / (_work(from_shape) * from_shape.dtype_bytes)
     kv = to_shape.kv_bytes_per_token / from_shape.kv_bytes_per_token
     memory = from_gpu.memory_bandwidth_bytes_per_s / to_gpu.memory_bandwidth_bytes_per_s

@@ -1,4 +1,4 @@
-"""What latency depends on in a model: its dimensions, the bytes of its weights and its KV."""
+"""The properties of a model that determine latency: dimensions, bytes of weights and KV."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ _UNGATED_TYPES = frozenset(
 class ModelShape:
     """The dimensions of a decoder-only transformer.
 
-    ``intermediate_size`` is the width of the feed-forward network that one token goes
-    through: for a mixture of experts, the sum over the experts chosen for it.
-    ``num_parameters`` counts all of them.
+    ``intermediate_size`` is the width of the feed-forward network that a token passes: for a
+    mixture of experts, the sum over the chosen experts. ``num_parameters`` counts all experts.
     """
 
     num_layers: int
@@ -71,30 +70,29 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values that one token leaves behind, in all layers."""
+        """Bytes of keys and values of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_dtype_bytes
 
     @property
     def matmul_term(self) -> int:
-        """``4h^2 + 2hm``: a layer's projections as Aegaeon's equations 5 and 6 count them."""
+        """``4h^2 + 2hm``: a layer's projections in Aegaeon's equations 5 and 6."""
         return 4 * self.hidden_size**2 + 2 * self.hidden_size * self.intermediate_size
 
 
 def from_hf_config(
     config: Mapping[str, Any], num_parameters: int | None = None, dtype: str | None = None
 ) -> ModelShape:
-    """The shape that a checkpoint's ``config.json`` describes.
+    """Return the shape in a checkpoint's ``config.json``.
 
-    Args:
-        config: the file as a dictionary; of a multimodal model, its ``text_config`` counts.
-        num_parameters: where known, for example from the checkpoint's index; else they are
-            counted from the dimensions, which is exact for the Llama family (Llama, Yi,
-            InternLM2, Mixtral) and leaves out at most the biases of others.
-        dtype: of the weights and the KV; else the configuration's own, else 16 bits.
+    ``config`` is the file as a dictionary; of a multimodal model, its ``text_config`` counts.
+    ``num_parameters`` may come from the checkpoint's index; otherwise parameters are counted from
+    the dimensions, which is exact for the Llama family (Llama, Yi, InternLM2, Mixtral) and misses
+    at most the biases of others. ``dtype`` of the weights and the KV defaults to the
+    configuration's, else 16 bits.
 
     Raises:
-        ShapeError: naming the key that is missing or no positive integer, the unknown dtype,
-            or the kind of attention that is not covered.
+        ShapeError: the message names a missing or invalid key, an unknown dtype, or an unsupported
+            kind of attention.
     """
     text = config.get("text_config", config)
     if text.get("kv_lora_rank"):
@@ -135,10 +133,10 @@ def builtin_shapes() -> dict[str, ModelShape]:
 
 
 def builtin_shape(name: str) -> ModelShape:
-    """The shape of a model that the package knows, for example ``Llama-3.1-8B``.
+    """Return the shape of a packaged model, for example ``Llama-3.1-8B``.
 
     Raises:
-        DataError: there is none of that name; the message lists those there are.
+        DataError: the name is unknown; the message lists the known names.
     """
     shapes = builtin_shapes()
     if name not in shapes:
@@ -169,7 +167,7 @@ def _dtype_bytes(config: Mapping[str, Any], dtype: str | None) -> int:
 
 
 def _experts(config: Mapping[str, Any]) -> tuple[int, int]:
-    """How many experts a layer has, and how many of them a token goes through."""
+    """Return the number of experts in a layer, and of experts per token."""
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         if config.get(key):
             return _read(config, key), _read(config, "num_experts_per_tok")
@@ -177,7 +175,7 @@ def _experts(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _ffn_width(config: Mapping[str, Any]) -> int:
-    """Width of the feed-forward network, or of one expert."""
+    """Return the width of the feed-forward network, or of one expert."""
     if config.get("moe_intermediate_size"):
         return _read(config, "moe_intermediate_size")
     # The first Qwen's files state the width of gate and up projection together.

@@ -1,4 +1,4 @@
-"""Fitted laws as plain data: what a message, a table and JSON can carry."""
+"""Fitted models as plain data, for messages, tables and JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LawT = TypeVar("LawT", bound=Law[Any])
 
 @dataclass(frozen=True, slots=True)
 class StoredFit:
-    """A law's name, its constants, the dimensions it needs if any, and how good the fit is.
+    """A model's name, constants, dimensions if needed, and fit quality.
 
     ``r_squared`` and the relative errors are those of ``FitQuality``.
     """
@@ -43,7 +43,7 @@ class StoredFit:
 
     @classmethod
     def of(cls, fit: Fit[Any]) -> Self:
-        """Of a fitted law of ``models``."""
+        """Convert a fitted model."""
         law, constants, sizes = fit.law, fit.law.constants, (0, 0)
         if isinstance(law, PrefillModel | DecodeModel):
             sizes = law.hidden_size, law.intermediate_size
@@ -63,10 +63,10 @@ class StoredFit:
         )
 
     def prefill_law(self) -> PrefillLaw:
-        """The law again.
+        """Return the prefill model.
 
         Raises:
-            DataError: it is no prefill law, or has another number of constants.
+            DataError: the name is no prefill model, or the number of constants differs.
         """
         laws: tuple[PrefillLaw, ...] = (
             PrefillModel(self.hidden_size, self.intermediate_size),
@@ -75,10 +75,10 @@ class StoredFit:
         return self._of_these("prefill", laws)
 
     def decode_law(self) -> DecodeLaw:
-        """The law again.
+        """Return the decode model.
 
         Raises:
-            DataError: it is no decode law, or has another number of constants.
+            DataError: the name is no decode model, or the number of constants differs.
         """
         laws: tuple[DecodeLaw, ...] = (
             DecodeModel(self.hidden_size, self.intermediate_size),
@@ -87,7 +87,7 @@ class StoredFit:
         return self._of_these("decode", laws)
 
     def _of_these(self, phase: str, laws: Sequence[LawT]) -> LawT:
-        """The one of the stored name, with the stored constants."""
+        """Return the model of the stored name with the stored constants."""
         by_name = {type(law).__name__: law for law in laws}
         law = by_name.get(self.law)
         if law is None:
@@ -101,10 +101,10 @@ class StoredFit:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What one profiling run found; a phase without enough points has no fit.
+    """The result of a profiling run; a phase without enough points has no fit.
 
-    ``problem`` says why one is missing, empty when none is. ``duration_s`` is how long the
-    run kept the device.
+    ``problem`` says why a fit is missing, empty if none is. ``duration_s`` is the device time of
+    the run.
     """
 
     prefill: StoredFit | None
@@ -115,10 +115,10 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class StoredLatency:
-    """Everything measured of one model on one kind of device.
+    """All measurements of a model on a kind of device.
 
-    ``bandwidth_bytes_per_s`` is what copies of weights were measured to reach, ``measured_at``
-    wall-clock seconds.
+    ``bandwidth_bytes_per_s`` is the measured rate of weight copies, ``measured_at`` in wall-clock
+    seconds.
     """
 
     device: str
@@ -130,13 +130,17 @@ class StoredLatency:
     decode: StoredFit | None = None
 
     def prefill_s(self, prompt_lengths: Sequence[int]) -> float | None:
-        """Seconds to prefill prompts of these many tokens in one step; None without a fit."""
+        """Return the seconds to prefill prompts of these lengths in one step; None without a
+        fit.
+        """
         if self.prefill is None:
             return None
         return self.prefill.prefill_law().predict_s(prompt_lengths)
 
     def decode_step_s(self, batch_size: int, context_tokens: int) -> float | None:
-        """Seconds of one decode step over so much context in all; None without a fit."""
+        """Return the seconds of a decode step over ``context_tokens`` in total; None without a
+        fit.
+        """
         if self.decode is None:
             return None
         return self.decode.decode_law().predict_s(DecodeBatch(batch_size, context_tokens))

@@ -1,4 +1,4 @@
-"""Simulated boxes: devices by name, models by the names of measured ones."""
+"""Simulated boxes: devices by name, models by the names of measured models."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _DEVICES = re.compile(r"(?:(\d+)\s*x\s*)?([A-Za-z][\w .-]*)")
 class Box:
     """``num_devices`` devices of one kind of GPU.
 
-    With ``tensor_parallel_size`` above 1 a device is a group of so many GPUs that hold each
-    model together: their memory and their links to the host add up.
+    With ``tensor_parallel_size`` above 1 a device is a group of GPUs that hold each model together:
+    their memory and their links to the host add up.
     """
 
     num_devices: int
@@ -36,7 +36,7 @@ class Box:
 
     @property
     def name(self) -> str:
-        """As ``parse_box`` reads it: GPUs, not groups."""
+        """The form that ``parse_box`` reads: GPUs, not groups."""
         return f"{self.num_devices * self.tensor_parallel_size}x{self.gpu}"
 
     @property
@@ -45,7 +45,7 @@ class Box:
         return int(hardware(self.gpu).memory_bytes * USABLE_SHARE) * self.tensor_parallel_size
 
     def grouped(self, tensor_parallel_size: int) -> Box:
-        """The same GPUs in groups of another size. Raises UsageError if that leaves some over."""
+        """Return the same GPUs in groups of another size. Raises UsageError for a remainder."""
         num_gpus = self.num_devices * self.tensor_parallel_size
         if tensor_parallel_size < 1 or num_gpus % tensor_parallel_size:
             raise UsageError(f"{self.name} cannot be split into groups of {tensor_parallel_size}")
@@ -53,11 +53,11 @@ class Box:
 
 
 def parse_box(text: str, tensor_parallel_size: int = 1) -> Box:
-    """``16xH800`` or ``A10``, in groups of ``tensor_parallel_size``.
+    """Parse ``16xH800`` or ``A10``, in groups of ``tensor_parallel_size``.
 
     Raises:
-        UsageError: not of that form, no devices, a GPU that nothing is known of, or GPUs
-            left over.
+        UsageError: the form is wrong, there are no devices, the GPU is unknown, or GPUs are left
+            over.
     """
     match = _DEVICES.fullmatch(text.strip())
     if match is None or (match[1] is not None and int(match[1]) < 1):
@@ -74,20 +74,20 @@ def parse_box(text: str, tensor_parallel_size: int = 1) -> Box:
 def box_models(
     box: Box, num_models: int, targets: Targets, shapes: Sequence[str] = DEFAULT_SHAPES
 ) -> dict[str, SimModel]:
-    """``num_models`` models whose dimensions take turns through ``shapes``.
+    """Return ``num_models`` models whose dimensions rotate through ``shapes``.
 
     Raises:
-        UsageError: no models, or as ``models_on`` does.
+        UsageError: there are no models, or as for ``models_on``.
     """
     names = model_names(num_models)
     return models_on(box, {n: shapes[i % len(shapes)] for i, n in enumerate(names)}, targets)
 
 
 def models_on(box: Box, shapes: Mapping[str, str], targets: Targets) -> dict[str, SimModel]:
-    """Models of the packaged dimensions ``shapes`` names for each.
+    """Return models with the packaged dimensions that ``shapes`` names for each.
 
     Raises:
-        UsageError: one that nothing is known of on this GPU, or heavier than a device.
+        UsageError: a model is unknown on this GPU, or larger than a device.
     """
     by_shape = {shape: _model_on(box, shape, targets) for shape in sorted(set(shapes.values()))}
     return {name: replace(by_shape[shape], name=name) for name, shape in shapes.items()}

@@ -1,9 +1,8 @@
-"""Virtual time: a clock that only events move, and the queue they wait in.
+"""Virtual time: a clock that only events advance, and the event queue.
 
-Order of events, always the same for the same calls: by time, then by priority
-class, then by the order in which they were scheduled. An event scheduled for the
-present while an event of the present is handled comes out by the same rule among
-those still waiting; time never goes back. No wall clock is read anywhere.
+The order of events is deterministic: by time, then by priority class, then by the order of
+scheduling. An event scheduled for the present during the present follows the same rule among the
+remaining events; time never goes back. No wall clock is read.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _MIN_COMPACTION = 64
 
 
 class EventPriority(IntEnum):
-    """Who goes first among events of the same time: what ends makes room for who arrives."""
+    """The order of simultaneous events: ends precede arrivals and make space for them."""
 
     COMPLETION = 0
     ARRIVAL = 1
@@ -48,7 +47,7 @@ class VirtualClock:
 
 
 class Scheduled(Generic[E]):
-    """An event with its time and class; the handle to cancel it by."""
+    """An event with its time and class; the handle for cancelling."""
 
     __slots__ = ("_queue", "at_s", "event", "priority")
 
@@ -63,7 +62,7 @@ class Scheduled(Generic[E]):
         return self._queue is not None
 
     def cancel(self) -> bool:
-        """Take the event out of its queue; False when it was popped or cancelled before."""
+        """Remove the event from its queue; return False if already popped or cancelled."""
         queue = self._leave()
         if queue is None:
             return False
@@ -76,7 +75,7 @@ class Scheduled(Generic[E]):
 
 
 class EventQueue(Generic[E]):
-    """Events to come. ``pop`` hands out the next one and moves the clock to its time."""
+    """Future events. ``pop`` returns the next event and advances the clock."""
 
     def __init__(self, clock: VirtualClock | None = None) -> None:
         self.clock = clock or VirtualClock()
@@ -94,14 +93,14 @@ class EventQueue(Generic[E]):
 
     @property
     def next_at_s(self) -> float | None:
-        """When the next event is due; None without any."""
+        """Time of the next event; None without any."""
         self._drop_cancelled()
         return self._heap[0][0] if self._heap else None
 
     def schedule(
         self, at_s: float, event: E, priority: int = EventPriority.COMPLETION
     ) -> Scheduled[E]:
-        """Let ``event`` come out at ``at_s``, which may be now.
+        """Schedule ``event`` at ``at_s``, which may be now.
 
         Raises:
             ValueError: ``at_s`` lies in the past or is not finite.
@@ -113,7 +112,7 @@ class EventQueue(Generic[E]):
         return handle
 
     def pop(self) -> Scheduled[E] | None:
-        """The next event, the clock now standing at its time; None without any."""
+        """Return the next event and advance the clock to its time; None without any."""
         self._drop_cancelled()
         if not self._heap:
             return None

@@ -1,4 +1,4 @@
-"""Results that need no simulation, to check simulations against and for first estimates."""
+"""Closed-form results, for checks of simulations and for first estimates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def expected_active_models(num_models: int, rate_rps: float, residence_s: float)
 
 
 def active_models_sd(num_models: int, rate_rps: float, residence_s: float) -> float:
-    """Standard deviation of the number of active models, which is binomial."""
+    """Return the standard deviation of the number of active models, a binomial variable."""
     share = active_share(rate_rps, residence_s)
     return math.sqrt(num_models * share * (1 - share))
 
@@ -33,17 +33,19 @@ def request_level_models_per_gpu(num_models: int, num_active: float) -> float:
 
 
 def min_idle_share(gaps_per_hour: float, min_gap_s: float) -> float:
-    """Share of time a model is idle at the least, with so many gaps of at least that length."""
+    """Return the least share of time a model is idle, with that many gaps of at least that
+    length.
+    """
     return gaps_per_hour * min_gap_s / 3600
 
 
 def max_equal_batches(tokens_per_target: float, switch_s: float, quota_max_s: float) -> float:
-    """Batches that one decode device keeps on time: ``k <= n / (1 + s / Q_MAX)``.
+    """Return the batches that one decode device keeps on time: ``k <= n / (1 + s / Q_MAX)``.
 
-    Equal batches of ``n = d / t`` steps per token target, ``switch_s`` to switch to each.
-    Follows from equations 2 and 3 of Aegaeon with ``c = k s``: for more, alpha is above 1
-    and the share ``1 / alpha`` of tokens is on time. Not rounded; raises ValueError for a
-    quota that is not above 0.
+    Equal batches of ``n = d / t`` steps per token target, ``switch_s`` per switch. Follows from
+    equations 2 and 3 of Aegaeon with ``c = k s``: for more batches, alpha is above 1 and the share
+    ``1 / alpha`` of tokens is on time. Not rounded; raises ValueError for a quota that is not above
+    0.
     """
     if not quota_max_s > 0:
         raise ValueError(f"the longest turn must be above 0 s, got {quota_max_s}")
@@ -63,7 +65,7 @@ def saved_share(num_before: float, num_after: float) -> float:
 
 
 def models_per_device(device_bytes: int, weight_bytes: int, kv_bytes: int) -> int:
-    """Equal models that stay on one device together, each with its own ``kv_bytes``.
+    """Return the number of equal models that stay on one device, each with ``kv_bytes``.
 
     Raises ValueError for a model without bytes.
     """
@@ -75,8 +77,8 @@ def models_per_device(device_bytes: int, weight_bytes: int, kv_bytes: int) -> in
 def multiplexing_ceiling(
     device_bytes: int, weight_bytes: int, kv_bytes: int, num_devices: int
 ) -> int:
-    """Most models that can be served without switching: those whose weights all stay.
+    """Return the largest number of models served without switching: all weights stay resident.
 
-    The intrinsic limit of multiplexing (Aegaeon, section 7.2): at any rate, however low.
+    The intrinsic limit of multiplexing (Aegaeon, section 7.2), at any rate.
     """
     return models_per_device(device_bytes, weight_bytes, kv_bytes) * num_devices

@@ -1,7 +1,7 @@
-"""CSV files with a header line, read so that every complaint names file, line and column.
+"""CSV files with a header line; errors name file, line and column.
 
-The only file access of the simulator's inputs. Files may be gzipped (``.gz``); empty
-lines and lines that begin with ``#`` are skipped.
+The only file access of the simulator's inputs. Files may be gzipped (``.gz``); empty lines and
+lines that begin with ``#`` are skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCENARIO = "scenario"
 
 @dataclass(frozen=True, slots=True)
 class CsvRow:
-    """One line of a table; ``line`` counts from 1 as editors do."""
+    """A line of a table; ``line`` counts from 1."""
 
     line: int
     cells: list[str]
@@ -35,7 +35,7 @@ class CsvRow:
 
 @dataclass(frozen=True, slots=True)
 class CsvTable:
-    """A CSV file's columns by name and its rows; ``name`` is the file, for messages."""
+    """A CSV file's columns by name and its rows; ``name`` is the file's name in messages."""
 
     name: str
     columns: dict[str, int]
@@ -52,14 +52,14 @@ class CsvTable:
             )
 
     def text(self, row: CsvRow, column: str) -> str:
-        """The cell, without surrounding space. Raises UsageError when it is empty."""
+        """Return the cell without surrounding space. Raises UsageError if empty."""
         cell = row.cells[self.columns[column]].strip()
         if not cell:
             raise self.error(row, column, "empty")
         return cell
 
     def number(self, row: CsvRow, column: str) -> float:
-        """The cell as a finite number >= 0. Raises UsageError when it is none."""
+        """Return the cell as a finite number >= 0. Raises UsageError otherwise."""
         cell = self.text(row, column)
         value = float(cell) if _NUMBER.fullmatch(cell) else math.nan
         if not math.isfinite(value):
@@ -69,7 +69,7 @@ class CsvTable:
         return value
 
     def count(self, row: CsvRow, column: str) -> int:
-        """The cell as a whole number >= 1. Raises UsageError when it is none."""
+        """Return the cell as a whole number >= 1. Raises UsageError otherwise."""
         cell = self.text(row, column)
         if not _COUNT.fullmatch(cell):
             raise self.error(row, column, f"{cell!r} is not a whole number")
@@ -78,7 +78,7 @@ class CsvTable:
         return value
 
     def error(self, row: CsvRow, column: str, problem: str) -> UsageError:
-        """What is wrong with a cell, with its place."""
+        """Return an error about a cell, with its place."""
         return UsageError(f"{self.name}: line {row.line}, column {column}: {problem}")
 
 
@@ -96,13 +96,13 @@ def read_table(path: Path) -> CsvTable:
 
 
 def read_package_table(name: str) -> CsvTable:
-    """A table that is part of this package, in its folder ``data``."""
+    """Return a table in this package's folder ``data``."""
     text = (resources.files("gpupoold.sim") / "data" / name).read_text(encoding="utf-8")
     return parse_table(io.StringIO(text, newline=""), name)
 
 
 def parse_table(lines: Iterable[str], name: str) -> CsvTable:
-    """The table in ``lines``; ``name`` is for messages. Raises UsageError when it is malformed."""
+    """Parse ``lines``; ``name`` appears in messages. Raises UsageError for a malformed table."""
     rows = _rows(lines, name)
     header = next(rows, None)
     if header is None:
@@ -122,12 +122,12 @@ def parse_table(lines: Iterable[str], name: str) -> CsvTable:
 
 
 def select_scenario(table: CsvTable, scenario: str | None) -> CsvTable:
-    """Only the rows of one scenario.
+    """Return the rows of one scenario.
 
-    Without a name: the whole table, if it has no more than one scenario.
+    Without a name, returns the whole table if its rows have at most one scenario.
 
     Raises:
-        UsageError: no such scenario, no such column, or several and none was named.
+        UsageError: the scenario or its column is missing, or several scenarios need a name.
     """
     if SCENARIO not in table.columns:
         if scenario is not None:
@@ -145,7 +145,7 @@ def select_scenario(table: CsvTable, scenario: str | None) -> CsvTable:
 
 
 def _rows(lines: Iterable[str], name: str) -> Iterator[CsvRow]:
-    """The non-empty rows; comments become empty lines, so that line numbers stay right."""
+    """Yield non-empty rows; comments become empty lines, so that line numbers stay right."""
     reader = csv.reader("\n" if line.startswith("#") else line for line in lines)
     try:
         for cells in reader:

@@ -1,8 +1,7 @@
-"""One simulated device: carries out turns, prefills and decode steps in virtual time.
+"""A simulated device: turns, prefills and decode steps in virtual time.
 
-It does what a worker's turn loop does. Decode steps of an unchanged batch are taken
-together as one *segment*, which is cut at the next step boundary when something happens
-that the turn loop would react to.
+The device behaves like a worker's turn loop. Decode steps of an unchanged batch form one *segment*,
+which is cut at the next step boundary when an event occurs to which the turn loop would react.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ _MAX_SEGMENT_STEPS = 32
 
 @dataclass(slots=True, eq=False)
 class SimLive:
-    """A request on a device; ``token_times_s`` grow as it is served.
+    """A request on a device; ``token_times_s`` grow while it is served.
 
-    ``done_tokens``: of its prompt, while that is prefilled in chunks.
+    ``done_tokens`` counts prefilled prompt tokens during chunked prefill.
     """
 
     request: SimRequest
@@ -54,14 +53,14 @@ class _Segment:
     event: Scheduled[Callable[[], None]]
 
     def token_times_s(self) -> list[float]:
-        """When each of its steps gives every request a token."""
+        """Return the time of each step of the segment."""
         start_s, step_s = self.start_s, self.step_s
         return [start_s + k * step_s for k in range(1, self.num_steps + 1)]
 
 
 @dataclass(slots=True)
 class DeviceTally:
-    """What a device did."""
+    """Counts of a device's work."""
 
     turns: int = 0
     switches: int = 0
@@ -71,7 +70,7 @@ class DeviceTally:
 
 
 class SimDevice:
-    """Carries out the core's orders and tells what came of them through ``tell``."""
+    """Carries out the core's actions and reports results through ``tell``."""
 
     def __init__(
         self,
@@ -120,9 +119,9 @@ class SimDevice:
             self._prefetch()
 
     def give_up(self, live: SimLive) -> float:
-        """Let a request go with its KV; when that will be in host memory.
+        """Release a request with its KV; return the time when the KV is in host memory.
 
-        It keeps the tokens that it has; what the step under way would give it is left out.
+        The request keeps its tokens; the token of the present step is dropped.
         """
         model = live.request.model
         self._running[model].remove(live)
@@ -136,11 +135,11 @@ class SimDevice:
         return self._memory.send_kv(model, live.context_tokens, self._queue.now_s)
 
     def attach(self, live: SimLive, ready_s: float) -> None:
-        """Have a request whose KV is in host memory from ``ready_s``."""
+        """Add a request whose KV is in host memory from ``ready_s``."""
         self._queue.schedule(ready_s, lambda: self._attach(live))
 
     def flush(self, end_s: float) -> None:
-        """Write down the tokens of a segment that the end of the run cuts off."""
+        """Record the tokens of a segment cut off by the end of the run."""
         segment = self._segment
         if segment is None:
             return
@@ -149,7 +148,7 @@ class SimDevice:
             live.token_times_s.extend(at_s for at_s in times_s if at_s <= end_s)
 
     def _attach(self, live: SimLive) -> None:
-        """The KV is in host memory; a model on its turn fetches it, others with their switch."""
+        """Attach a request: the present model fetches its KV, other models with their switch."""
         model, now_s = live.request.model, self._queue.now_s
         self._memory.receive_kv(model, live.context_tokens)
         if self._turn is not None and self._turn.model == model and now_s >= self._began_s:
@@ -188,7 +187,7 @@ class SimDevice:
             self._begin(turn)
 
     def _begin(self, turn: Turn) -> None:
-        """The model is in; KV that was handed over meanwhile comes after it."""
+        """Start a turn after the model has come in; later KV follows."""
         now_s = self._queue.now_s
         delay_s, moved = self._memory.switch_in(turn.model, now_s)
         if moved:
@@ -202,7 +201,7 @@ class SimDevice:
         self._work(turn, is_new=True)
 
     def _prefetch(self) -> None:
-        """Bring in the next model; behind this turn's own while that is still coming in."""
+        """Prefetch the next model, after the present model's own transfers."""
         if self._prefetches and self._turn is not None and self._then is not None:
             moved = self._memory.prefetch(self._then, self._turn.model, self._queue.now_s)
             if moved:
@@ -210,9 +209,9 @@ class SimDevice:
                 self._tell_memory()
 
     def _work(self, turn: Turn, *, is_new: bool = False) -> None:
-        """Prefill what waits, then decode; one piece of work, whose end calls again.
+        """Prefill waiting requests, then decode; one piece of work, whose end calls again.
 
-        A new turn does at least one, however short its quota is.
+        A new turn does at least one piece, however short its quota.
         """
         self._tell_memory()  # KV that grew may have pushed others out
         now_s = self._queue.now_s
@@ -252,9 +251,9 @@ class SimDevice:
         self._queue.schedule(self._queue.now_s, lambda: self._work(turn))
 
     def _mix(self, turn: Turn, waiting: list[SimLive]) -> None:
-        """One step of the batch that also takes the next prompt tokens, as many as it may.
+        """Run a step of the batch with as many prompt tokens as permitted.
 
-        The oldest prompt first, as vLLM does; a token at least, or prompts would wait for ever
+        The oldest prompt comes first, as in vLLM; at least one token, because prompts would starve
         where the answers alone fill the step.
         """
         assert self._turn is not None

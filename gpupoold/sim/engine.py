@@ -21,7 +21,7 @@ from gpupoold.sim.workloads import SimRequest
 
 @dataclass(frozen=True, slots=True)
 class SimOutcome:
-    """What became of every request, in order of arrival, and what each device did."""
+    """The fate of every request, in order of arrival, and each device's work."""
 
     results: tuple[RequestResult, ...]
     devices: tuple[DeviceTally, ...]
@@ -29,7 +29,7 @@ class SimOutcome:
 
 
 class Simulation:
-    """One box of equal devices under one policy. The same arguments give the same outcome."""
+    """One box of equal devices under one policy. Equal arguments give equal outcomes."""
 
     def __init__(
         self,
@@ -45,12 +45,13 @@ class Simulation:
     ) -> None:
         """Build the box; ``switch_overhead_s`` is added to every switch that loads weights.
 
-        ``kv_host_bytes``: host memory for KV per device, by which the core admits requests.
-        The devices themselves have as much as they need. ``roles`` of the devices, which stay
-        so; None: those that the policy wants, at every tick.
+        ``kv_host_bytes`` is the host memory for KV per device in the core's admission; the devices
+        themselves have unlimited memory. ``roles`` fix the devices' roles; None leaves roles to the
+        policy at every tick.
 
         Raises:
-            UsageError: no devices, a model that no device can hold, or not a role for each.
+            UsageError: there are no devices, a model exceeds a device, or the number of roles is
+                wrong.
         """
         _check(models, num_devices, device_bytes)
         if roles is not None and len(roles) != num_devices:
@@ -98,10 +99,10 @@ class Simulation:
         end_s: float,
         on_progress: Callable[[float], None] | None = None,
     ) -> SimOutcome:
-        """Serve until ``end_s``; what is not done by then counts as late or never produced.
+        """Serve until ``end_s``; unfinished work counts as late or never produced.
 
         Raises:
-            UsageError: a request for a model that the box does not have.
+            UsageError: a request names a model that the box lacks.
         """
         lives = [SimLive(request) for request in requests]
         for live in lives:

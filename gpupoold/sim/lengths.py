@@ -1,7 +1,6 @@
-"""How long prompts and answers are: samplers over measured lengths.
+"""Lengths of prompts and answers: samplers over measured lengths.
 
-The generator of random numbers always belongs to the caller, so that a run is
-repeated by its seed.
+The random number generator belongs to the caller, so that a seed reproduces a run.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class Lengths(NamedTuple):
 
 
 class LengthSource(Protocol):
-    """Anything that lengths can be drawn from."""
+    """A source of lengths."""
 
     def sample(self, rng: Random) -> Lengths:
-        """The lengths of one more request."""
+        """Return the lengths of one more request."""
         ...
 
 
@@ -62,8 +61,8 @@ class LengthSampler:
 class QuantileSampler:
     """Draws prompt and output independently from their quantiles.
 
-    ``prompt_tokens[i]`` and ``output_tokens[i]`` belong to ``quantiles[i]``, which
-    rises from 0 to 1; between two quantiles lengths are spread evenly.
+    ``prompt_tokens[i]`` and ``output_tokens[i]`` belong to ``quantiles[i]``, which rises from 0 to
+    1; between two quantiles lengths are uniform.
     """
 
     quantiles: Sequence[float]
@@ -77,7 +76,7 @@ class QuantileSampler:
             raise ValueError("quantiles must rise from 0 to 1")
 
     def sample(self, rng: Random) -> Lengths:
-        """A prompt and an output, each from its own distribution."""
+        """Return a prompt and an output length, each from its own distribution."""
         return Lengths(self._draw(rng, self.prompt_tokens), self._draw(rng, self.output_tokens))
 
     def _draw(self, rng: Random, values: Sequence[int]) -> int:
@@ -103,10 +102,10 @@ class ScaledLengths:
 
 
 def length_variant(source: LengthSource, name: str) -> LengthSource:
-    """``ix2``: prompts doubled; ``ox2``: outputs doubled; ``ix1``: as they are.
+    """Return ``ix2``: prompts doubled; ``ox2``: outputs doubled; ``ix1``: unchanged.
 
     Raises:
-        UsageError: another name.
+        UsageError: the name is unknown.
     """
     if name not in VARIANTS:
         raise UsageError(f"no length variant {name!r}", f"use one of {', '.join(VARIANTS)}")

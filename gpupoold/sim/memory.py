@@ -19,10 +19,10 @@ class _Held:
 
 
 class SimMemory:
-    """Who is resident, and the bytes that a switch must move.
+    """Resident models of a device, and the bytes that a switch must move.
 
-    One link each way, used in turn: copies of weights and of KV to the device queue up
-    behind each other, and so do those to the host.
+    One link per direction, used sequentially: copies of weights and KV to the device queue up, and
+    so do copies to the host.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class SimMemory:
 
     @property
     def resident(self) -> frozenset[str]:
-        """Models whose weights are on the device or on their way."""
+        """Models whose weights are on the device or on the way."""
         return frozenset(name for name, held in self._held.items() if held.weights)
 
     def missing_bytes(self, name: str) -> int:
@@ -55,23 +55,23 @@ class SimMemory:
 
     @property
     def free_bytes(self) -> int:
-        """What nobody has; negative when KV has grown over the device."""
+        """Free bytes; negative when KV has outgrown the device."""
         return self._capacity_bytes - self._used_bytes
 
     def add(self, name: str) -> None:
-        """A model has come into the mapping of models; nothing of it is on the device."""
+        """Add a model without bytes on the device."""
         self._held[name] = _Held()
         self._changed.add(name)
 
     def remove(self, name: str) -> None:
-        """A model is about to leave the mapping; what it holds is free."""
+        """Remove a model and free its bytes."""
         weight_bytes, kv_bytes, _ = self.held_bytes(name)
         self._used_bytes -= weight_bytes + kv_bytes
         del self._held[name]
         self._changed.discard(name)
 
     def evict_weights(self, name: str) -> None:
-        """Give back what a model's weights take."""
+        """Evict a model's weights."""
         held = self._held[name]
         if held.weights:
             self._used_bytes -= self._models[name].weight_bytes
@@ -79,19 +79,19 @@ class SimMemory:
             self._changed.add(name)
 
     def held_bytes(self, name: str) -> tuple[int, int, int]:
-        """A model's weights and KV on the device, and its KV in host memory."""
+        """Return a model's weights and KV on the device, and its KV in host memory."""
         held = self._held[name]
         weight_bytes = self._models[name].weight_bytes if held.weights else 0
         return weight_bytes, held.kv_bytes, held.kv_host_bytes
 
     def take_changes(self) -> tuple[tuple[str, int], ...]:
-        """Missing bytes of the models for which they have changed since the last call."""
+        """Return the missing bytes of the models for which they changed since the last call."""
         changes = tuple((name, self.missing_bytes(name)) for name in sorted(self._changed))
         self._changed.clear()
         return changes
 
     def switch_in(self, name: str, now_s: float) -> tuple[float, int]:
-        """Make the model resident; seconds until it can run and bytes that move."""
+        """Make the model resident; return the seconds until it can run, and the moved bytes."""
         held, model = self._held[name], self._models[name]
         held.last_used_s = self._now_s = now_s
         missing = self.missing_bytes(name)
@@ -105,9 +105,9 @@ class SimMemory:
         return max(end_s, held.ready_s) - now_s, missing + out_bytes
 
     def prefetch(self, name: str, current: str, now_s: float) -> int:
-        """Begin to bring in what a model lacks during another's turn; bytes that move to it.
+        """Prefetch a model during another's turn; return the bytes that move to the device.
 
-        Nothing happens when there is no room for both.
+        No effect if both models do not fit.
         """
         held, model = self._held[name], self._models[name]
         self._now_s = now_s
@@ -141,19 +141,20 @@ class SimMemory:
             self._changed.add(name)
 
     def send_kv(self, name: str, num_tokens: int, now_s: float) -> float:
-        """Copy a request's KV to host memory and free it; when it is there."""
+        """Copy a request's KV to host memory and free the KV; return the time of arrival."""
         num_bytes = num_tokens * self._models[name].kv_bytes_per_token
         self.add_kv(name, -num_tokens)
         return self._copy_out(self._models[name], num_bytes, now_s)
 
     def receive_kv(self, name: str, num_tokens: int) -> None:
-        """KV of a request came to host memory; the model's next switch brings it in."""
+        """Add KV of a request in host memory, which the model's next switch brings in."""
         self._held[name].kv_host_bytes += num_tokens * self._models[name].kv_bytes_per_token
         self._changed.add(name)
 
     def _fit_together(self, name: str, current: str) -> bool:
-        """Return whether two models (or one, named twice) would fit with all their KV if everything
-        else went."""
+        """Return whether two models (or one, named twice) fit with all their KV, alone on the
+        device.
+        """
         together = {one: self._held[one] for one in (name, current)}
         held_bytes = sum(
             self._models[one].weight_bytes + held.kv_bytes + held.kv_host_bytes
@@ -179,7 +180,7 @@ class SimMemory:
         return self._out_free_s
 
     def _make_room(self, num_bytes: int, keep: set[str], *, may_move: bool = True) -> int:
-        """Evict until ``num_bytes`` are free; returns KV bytes that move to the host."""
+        """Evict until ``num_bytes`` are free; return the bytes of KV that move to the host."""
         short = num_bytes - self.free_bytes
         if short <= 0:
             return 0

@@ -1,4 +1,4 @@
-"""A model in the simulator: what it promises, what it weighs, how fast it is."""
+"""A model in the simulator: targets, sizes and speed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SimModel:
     kv_bytes_per_token: int
 
     def added(self) -> ModelAdded:
-        """What the scheduling core is told of it."""
+        """Return the model's event for the scheduling core."""
         return ModelAdded(
             self.name,
             self.targets,

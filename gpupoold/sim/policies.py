@@ -1,4 +1,4 @@
-"""Policies by name, as a user writes them."""
+"""Policies by the names that users write."""
 
 from __future__ import annotations
 

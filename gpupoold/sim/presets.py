@@ -1,6 +1,6 @@
-"""The experiments by name: figures of the Aegaeon paper, and recorded workloads.
+"""Experiments by name: figures of the Aegaeon paper, and recorded workloads.
 
-A preset is one panel or several; what a panel leaves to the workload is None or empty.
+A preset consists of panels; a panel leaves None or empty values to the workload.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ SYNTH_SCENARIOS = (
 
 
 def preset_names() -> tuple[str, ...]:
-    """All presets, those that stand for several others included."""
+    """Return all presets, including groups of presets."""
     return tuple(_presets())
 
 
 def preset_panels(name: str) -> tuple[FigurePanel, ...]:
-    """The panels of a preset. Raises UsageError with a name that was probably meant."""
+    """Return the panels of a preset. Raises UsageError with the nearest name."""
     presets = _presets()
     if name not in presets:
         near = difflib.get_close_matches(name, presets, n=3)
@@ -77,23 +77,23 @@ def preset_panels(name: str) -> tuple[FigurePanel, ...]:
 
 
 def preset_points(name: str, overrides: Overrides = AS_THEY_ARE) -> list[Point]:
-    """All points of a preset with what ``overrides`` says.
+    """Return all points of a preset with ``overrides`` applied.
 
     Raises:
-        UsageError: no such preset, a file of it that is not there, or impossible numbers.
+        UsageError: the preset is unknown, a file is missing, or numbers are impossible.
     """
     return [point for panel in preset_panels(name) for point in panel.changed(overrides).points()]
 
 
 def poisson_panel() -> FigurePanel:
-    """What is simulated without a preset: figure 11a's workload, few models."""
+    """Return the default panel: figure 11a's workload with few models."""
     return replace(
         _fig11a(), name="poisson", policies=("gpupool", "request-level"), models=(40, 70)
     )
 
 
 def trace_panel(path: Path) -> FigurePanel:
-    """What is simulated with a file of requests alone. Raises nothing: the file is read later."""
+    """Return the panel for a file of requests. Raises nothing: the file is read later."""
     workload = RecordedTrace(str(path.absolute()))
     name = path.name.removesuffix(".gz").removesuffix(".csv")
     policies = ("gpupool", "request-level")
@@ -160,11 +160,12 @@ def _figures() -> tuple[FigurePanel, ...]:
 
 
 def _bursts() -> tuple[FigurePanel, ...]:
-    """TokenScale, section VI-B2: one prefill and one convertible decode device, in a burst.
+    """Return TokenScale's section VI-B2: one prefill and one convertible decode device in a
+    burst.
 
-    The paper says neither lengths nor how long the burst is. Ours: the mean lengths of the
-    Azure coding trace, with which ten requests a second take 1.4 prefill devices; a minute.
-    Targets are the paper's for prompts of that length (section V).
+    The paper gives neither lengths nor the duration of the burst. This panel uses the mean lengths
+    of the Azure coding trace, with which ten requests a second need 1.4 prefill devices, and one
+    minute. Targets are the paper's for prompts of that length (section V).
     """
     split = FigurePanel(
         "tokenscale-burst-converting",
@@ -239,7 +240,9 @@ def _fig13(letter: str, scale: float) -> FigurePanel:
 
 
 def _fig17_a10(suffix: str, scale: float) -> FigurePanel:
-    """Two models do not fit into 24 GB, so the paper's system does not prefetch here."""
+    """Return figure 17 on A10s: two models exceed 24 GB, so the paper's system does not
+    prefetch.
+    """
     return FigurePanel(
         f"aegaeon-fig17-a10{suffix}",
         f"4xA10, 0.1 rps per model, TBT x {scale:g}",
@@ -274,10 +277,10 @@ def _fig17_72b(suffix: str, scale: float) -> FigurePanel:
 
 
 def _fig6() -> FigurePanel:
-    """Figure 6 has no numbers; these show what it shows.
+    """Return figure 6, which has no numbers, as an experiment.
 
-    Two long answers are under way when prompts to three models come in turn, four a second.
-    Two of the three models fit on a device, so that each prompt taken first costs a switch.
+    Two long answers are running when prompts to three models arrive in turn, four a second. Two of
+    the three models fit on a device, so that each prompt taken first costs a switch.
     """
     long = [SimRequest(f"r{n}", f"m{n:02}", 0.1 * n, 512, 1000) for n in range(2)]
     burst = [SimRequest(f"r{n}", f"m{(n - 2) % 3:02}", 1.5 + n / 4, 768, 80) for n in range(2, 32)]
@@ -299,7 +302,7 @@ def _scaled_targets(ttft_scale: float, tbt_scale: float) -> Targets:
 
 
 def _traces() -> tuple[FigurePanel, ...]:
-    """Recorded workloads at their own pace, on boxes so small that policies differ."""
+    """Return recorded workloads at their own pace, on boxes small enough for policies to differ."""
     minute_s = 60.0
 
     def panel(
@@ -340,7 +343,7 @@ def _traces() -> tuple[FigurePanel, ...]:
 
 
 def _synth() -> tuple[FigurePanel, ...]:
-    """The Aegaeon artifact's own request lists, one or two minutes each."""
+    """Return the Aegaeon artifact's own request lists, one or two minutes each."""
     return tuple(
         FigurePanel(
             f"aegaeon-synth-{scenario}",

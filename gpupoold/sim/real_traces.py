@@ -25,28 +25,27 @@ _HOW_TO_NAME = "name it with --workloads, GPUPOOL_WORKLOADS or workloads_dir und
 
 @dataclass(frozen=True, slots=True)
 class _InFile:
-    """A workload that is read from a file, known by its name or, once located, by its path."""
+    """A workload read from a file, named or, once located, by its path."""
 
     file: str
 
     @property
     def needs_folder(self) -> bool:
-        """The file is known by its name only."""
+        """True if only the file's name is known."""
         return not Path(self.file).is_absolute()
 
     def located(self, folder: Path | None) -> Self:
-        """With the file's full path. Raises UsageError if it is not there."""
+        """Return the workload with the file's full path. Raises UsageError if missing."""
         return replace(self, file=_found(self.file, folder))
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedTrace(_InFile):
-    """A CSV file of requests, or ``window_s`` (from, until) of it.
+    """A CSV file of requests, or its part ``window_s`` (from, until).
 
-    ``time_scale`` stretches time: below 1 the load rises and bursts get denser. A rate per
-    model that is asked for replaces it. Requests of a file without models are given to as
-    many as asked for, by a seeded draw with Zipf popularity; those of a file with models
-    are folded onto them.
+    ``time_scale`` stretches time: below 1 the load rises and bursts get denser. A requested rate
+    per model replaces it. Requests of a file without models are distributed by a seeded draw with
+    Zipf popularity; those of a file with models are folded onto the requested number.
     """
 
     scenario: str | None = None
@@ -55,7 +54,7 @@ class RecordedTrace(_InFile):
     zipf_exponent: float = 1.0
 
     def draw(self, draw: Draw) -> DrawnWorkload:
-        """Raises UsageError for what is wrong in the file, or an empty window."""
+        """Raise UsageError for an error in the file, or an empty window."""
         table = select_scenario(read_table(Path(self.file)), self.scenario)
         requests = trace_requests(table)
         if self.window_s is not None:
@@ -75,9 +74,8 @@ class RecordedTrace(_InFile):
 class FunctionCalls(_InFile):
     """Calls per minute of many functions (``minute, function, requests``), each a model.
 
-    Of ``num_minutes`` from ``first_minute``. Calls are spread evenly at random over their
-    minute; lengths, which the file does not have, are ShareGPT's. ``time_scale`` as in
-    ``RecordedTrace``.
+    Covers ``num_minutes`` from ``first_minute``. Calls are spread at random over their minute;
+    lengths are ShareGPT's, because the file has none. ``time_scale`` as in ``RecordedTrace``.
     """
 
     first_minute: int
@@ -85,7 +83,7 @@ class FunctionCalls(_InFile):
     time_scale: float = 1.0
 
     def draw(self, draw: Draw) -> DrawnWorkload:
-        """Raises UsageError for what is wrong in the file, or an empty window."""
+        """Raise UsageError for an error in the file, or an empty window."""
         table = read_table(Path(self.file))
         table.require(MINUTE, FUNCTION, REQUESTS)
         requests = in_arrival_order(self._calls(table, draw.seed))
@@ -113,7 +111,7 @@ class FunctionCalls(_InFile):
 def spread(
     requests: Sequence[SimRequest], models: Sequence[str], exponent: float, seed: int
 ) -> tuple[SimRequest, ...]:
-    """Each request to one of ``models``, the k-th drawn with a chance like ``1 / k**exponent``."""
+    """Assign each request to one of ``models``, the k-th with a chance like ``1 / k**exponent``."""
     weights = zipf_rates(models, 1.0, exponent)
     chosen = Random(f"{seed}/models").choices(models, list(weights.values()), k=len(requests))
     return tuple(replace(one, model=name) for one, name in zip(requests, chosen, strict=True))

@@ -1,4 +1,4 @@
-"""Roles of a box's devices as a user writes them."""
+"""Roles of a box's devices in the form that users write."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MAX_DEVICES = 4096
 
 
 def parse_roles(text: str) -> tuple[Role, ...] | Literal["auto"]:
-    """``auto``, ``mixed``, or ``prefill,decode`` and ``2xprefill,6xdecode``.
+    """Parse ``auto``, ``mixed``, or ``prefill,decode`` and ``2xprefill,6xdecode``.
 
     Raises:
-        UsageError: not of that form.
+        UsageError: the form is wrong.
     """
     if text.strip() == AUTO:
         return AUTO
@@ -39,7 +39,7 @@ def parse_roles(text: str) -> tuple[Role, ...] | Literal["auto"]:
 
 
 def roles_text(roles: Sequence[Role] | None) -> str:
-    """As ``parse_roles`` reads them; None is ``auto``."""
+    """Return the form that ``parse_roles`` reads; None is ``auto``."""
     if roles is None:
         return AUTO
     runs = [(role, len(list(run))) for role, run in itertools.groupby(roles)]

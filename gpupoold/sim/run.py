@@ -1,4 +1,4 @@
-"""Running points, one by one or side by side, and the row each gives."""
+"""Runs of points, sequential or parallel, and the row of each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAY_REFUSE = frozenset({"static"})
 
 
 class RunRow(TypedDict):
-    """What was asked for, and what came out; None where there was nothing to measure."""
+    """The inputs and results of a run; None without a measurement."""
 
     preset: str
     policy: str
@@ -61,11 +61,11 @@ class RunRow(TypedDict):
 
 
 def run_point(point: Point, on_progress: OnProgress | None = None) -> RunRow:
-    """The point's row.
+    """Run a point; return its row.
 
     Raises:
-        UsageError: a point that cannot be simulated; the policy ``static`` refuses more
-            models than fit.
+        UsageError: the point cannot be simulated; the policy ``static`` refuses more models than
+            fit.
     """
     return _run(point, build_scenario(point), on_progress)
 
@@ -76,14 +76,14 @@ def run_points(
     jobs: int = 1,
     on_progress: Callable[[int, float, float], None] | None = None,
 ) -> Iterator[RunRow]:
-    """The rows of several points, in their order, from up to ``jobs`` processes.
+    """Yield the rows of several points in order, from up to ``jobs`` processes.
 
-    Where the policy ``static`` refuses the models, the row says so in ``refused`` and has
-    no attainment. ``on_progress`` gets the point's index and what ``OnProgress`` gets; with
-    several processes, nothing.
+    If the policy ``static`` refuses the models, the row says so in ``refused`` and has no
+    attainment. ``on_progress`` gets the point's index and the arguments of ``OnProgress``; with
+    several processes it is not called.
 
     Raises:
-        UsageError: ``jobs`` is less than one, or as ``run_point`` does.
+        UsageError: ``jobs`` is less than one, or as for ``run_point``.
     """
     if jobs < 1:
         raise UsageError(f"{jobs} jobs: at least one is needed")
@@ -96,10 +96,10 @@ def run_points(
 
 
 def sweep_goodput(rows: Iterable[RunRow]) -> dict[tuple[str, str], Goodput | None]:
-    """The load that 90 % attainment allows, by (preset, policy), where one was swept.
+    """Return the load at 90 % attainment by (preset, policy), where a load was swept.
 
-    In models or in requests/s per model, as the row's ``axis`` says. None if even the
-    lowest load was too much. Where the next load was refused, the last one served counts.
+    In models or in requests/s per model, by the row's ``axis``. None if even the lowest load was
+    too much. If the next load was refused, the last served one counts.
     """
     swept: dict[tuple[str, str], list[tuple[float, float | None]]] = {}
     for row in rows:
@@ -238,7 +238,7 @@ def _row(point: Point, scenario: Scenario, outcome: SimOutcome, wall_s: float) -
 
 
 def _ttfts_s(outcome: SimOutcome, from_s: float, until_s: float) -> Iterator[float]:
-    """Times to the first token of what came in between; infinite for one that never did."""
+    """Yield times to first token of requests in between; infinite for one without a token."""
     for result in outcome.results:
         arrival_s, times_s = result.request.arrival_s, result.token_times_s
         if from_s <= arrival_s < until_s:

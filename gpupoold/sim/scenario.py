@@ -1,7 +1,7 @@
-"""Experiments as data: a panel of a figure, the points of its sweep, a scenario to run.
+"""Experiments as data: panels of figures, points of sweeps, scenarios to run.
 
-A *panel* says everything about one plot: box, workload, targets, policies, what is swept.
-A *point* is one run of it. A *scenario* is a point with its models and requests drawn.
+A *panel* defines one plot: box, workload, targets, policies, swept axis. A *point* is one run of a
+panel. A *scenario* is a point with its models and requests drawn.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SIZE_CLASSES = {
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What a workload is asked for; None leaves it as the workload has it.
+    """Parameters of a draw; None keeps the workload's own.
 
     ``rps`` is the mean rate per model.
     """
@@ -57,7 +57,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class DrawnWorkload:
-    """Requests in order of arrival, all models that could be asked, and the time it takes."""
+    """Requests in order of arrival, all models, and the duration."""
 
     requests: tuple[SimRequest, ...]
     models: tuple[str, ...]
@@ -65,24 +65,24 @@ class DrawnWorkload:
 
 
 class Workload(Protocol):
-    """Where requests come from; immutable."""
+    """An immutable source of requests."""
 
     @property
     def needs_folder(self) -> bool:
-        """It has a file that ``located`` must find."""
+        """True if ``located`` must find a file."""
         ...
 
     def located(self, folder: Path | None) -> Self:
-        """With its files found in ``folder``. Raises UsageError if they are not there."""
+        """Return the workload with its files found in ``folder``. Raises UsageError if missing."""
         ...
 
     def draw(self, draw: Draw) -> DrawnWorkload:
-        """The requests of one run; the same for the same arguments. Raises UsageError."""
+        """Return the requests of one run, equal for equal arguments. Raises UsageError."""
         ...
 
 
 class _WithoutFile:
-    """The part of a workload that is about files, for one that has none."""
+    """The file-related part of a workload without files."""
 
     __slots__ = ()
 
@@ -96,7 +96,7 @@ class _WithoutFile:
 
 @dataclass(frozen=True, slots=True)
 class PoissonArrivals(_WithoutFile):
-    """Poisson arrivals, all models alike, with ShareGPT lengths or a variant of them."""
+    """Poisson arrivals, equal for all models, with ShareGPT lengths or a variant."""
 
     lengths: str = "ix1"
 
@@ -113,7 +113,7 @@ class PoissonArrivals(_WithoutFile):
 
 @dataclass(frozen=True, slots=True)
 class FixedRequests(_WithoutFile):
-    """Requests written down one by one; nothing about them can be changed."""
+    """Fixed requests, which cannot be changed."""
 
     requests: tuple[SimRequest, ...]
     duration_s: float
@@ -128,9 +128,9 @@ class FixedRequests(_WithoutFile):
 
 @dataclass(frozen=True, slots=True)
 class Phases(_WithoutFile):
-    """Poisson arrivals for one model at a rate that changes; all prompts and answers alike.
+    """Poisson arrivals for one model at a changing rate, with constant lengths.
 
-    ``phases``: seconds and requests per second, one after the other.
+    ``phases``: consecutive pairs of seconds and requests per second.
     """
 
     phases: tuple[tuple[float, float], ...]
@@ -153,7 +153,7 @@ class Phases(_WithoutFile):
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What a caller wants different from a panel; None keeps what it has."""
+    """A caller's changes to a panel; None keeps the panel's value."""
 
     policies: tuple[str, ...] | None = None
     models: tuple[int, ...] | None = None
@@ -172,15 +172,13 @@ class Overrides:
 
 @dataclass(frozen=True, slots=True)
 class FigurePanel:
-    """One plot: attainment of ``policies`` while ``axis`` goes through its values.
+    """A plot: attainment of ``policies`` over the values of ``axis``.
 
-    Empty ``models`` or ``rps`` leave them as the workload has them. ``num_prefill`` is the
-    number of devices with the prefill role, for policies that split roles;
-    ``without_prefetch`` names policies that do not prefetch here. ``service_s`` asks for
-    the number of models in use if each request stayed so long.
-
-    ``roles`` of the devices, one for all of them or one for each; None: the policy's own.
-    ``burst_s``: from when to when a burst comes, whose times to the first token are shown.
+    Empty ``models`` or ``rps`` keep the workload's. ``num_prefill`` is the number of devices with
+    the prefill role, for policies that split roles; ``without_prefetch`` names policies that do not
+    prefetch here. ``service_s`` asks for the number of models in use if each request stayed that
+    long. ``roles`` of the devices, one for all or one each; None leaves roles to the policy.
+    ``burst_s``: start and end of a burst, whose times to first token are shown.
     """
 
     name: str
@@ -205,18 +203,18 @@ class FigurePanel:
 
     @property
     def device_roles(self) -> tuple[Role, ...] | None:
-        """One for each device; None: the policy's own."""
+        """One role per device; None leaves roles to the policy."""
         if self.roles is None or len(self.roles) != 1:
             return self.roles
         return self.roles * self.box.num_devices
 
     def changed(self, wanted: Overrides) -> FigurePanel:
-        """The panel with what ``wanted`` says.
+        """Return the panel with the changes applied.
 
-        Another box does not keep the panel's number of prefill devices.
+        Another box drops the panel's number of prefill devices.
 
         Raises:
-            UsageError: the workload's files are not there, or the GPUs do not make groups.
+            UsageError: the workload's files are missing, or the GPUs do not form groups.
         """
         box, num_prefill = wanted.box or self.box, wanted.num_prefill
         if wanted.tensor_parallel_size is not None:
@@ -246,7 +244,7 @@ class FigurePanel:
         return self.roles if wanted.roles is None else wanted.roles
 
     def _axis(self, wanted: Overrides) -> Axis:
-        """What is swept: where one number of models or one rate is left, the other."""
+        """Return the swept axis: with one number of models or one rate left, the other."""
         num_models = len(self.models if wanted.models is None else wanted.models)
         num_rps = len(self.rps if wanted.rps is None else wanted.rps)
         if num_models > 1 >= num_rps:
@@ -254,7 +252,7 @@ class FigurePanel:
         return "rps" if num_rps > 1 >= num_models else self.axis
 
     def points(self) -> list[Point]:
-        """All runs of the panel, policy by policy. Raises UsageError for impossible ones."""
+        """Return all runs of the panel, policy by policy. Raises UsageError for impossible ones."""
         self._check()
         swept = itertools.product(
             dict.fromkeys(self.policies),
@@ -288,7 +286,7 @@ class FigurePanel:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run of a panel."""
+    """A run of a panel."""
 
     panel: FigurePanel
     policy: str
@@ -297,7 +295,7 @@ class Point:
 
     @property
     def preset(self) -> str:
-        """The panel's name, with what tells it apart if the other axis is swept as well."""
+        """The panel's name, with a suffix if the other axis is swept as well."""
         panel = self.panel
         if panel.axis == "models" and len(panel.rps) > 1:
             return f"{panel.name} rps={self.rps:g}"
@@ -312,7 +310,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A point ready to run: a box, its models and the requests that come in ``duration_s``."""
+    """A point ready to run: a box, its models and the requests in ``duration_s``."""
 
     name: str
     box: Box
@@ -329,7 +327,7 @@ class Scenario:
 def end_of_run_s(
     requests: Sequence[SimRequest], targets_of: Callable[[str], Targets], duration_s: float
 ) -> float:
-    """When a run ends: with every token due, so that one that is not there is missed."""
+    """Return the end of a run: every token is due, so that a missing token counts as late."""
     due_s = (
         targets_of(one.model).deadline_s(one.arrival_s, one.output_tokens - 1) for one in requests
     )
@@ -337,10 +335,10 @@ def end_of_run_s(
 
 
 def build_scenario(point: Point) -> Scenario:
-    """Draw the point's requests and put its models on the box.
+    """Draw the point's requests and place its models on the box.
 
     Raises:
-        UsageError: as the workload and ``models_on`` do.
+        UsageError: as for the workload and ``models_on``.
     """
     panel = point.panel
     asked = Draw(point.num_models, point.rps, panel.duration_s, panel.seed)

@@ -1,7 +1,7 @@
-"""Recorded requests: CSV traces, and changes to them that make other experiments.
+"""Recorded requests: CSV traces, and transformations for other experiments.
 
-Columns: ``arrival_s``, ``prompt_tokens``, ``output_tokens``; optional ``model`` and
-``scenario``; others are ignored.
+Columns: ``arrival_s``, ``prompt_tokens``, ``output_tokens``; optional ``model`` and ``scenario``;
+others are ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def load_trace(
 
 
 def trace_requests(table: CsvTable, default_model: str = DEFAULT_MODEL) -> tuple[SimRequest, ...]:
-    """The requests of a table that is one trace. Raises UsageError as ``load_trace`` does."""
+    """Return the requests of a table with one trace. Raises UsageError as ``load_trace`` does."""
     table.require(ARRIVAL, PROMPT, OUTPUT)
     if not table.rows:
         raise UsageError(f"{table.name}: has a header and no requests")
@@ -54,11 +54,11 @@ def scale_time(requests: Iterable[SimRequest], factor: float) -> tuple[SimReques
 
 
 def scale_rate(requests: Sequence[SimRequest], factor: float, seed: int) -> tuple[SimRequest, ...]:
-    """``factor`` times the requests over the same time.
+    """Return ``factor`` times the requests over the same time.
 
-    Below 1 each request is kept with that probability. Above 1 copies are added, the
-    last of them thinned to the fraction: each model's copy is its own sequence moved
-    round by a random time, so that its bursts stay but do not fall on the original's.
+    Below 1 each request is kept with that probability. Above 1 copies are added, the last one
+    thinned to the fraction: each model's copy is its own sequence rotated by a random time, so that
+    its bursts stay without coinciding with the original's.
 
     Raises:
         UsageError: ``factor`` is not positive or gives far too many requests.
@@ -77,7 +77,7 @@ def scale_rate(requests: Sequence[SimRequest], factor: float, seed: int) -> tupl
 def rename_models(
     requests: Iterable[SimRequest], names: Mapping[str, str]
 ) -> tuple[SimRequest, ...]:
-    """Requests of the models in ``names`` go to their new names; several may become one.
+    """Rename the models in ``names``; several may become one.
 
     Raises:
         UsageError: a model in ``names`` has no request here.
@@ -90,11 +90,10 @@ def rename_models(
 
 
 def fold_models(requests: Sequence[SimRequest], num_models: int) -> tuple[SimRequest, ...]:
-    """All requests on at most ``num_models`` models, named as ``model_names`` does.
+    """Fold all requests onto at most ``num_models`` models, named as by ``model_names``.
 
-    Models are dealt out like cards in order of their number of requests (equal ones by
-    name): the busiest to the first, and so on round. With fewer models than
-    ``num_models`` the rest stay without requests.
+    Models are dealt out in order of their number of requests (equal ones by name): the busiest to
+    the first, and so on in rounds. With fewer models than ``num_models`` the rest have no requests.
 
     Raises:
         UsageError: ``num_models`` is less than one.

@@ -1,8 +1,8 @@
-"""Requests that arrive by a law: Poisson streams with a rate per model.
+"""Random arrivals: Poisson streams with a rate per model.
 
-Each model draws its arrivals and its lengths from generators of its own, both made
-from the run's seed and its name: another model, rate or duration leaves its n-th
-request's lengths as they were, so that runs can be compared request by request.
+Each model draws arrivals and lengths from its own generators, seeded by the run's seed and its
+name: another model, rate or duration leaves its n-th request's lengths unchanged, so that runs can
+be compared request by request.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SimRequest:
 
 
 def model_names(num_models: int) -> list[str]:
-    """``m00``, ``m01``, ... Raises UsageError for less than one."""
+    """Return ``m00``, ``m01``, ... Raises UsageError for less than one."""
     if num_models < 1:
         raise UsageError(f"{num_models} models: at least one is needed")
     width = max(2, len(str(num_models - 1)))
@@ -45,10 +45,10 @@ def equal_rates(models: Sequence[str], rate_rps: float) -> dict[str, float]:
 
 
 def zipf_rates(models: Sequence[str], total_rps: float, exponent: float = 1.0) -> dict[str, float]:
-    """``total_rps`` shared out so that the k-th model gets a part like ``1 / k**exponent``.
+    """Divide ``total_rps`` so that the k-th model gets a part like ``1 / k**exponent``.
 
     Raises:
-        UsageError: no models, one named twice, or a rate that is not positive.
+        UsageError: there are no models, a name repeats, or a rate is not positive.
     """
     if not (math.isfinite(exponent) and exponent >= 0):
         raise UsageError(f"Zipf exponent {exponent}: must be a number from 0")
@@ -63,13 +63,14 @@ def zipf_rates(models: Sequence[str], total_rps: float, exponent: float = 1.0) -
 def poisson_workload(
     rates_rps: Mapping[str, float], duration_s: float, lengths: LengthSource, seed: int
 ) -> tuple[SimRequest, ...]:
-    """Poisson arrivals in ``[0, duration_s)``, each model at its own rate, in order of arrival.
+    """Return Poisson arrivals in ``[0, duration_s)``, each model at its own rate, in order.
 
-    The same arguments give the same requests, in any process, whatever the order of
-    the models. Empty when by chance nothing arrives.
+    Equal arguments give equal requests in any process, whatever the order of the models. May be
+    empty by chance.
 
     Raises:
-        UsageError: no models, a rate or the duration not positive, or far too many requests.
+        UsageError: there are no models, a rate or the duration is not positive, or the requests are
+            far too many.
     """
     rates = _checked(rates_rps)
     if not (math.isfinite(duration_s) and duration_s > 0):
@@ -82,12 +83,12 @@ def poisson_workload(
 
 
 def merge(*workloads: Iterable[SimRequest]) -> tuple[SimRequest, ...]:
-    """All requests of several workloads as one; of equal arrivals the earlier workload's first."""
+    """Merge several workloads; among equal arrivals the earlier workload comes first."""
     return in_arrival_order(request for workload in workloads for request in workload)
 
 
 def in_arrival_order(requests: Iterable[SimRequest]) -> tuple[SimRequest, ...]:
-    """Sorted by arrival (equal ones stay in order) and numbered anew: ``r0``, ``r1``, ..."""
+    """Sort by arrival (stable) and number anew: ``r0``, ``r1``, ..."""
     ordered = sorted(requests, key=attrgetter("arrival_s"))
     return tuple(
         SimRequest(f"r{number}", one.model, one.arrival_s, one.prompt_tokens, one.output_tokens)
@@ -98,7 +99,7 @@ def in_arrival_order(requests: Iterable[SimRequest]) -> tuple[SimRequest, ...]:
 def _stream(
     model: str, rate_rps: float, duration_s: float, lengths: LengthSource, seed: int
 ) -> Iterator[SimRequest]:
-    """One model's requests, not numbered yet."""
+    """Yield one model's requests without numbers."""
     gaps, sizes = (Random(f"{seed}/{model}/{use}") for use in ("arrivals", "lengths"))
     arrival_s = gaps.expovariate(rate_rps)
     while arrival_s < duration_s:

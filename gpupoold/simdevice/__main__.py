@@ -1,4 +1,4 @@
-"""``python -m gpupoold.simdevice``: started by the daemon, one per simulated device."""
+"""``python -m gpupoold.simdevice``: the process that the daemon starts per simulated device."""
 
 from __future__ import annotations
 

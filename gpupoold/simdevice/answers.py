@@ -1,4 +1,4 @@
-"""Requests on a simulated device, and what a model has of them."""
+"""Requests on a simulated device, by model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Answer:
     prompt_tokens: int
     max_tokens: int
     num_tokens: int = 0
-    """Those that it has; not 0 at first if it comes from a device that has died."""
+    """Number of tokens; positive at the start for a request of a dead device."""
     is_gone: bool = False
 
     @property
@@ -26,13 +26,13 @@ class Answer:
 
     @property
     def is_done(self) -> bool:
-        """True if it has all its tokens."""
+        """True if all tokens exist."""
         return self.num_tokens >= self.max_tokens
 
 
 @dataclass(slots=True)
 class Work:
-    """A model's requests here. ``batch`` is ``running`` as the last step had it."""
+    """A model's requests here. ``batch`` is ``running`` as of the last step."""
 
     vocabulary: Vocabulary
     waiting: list[Answer] = field(default_factory=list)
@@ -41,5 +41,5 @@ class Work:
     batch: tuple[Answer, ...] | None = None
 
     def all(self) -> list[Answer]:
-        """Every request, the one being prefilled too."""
+        """Return every request, including the one in prefill."""
         return [*([self.prefilling] if self.prefilling else ()), *self.waiting, *self.running]

@@ -1,8 +1,8 @@
-"""A device without an engine: carries out turns at the latency law's pace, in real time.
+"""A device without an engine: turns at the pace of the latency model, in real time.
 
-It does what ``gpupoold.sim.device`` does in virtual time. All work is put on an absolute
-schedule; whoever calls late (the machine is busy) gets everything that was due meanwhile,
-at the times it was due, so that tokens are neither lost nor put off.
+Behaves like ``gpupoold.sim.device`` in virtual time. All work has absolute times; a late call (on a
+busy machine) processes everything due, at the due times, so that tokens are neither lost nor
+delayed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PacedDevice:
 
     @property
     def next_due_s(self) -> float | None:
-        """When there is something to do next."""
+        """Time of the next work."""
         return self._due[0] if self._due else None
 
     @property
@@ -62,12 +62,12 @@ class PacedDevice:
 
     @property
     def turn_began_s(self) -> float | None:
-        """When the model on its turn could run; None while it is being brought in."""
+        """Time when the present model could run; None while it is brought in."""
         return self._began_s if self._turn is not None and self._has_begun else None
 
     @property
     def prefetched_bytes(self) -> int:
-        """Bytes of weights that came, or are on their way, for turns still to come."""
+        """Bytes of prefetched weights, arrived or on the way, for coming turns."""
         held = ((self.memory.held_bytes(name)[0], early) for name, early in self._fetched.items())
         return sum(min(held_bytes, weight_bytes) for held_bytes, (weight_bytes, _) in held)
 
@@ -78,7 +78,7 @@ class PacedDevice:
         self._tell_memory()
 
     def advance(self, now_s: float) -> None:
-        """Do all that was due by ``now_s``, and tell of it."""
+        """Process everything due by ``now_s``, and report the results."""
         self._now_s = now_s
         while self._due is not None and self._due[0] <= now_s:
             (at_s, work), self._due = self._due, None
@@ -86,14 +86,14 @@ class PacedDevice:
         self._reports.close(self._now_s)
 
     def add_model(self, model: SimModel, vocabulary: Vocabulary) -> None:
-        """It can have requests from now on."""
+        """Add a model, which can then have requests."""
         self.models[model.name] = model
         self._work[model.name] = Work(vocabulary)
         self.memory.add(model.name)
         self._tell_memory()
 
     def remove_model(self, name: str) -> list[str]:
-        """Forget a model; ids of requests that had not ended."""
+        """Remove a model; return the ids of its live requests."""
         lost = [answer.request_id for answer in self._work[name].all()]
         self.abort(name, lost)
         if self._turn is not None and self._turn.model == name:
@@ -110,11 +110,11 @@ class PacedDevice:
         self.models[name] = replace(self.models[name], targets=targets)
 
     def add(self, answer: Answer) -> None:
-        """A request; its model must be there."""
+        """Add a request of a present model."""
         self._work[answer.model].waiting.append(answer)
 
     def abort(self, model: str, request_ids: Iterable[str]) -> None:
-        """Drop requests with their KV; unknown ids are ignored."""
+        """Drop requests with their KV; ignore unknown ids."""
         wanted, work = set(request_ids), self._work[model]
         for answer in work.all():
             if answer.request_id in wanted:
@@ -122,7 +122,7 @@ class PacedDevice:
         self._tell_memory()
 
     def give_up(self, model: str, request_id: str) -> tuple[Answer, float] | None:
-        """Let a request go; it, and when its KV is in host memory. None if it is not here."""
+        """Release a request; return it with the time when its KV is in host memory, or None."""
         work = self._work[model]
         answer = next((one for one in work.all() if one.request_id == request_id), None)
         if answer is None:
@@ -140,9 +140,9 @@ class PacedDevice:
         return answer, ready_s
 
     def attach(self, answer: Answer) -> float:
-        """KV of a request has come to host memory; when ``join`` is to be called for it.
+        """Attach a request with KV in host memory; return the time for ``join``.
 
-        A model on its turn fetches it, others with their switch.
+        The present model fetches the KV at once, other models with their switch.
         """
         self.memory.receive_kv(answer.model, answer.context_tokens)
         delay_s = 0.0
@@ -152,13 +152,13 @@ class PacedDevice:
         return self._now_s + delay_s
 
     def join(self, answer: Answer) -> None:
-        """A request that was taken over can be decoded."""
+        """Start decoding an attached request."""
         work = self._work[answer.model]
         work.running.append(answer)
         work.batch = None
 
     def drop_taken(self, answer: Answer) -> None:
-        """A request that was taken over has ended before it could be decoded."""
+        """Drop an attached request that ended before decoding."""
         self.memory.add_kv(answer.model, -answer.context_tokens)
         self._tell_memory()
 
@@ -175,7 +175,7 @@ class PacedDevice:
             self._start(order, self._now_s)
 
     def counts(self, model: str) -> tuple[int, int]:
-        """Requests of a model, and how many of them have no token yet."""
+        """Return a model's number of requests, and of those without a token."""
         work = self._work[model]
         num_waiting = len(work.waiting) + (work.prefilling is not None)
         return num_waiting + len(work.running), num_waiting
@@ -187,7 +187,7 @@ class PacedDevice:
     # Turns
 
     def _start(self, order: m.RunTurn, at_s: float) -> None:
-        """Begin the switch of a turn; one for which there is nothing to do ends at once."""
+        """Start the switch of a turn; a turn without work ends at once."""
         self._turn, self._has_begun = order, False
         model = order.model
         if model not in self.models or not self._work[model].all():
@@ -204,9 +204,9 @@ class PacedDevice:
         self._go_on(at_s, is_new=True)
 
     def _go_on(self, at_s: float, *, is_new: bool = False) -> None:
-        """Prefill what waits, then decode; one piece of work, whose end calls again.
+        """Prefill waiting requests, then decode; one piece of work, whose end calls again.
 
-        A new turn does at least one, however short its quota is.
+        A new turn does at least one piece, however short its quota.
         """
         assert self._turn is not None
         assert self._turn.model is not None
@@ -232,7 +232,7 @@ class PacedDevice:
         return not is_new and turn.then is not None and at_s >= self._began_s + turn.quota_s
 
     def _end_turn(self, at_s: float) -> None:
-        """Tell it, and bring in the next model without waiting for orders."""
+        """Report the end of the turn, and bring in the next model without waiting for orders."""
         turn, order = self._turn, self._order
         assert turn is not None
         self._turn = self._order = None
@@ -317,12 +317,12 @@ class PacedDevice:
                 self._fetched_beside.add(name)
 
     def _missing(self, name: str) -> tuple[int, int]:
-        """Weight and KV bytes that a switch to the model would move."""
+        """Return the bytes of weights and KV that a switch to the model would move."""
         held_weight_bytes, _, kv_host_bytes = self.memory.held_bytes(name)
         return self.models[name].weight_bytes - held_weight_bytes, kv_host_bytes
 
     def _switch_in(self, name: str, at_s: float) -> float:
-        """Seconds until the model can run; tells of the switch if there is one to make."""
+        """Return the seconds until the model can run; report the switch, if any."""
         early, late = self._fetched.pop(name, (0, 0)), self._missing(name)
         prefetched_bytes = early[0] if name in self._fetched_beside else 0
         self._fetched_beside.discard(name)

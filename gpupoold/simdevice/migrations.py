@@ -1,4 +1,4 @@
-"""Requests that leave a device without an engine, or come to it: at the time their KV takes."""
+"""Migrations from and to a device without an engine, timed by the size of the KV."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpupoold.wire.channel import BlockingChannel
 
 
 class SimMigrations:
-    """What :mod:`gpupoold.worker.kv.migrations` is to an engine; times instead of bytes."""
+    """The counterpart of :mod:`gpupoold.worker.kv.migrations`, with times instead of bytes."""
 
     def __init__(
         self, device_number: int, device: PacedDevice, channel: BlockingChannel[m.ToWorker]
@@ -27,11 +27,11 @@ class SimMigrations:
 
     @property
     def next_due_s(self) -> float | None:
-        """When ``advance`` has something to do next."""
+        """Time of the next work of ``advance``."""
         return min((at_s for at_s, _ in (*self._leaving, *self._coming)), default=None)
 
     def migrate_out(self, message: m.MigrateOut, *, is_known: bool) -> None:
-        """Let a request go; tells of it when its KV is in host memory."""
+        """Let a request leave; report when its KV is in host memory."""
         given = self._device.give_up(message.model, message.request_id) if is_known else None
         if given is None:
             self._channel.send(m.Migrated(message.model, message.request_id, is_known=False))
@@ -44,7 +44,7 @@ class SimMigrations:
         self._leaving.append((ready_s, moved))
 
     def attach(self, answer: Answer, kv_transfer: m.KvTransfer | None) -> None:
-        """A request that comes with its KV, or has to be prefilled anew."""
+        """Add a request with its KV, or for a new prefill."""
         if kv_transfer is None:
             self._device.add(answer)
             self._channel.send(m.RequestAttached(answer.model, answer.request_id))
@@ -53,7 +53,7 @@ class SimMigrations:
         self._coming.append((self._device.attach(answer), answer))
 
     def advance(self, now_s: float) -> None:
-        """Tell of those that have left, and let those that have come be decoded."""
+        """Report departures that are due, and start decoding arrivals."""
         for at_s, moved in list(self._leaving):
             if at_s <= now_s:
                 self._leaving.remove((at_s, moved))
@@ -65,14 +65,14 @@ class SimMigrations:
                 self._channel.send(m.RequestAttached(answer.model, answer.request_id))
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Requests on their way here have ended; others are ignored."""
+        """Drop ended requests on the way here; ignore others."""
         wanted = set(request_ids)
         for at_s, answer in [one for one in self._coming if one[1].request_id in wanted]:
             self._coming.remove((at_s, answer))
             self._device.drop_taken(answer)
 
     def forget(self, model: str) -> list[str]:
-        """A model goes; ids of its requests that were on their way here."""
+        """Remove a model; return the ids of its requests on the way here."""
         lost = [answer.request_id for _, answer in self._coming if answer.model == model]
         self.abort(lost)
         return lost

@@ -1,4 +1,4 @@
-"""What a device without an engine knows of a model: its files' headers, and the latency law."""
+"""A model on a device without an engine: its files' headers, and its latency model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _EXACT = FitQuality(r_squared=1.0, mean_relative_error=0.0, p90_relative_error=0
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model as such a device has it."""
+    """A model on a simulated device."""
 
     sim: SimModel
     loaded: LoadedModel
@@ -39,7 +39,7 @@ class KnownModel:
     layout_digest: str
 
     def profile(self) -> Profile:
-        """The latency law as if it had been measured, which takes no time."""
+        """Return the latency model as a measured profile, which takes no time."""
         latency = self.sim.latency
         return Profile(
             prefill=StoredFit.of(Fit(latency.prefill, _EXACT)),
@@ -49,11 +49,11 @@ class KnownModel:
 
 
 def know(model: ModelToLoad, gpu: str, device_bytes: int) -> KnownModel:
-    """Read what ``model``'s folder says; its weights are not read.
+    """Read the folder of ``model`` without its weights.
 
     Raises:
-        Refused: it cannot be served from there, does not fit on the device, or is of a kind
-            whose latency cannot be told.
+        Refused: the checkpoint cannot be served, does not fit on the device, or its latency is
+            unknown.
     """
     started_s = time.monotonic()
     path = Path(model.path)

@@ -168,7 +168,7 @@ class SimServer:
             return m.CallResult(call.call_id, None, "failed", f"{call.method}: {error}")
 
     def _page_out(self, model: str) -> dict[str, Any]:
-        """Take a model off the device; nothing of one that has requests."""
+        """Page a model without requests out of the device."""
         if model not in self._known:
             raise NoSuchModel(f"{model} is not loaded on device {self._worker}")
         if self._device.live(model):
@@ -177,7 +177,7 @@ class SimServer:
         return {"kv_out_bytes": 0}
 
     def _check_integrity(self) -> dict[str, Any]:
-        """What the models hold adds up; raises AssertionError, saying what does not."""
+        """Check the sums of the models' memory; raise AssertionError on a mismatch."""
         memory, used_bytes = self._device.memory, 0
         for name, known in self._known.items():
             weight_bytes, kv_bytes, host_bytes = memory.held_bytes(name)

@@ -1,4 +1,4 @@
-"""Tells of the steps of a simulated device: late ones of an unchanged batch in one message."""
+"""Reports of a simulated device's steps: late steps of an unchanged batch share a message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LENGTH = "length"
 
 @dataclass(slots=True)
 class _Steps:
-    """Steps of one batch that nobody has been told of."""
+    """Unreported steps of one batch."""
 
     model: str
     batch: tuple[Answer, ...]
@@ -23,7 +23,7 @@ class _Steps:
 
 
 class StepReports:
-    """Steps are noted when they are done and told when the batch changes, or at ``close``."""
+    """Collects steps and reports them when the batch changes, or at ``close``."""
 
     def __init__(
         self, send: Callable[[m.Message], None], vocabulary_of: Callable[[str], Vocabulary]
@@ -35,7 +35,7 @@ class StepReports:
     def note(
         self, model: str, batch: tuple[Answer, ...], step_s: float | None, now_s: float
     ) -> None:
-        """One more step; ``step_s`` is None for a prefill."""
+        """Add a step; ``step_s`` is None for a prefill."""
         steps = self._steps
         if steps is not None and steps.batch is batch and step_s is not None:
             steps.num_steps += 1
@@ -45,7 +45,7 @@ class StepReports:
         self._steps = _Steps(model, batch, 1, step_s)
 
     def close(self, now_s: float) -> None:
-        """Tell of what was noted."""
+        """Report the collected steps."""
         steps, self._steps = self._steps, None
         if steps is None:
             return

@@ -12,14 +12,14 @@ _STRIDE = 37
 
 
 class Vocabulary(NamedTuple):
-    """The ids from ``first`` to before ``end``, none of them special."""
+    """The ids from ``first`` to before ``end``, without special ones."""
 
     first: int
     end: int
 
     @classmethod
     def of_size(cls, vocab_size: int) -> Self:
-        """For a model with so many ids (0: not known)."""
+        """Return the vocabulary of a model with that many ids (0: unknown)."""
         if vocab_size >= _END or vocab_size <= 0:
             return cls(_FIRST, _END)
         return cls(vocab_size // 2, max(vocab_size // 2 + 1, vocab_size * 3 // 4))

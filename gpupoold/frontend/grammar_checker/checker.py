@@ -1,7 +1,7 @@
-"""A process that checks grammars for a frontend, each in a child that it forks and may lose.
+"""A process that checks grammars for a frontend, each in a forked child that may die.
 
-It is forked by the frontend before that has threads, and has then imported what the frontend
-has; or it is started as ``python -m`` to replace one that died. One thread, no event loop.
+The frontend forks the checker before starting threads, so the checker shares the frontend's
+imports; a replacement for a dead checker starts as ``python -m``. One thread, no event loop.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 _logger = logging.getLogger(__name__)
 
 TRIAL_TIMEOUT_S = 60.0
-"""Of the clock, for a child that waits for a core; the CPU time that it may use is less."""
+"""Time limit by the clock, for a child that waits for a core; the limit of CPU time is lower."""
 _MAX_PREPARED = 8
 _MAX_VERDICT_BYTES = 4096
 _M_ARENA_MAX = -8
@@ -56,7 +56,7 @@ class _Trial:
 
 
 class GrammarChecker:
-    """Forks a child for each check and tells how it ended."""
+    """Forks a child per check and reports the result."""
 
     def __init__(self, sock: socket.socket, log_level: str) -> None:
         self._sock = sock
@@ -172,7 +172,7 @@ def _of_death(check_id: int, status: int) -> GrammarVerdict:
 
 
 def _be_first_to_go() -> None:
-    """Let the kernel end this process before others when memory is short."""
+    """Let the kernel kill this process first when memory is short."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
 
@@ -196,7 +196,7 @@ def fork_checker(log_level: str) -> socket.socket:
 
 
 def _close_others(kept_fd: int) -> None:
-    """Close what is the frontend's: its channel and the listening socket."""
+    """Close the frontend's descriptors: its channel and the listening socket."""
     os.closerange(3, kept_fd)
     os.closerange(kept_fd + 1, os.sysconf("SC_OPEN_MAX"))
 

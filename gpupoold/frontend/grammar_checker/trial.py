@@ -1,4 +1,4 @@
-"""Compiles one grammar as a worker does, in a process that may die of it."""
+"""Trial compilation of a grammar as in a worker, in a process that may die."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from gpupoold.system.process import LONG_GRAMMAR_NICENESS, lower_priority
 
 MAX_CPU_S = 3
 ORDINARY_S = 0.1
-"""CPU time after which a grammar is no ordinary one."""
+"""Limit of CPU time for an ordinary grammar, in seconds."""
 MAX_MEMORY_BYTES = 1 << 30
-"""Address space beyond what the process has before."""
+"""Limit of address space beyond the process's present size, in bytes."""
 MAX_STEP_S = 0.05
-"""CPU time for the mask of one token."""
+"""Limit of CPU time for the mask of one token, in seconds."""
 _STACK_BYTES = 4 << 20  # half of what a worker's threads have
 _NUM_TOKENS = 24
 _MAX_REASON_CHARS = 500
 
 
 class Prepared:
-    """What the checks of one model share: configuration, tokenizer, xgrammar's compiler."""
+    """Shared parts of one model's checks: configuration, tokenizer, xgrammar's compiler."""
 
     def __init__(self, check: GrammarCheck) -> None:
         self.config: VllmConfig = engine_config(check.model, check.loaded)
@@ -51,9 +51,9 @@ class Prepared:
 
 
 def try_grammar(prepared: Prepared, check: GrammarCheck) -> GrammarVerdict:
-    """Validate and compile the grammar, and take some tokens with it; may end the process.
+    """Validate and compile the grammar, and take some tokens; may end the process.
 
-    Ordinary grammars take a few milliseconds. One that takes long yields to all others.
+    Ordinary grammars take a few milliseconds. A slow one gets the lowest priority.
     """
     _limit()
     verdicts: list[GrammarVerdict] = []
@@ -94,7 +94,7 @@ def _verdict(prepared: Prepared, check: GrammarCheck) -> GrammarVerdict:
 
 
 def _compile(prepared: Prepared, parts: dict[str, Any]) -> str:
-    """The backend that vLLM chooses for the grammar.
+    """Return the backend that vLLM chooses for the grammar.
 
     Raises:
         Exception: the grammar cannot be used.
@@ -113,10 +113,10 @@ def _compile(prepared: Prepared, parts: dict[str, Any]) -> str:
 
 
 def _take_tokens(grammar: StructuredOutputGrammar, bitmask: torch.Tensor) -> None:
-    """Take tokens that the grammar allows, drawn by chance, as an answer would.
+    """Take random permitted tokens, as an answer would.
 
     Raises:
-        ValueError: there is none, or a step takes too long for the streams that share it.
+        ValueError: no token is permitted, or a step takes too long for streams of the same batch.
     """
     draw = random.Random(0)
     for index in range(_NUM_TOKENS):

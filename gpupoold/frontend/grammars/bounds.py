@@ -1,7 +1,7 @@
-"""Bounds on the grammars that requests ask for: schemas, patterns, choices, tools.
+"""Bounds on the grammars of requests: schemas, patterns, choices, tools.
 
-Nothing here calls a grammar library. Every check takes time linear in the text and does not
-recurse, so that it can run on the event loop.
+No function calls a grammar library. Every check takes time linear in the text and does not recurse,
+so that the event loop can run the check.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 import msgspec
 
 MAX_BYTES = 256 << 10
-"""Of one field of a request, as it was sent."""
+"""Limit of one field's text in bytes."""
 MAX_VALUES = 20_000
-"""JSON values in one field, counted at all levels."""
+"""Limit of JSON values in one field, counted at all levels."""
 MAX_PROPERTIES = 5_000
-"""Entries of all ``properties`` and ``patternProperties`` in one field."""
+"""Limit of entries of all ``properties`` and ``patternProperties`` in one field."""
 MAX_DEPTH = 80
-"""Levels of JSON. vLLM takes 64 in a schema, and 16 more around it in a structural tag."""
+"""Limit of JSON levels. vLLM accepts 64 in a schema, and 16 more around it in a structural tag."""
 MAX_PATTERN_CHARS = 8_192
 MAX_PATTERN_DEPTH = 64
-"""Levels of groups in one regular expression."""
+"""Limit of group levels in one regular expression."""
 MAX_CHOICES = 10_000
 MAX_TOOLS = 512
 MAX_EBNF_BYTES = 64 << 10
@@ -37,7 +37,7 @@ _DERIVED = 4
 
 
 class OverBound(ValueError):
-    """A grammar is over a bound; ``field`` is where it was sent."""
+    """A grammar exceeds a bound; ``field`` names its field."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"`{field}` {message}")
@@ -45,7 +45,7 @@ class OverBound(ValueError):
 
 
 class GrammarFields(msgspec.Struct):
-    """The fields of a request's body, of all APIs, that grammars are made of; not yet parsed."""
+    """The fields of a request's body, of all APIs, that define grammars; not yet parsed."""
 
     response_format: msgspec.Raw = msgspec.Raw()
     structured_outputs: msgspec.Raw = msgspec.Raw()
@@ -56,10 +56,10 @@ class GrammarFields(msgspec.Struct):
 
 
 def check_fields(fields: GrammarFields) -> None:
-    """Check a body's fields before anything else reads them.
+    """Check a body's fields before any other reader.
 
     Raises:
-        OverBound: a field is over a bound.
+        OverBound: a field exceeds a bound.
     """
     for name in GrammarFields.__struct_fields__:
         raw: msgspec.Raw = getattr(fields, name)
@@ -77,13 +77,12 @@ def check_fields(fields: GrammarFields) -> None:
 
 
 def check_constraint(parts: dict[str, Any]) -> bytes:
-    """Check what vLLM has made of a request's fields, named as in ``structured_outputs``.
+    """Check vLLM's parsed fields of a request, named as in ``structured_outputs``.
 
-    Returns:
-        The parts as JSON.
+    Returns the parts as JSON.
 
     Raises:
-        OverBound: one of them is over a bound.
+        OverBound: a part exceeds a bound.
     """
     field = "structured_outputs"
     _check_value(field, parts, _DERIVED)
@@ -108,7 +107,7 @@ def _check_parts(field: str, parts: dict[str, Any], factor: int = 1) -> None:
 
 
 def _parsed(field: str, text: str | bytes) -> Any:
-    """The JSON value; None for what is no JSON, which vLLM refuses."""
+    """Return the JSON value, None for text that is no JSON, which vLLM refuses."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -142,7 +141,7 @@ def _check_value(field: str, value: Any, factor: int = 1) -> None:
 
 
 def _check_object(field: str, value: dict[str, Any]) -> int:
-    """Check the strings in one object of a schema; how many properties it declares."""
+    """Check the strings in one object of a schema; return its number of declared properties."""
     for key in _PATTERN_KEYS & value.keys():
         if isinstance(value[key], str):
             _check_pattern(f"{field}: {key}", value[key])
@@ -168,10 +167,10 @@ def _check_pattern(field: str, pattern: str) -> None:
 
 
 def group_depth(pattern: str) -> int:
-    """Levels of groups in a regular expression, or more.
+    """Return the group levels in a regular expression, or more.
 
-    Parsers disagree on where a character class ends. So an opening parenthesis counts
-    everywhere, and a closing one outside of classes only.
+    Parsers disagree on the end of a character class. So an opening parenthesis always counts, and a
+    closing one only outside of classes.
     """
     depth = deepest = 0
     is_escaped = is_in_class = False

@@ -1,4 +1,4 @@
-"""What a frontend and its grammar checker say to each other."""
+"""Messages between a frontend and its grammar checker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ Outcome = Literal["accepted", "refused", "unknown"]
 class GrammarCheck(Message):
     """Compile a grammar once; ``constraint`` is JSON by the names of ``structured_outputs``.
 
-    ``mount_id`` names this mount of the model's API: another mount may have another tokenizer.
+    ``mount_id`` names this mount of the model's API, because another mount may have another
+    tokenizer.
     """
 
     check_id: int
@@ -24,9 +25,9 @@ class GrammarCheck(Message):
 
 
 class GrammarVerdict(Message):
-    """How a check ended, and vLLM's ``backend`` for the grammar.
+    """The result of a check, and vLLM's ``backend`` for the grammar.
 
-    ``unknown``: it could not be checked now, and may be checked again.
+    ``unknown``: the check was impossible now and may be repeated.
     """
 
     check_id: int

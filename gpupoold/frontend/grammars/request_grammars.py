@@ -1,7 +1,7 @@
-"""The grammars in a model's requests: nothing is asked of the pool before they are vetted.
+"""Checks of a model's grammars before the request reaches the pool.
 
-vLLM 0.32.0 validates a grammar on the event loop, in ``InputProcessor.process_inputs`` and
-where a request's body is parsed. Both are left out: the grammar checker does it elsewhere.
+vLLM 0.32.0 validates a grammar on the event loop, in ``InputProcessor.process_inputs`` and while
+parsing a body. Both are replaced: the grammar checker validates in another process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _mount_ids = itertools.count(1)
 
 
 class ModelGrammars:
-    """Vets the grammars of one mounted model's requests."""
+    """Checks the grammars of one mounted model's requests."""
 
     def __init__(self, vetting: GrammarVetting, model: ModelToLoad, loaded: LoadedModel) -> None:
         self._vetting = vetting
@@ -40,11 +40,11 @@ class ModelGrammars:
         self._mount_id = next(_mount_ids)
 
     async def vetted(self, params: Any) -> Any:
-        """The parameters with their grammar as vLLM's validation would have left it.
+        """Return the parameters with their grammar in the form of vLLM's validation.
 
         Raises:
-            VLLMValidationError: it may not be used, or cannot be checked now; the answer that is
-                being made is refused with the reason.
+            VLLMValidationError: the grammar may not be used, or cannot be checked now; the answer
+                is refused with the reason.
         """
         if not isinstance(params, SamplingParams) or params.structured_outputs is None:
             return params
@@ -69,7 +69,7 @@ class ModelGrammars:
 
 
 def _parts(structured: StructuredOutputsParams) -> dict[str, Any]:
-    """What a request may set of a grammar; parts that are not set are left out."""
+    """Return the parts of a grammar that the request sets."""
     return {
         field.name: value
         for field in dataclasses.fields(structured)
@@ -80,7 +80,7 @@ def _parts(structured: StructuredOutputsParams) -> dict[str, Any]:
 def _validated(
     structured: StructuredOutputsParams, verdict: GrammarVerdict
 ) -> StructuredOutputsParams:
-    """As vLLM leaves the grammar with the backend that it has chosen."""
+    """Return the grammar in the form of vLLM's validation, with the chosen backend."""
     if verdict.backend == "xgrammar" and structured.choice:
         grammar = choice_as_grammar(structured.choice)
         validated = dataclasses.replace(structured, choice=None, grammar=grammar)
@@ -97,10 +97,10 @@ def _refuse(error: ApiError) -> NoReturn:
 
 
 def keep_grammars_off_the_loop() -> None:
-    """Replace xgrammar's validation in this process by what of it is not native code.
+    """Replace xgrammar's native validation in this process.
 
-    Where vLLM parses a body, it validates structural tags, and asks whether xgrammar supports
-    what goes with tools. What it lets pass here is vetted with the request.
+    While parsing a body, vLLM validates structural tags, and asks whether xgrammar supports the
+    schemas of tools. The request's check covers both.
     """
     backend_xgrammar.validate_xgrammar_grammar = _check_features  # type: ignore[assignment]
 

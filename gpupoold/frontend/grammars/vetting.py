@@ -1,7 +1,7 @@
-"""Verdicts on grammars, cached; what is not known is asked of the grammar checker.
+"""Cached verdicts on grammars; the grammar checker decides on new ones.
 
-A frontend has one of these for all models. Grammars that are equal share one check; few checks
-run at a time, and callers take turns, so that one who sends many new ones waits alone.
+A frontend has one object for all models. Equal grammars share one check; few checks run at a time,
+and callers take turns, so that a caller with many new grammars delays only itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 MAX_RUNNING = 2
 """Checks at a time."""
 MAX_WAITING = 64
-"""Checks that wait, of all callers."""
+"""Limit of waiting checks of all callers."""
 MAX_WAITING_PER_CALLER = 16
 MAX_CACHED = 4_096
 """Verdicts; each takes some 100 bytes."""
@@ -47,7 +47,7 @@ class _Job:
 
 @dataclass(eq=False, slots=True)
 class CheckQueue:
-    """Checks that wait: the callers take turns, each with its oldest."""
+    """Waiting checks: callers take turns, each with its oldest check."""
 
     _by_caller: OrderedDict[str, deque[_Job]] = field(default_factory=OrderedDict)
     _num_waiting: int = 0
@@ -79,9 +79,9 @@ class CheckQueue:
 
 
 class GrammarVetting:
-    """Tells whether grammars may be used; lives on the event loop.
+    """Decides on grammars; for the event loop.
 
-    ``sock`` is the channel to a checker that runs already; None: one is started when needed.
+    ``sock`` is the channel to a running checker; None starts a checker on first use.
     """
 
     def __init__(self, log_level: str, sock: socket.socket | None = None) -> None:
@@ -100,10 +100,10 @@ class GrammarVetting:
     async def verdict(
         self, mount_id: int, model: ModelToLoad, loaded: LoadedModel, constraint: bytes, caller: str
     ) -> GrammarVerdict:
-        """The verdict on a grammar, after a check if it is new.
+        """Return the verdict on a grammar, after a check if new.
 
         Raises:
-            TooManyGrammars: too many others wait for theirs.
+            TooManyGrammars: too many checks are waiting.
         """
         key = hashlib.sha256(b"%d %b" % (mount_id, constraint)).digest()
         known = self._known.get(key)

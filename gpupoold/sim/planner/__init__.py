@@ -1,1 +1,1 @@
-"""The planner: whether given models fit given devices, and what to change first."""
+"""The planner: whether given models fit given devices, and the first change to make."""

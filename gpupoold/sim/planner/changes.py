@@ -1,6 +1,6 @@
-"""Single changes to a box that does not fit, from the cheapest: promises, load, hardware.
+"""Single changes to a box that does not fit, from the cheapest: targets, load, hardware.
 
-Each is a :class:`~gpupoold.sim.planner.run.Setup` to simulate; nothing is decided here.
+Each is a :class:`~gpupoold.sim.planner.run.Setup` to simulate; the module decides nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FASTER_LINK = 2.0
 
 @dataclass(frozen=True, slots=True)
 class PlanChange:
-    """One change; ``kind`` is its word in JSON, ``text`` what to do."""
+    """A change; ``kind`` is its word in JSON, ``text`` the instruction."""
 
     kind: str
     text: str
@@ -37,11 +37,10 @@ class PlanChange:
 def chains(
     setup: Setup, worst: Sequence[str], needed: int | None, models_on: ModelsOn | None
 ) -> Iterator[tuple[PlanChange, ...]]:
-    """Changes from the cheapest to the dearest.
+    """Yield changes from the cheapest to the most expensive.
 
-    Those of one tuple are the same change by more and more: the first that is enough ends
-    it. ``worst`` are the models below the target, ``needed`` the least number of devices that
-    is enough: fewer are known not to be.
+    A tuple has one change in growing amounts: the first sufficient one ends the tuple. ``worst``
+    are the models below the target, ``needed`` the least sufficient number of devices.
     """
     yield _relaxed(setup, worst, "tbt")
     yield _relaxed(setup, worst, "ttft")
@@ -56,7 +55,7 @@ def chains(
 
 
 def next_round(value: float) -> float:
-    """The next value above of those that people choose: 1, 1.5, 2, 3, 5, 7.5, 10, ..."""
+    """Return the next value above among usual ones: 1, 1.5, 2, 3, 5, 7.5, 10, ..."""
     decade = 10.0 ** math.floor(math.log10(value))
     steps = (round(step * scale, 9) for scale in (decade, 10 * decade) for step in _ROUND)
     return next(step for step in steps if step > value * (1 + 1e-9))

@@ -1,4 +1,4 @@
-"""The file that names the models of a plan: TOML, one ``[[model]]`` per model or kind of model."""
+"""The file with the models of a plan: TOML, one ``[[model]]`` per model or kind of model."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MAX_COUNT = 10_000
 
 
 def read_models(path: Path) -> tuple[PlannedModel, ...]:
-    """The models of the file, in its order.
+    """Return the models of the file, in order.
 
-    ``count`` models alike are called ``name-0``, ``name-1``, ...; a relative ``path`` is
-    relative to the file.
+    ``count`` equal models are named ``name-0``, ``name-1``, ...; a relative ``path`` is relative to
+    the file.
 
     Raises:
-        UsageError: naming file, entry and key of what is wrong.
+        UsageError: the message names file, entry and key.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -52,14 +52,14 @@ def read_models(path: Path) -> tuple[PlannedModel, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _ModelEntry:
-    """One ``[[model]]``; ``number`` counts from 1."""
+    """A ``[[model]]``; ``number`` counts from 1."""
 
     file: Path
     number: int
     values: Any
 
     def models(self) -> Iterator[PlannedModel]:
-        """The model, or ``count`` of them."""
+        """Yield the model, or ``count`` models."""
         self._check_keys()
         name = self._read("name", _text, None)
         if name is None:

@@ -1,4 +1,4 @@
-"""The load that a plan is made for: Poisson arrivals at given rates, or recorded requests."""
+"""The load of a plan: Poisson arrivals at given rates, or recorded requests."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class PlanLoad(Protocol):
 
     @property
     def is_random(self) -> bool:
-        """Another seed gives other requests."""
+        """True if another seed gives other requests."""
         ...
 
     @property
     def text(self) -> str:
-        """What it is, for people."""
+        """A description for people."""
         ...
 
     def draw(self, seed: int) -> tuple[SimRequest, ...]:
-        """The requests of one run, in order of arrival."""
+        """Return the requests of one run, in order of arrival."""
         ...
 
     def scaled(self, factor: float) -> Self:
@@ -50,7 +50,7 @@ class PlanLoad(Protocol):
         ...
 
     def without(self, model: str) -> Self:
-        """The same without one model's requests."""
+        """Return the load without one model's requests."""
         ...
 
 
@@ -79,7 +79,7 @@ class PoissonLoad:
         return replace(self, rates_rps=rates)
 
     def without(self, model: str) -> Self:
-        """The other models' requests stay as they are."""
+        """Return the load without one model; other models' requests are unchanged."""
         return replace(self, rates_rps={m: r for m, r in self.rates_rps.items() if m != model})
 
 
@@ -101,7 +101,7 @@ class RecordedLoad:
 
     @property
     def text(self) -> str:
-        """Rate and where it comes from."""
+        """Rate and origin."""
         return f"{len(self.requests) / self.duration_s:.3g} requests/s ({self.source})"
 
     def draw(self, seed: int) -> tuple[SimRequest, ...]:
@@ -117,7 +117,7 @@ class RecordedLoad:
         return replace(self, requests=scale_time(self.requests, 1 / factor), duration_s=duration_s)
 
     def without(self, model: str) -> Self:
-        """The other models' requests stay as they are."""
+        """Return the load without one model; other models' requests are unchanged."""
         return replace(self, left_out=self.left_out | {model})
 
 
@@ -137,12 +137,12 @@ def poisson_load(rates_rps: Mapping[str, float], duration_s: float | None = None
 
 
 def trace_load(path: Path, models: Sequence[str], duration_s: float | None = None) -> RecordedLoad:
-    """The busiest ``duration_s`` of a CSV file with the columns that ``gpupool simulate`` takes.
+    """Return the busiest ``duration_s`` of a CSV file with the columns of ``gpupool simulate``.
 
-    Without a column ``model`` the requests are given to all ``models``.
+    Without a column ``model`` the requests are distributed over ``models``.
 
     Raises:
-        UsageError: what is wrong in the file, or a model in it that is none of ``models``.
+        UsageError: the file has an error, or names a model outside of ``models``.
     """
     table = select_scenario(read_table(path), None)
     requests = trace_requests(table, models[0])
@@ -171,11 +171,13 @@ class RecordedRequest(NamedTuple):
 def history_load(
     records: Iterable[RecordedRequest], models: Sequence[str], duration_s: float | None = None
 ) -> tuple[RecordedLoad, int]:
-    """The busiest ``duration_s`` of what a daemon recorded; and how many requests are left
-    out because their model is gone or they never got a token.
+    """Return the busiest ``duration_s`` of a daemon's record, and the number of requests left
+    out.
+
+    Requests of removed models and requests without a token are left out.
 
     Raises:
-        UsageError: nothing is left.
+        UsageError: no request is left.
     """
     known = set(models)
     ordered = sorted(records, key=lambda one: one.arrived_at)
@@ -199,11 +201,12 @@ def history_load(
 def recorded_load(
     requests: Sequence[SimRequest], source: str, duration_s: float | None = None
 ) -> RecordedLoad:
-    """The ``duration_s`` of ``requests`` in which most arrive, as they came; by default ten
-    minutes, five if those have many requests.
+    """Return the ``duration_s`` of ``requests`` with the most arrivals.
+
+    The default is ten minutes, or five if those have many requests.
 
     Raises:
-        UsageError: there are none.
+        UsageError: there are no requests.
     """
     if not requests:
         raise UsageError(f"{source}: no requests")
@@ -228,7 +231,7 @@ def busiest(requests: Sequence[SimRequest], duration_s: float) -> Sequence[SimRe
 
 
 class Admitted(NamedTuple):
-    """Requests within their models' limits, and what those limits did."""
+    """Requests within their models' limits, and the effect of the limits."""
 
     requests: tuple[SimRequest, ...]
     num_refused: int
@@ -236,9 +239,10 @@ class Admitted(NamedTuple):
 
 
 def admit(requests: Iterable[SimRequest], limits: Mapping[str, int]) -> Admitted:
-    """What a daemon would serve if prompt and answer may have ``limits[model]`` tokens together.
+    """Return the requests a daemon would serve with ``limits[model]`` tokens for prompt and
+    answer.
 
-    Prompts that leave no room for an answer are refused, longer answers cut.
+    Prompts without space for an answer are refused, longer answers cut.
     """
     asked = tuple(requests)
     kept = tuple(one for one in asked if one.prompt_tokens < limits[one.model])
@@ -258,7 +262,7 @@ def _from_zero(requests: Sequence[SimRequest]) -> tuple[SimRequest, ...]:
 
 
 def _usual_duration_s(total_rps: float) -> float:
-    """Longer for few requests, so that an answer rests on something; shorter for many."""
+    """Return a longer duration for few requests, for significance; a shorter one for many."""
     if total_rps * USUAL_DURATION_S > _MANY_REQUESTS:
         return SHORT_DURATION_S
     duration_s = USUAL_DURATION_S

@@ -1,4 +1,4 @@
-"""What a plan knows of its models: from a file, a checkpoint, or a daemon's registry."""
+"""A plan's models, from a file, a checkpoint, or a daemon's registry."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """A model before it is put on a device.
+    """A model before its placement on a device.
 
-    ``shape`` None: its dimensions are not known, ``shape_problem`` says why, and only what
-    was ``measured`` can be used. ``max_len`` is the longest prompt plus answer in tokens.
+    ``shape`` None means unknown dimensions, with the reason in ``shape_problem``; then only
+    ``measured`` can be used. ``max_len`` is the longest prompt plus answer in tokens.
     """
 
     name: str
@@ -56,11 +56,11 @@ class Placed(NamedTuple):
 
 
 def place(models: Sequence[PlannedModel], box: Box) -> Placed:
-    """All models on devices of ``box``.
+    """Place all models on devices of ``box``.
 
     Raises:
-        UsageError: naming all models that are larger than a device, one that is named
-            twice, or one that nothing is known of on this GPU.
+        UsageError: the message names all models that exceed a device, a repeated name, or a model
+            unknown on this GPU.
     """
     if not models:
         raise UsageError("no models to plan for")
@@ -85,17 +85,17 @@ def place(models: Sequence[PlannedModel], box: Box) -> Placed:
 
 
 class Checkpoint(NamedTuple):
-    """Dimensions of a checkpoint and the bytes its weights take on a device."""
+    """Dimensions of a checkpoint and the bytes of its weights on a device."""
 
     shape: ModelShape
     weight_bytes: int
 
 
 def read_checkpoint(folder: Path, dtype: str = "auto") -> Checkpoint:
-    """From ``config.json``, and from the weights if they are there (they may be quantized).
+    """Read ``config.json``, and the weights if present (they may be quantized).
 
     Raises:
-        UsageError: naming the file and what is wrong with it.
+        UsageError: the message names the file and its error.
     """
     shape = read_shape(folder, dtype)
     try:
@@ -108,10 +108,10 @@ def read_checkpoint(folder: Path, dtype: str = "auto") -> Checkpoint:
 
 
 def read_shape(folder: Path, dtype: str = "auto") -> ModelShape:
-    """The dimensions in a folder's ``config.json``.
+    """Return the dimensions in a folder's ``config.json``.
 
     Raises:
-        UsageError: it is not there, cannot be read, or describes another kind of model.
+        UsageError: the file is missing, unreadable, or describes another kind of model.
     """
     file = folder / "config.json"
     try:

@@ -1,4 +1,4 @@
-"""What a plan rests on, in sentences: how much was simulated, and what is not known well."""
+"""Notes of a plan in sentences: the amount of simulation, and uncertain inputs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The planner: does a load fit a box, how many devices does it need, what would help.
+"""The planner: whether a load fits a box, the number of devices needed, and remedies.
 
-Every number is a simulation's, and so is every advice: a change that was not simulated is
-not named.
+Every number and every advice comes from a simulation; no other change is named.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ _EXHAUSTIVE_SPLITS = 8
 
 @dataclass(frozen=True, slots=True)
 class PlanQuestion:
-    """What to plan for; ``models`` are those of ``box``.
+    """The question; ``models`` are those of ``box``.
 
-    ``max_lens`` bounds prompt and answer together, in tokens. ``models_on`` gives the
-    models on another kind of device (UsageError: not known there); without it other kinds
-    are not tried. ``seeds`` are the runs of a load that is drawn; a recorded one is run once.
+    ``max_lens`` bounds prompt and answer together, in tokens. ``models_on`` returns the models on
+    another kind of device (UsageError: unknown there); without the function other kinds are not
+    tried. ``seeds`` are the runs of a random load; a recorded load runs once.
     """
 
     box: Box
@@ -54,7 +53,7 @@ class PlanQuestion:
 
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """A policy on the box as it is; ``num_prefill`` is the best split of its devices."""
+    """A policy on the present box; ``num_prefill`` is the best split of its devices."""
 
     policy: str
     attained: Attained
@@ -63,7 +62,7 @@ class PolicyResult:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A change, or a number of devices, and what it gave."""
+    """A change, or a number of devices, and its result."""
 
     kind: str
     text: str
@@ -73,12 +72,12 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answers, about the best of the policies asked for.
+    """The answers, for the best of the given policies.
 
     ``needed`` is the least number of devices that reaches the target, None if none up to the
-    largest of ``counts`` does. ``growth`` is the largest multiple of the load tried that
-    still fits (1: none), ``growth_limit`` the next, which does not (None: all fit); both None
-    if it does not fit as it is. ``changes`` are all that were tried, cheapest first.
+    largest of ``counts`` does. ``growth`` is the largest tried multiple of the load that fits (1:
+    none), ``growth_limit`` the next one, which does not (None: all fit); both None if the present
+    load does not fit. ``changes`` are all tried changes, cheapest first.
     """
 
     fits: bool
@@ -94,7 +93,7 @@ class Plan:
 
 
 def check_question(target: float, policies: Sequence[str]) -> None:
-    """Raise UsageError for a target or policies that mean nothing."""
+    """Raise UsageError for an invalid target or policy."""
     if not 0 < target <= 1:
         hint = "write 0.99 for 99 % of the tokens"
         raise UsageError(f"target {target:g}: must be above 0 and at most 1", hint)
@@ -103,10 +102,10 @@ def check_question(target: float, policies: Sequence[str]) -> None:
 
 
 def make_plan(question: PlanQuestion, on_progress: OnProgress | None = None) -> Plan:
-    """Simulate until everything is answered.
+    """Simulate until all questions are answered.
 
     Raises:
-        UsageError: an impossible question, no requests, or no policy that would run.
+        UsageError: the question is impossible, there are no requests, or no policy can run.
     """
     check_question(question.target, question.policies)
     return _Planner(question, on_progress).plan()
@@ -120,7 +119,7 @@ class _Planner:
         self._counts: dict[int, Tried] = {}
 
     def plan(self) -> Plan:
-        """Policies first: all other answers are about the best of them."""
+        """Choose the policy first; all other answers concern the best one."""
         results = [self._policy_result(name) for name in dict.fromkeys(self._question.policies)]
         results.sort(key=lambda result: -result.attained.worst)
         best = results[0]
@@ -160,9 +159,9 @@ class _Planner:
         return PolicyResult(policy, self._runner.attained(setup, f"policy {policy}"))
 
     def _best_split(self, setup: Setup) -> PolicyResult:
-        """All splits of a small box; of a large one every so many, then around the best.
+        """Try all splits of a small box; of a large one a sample, then around the best.
 
-        They are compared by one run each, the best is run in full.
+        Splits are compared by one run each; the best one runs in full.
         """
         quick = replace(setup, seeds=setup.seeds[:1])
         last = setup.box.num_devices - 1
@@ -181,7 +180,7 @@ class _Planner:
         return PolicyResult(setup.policy, self._runner.attained(full, setup.policy), best)
 
     def _needed(self, base: Setup, fits: bool) -> int | None:
-        """The least number of devices: by doubling until it is enough, then by bisection."""
+        """Return the least number of devices: by doubling until sufficient, then by bisection."""
         enough = base.box.num_devices
         too_few = 0
         while not fits:
@@ -199,7 +198,9 @@ class _Planner:
         return enough
 
     def _is_hopeless(self, base: Setup, num_devices: int) -> bool:
-        """The last doubling, with a device for each model already, gained next to nothing."""
+        """Return whether the last doubling, with a device per model already, gained almost
+        nothing.
+        """
         before = self._counts.get(num_devices // 2)
         if before is None or num_devices // 2 < len(base.models):
             return False
@@ -215,7 +216,7 @@ class _Planner:
         return self._counts[num_devices].attained.reaches(self._target)
 
     def _growth(self, base: Setup) -> tuple[float, float | None]:
-        """How much the load may grow, and where it is too much."""
+        """Return how much the load may grow, and the first multiple that is too much."""
         reached = 1.0
         for factor in _GROWTHS:
             setup = replace(base, load=base.load.scaled(factor))
@@ -247,7 +248,7 @@ class _Planner:
 
 
 def models_below(forecast: Forecast, target: float) -> tuple[str, ...]:
-    """Models that by themselves do not reach the target, the worst first."""
+    """Return the models below the target, the worst first."""
     attained = {name: summary.attainment for name, summary in forecast.models.items()}
     below = [(share, name) for name, share in attained.items() if share is not None]
     return tuple(name for share, name in sorted(below) if share < target)

@@ -23,7 +23,7 @@ _MAY_REFUSE = frozenset({"static"}) | SPLITTING
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Everything that one forecast depends on.
+    """All inputs of one forecast.
 
     ``models`` are those of the box's GPU. ``max_lens`` bounds prompt and answer together, in
     tokens; so does the memory beside the weights.
@@ -38,7 +38,7 @@ class Setup:
     max_lens: Mapping[str, int] = field(default_factory=dict)
 
     def limits(self) -> dict[str, int]:
-        """Tokens that a request of each model may have."""
+        """Return the token limit of each model's requests."""
         room = self.box.device_bytes
         kv_tokens = {
             name: (room - model.weight_bytes) // model.kv_bytes_per_token
@@ -47,7 +47,7 @@ class Setup:
         return {name: min(room, self.max_lens.get(name, room)) for name, room in kv_tokens.items()}
 
     def on(self, num_devices: int) -> Setup:
-        """With another number of devices, roles in the same proportion."""
+        """Return the setup with another number of devices and proportional roles."""
         num_prefill = self.num_prefill
         if num_prefill is not None:
             share = num_prefill / self.box.num_devices
@@ -59,7 +59,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Attained:
-    """Share of tokens in time: all runs together and each run. Or why nothing was run."""
+    """Share of tokens on time: all runs together and each run. Or the reason for no run."""
 
     overall: float | None
     by_run: tuple[float, ...] = ()
@@ -67,7 +67,7 @@ class Attained:
 
     @property
     def worst(self) -> float:
-        """Of the worst run; below all others if nothing was run."""
+        """Share of the worst run; below all others without a run."""
         return min(self.by_run, default=-1.0)
 
     def reaches(self, target: float) -> bool:
@@ -76,11 +76,11 @@ class Attained:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What users of each model will see, all runs together.
+    """Each model's service as users would see it, all runs together.
 
-    ``num_refused`` prompts were longer than their model can take, ``num_cut`` answers were
-    shortened for that reason; ``num_late`` requests had not begun when the run ended, so
-    that no percentile has them.
+    ``num_refused`` prompts exceeded their model's limit, ``num_cut`` answers were shortened by the
+    limit; ``num_late`` requests had not begun at the end of the run, so no percentile includes
+    them.
     """
 
     overall: Summary
@@ -100,7 +100,7 @@ class NothingToServe(UsageError):
 
 
 class Runner:
-    """Runs setups, counts the runs and tells about them."""
+    """Runs setups, counts the runs and reports progress."""
 
     def __init__(self, on_progress: OnProgress | None = None) -> None:
         self._on_progress = on_progress
@@ -108,11 +108,11 @@ class Runner:
         self.num_runs = 0
 
     def attained(self, setup: Setup, what: str) -> Attained:
-        """Share of tokens in time.
+        """Return the share of tokens on time.
 
         Raises:
-            NothingToServe: one of the runs has no request.
-            UsageError: what the simulator cannot run.
+            NothingToServe: a run has no request.
+            UsageError: the simulator cannot run the setup.
         """
         try:
             runs = self._runs(setup, what)
@@ -141,7 +141,7 @@ class Runner:
         )
 
     def _runs(self, setup: Setup, what: str) -> list[_TrialRun]:
-        """One run per seed; those of the latest setup are remembered, and not run again."""
+        """Return one run per seed; runs of the latest setup are cached."""
         if self._latest is None or self._latest[0] != setup:
             self._latest = None  # so that never two setups' results are in memory
             if self._on_progress is not None:

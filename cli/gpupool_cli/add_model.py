@@ -1,4 +1,4 @@
-"""``add-model``: register a checkpoint and wait until it can serve."""
+"""``add-model``: register a checkpoint and wait until the model can serve."""
 
 from __future__ import annotations
 

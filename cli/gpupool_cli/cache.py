@@ -1,4 +1,4 @@
-"""``cache``: which models' weights snapshots are in host memory, and what shall stay there."""
+"""``cache``: show and change the models' weights snapshots in host memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def pin(ctx: typer.Context, name: NameArgument) -> None:
 
 @app.command("unpin")
 def unpin(ctx: typer.Context, name: NameArgument) -> None:
-    """Let a model's snapshot go again when others need the room."""
+    """Let a model's snapshot be evicted again."""
     with open_client(ctx) as client:
         model = client.pin(name, is_pinned=False)
     say(f"{model.name}: not pinned")
@@ -59,7 +59,7 @@ def unpin(ctx: typer.Context, name: NameArgument) -> None:
 
 @app.command("drop")
 def drop(ctx: typer.Context, name: NameArgument) -> None:
-    """Free the memory of a model's snapshot; its next request loads it again.
+    """Free the memory of a model's snapshot; the next request loads the snapshot again.
 
     Refused while the model is pinned or has live requests.
     """
@@ -70,7 +70,7 @@ def drop(ctx: typer.Context, name: NameArgument) -> None:
 
 @app.command("warm")
 def warm(ctx: typer.Context, name: NameArgument) -> None:
-    """Load a model's snapshot into host memory and wait until it is there."""
+    """Load a model's snapshot into host memory and wait for the end."""
     with open_client(ctx) as client:
         say(f"{name}: loading")
         model = client.warm(name)

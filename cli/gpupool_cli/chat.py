@@ -1,4 +1,4 @@
-"""One streamed chat completion from the OpenAI HTTP API."""
+"""A streamed chat completion from the OpenAI HTTP API."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class ChatServer:
-    """Where to ask, and with which API key. ``certificate`` is the server's own, for HTTPS."""
+    """The server's address, API key, and for HTTPS the server's own ``certificate``."""
 
     http_url: str
     key: str | None = field(default=None, repr=False)
     certificate: str | None = None
 
     def client(self, timeout: httpx.Timeout) -> httpx.Client:
-        """An HTTP client for it.
+        """Return an HTTP client for the server.
 
         Raises:
             Failed: the certificate cannot be read.
@@ -67,10 +67,10 @@ class ChatServer:
 
 
 def _trusting(certificate: str) -> ssl.SSLContext:
-    """For the server that has this very certificate, whatever name it is called by.
+    """Return an SSL context that trusts exactly this certificate, under any host name.
 
-    The daemon on this machine has told which that is; its name on the network is nothing to
-    a caller that comes by the loopback address.
+    The certificate comes from the daemon on this machine; its host name does not matter over the
+    loopback address.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -84,7 +84,7 @@ def _trusting(certificate: str) -> ssl.SSLContext:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """What to ask. ``silence_s`` is the longest wait for the next piece of the answer."""
+    """A question. ``silence_s`` is the longest wait for the next piece of the answer."""
 
     model: str
     prompt: str
@@ -118,11 +118,11 @@ class ChatPiece:
 
 
 def stream_chat(server: ChatServer, request: ChatRequest) -> Iterator[ChatPiece]:
-    """The answer piece by piece, as it comes.
+    """Yield the pieces of the answer as they arrive.
 
     Raises:
-        NoSuchModel, UsageError, Refused, Unavailable, Failed: as the server says.
-        TimedOut: nothing came for ``request.silence_s``.
+        NoSuchModel, UsageError, Refused, Unavailable, Failed: the server's error.
+        TimedOut: no piece arrived for ``request.silence_s``.
     """
     url = f"{server.http_url.rstrip('/')}/v1/chat/completions"
     timeout = httpx.Timeout(_CONNECT_TIMEOUT_S, read=request.silence_s)
@@ -190,7 +190,7 @@ def _status_of(error: object) -> int:
 
 
 def _error(http_status: int, body: str) -> GpupoolError:
-    """The error an answer with ``http_status`` means; its text is the server's own."""
+    """Return the error of an answer with ``http_status``, with the server's text."""
     try:
         answer = json.loads(body)
         message = str((answer.get("error") or answer)["message"])

@@ -1,4 +1,4 @@
-"""``completion``: the script that teaches a shell to complete ``gpupool``."""
+"""``completion``: the script for completion in a shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``config`` and ``reload``: what the configuration says, what is wrong, what it would change."""
+"""``config`` and ``reload``: show, check, compare and reload the configuration."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _COLUMNS = (Column("KEY"), Column("NOW"), Column("FILE"), Column("HEEDED"))
 
 @app.command("check")
 def check(file: FileArgument = None, as_json: JsonOption = False) -> None:
-    """Say all that is wrong in a configuration file, with lines. Needs no daemon.
+    """Check a configuration file; print all problems with lines. Needs no daemon.
 
-    Exit status 0 if nothing is, 1 if something is.
+    Exit status 0 without problems, 1 otherwise.
     """
     path = file or chosen_path()
     text = "" if path is None else read_text(path)
@@ -71,9 +71,9 @@ def show(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print every key with the value that the running daemon uses, as a file has it.
+    """Print every key with the running daemon's value, in the form of a file.
 
-    The comment behind a value says whether it is from the file or a default.
+    The comment behind a value says whether the value is from the file or a default.
     """
     if defaults:
         info = config_info(parsed_file("", None).settings, None, ())
@@ -88,7 +88,7 @@ def show(
 
 @app.command("diff")
 def diff(ctx: typer.Context, file: FileArgument = None, as_json: JsonOption = False) -> None:
-    """Show what a file would change in the running daemon, and when each key is heeded."""
+    """Show the changes that a file would make in the running daemon, and their effect."""
     with open_client(ctx) as client:
         if file is None:
             answer = client.config_diff()
@@ -103,9 +103,9 @@ def diff(ctx: typer.Context, file: FileArgument = None, as_json: JsonOption = Fa
 
 
 def reload(ctx: typer.Context, as_json: JsonOption = False) -> None:
-    """Have the daemon read its configuration again.
+    """Make the daemon read its configuration again.
 
-    A file in which anything is wrong changes nothing. No model is loaded again.
+    A file with an error changes nothing. No model is loaded again.
     """
     with open_client(ctx) as client:
         answer = client.reload()

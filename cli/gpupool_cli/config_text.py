@@ -12,9 +12,9 @@ _LIST_INDEX = re.compile(r"\[\d+\]$")
 
 
 def as_toml(info: ConfigInfo, *, with_origin: bool) -> str:
-    """All keys under their sections; ``with_origin`` says of each where its value comes from.
+    """Return all keys under their sections; ``with_origin`` adds each value's origin.
 
-    It can be read as a configuration: what is not set, or hidden, is a comment.
+    The text is valid TOML: keys that are not set, or hidden, are comments.
     """
     sections: dict[str, list[SettingInfo]] = {}
     for one in info.settings:
@@ -27,7 +27,7 @@ def as_toml(info: ConfigInfo, *, with_origin: bool) -> str:
 
 
 def value_text(value: object) -> str:
-    """A value as TOML has it; a dash for none."""
+    """Return a value in TOML; a dash for none."""
     if value is None:
         return NOTHING
     if isinstance(value, list):

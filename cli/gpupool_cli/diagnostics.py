@@ -1,4 +1,4 @@
-"""The only writer of stderr, and the one place where errors become exit codes."""
+"""The only writer of stderr, and the conversion of errors to exit codes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from gpupoold.printable import without_controls
 
 
 def say(text: str) -> None:
-    """Tell the person at the terminal something that is not data."""
+    """Print a message for people, not data."""
     print(without_controls(text), file=sys.stderr, flush=True)
 
 
 def report(error: GpupoolError) -> ExitCode:
-    """Print what went wrong and what to do about it; the answer is the exit code."""
+    """Print an error and its remedy; return the exit code."""
     _print_error(error.message, error.hint)
     return ExitCode(error.exit_code)
 
 
 class CliGroup(TyperGroup):
-    """The root command: turns every failure below it into a message and an exit code."""
+    """The root command: turns every failure into a message and an exit code."""
 
     def main(
         self,
@@ -54,7 +54,7 @@ class CliGroup(TyperGroup):
         sys.exit(code if isinstance(code, int) else ExitCode.OK)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the chosen command; a reader that went away ends it quietly."""
+        """Run the chosen command; end quietly if the reader has gone away."""
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()

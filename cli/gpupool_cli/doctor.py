@@ -1,4 +1,4 @@
-"""``doctor``: looks at the machine, the configuration and the daemon, and says what to mend."""
+"""``doctor``: check the machine, the configuration and the daemon, and name remedies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``events`` and ``logs``: what happened."""
+"""``events`` and ``logs``: past and present events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the process's exit status means; scripts rely on these numbers."""
+"""The exit statuses of ``gpupool``, which scripts rely on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``history`` and ``switches``: what was, from the daemon's database."""
+"""``history`` and ``switches``: past requests and switches from the daemon's database."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def history(
     ] = 100,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what became of requests: how many, how fast, how many tokens in time."""
+    """Show counts of past requests: number, latency, and tokens on time."""
     since_s = _HOUR_S if since_s is None else since_s
     columns: tuple[Column, ...]
     with open_client(ctx) as client:
@@ -130,7 +130,7 @@ def switches(
     ] = 20,
     as_json: JsonOption = False,
 ) -> None:
-    """Show switches and where their time went."""
+    """Show switches and the time of each stage."""
     with open_client(ctx) as client:
         answer = client.switches(
             limit,

@@ -1,4 +1,4 @@
-"""``key``: who may use the HTTP API."""
+"""``key``: manage the keys of the HTTP API."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def add(
     expires: ExpiresOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a key and print it, this once; by default for all models.
+    """Create a key and print the key, this once; by default for all models.
 
-    Only its hash is kept: a key that is lost has to be replaced.
+    Only a hash of the key is stored: a lost key must be replaced.
     """
     if model and metrics_only:
         raise UsageError("--model and --metrics-only exclude each other", "give one of them")
@@ -156,7 +156,7 @@ def ls(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List the keys: what each may do, and what it has used."""
+    """List the keys with their rights and use."""
     with open_client(ctx) as client:
         keys = client.api_keys(with_revoked=with_revoked)
     if as_json:
@@ -181,9 +181,9 @@ def set_key(
     max_live: LiveOption = None,
     expires: ExpiresOption = None,
 ) -> None:
-    """Change what a key may do, from its next request on; the key itself stays.
+    """Change a key's rights, from its next request on; the key itself stays.
 
-    The models that are given take the place of those it was for.
+    The given models replace the key's present models.
     """
     if model and all_models:
         raise UsageError("--model and --all-models exclude each other", "give one of them")
@@ -218,7 +218,7 @@ def rotate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Give a key a new secret and print it, this once; all else about it stays."""
+    """Give a key a new secret and print the key, this once; its rights stay."""
     grace_s = _DEFAULT_GRACE_S if grace is None else grace
     with open_client(ctx) as client:
         new = client.rotate_key(name, grace_s)
@@ -238,7 +238,7 @@ def rm(
     ctx: typer.Context,
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of keys.")],
 ) -> None:
-    """End keys at once; answers under way go on to their end."""
+    """Revoke keys at once; running answers continue to their end."""
     with open_client(ctx) as client:
         for name in names:
             key = client.remove_key(name)

@@ -1,4 +1,4 @@
-"""Values of options that take several, separated by commas."""
+"""Values of options with several entries, separated by commas."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ N = TypeVar("N", int, float)
 
 
 def names(text: str) -> tuple[str, ...]:
-    """The names, without the space around them."""
+    """Return the names without surrounding space."""
     return tuple(part.strip() for part in text.split(","))
 
 
 def numbers(option: str, text: str, kind: type[N], example: str) -> tuple[N, ...]:
-    """The numbers of ``text``, what ``option`` was given; ``example`` is what to write.
+    """Return the numbers in ``text``, the value of ``option``; ``example`` shows the form.
 
     Raises:
-        UsageError: naming the option.
+        UsageError: the message names the option.
     """
     try:
         return tuple(kind(part) for part in text.split(","))

@@ -18,7 +18,7 @@ _TIMEOUT_S = 600.0
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """One answer: when it was asked for and when each chunk of it came."""
+    """An answer: the time of the request and of each chunk."""
 
     asked_s: float
     chunk_times_s: list[float] = field(default_factory=list)
@@ -32,7 +32,7 @@ class TimedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What a load run measured."""
+    """The measurements of a load run."""
 
     tokens_per_s: float
     ttft_p50_s: float

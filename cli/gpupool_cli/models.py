@@ -132,7 +132,7 @@ def rm(
 
 
 def print_model(model: ModelInfo) -> None:
-    """One model as ``name  value`` lines on stdout."""
+    """Print a model as ``name value`` lines on stdout."""
     fields = {
         "name": model.name,
         "state": model.state,
@@ -156,7 +156,7 @@ def print_model(model: ModelInfo) -> None:
 
 
 def _memory_fields(model: ModelInfo) -> dict[str, str]:
-    """Where its bytes are now."""
+    """Return the places of its bytes."""
     usage = model.usage
     if usage is None:
         return {}
@@ -170,7 +170,7 @@ def _memory_fields(model: ModelInfo) -> dict[str, str]:
 
 
 def _latency_fields(model: ModelInfo) -> dict[str, str]:
-    """What was measured, as times of typical steps."""
+    """Return measured times of typical steps."""
     latency = model.latency
     if latency is None:
         return {}
@@ -206,7 +206,7 @@ def _row(model: ModelInfo) -> list[str]:
 
 
 def _remove(client: AdminClient, name: str, mode: RemoveMode) -> GpupoolError | None:
-    """The error that kept ``name`` from being removed; None when it was."""
+    """Return the error of removing ``name``, None after success."""
     if mode == "drain":
         say(f"{name}: waiting for its live requests to end")
     try:

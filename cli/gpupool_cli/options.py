@@ -1,4 +1,4 @@
-"""Options and arguments that several commands share."""
+"""Options and arguments of several commands."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def duration_s(text: str) -> float:
 
 
 def model_name(text: str) -> str:
-    """A model's name as typed.
+    """Check a model's name as typed.
 
     Raises:
-        typer.BadParameter: it is empty.
+        typer.BadParameter: the name is empty.
     """
     if not text.strip():
         raise typer.BadParameter("a model's name cannot be empty")
@@ -42,7 +42,7 @@ def model_name(text: str) -> str:
 
 
 def complete_model_name(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Names of registered models; none, and no word about it, if the daemon is not there."""
+    """Return names of registered models, none without a daemon."""
     try:
         socket_path = ctx.find_root().params.get("socket_path") or trusted_socket_path()
         with AdminClient(socket_path, timeout_s=_COMPLETION_TIMEOUT_S) as client:

@@ -51,12 +51,12 @@ class Column:
 
 
 def print_line(text: str) -> None:
-    """One line of data, at once."""
+    """Print and flush one line of data."""
     print(without_controls(text), flush=True)
 
 
 def print_piece(text: str) -> None:
-    """A piece of a line, at once: on a terminal without what would control it."""
+    """Print and flush a piece of a line, on a terminal without control characters."""
     print(without_controls(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
@@ -65,7 +65,7 @@ def print_json(value: BaseModel | Sequence[BaseModel] | Mapping[str, object]) ->
 
 
 def print_json_line(value: BaseModel) -> None:
-    """One line of an NDJSON stream, at once."""
+    """Print and flush one line of an NDJSON stream."""
     print(_as_json(value), flush=True)
 
 
@@ -87,7 +87,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
 
 
 def print_fields(fields: Mapping[str, str]) -> None:
-    """A record: one ``name  value`` per line, values aligned."""
+    """Print a record: one ``name value`` per line, values aligned."""
     width = max(map(len, fields))
     for name, value in fields.items():
         shown = without_controls(value).replace("\n", f"\n{_GAP:<{width + len(_GAP)}}")
@@ -95,7 +95,7 @@ def print_fields(fields: Mapping[str, str]) -> None:
 
 
 def print_styled(parts: Sequence[str], style_of: str) -> None:
-    """``parts`` on one line; on a terminal in the colour of the word ``style_of``."""
+    """Print ``parts`` on one line; on a terminal in the colour of the word ``style_of``."""
     line = clean(" ".join(parts))
     if sys.stdout.isatty():
         text = Text(line, style=_STYLES.get(style_of, ""))
@@ -123,7 +123,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def duration_text(seconds: float | None) -> str:
-    """A duration, or a dash where nothing was measured."""
+    """Return a duration, or a dash for none."""
     return NOTHING if seconds is None else format_duration(seconds)
 
 
@@ -143,7 +143,7 @@ def _cell(column: Column, text: str) -> Text:
 def _as_json(
     value: BaseModel | Sequence[BaseModel] | Mapping[str, object], indent: int | None = None
 ) -> str:
-    """JSON that a terminal can show: JSON escapes C0 itself, but neither DEL nor C1."""
+    """Return JSON safe for a terminal: JSON escapes C0 itself, but neither DEL nor C1."""
     text = json.dumps(_plain(value), ensure_ascii=False, indent=indent)
     return _UNESCAPED_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 

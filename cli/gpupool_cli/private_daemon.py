@@ -25,7 +25,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class PrivateDaemon:
-    """A running daemon and where to reach it."""
+    """A running daemon and its addresses."""
 
     process: subprocess.Popen[bytes]
     socket_path: Path
@@ -33,14 +33,14 @@ class PrivateDaemon:
     log_path: Path
 
     def client(self) -> AdminClient:
-        """A client for its admin API."""
+        """Return a client of its admin API."""
         return AdminClient(self.socket_path)
 
     def add_model(self, name: str, source: Path, **options: object) -> ModelInfo:
-        """Register a checkpoint and wait until it serves.
+        """Register a checkpoint and wait until the model serves.
 
         Raises:
-            GpupoolError: the daemon refused it.
+            GpupoolError: the daemon's error.
         """
         body = AddModelRequest.model_validate({"name": name, "source": str(source)} | options)
         with self.client() as client:
@@ -57,17 +57,15 @@ def private_daemon(
     timeout_s: float = _START_TIMEOUT_S,
     server: str = "",
 ) -> Iterator[PrivateDaemon]:
-    """Start ``gpupoold`` with its own folders and a free port, and stop it at the end.
+    """Start ``gpupoold`` with its own folders and a free port; stop the daemon at the end.
 
-    It is ready when all its frontends are.
-
-    It dies with the thread that starts it. ``config`` is TOML without ``[paths]``
-    and ``[server]``; ``server`` has further keys of the latter. A given ``folder`` is kept, a
-    temporary one removed.
+    The daemon is ready when all its frontends are. It dies with the thread that starts it.
+    ``config`` is TOML without ``[paths]`` and ``[server]``; ``server`` has further keys of the
+    latter. A given ``folder`` is kept, a temporary one removed.
 
     Raises:
-        Failed: it ended before it was ready; the end of its log is in the message.
-        TimedOut: it was not ready in time.
+        Failed: the daemon ended before it was ready; the message has the end of its log.
+        TimedOut: the daemon was not ready in time.
     """
     with contextlib.ExitStack() as stack:
         if folder is None:

@@ -1,4 +1,4 @@
-"""How far a long operation is, on stderr: a bar on a terminal, else one line per stage."""
+"""Progress of a long operation on stderr: a bar on a terminal, else one line per stage."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _WORDS = {
 
 
 class BarView:
-    """Has a bar on stderr while it is entered, if that is a terminal; a context manager."""
+    """A context manager with a bar on stderr, on a terminal."""
 
     def __init__(self, *columns: ProgressColumn, wanted: bool = True) -> None:
-        """``columns`` as rich has them; no bar at all unless it is ``wanted``."""
+        """``columns`` are rich's; no bar is shown unless ``wanted``."""
         self._bar: RichProgress | None = None
         if wanted and sys.stderr.isatty():
             self._bar = RichProgress(
@@ -61,7 +61,7 @@ class BarView:
 
 
 class ProgressView(BarView):
-    """Shows the ``Progress`` lines of one operation; use as a context manager."""
+    """The ``Progress`` lines of one operation; use as a context manager."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -91,7 +91,7 @@ class ProgressView(BarView):
 
 
 def description_column() -> TextColumn:
-    """What a bar is about, as it is: brackets in it are no markup."""
+    """Return the description of a bar without interpretation of brackets as markup."""
     return TextColumn("{task.description}", markup=False)
 
 

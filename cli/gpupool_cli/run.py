@@ -27,7 +27,7 @@ from gpupoold.units import format_duration
 
 
 class AnswerTiming:
-    """When the pieces of an answer came, by the clock of this process."""
+    """Times of an answer's pieces by this process's clock."""
 
     def __init__(self, started_s: float) -> None:
         self._started_s = started_s
@@ -37,7 +37,7 @@ class AnswerTiming:
         self._num_tokens: int | None = None
 
     def note(self, piece: ChatPiece, now_s: float) -> None:
-        """Take in a piece that came at ``now_s``."""
+        """Add a piece that arrived at ``now_s``."""
         if piece.num_tokens is not None:
             self._num_tokens = piece.num_tokens
         if piece.text or piece.reasoning:
@@ -87,7 +87,7 @@ def run(
 ) -> None:
     """Stream one chat completion to stdout.
 
-    Where the API needs a key, it is taken from $GPUPOOL_API_KEY.
+    An API key, if needed, is taken from $GPUPOOL_API_KEY.
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():

@@ -1,4 +1,4 @@
-"""What the global options chose: which daemon to talk to."""
+"""The choice of the daemon by the global options."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from gpupoold.api.paths import trusted_socket_path
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The global options of one run of ``gpupool``; no path: where the daemon puts its socket."""
+    """The global options of one run; no path means the daemon's default socket."""
 
     socket_path: Path | None
 
 
 def open_client(ctx: typer.Context) -> AdminClient:
-    """A client for the daemon that the global options name; use as a context manager."""
+    """Return a client of the chosen daemon; use as a context manager."""
     return AdminClient(socket_path_of(ctx))
 
 
 def socket_path_of(ctx: typer.Context) -> Path:
-    """The admin socket that the global options name.
+    """Return the chosen admin socket.
 
     Raises:
-        Refused: they name none, and the folder where it would be is not to be trusted.
+        Refused: no socket is named, and the default folder cannot be trusted.
     """
     session = ctx.find_object(Session)
     if session is None or session.socket_path is None:
@@ -48,5 +48,5 @@ def global_options(
         ),
     ] = None,
 ) -> None:
-    """Keep the global options where the commands find them."""
+    """Store the global options for the commands."""
     ctx.obj = Session(socket_path)

@@ -1,4 +1,4 @@
-"""``status``, ``ps`` and ``version``: what the daemon does now."""
+"""``status``, ``ps`` and ``version``: the present state of the daemon."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _MODEL_COLUMNS = (
 def status(ctx: typer.Context, as_json: JsonOption = False) -> None:
     """Say whether the daemon is ready to serve.
 
-    Exit status 0 if it is, 1 if it is starting or stopping, 3 if it does not run.
+    Exit status 0 if ready, 1 while starting or stopping, 3 if not running.
     """
     with open_client(ctx) as client:
         answer = client.status()
@@ -63,7 +63,7 @@ def status(ctx: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def ps(ctx: typer.Context, as_json: JsonOption = False) -> None:
-    """Show devices and models as they are now."""
+    """Show the present state of devices and models."""
     with open_client(ctx) as client:
         answer = client.ps()
     if as_json:

@@ -24,7 +24,7 @@ _COLUMNS = (output.Column("NAME"), output.Column("SIZE", right=True), output.Col
 
 
 class TinyModel(BaseModel):
-    """One made checkpoint; ``size_bytes`` on the disk."""
+    """A finished checkpoint; ``size_bytes`` on disk."""
 
     name: str
     path: str
@@ -61,7 +61,7 @@ def make_dummy_models(
 ) -> None:
     """Make models of real dimensions without weights, for simulated devices.
 
-    They take no room on the disk. Without --shape there is one, of Qwen2.5-7B.
+    The files take no space on disk. Without --shape the only model is Qwen2.5-7B.
     """
     options = [f"--shape={shape}" for shape in shapes or ()]
     _print(run_maker([*options, "--", str(directory)], _DUMMY_MAKER), as_json=as_json)
@@ -92,7 +92,7 @@ def run_maker(arguments: list[str], maker: str = _TINY_MAKER) -> list[TinyModel]
     """Make checkpoints in a child process, by the module ``maker``.
 
     Raises:
-        GpupoolError: what the child reported, or ``Failed`` with its last words.
+        GpupoolError: the child's error, or ``Failed`` with its last words.
     """
     command = [sys.executable, "-m", maker, "--json", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""``top``: the terminal UI, or one screen of it as text."""
+"""``top``: the terminal UI, or one screen as text."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def top(
 
 
 def alone() -> None:
-    """The command line with no other command than this one."""
+    """Run the command line with only this command."""
     app = typer.Typer(
         cls=CliGroup,
         add_completion=False,
@@ -75,6 +75,6 @@ def alone() -> None:
 
 
 def _is_ascii() -> bool:
-    """Return whether the terminal cannot show more: a bare locale, or one that says so."""
+    """Return whether the terminal is limited to ASCII, by its locale or its own statement."""
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     return not encoding.startswith("utf") or os.environ.get("TERM") == "linux"

@@ -28,10 +28,10 @@ def unload(
         typer.Option("--keep-host", help="Free devices only: its snapshot stays in host memory."),
     ] = False,
 ) -> None:
-    """Take a model off all devices and out of host memory; it stays registered.
+    """Take a model off all devices and out of host memory; the model stays registered.
 
-    Its next request loads it again. Refused while it has live requests, unless told what
-    to do with them, and while its snapshot is pinned.
+    The next request loads the model again. Refused while the model has live requests, unless an
+    option says how to treat them, and while its snapshot is pinned.
     """
     if drain and force:
         raise UsageError("--drain and --force exclude each other", "give one of them")
@@ -48,7 +48,7 @@ def cancel(
         str, typer.Argument(metavar="REQUEST", help="Its id, as `gpupool top` shows it.")
     ],
 ) -> None:
-    """End a live request; its client gets an error."""
+    """End a live request with an error for its client."""
     with open_client(ctx) as client:
         ended = client.cancel(request_id)
     say(f"{ended.request_id}: cancelled after {ended.num_output_tokens} tokens of {ended.model}")

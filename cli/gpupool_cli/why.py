@@ -1,4 +1,4 @@
-"""``why``: where a model or a request is, what holds it up, and what to change."""
+"""``why``: explain the place of a model or request, the obstacle, and a remedy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def why(
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Say where a model or request is, what holds it up, by which rule, and for how long."""
+    """Say where a model or request is, which rule or resource delays it, and for how long."""
     with open_client(ctx) as client:
         answer = client.why(name)
     if as_json:

@@ -1,4 +1,4 @@
-"""``role``, ``drain`` and ``undrain``: what a device is to do, and taking one out of service."""
+"""``role``, ``drain`` and ``undrain``: a device's role, and taking a device out of service."""
 
 from __future__ import annotations
 
@@ -38,17 +38,19 @@ def set_role(
         ),
     ],
 ) -> None:
-    """Give a device a role, until the daemon ends. A device that only prefills gives its answers
-    to others, which go on with them."""
+    """Give a device a role, until the daemon ends. A device that only prefills migrates its
+    answers to other devices, which continue them.
+    """
     with open_client(ctx) as client:
         answer = client.set_role(device, role.value)
     say(f"device {device}: {role_text(answer)}")
 
 
 def drain(ctx: typer.Context, device: DeviceArgument) -> None:
-    """Empty a device: it gets nothing new, and its requests go on on others.
+    """Drain a device: no new requests, and its requests continue on other devices.
 
-    Returns when it has none left. It stays out of service until `gpupool undrain`.
+    Returns when the device has no requests. The device stays out of service until `gpupool
+    undrain`.
     """
     with open_client(ctx) as client:
         client.drain(device)
@@ -56,13 +58,13 @@ def drain(ctx: typer.Context, device: DeviceArgument) -> None:
 
 
 def undrain(ctx: typer.Context, device: DeviceArgument) -> None:
-    """Let a device that was drained have work again."""
+    """Return a drained device to service."""
     with open_client(ctx) as client:
         client.undrain(device)
     say(f"device {device}: has work again")
 
 
 def role_text(device: DeviceInfo) -> str:
-    """As `gpupool ps` shows it: who chose the role, and whether the device is being emptied."""
+    """Return the role with its origin, and whether the device drains, as in `gpupool ps`."""
     text = device.role if device.is_role_fixed else f"{device.role} (auto)"
     return f"{text}, draining" if device.is_draining else text

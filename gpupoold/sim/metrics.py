@@ -1,14 +1,15 @@
-"""What a run was worth: attainment two ways (and the paper artifact's), TTFT, TBT, goodput.
+"""Metrics of a run: attainment in two definitions (and the paper artifact's), TTFT, TBT,
+goodput.
 
 Worked example, also a test: TTFT 3 s, TBT 2 s, arrival at 0, tokens at 3, 6, 7, 8 s.
 
-- *Token attainment* (ours): deadlines 3, 5, 7, 9 are fixed at arrival; the token at 6 s
-  missed its own: 3 of 4 = 0.75.
-- *On-schedule share*: until 3 s nothing is overdue and the next token is due at 5; it comes
-  at 6, one second overdue, and from there the clock starts anew: the next is due at 8, the
-  one after at 10. 7 of 8 seconds = 0.875.
-- *Artifact attainment*: as the plots of the Aegaeon artifact compute it. From the last
-  token in time (3 s) to the late one (6 s) all counts as lost: 5 of 8 seconds = 0.625.
+- *Token attainment* (gpupool's): deadlines 3, 5, 7, 9 are fixed at arrival; the token at 6 s missed
+  its own: 3 of 4 = 0.75.
+- *On-schedule share*: until 3 s no token is overdue and the next one is due at 5; it comes at 6,
+  one second overdue, and the clock restarts there: the next is due at 8, the following at 10. 7 of
+  8 seconds = 0.875.
+- *Artifact attainment*: as the plots of the Aegaeon artifact compute it. The time from the last
+  token on time (3 s) to the late one (6 s) counts as lost: 5 of 8 seconds = 0.625.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _ROUNDING_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """A request, what its users were promised, and when each of its tokens came out."""
+    """A request with its targets and the times of its tokens."""
 
     request: SimRequest
     targets: Targets
@@ -51,13 +52,13 @@ class RequestResult:
         return len(self.token_times_s) == self.request.output_tokens
 
     def judged_until_s(self, end_s: float) -> float:
-        """Its last token, or the end of the run if that cut it off."""
+        """Return the time of its last token, or the end of the run if cut off."""
         return self.token_times_s[-1] if self.is_finished else end_s
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCount:
-    """Tokens that were due or came out, and how many of them came in time."""
+    """Tokens that were due or made, and the number on time."""
 
     num_due: int = 0
     num_in_time: int = 0
@@ -75,10 +76,10 @@ class SimPercentiles:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The numbers of one model, or of all. Shares are means over requests, None without any.
+    """The figures of one model, or of all. Shares are means over requests, None without any.
 
-    ``first_in_time``: requests whose first token came within the target, of those for which
-    it came or was due; ``gaps_in_time``: times between tokens within theirs.
+    ``first_in_time``: requests with a first token on time, of those whose first token came or was
+    due; ``gaps_in_time``: times between tokens within the target.
     """
 
     num_requests: int
@@ -100,7 +101,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All requests together, and each model by itself in order of name."""
+    """All requests together, and each model in order of name."""
 
     overall: Summary
     models: dict[str, Summary]
@@ -115,10 +116,10 @@ class Goodput:
 
 
 def count_tokens(result: RequestResult, end_s: float = math.inf) -> TokenCount:
-    """How many tokens met ``Targets.deadline_s``, of those that came out or should have.
+    """Count the tokens on time by ``Targets.deadline_s``, of those made or due.
 
-    A token that never came out is a miss once it is due by ``end_s``; one that was not
-    due yet is left out. With ``end_s`` infinite every missing token is a miss.
+    A missing token counts as late if due by ``end_s``; one due later is left out. With ``end_s``
+    infinite every missing token counts as late.
     """
     deadline_s, arrival_s = result.targets.deadline_s, result.request.arrival_s
     times = result.token_times_s
@@ -129,12 +130,12 @@ def count_tokens(result: RequestResult, end_s: float = math.inf) -> TokenCount:
 
 
 def on_schedule_share(result: RequestResult, end_s: float = math.inf) -> float:
-    """Share of a request's time during which its next token was not overdue.
+    """Return the share of a request's time during which its next token was not overdue.
 
-    Its time goes from arrival to its last token, or to ``end_s`` if that cut it off.
-    The first token is due ``ttft_s`` after arrival, each other ``tbt_s`` after the one
-    before was due; but after a token that came late, ``tbt_s`` after it came.
-    1 for a request without any time; 0 for one that waits for ever.
+    Its time runs from arrival to its last token, or to ``end_s`` if cut off. The first token is due
+    ``ttft_s`` after arrival, each other ``tbt_s`` after the previous deadline; but after a late
+    token, ``tbt_s`` after its arrival. 1 for a request without any time; 0 for one that waits for
+    ever.
     """
     targets, until_s = result.targets, result.judged_until_s(end_s)
     due_s = result.request.arrival_s + targets.ttft_s
@@ -150,15 +151,14 @@ def on_schedule_share(result: RequestResult, end_s: float = math.inf) -> float:
 
 
 def artifact_attainment(result: RequestResult, end_s: float = math.inf) -> float:
-    """A request's attainment as the plotting script of the Aegaeon artifact computes it.
+    """Return a request's attainment as the plotting script of the Aegaeon artifact computes it.
 
-    Unlike ``on_schedule_share`` a late token loses the whole time since the deadline of
-    the last token in time; and re-basing the clock keeps the allowance gathered so far:
-    after the i-th token of a request (from 0), late or not, the next one may come up to
-    ``ttft_s + (i + 1) * tbt_s`` after the base, which is the arrival or the last late
-    token. So one late token makes all after it more lenient. For comparison with the
-    paper's figures only. Requests cut off at ``end_s`` are judged up to it (the
-    artifact's runs always end with all requests finished).
+    Unlike in ``on_schedule_share`` a late token loses the whole time since the deadline of the last
+    token on time; and re-basing the clock keeps the accumulated allowance: after the i-th token of
+    a request (from 0), late or not, the next one may come up to ``ttft_s + (i + 1) * tbt_s`` after
+    the base, which is the arrival or the last late token. So one late token makes all later ones
+    more lenient. Only for comparison with the paper's figures. Requests cut off at ``end_s`` are
+    judged up to it (the artifact's runs always end with all requests finished).
     """
     targets, until_s = result.targets, result.judged_until_s(end_s)
     base_s = result.request.arrival_s
@@ -176,10 +176,10 @@ def artifact_attainment(result: RequestResult, end_s: float = math.inf) -> float
 
 
 def summarise(results: Iterable[RequestResult], end_s: float = math.inf) -> Report:
-    """All numbers of a run that ended at ``end_s``.
+    """Return all figures of a run that ended at ``end_s``.
 
     Raises:
-        ValueError: a result whose times contradict each other.
+        ValueError: a result's times contradict each other.
     """
     by_model: dict[str, _Tally] = {}
     for result in results:
@@ -193,13 +193,14 @@ def summarise(results: Iterable[RequestResult], end_s: float = math.inf) -> Repo
 def goodput(
     points: Iterable[tuple[float, float]], threshold: float = GOODPUT_ATTAINMENT
 ) -> Goodput | None:
-    """The highest load whose attainment is at least ``threshold``, from (load, attainment) points.
+    """Return the highest load with attainment of at least ``threshold``, from (load,
+    attainment).
 
-    Between the highest load that passed and the next one tried, attainment is taken to
-    fall in a straight line. None when no load passed.
+    Between the highest passing load and the next one, attainment is interpolated linearly. None if
+    no load passed.
 
     Raises:
-        ValueError: no points, or a load given twice.
+        ValueError: there are no points, or a load repeats.
     """
     ordered = sorted(points)
     if not ordered:
@@ -218,7 +219,7 @@ def goodput(
 
 
 class _Tally:
-    """Sums over requests, until they become a summary."""
+    """Sums over requests, for a summary."""
 
     def __init__(self) -> None:
         self.num_requests = self.num_finished = self.num_due = self.num_in_time = 0
@@ -231,7 +232,7 @@ class _Tally:
 
     @classmethod
     def of_all(cls, tallies: Iterable[_Tally]) -> _Tally:
-        """One tally of everything in ``tallies``."""
+        """Return the sum of ``tallies``."""
         total = cls()
         for tally in tallies:
             for name, value in vars(tally).items():

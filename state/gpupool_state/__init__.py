@@ -1,6 +1,6 @@
-"""What outlives the daemon: the registry and the history, in SQLite.
+"""State beyond the daemon's life: the registry and the history, in SQLite.
 
-A leaf: imports only the standard library, aiosqlite and ``gpupoold``'s words.
+A leaf: imports only the standard library, aiosqlite and ``gpupoold``'s domain.
 
     with StateLock.acquire(folder):
         async with await Database.open(folder / DATABASE_NAME) as db:

@@ -1,4 +1,4 @@
-"""The API keys: what is stored of them, never a key itself."""
+"""API keys in the database, without secrets."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _KEPT = ("models", "priority", "requests_per_minute", "tokens_per_minute", "max_
 
 @dataclass(frozen=True, slots=True)
 class KeyPowers:
-    """What a key may do. A limit of None is none.
+    """A key's rights and limits; a limit of None means no limit.
 
-    ``models`` None: all; none of them: it may read the metrics and nothing else.
-    ``max_live`` bounds its requests that wait or run. ``expires_at`` is wall-clock seconds.
+    ``models`` None allows all models, an empty tuple only the metrics. ``max_live`` bounds waiting
+    and running requests. ``expires_at`` is in wall-clock seconds.
     """
 
     models: tuple[str, ...] | None = None
@@ -36,11 +36,11 @@ class KeyPowers:
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """A key as it is kept; times are wall-clock seconds.
+    """A stored key; times are wall-clock seconds.
 
-    ``digest`` is its hash. After a rotation ``previous_digest`` is that of the secret before,
-    which works until ``previous_until``. A revoked key is kept for its name's sake, without
-    its hashes. ``num_tokens`` are those of prompts and answers.
+    ``digest`` is its hash. After a rotation ``previous_digest`` belongs to the former secret, valid
+    until ``previous_until``. A revoked key stays for its name, without hashes. ``num_tokens``
+    counts prompts and answers.
     """
 
     id: str
@@ -59,7 +59,7 @@ class KeyRow:
 
 @dataclass(frozen=True, slots=True)
 class KeyUse:
-    """What a key has used since that was last recorded."""
+    """A key's use since the last record."""
 
     key_id: str
     num_requests: int
@@ -68,10 +68,10 @@ class KeyUse:
 
 
 class ApiKeys:
-    """API keys in the database; every change is on the disk once its call returns.
+    """API keys in the database; every change is on disk when its call returns.
 
-    Names are free again once their key is revoked. All methods raise ``Failed`` when the
-    disk is full or the database locked or damaged; nothing is changed then.
+    Names are free again after the key's revocation. All methods raise ``Failed`` when the disk is
+    full or the database locked or damaged; nothing is changed then.
     """
 
     def __init__(self, db: Database, now: Callable[[], float] = time.time) -> None:
@@ -79,7 +79,7 @@ class ApiKeys:
         self._now = now
 
     async def list(self, *, with_revoked: bool = False) -> list[KeyRow]:
-        """All keys by name; the revoked ones last."""
+        """Return all keys by name; revoked ones last."""
         where = "" if with_revoked else "WHERE revoked_at IS NULL"
         rows = await self._db.fetch_all(
             f"SELECT * FROM api_keys {where} ORDER BY revoked_at IS NOT NULL, name, revoked_at"
@@ -87,18 +87,18 @@ class ApiKeys:
         return [_key_row(row) for row in rows]
 
     async def find(self, name: str) -> KeyRow:
-        """The key of this name that is not revoked.
+        """Return the valid key of this name.
 
         Raises:
-            NoSuchKey: there is none.
+            NoSuchKey: there is no such key.
         """
         return await _find(self._db, name)
 
     async def add(self, key_id: str, name: str, digest: str, powers: KeyPowers) -> KeyRow:
-        """Keep a new key.
+        """Store a new key.
 
         Raises:
-            UsageError: a name that cannot be kept.
+            UsageError: the name is invalid.
             Refused: another key has the name.
         """
         if _NAME.fullmatch(name) is None:
@@ -122,7 +122,7 @@ class ApiKeys:
             return await _find(tx, name)
 
     async def set(self, name: str, powers: KeyPowers) -> KeyRow:
-        """Give a key other powers; its secret stays.
+        """Change a key's rights; its secret stays.
 
         Raises:
             NoSuchKey: there is no key of this name.
@@ -130,7 +130,7 @@ class ApiKeys:
         return await self._update(name, _columns(powers))
 
     async def rotate(self, name: str, digest: str, previous_until: float | None) -> KeyRow:
-        """Give a key another secret; None: the one it had works no more.
+        """Give a key another secret; None ends the former secret at once.
 
         Raises:
             NoSuchKey: there is no key of this name.
@@ -146,7 +146,7 @@ class ApiKeys:
             return await _update(tx, known.id, values)
 
     async def revoke(self, name: str) -> KeyRow:
-        """End a key: nobody can use it again, and its hashes are forgotten.
+        """Revoke a key and delete its hashes.
 
         Raises:
             NoSuchKey: there is no key of this name.
@@ -155,7 +155,7 @@ class ApiKeys:
         return await self._update(name, gone | {"revoked_at": self._now()})
 
     async def note_use(self, uses: Iterable[KeyUse]) -> None:
-        """Add to what keys have used; a power cut may take the last seconds of that."""
+        """Add to the keys' use; a power failure may lose the last seconds."""
         rows = [(u.num_requests, u.num_tokens, u.last_used_at, u.key_id) for u in uses]
         async with self._db.write(durable=False) as tx:
             await tx.execute_many(

@@ -8,7 +8,7 @@ from gpupool_state.rows import Entry
 
 
 class Buffer:
-    """Rows waiting to be written, at most ``capacity``; beyond that the oldest are dropped."""
+    """Rows waiting to be written, at most ``capacity``; then the oldest are dropped."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:

@@ -1,10 +1,9 @@
 """The state database: one SQLite file in WAL mode, one writer, one reader.
 
-Durability: a commit is on the disk before it is acknowledged
-(``synchronous=FULL``): it survives any end of the process and a power cut.
-Transactions that are not durable (``synchronous=NORMAL``), as those of the
-history, survive any end of the process, ``kill -9`` included; a power cut or a
-crash of the system may lose the last of them. Neither leaves the file damaged.
+Durability: a commit is on disk before it is acknowledged (``synchronous=FULL``), and survives any
+end of the process and a power failure. Transactions that are not durable (``synchronous=NORMAL``),
+such as the history's, survive any end of the process, ``kill -9`` included; a power failure or a
+system crash may lose the last ones. Neither damages the file.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ class Database:
         migrations: Sequence[Migration] = MIGRATIONS,
         busy_timeout_s: float = DEFAULT_BUSY_TIMEOUT_S,
     ) -> Self:
-        """Open or create the database at ``path`` and bring its schema up to date.
+        """Open or create the database at ``path`` and update its schema.
 
-        The caller holds the lock of the state folder (``gpupool_state.lock``).
-        ``busy_timeout_s`` is how long to wait for a lock that another program holds.
+        The caller holds the lock of the state folder (``gpupool_state.lock``). ``busy_timeout_s``
+        is the longest wait for another program's lock.
 
         Raises:
             Failed: unreadable, unwritable, damaged, locked, or no database; disk full.
@@ -71,7 +70,7 @@ class Database:
             return cls(path, writer, reader, stack.pop_all())
 
     def write(self, *, durable: bool = True) -> AbstractAsyncContextManager[Transaction]:
-        """A write transaction; others wait for it. See ``Writer.transaction``."""
+        """Begin a write transaction; others wait. See ``Writer.transaction``."""
         return self._writer.transaction(durable=durable)
 
     async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
@@ -91,7 +90,7 @@ class Database:
         return rows[0] if rows else None
 
     async def close(self) -> None:
-        """Wait for the write under way and close; calling it again does nothing."""
+        """Wait for the present write and close; repeated calls have no effect."""
         self._closed = True
         await self._stack.aclose()
 

@@ -1,4 +1,4 @@
-"""Events as they happen: numbered, kept for a while, waited for."""
+"""Live events: numbered, stored for a while, awaited."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EventFeed:
     def publish(
         self, at: float, level: EventLevel, kind: str, subject: str, message: str
     ) -> EventRow:
-        """Number a new event and wake everyone who waits for it."""
+        """Number a new event and wake all waiters."""
         self.last_id += 1
         event = EventRow(self.last_id, at, level, kind, subject, message)
         self._held.append(event)
@@ -48,7 +48,7 @@ class EventFeed:
         return self.last_id > after_id
 
     def close(self) -> None:
-        """Let everyone who waits go."""
+        """Wake all waiters for the end."""
         self._closed = True
         self._wake()
 

@@ -1,4 +1,4 @@
-"""What SQLite's error codes mean to the person who runs the daemon."""
+"""SQLite's error codes in words for the daemon's operator."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def explain(error: sqlite3.Error, path: Path) -> Failed | None:
 
 
 def damaged(path: Path, detail: str) -> Failed:
-    """The error for a database whose own consistency check found ``detail``."""
+    """Return the error for a database whose own consistency check found ``detail``."""
     return _failed(_CORRUPT, path, detail)
 
 
 def cannot_open(path: Path, detail: str) -> Failed:
-    """The error for a file that the system does not let us open, for the reason ``detail``."""
+    """Return the error for a file that cannot be opened, for the reason ``detail``."""
     return _failed(_CANNOT_OPEN, path, detail)
 
 
@@ -80,11 +80,11 @@ def _failed(meaning: tuple[str, str], path: Path, detail: str) -> Failed:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn SQLite errors that the disk or other programs cause into ``Failed``.
+    """Convert SQLite errors caused by the disk or other programs to ``Failed``.
 
     Raises:
         Failed: disk full, locked, read-only, unreadable, damaged or no database.
-        sqlite3.Error: anything else, which is a defect of the program.
+        sqlite3.Error: any other error, a defect of the program.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What happened: requests, switches and events, bounded, written behind serving's back."""
+"""The history: requests, switches and events, bounded, written in the background."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _LOG_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": loggin
 
 @dataclass(frozen=True, slots=True)
 class HistoryLimits:
-    """How much is kept: rows per table on disk, rows in the buffer, events in memory."""
+    """Bounds: rows per table on disk, rows in the buffer, events in memory."""
 
     num_requests: int = 100_000
     num_switches: int = 20_000
@@ -64,15 +64,14 @@ class HistoryLimits:
 
 
 class History(HistoryReader):
-    """Keeps the history without ever delaying or failing who records it.
+    """Stores the history without delaying or failing the caller.
 
-    ``record_*`` put a row in memory and return; a task writes the rows every
-    ``flush_interval_s``. Rows that cannot be written wait in a bounded buffer
-    and are tried again, less and less often; those it has no room for are
-    dropped, oldest first, and counted in ``dropped_rows``. Reads of requests
-    and switches see what has been written, reads of events everything.
+    ``record_*`` put a row in memory and return; a task writes the rows every ``flush_interval_s``.
+    Rows that cannot be written wait in a bounded buffer and are retried at growing intervals; rows
+    beyond the buffer are dropped, oldest first, and counted in ``dropped_rows``. Reads of requests
+    and switches see written rows, reads of events all.
 
-    Call everything from the event loop's thread.
+    For the event loop's thread.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class History(HistoryReader):
         self._task = asyncio.create_task(self._write_until_stopped(), name="history-writer")
 
     async def stop(self) -> None:
-        """Write what is buffered, if the disk lets us, and stop; never raises for the disk."""
+        """Write the buffer, if possible, and stop; never raises for the disk."""
         if self._task is None:
             return
         self._stopping.set()
@@ -136,7 +135,7 @@ class History(HistoryReader):
         self._buffer.drop(len(self._buffer.take()))
 
     def keep(self, num_requests: int, num_switches: int, num_events: int, num_minutes: int) -> None:
-        """Keep so many rows per table on disk from the next write on."""
+        """Set the rows per table on disk, from the next write on."""
         self._limits = replace(
             self._limits,
             num_requests=num_requests,
@@ -154,11 +153,11 @@ class History(HistoryReader):
         self._record(SWITCHES, self._next_id(SWITCHES), row)
 
     def record_minute(self, row: MinuteRow) -> None:
-        """Keep a model's minute that is over; never blocks."""
+        """Store a model's finished minute; never blocks."""
         self._record(MINUTES, self._next_id(MINUTES), row)
 
     def record_event(self, level: EventLevel, kind: str, subject: str, message: str) -> EventRow:
-        """Keep an event, log it, and show it to followers at once; never blocks."""
+        """Store an event, log it, and show it to followers at once; never blocks."""
         event = self._events.publish(self._now(), level, kind, subject, message)
         fields = {"event_kind": kind, "event_subject": subject}
         text = "%s %s: %s"
@@ -188,7 +187,7 @@ class History(HistoryReader):
         return await self._events.wait(after_id, timeout_s)
 
     async def flush(self) -> bool:
-        """Write everything recorded so far; False when the disk would not have it."""
+        """Write everything recorded so far; return False after a failure of the disk."""
         async with self._flushing:
             batch = self._buffer.take()
             try:

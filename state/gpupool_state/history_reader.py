@@ -1,4 +1,4 @@
-"""What has been kept of requests, switches and minutes, found by model, device and time."""
+"""Queries of stored requests, switches and minutes by model, device and time."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class HistoryReader:
         return [request_row(row) for row in rows]
 
     async def find_request(self, text: str) -> RequestRow | None:
-        """The latest request with this in its id; None without any."""
+        """Return the latest request whose id contains ``text``, or None."""
         row = await self._db.fetch_one(
             "SELECT * FROM requests WHERE instr(request_id, ?) ORDER BY id DESC LIMIT 1", (text,)
         )
         return None if row is None else request_row(row)
 
     async def last_requests(self) -> dict[str, float]:
-        """When each model's latest request arrived, in wall-clock seconds, as far as is kept."""
+        """Return the arrival of each model's latest stored request in wall-clock seconds."""
         rows = await self._db.fetch_all(
             "SELECT model, max(arrived_at) AS last_at FROM requests GROUP BY model"
         )
@@ -69,8 +69,10 @@ class HistoryReader:
     async def minutes(
         self, since: float, model: str | None = None, num_at_once: int = 1000
     ) -> AsyncIterator[list[MinuteRow]]:
-        """Minutes that ended after ``since``, of one model or of all, oldest first; some at a
-        time, since there may be very many."""
+        """Yield minutes that ended after ``since``, of one model or of all, oldest first.
+
+        Minutes come in parts, because there may be very many.
+        """
         after = since - 60, _LARGEST_ID
         while True:
             rows = await self._db.fetch_all(
@@ -86,7 +88,7 @@ class HistoryReader:
     async def _select(
         self, table: str, wanted: dict[str, Value], order: str, limit: int
     ) -> list[sqlite3.Row]:
-        """Rows for which all terms hold that have a value."""
+        """Return rows that match all terms with a value."""
         given = {term: value for term, value in wanted.items() if value is not None}
         where = f"WHERE {' AND '.join(given)}" if given else ""
         return await self._db.fetch_all(

@@ -1,4 +1,4 @@
-"""One daemon per state folder: an exclusive lock on a file in it."""
+"""One daemon per state folder: an exclusive lock on a file in the folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOCK_NAME = "gpupoold.lock"
 
 
 class StateLock:
-    """The held lock; made by ``StateLock.acquire``. The kernel frees it when the process ends."""
+    """The held lock, from ``StateLock.acquire``. The kernel frees it at the process's end."""
 
     def __init__(self, folder: Path, descriptor: int) -> None:
         self.folder = folder
@@ -22,10 +22,10 @@ class StateLock:
 
     @classmethod
     def acquire(cls, folder: Path) -> Self:
-        """Create ``folder`` if it is missing and lock it for this process.
+        """Create ``folder`` if missing and lock it for this process.
 
         Raises:
-            Refused: another process holds it; the message names its pid.
+            Refused: another process has the lock; the message names its pid.
             Failed: the folder cannot be made or written.
         """
         path = folder / LOCK_NAME
@@ -44,7 +44,7 @@ class StateLock:
         return cls(folder, descriptor)
 
     def release(self) -> None:
-        """Let go of the folder; calling it again does nothing."""
+        """Release the folder; repeated calls have no effect."""
         if self._descriptor is None:
             return
         # The file stays: unlinking it would let a third process lock a new

@@ -1,4 +1,4 @@
-"""The schema as numbered steps, and the code that takes a database through them."""
+"""The schema as numbered steps, and their application to a database."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CREATE TABLE IF NOT EXISTS schema_migrations (
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """One step of the schema; never changed once released, only followed by another."""
+    """A step of the schema; never changed after a release, only followed by another."""
 
     number: int
     name: str
@@ -42,7 +42,7 @@ class Migration:
 
 @dataclass(frozen=True, slots=True)
 class AppliedMigration:
-    """A step that a database has been through; ``applied_at`` is wall-clock seconds."""
+    """A step applied to a database; ``applied_at`` in wall-clock seconds."""
 
     number: int
     name: str
@@ -81,11 +81,11 @@ async def pending(
 async def migrate(
     writer: Writer, path: Path, migrations: Sequence[Migration] = MIGRATIONS
 ) -> tuple[Migration, ...]:
-    """Bring the database at ``path`` up to date; returns the steps that were taken.
+    """Update the database at ``path``; return the applied steps.
 
-    Each step and its bookkeeping row are one transaction, so a failed step
-    leaves the database as it was and is tried again by the next call. An older
-    database is first copied to ``<path>.bak-<its number>``.
+    Each step and its bookkeeping row are one transaction, so a failed step leaves the database
+    unchanged and is repeated by the next call. An older database is first copied to
+    ``<path>.bak-<its number>``.
 
     Raises:
         Refused: the schema is newer than this program, or not gpupool's.

@@ -1,4 +1,4 @@
-"""How long each model's steps take on each kind of device: fitted laws as they were measured."""
+"""Latency profiles of models per kind of device: fitted models as measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpupool_state.writer import Source, Transaction
 
 
 class ProfilePhase(StrEnum):
-    """What a law is of."""
+    """The phase of a fitted model."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -21,12 +21,12 @@ class ProfilePhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ProfileRow:
-    """One law of one model on one kind of device.
+    """A fitted model of one model and phase on one kind of device.
 
-    ``device`` is its name, ``dtype`` what the weights were loaded as. ``law`` and
-    ``constants`` are those of ``gpupoold.latency``; of a switch the only constant is bytes
-    per second. The sizes are 0 where the law needs none. The measures of the fit are None
-    where nothing was fitted. ``measured_at`` is wall-clock seconds.
+    ``device`` is the device's name, ``dtype`` the weights' type. ``law`` and ``constants`` are
+    those of ``gpupoold.latency``; a switch has only bytes per second. The sizes are 0 where not
+    needed. The measures of the fit are None without a fit. ``measured_at`` is in wall-clock
+    seconds.
     """
 
     device: str
@@ -53,20 +53,20 @@ _ORDER = "ORDER BY model, measured_at, device, phase"
 
 
 async def replace_profiles(tx: Transaction, model: str, rows: Sequence[ProfileRow]) -> None:
-    """Put ``rows`` in the place of what was known of the model on their devices."""
+    """Replace the model's profiles on the rows' devices."""
     for device in sorted({row.device for row in rows}):
         await tx.execute("DELETE FROM profiles WHERE model = ? AND device = ?", (model, device))
     await tx.execute_many(_INSERT, [_values(model, row) for row in rows])
 
 
 async def profiles_of(source: Source, model: str) -> tuple[ProfileRow, ...]:
-    """All laws of a model, those measured last at the end."""
+    """Return all profiles of a model, the latest at the end."""
     rows = await source.fetch_all(f"{_SELECT} WHERE model = ? {_ORDER}", (model,))
     return tuple(map(_profile_row, rows))
 
 
 async def all_profiles(source: Source) -> dict[str, tuple[ProfileRow, ...]]:
-    """The same for every model that has some, by name."""
+    """Return the profiles of every model with some, by name."""
     found: dict[str, list[ProfileRow]] = {}
     for row in await source.fetch_all(f"{_SELECT} {_ORDER}"):
         found.setdefault(row["model"], []).append(_profile_row(row))

@@ -35,13 +35,12 @@ INSERT INTO models (
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """A registered model and what is known of it.
+    """A registered model and its known facts.
 
-    ``architecture``, the byte counts and ``loaded_max_model_len`` (tokens; the
-    limit the engine settled on, where ``spec.max_model_len`` is the one asked
-    for) are empty, 0 and None until the model has been loaded once.
-    ``created_at`` is wall-clock seconds. ``profiles`` are the laws of its latency,
-    those measured last at the end. ``is_pinned``: its snapshot is to stay in host memory.
+    ``architecture``, the byte counts and ``loaded_max_model_len`` (tokens; the engine's limit,
+    while ``spec.max_model_len`` is the requested one) are empty, 0 and None before the first load.
+    ``created_at`` is in wall-clock seconds. ``profiles`` are its latency profiles, the latest at
+    the end. ``is_pinned``: its snapshot stays in host memory.
     """
 
     spec: ModelSpec
@@ -57,13 +56,12 @@ class ModelRow:
 
 
 class Registry:
-    """Models and aliases in the database; every change is durable once its call returns.
+    """Models and aliases in the database; every change is durable when its call returns.
 
-    Names and aliases share one name space. All methods raise ``Failed`` when
-    the disk is full or the database locked or damaged; nothing is changed then.
-    Methods that change a model take its name, not an alias.
-
-    All changes go through here, so the list of models is read again only after one.
+    Names and aliases share one name space. All methods raise ``Failed`` when the disk is full or
+    the database locked or damaged; nothing is changed then. Methods that change a model take its
+    name, not an alias. All changes go through this object, so the list of models is read again only
+    after a change.
     """
 
     def __init__(self, db: Database, now: Callable[[], float] = time.time) -> None:
@@ -76,8 +74,8 @@ class Registry:
         """Register a model with its aliases, in state ``registered``.
 
         Raises:
-            UsageError: a name, alias or path that cannot be kept.
-            Refused: the name or an alias is taken; names the model that has it.
+            UsageError: a name, alias or path is invalid.
+            Refused: the name or an alias is taken; the message names the owner.
         """
         _check_spec(spec)
         async with self._changing() as tx:
@@ -88,7 +86,7 @@ class Registry:
             return await _row(tx, spec.name)
 
     async def get(self, name_or_alias: str) -> ModelRow | None:
-        """The model that has this name or alias, None when there is none."""
+        """Return the model with this name or alias, or None."""
         row = await self._db.fetch_one(_FIND, (_storable(name_or_alias),))
         if row is None:
             return None
@@ -116,11 +114,11 @@ class Registry:
     ) -> ModelRow:
         """Change a model's targets and aliases together or not at all.
 
-        Aliases are removed before others are added, so one call can replace them.
+        Aliases are removed before others are added, so one call can replace aliases.
 
         Raises:
             NoSuchModel: no model has this name.
-            UsageError: an alias that cannot be kept.
+            UsageError: an alias is invalid.
             Refused: an alias to add is taken, or one to remove is not this model's.
         """
         added, removed = tuple(add_aliases), tuple(remove_aliases)
@@ -140,7 +138,7 @@ class Registry:
             return await _row(tx, name)
 
     async def set_targets(self, name: str, targets: Targets) -> ModelRow:
-        """Change what a model's users are promised; raises as ``update``."""
+        """Change a model's targets; raises as ``update``."""
         return await self.update(name, targets=targets)
 
     async def add_aliases(self, name: str, aliases: Iterable[str]) -> ModelRow:
@@ -152,7 +150,7 @@ class Registry:
         return await self.update(name, remove_aliases=aliases)
 
     async def set_state(self, name: str, state: ModelState, error: str = "") -> ModelRow:
-        """Record where the model is in its life, and why if it failed.
+        """Record the model's state, and the reason of a failure.
 
         Raises:
             NoSuchModel: no model has this name.
@@ -174,7 +172,7 @@ class Registry:
         kv_bytes_per_token: int,
         max_model_len: int,
     ) -> ModelRow:
-        """Record what loading the model has shown; does not change its state.
+        """Record the facts of a load; does not change the state.
 
         ``max_model_len`` (tokens) becomes ``loaded_max_model_len``.
 
@@ -202,7 +200,7 @@ class Registry:
             return await _row(tx, name)
 
     async def set_profiles(self, name: str, rows: Sequence[ProfileRow]) -> ModelRow:
-        """Keep what was measured of the model, in place of all that was known on these devices.
+        """Replace the model's profiles on the rows' devices.
 
         Raises:
             NoSuchModel: no model has this name.
@@ -213,7 +211,7 @@ class Registry:
             return await _row(tx, name)
 
     async def remove(self, name: str) -> None:
-        """Forget a model, its aliases and its profiles; its history stays.
+        """Remove a model, its aliases and its profiles; its history stays.
 
         Raises:
             NoSuchModel: no model has this name.
@@ -243,10 +241,10 @@ def _check_spec(spec: ModelSpec) -> None:
 
 
 def check_names(names: tuple[str, ...]) -> None:
-    """See that a model's name and aliases can be kept; whether they are free is not looked at.
+    """Check a model's name and aliases for validity, not for availability.
 
     Raises:
-        UsageError: one is malformed or given twice.
+        UsageError: a name is malformed or repeated.
     """
     for name in names:
         if _NAME.fullmatch(name) is None:

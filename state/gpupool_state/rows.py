@@ -1,4 +1,4 @@
-"""The rows of the history and how they are kept in their tables."""
+"""The rows of the history and their tables."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Value = str | int | float | None
 
 @dataclass(frozen=True, slots=True)
 class RequestRow:
-    """A finished request. Times are None when it never got that far.
+    """A finished request. A time is None if the request ended before.
 
-    ``arrived_at`` is wall-clock seconds. ``tbt_*_s`` are over the gaps between
-    its tokens. ``worker`` is where it last ran, None if it never ran. ``error`` is what its
-    client was told, empty if it did not fail; ``api_key`` the public id of the key it came with.
+    ``arrived_at`` is in wall-clock seconds. ``tbt_*_s`` cover the gaps between its tokens.
+    ``device`` is where the request last ran, None if never. ``error`` is the message to its client,
+    empty without failure; ``api_key`` the public id of its key.
     """
 
     request_id: str
@@ -70,13 +70,12 @@ class EventRow:
 
 @dataclass(frozen=True, slots=True)
 class MinuteRow:
-    """What happened to a model's requests in the minute that began at ``minute_at``.
+    """Counts of a model's requests in the minute that began at ``minute_at``.
 
-    That is in wall-clock seconds. ``failed`` has the ``dropped`` in it, which ended before they
-    began; ``refused`` were not taken and are none of ``requests``. ``late_by_*``: seconds by
-    which answers got later than they were, by what they spent the time on. ``ttft`` and ``tbt``
-    are histograms as the table keeps them. A minute in which the daemon was started again has
-    several rows.
+    The time is in wall-clock seconds. ``failed`` includes ``dropped`` requests, which ended before
+    they began; ``refused`` ones are not part of ``requests``. ``late_by_*``: seconds of lateness by
+    cause. ``ttft`` and ``tbt`` are histograms in the table's form. A minute with a restart of the
+    daemon has several rows.
     """
 
     minute_at: int
@@ -102,14 +101,14 @@ Row = RequestRow | SwitchRow | EventRow | MinuteRow
 
 @dataclass(frozen=True, slots=True)
 class HistoryTable:
-    """A history table; ``columns`` leave out its ``id``."""
+    """A history table; ``columns`` omit its ``id``."""
 
     name: str
     columns: tuple[str, ...]
 
     @property
     def insert(self) -> str:
-        """Adds a row, and does nothing when its id is there: writing a batch twice is harmless."""
+        """Statement that adds a row unless its id exists: writing a batch twice is harmless."""
         marks = ", ".join("?" for _ in range(len(self.columns) + 1))
         return (
             f"INSERT INTO {self.name} (id, {', '.join(self.columns)}) VALUES ({marks}) "
@@ -118,7 +117,7 @@ class HistoryTable:
 
     @property
     def delete_oldest(self) -> str:
-        """Deletes as many rows as its parameter says, oldest first."""
+        """Statement that deletes the given number of rows, oldest first."""
         return (
             f"DELETE FROM {self.name} WHERE id IN (SELECT id FROM {self.name} ORDER BY id LIMIT ?)"
         )
@@ -137,7 +136,7 @@ TABLES = (REQUESTS, SWITCHES, EVENTS, MINUTES)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row on its way to its table; ``values`` begin with the id."""
+    """A row for its table; ``values`` begin with the id."""
 
     table: HistoryTable
     values: tuple[Value, ...]
@@ -149,21 +148,21 @@ def entry(table: HistoryTable, row_id: int, row: Row) -> Entry:
 
 
 def request_row(row: sqlite3.Row) -> RequestRow:
-    """A row of ``requests`` as it was recorded."""
+    """Return a row of ``requests`` as recorded."""
     values = {column: row[column] for column in REQUESTS.columns}
     return RequestRow(**values | {"finish_reason": FinishReason(row["finish_reason"])})
 
 
 def switch_row(row: sqlite3.Row) -> SwitchRow:
-    """A row of ``switches`` as it was recorded."""
+    """Return a row of ``switches`` as recorded."""
     return SwitchRow(**{column: row[column] for column in SWITCHES.columns})
 
 
 def minute_row(row: sqlite3.Row) -> MinuteRow:
-    """A row of ``slo_minutes`` as it was recorded."""
+    """Return a row of ``slo_minutes`` as recorded."""
     return MinuteRow(**{column: row[column] for column in MINUTES.columns})
 
 
 def event_row(row: sqlite3.Row) -> EventRow:
-    """A row of ``events`` as it was recorded."""
+    """Return a row of ``events`` as recorded."""
     return EventRow(id=row["id"], **{column: row[column] for column in EVENTS.columns})

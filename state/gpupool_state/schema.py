@@ -1,6 +1,6 @@
-"""The tables, as the statements of the migrations that made them.
+"""The statements of the schema's migrations.
 
-Times called ``*_at`` are wall-clock seconds since 1970, ``*_s`` are durations.
+Times named ``*_at`` are wall-clock seconds since 1970, ``*_s`` are durations.
 """
 
 from __future__ import annotations

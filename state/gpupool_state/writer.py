@@ -1,4 +1,4 @@
-"""The one connection that writes, and the transactions on it."""
+"""The one writing connection, and its transactions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpupoold.errors import Failed
 
 
 class Source(Protocol):
-    """Whatever rows can be read from: a transaction, the writer, the database."""
+    """A source of rows: a transaction, the writer, the database."""
 
     async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
         """All rows of a query."""
@@ -31,13 +31,13 @@ class Transaction:
         self._open = True
 
     async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
-        """Run one statement; returns the number of rows it changed."""
+        """Run one statement; return the number of changed rows."""
         self._check_open()
         async with self._connection.execute(sql, values) as cursor:
             return cursor.rowcount
 
     async def execute_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> int:
-        """Run one statement once per row of ``rows``; returns the number of rows changed in all."""
+        """Run one statement once per row of ``rows``; return the total number of changed rows."""
         self._check_open()
         async with self._connection.executemany(sql, rows) as cursor:
             return cursor.rowcount
@@ -53,7 +53,7 @@ class Transaction:
         return rows[0] if rows else None
 
     def end(self) -> None:
-        """Make later use an error: it would run outside the transaction."""
+        """Forbid later use, which would run outside the transaction."""
         self._open = False
 
     def _check_open(self) -> None:
@@ -62,7 +62,7 @@ class Transaction:
 
 
 class Writer:
-    """Owns the write connection; transactions run one at a time, first come first served."""
+    """Owner of the write connection; transactions run one at a time, in order of arrival."""
 
     def __init__(self, connection: aiosqlite.Connection, path: Path) -> None:
         self._connection = connection
@@ -74,11 +74,12 @@ class Writer:
 
     @asynccontextmanager
     async def transaction(self, *, durable: bool = True) -> AsyncIterator[Transaction]:
-        """A write transaction: committed when the block ends, rolled back when it raises.
+        """Begin a write transaction: committed at the block's end, rolled back after an
+        exception.
 
-        Once the block has ended without an error the change survives a kill of
-        the process and, if it is ``durable``, a power cut. A cancellation that
-        comes during the commit is delivered after it.
+        After the block's end without an error the change survives a kill of the process and, if
+        ``durable``, a power failure. A cancellation during the commit is delivered after the
+        commit.
 
         Raises:
             Failed: the disk is full; the database is locked, read-only, damaged or closed.

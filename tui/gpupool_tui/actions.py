@@ -1,4 +1,4 @@
-"""What can be done to the daemon from the screen: questions before, calls, what to say after."""
+"""Actions on the daemon: questions, calls, and messages afterwards."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Call = Callable[[AdminClient], str]
 
 
 class ActionPlan(NamedTuple):
-    """A question with its answers, and the call that each of them stands for.
+    """A question with its answers, and the call for each answer.
 
-    A call returns what has been done, in words; ``doing`` is said while it lasts.
+    A call returns a sentence about its result; ``doing`` is shown meanwhile.
     """
 
     title: str
@@ -28,7 +28,7 @@ class ActionPlan(NamedTuple):
 
 
 def plan_pin(model: TopModel) -> ActionPlan:
-    """Keep a model's snapshot in host memory, or let it go."""
+    """Plan to pin or unpin a model's snapshot."""
     name, is_pinned = model.usage.name, not model.is_pinned
 
     def call(client: AdminClient) -> str:
@@ -46,7 +46,7 @@ def plan_pin(model: TopModel) -> ActionPlan:
 
 
 def plan_unload(model: TopModel) -> ActionPlan:
-    """Take a model out of memory, in one of the ways that its live requests allow."""
+    """Plan to unload a model, in a way that its live requests permit."""
     name, num_live = model.usage.name, model.usage.num_live
 
     def call(mode: UnloadMode, keep_host: bool) -> Call:
@@ -88,7 +88,7 @@ def plan_cancel(request: RequestInfo) -> ActionPlan:
 
 
 def plan_drain(device: DeviceInfo) -> ActionPlan:
-    """Take a device out of service, or have it back."""
+    """Plan to drain a device, or to return it to service."""
     number = device.device
 
     def drain(client: AdminClient) -> str:

@@ -1,4 +1,4 @@
-"""``gpupool top``: the screen with all its keys."""
+"""``gpupool top``: the screen with all keys."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _ACTION_TIMEOUT_S = 10.0
 
 
 class TopApp(LookingApp):
-    """Details of rows, and what can be done to the daemon."""
+    """Details of rows, and actions on the daemon."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+c", "quit", priority=True)]
 
     def _selected(self, panel: Panel) -> Any:
-        """The row that is selected in a panel; without one, the first of those shown."""
+        """Return the selected row of a panel, else the first visible one."""
         table = tables(self.picture, self.view)[panel]
         keys = table.keys
         if not keys:
@@ -77,7 +77,7 @@ class TopApp(LookingApp):
     def _add_later(
         self, dialog: TextDialog, name: str, ask: Callable[[AdminClient], details.Fields]
     ) -> None:
-        """Show more in a dialog when the daemon has told it, and why things are as they are."""
+        """Extend a dialog after the daemon's answer with further facts and explanations."""
 
         def work() -> None:
             try:
@@ -147,7 +147,7 @@ class TopApp(LookingApp):
         )
 
     def _do(self, doing: str, call: Call) -> None:
-        """Carry a change out in a thread of its own; it may take its time."""
+        """Run a change in a thread of its own, because a change may be slow."""
 
         def work() -> None:
             try:

@@ -12,8 +12,10 @@ LEVEL_STARTS = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 
 def cells_of(parts: Sequence[float], whole: float, width: int) -> list[int]:
-    """How many of ``width`` cells each part gets: no part that is there vanishes, the sum of
-    parts is rounded, and what is lost by rounding goes to the largest remainders."""
+    """Return the cells of each part within ``width``.
+
+    No positive part vanishes; the sum is rounded, and rounding losses go to the largest remainders.
+    """
     if whole <= 0 or width <= 0:
         return [0] * len(parts)
     exact = [max(0.0, part) / whole * width for part in parts]
@@ -32,7 +34,7 @@ def cells_of(parts: Sequence[float], whole: float, width: int) -> list[int]:
 def memory_bar(
     weights: int, prefetched: int, kv: int, free: int, total: int, width: int, glyphs: Glyphs
 ) -> Line:
-    """A device's memory: weights without those that came ahead, these, KV, other, free."""
+    """Return a device's memory as a bar: weights, prefetched weights, KV, other, free."""
     plain_weights = max(0, weights - prefetched)
     other = max(0, total - weights - kv - free)
     parts = (plain_weights, prefetched, kv, other)
@@ -51,14 +53,16 @@ def memory_bar(
 
 
 def gauge(share: float, width: int, glyphs: Glyphs, style: str = "gauge") -> Line:
-    """How much of something is used, 0 to 1."""
+    """Return a bar for a share from 0 to 1."""
     [full] = cells_of([min(1.0, share)], 1.0, width)
     return (Span(glyphs.gauge * full, style), Span(glyphs.rest * (width - full), "dim"))
 
 
 def sparkline(shares: Sequence[float | None], width: int, glyphs: Glyphs) -> str:
-    """Shares (0 to 1), the newest to the right, as many as there is room for in pairs, threes
-    and so on; what is not known is left out."""
+    """Return shares (0 to 1) as a line, the newest at the right, averaged in groups to fit.
+
+    Unknown values are left out.
+    """
     if not shares or width <= 0:
         return glyphs.nothing * width
     per_cell = -(-len(shares) // width)

@@ -26,7 +26,7 @@ _MESSAGE_S = 8.0
 
 
 class BaseApp(App[None]):
-    """The screen, and what comes from the daemon; it knows no keys."""
+    """The screen and the daemon's answers, without keys."""
 
     TITLE = "gpupool"
     ENABLE_COMMAND_PALETTE = False
@@ -65,7 +65,7 @@ class BaseApp(App[None]):
         yield Input(placeholder="text to filter by", id="filter", compact=True)
 
     def on_mount(self) -> None:
-        """Textual's: the first screen, then the daemon is asked for others."""
+        """Show the first screen, then start polling the daemon."""
         self.board.repaint(self._palette())  # the theme may have been chosen since
         self.board.focus()
         self.theme_changed_signal.subscribe(self, self._on_theme)
@@ -75,11 +75,11 @@ class BaseApp(App[None]):
         self.poller.stop()
 
     def on_resize(self, event: events.Resize) -> None:
-        """Textual's: the terminal has another size."""
+        """Redraw for the terminal's new size."""
         self.draw()
 
     def draw(self) -> None:
-        """Put the picture on the screen as it is now."""
+        """Draw the present picture."""
         width, height = self.size
         if width and height:
             self.drawn = compose(self.picture, self.view, width, height)

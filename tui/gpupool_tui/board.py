@@ -1,4 +1,4 @@
-"""The widget that shows composed lines, and redraws only the cells that have changed."""
+"""A widget for composed lines that redraws only changed cells."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpupool_tui.text import Line, width_of
 
 
 class Board(Widget, can_focus=True):
-    """The whole screen. Textual lays nothing out: a new picture costs what has changed in it."""
+    """The whole screen. Textual lays nothing out: a new picture costs only its changes."""
 
     # Here and not the application's: where a dialog is open or a filter typed, keys are theirs.
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -28,7 +28,7 @@ class Board(Widget, can_focus=True):
     DEFAULT_CSS = "Board { width: 1fr; height: 1fr; }"
 
     class Clicked(Message):
-        """A line was clicked, or the wheel turned above it (``step`` is not 0)."""
+        """A click on a line, or a turn of the wheel above a line (``step`` is not 0)."""
 
         def __init__(self, y: int, step: int) -> None:
             super().__init__()
@@ -64,7 +64,7 @@ class Board(Widget, can_focus=True):
         self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        """Textual's: one line of the widget."""
+        """Return one line of the widget for Textual."""
         if y >= len(self._lines):
             return Strip.blank(self.size.width, self.palette.look("").style)
         return Strip(segments_of(self._lines[y], self.palette), self.size.width)
@@ -81,8 +81,11 @@ class Board(Widget, can_focus=True):
 
 
 def segments_of(line: Line, palette: Palette) -> list[Segment]:
-    """A line as Textual has it. Blanks are drawn with what is before them where that looks the
-    same: on the way to the terminal a change of style is longer than most of the words."""
+    """Return a line as Textual's segments.
+
+    Blanks join the text before them where both look the same: a change of style takes more bytes
+    than most words.
+    """
     segments: list[Segment] = []
     texts: list[str] = []
     last: Look | None = None
@@ -102,9 +105,9 @@ def segments_of(line: Line, palette: Palette) -> list[Segment]:
 
 
 def difference(old: Line, new: Line) -> tuple[int, int]:
-    """The cells from the first to the last in which two lines of one width differ.
+    """Return the cells from the first to the last difference of two lines of one width.
 
-    One stretch a line: Textual sends a line's cells from its beginning for each of them.
+    One stretch per line: Textual sends a line's cells from its beginning for each stretch.
     """
     first = 0
     while first < min(len(old), len(new)) and old[first] == new[first]:

@@ -23,7 +23,7 @@ _LANE_RIGHT = 6
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """What is on the screen, and where: each panel's lines, and the keys of rows by line."""
+    """The screen's content: each panel's lines, and the keys of rows by line."""
 
     lines: list[Line]
     places: dict[Panel, range]
@@ -31,13 +31,13 @@ class Screen:
 
     @property
     def visible(self) -> frozenset[Panel]:
-        """The panels that have a place."""
+        """The panels on the screen."""
         return frozenset(self.places)
 
 
 @dataclass(frozen=True, slots=True)
 class PanelTable:
-    """A panel that is a table: its columns, its rows in order and as they are remembered."""
+    """A table's columns, its rows in order, and the rows' keys."""
 
     columns: Sequence[TableColumn[Any]]
     rows: Sequence[Any]
@@ -50,7 +50,7 @@ class PanelTable:
 
 
 def tables(picture: Picture, view: View) -> dict[Panel, PanelTable]:
-    """The rows of every table that are not filtered out, in their order."""
+    """Return the rows of every table in order, without filtered ones."""
     wanted = view.filter.lower()
 
     def rows(

@@ -1,4 +1,4 @@
-"""All that is known of a row, as lines of a name and a value."""
+"""Details of a row as lines of name and value."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def as_text(fields: Fields) -> Text:
 
 
 def clean_lines(text: str) -> str:
-    """Text of several lines without what would speak to the terminal."""
+    """Return text of several lines without control characters."""
     return "\n".join(clean(line) for line in text.split("\n"))
 
 
 def device_fields(device: DeviceInfo, picture: Picture, view: View) -> Fields:
-    """Of a device, with its latest turns."""
+    """Return a device's details, with its latest turns."""
     turns = list(picture.turns.get(device.device, ()))[-8:]
     lines = [
         f"{clock(turn.began_at, view.zone)}  {turn.model}: {duration(turn.seconds)},"
@@ -66,7 +66,7 @@ def device_fields(device: DeviceInfo, picture: Picture, view: View) -> Fields:
 
 
 def model_fields(model: TopModel, info: ModelInfo | None) -> Fields:
-    """Of a model; ``info`` is what its registration says, None while it is being asked for."""
+    """Return a model's details; ``info`` is its registration, None while requested."""
     usage = model.usage
     fields = {
         "state": usage.state + (f": {info.error}" if info is not None and info.error else ""),
@@ -116,7 +116,7 @@ def request_fields(request: RequestInfo, view: View) -> Fields:
 
 
 def why_fields(why: Why) -> Fields:
-    """What holds a model or a request up, and by which rule: as ``gpupool why`` says it."""
+    """Return the obstacle of a model or a request and the rule, as ``gpupool why`` does."""
     if why.request is not None:
         request = why.request
         fields = {"why": request.text}
@@ -138,7 +138,7 @@ def why_fields(why: Why) -> Fields:
 
 
 def _line_fields(device: DeviceTurns | None) -> Fields:
-    """Whose turn it is on a request's device, and who comes next there."""
+    """Return the present turn on a request's device, and the queue."""
     if device is None:
         return {}
     fields: Fields = {}

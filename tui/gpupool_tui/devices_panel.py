@@ -1,4 +1,4 @@
-"""The devices: what each does, how far its turn is, and what its memory holds."""
+"""The devices: present turns and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STATE_STYLES = {"ready": "", "starting": "warn", "down": "bad"}
 
 
 def key_of(device: DeviceInfo) -> str:
-    """What a device is remembered by."""
+    """Return a device's key for selection."""
     return str(device.device)
 
 
@@ -120,7 +120,7 @@ COLUMNS: Sequence[TableColumn[DeviceInfo]] = (
 
 
 def legend(view: View) -> Line:
-    """What the bars' shades stand for."""
+    """Return the meaning of the bars' shades."""
     g = view.glyphs
     pairs = (
         (g.weights, "weights", "weights"),

@@ -1,4 +1,4 @@
-"""What opens above the board: a choice to confirm, targets to type, text to read."""
+"""Dialogs above the board: a choice to confirm, targets to type, text to read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Dialog(ModalScreen[Result | None], Generic[Result]):
         self._is_ascii = is_ascii
 
     def dress(self, box: Widget, title: str) -> None:
-        """A frame of what the terminal can show, with a title."""
+        """Add a frame with a title, in characters of the terminal."""
         box.border_title = Text(title).markup
         box.set_class(self._is_ascii, "ascii")
 
@@ -62,7 +62,7 @@ class _Dialog(ModalScreen[Result | None], Generic[Result]):
 
 
 class ChoiceDialog(_Dialog[str]):
-    """Says what is going to happen and asks whether, or how; the value of what was chosen."""
+    """Describes an action and asks for confirmation or a variant; returns the chosen value."""
 
     DEFAULT_CSS = _CSS.format(name="ChoiceDialog")
 
@@ -116,7 +116,7 @@ class TargetsDialog(_Dialog[tuple[float, float]]):
         self.query_one("#ttft", Input).focus()
 
     def on_input_submitted(self) -> None:
-        """Textual's: enter; what is wrong is said, and nothing happens."""
+        """Check the input after enter; show an error without closing."""
         try:
             self.dismiss((self._read("ttft"), self._read("tbt")))
         except ValueError as error:
@@ -135,7 +135,7 @@ class TargetsDialog(_Dialog[tuple[float, float]]):
 
 
 class TextDialog(_Dialog[bool]):
-    """Text to read, as long as it likes."""
+    """Text to read, of any length."""
 
     DEFAULT_CSS = _CSS.format(name="TextDialog")
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -1,4 +1,4 @@
-"""The events: what the daemon thought worth telling, the newest at the bottom."""
+"""The daemon's events, the newest at the bottom."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEVELS = {"info": ("info", "dim"), "warning": ("warn", "warn"), "error": ("ERRO
 
 
 def key_of(event: EventInfo) -> str:
-    """What an event is remembered by."""
+    """Return an event's key for selection."""
     return str(event.id)
 
 

@@ -1,4 +1,4 @@
-"""What is around the panels: the line on top, their titles, the line at the bottom."""
+"""The lines around the panels: header, titles, footer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STATE_STYLES = {"ready": "good", "starting": "warn", "stopping": "warn"}
 
 
 def header(picture: Picture, view: View, width: int) -> Line:
-    """The daemon in one line; what is least needed goes first where there is no room."""
+    """Return the daemon's state in one line; the least important parts are dropped first."""
     right = _right(picture, view)
     left: list[Span] = [Span(" gpupool ", "brand"), Span(" ")]
     if view.lost:
@@ -69,7 +69,7 @@ def _right(picture: Picture, view: View) -> list[Span]:
 
 
 def title_line(panel: Panel, view: View, notes: Sequence[str], legend: Line, width: int) -> Line:
-    """The rule over a panel, with its number, its name, what there is to know, and a legend."""
+    """Return a panel's title line with its number, name, notes and a legend."""
     style = "title focus" if panel is view.focus else "title"
     rule = view.glyphs.rule
     left = [Span(f"{rule}{panel.value} ", "rule"), Span(panel.title, style), Span(" ")]

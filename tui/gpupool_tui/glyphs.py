@@ -1,4 +1,4 @@
-"""What bars, lanes and marks are drawn with: Unicode's blocks, or ASCII."""
+"""Characters for bars, lanes and marks: Unicode's blocks, or ASCII."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """One cell wide, all of them; ``levels`` go from least to most."""
+    """Characters of one cell each; ``levels`` go from least to most."""
 
     is_ascii: bool
     weights: str

@@ -1,4 +1,4 @@
-"""Every key with what it does: the one table behind bindings, the help screen and the docs."""
+"""The table of all keys, for bindings, the help screen and the docs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Key(NamedTuple):
     shown: str
     meaning: str
     is_change: bool = False
-    """Whether it changes something of the daemon's, and is refused where one only reads."""
+    """Whether the action changes the daemon, and is refused with read-only access."""
 
 
 KEYS: tuple[tuple[str, tuple[Key, ...]], ...] = (

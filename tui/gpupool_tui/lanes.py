@@ -22,18 +22,18 @@ _LEAST_LABEL = 3  # cells of a name
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Time (wall-clock seconds) that a device gave to a model: running it, or ``is_switch``."""
+    """Time (wall-clock seconds) that a device gave to a model: running, or ``is_switch``."""
 
     start: float
     end: float
     model: str
     is_switch: bool
     seconds: float
-    """What it took or has taken in all, also before the line's beginning."""
+    """The total duration, including time before the line's beginning."""
 
 
 class Cell(NamedTuple):
-    """Of a line: to whom it belongs, and the share of it that switches took."""
+    """A cell of a line: its owner, and the share of switches."""
 
     owner: Stretch | None
     switching: float
@@ -45,7 +45,7 @@ PartsSince = Callable[[float], tuple[list[Stretch], float]]
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A drawn lane, and the share of its time that switches took."""
+    """A drawn lane, and the share of switches in its time."""
 
     line: Line
     switch_share: float
@@ -54,7 +54,7 @@ class Lane:
 def stretches(
     turns: Iterable[TurnInfo], latest: TurnInfo | None, device: DeviceInfo, now: float
 ) -> list[Stretch]:
-    """The turns that are over with their switches, and the one under way after the latest."""
+    """Return the finished turns with their switches, and the present turn."""
     found: list[Stretch] = []
     for turn in turns:
         if turn.switch_s > 0:
@@ -74,16 +74,18 @@ def stretches(
 
 
 def first_cell(now: float, zoom_s: float, width: int) -> int:
-    """The number of the cell at the left of a line of ``width`` that ends now. Cells begin at
-    whole multiples of ``zoom_s``, so that what has been drawn only moves, and does not change."""
+    """Return the number of the leftmost cell of a line of ``width`` that ends now.
+
+    Cells begin at whole multiples of ``zoom_s``, so that drawn cells move without changing.
+    """
     return math.ceil(now / zoom_s) - width
 
 
 class LaneCells:
-    """To whom the cells of a device's line belong, for one length of a cell.
+    """Owners of the cells of a device's line, for one length of a cell.
 
-    A cell belongs to what took most of it: a switch, a model, or nothing. Cells before the end
-    of the latest turn that is over do not change any more: they are worked out once.
+    A cell belongs to the largest user of its time: a switch, a model, or none. Cells before the end
+    of the latest finished turn no longer change and are computed once.
     """
 
     def __init__(self, zoom_s: float) -> None:
@@ -92,8 +94,11 @@ class LaneCells:
         self._num_final = 0  # cells before the one of this number do not change
 
     def drawn(self, first: int, count: int, parts: PartsSince) -> list[Cell]:
-        """``count`` cells from the one that begins at ``first * zoom_s``. ``parts`` gives what
-        ended after a time, in order, and from when on that may change."""
+        """Return ``count`` cells from the one at ``first * zoom_s``.
+
+        ``parts`` returns the stretches that ended after a time, in order, and the time from which
+        they may change.
+        """
         end = first + count
         begin = max(first, min(self._num_final, end))
         found, is_open_from = parts(begin * self._zoom_s)
@@ -141,7 +146,7 @@ def axis(zoom_s: float, width: int, g: Glyphs) -> str:
 
 
 def colour_of(model: str) -> str:
-    """The palette's word for a model: the same for the same name, wherever it is seen."""
+    """Return the palette's word for a model, constant for a name."""
     value = 0
     for byte in model.encode():
         value = (value * 31 + byte) & 0xFFFFFFFF
@@ -149,7 +154,7 @@ def colour_of(model: str) -> str:
 
 
 def _shares(one: Stretch, begin: int, zoom_s: float, count: int) -> Iterator[tuple[int, float]]:
-    """The cells that a stretch reaches, counted from ``begin``, and how much of each it takes."""
+    """Yield the cells that a stretch covers, counted from ``begin``, with the covered shares."""
     first = max(0, math.floor(one.start / zoom_s) - begin)
     last = min(count - 1, math.floor(one.end / zoom_s) - begin)
     for cell in range(first, last + 1):

@@ -1,4 +1,4 @@
-"""How many lines each panel gets."""
+"""The heights of the panels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpupool_tui.view import Panel
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Lines of a panel, its title among them: with fewer than ``least`` it is left out."""
+    """Lines of a panel with its title; with fewer than ``least`` the panel is left out."""
 
     least: int
     good: int
@@ -18,8 +18,11 @@ class Wish:
 
 
 def share_out(wishes: dict[Panel, Wish], height: int, maximised: Panel | None) -> dict[Panel, int]:
-    """Lines for each panel that is shown. First what is good for models, devices and lanes, or
-    the least for as many as fit; then for the others; then up to what all could use at most."""
+    """Return the lines of each visible panel.
+
+    First the good heights of models, devices and lanes, or the least heights of as many as fit;
+    then the others; then up to the largest useful heights.
+    """
     if maximised is not None:
         return {maximised: height}
     lines: dict[Panel, int] = {}
@@ -48,7 +51,7 @@ def _grow(
     left: int,
     limit: Callable[[Wish], int],
 ) -> int:
-    """Let panels that are shown have more lines, up to a limit; what is left."""
+    """Grow visible panels up to a limit; return the remaining lines."""
     for panel in panels:
         if panel in lines:
             more = min(left, max(0, limit(wishes[panel]) - lines[panel]))
@@ -58,7 +61,7 @@ def _grow(
 
 
 def _grow_evenly(lines: dict[Panel, int], wishes: dict[Panel, Wish], left: int) -> int:
-    """A line for each panel in turn, as long as there are some and it could use one."""
+    """Grow panels by a line in turn, while lines remain and panels can use them."""
     growing = [panel for panel in (*_FIRST, *_THEN) if panel in lines]
     while left and growing:
         growing = [panel for panel in growing if lines[panel] < wishes[panel].most]
@@ -71,7 +74,7 @@ def _grow_evenly(lines: dict[Panel, int], wishes: dict[Panel, Wish], left: int) 
 def wishes(
     num_devices: int, num_models: int, num_requests: int, num_events: int
 ) -> dict[Panel, Wish]:
-    """What the panels could use for so many rows."""
+    """Return the useful heights of the panels for these numbers of rows."""
     few = min(num_devices, 4) or 1
     return {
         Panel.DEVICES: Wish(2 + min(few, 2), 2 + few, 2 + max(1, num_devices)),

@@ -1,4 +1,4 @@
-"""Keys that change what is seen: rows, panels, order, filter, time."""
+"""Keys that change the view: rows, panels, order, filter, time."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from gpupool_tui.view import Panel, Sorting
 
 
 class LookingApp(BaseApp):
-    """The screen with the keys that change nothing of the daemon's."""
+    """The screen with the keys that do not change the daemon."""
 
     # Keys: moving
 
     @property
     def list_panel(self) -> Panel:
-        """The panel whose rows keys move through: lanes are devices."""
+        """The panel with selectable rows: lanes are devices."""
         return Panel.DEVICES if self.view.focus is Panel.LANES else self.view.focus
 
     def _table(self) -> PanelTable:
         return tables(self.picture, self.view)[self.list_panel]
 
     def action_move(self, step: int) -> None:
-        """Select another row; the first time the one that is there already."""
+        """Select another row; the first time the present one."""
         keys = self._table().keys
         if not keys:
             return
@@ -53,7 +53,7 @@ class LookingApp(BaseApp):
         self.draw()
 
     def action_next_panel(self, step: int) -> None:
-        """Jump to the next panel that is shown."""
+        """Jump to the next visible panel."""
         shown = [panel for panel in Panel if self.drawn and panel in self.drawn.visible]
         if self.view.maximised is not None:
             shown = list(Panel)
@@ -70,7 +70,7 @@ class LookingApp(BaseApp):
         self.draw()
 
     def action_step_back(self) -> None:
-        """One step back to where one came from."""
+        """Undo one step of navigation."""
         view = self.view
         if view.message:
             view.message = ""
@@ -92,7 +92,7 @@ class LookingApp(BaseApp):
         field.focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Textual's: the filter as it is typed."""
+        """Apply the filter while it is typed."""
         if event.input.id == "filter":
             self.view.filter = event.value
             self.draw()
@@ -102,7 +102,7 @@ class LookingApp(BaseApp):
             self._close_filter()
 
     def on_key(self, event: events.Key) -> None:
-        """Textual's: escape in the filter ends it."""
+        """Leave the filter on escape."""
         field = self.query_one("#filter", Input)
         if event.key == "escape" and field.has_class("open"):
             event.prevent_default()
@@ -159,7 +159,7 @@ class LookingApp(BaseApp):
     # The mouse
 
     def on_board_clicked(self, event: Board.Clicked) -> None:
-        """Textual's: select what was clicked; the wheel moves in the panel below it."""
+        """Select a clicked row; move in the panel below the wheel."""
         if self.drawn is None:
             return
         for panel, lines in self.drawn.places.items():

@@ -1,4 +1,4 @@
-"""The models: what each has and does, and how it keeps to its targets."""
+"""The models: memory, requests, and attainment of targets."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _STATE_STYLES = {"ready": "good", "loading": "warn", "draining": "warn", "failed
 
 
 def key_of(model: TopModel) -> str:
-    """What a model is remembered by."""
+    """Return a model's key for selection."""
     return model.usage.name
 
 
 def where(model: TopModel) -> str:
-    """The devices that have its weights; else how near they are."""
+    """Return the devices with the model's weights; else the nearest place of its weights."""
     if model.devices:
         return ranges(model.devices)
     if model.usage.weights_resident_bytes:
@@ -36,7 +36,7 @@ def where(model: TopModel) -> str:
 
 
 def misses(model: TopModel) -> bool:
-    """Return whether it was in time too seldom during the last minute."""
+    """Return whether too few tokens of the last minute were on time."""
     attainment = model.usage.attainment_1m
     return attainment is not None and attainment < GOOD_ATTAINMENT
 
@@ -112,7 +112,7 @@ def _bytes(
 def _share(
     key: str, title: str, value: Callable[[TopModel], float | None], rank: int
 ) -> TableColumn[TopModel]:
-    """A column of shares of tokens that were in time; the worst are first when sorted."""
+    """Return a column of shares of tokens on time; the worst come first when sorted."""
 
     def cell(model: TopModel, view: View, width: int) -> Line:
         share = value(model)
@@ -160,7 +160,7 @@ _AFTER: tuple[TableColumn[TopModel], ...] = (
 
 
 def columns(picture: Picture) -> Sequence[TableColumn[TopModel]]:
-    """The columns; the sparkline's needs what was told in earlier answers."""
+    """Return the columns; the sparkline uses earlier answers."""
 
     def spark(model: TopModel, view: View, width: int) -> Line:
         shares = picture.minutes_of(model.usage.name)

@@ -1,4 +1,4 @@
-"""One screen as plain text, for ``gpupool top -1`` and for where there is no terminal."""
+"""One screen as plain text, for ``gpupool top -1`` and without a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUM_EVENTS = 10
 
 
 def screen_text(picture: Picture, width: int, *, is_ascii: bool, zone: tzinfo | None = None) -> str:
-    """Everything below each other, as high as it has to be; the hints of keys are left out."""
+    """Return all panels as text of any height, without the hints of keys."""
     view = View(ASCII if is_ascii else UNICODE, zone, interval_s=0.0)
     rows = len(picture.devices), len(picture.models), len(picture.requests), len(picture.events)
     height = 2 + sum(one.most for one in wishes(*rows).values())

@@ -75,7 +75,9 @@ _TERMINAL_MODELS = (
 
 
 class Look(NamedTuple):
-    """A style, and two numbers: equal ones look the same, or do so where there is no text."""
+    """A style, and two numbers that are equal for styles that look the same, with and without
+    text.
+    """
 
     style: Style
     number: int
@@ -83,8 +85,10 @@ class Look(NamedTuple):
 
 
 class Palette:
-    """Looks words up; unknown ones have no style of their own. Combinations are remembered,
-    and all lie upon ``base``."""
+    """Resolves words to styles; unknown words have no style. Combinations are cached.
+
+    All styles lie upon ``base``.
+    """
 
     def __init__(self, words: dict[str, Style], base: Style | None = None) -> None:
         self._words = words
@@ -93,7 +97,7 @@ class Palette:
         self._numbers: dict[object, int] = {}
 
     def look(self, words: str) -> Look:
-        """The styles of all words, the later ones above the others."""
+        """Return the combined style of words, later ones above earlier ones."""
         found = self._known.get(words)
         if found is None:
             style = self._combined(words.split())
@@ -122,8 +126,10 @@ def plain_palette() -> Palette:
 
 
 def palette_of(theme: Theme) -> Palette:
-    """A theme's colours; what it leaves open is as Textual's own themes have it. Of a theme
-    that keeps to the terminal's own colours, these sixteen."""
+    """Return a theme's colours, completed from Textual's own themes.
+
+    A theme of the terminal's own colours gets its sixteen colours.
+    """
     if theme.ansi:
         models = {f"m{number}": name for number, name in enumerate(_TERMINAL_MODELS)}
         return Palette({word: Style.parse(text) for word, text in (_TERMINAL | models).items()})
@@ -186,7 +192,7 @@ def _style(front: Color | None, back: Color | None = None, *, bold: bool | None 
 
 
 def _readable(colour: Color, back: Color, is_dark: bool) -> Color:
-    """The colour, nearer to white or black where it is hard to read on the background."""
+    """Return the colour, shifted to white or black if hard to read on the background."""
     for _ in range(8):
         if _contrast(colour, back) >= 4.0:
             break
@@ -195,7 +201,7 @@ def _readable(colour: Color, back: Color, is_dark: bool) -> Color:
 
 
 def _contrast(one: Color, other: Color) -> float:
-    """Contrast of luminances as WCAG 2 defines it, 1 to 21."""
+    """Return the contrast of luminances by WCAG 2, 1 to 21."""
     light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 

@@ -1,4 +1,4 @@
-"""What is known of the daemon: its latest answer, and the turns and events that add up."""
+"""The known state of the daemon: its latest answer, and accumulated turns and events."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MINUTES_EVERY = 15
 
 @dataclass(slots=True)
 class Picture:
-    """Fed with one answer after the other; ``at`` (wall-clock seconds) is that of the latest.
+    """Takes one answer after the other; ``at`` (wall-clock seconds) is the latest one's time.
 
-    ``turns`` are by device, oldest first. A daemon that has started again begins its turns
-    anew, which is noticed by its process id.
+    ``turns`` are by device, oldest first. A restarted daemon restarts its turns, which the process
+    id reveals.
     """
 
     at: float = 0.0
@@ -40,7 +40,7 @@ class Picture:
 
     @property
     def wants_minutes(self) -> bool:
-        """True if to ask for what changes by the minute: not every time."""
+        """True if the next question should ask for data by the minute, which is not always."""
         return self.num_answers % _MINUTES_EVERY == 0
 
     def add(self, top: Top) -> None:
@@ -62,11 +62,11 @@ class Picture:
                 self._minutes[model.usage.name] = model.usage.attainment_minutes
 
     def restarted(self, top: Top) -> bool:
-        """Return whether an answer is that of another daemon than the one before."""
+        """Return whether an answer comes from another daemon process than the previous one."""
         return self.status is not None and top.status.pid != self.status.pid
 
     def minutes_of(self, model: str) -> list[float | None]:
-        """A model's attainment by the minute as it was last told."""
+        """Return a model's attainment by the minute from the latest answer with minutes."""
         return self._minutes.get(model, [])
 
     def cells(self, device: DeviceInfo, zoom_s: float, width: int) -> list[Cell]:
@@ -84,7 +84,7 @@ class Picture:
         return lane.drawn(first_cell(now, zoom_s, width), width, parts)
 
     def turns_since(self, device: int, since: float) -> list[TurnInfo]:
-        """A device's turns that ended after ``since`` (wall-clock seconds), oldest first."""
+        """Return a device's turns that ended after ``since`` (wall-clock seconds), oldest first."""
         kept = self.turns.get(device, ())
         count = 0
         for turn in reversed(kept):

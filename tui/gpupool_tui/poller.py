@@ -1,4 +1,4 @@
-"""The thread that asks the daemon for its picture, again and again, over one connection."""
+"""The thread that polls the daemon over one connection."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class PollQuestion:
-    """What the next answer has to tell anew."""
+    """The parts to request in the next answer."""
 
     turns_after: int
     events_after: int | None
     minutes: bool
     pid: int | None = None
-    """The daemon's that was asked before."""
+    """Process id of the daemon at the previous question."""
 
     @classmethod
     def after(cls, picture: Picture) -> PollQuestion:
@@ -34,8 +34,7 @@ class PollQuestion:
 
 
 def ask(client: AdminClient, question: PollQuestion) -> Top:
-    """The daemon's answer. One that was started again counts its turns anew: it is asked for
-    all of them."""
+    """Return the daemon's answer; ask a restarted daemon again for all its turns."""
     top = client.top(question.turns_after, question.events_after, minutes=question.minutes)
     if question.pid is None or top.status.pid == question.pid:
         return top
@@ -43,9 +42,9 @@ def ask(client: AdminClient, question: PollQuestion) -> Top:
 
 
 class Poller(threading.Thread):
-    """Calls ``on_answer`` with each answer, or ``on_lost`` with the reason why there is none.
+    """Calls ``on_answer`` with each answer, or ``on_lost`` with the reason for none.
 
-    ``next_question`` None: nothing is wanted now. All of them are called in this thread.
+    ``next_question`` None means that no answer is wanted now. All callbacks run in this thread.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Poller(threading.Thread):
         self._wake.set()
 
     def stop(self) -> None:
-        """End the thread; it may be in the middle of a question."""
+        """End the thread, which may be waiting for an answer."""
         self._is_stopping = True
         self._wake.set()
 

@@ -1,4 +1,4 @@
-"""The live requests: where each is, how far, and when its next token is due."""
+"""The live requests: place, progress, and deadline of the next token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpupoold.printable import clean
 
 
 def key_of(request: RequestInfo) -> str:
-    """What a request is remembered by."""
+    """Return a request's key for selection."""
     return request.request_id
 
 
@@ -46,7 +46,7 @@ def _tokens(request: RequestInfo, view: View, width: int) -> Line:
 
 
 def due(request: RequestInfo, view: View) -> Line:
-    """When its next token is due, or by how much that is late."""
+    """Return the time to its next token's deadline, or the lateness."""
     if request.next_deadline_in_s < 0:
         return (Span(f"{duration(-request.next_deadline_in_s)} late{view.glyphs.late}", "bad"),)
     return (Span(f"in {duration(request.next_deadline_in_s)}"),)

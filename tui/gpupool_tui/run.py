@@ -15,8 +15,11 @@ from gpupoold.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line says. ``theme`` is ``dark``, ``light``, ``terminal`` (its own colours:
-    little is sent) or one of Textual's names."""
+    """Options of the command line.
+
+    ``theme`` is ``dark``, ``light``, ``terminal`` (its own colours: few bytes are sent) or one of
+    Textual's names.
+    """
 
     interval_s: float = 1.0
     theme: str = "dark"
@@ -25,7 +28,7 @@ class Options:
 
 
 def text_once(socket_path: Path, width: int, options: Options) -> str:
-    """The screen as plain text; loads nothing of Textual's.
+    """Return the screen as plain text; imports nothing of Textual's.
 
     Raises:
         GpupoolError: the daemon does not answer.

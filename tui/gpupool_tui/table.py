@@ -1,4 +1,4 @@
-"""Tables of text: which columns fit, which rows are shown, in what order."""
+"""Tables of text: choice of columns and rows, and order."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LAST = (1, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class TableColumn(Generic[Row]):
-    """A column of ``width`` cells, or more where it ``grows`` and there is room.
+    """A column of ``width`` cells, or more if ``grows``.
 
-    ``cell`` gets a row, what was chosen and the width, and may be shorter. Columns with a
-    higher ``rank`` are the first to be left out. ``order`` is what rows are sorted by, largest
-    first if ``descends``; without it the column cannot be sorted by.
+    ``cell`` takes a row, the view and the width, and may return less. Columns with a higher
+    ``rank`` are left out first. ``order`` is the sort key, largest first if ``descends``; without
+    ``order`` the column is not sortable.
     """
 
     key: str
@@ -32,13 +32,12 @@ class TableColumn(Generic[Row]):
     right: bool = False
     rank: int = 0
     grows: int = 0
-    """How many cells more it may take at most."""
+    """Largest number of additional cells."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnTable:
-    """A table's lines, its header first; the keys of the rows below it; the columns that did
-    not fit; rows that it has in all."""
+    """A table's lines, its header first; the keys of the rows; omitted columns; number of rows."""
 
     lines: list[Line]
     keys: list[str]
@@ -47,19 +46,19 @@ class DrawnTable:
 
 
 def or_last(value: float | None) -> tuple[int, float]:
-    """For ``order``: what is not known comes last in ascending order."""
+    """Return an ``order`` in which unknown values come last, ascending."""
     return _LAST if value is None else (0, value)
 
 
 def or_least(value: float | None) -> tuple[int, float]:
-    """For ``order`` of a column that descends: what is not known comes last there."""
+    """Return an ``order`` in which unknown values come last, descending."""
     return (-1, 0.0) if value is None else (0, value)
 
 
 def fit_columns(
     columns: Sequence[TableColumn[Row]], width: int
 ) -> tuple[list[tuple[TableColumn[Row], int]], list[str]]:
-    """The columns that fit and their widths, and the titles of the others."""
+    """Return the fitting columns with their widths, and the titles of the others."""
     chosen = list(columns)
     while len(chosen) > 1 and sum(one.width + GAP for one in chosen) - GAP > width:
         chosen.remove(max(reversed(chosen), key=lambda one: one.rank))
@@ -80,7 +79,7 @@ def fit_columns(
 def sort_rows(
     rows: Sequence[Row], columns: Sequence[TableColumn[Row]], sorting: Sorting | None
 ) -> list[Row]:
-    """The rows in the order chosen; equal ones as they came."""
+    """Return the rows in the chosen order; equal ones stay in order."""
     column = next((one for one in columns if sorting and one.key == sorting.column), None)
     if column is None or column.order is None or sorting is None:
         return list(rows)
@@ -88,14 +87,14 @@ def sort_rows(
 
 
 def next_sorting(columns: Sequence[TableColumn[Row]], sorting: Sorting, step: int) -> Sorting:
-    """Sorted by the column before or after, of those that rows can be sorted by."""
+    """Return the sorting by the previous or next sortable column."""
     keys = [one.key for one in columns if one.order is not None]
     index = keys.index(sorting.column) if sorting.column in keys else 0
     return Sorting(keys[(index + step) % len(keys)])
 
 
 def window(num_rows: int, height: int, selected: int, *, at_end: bool = False) -> range:
-    """The rows to show so that the selected one is among them, in the middle if it can be."""
+    """Return the visible rows, including the selected one, in the middle if possible."""
     if num_rows <= height:
         return range(num_rows)
     start = num_rows - height if at_end else min(max(0, selected - height // 2), num_rows - height)
@@ -114,7 +113,7 @@ def draw_table(
     *,
     at_end: bool = False,
 ) -> DrawnTable:
-    """``height`` lines of ``width`` cells: a header and rows that are sorted already."""
+    """Return ``height`` lines of ``width`` cells: a header and sorted rows."""
     fitted, left_out = fit_columns(columns, width - 1)
     keys = [key_of(row) for row in rows]
     index = keys.index(selected) if selected in keys else (len(keys) - 1 if at_end else 0)

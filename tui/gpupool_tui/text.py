@@ -1,4 +1,4 @@
-"""Pieces of lines with the names of their styles; widths are in cells of a terminal."""
+"""Pieces of lines with styles; widths are in cells of a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def width_of(line: Iterable[Span]) -> int:
 
 
 def fit(text: str, width: int, *, right: bool = False) -> str:
-    """``text`` in exactly ``width`` cells: padded, or cut with an ellipsis at its end."""
+    """Return ``text`` in exactly ``width`` cells: padded, or cut with an ellipsis at its end."""
     length = cell_len(text)
     if length == width:
         return text
@@ -54,17 +54,17 @@ def fit_line(line: Sequence[Span], width: int) -> Line:
 
 
 def restyled(line: Iterable[Span], style: str) -> Line:
-    """A line with one more style on all of it."""
+    """Return a line with an additional style."""
     return tuple(Span(text, f"{own} {style}".strip()) for text, own in line)
 
 
 def as_ascii(line: Iterable[Span]) -> Line:
-    """A line for a terminal that has ASCII only; what it lacks becomes question marks."""
+    """Return a line for an ASCII terminal, with question marks for other characters."""
     return tuple(Span(_ascii(text), style) for text, style in line)
 
 
 def plain(line: Iterable[Span]) -> str:
-    """The text of a line, without what pads its end."""
+    """Return the text of a line without trailing padding."""
     return "".join(span.text for span in line).rstrip()
 
 

@@ -1,4 +1,4 @@
-"""What the person at the screen has chosen to see."""
+"""The user's choices at the screen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Panel(Enum):
 
     @property
     def title(self) -> str:
-        """As it stands over the panel."""
+        """The panel's title on the screen."""
         return self.name.capitalize() if self is not Panel.LANES else "Turns"
 
 
@@ -30,7 +30,7 @@ INTERVALS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 @dataclass(slots=True)
 class Sorting:
-    """A table's order: the key of a column, and whether it is turned round."""
+    """A table's order: the key of a column, and whether it is reversed."""
 
     column: str
     is_reversed: bool = False
@@ -38,8 +38,11 @@ class Sorting:
 
 @dataclass(slots=True)
 class View:
-    """Everything that keys change. ``selected`` has the keys of rows; ``zone`` None is this
-    machine's time zone, ``interval_s`` 0: the daemon is asked once."""
+    """Everything that keys change.
+
+    ``selected`` has the keys of rows; ``zone`` None is this machine's time zone, ``interval_s`` 0
+    asks the daemon once.
+    """
 
     glyphs: Glyphs = UNICODE
     zone: tzinfo | None = None
@@ -61,7 +64,7 @@ class View:
     message: str = ""
     message_style: str = ""
     lost: str = ""
-    """Why there is no connection; empty while there is one."""
+    """The reason for a lost connection, else empty."""
 
     def zoom(self, step: int) -> None:
         """More or less time in a cell of the lanes."""
@@ -72,7 +75,7 @@ class View:
         self.interval_s = _stepped(INTERVALS_S, self.interval_s, step)
 
     def go_to(self, panel: Panel, visible: frozenset[Panel]) -> None:
-        """Jump to a panel; to the one where one is, or that had no room: let it have all."""
+        """Jump to a panel; maximise the present one, or one without space."""
         if self.maximised is not None:
             self.maximised = None if panel is self.maximised else panel
         elif panel is self.focus or panel not in visible:
@@ -81,7 +84,7 @@ class View:
 
 
 def _stepped(values: tuple[float, ...], value: float, step: int) -> float:
-    """The next larger or smaller one; the last ones stay."""
+    """Return the next larger or smaller value; the ends stay."""
     if step > 0:
         return next((one for one in values if one > value), values[-1])
     return next((one for one in reversed(values) if one < value), values[0])

@@ -1,1 +1,1 @@
-"""``gpupool bench``: measurements of a running daemon, or of one started for them."""
+"""``gpupool bench``: measurements of a running daemon, or of a private one."""

@@ -1,5 +1,4 @@
-"""From a snapshot on disk to a running model: nothing of it in host memory, nor in the page
-cache."""
+"""Cold start: from a snapshot on disk to a running model, without page cache."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ _PROMPT = "Once upon a time"
 
 @dataclass(frozen=True, slots=True)
 class ColdStart:
-    """One start from disk, and what it is held against; all in seconds."""
+    """A start from disk, and its references; all in seconds."""
 
     warm_s: float
     request_s: float
@@ -40,7 +39,7 @@ class ColdStart:
 
     @property
     def switch_s(self) -> float:
-        """What a request for one token waited longer than with a model that is resident."""
+        """The extra wait of a request for one token, compared with a resident model."""
         return max(0.0, self.request_s - self.resident_request_s)
 
     @property
@@ -52,12 +51,12 @@ class ColdStart:
 def measure_cold(
     daemon: PrivateDaemon, models: Sequence[str], rounds: int, host_cached_limit_s: float
 ) -> dict[str, Any]:
-    """Drop each model's snapshot in turn, read its file plainly, then have the model run again.
+    """Drop each model's snapshot in turn, read its file plainly, then run the model again.
 
     The files must be the only ones in the daemon's snapshot folder, of about one size.
 
     Raises:
-        GpupoolError: a snapshot could not be saved or brought back.
+        GpupoolError: a snapshot could not be saved or restored.
     """
     starts: list[ColdStart] = []
     with daemon.client() as client, httpx.Client(timeout=_REQUEST_TIMEOUT_S) as http:
@@ -72,8 +71,11 @@ def measure_cold(
 def summary(
     starts: Sequence[ColdStart], num_bytes: int, host_cached_limit_s: float
 ) -> dict[str, Any]:
-    """The figures of at least one start. The limit is a read of the file at nine tenths of a
-    plain read's speed, and what a switch may take once the snapshot is in host memory."""
+    """Return the figures of at least one start.
+
+    The limit is a read of the file at nine tenths of a plain read's speed, plus the limit of a
+    switch from host memory.
+    """
     totals_s = sorted(start.total_s for start in starts)
     read_s = median(start.plain_read_s for start in starts)
     p50_s, limit_s = median(totals_s), read_s / _READ_SHARE + host_cached_limit_s
@@ -110,7 +112,7 @@ def _start(
 
 
 def _wait_saved(daemon: PrivateDaemon, client: AdminClient, models: Sequence[str]) -> list[Path]:
-    """The snapshot files; they are written after the models are ready."""
+    """Return the snapshot files, which are written after the models are ready."""
     deadline_s = time.monotonic() + _SAVE_TIMEOUT_S
     while sum(one.is_saved for one in client.cache().models) < len(models):
         if time.monotonic() > deadline_s:
@@ -121,10 +123,10 @@ def _wait_saved(daemon: PrivateDaemon, client: AdminClient, models: Sequence[str
 
 
 def _plain_read_s(file: Path) -> float:
-    """Seconds to read a file that is not in the page cache into new shared memory.
+    """Return the seconds to read an uncached file into new shared memory.
 
-    By as many threads as the daemon reads a snapshot with, but without its checksums. What the
-    kernel takes to make the memory is part of it, as it is part of any start from disk.
+    Uses as many threads as the daemon, without checksums. Includes the kernel's allocation of
+    memory, as any start from disk does.
     """
     _forget(file)
     num_bytes = file.stat().st_size
@@ -156,7 +158,7 @@ def _forget(file: Path) -> None:
 
 
 def _request_s(http: httpx.Client, url: str, model: str) -> float:
-    """Seconds until a short prompt has been answered with one token."""
+    """Return the seconds until a short prompt is answered with one token."""
     body = {"model": model, "prompt": _PROMPT, "max_tokens": 1, "temperature": 0}
     started_s = time.perf_counter()
     response = http.post(f"{url}/v1/completions", json=body)

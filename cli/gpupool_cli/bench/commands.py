@@ -1,4 +1,4 @@
-"""``gpupool bench``: measurements on a daemon of their own, each beside its limit or rival."""
+"""``gpupool bench``: measurements on a private daemon, each with a limit or rival."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def overhead(
     streams: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 4,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve one model through gpupool and through ``vllm serve`` in turn; compare."""
+    """Serve one model through gpupool and through ``vllm serve`` alternately; compare."""
     plan = OverheadPlan(rounds=rounds, num_streams=streams, max_model_len=MAX_MODEL_LEN)
     with tempfile.TemporaryDirectory(prefix="gpupool-bench-") as folder:
         checkpoint = make_checkpoints(Path(folder), ["llama"], parse_size_bytes(size))[0]

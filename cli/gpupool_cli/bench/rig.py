@@ -1,4 +1,4 @@
-"""What the benchmarks' own daemons run on: random checkpoints, and a device made to measure."""
+"""Random checkpoints and devices of fixed sizes for the benchmarks' private daemons."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _CUDA_CHUNKS_BYTES = 4 * 32 * _CUDA_PAGE_BYTES
 
 
 def make_checkpoints(folder: Path, architectures: list[str], size_bytes: int) -> list[Path]:
-    """Random checkpoints, one per architecture, made in a process of its own (it needs torch).
+    """Make random checkpoints, one per architecture, in another process (which needs torch).
 
     Raises:
-        Failed: with the maker's last words.
+        Failed: the message has the maker's last words.
     """
     for architecture in architectures:
         command = [sys.executable, "-m", "gpupoold.checkpoints.tiny", str(folder)]
@@ -32,7 +32,7 @@ def make_checkpoints(folder: Path, architectures: list[str], size_bytes: int) ->
 
 
 def device_config(num_bytes: int) -> str:
-    """TOML of one device with ``num_bytes`` for models: the first GPU, or an emulated one."""
+    """Return TOML for one device with ``num_bytes`` for models: the first GPU, or emulated."""
     if default_devices()[0]["kind"] != "cuda":
         return emulated_config(num_bytes)
     memory = num_bytes + CUDA_RESERVE_BYTES + _CUDA_CHUNKS_BYTES

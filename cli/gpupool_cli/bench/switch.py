@@ -1,4 +1,4 @@
-"""Switches between two models on a daemon of their own."""
+"""Measurement of switches between two models on a private daemon."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _OLD_EXTRA_S = 0.005
 
 
 def run_switch_bench(folder: Path, size_bytes: int, rounds: int) -> dict[str, Any]:
-    """Switch times of all modes, on a device that has room for two equal models.
+    """Return switch times of all modes, on a device with space for two equal models.
 
-    The keys beside ``modes`` are those of the switch that a device with room for one of them
-    makes: everything of one out, everything of the other in, without KV.
+    The keys besides ``modes`` concern a device with space for one model: all bytes of one model
+    move out, all bytes of the other in, without KV.
 
     Raises:
         GpupoolError: the models could not be made or served.

@@ -1,4 +1,4 @@
-"""What the benchmarks print for people."""
+"""Tables of the benchmarks for people."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def show_fields(result: Mapping[str, Any]) -> None:
 
 
 def show_switches(result: Mapping[str, Any]) -> None:
-    """A row per mode, with its limit."""
+    """Print a row per mode, with its limit."""
     titles = ["mode", "KV", "switches", "moved", "p50", "p99"]
     titles += [stage.removesuffix("_s") for stage in _STAGES]
     print_table(_columns([*titles, "limit", "of", "reached"], 2), list(_switch_rows(result)))
 
 
 def show_memory(result: Mapping[str, Any]) -> None:
-    """Tables of copies and of mapping, then what KV costs."""
+    """Print tables of copies and mapping, then the cost of KV."""
     print_line(f"pages of {format_bytes(result['page_bytes'])}")
     print_table(
         _columns(["copy", "direction", "cut into", "bandwidth", "of plain"], 3),

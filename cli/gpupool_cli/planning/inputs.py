@@ -1,4 +1,4 @@
-"""What ``gpupool plan`` is asked about: models and their load, with notes on what was changed."""
+"""Inputs of ``gpupool plan``: models and their load, with notes on changes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from gpupoold.sim.planner.models import PlannedModel, read_checkpoint, read_shap
 
 
 class Models(NamedTuple):
-    """Models to plan for, and what should be known about the choice."""
+    """Models to plan for, and notes on the choice."""
 
     models: tuple[PlannedModel, ...]
     notes: tuple[str, ...] = ()
 
 
 class Inputs(NamedTuple):
-    """Everything that the answers rest on."""
+    """All inputs of the answers."""
 
     models: tuple[PlannedModel, ...]
     load: PlanLoad
@@ -36,12 +36,12 @@ class Inputs(NamedTuple):
 
 
 def models_of_file(path: Path) -> Models:
-    """Those a TOML file names. Raises UsageError."""
+    """Return the models of a TOML file. Raises UsageError."""
     return Models(read_models(path))
 
 
 def registered_models(infos: Sequence[ModelInfo]) -> Models:
-    """Those of a daemon; one that failed to load is left out.
+    """Return a daemon's models, without failed ones.
 
     Raises:
         UsageError: there is none.
@@ -62,10 +62,10 @@ def make_inputs(
     duration_s: float | None,
     history: Sequence[RequestRecord] | None = None,
 ) -> Inputs:
-    """With the load: ``history`` if there is one, else the file ``trace``, else rates.
+    """Add the load: ``history`` if present, else the file ``trace``, else rates.
 
     Raises:
-        UsageError: no load, too many or impossible rates, or what is wrong in the file.
+        UsageError: there is no load, rates are too many or impossible, or the file has an error.
     """
     models = found.models
     names = [model.name for model in models]

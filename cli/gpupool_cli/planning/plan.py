@@ -1,4 +1,4 @@
-"""``gpupool plan``: whether a load fits a box before anybody buys it, and what would help."""
+"""``gpupool plan``: whether a load fits a box before its purchase, and remedies."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def plan(
 ) -> None:
     """Find out whether models and their load fit a box, and how many devices they need.
 
-    Everything is simulated, with the daemon's own scheduling. Exit status 0 if it fits, 1
-    if it does not.
+    All answers come from simulations with the daemon's own scheduling. Exit status 0 if the load
+    fits, 1 otherwise.
     """
     started_s = time.monotonic()
     names = lists.names(policies)

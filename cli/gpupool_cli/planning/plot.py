@@ -1,4 +1,4 @@
-"""Attainment against load as the papers draw it; matplotlib is loaded only when it is used."""
+"""Attainment against load in the papers' form; matplotlib is imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``gpupool simulate`` shows: progress on stderr, tables of the rows on stdout."""
+"""The output of ``gpupool simulate``: progress on stderr, tables on stdout."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _GOODPUT_COLUMNS = (Column("PRESET"), Column("POLICY"), Column("90 % GOODPUT"))
 
 
 class PointsView(BarView):
-    """How far a list of points is; use as a context manager.
+    """The progress of a list of points; use as a context manager.
 
-    A bar on a terminal, else one line per point. ``keeps_stdout``: rows go to stdout at the
-    same time, so that no bar is drawn if that is the same terminal.
+    A bar on a terminal, else one line per point. ``keeps_stdout``: rows go to stdout at the same
+    time, so no bar is drawn on the same terminal.
     """
 
     def __init__(self, points: Sequence[Point], jobs: int, *, keeps_stdout: bool) -> None:
@@ -88,7 +88,7 @@ class PointsView(BarView):
 
 
 def print_rows(rows: Sequence[RunRow]) -> None:
-    """A table of the rows, and one of the goodputs where a load was swept."""
+    """Print a table of the rows, and one of the goodputs where a load was swept."""
     more = _more_columns(rows)
     columns = [*_COLUMNS, *(column for column, _ in more)]
     print_table(columns, [[*_cells(row), *(cell(row) for _, cell in more)] for row in rows])
@@ -117,7 +117,7 @@ def _goodput_text(best: Goodput | None, axis: str, lowest: float) -> str:
 
 
 def _more_columns(rows: Sequence[RunRow]) -> list[tuple[Column, Callable[[RunRow], str]]]:
-    """Columns that only some experiments need, with what they show of a row."""
+    """Return columns that only some experiments need, with their text per row."""
     more: list[tuple[Column, Callable[[RunRow], str]]] = []
     if any("active_models_mean" in row for row in rows):
         more.append((_ACTIVE, _active))

@@ -1,4 +1,4 @@
-"""What ``gpupool plan`` prints: answers in plain words, or one JSON document."""
+"""The output of ``gpupool plan``: answers in plain words, or one JSON document."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan and everything its report needs."""
+    """A plan with the data for its report."""
 
     question: PlanQuestion
     plan: Plan
@@ -56,12 +56,12 @@ class Planned:
     wall_s: float
 
     def all_notes(self) -> list[str]:
-        """Those on the inputs, then those on the answers."""
+        """Return notes on the inputs, then notes on the answers."""
         return [*self.notes, *notes_on(self.question, self.plan, self.basis, self.models)]
 
 
 class PlanProgress(BarView):
-    """What is being simulated, on stderr if that is a terminal; use as a context manager."""
+    """Progress of the simulations on stderr, on a terminal; use as a context manager."""
 
     def __init__(self) -> None:
         super().__init__(SpinnerColumn(), description_column(), TimeElapsedColumn())
@@ -75,7 +75,7 @@ class PlanProgress(BarView):
 
 
 def plan_document(planned: Planned) -> dict[str, object]:
-    """Everything as one JSON object; ``docs/planning.md`` has its keys."""
+    """Return everything as one JSON object; ``docs/planning.md`` describes the keys."""
     question, plan = planned.question, planned.plan
     shown, box, best = plan.forecast, question.box, plan.policies[0]
     size = box.tensor_parallel_size
@@ -116,7 +116,7 @@ def plan_document(planned: Planned) -> dict[str, object]:
 
 
 def print_plan(planned: Planned) -> None:
-    """The answers in the order in which they are asked."""
+    """Print the answers in the order of the questions."""
     question = planned.question
     writer = _Writer(question.target)
     box, num_models = question.box, len(question.models)
@@ -134,7 +134,7 @@ def print_plan(planned: Planned) -> None:
 
 
 class _Writer:
-    """Lines of the report, with shares rounded down so that none looks like a target it missed."""
+    """Lines of the report; shares are rounded down so that no missed target looks reached."""
 
     def __init__(self, target: float) -> None:
         self._target = target
@@ -146,13 +146,13 @@ class _Writer:
         return "nothing" if share is None else f"{self.number(share)} %"
 
     def number(self, share: float | None) -> str:
-        """The same for a column that says so."""
+        """Return a number for a column whose title names the unit."""
         if share is None:
             return NOTHING
         return f"{self._floored(share):g}"
 
     def cell(self, share: float | None) -> str:
-        """The same with all decimals, to stand below others."""
+        """Return a number with all decimals, for alignment."""
         return NOTHING if share is None else f"{self._floored(share):.{self._decimals}f}"
 
     def _floored(self, share: float) -> float:
@@ -160,7 +160,10 @@ class _Writer:
         return math.floor(100 * share * scale + 1e-6) / scale
 
     def attained(self, attained: Attained, after: str = "") -> str:
-        """With the range of several runs, if they differ; ``after`` comes between. Or why not."""
+        """Return a share with the range of several runs, or the reason for none.
+
+        ``after`` is inserted in between.
+        """
         if attained.refused:
             return attained.refused
         bounds = [bound(attained.by_run, default=None) for bound in (min, max)]
@@ -169,14 +172,14 @@ class _Writer:
         return self.percent(attained.overall) + after + spread
 
     def section(self, title: str, lines: Iterator[str] | Sequence[str]) -> None:
-        """A title and lines below it."""
+        """Print a title and lines."""
         print_line("")
         print_line(title)
         for line in lines:
             self.paragraph(line, "  ")
 
     def paragraph(self, text: str, indent: str = "") -> None:
-        """Wrapped on a terminal, else one line."""
+        """Print a paragraph, wrapped on a terminal, else as one line."""
         if self._width is None:
             print_line(indent + text)
             return
@@ -211,7 +214,7 @@ class _Writer:
         yield f"{of} by {_itself(below)} below {wanted}: {', '.join(shares)}{more}"
 
     def device_lines(self, planned: Planned) -> Iterator[str]:
-        """How many are needed, with the numbers around it."""
+        """Yield the needed number of devices, with the results around it."""
         question, plan = planned.question, planned.plan
         size, now = question.box.tensor_parallel_size, question.box.num_devices
         by_count = {one.num_devices: one for one in plan.counts}
@@ -238,7 +241,7 @@ class _Writer:
             yield f"{fewer_text} is not enough: {self.attained(fewer[-1].attained)}."
 
     def policy_line(self, result: PolicyResult, num_devices: int) -> str:
-        """A policy's attainment and its split."""
+        """Return a policy's attainment and its split."""
         if refused := result.attained.refused:
             return f"{result.policy}: {refused.removeprefix(f'{result.policy} ')}"
         split = ""
@@ -248,7 +251,7 @@ class _Writer:
         return f"{result.policy}: {self.attained(result.attained)}{split}"
 
     def change_lines(self, planned: Planned) -> Iterator[str]:
-        """Changes that are enough, cheapest first; or how much more the box takes."""
+        """Yield sufficient changes, cheapest first; or the growth that still fits."""
         plan = planned.plan
         if plan.growth is not None:
             yield f"Nothing. {_growth_text(plan.growth, plan.growth_limit)}"

@@ -10,7 +10,7 @@ export PREFIX SYSCONFDIR DESTDIR VENV
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install uninstall demo test test-all lint format types imports check bench-switch bench-overhead bench-memory bench-recovery bench-sim bench-api bench-hostile soak fuzz gpu-bundle clean
+.PHONY: help venv install uninstall demo test test-all lint format types imports prose check bench-switch bench-overhead bench-memory bench-recovery bench-sim bench-api bench-hostile soak fuzz gpu-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ types: venv ## mypy, strict
 
 imports: venv ## import-linter: who may import whom
 	@$(BIN)/lint-imports
+
+prose: venv ## pronouns and beginnings of docstrings, comments and pages
+	@$(BIN)/python scripts/prose.py $(ARGS)
 
 check: lint types imports ## lint, types and imports
 

@@ -17,10 +17,10 @@ DEFAULT_TBT_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a model's users were promised.
+    """A model's targets for its users.
 
-    Token ``i`` (from 0) of a request is due at ``arrival + ttft_s + i * tbt_s``;
-    a late token does not move later deadlines.
+    Token ``i`` (from 0) of a request is due at ``arrival + ttft_s + i * tbt_s``; a late token does
+    not move later deadlines.
     """
 
     ttft_s: float = DEFAULT_TTFT_S
@@ -33,7 +33,9 @@ class Targets:
             )
 
     def deadline_s(self, arrival_s: float, token_index: int) -> float:
-        """When token ``token_index`` of a request that came at ``arrival_s`` is due."""
+        """Return the deadline of token ``token_index`` of a request that arrived at
+        ``arrival_s``.
+        """
         return arrival_s + self.ttft_s + token_index * self.tbt_s
 
 
@@ -52,7 +54,7 @@ class ModelState(StrEnum):
 
 
 class Role(StrEnum):
-    """What a device does: prompts, answers, or both."""
+    """A device's role: prompts, answers, or both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -60,7 +62,7 @@ class Role(StrEnum):
 
 
 class Priority(StrEnum):
-    """Who goes first where there is not enough for all: what an API key gives its requests."""
+    """A request's priority where memory or time is short, from its API key."""
 
     HIGH = "high"
     NORMAL = "normal"
@@ -68,12 +70,11 @@ class Priority(StrEnum):
 
 
 KEY_BYTES_SHARE = 0.5
-"""Of the bytes that requests in flight may have, what those of one API key may have: no key
-keeps all others out."""
+"""Largest share of the bytes in flight for one API key, so that no key keeps all others out."""
 
 
 class FinishReason(StrEnum):
-    """Why a request ended, in the registry's history."""
+    """The reason for the end of a request, in the history."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -83,11 +84,10 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One registered model as the registry keeps it.
+    """A registered model as stored in the registry.
 
-    ``source`` is what the user asked for (a path or a Hugging Face id),
-    ``path`` the local folder it resolved to. ``max_model_len`` None means the
-    checkpoint's own limit.
+    ``source`` is the user's text (a path or a Hugging Face id), ``path`` the resolved local folder.
+    ``max_model_len`` None means the checkpoint's own limit.
     """
 
     name: ModelName

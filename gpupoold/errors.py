@@ -104,7 +104,7 @@ class ServerError(GpupoolError):
 
 
 class Failed(ServerError):
-    """It was tried and did not work."""
+    """An attempt failed."""
 
     code = "failed"
 
@@ -151,7 +151,7 @@ ALL_ERRORS: tuple[type[GpupoolError], ...] = (
 
 
 def error_from_code(code: str, message: str, hint: str = "") -> GpupoolError:
-    """The error that another process described; an unknown code becomes ``Failed``."""
+    """Return the error that another process described; an unknown code becomes ``Failed``."""
     for kind in ALL_ERRORS:
         if kind.code == code:
             return kind(message, hint)

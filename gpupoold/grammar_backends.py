@@ -1,4 +1,4 @@
-"""vLLM's backends for grammars, as workers and the children that try grammars make them."""
+"""vLLM's backends for grammars, for workers and for children that try grammars."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def make_backend(name: str, config: VllmConfig, tokenizer: Any) -> Any:
 def renew_compiler(backend: XgrammarBackend) -> None:
     """Give the backend a new compiler.
 
-    vLLM's compiler has 8 threads whatever there is: on few cores they keep steps waiting. And
-    xgrammar 0.2.8 keeps masks of single rules, neither counted nor cleared, for as long as the
-    compiler lives (half a megabyte for a schema of 100 fields).
+    vLLM's compiler has 8 threads on any machine, which delay steps on few cores. And xgrammar 0.2.8
+    keeps masks of single rules, neither counted nor cleared, for the compiler's life (half a
+    megabyte for a schema of 100 fields).
     """
     tokenizer = backend.compiler.compile_grammar('root ::= "a"').tokenizer_info
     backend.compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=_num_threads())

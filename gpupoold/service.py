@@ -56,7 +56,7 @@ _NAMES_LIMIT_S = 5.0
 
 
 def main() -> None:
-    """Run the daemon until a signal ends it."""
+    """Run the daemon until a signal stops the process."""
     raise_file_limit()
     faulthandler.enable()  # the watchdog ends a daemon that hangs by SIGABRT: tell where it was
     arguments = _parse()
@@ -88,7 +88,7 @@ def _drop_unlisted_variables(settings: Settings) -> None:
 
 
 async def serve(configuration: Configuration, environment: Environment) -> None:
-    """Everything the daemon does, in order; what was started stops in reverse.
+    """Start all parts of the daemon in order, serve, and stop the parts in reverse order.
 
     Raises:
         GpupoolError: the state folder, a socket or the database cannot be used.
@@ -141,8 +141,10 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
 
 
 def _stop_limit_s(settings: Settings) -> float:
-    """How long stopping can take: the frontend has the grace time, then the workers, and
-    who has not left by then is killed."""
+    """Return the longest time of stopping: the grace time of the frontends, then of the workers.
+
+    Processes still running are then killed.
+    """
     return 2 * settings.limits.stop_grace_s + _KILLING_S
 
 

@@ -31,15 +31,22 @@ _PRONOUNS = """
 it its itself they them their theirs themselves those who whom whose what whatever whoever
 one ones others another so nobody nothing everybody everything somebody that which
 """
+# "one" before any other word is a number.
+_AFTER_ONE = """
+a an and are as at be before but by can does else for from goes had has if in is may must not of
+on or that the then to was were when where which who whose will with without
+"""
 _BEGINNINGS = """
 what whether where who whom whose when why how which whatever whoever of those these that it
-they one ones
+they
 """
 PRONOUNS = frozenset(_PRONOUNS.split())
 BEGINNINGS = frozenset(_BEGINNINGS.split())
+AFTER_ONE = frozenset(_AFTER_ONE.split())
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 _PRAGMA = re.compile(r"#\s*(noqa|type:|!)")
-_MARKUP = re.compile(r"``[^`]*``|`[^`]*`|:\w+:`[^`]*`|https?://\S+")
+# Code, links, and the conjunction "so that".
+_NO_WORDS = re.compile(r"``[^`]*``|`[^`]*`|:\w+:`[^`]*`|https?://\S+|\bso\s+that\b")
 _NOT_PROSE = re.compile(r"^```.*?^```|^(?: {4}|\t).*$|^\|.*$", re.MULTILINE | re.DOTALL)
 
 
@@ -54,7 +61,11 @@ class Text:
     @property
     def num_pronouns(self) -> int:
         """Number of words that are pronouns."""
-        return sum(word in PRONOUNS for word in self.words)
+        following = (*self.words[1:], "")
+        return sum(
+            word in PRONOUNS and (word != "one" or not after or after in AFTER_ONE)
+            for word, after in zip(self.words, following, strict=True)
+        )
 
     @property
     def begins_badly(self) -> bool:
@@ -89,7 +100,7 @@ class Figures:
 
 def words_of(text: str) -> tuple[str, ...]:
     """Return the words of a text in lower case, without code and links."""
-    return tuple(word.lower() for word in _WORD.findall(_MARKUP.sub(" ", text)))
+    return tuple(word.lower() for word in _WORD.findall(_NO_WORDS.sub(" ", text)))
 
 
 def docstrings(file: Path) -> Iterator[Text]:

@@ -42,7 +42,7 @@ class KeyChange:
 
     @property
     def effect(self) -> Effect:
-        """When a running daemon applies the change."""
+        """The time at which a running daemon applies the change."""
         return self._side.effect
 
     @property

@@ -15,12 +15,12 @@ from gpupoold.units import exact_duration, exact_size, parse_duration_s, parse_s
 
 
 class Effect(StrEnum):
-    """When a reload applies a changed key."""
+    """The time at which a reload applies a changed key."""
 
     LIVE = "live"
     """At once."""
     LOADS = "loads"
-    """When models are loaded later; loaded models keep the old value."""
+    """At later loads of models; loaded models keep the old value."""
     RESTART = "restart"
     """Not before ``gpupoold`` is started again."""
 

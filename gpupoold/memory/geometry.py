@@ -41,7 +41,7 @@ class KvGeometry:
     blocks_per_extent: int = field(init=False)
     """Blocks in every extent but perhaps the last."""
     is_aligned: bool = field(init=False)
-    """Whether no two extents or rows share a page, and neighbours leave no gap."""
+    """True if no two extents or rows share a page, and neighbours leave no gap."""
     extent_pages: int = field(init=False)
     """Pages of every extent except perhaps the last, in an aligned geometry."""
     short_pages: int = field(init=False)

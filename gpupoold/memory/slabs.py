@@ -24,7 +24,7 @@ _MIN_BASE_SLABS = 256
 
 
 class Extent(NamedTuple):
-    """``num_bytes`` of the buffer from ``offset``."""
+    """A piece of the buffer: ``num_bytes`` from ``offset``."""
 
     offset: int
     num_bytes: int

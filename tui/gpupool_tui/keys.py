@@ -13,7 +13,7 @@ class Key(NamedTuple):
     shown: str
     meaning: str
     is_change: bool = False
-    """Whether the action changes the daemon, and is refused with read-only access."""
+    """True if the action changes the daemon, and is refused with read-only access."""
 
 
 KEYS: tuple[tuple[str, tuple[Key, ...]], ...] = (

@@ -1,4 +1,4 @@
-"""``gpupool plan``: whether a load fits a box before its purchase, and remedies."""
+"""``gpupool plan``: the fit of a load on a box before its purchase, and remedies."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
-"""Weights snapshots saved on disk, so that a daemon that starts again reads no checkpoint.
+"""Weights snapshots on disk, so that a restarted daemon reads no checkpoint.
 
-A file is named ``<key>.snapshot`` after all that decides what is in the snapshot. It has a header
-of 4096 bytes, so that the data begins on a page, and then the snapshot as it lies in memory:
+A file is named ``<key>.snapshot`` after everything that determines its bytes. The file has a header
+of 4096 bytes, so that the data begins on a page, then the snapshot as in memory:
 
-====== ===== ==========================================================================
-offset bytes what
-====== ===== ==========================================================================
-0      16    magic
-16     32    BLAKE3 of the rest of the header
-48     4048  JSON: format, key, num_bytes, layout_digest, self-check, checksum (hex); padded
-             with spaces
-4096         the data
-====== ===== ==========================================================================
+    ====== ===== ==========================================================================
+    offset bytes content
+    ====== ===== ==========================================================================
+    0      16    magic
+    16     32    BLAKE3 of the rest of the header
+    48     4048  JSON: format, key, num_bytes, layout_digest, self_check, checksum (hex);
+                 padded with spaces
+    4096         the data
+    ====== ===== ==========================================================================
 
-The checksum is the BLAKE3 of the BLAKE3s of the data's chunks of 16 MiB, in order: so each
-thread that reads chunks can check its own, while they are in the processor's cache.
+The checksum is the BLAKE3 of the BLAKE3s of the data's chunks of 16 MiB, in order: so each reading
+thread can check its own chunks in the processor's cache.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Worker:
     device: DeviceSettings
     state: str = "starting"
     has_come_up: bool = False
-    """Whether the present or last process has been ready."""
+    """True if the present or last process has been ready."""
     num_restarts: int = 0
     """Number of processes that ended and were or will be replaced."""
     child: Child[m.FromWorker] | None = None

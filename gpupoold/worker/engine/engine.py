@@ -310,7 +310,7 @@ class ModelEngine:
         return self._steps.settle()
 
     def step(self) -> list[RequestProgress]:
-        """One whole step; what the requests got. Nothing may be under way before."""
+        """Run one whole step with no other step under way; return the requests' progress."""
         steps = [*self._steps.begin(), *self._steps.settle()]
         return [item for step in steps for item in step.progress]
 

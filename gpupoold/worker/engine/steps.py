@@ -30,7 +30,7 @@ class Step(NamedTuple):
     frames: list[bytes]
     progress: list[RequestProgress]
     is_decode: bool
-    """Whether every request got its next token, without any prefill."""
+    """True if every request got its next token, without any prefill."""
     frame_counts: dict[int, int]
     """Numbers of ``frames`` per frontend, in the frames' order."""
 

@@ -1,4 +1,4 @@
-"""Which models' bytes are on the device: switching, making room, giving KV pages."""
+"""Residency of models' bytes on the device: switches, eviction, KV pages."""
 
 from __future__ import annotations
 

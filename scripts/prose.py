@@ -47,7 +47,7 @@ _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 _PRAGMA = re.compile(r"#\s*(noqa|type:|!)")
 # Code, links, and the conjunction "so that".
 _NO_WORDS = re.compile(r"``[^`]*``|`[^`]*`|:\w+:`[^`]*`|https?://\S+|\bso\s+that\b")
-_NOT_PROSE = re.compile(r"^```.*?^```|^(?: {4}|\t).*$|^\|.*$", re.MULTILINE | re.DOTALL)
+_NOT_PROSE = re.compile(r"^```[\s\S]*?^```|^(?: {4}|\t).*$|^\|.*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@
     python scripts/prose.py --worst 20 gpupoold     # the docstrings with the most pronouns
     python scripts/prose.py --beginnings gpupoold   # docstrings that begin with What, Whether, ...
 
-Two figures tell readable reference documentation from riddles: the share of pronouns among
+Two figures separate readable reference documentation from riddles: the share of pronouns among
 words, and the share of docstrings that begin with a relative pronoun instead of a verb or a
-noun. Exits with 1 if a figure of all trees together is over ``--max-pronouns`` or
-``--max-beginnings`` (percent).
+noun. Messages are the texts of raised errors and of log records. Exits with 1 if the docstrings,
+comments and messages of all trees together, or a page, exceed ``--max-pronouns``, or if the
+docstrings exceed ``--max-beginnings`` (percent).
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 _PRAGMA = re.compile(r"#\s*(noqa|type:|!)")
 # Code, links, and the conjunction "so that".
 _NO_WORDS = re.compile(r"``[^`]*``|`[^`]*`|:\w+:`[^`]*`|https?://\S+|\bso\s+that\b")
-_NOT_PROSE = re.compile(r"^```[\s\S]*?^```|^(?: {4}|\t).*$|^\|.*$", re.MULTILINE)
+_NOT_PROSE = re.compile(r"^```[\s\S]*?^```|^(?: {4}|\t).*$", re.MULTILINE)
+_LOG_METHODS = frozenset({"debug", "info", "warning", "error", "exception", "critical"})
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A docstring, a comment or a page, with the line where it begins."""
+    """A docstring, a comment, a message or a paragraph, with the line where the text begins."""
 
     file: Path
     line: int
@@ -78,7 +80,7 @@ class Text:
 
 @dataclass(slots=True)
 class Figures:
-    """Counts over docstrings, comments or pages."""
+    """Counts over texts of one kind."""
 
     texts: list[Text] = field(default_factory=list)
 
@@ -125,8 +127,39 @@ def comments(file: Path) -> Iterator[Text]:
             yield Text(file, token.start[0], words)
 
 
+def messages(file: Path) -> Iterator[Text]:
+    """Yield the texts of raised errors and of log records."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        call = node.exc if isinstance(node, ast.Raise) else node
+        if not isinstance(call, ast.Call) or not (call is not node or _is_log(call)):
+            continue
+        for argument in call.args:
+            text = " ".join(_literals(argument))
+            if words := words_of(text):
+                yield Text(file, call.lineno, words)
+
+
+def _is_log(call: ast.Call) -> bool:
+    method = call.func
+    return (
+        isinstance(method, ast.Attribute)
+        and method.attr in _LOG_METHODS
+        and isinstance(method.value, ast.Name)
+        and method.value.id.endswith("logger")
+    )
+
+
+def _literals(argument: ast.expr) -> Iterator[str]:
+    """Yield the literal parts of a string or an f-string."""
+    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+        yield argument.value
+    elif isinstance(argument, ast.JoinedStr):
+        for part in argument.values:
+            yield from _literals(part)
+
+
 def page(file: Path) -> Iterator[Text]:
-    """Yield the paragraphs of a Markdown page, without code blocks and tables."""
+    """Yield the paragraphs and tables of a Markdown page, without code blocks."""
     prose = _NOT_PROSE.sub("", file.read_text(encoding="utf-8"))
     for paragraph in re.split(r"\n\s*\n", prose):
         if words := words_of(paragraph):
@@ -138,45 +171,71 @@ def python_files(tree: Path) -> list[Path]:
     return [tree] if tree.is_file() else sorted(tree.rglob("*.py"))
 
 
-def rows(trees: Sequence[Path]) -> Iterator[tuple[str, Figures, Figures]]:
-    """Yield a name with the figures of docstrings and comments for each package of each tree."""
+@dataclass(slots=True)
+class Package:
+    """Figures of a package's texts."""
+
+    docstrings: Figures = field(default_factory=Figures)
+    comments: Figures = field(default_factory=Figures)
+    messages: Figures = field(default_factory=Figures)
+
+    def add(self, file: Path) -> None:
+        """Add the texts of a module."""
+        self.docstrings.texts += docstrings(file)
+        self.comments.texts += comments(file)
+        self.messages.texts += messages(file)
+
+    @property
+    def all(self) -> Figures:
+        """Figures of all texts together."""
+        return Figures([*self.docstrings.texts, *self.comments.texts, *self.messages.texts])
+
+    def row(self, name: str) -> str:
+        """Return the package's line of the table."""
+        return (
+            f"{name:34} {len(self.docstrings.texts):10} {self.docstrings.pronoun_percent:8.1f}% "
+            f"{self.docstrings.beginning_percent:9.1f}% {self.comments.pronoun_percent:8.1f}% "
+            f"{self.messages.pronoun_percent:8.1f}% {self.all.pronoun_percent:6.1f}%"
+        )
+
+
+def packages(trees: Sequence[Path]) -> dict[str, Package]:
+    """Return the figures of each package of each tree, by name."""
+    found: dict[str, Package] = {}
     for tree in trees:
-        packages: dict[str, tuple[Figures, Figures]] = {}
         for file in python_files(tree):
             inner = file.relative_to(tree).parts if tree.is_dir() else ()
             name = tree.name + (f"/{inner[0]}" if len(inner) > 1 else "")
-            docs, notes = packages.setdefault(name, (Figures(), Figures()))
-            docs.texts += docstrings(file)
-            notes.texts += comments(file)
-        for name, (docs, notes) in sorted(packages.items()):
-            yield name, docs, notes
+            found.setdefault(name, Package()).add(file)
+    return found
 
 
-def print_table(trees: Sequence[Path]) -> Figures:
-    """Print a line for each package; return the figures of all docstrings together."""
-    print(f"{'package':34} {'docstrings':>10} {'pronouns':>9} {'beginnings':>10} {'comments':>9}")
-    total, notes_total = Figures(), Figures()
-    for name, docs, notes in rows(trees):
-        _print_row(name, docs, notes)
-        total.texts += docs.texts
-        notes_total.texts += notes.texts
-    _print_row("all", total, notes_total)
+def print_table(trees: Sequence[Path]) -> Package:
+    """Print a line for each package; return the figures of all packages together."""
+    title = f"{'package':34} {'docstrings':>10} {'pronouns':>9} {'beginnings':>10} "
+    print(f"{title}{'comments':>9} {'messages':>9} {'all':>7}")
+    total = Package()
+    for name, package in packages(trees).items():
+        print(package.row(name))
+        for ours, theirs in (
+            (total.docstrings, package.docstrings),
+            (total.comments, package.comments),
+            (total.messages, package.messages),
+        ):
+            ours.texts += theirs.texts
+    print(total.row("all"))
     return total
 
 
-def _print_row(name: str, docs: Figures, notes: Figures) -> None:
-    print(
-        f"{name:34} {len(docs.texts):10} {docs.pronoun_percent:8.1f}% "
-        f"{docs.beginning_percent:9.1f}% {notes.pronoun_percent:8.1f}%"
-    )
-
-
-def print_pages(paths: Iterable[Path]) -> None:
-    """Print a line for each Markdown page."""
+def print_pages(paths: Iterable[Path]) -> float:
+    """Print a line for each Markdown page; return the largest share of pronouns in percent."""
     files = [file for path in paths for file in ([path] if path.is_file() else path.glob("*.md"))]
+    largest = 0.0
     for file in sorted(files):
         figures = Figures(list(page(file)))
         print(f"{file.name:34} {figures.num_words:10} {figures.pronoun_percent:8.1f}%")
+        largest = max(largest, figures.pronoun_percent)
+    return largest
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -193,16 +252,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the figures; return the exit status."""
     given = _parse(arguments)
     total = print_table(given.trees or [ROOT / tree for tree in TREES])
-    if not given.trees:
-        print_pages(ROOT / path for path in PAGES)
-    by_share = sorted(total.texts, key=lambda text: text.num_pronouns, reverse=True)
+    page_percent = 0.0 if given.trees else print_pages(ROOT / path for path in PAGES)
+    by_share = sorted(total.all.texts, key=lambda text: text.num_pronouns, reverse=True)
     for text in by_share[: given.worst]:
         print(text)
-    for text in total.texts if given.beginnings else ():
+    for text in total.docstrings.texts if given.beginnings else ():
         if text.begins_badly:
             print(text)
+    pronoun_percent = max(total.all.pronoun_percent, page_percent)
     is_over = (
-        total.pronoun_percent > given.max_pronouns or total.beginning_percent > given.max_beginnings
+        pronoun_percent > given.max_pronouns
+        or total.docstrings.beginning_percent > given.max_beginnings
     )
     return int(is_over)
 

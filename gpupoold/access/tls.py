@@ -12,7 +12,7 @@ from gpupoold.errors import ConfigError
 
 _logger = logging.getLogger(__name__)
 
-# When a file was changed, and its size and number: a renewed one differs in one of them.
+# Modification time, size and inode of a file; a renewed file differs in at least one value.
 _Stamp = tuple[tuple[int, int, int], ...]
 
 
@@ -139,7 +139,7 @@ def _explained(error: ssl.SSLError, certificate: Path, key: Path) -> tuple[str, 
 
 
 def _check_dates(certificate: Path) -> datetime:
-    # Only here: without TLS the daemon does without its megabytes.
+    # Imported here, because the module takes megabytes that a daemon without TLS saves.
     from cryptography import x509
 
     first = x509.load_pem_x509_certificates(certificate.read_bytes())[0]

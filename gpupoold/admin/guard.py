@@ -139,7 +139,7 @@ class PeerProtocol(BoundedHttp):
         except Forbidden as error:
             self._send_away(error)
         else:
-            self.transport.resume_reading()  # their group was not known before
+            self.transport.resume_reading()  # the peer's groups were not known before
 
     def _send_away(self, error: GpupoolError) -> None:
         """Answer any request with ``error``, then close."""

@@ -292,7 +292,7 @@ async def send_json(
     with_body: bool = True,
 ) -> None:
     """Answer with a JSON body (left out for HEAD requests)."""
-    # Python's encoder escapes lone surrogates, which a client may have sent as a model's name.
+    # Python's encoder escapes lone surrogates, which a model's name from a client may contain.
     payload = json.dumps(body).encode("ascii")
     length = (b"content-length", str(len(payload)).encode())
     all_headers = [(b"content-type", b"application/json"), length, *headers]

@@ -25,7 +25,7 @@ _OWN_PATHS = {
     "/v1/models": "The models, with their states.",
     "/v1/models/{model}": "One model, by name or alias.",
 }
-# What any request for a model may be answered with, before the model's API sees it or after.
+# Responses that any request for a model may get, before or after the model's API.
 _REFUSALS = (
     HTTPStatus.BAD_REQUEST,
     HTTPStatus.UNAUTHORIZED,

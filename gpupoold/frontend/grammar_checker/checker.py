@@ -63,7 +63,7 @@ class GrammarChecker:
         self._log_level = log_level
         self._channel: BlockingChannel[GrammarCheck] = BlockingChannel(sock, GrammarCheck)
         self._prepared: OrderedDict[int, Any] = OrderedDict()
-        self._trials: dict[int, _Trial] = {}  # by the descriptor that tells the child's end
+        self._trials: dict[int, _Trial] = {}  # by the pidfd of the child
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
@@ -161,7 +161,7 @@ class GrammarChecker:
 
 
 def _of_death(check_id: int, status: int) -> GrammarVerdict:
-    if status == -signal.SIGKILL:  # the kernel's, for want of memory: others may have taken it
+    if status == -signal.SIGKILL:  # by the kernel, out of memory: not necessarily the grammar's fault
         return GrammarVerdict(check_id, "unknown", reason="there is no memory to check it")
     if status == -signal.SIGXCPU:
         reason = "compiling it takes more CPU time than a request may use"
@@ -206,7 +206,7 @@ def run(sock: socket.socket, log_level: str, parent_pid: int) -> None:
     begin_child("grammar-checker", log_level, parent_pid)
     _close_others(sock.fileno())
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # A thread's own arena reserves address space, which a child's limit counts.
+    # A malloc arena per thread reserves address space, which counts towards the child's limit.
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     lower_priority(GRAMMAR_NICENESS)
     with contextlib.suppress(ChannelClosed):

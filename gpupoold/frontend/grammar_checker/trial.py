@@ -40,7 +40,7 @@ class Prepared:
     def __init__(self, check: GrammarCheck) -> None:
         self.config: VllmConfig = engine_config(check.model, check.loaded)
         self.tokenizer: Any = cached_tokenizer_from_config(self.config.model_config)
-        cached_get_tokenizer.cache_clear()  # it would keep tokenizers of all models
+        cached_get_tokenizer.cache_clear()  # the cache would keep tokenizers of all models
         self._xgrammar = make_backend("xgrammar", self.config, self.tokenizer)
 
     def backend(self, name: str) -> Any:

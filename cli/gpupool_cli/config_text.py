@@ -32,7 +32,7 @@ def value_text(value: object) -> str:
         return NOTHING
     if isinstance(value, list):
         return f"[{', '.join(map(value_text, value))}]"
-    # JSON's texts are TOML's, but for one character that TOML wants escaped.
+    # JSON strings are TOML strings, except for one character that TOML requires escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 

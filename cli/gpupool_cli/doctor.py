@@ -31,7 +31,7 @@ def doctor(
 
     Exit status 0 if nothing is at fault, warnings or not; 1 if something is. Needs no daemon.
     """
-    # No other command needs NVML or SQLite: imported here, they do not make those slower.
+    # Imported here, because no other command needs NVML or SQLite.
     from gpupoold.doctor.checks import check_all
     from gpupoold.doctor.probes import find_facts
 

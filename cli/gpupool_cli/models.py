@@ -127,7 +127,7 @@ def rm(
     with open_client(ctx) as client:
         failures = [error for name in names if (error := _remove(client, name, mode))]
     if failures:
-        # Each was reported when it happened; the first one decides the status.
+        # Each error was reported when it happened; the first error decides the status.
         raise typer.Exit(failures[0].exit_code)
 
 
@@ -212,7 +212,7 @@ def _remove(client: AdminClient, name: str, mode: RemoveMode) -> GpupoolError | 
     try:
         model = client.remove_model(name, mode)
     except DaemonNotRunning:
-        raise  # the other names would fail the same way
+        raise  # other names would fail the same way
     except GpupoolError as error:
         report(error)
         return error

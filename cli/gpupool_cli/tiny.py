@@ -17,7 +17,7 @@ from gpupool_cli.options import JsonOption
 from gpupoold.errors import Failed, GpupoolError, error_from_code
 from gpupoold.units import format_bytes
 
-# Run by name: it needs torch, which this process must never load.
+# Run by name, because the module needs torch, which this process must not load.
 _TINY_MAKER = "gpupoold.checkpoints.tiny"
 _DUMMY_MAKER = "gpupoold.checkpoints.dummy"
 _COLUMNS = (output.Column("NAME"), output.Column("SIZE", right=True), output.Column("PATH"))

@@ -48,7 +48,7 @@ def top(
 
     Where stdout is no terminal, one screen is printed as with -1.
     """
-    from gpupool_tui.run import Options, run, text_once  # the other commands do without it
+    from gpupool_tui.run import Options, run, text_once  # slow to import
 
     options = Options(
         max(_LEAST_INTERVAL_S, interval or 1.0), theme, use_ascii or _is_ascii(), read_only

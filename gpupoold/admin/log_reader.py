@@ -77,7 +77,7 @@ class LogReader:
             offset = self._file.seek(0)
         data = self._file.read(_MAX_TAIL_BYTES)
         if has_next and len(data) < _MAX_TAIL_BYTES:
-            with contextlib.suppress(FileNotFoundError):  # rotated, and the next file is not there yet
+            with contextlib.suppress(FileNotFoundError):  # the next file does not exist yet
                 following = self._path.open("rb")
                 self._file.close()
                 self._file = following

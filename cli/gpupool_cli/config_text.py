@@ -22,7 +22,7 @@ def as_toml(info: ConfigInfo, *, with_origin: bool) -> str:
     blocks = [_block(name, settings, with_origin) for name, settings in sections.items()]
     if with_origin:
         source = f"from {info.path}" if info.path else "without a file"
-        blocks.insert(0, f"# What gpupoold runs with, {source}.")
+        blocks.insert(0, f"# The settings of gpupoold, {source}.")
     return "\n\n".join(blocks)
 
 

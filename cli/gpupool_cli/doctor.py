@@ -21,9 +21,7 @@ def doctor(
     ctx: typer.Context,
     config: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="The daemon's configuration, if not where it looks by itself."
-        ),
+        typer.Option(metavar="FILE", help="The configuration; default: the daemon's file."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

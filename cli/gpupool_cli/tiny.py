@@ -55,7 +55,7 @@ def make_dummy_models(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to make the folders.")],
     shapes: Annotated[
         list[str] | None,
-        typer.Option("--shape", metavar="MODEL", help="Its dimensions; may be repeated."),
+        typer.Option("--shape", metavar="MODEL", help="The model's dimensions; may be repeated."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -71,7 +71,7 @@ def _make_hollow_models(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to make the folders.")],
     shapes: Annotated[
         list[str] | None,
-        typer.Option("--shape", metavar="MODEL", help="Its dimensions; may be repeated."),
+        typer.Option("--shape", metavar="MODEL", help="The model's dimensions; may be repeated."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -102,7 +102,7 @@ def run_maker(arguments: list[str], maker: str = _TINY_MAKER) -> list[TinyModel]
 
 
 def _error_of(stderr: str) -> GpupoolError:
-    last_line = (stderr.strip().splitlines() or ["it said nothing"])[-1]
+    last_line = (stderr.strip().splitlines() or ["no message"])[-1]
     try:
         fields = json.loads(last_line)
         return error_from_code(fields["code"], fields["message"], fields["hint"])

@@ -76,6 +76,6 @@ async def _spans(pool: Pool, model: str | None, since_s: float) -> list[SpanInfo
     except ValueError as error:
         raise Failed(
             f"a row of slo_minutes in the state database is damaged: {error}",
-            "delete the rows of that table",
+            "delete the rows of the table",
         ) from error
     return spans.infos()

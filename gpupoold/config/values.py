@@ -58,7 +58,7 @@ def _path(value: object) -> object:
     except RuntimeError as error:
         raise ValueError(f"{value!r}: {error}") from error
     if not path.is_absolute():
-        raise ValueError(f"{value!r} is relative; start it with / or ~")
+        raise ValueError(f"{value!r} is relative; begin with / or ~")
     return path
 
 

@@ -283,8 +283,8 @@ def _encode_request(encoder: MsgpackEncoder, request: EngineCoreRequest) -> Any:
 
 
 _GARBLED = "the engine's output for this request could not be read"
-_NO_GRAMMAR = "no grammar can be made of the format that is asked for"
-_NO_PROBABILITIES = "logprobs are not available: a simulated device makes its tokens up"
+_NO_GRAMMAR = "no grammar can be made of the requested format"
+_NO_PROBABILITIES = "logprobs are not available: the tokens of a simulated device are synthetic"
 
 
 async def build_model_api(

@@ -34,7 +34,7 @@ _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 
 _NO_KEY = (
     "You did not provide an API key. "
-    "Send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`."
+    "Send the key as `Authorization: Bearer KEY` or `x-api-key: KEY`."
 )
 _WRONG_KEY = "The API key you provided is not valid."
 _EXPIRED_KEY = "The API key you provided has expired."

@@ -228,7 +228,7 @@ def metrics_unavailable() -> ApiError:
     return ApiError(
         503,
         "ServiceUnavailableError",
-        "The daemon does not tell its metrics now.",
+        "The daemon has not sent its metrics in time.",
         retry_after_s=_RETRY_STARTING_S,
     )
 
@@ -238,7 +238,7 @@ def rates_unavailable() -> ApiError:
     return ApiError(
         503,
         "ServiceUnavailableError",
-        "The daemon does not tell now what this API key may still use.",
+        "The daemon has not confirmed the limits of this API key in time.",
         retry_after_s=_RETRY_STARTING_S,
     )
 

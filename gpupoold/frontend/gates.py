@@ -134,7 +134,7 @@ class Gates:
             yield gate
         except Exception as error:
             if gate.is_untouched:
-                _logger.info("an API failed before it asked for anything", exc_info=error)
+                _logger.info("an API failed before adding a request", exc_info=error)
                 raise not_understood(error) from error
             if gate.refusal is None:
                 raise

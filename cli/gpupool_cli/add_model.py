@@ -27,7 +27,7 @@ def add_model(
     ],
     source: Annotated[
         str | None,
-        typer.Option(metavar="PATH|HF-ID", help="The checkpoint; without it NAME is looked up."),
+        typer.Option(metavar="PATH|HF-ID", help="The checkpoint; default: NAME is looked up."),
     ] = None,
     revision: Annotated[
         str | None, typer.Option(metavar="R", help="Branch, tag or commit on Hugging Face.")
@@ -46,7 +46,7 @@ def add_model(
         typer.Option("--alias", metavar="A", help="A further name; may be repeated."),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Only say whether it could be served; add nothing.")
+        bool, typer.Option("--check", help="Check the model without adding the model.")
     ] = False,
 ) -> None:
     """Register a model: find, download, check and load it.
@@ -67,7 +67,7 @@ def add_model(
     with open_client(ctx) as client:
         model = _follow(client, request)
     if check:
-        say(f"{model.name}: can be served; nothing was added")
+        say(f"{model.name}: can be served; not added")
         print_model(model)
     else:
         say(f"{model.name}: {model.state}, {format_bytes(model.weight_bytes)} of weights")
@@ -79,7 +79,7 @@ def _follow(client: AdminClient, request: AddModelRequest) -> ModelInfo:
             view.show(progress)
             if progress.model is not None:
                 return progress.model
-    raise Failed(f"the daemon said nothing about model {request.name!r}", "see `gpupool logs`")
+    raise Failed(f"no answer about model {request.name!r}", "see `gpupool logs`")
 
 
 def _as_daemon_sees(source: str) -> str:

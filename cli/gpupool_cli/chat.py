@@ -38,7 +38,7 @@ _ERRORS: dict[int, type[GpupoolError]] = {
 
 
 _HINTS = {
-    401: f"put a key into ${KEY_VARIABLE}; `gpupool key add NAME` makes one",
+    401: f"put a key into ${KEY_VARIABLE}; `gpupool key add NAME` creates a key",
     404: "see `gpupool list`",
 }
 
@@ -137,8 +137,8 @@ def stream_chat(server: ChatServer, request: ChatRequest) -> Iterator[ChatPiece]
             yield from _pieces(response)
     except httpx.TimeoutException as error:
         raise TimedOut(
-            f"{url} sent nothing for {request.silence_s:g} s",
-            "see `gpupool ps` for what the model waits for, or allow more with --timeout",
+            f"{url} sent no data for {request.silence_s:g} s",
+            "`gpupool why MODEL` shows the reason; or raise --timeout",
         ) from error
     except httpx.ConnectError as error:
         raise Unavailable(f"cannot connect to {url}: {error}", "see `gpupool status`") from error
@@ -157,7 +157,7 @@ def _pieces(response: httpx.Response) -> Iterator[ChatPiece]:
         if "error" in chunk:
             raise _error(_status_of(chunk["error"]), data.decode(errors="replace"))
         yield _piece(chunk)
-    raise Failed("the answer broke off before its end", "see `gpupool events` and `gpupool logs`")
+    raise Failed("the answer ended early", "see `gpupool events` and `gpupool logs`")
 
 
 def _sse_data(lines: Iterator[bytes]) -> Iterator[bytes]:

@@ -21,12 +21,12 @@ from gpupoold.config.view import config_info
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="What the configuration says, what is wrong in it, and what it would change.",
+    help="Show, check and compare the configuration.",
 )
 
 FileArgument = Annotated[
     Path | None,
-    typer.Argument(metavar="[FILE]", help="A configuration file, if not the one that is used."),
+    typer.Argument(metavar="[FILE]", help="A configuration file; default: the file in use."),
 ]
 
 _EFFECTS = {
@@ -54,7 +54,7 @@ def check(file: FileArgument = None, as_json: JsonOption = False) -> None:
     elif path is None:
         say("there is no file: the defaults hold")
     elif not problems:
-        say(f"{path}: nothing is wrong")
+        say(f"{path}: no errors")
     else:
         for one in problems:
             _print_problem(path, one)
@@ -67,7 +67,7 @@ def show(
     ctx: typer.Context,
     defaults: Annotated[
         bool,
-        typer.Option("--defaults", help="What holds without a file; needs no daemon."),
+        typer.Option("--defaults", help="The default values; needs no daemon."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -97,7 +97,7 @@ def diff(ctx: typer.Context, file: FileArgument = None, as_json: JsonOption = Fa
     if as_json:
         output.print_json(answer)
     elif not answer.changes:
-        say(f"{_named(answer.path)}: nothing would change")
+        say(f"{_named(answer.path)}: no key would change")
     else:
         _print_changes(answer.changes)
 
@@ -118,7 +118,7 @@ def reload(ctx: typer.Context, as_json: JsonOption = False) -> None:
     if answer.waiting:
         verb = "waits" if len(answer.waiting) == 1 else "wait"
         waiting = f", {len(answer.waiting)} {verb} for a restart of gpupoold"
-    changed = f"{len(answer.changed)} changed" if answer.changed else "nothing has changed"
+    changed = f"{len(answer.changed)} changed" if answer.changed else "no key has changed"
     say(f"{_named(answer.path)} was read again: {changed}{waiting}")
 
 

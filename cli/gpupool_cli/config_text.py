@@ -22,7 +22,7 @@ def as_toml(info: ConfigInfo, *, with_origin: bool) -> str:
     blocks = [_block(name, settings, with_origin) for name, settings in sections.items()]
     if with_origin:
         source = f"from {info.path}" if info.path else "without a file"
-        blocks.insert(0, f"# What gpupoold runs with, {source}.")
+        blocks.insert(0, f"# The settings of gpupoold, {source}.")
     return "\n\n".join(blocks)
 
 
@@ -32,7 +32,7 @@ def value_text(value: object) -> str:
         return NOTHING
     if isinstance(value, list):
         return f"[{', '.join(map(value_text, value))}]"
-    # JSON's texts are TOML's, but for one character that TOML wants escaped.
+    # JSON strings are TOML strings, except for one character that TOML requires escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 

@@ -42,7 +42,7 @@ class CliGroup(TyperGroup):
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         try:
-            # Not standalone, so that usage errors come here instead of being printed.
+            # Not standalone: usage errors are raised instead of printed.
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except GpupoolError as error:
             sys.exit(report(error))

@@ -21,9 +21,7 @@ def doctor(
     ctx: typer.Context,
     config: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="The daemon's configuration, if not where it looks by itself."
-        ),
+        typer.Option(metavar="FILE", help="The configuration; default: the daemon's file."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -31,7 +29,7 @@ def doctor(
 
     Exit status 0 if nothing is at fault, warnings or not; 1 if something is. Needs no daemon.
     """
-    # No other command needs NVML or SQLite: imported here, they do not make those slower.
+    # Imported here, because no other command needs NVML or SQLite.
     from gpupoold.doctor.checks import check_all
     from gpupoold.doctor.probes import find_facts
 

@@ -11,7 +11,7 @@ from gpupool_cli.session import open_client
 from gpupoold.api.schemas import EventInfo
 
 FollowOption = Annotated[
-    bool, typer.Option("--follow", "-f", help="Go on with new ones until interrupted.")
+    bool, typer.Option("--follow", "-f", help="Print new events until interrupted.")
 ]
 
 

@@ -72,7 +72,7 @@ def history(
             "--since",
             metavar="DURATION",
             parser=duration_s,
-            help="How far back, such as 10m or 7d; spans grow with it.  [default: 1h]",
+            help="Length of the period, such as 10m or 7d.  [default: 1h]",
         ),
     ] = None,
     requests: Annotated[

@@ -18,7 +18,7 @@ from gpupoold.errors import UsageError
 from gpupoold.units import format_duration, parse_duration_s
 
 app = typer.Typer(
-    no_args_is_help=True, help="API keys: who may use the HTTP API, for which models, how much."
+    no_args_is_help=True, help="API keys: access to the HTTP API, by model and with limits."
 )
 
 _DEFAULT_GRACE_S = 3600.0
@@ -66,7 +66,7 @@ ModelOption = Annotated[
         "--model",
         metavar="MODEL",
         parser=model_name,
-        help="A model that it is for; may be repeated.",
+        help="A model that the key may use; may be repeated.",
         autocompletion=complete_model_name,
     ),
 ]
@@ -75,7 +75,7 @@ PriorityOption = Annotated[
     typer.Option(
         "--priority",
         metavar="high|normal|low",
-        help="Who is refused last when too many requests come.",
+        help="Requests of low priority are refused first under overload.",
     ),
 ]
 ExpiresOption = Annotated[
@@ -84,7 +84,7 @@ ExpiresOption = Annotated[
         "--expires",
         metavar="TIME|DATE",
         parser=expiry,
-        help="When it ends: a time from now such as 30d, a date such as 2030-01-31, or never.",
+        help="Expiry: a time from now such as 30d, a date such as 2030-01-31, or never.",
     ),
 ]
 
@@ -106,9 +106,7 @@ TokensOption = Annotated[
 ]
 LiveOption = Annotated[
     int | None,
-    typer.Option(
-        "--max-live", metavar="N", min=0, help="Requests that wait or run at once; 0: any number."
-    ),
+    typer.Option("--max-live", metavar="N", min=0, help="Limit of live requests; 0: no limit."),
 ]
 
 
@@ -118,7 +116,7 @@ def add(
     name: NameArgument,
     model: ModelOption = None,
     metrics_only: Annotated[
-        bool, typer.Option("--metrics-only", help="It may read /metrics and nothing else.")
+        bool, typer.Option("--metrics-only", help="The key may only read /metrics.")
     ] = False,
     priority: PriorityOption = None,
     requests_per_minute: RequestsOption = None,
@@ -132,7 +130,7 @@ def add(
     Only a hash of the key is stored: a lost key must be replaced.
     """
     if model and metrics_only:
-        raise UsageError("--model and --metrics-only exclude each other", "give one of them")
+        raise UsageError("--model and --metrics-only exclude each other", "give one of the two")
     request = AddKeyRequest(
         name=name,
         models=[] if metrics_only else model or None,
@@ -145,15 +143,13 @@ def add(
     with open_client(ctx) as client:
         new = client.add_key(request)
     _print_new(new, as_json)
-    say("keep it now: it is not shown again, and nobody can find it out")
+    say("save the key now; it cannot be shown again")
 
 
 @app.command("ls")
 def ls(
     ctx: typer.Context,
-    with_revoked: Annotated[
-        bool, typer.Option("--all", help="Also the keys that were removed.")
-    ] = False,
+    with_revoked: Annotated[bool, typer.Option("--all", help="Include removed keys.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """List the keys with their rights and use."""
@@ -164,7 +160,7 @@ def ls(
         return
     output.print_table(_COLUMNS, [_row(key) for key in keys])
     if not keys:
-        say("no keys yet: make one with `gpupool key add NAME`")
+        say("no keys yet: `gpupool key add NAME` creates a key")
 
 
 @app.command("set")
@@ -173,7 +169,7 @@ def set_key(
     name: NameArgument,
     model: ModelOption = None,
     all_models: Annotated[
-        bool, typer.Option("--all-models", help="It is for all models, also those to come.")
+        bool, typer.Option("--all-models", help="Allow all models, including future models.")
     ] = False,
     priority: PriorityOption = None,
     requests_per_minute: RequestsOption = None,
@@ -186,7 +182,7 @@ def set_key(
     The given models replace the key's present models.
     """
     if model and all_models:
-        raise UsageError("--model and --all-models exclude each other", "give one of them")
+        raise UsageError("--model and --all-models exclude each other", "give one of the two")
     request = SetKeyRequest(
         models=model or None,
         all_models=all_models,
@@ -197,7 +193,7 @@ def set_key(
         expires_at=expires,
     )
     if request == SetKeyRequest():
-        raise UsageError(f"nothing to change on the key {name!r}", "see `gpupool key set --help`")
+        raise UsageError(f"no change given for the key {name!r}", "see `gpupool key set --help`")
     with open_client(ctx) as client:
         key = client.set_key(name, request)
     say(f"{key.name}: {_models(key)}, priority {key.priority}, {_limits(key) or 'no limits'}")
@@ -213,7 +209,7 @@ def rotate(
             "--grace",
             metavar="DURATION",
             parser=_grace_s,
-            help="How long the old one still works; 1h unless given, 0 to end it now.",
+            help="Time for which the old key still works; default: 1h; 0 ends the old key now.",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -229,7 +225,7 @@ def rotate(
     else:
         say(
             f"the old one works until {output.time_text(until)} ({format_duration(grace_s)});"
-            f" if somebody else has it: `gpupool key rotate {name} --grace 0`"
+            f" if the old key has leaked: `gpupool key rotate  {name} --grace 0`"
         )
 
 

@@ -80,7 +80,7 @@ app.command("completion")(completion.completion)
 def main() -> None:
     """Entry point of the console script."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A model may answer with what the terminal's encoding lacks.
+        # A model may answer with characters outside the terminal's encoding.
         sys.stdout.reconfigure(errors="replace")
     app(prog_name=completion.PROGRAM)
 

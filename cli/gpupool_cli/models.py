@@ -43,7 +43,7 @@ def list_models(
 ) -> None:
     """List the registered models."""
     if as_json and quiet:
-        raise UsageError("--json and --quiet exclude each other", "give one of them")
+        raise UsageError("--json and --quiet exclude each other", "give one of the two")
     with open_client(ctx) as client:
         models = client.models()
     if as_json:
@@ -54,7 +54,7 @@ def list_models(
     else:
         output.print_table(_COLUMNS, [_row(model) for model in models])
         if not models:
-            say("no models yet: add one with `gpupool add-model NAME`")
+            say("no models yet: `gpupool add-model NAME` adds a model")
 
 
 def show(ctx: typer.Context, name: NameArgument, as_json: JsonOption = False) -> None:
@@ -87,8 +87,8 @@ def set_model(
     )
     if request == SetModelRequest():
         raise UsageError(
-            f"nothing to change on {name!r}",
-            "give at least one of --ttft, --tbt, --add-alias, --remove-alias",
+            f"no change given for {name!r}",
+            "give --ttft, --tbt, --add-alias or --remove-alias",
         )
     with open_client(ctx) as client:
         model = client.set_model(name, request)
@@ -122,12 +122,12 @@ def rm(
     A model with live requests is refused unless --drain or --force is given.
     """
     if drain and force:
-        raise UsageError("--drain and --force exclude each other", "give one of them")
+        raise UsageError("--drain and --force exclude each other", "give one of the two")
     mode: RemoveMode = "drain" if drain else "force" if force else "refuse"
     with open_client(ctx) as client:
         failures = [error for name in names if (error := _remove(client, name, mode))]
     if failures:
-        # Each was reported when it happened; the first one decides the status.
+        # Each error was reported when it happened; the first error decides the status.
         raise typer.Exit(failures[0].exit_code)
 
 
@@ -208,11 +208,11 @@ def _row(model: ModelInfo) -> list[str]:
 def _remove(client: AdminClient, name: str, mode: RemoveMode) -> GpupoolError | None:
     """Return the error of removing ``name``, None after success."""
     if mode == "drain":
-        say(f"{name}: waiting for its live requests to end")
+        say(f"{name}: waiting for the live requests to end")
     try:
         model = client.remove_model(name, mode)
     except DaemonNotRunning:
-        raise  # the other names would fail the same way
+        raise  # other names would fail the same way
     except GpupoolError as error:
         report(error)
         return error

@@ -81,7 +81,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
         table.add_column(column.title, justify="right" if column.right else "left", no_wrap=True)
     for row in rows:
         table.add_row(*map(_cell, columns, row))
-    # A table wider than the terminal is left for the terminal to wrap: nothing is cut off.
+    # The terminal wraps a table that is too wide, so that no text is cut off.
     needed = max(map(len, aligned(columns, rows))) + len(_GAP)
     _terminal(width=max(needed, _terminal().width)).print(table)
 

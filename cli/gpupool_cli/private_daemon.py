@@ -47,7 +47,7 @@ class PrivateDaemon:
             for progress in client.add_model(body):
                 if progress.model is not None:
                     return progress.model
-        raise Failed(f"{name}: the daemon did not say what became of it")
+        raise Failed(f"{name}: the daemon did not report the result")
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ class AnswerTiming:
 def run(
     ctx: typer.Context,
     name: NameArgument,
-    prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from stdin.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads the prompt from stdin.")],
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", min=1, metavar="N", help="Longest answer.")
     ] = None,
@@ -81,7 +81,7 @@ def run(
             "--timeout",
             metavar="DURATION",
             parser=duration_s,
-            help="Give up when nothing came for this long; 10m unless given.",
+            help="Longest time without data from the server; default: 10m.",
         ),
     ] = None,
 ) -> None:
@@ -91,7 +91,7 @@ def run(
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
-        raise UsageError("the prompt is empty", "give it as PROMPT, or on stdin with -")
+        raise UsageError("the prompt is empty", "give the prompt as PROMPT, or on stdin with -")
     request = ChatRequest(name, text, system, max_tokens, timeout or DEFAULT_SILENCE_S)
     with open_client(ctx) as client:
         status = client.status()

@@ -44,7 +44,7 @@ def global_options(
             "--socket",
             metavar="PATH",
             envvar="GPUPOOL_SOCKET",
-            help="The daemon's admin socket, if not where the daemon puts it by itself.",
+            help="The daemon's admin socket; default: the daemon's default path.",
         ),
     ] = None,
 ) -> None:

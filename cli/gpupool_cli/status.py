@@ -81,7 +81,7 @@ def version(ctx: typer.Context, as_json: JsonOption = False) -> None:
         with open_client(ctx) as client:
             daemon = client.status()
     except GpupoolError:
-        pass  # the own version is the answer; that no daemon runs is `status`'s to tell
+        pass  # `version` works without a daemon
     versions = {
         "gpupool": __version__,
         "gpupoold": daemon.version if daemon else None,

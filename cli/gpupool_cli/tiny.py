@@ -17,7 +17,7 @@ from gpupool_cli.options import JsonOption
 from gpupoold.errors import Failed, GpupoolError, error_from_code
 from gpupoold.units import format_bytes
 
-# Run by name: it needs torch, which this process must never load.
+# Run by name, because the module needs torch, which this process must not load.
 _TINY_MAKER = "gpupoold.checkpoints.tiny"
 _DUMMY_MAKER = "gpupoold.checkpoints.dummy"
 _COLUMNS = (output.Column("NAME"), output.Column("SIZE", right=True), output.Column("PATH"))
@@ -55,7 +55,7 @@ def make_dummy_models(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to make the folders.")],
     shapes: Annotated[
         list[str] | None,
-        typer.Option("--shape", metavar="MODEL", help="Its dimensions; may be repeated."),
+        typer.Option("--shape", metavar="MODEL", help="The model's dimensions; may be repeated."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -71,7 +71,7 @@ def _make_hollow_models(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to make the folders.")],
     shapes: Annotated[
         list[str] | None,
-        typer.Option("--shape", metavar="MODEL", help="Its dimensions; may be repeated."),
+        typer.Option("--shape", metavar="MODEL", help="The model's dimensions; may be repeated."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -102,7 +102,7 @@ def run_maker(arguments: list[str], maker: str = _TINY_MAKER) -> list[TinyModel]
 
 
 def _error_of(stderr: str) -> GpupoolError:
-    last_line = (stderr.strip().splitlines() or ["it said nothing"])[-1]
+    last_line = (stderr.strip().splitlines() or ["no message"])[-1]
     try:
         fields = json.loads(last_line)
         return error_from_code(fields["code"], fields["message"], fields["hint"])

@@ -31,24 +31,22 @@ def top(
             "-d",
             metavar="DURATION",
             parser=duration_s,
-            help="How often to ask the daemon, 1s unless given; + and - change it.",
+            help="Time between two updates; default: 1s; the keys + and - change the time.",
         ),
     ] = None,
     theme: Annotated[
-        str, typer.Option(metavar="NAME", help="dark, light, terminal, or one of Textual's.")
+        str, typer.Option(metavar="NAME", help="dark, light, terminal, or a theme of Textual.")
     ] = "dark",
     use_ascii: Annotated[
         bool, typer.Option("--ascii", help="Draw with ASCII characters only.")
     ] = False,
-    read_only: Annotated[
-        bool, typer.Option("--read-only", help="Look only: nothing can be changed.")
-    ] = False,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Disable all actions.")] = False,
 ) -> None:
     """Watch devices, models, turns, requests and events live; ? shows the keys.
 
     Where stdout is no terminal, one screen is printed as with -1.
     """
-    from gpupool_tui.run import Options, run, text_once  # the other commands do without it
+    from gpupool_tui.run import Options, run, text_once  # slow to import
 
     options = Options(
         max(_LEAST_INTERVAL_S, interval or 1.0), theme, use_ascii or _is_ascii(), read_only

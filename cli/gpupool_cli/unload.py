@@ -18,14 +18,14 @@ def unload(
     ctx: typer.Context,
     name: NameArgument,
     drain: Annotated[
-        bool, typer.Option("--drain", help="Take no new requests and wait for live ones.")
+        bool, typer.Option("--drain", help="Refuse new requests and wait for live requests.")
     ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="End live requests with an error.")
     ] = False,
     keep_host: Annotated[
         bool,
-        typer.Option("--keep-host", help="Free devices only: its snapshot stays in host memory."),
+        typer.Option("--keep-host", help="Free devices only; the snapshot stays in host memory."),
     ] = False,
 ) -> None:
     """Take a model off all devices and out of host memory; the model stays registered.
@@ -34,7 +34,7 @@ def unload(
     option says how to treat them, and while its snapshot is pinned.
     """
     if drain and force:
-        raise UsageError("--drain and --force exclude each other", "give one of them")
+        raise UsageError("--drain and --force exclude each other", "give one of the two")
     mode: UnloadMode = "drain" if drain else "force" if force else "refuse"
     with open_client(ctx) as client:
         freed = client.unload(name, mode, keep_host=keep_host)
@@ -45,7 +45,7 @@ def unload(
 def cancel(
     ctx: typer.Context,
     request_id: Annotated[
-        str, typer.Argument(metavar="REQUEST", help="Its id, as `gpupool top` shows it.")
+        str, typer.Argument(metavar="REQUEST", help="The request's id, as shown by `gpupool top`.")
     ],
 ) -> None:
     """End a live request with an error for its client."""

@@ -39,7 +39,7 @@ def why(
         typer.Argument(
             metavar="MODEL|REQUEST",
             parser=model_name,
-            help="A model by name or alias, or a request by its id or a part of it.",
+            help="A model by name or alias, or a request by id or part of an id.",
             autocompletion=complete_model_name,
         ),
     ],
@@ -65,14 +65,15 @@ def _show_request(request: RequestWhy) -> None:
     fields = {
         "request": request.request_id,
         "model": request.model,
-        "it": request.text + (f"; {request.num_before} before it" if request.num_before else ""),
+        "state": request.text
+        + (f"; {request.num_before} requests ahead" if request.num_before else ""),
         "tokens": f"{request.num_output_tokens} after a prompt of {request.num_prompt_tokens}",
         "age": format_duration(request.age_s),
         "next token": f"{due}; expected "
-        + ("when that is over" if expected is None else f"in about {format_duration(expected)}"),
+        + ("after the wait above" if expected is None else f"in about {format_duration(expected)}"),
     }
     if request.device is not None:
-        fields["device"] = f"{request.device}: {request.why or 'it was sent there'}"
+        fields["device"] = f"{request.device}: {request.why or 'sent to the device'}"
     output.print_fields(fields)
     if request.turns is not None:
         _show_device(request.turns)
@@ -84,14 +85,14 @@ def _show_device(device: DeviceTurns) -> None:
         output.print_line(f"device {device.device}: idle")
     else:
         left_s = device.left_s
-        left = "until somebody waits" if left_s is None else f"{format_duration(left_s)} left"
+        left = "until another model waits" if left_s is None else f"{format_duration(left_s)} left"
         because = f": {device.why}" if device.why else ""
         used = format_duration(device.used_s)
         output.print_line(
-            f"device {device.device}: on turn is {device.on_turn} for {used}, {left}{because}"
+            f"device {device.device}: {device.on_turn} on turn for {used}, {left}{because}"
         )
     if device.num_waiting_for_kv:
-        output.print_line(f"{device.num_waiting_for_kv} requests wait for room for their KV")
+        output.print_line(f"{device.num_waiting_for_kv} requests wait for KV memory")
     if device.line:
         rows = [_line_row(number, one) for number, one in enumerate(device.line, start=1)]
         output.print_table(_LINE_COLUMNS, rows)
@@ -113,15 +114,15 @@ def _show_model(model: ModelWhy) -> None:
     hour = model.hour
     fields = {
         "model": model.name,
-        "it": model.text,
+        "state": model.text,
         "targets": f"TTFT {format_duration(model.ttft_s)}, TBT {format_duration(model.tbt_s)}",
         "last minute": f"{_percent(model.attainment_1m)} of tokens in time",
         "last hour": f"{_percent(hour.attainment)} of {hour.tokens} tokens in time",
         "": f"TTFT p50 {duration_text(hour.ttft_p50_s)}, p99 {duration_text(hour.ttft_p99_s)}; "
         f"TBT p50 {duration_text(hour.tbt_p50_s)}, p99 {duration_text(hour.tbt_p99_s)}",
-        "late by": _lateness(hour.lateness),
+        "lateness": _lateness(hour.lateness),
         "weights": _weights(model),
-        "a new request": "its first token is expected "
+        "new request": "first token expected "
         + (
             "when a device has the model"
             if model.first_token_in_s is None
@@ -151,21 +152,21 @@ def _lateness(late: LatenessInfo) -> str:
         "computing": late.computing_s,
     }
     shown = [f"{cause} {format_duration(num_s)}" for cause, num_s in seconds.items() if num_s]
-    return ", ".join(shown) or "nothing"
+    return ", ".join(shown) or "none"
 
 
 def _weights(model: ModelWhy) -> str:
     places = [_place(one) for one in model.devices]
     if model.cached_bytes:
         places.append(f"host memory ({format_bytes(model.cached_bytes)})")
-    return ", ".join(filter(None, places)) or "nowhere: they come with the next request"
+    return ", ".join(filter(None, places)) or "nowhere; the next request loads the weights"
 
 
 def _place(one: ModelOnDevice) -> str:
     if not one.weights_resident_bytes:
         return ""
     share = one.weights_resident_bytes / max(one.weights_total_bytes, 1)
-    part = "" if share >= 1 else f" ({100 * share:.0f} % of them)"
+    part = "" if share >= 1 else f" ({100 * share:.0f} % of the weights)"
     return f"device {one.device}{part}"
 
 
@@ -174,7 +175,7 @@ def _show_finished(finished: FinishedWhy) -> None:
     fields = {
         "request": request.request_id,
         "model": request.model,
-        "it": f"has ended: {finished.text}",
+        "state": f"has ended: {finished.text}",
         "arrived": output.time_text(request.arrived_at),
         "device": output.NOTHING if finished.device is None else str(finished.device),
         "tokens": f"{request.num_output_tokens} after a prompt of {request.num_prompt_tokens}",

@@ -11,10 +11,10 @@ from gpupool_cli.diagnostics import say
 from gpupool_cli.session import open_client
 from gpupoold.api.schemas import DeviceInfo
 
-app = typer.Typer(no_args_is_help=True, help="What a device does: prompts, answers or both.")
+app = typer.Typer(no_args_is_help=True, help="Roles of devices: prompts, answers or both.")
 
 DeviceArgument = Annotated[
-    int, typer.Argument(metavar="DEVICE", min=0, help="Its number in `gpupool ps`.")
+    int, typer.Argument(metavar="DEVICE", min=0, help="The device's number in `gpupool ps`.")
 ]
 
 

@@ -52,7 +52,7 @@ class NameService:
     ) -> None:
         self._find_group = find_group
         self._find_user = find_user
-        self._answers: dict[_Question, tuple[float, _Answer]] = {}  # with when it was found
+        self._answers: dict[_Question, tuple[float, _Answer]] = {}  # with the time of the answer
         self._asked: dict[_Question, Future[None]] = {}
         self._questions: queue.SimpleQueue[_Question] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -104,7 +104,7 @@ class NameService:
                         answer = self._find_group(name)
                     case ("user", int() as number):
                         answer = self._find_user(number)
-            except OSError:  # the table cannot be asked now: what was known before counts
+            except OSError:  # no answer now: keep the previous answer
                 answer = self._answers.get(question, (0.0, None))[1]
             if len(self._answers) >= _MAX_ANSWERS:
                 self._answers.clear()

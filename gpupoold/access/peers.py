@@ -22,11 +22,11 @@ _CREDENTIALS = struct.Struct("iII")
 _GROUP_ID = struct.Struct("I")
 _MAX_GROUP_BYTES = 65536 * _GROUP_ID.size  # NGROUPS_MAX
 
-# How old an answer may be that keeps somebody out, and how long a caller waits for a newer one.
+# Age up to which a refusing answer is used, and the time a caller waits for a newer answer.
 _REFUSAL_MAX_AGE_S = 2.0
 _LOOK_UP_LIMIT_S = 1.0
 
-# These only look. Their answers hold neither prompts nor keys.
+# Read-only paths, whose answers contain neither prompts nor keys.
 READING_METHODS = frozenset({"GET", "HEAD"})
 
 
@@ -59,7 +59,7 @@ def peer_of(connection: socket.socket) -> Peer:
 
 def _other_groups(connection: socket.socket) -> list[int]:
     """The supplementary groups of a peer; none where the kernel does not tell."""
-    # socket.getsockopt() takes 1,024 bytes at most: 256 groups.
+    # socket.getsockopt() returns at most 1,024 bytes: 256 groups.
     found = ctypes.create_string_buffer(_MAX_GROUP_BYTES)
     length = ctypes.c_uint32(_MAX_GROUP_BYTES)
     status = ctypes.CDLL(None).getsockopt(

@@ -14,7 +14,7 @@ import string
 from typing import NamedTuple
 
 PREFIX = "gpk_"
-# With these and _ a double click selects the whole key.
+# Letters, digits and _: a double click selects the whole key.
 _ALPHABET = string.ascii_letters + string.digits
 _ID_CHARS = 8
 _SECRET_CHARS = 24  # of 62 letters: 142 bits

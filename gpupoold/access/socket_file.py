@@ -29,7 +29,7 @@ def share_socket(path: Path, groups: AdminGroups) -> None:
         path.chmod(_OWN)
         return
     if admins is not None:
-        # A user namespace or a container may have the group, and not let us have it.
+        # In a user namespace or a container the group may exist without permission to use it.
         with contextlib.suppress(PermissionError):
             os.chown(path, -1, admins)
     readers = groups.names.group_id(groups.read_only)

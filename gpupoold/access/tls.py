@@ -12,7 +12,7 @@ from gpupoold.errors import ConfigError
 
 _logger = logging.getLogger(__name__)
 
-# When a file was changed, and its size and number: a renewed one differs in one of them.
+# Modification time, size and inode of a file; a renewed file differs in at least one value.
 _Stamp = tuple[tuple[int, int, int], ...]
 
 
@@ -61,7 +61,7 @@ class Tls:
         except (ConfigError, OSError) as error:
             _logger.warning("the certificate is not renewed: %s", error)
             return
-        _logger.info("the certificate was renewed; it is valid until %s", expires_at.date())
+        _logger.info("the certificate was renewed; valid until %s", expires_at.date())
 
     def _look(self) -> _Stamp | None:
         try:
@@ -87,8 +87,8 @@ def check_files(certificate: Path, key: Path) -> datetime:
     except _HasPassword:
         raise TlsError(
             "tls_key",
-            f"{key} is encrypted, and nobody is there to type its password",
-            f"decrypt it: openssl pkey -in {key} -out NEW, and keep NEW secret",
+            f"{key} is encrypted, and the daemon has no password",
+            f"decrypt the file: openssl pkey -in {key} -out NEW, and keep NEW secret",
         ) from None
     return _check_dates(certificate)
 
@@ -96,7 +96,7 @@ def check_files(certificate: Path, key: Path) -> datetime:
 def _check_mode(key: Path) -> None:
     _check_readable(key, "tls_key")
     if key.stat().st_mode & stat.S_IROTH:
-        raise TlsError("tls_key", f"everyone can read {key}", f"make it secret: chmod o= {key}")
+        raise TlsError("tls_key", f"everyone can read {key}", f"restrict the file: chmod o= {key}")
 
 
 def _check_readable(path: Path, name: str) -> None:
@@ -107,7 +107,7 @@ def _check_readable(path: Path, name: str) -> None:
         raise TlsError(
             name,
             f"{path} cannot be read: {error.strerror}",
-            "name a PEM file that the user that runs gpupoold may read",
+            "name a PEM file that gpupoold's user may read",
         ) from error
 
 
@@ -134,12 +134,12 @@ def _explained(error: ssl.SSLError, certificate: Path, key: Path) -> tuple[str, 
     return (
         "tls_cert",
         f"{certificate} and {key} are no certificate and key in PEM form: {error.reason or error}",
-        "the certificate of the server comes first in its file, then those that signed it",
+        "the server's certificate comes first in the file, then the certificates of its issuers",
     )
 
 
 def _check_dates(certificate: Path) -> datetime:
-    # Only here: without TLS the daemon does without its megabytes.
+    # Imported here, because the module takes megabytes that a daemon without TLS saves.
     from cryptography import x509
 
     first = x509.load_pem_x509_certificates(certificate.read_bytes())[0]
@@ -149,6 +149,6 @@ def _check_dates(certificate: Path) -> datetime:
             "tls_cert",
             f"{certificate} is valid from {first.not_valid_before_utc:%Y-%m-%d}"
             f" to {first.not_valid_after_utc:%Y-%m-%d}, not now",
-            "renew it, or set this machine's clock",
+            "renew the certificate, or set this machine's clock",
         )
     return first.not_valid_after_utc

@@ -127,7 +127,7 @@ def _add_cache_routes(app: FastAPI, cache: CacheControl) -> None:
 
 
 def _add_device_routes(app: FastAPI, pool: Pool) -> None:
-    # /instances is the earlier name of /devices, answered for one release.
+    # /instances is the earlier name of /devices, kept for one release.
     @app.patch("/instances/{number}", deprecated=True)
     @app.patch("/devices/{number}")
     async def set_device(number: int, body: SetDeviceRequest) -> DeviceInfo:

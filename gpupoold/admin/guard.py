@@ -128,7 +128,7 @@ class PeerProtocol(BoundedHttp):
         error = Unavailable(
             f"the user {peer.user_id} has {self._door.max_connections} connections to the admin"
             " socket already",
-            "close some of them, then try again",
+            "close some connections, then try again",
         )
         self.transport.write(self.answer(HTTPStatus(error.http_status), _error_body(error)))
         self.transport.close()
@@ -139,7 +139,7 @@ class PeerProtocol(BoundedHttp):
         except Forbidden as error:
             self._send_away(error)
         else:
-            self.transport.resume_reading()  # their group was not known before
+            self.transport.resume_reading()  # the peer's groups were not known before
 
     def _send_away(self, error: GpupoolError) -> None:
         """Answer any request with ``error``, then close."""

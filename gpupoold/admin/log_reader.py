@@ -77,7 +77,7 @@ class LogReader:
             offset = self._file.seek(0)
         data = self._file.read(_MAX_TAIL_BYTES)
         if has_next and len(data) < _MAX_TAIL_BYTES:
-            with contextlib.suppress(FileNotFoundError):  # full already, the next is being made
+            with contextlib.suppress(FileNotFoundError):  # the next file does not exist yet
                 following = self._path.open("rb")
                 self._file.close()
                 self._file = following
@@ -89,7 +89,7 @@ class LogReader:
     def _has_next(self) -> bool:
         try:
             there, here = self._path.stat(), os.fstat(self._file.fileno())
-        except FileNotFoundError:  # about to be made
+        except FileNotFoundError:  # not created yet
             return False
         return (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino)
 

@@ -79,7 +79,7 @@ def _changed(powers: KeyPowers, body: SetKeyRequest) -> KeyPowers:
 
 def _check_expiry(expires_at: float | None) -> None:
     if expires_at and expires_at <= time.time():
-        raise UsageError("the key would have expired already", "give a time that is to come")
+        raise UsageError("the key would have expired already", "give a time in the future")
 
 
 def _info(keyring: Keyring, row: KeyRow) -> KeyInfo:

@@ -70,12 +70,12 @@ async def _spans(pool: Pool, model: str | None, since_s: float) -> list[SpanInfo
     spans = Spans(span_s(since_s))
     try:
         async for rows in pool.history.minutes(time.time() - since_s, model):
-            # Beside the tokens being served, since there may be many rows.
+            # In a thread, because many rows would delay tokens.
             await asyncio.to_thread(spans.add, rows)
         spans.add(pool.minutes.under_way(model))
     except ValueError as error:
         raise Failed(
             f"a row of slo_minutes in the state database is damaged: {error}",
-            "delete the rows of that table",
+            "delete the rows of the table",
         ) from error
     return spans.infos()

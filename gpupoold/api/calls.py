@@ -67,7 +67,7 @@ class AdminCalls:
             transport=httpx.HTTPTransport(uds=str(socket_path)),
             base_url="http://gpupoold",
             timeout=timeout_s,
-            trust_env=False,  # a proxy from the environment would take the place of the socket
+            trust_env=False,  # a proxy from the environment would replace the socket
         )
 
     def __enter__(self) -> Self:
@@ -139,14 +139,14 @@ class AdminCalls:
         except httpx.TimeoutException as error:
             raise TimedOut(
                 f"the daemon did not answer {what} within {self._timeout_s:g} s",
-                "it may be overloaded: see `gpupool logs`, or try again",
+                "the daemon may be overloaded: see `gpupool logs`, or try again",
             ) from error
         except httpx.ConnectError as error:
             raise self._connect_error(error) from error
         except httpx.RequestError as error:
             raise Failed(
                 f"the daemon closed the connection during {what}",
-                "it may have stopped: see `gpupool status` and `gpupool logs`",
+                "the daemon may have stopped: see `gpupool status` and `gpupool logs`",
             ) from error
 
     def _connect_error(self, error: BaseException) -> GpupoolError:
@@ -163,7 +163,7 @@ class AdminCalls:
             )
         return DaemonNotRunning(
             f"no daemon answers at {self.socket_path}",
-            "start it with `gpupoold` or `systemctl start gpupoold`,"
+            "start the daemon with `gpupoold` or `systemctl start gpupoold`,"
             " or name its socket with --socket or GPUPOOL_SOCKET",
         )
 

@@ -60,7 +60,7 @@ def check_runtime_dir(folder: Path) -> None:
     """
     found = os.lstat(folder)
     mode = stat.S_IMODE(found.st_mode)
-    hint = "remove it, or set paths.runtime_dir or GPUPOOL_RUNTIME_DIR to a folder of your own"
+    hint = "remove the folder, or set paths.runtime_dir or GPUPOOL_RUNTIME_DIR to your own folder"
     if stat.S_ISLNK(found.st_mode):
         problem, hint = "is a symbolic link", f"name the folder itself, or {hint}"
     elif not stat.S_ISDIR(found.st_mode):
@@ -68,7 +68,7 @@ def check_runtime_dir(folder: Path) -> None:
     elif found.st_uid not in (0, os.geteuid()):
         problem = f"belongs to the user with the number {found.st_uid}, not to {os.geteuid()}"
     elif mode & (stat.S_IWGRP | stat.S_IWOTH):
-        problem, hint = f"can be written to by others (mode {mode:04o})", f"chmod go-w {folder}"
+        problem, hint = f"is writable by other users (mode {mode:04o})", f"chmod go-w {folder}"
     else:
         return
     raise Refused(f"the folder of the admin socket, {folder}, {problem}", hint)

@@ -109,7 +109,7 @@ def check_named_files(text: str) -> list[PlacedProblem]:
 
 def _line(problem: Problem, lines: dict[tuple[str | int, ...], int]) -> int | None:
     line = line_of(problem.where, lines)
-    # What is wrong with a device that ``devices`` names in short stands there.
+    # Errors in a device that ``devices`` names in short refer to ``devices``.
     return lines.get(("devices",)) if line is None and problem.where[:1] == ("device",) else line
 
 

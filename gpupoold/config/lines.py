@@ -9,7 +9,7 @@ from collections.abc import Sequence
 Place = tuple[str | int, ...]
 """Names of tables and keys, and indexes of lists, from the outermost on."""
 
-# A statement of many lines is parsed once for each of them; no configuration is so long.
+# Limit of a statement's lines, because each line parses the statement again.
 _MAX_LINES = 5_000
 _AT_LINE = re.compile(r"at line (\d+)")
 
@@ -31,7 +31,7 @@ def lines_of(text: str) -> dict[Place, int]:
         try:
             written = tomllib.loads(statement)
         except tomllib.TOMLDecodeError:
-            continue  # it goes on in the next line
+            continue  # the statement continues in the next line
         if statement.lstrip().startswith("["):
             table = _header(written, found)
             found[table] = began

@@ -26,7 +26,7 @@ def why_keys_are_required(access: AccessSettings, listener: socket.socket) -> st
     """Return why every request at this socket needs an API key; empty if no key is needed."""
     if not is_local(listener):
         host, port = listener.getsockname()[:2]
-        return f"the API listens at {host} port {port}, beyond this machine, so it needs API keys"
+        return f"the API listens at {host} port {port}, beyond this machine, and needs API keys"
     if access.require_keys == "always":
         return 'the API needs keys (access.require_keys = "always")'
     return ""

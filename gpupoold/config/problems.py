@@ -45,7 +45,7 @@ def problems_of(
     errors: Sequence[ErrorDetails], known: KnownKeys, hidden: Collection[str] = ()
 ) -> list[Problem]:
     """Convert pydantic's errors to problems; values of ``hidden`` keys are not shown."""
-    # Unknown keys first: they often explain the others (a misspelt required key).
+    # Unknown keys first, because a misspelt key often explains a missing key.
     ordered = sorted(errors, key=lambda details: details["type"] != "extra_forbidden")
     return [_problem(details, known, hidden) for details in ordered]
 

@@ -93,7 +93,9 @@ class Settings(Section):
         for device in devices:
             is_shared = device.index is not None and named.count(device.index) > 1
             if is_shared and device.memory_bytes is None:
-                raise ValueError("two devices have the same index; to share it each needs memory")
+                raise ValueError(
+                    "two devices have the same index: give each device memory to share it"
+                )
         free = (index for index in range(len(devices) + len(named)) if index not in named)
         return tuple(
             device.model_copy(update={"index": next(free)})
@@ -109,7 +111,7 @@ class Settings(Section):
             raise _at_key(
                 "scheduling.roles",
                 f"has {len(roles)} entries for {len(self.devices)} devices; "
-                'write one for each, or "auto" for all',
+                'write a role for each device, or "auto" for all',
             )
         if set(roles) in ({"prefill"}, {"decode"}):
             raise _at_key(
@@ -125,7 +127,7 @@ class Settings(Section):
             if device.memory_bytes is not None and reserve >= device.memory_bytes:
                 raise _at_key(
                     "memory.reserve",
-                    f"{format_bytes(reserve)} leaves nothing of a device of "
+                    f"{format_bytes(reserve)} leaves no memory of a device of "
                     f"{format_bytes(device.memory_bytes)}; lower it or raise device.memory",
                 )
         return self
@@ -283,7 +285,7 @@ def _with_default_paths(paths: dict[str, Any]) -> dict[str, Any]:
     } | paths
     state_dir = filled["state_dir"]
     if not isinstance(state_dir, str) or not state_dir.startswith(("/", "~/")):
-        state_dir = "/"  # state_dir is refused below; these two need not be refused as well
+        state_dir = "/"  # the check of state_dir refuses; two more errors would not help
     return {"log_dir": f"{state_dir}/logs", "download_dir": f"{state_dir}/models"} | filled
 
 

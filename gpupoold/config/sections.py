@@ -35,7 +35,7 @@ def _roles(value: object) -> object:
     if names == "auto" or (isinstance(names, tuple) and all(one in known for one in names)):
         return names
     shown = ", ".join(f'"{name}"' for name in known)
-    raise ValueError(f'{value!r}: write "auto", or a list with one of {shown} for each device')
+    raise ValueError(f'{value!r}: write "auto", or a list with one role of {shown} for each device')
 
 
 class ServerSettings(Section):
@@ -102,7 +102,7 @@ class DeviceSettings(Section):
             raise ValueError('index is for kind = "cuda" only')
         check_gpu(self.kind, self.gpu)
         if self.kind == "sim" and self.page_bytes is not None:
-            raise ValueError('page_bytes is not for kind = "sim": it has no pages')
+            raise ValueError('page_bytes is not for kind = "sim", which has no pages')
         step = CUDA_GRANULARITY_BYTES if self.kind == "cuda" else HOST_PAGE_BYTES
         if self.page_bytes is not None and self.page_bytes % step:
             raise ValueError(

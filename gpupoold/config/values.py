@@ -58,7 +58,7 @@ def _path(value: object) -> object:
     except RuntimeError as error:
         raise ValueError(f"{value!r}: {error}") from error
     if not path.is_absolute():
-        raise ValueError(f"{value!r} is relative; start it with / or ~")
+        raise ValueError(f"{value!r} is relative; begin with / or ~")
     return path
 
 
@@ -85,7 +85,7 @@ def as_tuple(value: object) -> object:
 # A name by RFC 1123, or an IPv4 or IPv6 address.
 _HOST_NAME = re.compile(r"[0-9a-z]([0-9a-z._-]{0,251}[0-9a-z])?|[0-9a-f:]*:[0-9a-f:.]*")
 
-# As JSON, settings are spelled as the file spells them: so they are shown to people.
+# Settings as JSON have the spelling of the file, which people see.
 _as_size = PlainSerializer(exact_size, when_used="json")
 _as_duration = PlainSerializer(exact_duration, when_used="json")
 

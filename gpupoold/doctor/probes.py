@@ -224,7 +224,7 @@ def _filesystem(path: Path) -> str:
         for one in psutil.disk_partitions(all=True)
         if os.path.commonpath([one.mountpoint, real]) == one.mountpoint
     ]
-    # What was mounted later hides what was mounted there before.
+    # A later mount hides an earlier mount at the same place.
     return max(inside, key=lambda one: len(one.mountpoint)).fstype if inside else "unknown"
 
 
@@ -245,7 +245,7 @@ def network_facts(settings: Settings, socket_path: Path, daemon: DaemonFacts) ->
 
 
 def _database(settings: Settings, daemon: DaemonFacts) -> DatabaseFacts | None:
-    # A daemon that runs has looked at it when it started, and is writing to it.
+    # A running daemon has checked the database at its start, and writes to the database.
     if daemon.is_running:
         return None
     return database_facts(settings.paths.state_dir / DATABASE_NAME)
@@ -263,7 +263,7 @@ def database_facts(path: Path) -> DatabaseFacts:
     if size == 0:
         return DatabaseFacts(path, 0, newest)
     try:
-        # On a copy: opening a database, if only to read it, may write its log to it.
+        # On a copy, because even opening a database for reading may write to the file.
         with tempfile.TemporaryDirectory() as folder:
             return _examine(path, Path(folder), newest)
     except (OSError, sqlite3.Error) as error:

@@ -59,7 +59,7 @@ async def _serve(settings: FrontendSettings, checker: socket.socket) -> None:
         logging.getLogger(__name__).exception("the frontend failed")
         exit_status = 1
     logging.shutdown()
-    # Tokenizer threads or an import still running would hold up an ordinary exit.
+    # Tokenizer threads or a running import would delay an ordinary exit.
     os._exit(exit_status)
 
 

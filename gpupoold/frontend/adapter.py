@@ -52,15 +52,15 @@ from gpupoold.frontend.prompt_bounds import bound_renderer, why_words_are_too_lo
 from gpupoold.frontend.request_ids import make_engine_id
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
 
-# Works with any tokenizer; the other parsers insist on special tokens of their own family.
+# The only parser that works with any tokenizer; other parsers require their family's tokens.
 _TOOL_PARSER = "hermes"
-# Per-request work that the pool does itself (metrics) or never uses.
+# Work per request that gpupool does itself (metrics) or does not need.
 _UNUSED_MIDDLEWARE = frozenset(
     {"PrometheusInstrumentatorMiddleware", "ScalingMiddleware", "CORSMiddleware"}
 )
 
 
-# What code raises that did not expect what it was given; the last two vLLM answers itself.
+# Errors raised by code that did not validate its input; vLLM answers the last two itself.
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError)
 _ALL_FAULTS = (*_FAULTS, TypeError, ValueError)
 
@@ -96,7 +96,7 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
         bound_renderer(self.renderer, max_model_len, VLLMValidationError)
         self.input_processor.assign_request_id = _assign_request_id
         self._grammars = grammars
-        # Without it vLLM takes grammars as they are. They have been vetted before.
+        # Turns off vLLM's validation of grammars, which have been vetted before.
         self.input_processor.structured_outputs_config = None
 
     @property
@@ -226,7 +226,7 @@ class VllmModelApi:
             state = processor.request_states.get(request_id)
             if state is None or state.queue is None:
                 continue
-            # The error goes first: the abort's own output never replaces it.
+            # The error goes first, so that the abort's output does not replace the error.
             state.queue.put(RequestLost(message, status))
             whole = request_id if state.parent_req is None else state.parent_req.request_id
             gone = processor.abort_requests([whole], internal=True)
@@ -283,8 +283,8 @@ def _encode_request(encoder: MsgpackEncoder, request: EngineCoreRequest) -> Any:
 
 
 _GARBLED = "the engine's output for this request could not be read"
-_NO_GRAMMAR = "no grammar can be made of the format that is asked for"
-_NO_PROBABILITIES = "logprobs are not available: a simulated device makes its tokens up"
+_NO_GRAMMAR = "no grammar can be made of the requested format"
+_NO_PROBABILITIES = "logprobs are not available: the tokens of a simulated device are synthetic"
 
 
 async def build_model_api(
@@ -372,7 +372,7 @@ def _join(steps: Sequence[EngineCoreOutputs]) -> EngineCoreOutputs:
     separate, next to the others of their request: vLLM's collector merges them.
     """
     by_request: dict[str, list[EngineCoreOutput]] = {}
-    with_tokens_only: dict[str, EngineCoreOutput] = {}  # the latest of a request, if it is
+    with_tokens_only: dict[str, EngineCoreOutput] = {}  # the request's latest output, if eligible
     for step in steps:
         for output in step.outputs:
             request_id = output.request_id
@@ -382,7 +382,7 @@ def _join(steps: Sequence[EngineCoreOutputs]) -> EngineCoreOutputs:
             elif earlier is None:
                 with_tokens_only[request_id] = output
             else:
-                # A new list: an API that is being retired has the old one too.
+                # A new list, because a retired API may still use the old list.
                 earlier.new_token_ids = earlier.new_token_ids + output.new_token_ids
                 earlier.finish_reason = output.finish_reason
                 earlier.stop_reason = output.stop_reason

@@ -34,7 +34,7 @@ _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 
 _NO_KEY = (
     "You did not provide an API key. "
-    "Send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`."
+    "Send the key as `Authorization: Bearer KEY` or `x-api-key: KEY`."
 )
 _WRONG_KEY = "The API key you provided is not valid."
 _EXPIRED_KEY = "The API key you provided has expired."
@@ -73,7 +73,7 @@ class Callers:
     def __init__(self, rates: RateCalls, wall_clock: Callable[[], float] = time.time) -> None:
         self._rates = rates
         self._wall_clock = wall_clock
-        self._are_required: bool | None = None  # None: the daemon has not said yet
+        self._are_required: bool | None = None  # None before the daemon's first message
         self._by_id: dict[str, Caller] = {}
         self._anybody = Caller()
         self._num_unauthorised = 0

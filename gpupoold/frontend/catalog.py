@@ -29,7 +29,7 @@ class Catalog:
         self.ready = ready
         self._is_known = True
         self._models = {model.name: model for model in models}
-        # A name wins over an alias that is spelt the same.
+        # A name takes precedence over an equal alias.
         self._by_any_name = {
             alias: model for model in self._models.values() for alias in model.aliases
         } | self._models
@@ -70,7 +70,7 @@ class Catalog:
         return [model_row(model) for model in self._in(scope)]
 
     def _require_known(self) -> None:
-        # "There is no such model" would be a lie while nobody has said which there are.
+        # Before the first list of models, an unknown name is not an error of the client.
         if not self._is_known:
             raise starting()
 

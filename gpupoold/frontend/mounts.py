@@ -112,7 +112,7 @@ class Mounts:
         mount = self._current.get(outputs.model)
         if mount is not None:
             mount.api.push(outputs)
-        # The daemon may replace an API while requests run; ids tell whose they are.
+        # The daemon may replace an API while its requests run; an id names the request's API.
         for retired in self._retired.get(outputs.model, ()):
             retired.api.push(outputs)
 
@@ -158,6 +158,7 @@ async def _release(mount: Mount) -> None:
         await asyncio.to_thread(mount.api.close)
     except Exception:
         logger.exception("closing the API of %s", mount.name)
-    # An application is a web of cycles, some MB each; few allocations would ever free it.
+    # An application consists of reference cycles of some MB; without an explicit collection
+    # its memory would stay allocated.
     del mount
     await asyncio.to_thread(gc.collect)

@@ -25,7 +25,7 @@ _OWN_PATHS = {
     "/v1/models": "The models, with their states.",
     "/v1/models/{model}": "One model, by name or alias.",
 }
-# What any request for a model may be answered with, before the model's API sees it or after.
+# Responses that any request for a model may get, before or after the model's API.
 _REFUSALS = (
     HTTPStatus.BAD_REQUEST,
     HTTPStatus.UNAUTHORIZED,
@@ -64,9 +64,9 @@ def describe(engine: Mapping[str, Any] | None, is_served: Callable[[str], bool])
 
 def _own_paths() -> Iterator[tuple[str, Any]]:
     for path, summary in _OWN_PATHS.items():
-        operation: dict[str, Any] = {"summary": summary, "responses": {"200": _json("It is so.")}}
+        operation: dict[str, Any] = {"summary": summary, "responses": {"200": _json("Yes.")}}
         if path == "/metrics":
-            text = {"description": "Counted so far.", "content": {"text/plain": {}}}
+            text = {"description": "The count.", "content": {"text/plain": {}}}
             operation["responses"] = {"200": text, "503": _json("The daemon does not answer.")}
         if path == "/ready":
             operation["responses"]["503"] = _json("Not yet.")

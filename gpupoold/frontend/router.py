@@ -49,7 +49,7 @@ ROUTED_PATHS = frozenset(
         "/detokenize",
     }
 )
-# For load balancers and service managers, which have no key: they tell nothing of models.
+# Paths for load balancers and service managers, which have no key; the answers name no model.
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 _RESPONSES_PREFIX = "/v1/responses/"
 _MODELS_PREFIX = "/v1/models/"
@@ -103,7 +103,7 @@ class Router:
             anthropic = scope["path"].startswith("/v1/messages")
             await send_error(send, error, anthropic=anthropic)
         except Exception:
-            # The model's API has answered 500 itself; if not, the server does.
+            # The model's API has answered 500, or else the server does.
             logger.exception("%s %s failed", scope["method"], scope["path"])
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send, ids: RequestIds) -> None:
@@ -157,7 +157,7 @@ class Router:
             check_num_requests(head, caller.max_requests(bounds.max_live_requests))
             holding.add((head.num_samples - 1) * len(body))
             receive = replay(body, receive)
-            del body  # the API drops it too when it has read it
+            del body  # the API drops its reference after reading
             with serving(caller), naming(ids), counting_prompts(head.num_samples):
                 async with self._gates.holding(send) as gate:
                     await self._mounts.serve(mount, scope, receive, gate.send)

@@ -57,7 +57,7 @@ from gpupoold.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-# While it stops, open streams may finish for so long; then they end with an error.
+# Time for open streams to finish while the frontend stops; then the streams end with an error.
 _STREAMS_GRACE_S = 4.0
 _GRACE_S = 5
 
@@ -126,7 +126,7 @@ class FrontendServer:
         )
         self._may_accept = asyncio.Event()
         self._lags_s: list[float] = []
-        # Mounting takes a while: its messages wait in order, outputs pass them by.
+        # Mounting is slow: messages about mounts wait in order, and outputs overtake.
         self._to_mount: asyncio.Queue[ServeModel | StopServing] = asyncio.Queue()
 
     async def run(self) -> None:
@@ -135,7 +135,7 @@ class FrontendServer:
         Raises:
             OSError: the descriptors are invalid.
         """
-        # It warns of every request that is not HTTP, which anybody can send without end.
+        # uvicorn warns of every request that is not HTTP, which would fill the log.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         server = _HttpServer(self._uvicorn_config(), self._tell_accepting)
         serving = asyncio.create_task(self._serve_when_told(server))
@@ -170,7 +170,7 @@ class FrontendServer:
         await server.serve(sockets=[listener])
 
     def _tell_accepting(self) -> None:
-        with contextlib.suppress(ChannelClosed):  # the daemon's end is noticed where it is read
+        with contextlib.suppress(ChannelClosed):  # the reading task handles the daemon's end
             self._channel.send(Accepting())
 
     def _uvicorn_config(self) -> uvicorn.Config:
@@ -184,7 +184,7 @@ class FrontendServer:
             http=PublicHttp,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=_GRACE_S,
-            # The same context each time: a renewed certificate is put into it.
+            # The same context each time: renewed certificates are loaded into the context.
             ssl_context_factory=None if tls is None else lambda *_: tls.context(),
         )
 
@@ -201,7 +201,7 @@ class FrontendServer:
             try:
                 self._handle(message)
             except Exception:
-                # One model's trouble must not end the others' streams.
+                # An error of one model must not end other models' streams.
                 logger.exception("handling %s", type(message).__name__)
 
     def _handle(self, message: ToFrontend) -> None:

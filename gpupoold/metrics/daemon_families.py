@@ -24,7 +24,7 @@ def _state(scrape: Scrape) -> Iterator[Family]:
     engine = readies[0].engine_version if readies else ""
     yield gauge(
         "build_info",
-        "1; the labels say what runs.",
+        "1; the labels have the versions.",
         ("version", "engine_version", "python_version"),
         [((__version__, engine, platform.python_version()), 1)],
     )
@@ -32,7 +32,7 @@ def _state(scrape: Scrape) -> Iterator[Family]:
     yield gauge("models", "Registered models.", (), [((), len(scrape.rows))])
     yield counter(
         "history_dropped_rows",
-        "Rows of the history that were lost, as the disk did not take them.",
+        "Rows of the history that were lost because the disk did not accept the rows.",
         (),
         [((), pool.history.dropped_rows)],
     )
@@ -42,31 +42,31 @@ def _caches(scrape: Scrape) -> Iterator[Family]:
     pool = scrape.pool
     yield gauge(
         "model_cache_bytes",
-        "Host memory that snapshots of weights take, with those on their way in or out.",
+        "Host memory used by weights snapshots, including loads and evictions in progress.",
         (),
         [((), pool.cache.used_bytes)],
     )
     yield gauge(
         "model_cache_limit_bytes",
-        "Host memory that they may take.",
+        "Limit of host memory for weights snapshots.",
         (),
         [((), pool.cache.budget_bytes)],
     )
     yield counter(
         "model_cache_evictions",
-        "Snapshots that made room for others in host memory, or were dropped by hand.",
+        "Weights snapshots that were evicted from host memory, or dropped by hand.",
         (),
         [((), pool.cache.num_evicted)],
     )
     yield gauge(
         "model_cache_disk_bytes",
-        "Disk space that saved snapshots take.",
+        "Disk space used by snapshot files.",
         (),
         [((), scrape.saved_bytes)],
     )
     yield gauge(
         "model_cache_disk_limit_bytes",
-        "Disk space that they may take.",
+        "Limit of disk space for snapshot files.",
         (),
         [((), pool.saved.budget_bytes)],
     )
@@ -88,7 +88,7 @@ def _recoveries(scrape: Scrape) -> Iterator[Family]:
     )
     yield counter(
         "requests_migrated",
-        "Requests that went from one device to another: migrated, or unknown to their device.",
+        "Requests that left a device: migrated, or unknown to the device.",
         ("result",),
         [(("migrated",), migrations.num_migrated), (("unknown",), migrations.num_unknown)],
     )
@@ -104,7 +104,7 @@ def _speed(scrape: Scrape) -> Iterator[Family]:
     pool = scrape.pool
     yield histogram(
         "scheduler_decision_seconds",
-        "How long the scheduling core took each time it was told something.",
+        "Duration of a call of the scheduling core.",
         (),
         [((), pool.dispatcher.scheduler.decisions)],
     )

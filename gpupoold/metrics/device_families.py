@@ -29,7 +29,7 @@ def _device(scrape: Scrape) -> Iterator[Family]:
     dispatcher = scrape.pool.dispatcher
     yield gauge(
         "device_info",
-        "1; the labels say what the device is.",
+        "1; the labels describe the device.",
         ("device", "kind", "name"),
         (
             ((number, one.device.kind, one.ready.device_name if one.ready else ""), 1)
@@ -44,7 +44,7 @@ def _device(scrape: Scrape) -> Iterator[Family]:
     )
     yield gauge(
         "device_role",
-        "1 for the role that the device has, 0 for the others.",
+        "1 for the device's role, 0 for other roles.",
         ("device", "role"),
         (
             ((number, role.value), dispatcher.roles.of(one.number)[0] is role)
@@ -65,13 +65,13 @@ def _device(scrape: Scrape) -> Iterator[Family]:
     nums = dispatcher.nums_of_requests(numbers)
     yield gauge(
         "device_requests",
-        "Live requests that the device has or is to get.",
+        "Live requests on the device or assigned to the device.",
         _DEVICE,
         (((str(number),), num) for number, num in zip(numbers, nums, strict=True)),
     )
     yield gauge(
         "device_waiting_for_kv_requests",
-        "Requests that are not sent to the device, as there is no room for their KV.",
+        "Requests that are not sent to the device for lack of KV memory.",
         _DEVICE,
         (
             ((number,), dispatcher.scheduler.num_waiting_for_kv(one.number))
@@ -105,19 +105,19 @@ def _device(scrape: Scrape) -> Iterator[Family]:
 def _gpu(scrape: Scrape) -> Iterator[Family]:
     yield gauge(
         "device_utilisation_ratio",
-        "Share of time in which kernels ran, from NVML; absent where it does not tell.",
+        "Share of time in which kernels ran, from NVML; absent without a reading.",
         _DEVICE,
         (((number,), one.reading.utilisation) for number, one, _ in scrape.devices()),
     )
     yield gauge(
         "device_temperature_celsius",
-        "The GPU's temperature, from NVML; absent where it does not tell.",
+        "The GPU's temperature, from NVML; absent without a reading.",
         _DEVICE,
         (((number,), one.reading.temperature_c) for number, one, _ in scrape.devices()),
     )
     yield gauge(
         "device_power_watts",
-        "The GPU's power, from NVML; absent where it does not tell.",
+        "The GPU's power, from NVML; absent without a reading.",
         _DEVICE,
         (((number,), one.reading.power_w) for number, one, _ in scrape.devices()),
     )
@@ -126,7 +126,7 @@ def _gpu(scrape: Scrape) -> Iterator[Family]:
 def _memory(scrape: Scrape) -> Iterator[Family]:
     yield gauge(
         "device_memory_limit_bytes",
-        "Memory that the device gives to weights and KV.",
+        "The device's memory for weights and KV.",
         _DEVICE,
         (
             ((number,), _known(one, lambda ready: ready.device_bytes))
@@ -135,7 +135,7 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
     )
     yield gauge(
         "device_memory_bytes",
-        "That memory by what it is used for.",
+        "The device's memory for weights and KV, by use.",
         ("device", "kind"),
         (
             ((number, kind), num_bytes)
@@ -145,7 +145,7 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
     )
     yield gauge(
         "device_page_bytes",
-        "Bytes of one page of that memory.",
+        "Bytes of a page of the device's memory.",
         _DEVICE,
         (
             ((number,), _known(one, lambda ready: ready.page_bytes))
@@ -154,7 +154,7 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
     )
     yield gauge(
         "device_kv_host_bytes",
-        "Host memory that the device's worker uses for KV of paused requests.",
+        "Host memory used by the device's worker for offloaded KV.",
         _DEVICE,
         (
             ((number,), _told(one, lambda now: now.kv_host_bytes))
@@ -163,7 +163,7 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
     )
     yield gauge(
         "device_kv_host_limit_bytes",
-        "Host memory that it may use for that; absent without a limit.",
+        "Limit of host memory for offloaded KV; absent without a limit.",
         _DEVICE,
         (
             ((number,), _known(one, lambda ready: ready.kv_host_bytes))
@@ -175,7 +175,7 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
 def _turns(scrape: Scrape) -> Iterator[Family]:
     yield counter(
         "device_turns",
-        "Turns that have ended, by model.",
+        "Ended turns, by model.",
         ("device", "model"),
         (
             ((number, model), count)
@@ -185,7 +185,7 @@ def _turns(scrape: Scrape) -> Iterator[Family]:
     )
     yield counter(
         "device_turn_seconds",
-        "How long those turns lasted from when the model could run, by model.",
+        "Duration of ended turns, from the end of the switch, by model.",
         ("device", "model"),
         (
             ((number, model), seconds)
@@ -210,7 +210,7 @@ def _switches(scrape: Scrape) -> Iterator[Family]:
     )
     yield counter(
         "switch_stage_seconds",
-        "Time that switches took, by stage.",
+        "Duration of switches, by stage.",
         ("device", "stage"),
         (
             ((number, stage), meter.stage_seconds[stage])
@@ -220,7 +220,7 @@ def _switches(scrape: Scrape) -> Iterator[Family]:
     )
     yield counter(
         "switch_bytes",
-        "Bytes that switches moved, and those of weights that came before them.",
+        "Bytes moved by switches, and bytes of prefetched weights.",
         ("device", "kind"),
         (
             ((number, kind), meter.moved_bytes[kind])

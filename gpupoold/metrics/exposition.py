@@ -22,7 +22,7 @@ from gpupoold.metrics.scrape import Scrape
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
-# Who asks more often gets the same text: a scrape of a large box costs tens of milliseconds.
+# More frequent scrapes get the same text: a scrape of a large box takes tens of milliseconds.
 _HOLDS_S = 0.5
 
 

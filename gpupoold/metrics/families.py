@@ -19,7 +19,7 @@ from prometheus_client.core import (
 from gpupoold.stats.buckets import LATENCY_BOUNDS_S, Buckets
 from gpupoold.stats.histogram import Histogram
 
-# The values of a sample's labels, and its value; None: there is no such sample.
+# The values of a sample's labels, and the sample's value; None leaves the sample out.
 Row = tuple[Sequence[str], float | None]
 
 

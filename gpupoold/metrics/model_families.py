@@ -24,13 +24,13 @@ def model_families(scrape: Scrape) -> Iterator[Family]:
 def _requests(scrape: Scrape) -> Iterator[Family]:
     yield counter(
         "requests",
-        "Requests that were taken.",
+        "Admitted requests.",
         _MODEL,
         (((name,), one.requests) for name, one in scrape.counts.items()),
     )
     yield counter(
         "requests_finished",
-        "Requests that were taken and have ended, by why.",
+        "Ended requests, by reason.",
         ("model", "reason"),
         (
             ((name, reason.value), one.finished[reason])
@@ -40,7 +40,7 @@ def _requests(scrape: Scrape) -> Iterator[Family]:
     )
     yield counter(
         "requests_refused",
-        "Requests that the daemon did not take, by why.",
+        "Refused requests, by reason.",
         ("model", "reason"),
         (
             ((name, reason), one.refused[reason])
@@ -50,13 +50,13 @@ def _requests(scrape: Scrape) -> Iterator[Family]:
     )
     yield counter(
         "requests_dropped",
-        "Requests that were taken and ended before they began, too late for their first token.",
+        "Admitted requests dropped before their first step, too late for the first token.",
         _MODEL,
         (((name,), one.dropped) for name, one in scrape.counts.items()),
     )
     yield counter(
         "requests_resumed",
-        "Times a request lost its worker and went on elsewhere, or there when it was back.",
+        "Resumptions of requests after the end of a worker, on any worker.",
         _MODEL,
         (((name,), one.resumed) for name, one in scrape.models()),
     )
@@ -65,37 +65,37 @@ def _requests(scrape: Scrape) -> Iterator[Family]:
 def _tokens(scrape: Scrape) -> Iterator[Family]:
     yield counter(
         "prompt_tokens",
-        "Tokens of the prompts of requests that were taken.",
+        "Prompt tokens of admitted requests.",
         _MODEL,
         (((name,), one.prompt_tokens) for name, one in scrape.models()),
     )
     yield counter(
         "output_tokens_in_time",
-        "Tokens that went out by their deadlines, which are fixed when a request arrives.",
+        "Tokens sent by their deadlines, which are fixed at the request's arrival.",
         _MODEL,
         (((name,), one.tokens_in_time) for name, one in scrape.counts.items()),
     )
     yield counter(
         "output_tokens",
-        "Tokens that went out.",
+        "Tokens sent.",
         _MODEL,
         (((name,), one.tokens) for name, one in scrape.counts.items()),
     )
     yield gauge(
         "attainment_ratio",
-        "Share of the last minute's tokens that were in time; absent without any.",
+        "Share of the last minute's tokens sent in time; absent without tokens.",
         _MODEL,
         (((name,), one) for name, one in scrape.attainments.items()),
     )
     yield durations(
         "time_to_first_token_seconds",
-        "From a request's arrival to its first token.",
+        "Time from a request's arrival to the first token.",
         _MODEL,
         (((name,), one.ttft) for name, one in scrape.counts.items()),
     )
     yield durations(
         "time_between_tokens_seconds",
-        "From one token of a request to its next.",
+        "Time between two tokens of a request.",
         _MODEL,
         (((name,), one.tbt) for name, one in scrape.counts.items()),
     )
@@ -110,31 +110,31 @@ def _now(scrape: Scrape) -> Iterator[Family]:
             waiting[held.model] += held.num_waiting
     yield gauge(
         "model_state",
-        "1 for the state that the model is in, 0 for the others.",
+        "1 for the model's state, 0 for other states.",
         ("model", "state"),
         (((name, one.value), states[name] is one) for name in scrape.rows for one in ModelState),
     )
     yield gauge(
         "target_time_to_first_token_seconds",
-        "What the model's users were promised.",
+        "The model's target.",
         _MODEL,
         (((name,), row.spec.targets.ttft_s) for name, row in scrape.rows.items()),
     )
     yield gauge(
         "target_time_between_tokens_seconds",
-        "What the model's users were promised.",
+        "The model's target.",
         _MODEL,
         (((name,), row.spec.targets.tbt_s) for name, row in scrape.rows.items()),
     )
     yield gauge(
         "live_requests",
-        "Requests that were taken and have not ended.",
+        "Live requests.",
         _MODEL,
         (((name,), dispatcher.live.num_of(name)) for name in scrape.rows),
     )
     yield gauge(
         "waiting_requests",
-        "Those of the live requests that no step has begun.",
+        "Live requests before their first step.",
         _MODEL,
         (((name,), waiting[name]) for name in scrape.rows),
     )
@@ -151,8 +151,8 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
         held[name, "snapshot_host"] += snapshot.num_bytes
     yield gauge(
         "model_memory_bytes",
-        "What the model has: weights and kv on devices, kv_host of paused requests and its "
-        "snapshot_host in host memory.",
+        "The model's memory: weights and kv on devices; kv_host (offloaded KV) and snapshot_host "
+        "(the weights snapshot) in host memory.",
         ("model", "kind"),
         (
             ((name, kind), held[name, kind])
@@ -162,19 +162,19 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
     )
     yield counter(
         "model_cache_hits",
-        "Requests whose model's snapshot was in host memory when they came, or was not needed.",
+        "Requests that arrived while their model's weights were ready.",
         _MODEL,
         (((name,), one.cache_hits) for name, one in scrape.models()),
     )
     yield counter(
         "model_cache_misses",
-        "Requests that waited until their model's snapshot was in host memory.",
+        "Requests that waited until their model's weights were ready.",
         _MODEL,
         (((name,), one.cache_misses) for name, one in scrape.models()),
     )
     yield counter(
         "model_quarantines",
-        "Times the model was put into quarantine, having ended its workers again and again.",
+        "Times the model was put into quarantine after repeated crashes of workers.",
         _MODEL,
         (((name,), one.quarantines) for name, one in scrape.models()),
     )

@@ -36,12 +36,12 @@ def plan_pin(model: TopModel) -> ActionPlan:
         return f"{answer.name}: {'pinned' if answer.is_pinned else 'not pinned any more'}"
 
     if is_pinned:
-        text = "Its snapshot stays in host memory once it is there, also after a restart."
+        text = "The model's snapshot stays in host memory, also after a restart of the daemon."
         return ActionPlan(
-            f"pin {name}?", text, f"pinning {name}", [(DialogChoice("pin it", "pin"), call)]
+            f"pin {name}?", text, f"pinning {name}", [(DialogChoice("pin", "pin"), call)]
         )
-    text = "Its snapshot may go from host memory when others need the room."
-    choice = DialogChoice("unpin it", "unpin")
+    text = "The model's snapshot may be evicted from host memory when other models need the memory."
+    choice = DialogChoice("unpin", "unpin")
     return ActionPlan(f"unpin {name}?", text, f"unpinning {name}", [(choice, call)])
 
 
@@ -59,12 +59,12 @@ def plan_unload(model: TopModel) -> ActionPlan:
 
     on_devices = size(model.usage.weights_resident_bytes + model.usage.kv_resident_bytes)
     text = f"{on_devices} on devices, {size(model.usage.cached_bytes)} in host memory.\n"
-    text += "It stays registered; its next request loads it again."
+    text += "The model stays registered; the next request loads the model again."
     if num_live:
-        text += f"\nIt has {num_live} live requests."
+        text += f"\n{num_live} live requests."
     modes: list[tuple[UnloadMode, str]] = [("refuse", "")]
     if num_live:
-        modes = [("drain", ", once they have ended"), ("force", ", ending them")]
+        modes = [("drain", ", after the requests have ended"), ("force", ", ending the requests")]
     ways = [
         (f"free devices{'' if keep else ' and host memory'}{when}", call(mode, keep))
         for mode, when in modes
@@ -81,9 +81,9 @@ def plan_cancel(request: RequestInfo) -> ActionPlan:
         ended = client.cancel(request_id)
         return f"{ended.request_id}: cancelled after {ended.num_output_tokens} tokens"
 
-    text = f"{request_id}\nof {request.model} ends with an error; it has "
+    text = f"{request_id}\nof {request.model} ends with an error after "
     text += f"{request.num_output_tokens} tokens."
-    choice = DialogChoice("cancel it", "cancel")
+    choice = DialogChoice("cancel the request", "cancel")
     return ActionPlan("cancel this request?", text, f"cancelling {request_id}", [(choice, call)])
 
 
@@ -93,20 +93,20 @@ def plan_drain(device: DeviceInfo) -> ActionPlan:
 
     def drain(client: AdminClient) -> str:
         client.drain(number)
-        return f"device {number}: has no requests and gets none until it is undrained"
+        return f"device {number}: drained; no requests until `undrain`"
 
     def undrain(client: AdminClient) -> str:
         client.undrain(number)
         return f"device {number}: has work again"
 
     if device.is_draining:
-        choice = DialogChoice("let it have work again", "undrain")
-        text = "It gets requests like the others."
+        choice = DialogChoice("undrain", "undrain")
+        text = "The device gets requests again."
         return ActionPlan(
             f"undrain device {number}?", text, f"undraining {number}", [(choice, undrain)]
         )
-    text = f"It gets nothing new, and its {device.num_requests} requests go on on others, or end."
-    choice = DialogChoice("drain it", "drain")
+    text = f"No new requests; its {device.num_requests} requests migrate to other devices or end."
+    choice = DialogChoice("drain", "drain")
     return ActionPlan(
         f"drain device {number}?", text, f"draining device {number}", [(choice, drain)]
     )

@@ -121,11 +121,11 @@ class TopApp(LookingApp):
 
     def _may_change(self, panel: Panel) -> bool:
         if self.view.is_read_only:
-            self.say("read-only: nothing is changed from here", "warn")
+            self.say("read-only: actions are disabled", "warn")
             return False
         if self.list_panel is panel:
             return True
-        self.say(f"that is for {panel.title.lower()}: press {panel.value} first", "warn")
+        self.say(f"this key is for {panel.title.lower()}: press {panel.value} first", "warn")
         return False
 
     def _propose(self, panel: Panel, plan_of: Callable[[Any], ActionPlan]) -> None:

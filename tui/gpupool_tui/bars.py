@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gpupool_tui.glyphs import Glyphs
 from gpupool_tui.text import Line, Span
 
-# Shares of tokens in time: what differs lies near 1. Each level begins at one of these.
+# Lower bounds of the levels for shares of tokens in time, close together near 1.
 LEVEL_STARTS = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 
@@ -66,7 +66,7 @@ def sparkline(shares: Sequence[float | None], width: int, glyphs: Glyphs) -> str
     if not shares or width <= 0:
         return glyphs.nothing * width
     per_cell = -(-len(shares) // width)
-    # The last group is whole: the newest value is what people look at.
+    # The last group is complete, because people look at the newest value.
     start = len(shares) % per_cell
     groups = [shares[i : i + per_cell] for i in range(start, len(shares), per_cell)]
     if start:

@@ -66,7 +66,7 @@ class BaseApp(App[None]):
 
     def on_mount(self) -> None:
         """Show the first screen, then start polling the daemon."""
-        self.board.repaint(self._palette())  # the theme may have been chosen since
+        self.board.repaint(self._palette())  # the theme may have changed
         self.board.focus()
         self.theme_changed_signal.subscribe(self, self._on_theme)
         self.poller.start()

@@ -21,7 +21,8 @@ from gpupool_tui.text import Line, width_of
 class Board(Widget, can_focus=True):
     """The whole screen. Textual lays nothing out: a new picture costs only its changes."""
 
-    # Here and not the application's: where a dialog is open or a filter typed, keys are theirs.
+    # Bindings of the board and not of the application, so that an open dialog or a filter
+    # gets the keys.
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(key.keys, f"app.{key.action}", key.meaning, show=False) for key in all_keys()
     ]

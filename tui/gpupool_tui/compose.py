@@ -69,7 +69,7 @@ def tables(picture: Picture, view: View) -> dict[Panel, PanelTable]:
             picture.devices,
             devices_panel.COLUMNS,
             devices_panel.key_of,
-            lambda one: wanted,  # a name says nothing of a device
+            lambda one: wanted,  # a name contains no device
         ),
         Panel.MODELS: rows(
             Panel.MODELS,
@@ -179,7 +179,7 @@ def _lanes(picture: Picture, view: View, width: int, height: int) -> tuple[list[
     notes = [f"{duration(zoom_s)} a cell", f"{duration(cells * zoom_s)} in all"]
     if len(shown) < len(devices):
         notes.append(f"{len(shown)} shown of {len(devices)}")
-    legend = (Span(glyphs.switch, "switch"), Span(" switch, and its share of the time", "dim"))
+    legend = (Span(glyphs.switch, "switch"), Span(" switch; right: share of time", "dim"))
     title = title_line(Panel.LANES, view, notes, legend, width)
     return [title, *lines], [numbers[i] for i in shown]
 

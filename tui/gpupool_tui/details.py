@@ -50,13 +50,13 @@ def device_fields(device: DeviceInfo, picture: Picture, view: View) -> Fields:
         "role": role,
         "on turn": device.on_turn or NOTHING,
         "quota": _quota(device),
-        "requests": f"{device.num_requests}, {device.num_waiting_for_kv} wait for room for KV",
+        "requests": f"{device.num_requests}, {device.num_waiting_for_kv} waiting for KV memory",
         "memory": f"{size(device.device_bytes)}: {size(device.weights_bytes)} weights"
-        f" ({size(device.prefetched_bytes)} of them ahead of their turn),"
+        f" ({size(device.prefetched_bytes)} prefetched),"
         f" {size(device.kv_bytes)} KV, {size(device.free_bytes)} free",
         "KV in host memory": f"{size(device.kv_host_bytes)} of"
         f" {size(device.kv_host_limit_bytes) if device.kv_host_limit_bytes else 'no limit'}",
-        "KV recomputed": f"{device.num_recomputed} times for want of room",
+        "KV recomputed": f"{device.num_recomputed} times for lack of memory",
         "link": f"{size(device.link_in_bytes_per_s)}/s in,"
         f" {size(device.link_out_bytes_per_s)}/s out",
         "GPU": _gpu(device),
@@ -79,7 +79,7 @@ def model_fields(model: TopModel, info: ModelInfo | None) -> Fields:
         f" {percent(usage.attainment_1h)} % of the last hour's,"
         f" {percent(usage.attainment)} % since the start",
         "tokens": f"{count(usage.tokens)} since the start, {count(usage.tokens_per_s)}/s now",
-        "requests": f"{usage.num_live} live, {usage.num_waiting} of them wait;"
+        "requests": f"{usage.num_live} live, {usage.num_waiting} waiting;"
         f" {usage.completed} completed of {usage.requests}, {usage.refused} refused,"
         f" {usage.dropped} dropped",
         "weights": f"{size(usage.weights_total_bytes)},"
@@ -110,7 +110,7 @@ def request_fields(request: RequestInfo, view: View) -> Fields:
         "on": where_text,
         "age": duration(request.age_s),
         "prompt": f"{request.num_prompt_tokens} tokens",
-        "answer": f"{request.num_output_tokens} tokens so far",
+        "answer": f"{request.num_output_tokens} tokens",
         "next token due": plain(due(request, view)),
     }
 
@@ -121,7 +121,7 @@ def why_fields(why: Why) -> Fields:
         request = why.request
         fields = {"why": request.text}
         if request.num_before:
-            fields["before it"] = f"{request.num_before} requests"
+            fields["ahead"] = f"{request.num_before} requests"
         if request.next_token_in_s is not None:
             fields["next token expected"] = f"in about {duration(request.next_token_in_s)}"
         if request.why:
@@ -130,7 +130,7 @@ def why_fields(why: Why) -> Fields:
     if why.model is not None:
         fields = {"why": why.model.text}
         if (first_s := why.model.first_token_in_s) is not None:
-            fields["a request now"] = f"would have its first token in {duration(first_s)}"
+            fields["new request"] = f"first token expected in {duration(first_s)}"
         if why.model.advice:
             fields["advice"] = "\n".join(why.model.advice)
         return fields
@@ -143,13 +143,13 @@ def _line_fields(device: DeviceTurns | None) -> Fields:
         return {}
     fields: Fields = {}
     if device.on_turn is not None:
-        fields["on turn there"] = f"{device.on_turn}: {device.why or device.rule or NOTHING}"
+        fields["on turn"] = f"{device.on_turn}: {device.why or device.rule or NOTHING}"
     waiting = [
         f"{turn.model}: {turn.why}"
         + (f", in about {duration(turn.starts_in_s)}" if turn.starts_in_s is not None else "")
         for turn in device.line[:5]
     ]
-    return fields | ({"next there": "\n".join(waiting)} if waiting else {})
+    return fields | ({"next turns": "\n".join(waiting)} if waiting else {})
 
 
 def event_fields(event: EventInfo, view: View) -> Fields:
@@ -173,7 +173,7 @@ def _quota(device: DeviceInfo) -> str:
     if device.on_turn is None:
         return NOTHING
     if device.quota_s is None:
-        return f"{duration(device.quota_used_s)} used, no end of its own"
+        return f"{duration(device.quota_used_s)} used, no limit"
     used, left = duration(device.quota_used_s), duration(device.quota_left_s)
     return f"{used} of {duration(device.quota_s)} used, {left} left"
 

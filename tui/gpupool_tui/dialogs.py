@@ -80,7 +80,7 @@ class ChoiceDialog(_Dialog[str]):
             yield Static(Text(self._text))
             options = OptionList(*(Text(choice.label) for choice in self._choices), markup=False)
             yield options
-            yield Label("enter: do it   esc: leave it", classes="hint")
+            yield Label("enter: confirm   esc: cancel", classes="hint")
 
     def on_mount(self) -> None:
         """Textual's: keys go to the choices."""
@@ -109,7 +109,7 @@ class TargetsDialog(_Dialog[tuple[float, float]]):
             yield Label("time between tokens")
             yield Input(format_duration(tbt_s), id="tbt", compact=True)
             yield Static("", id="problem", classes="error", markup=False)
-            yield Label("enter: set both   tab: the other one   esc: leave them", classes="hint")
+            yield Label("enter: set both   tab: next field   esc: cancel", classes="hint")
 
     def on_mount(self) -> None:
         """Textual's: keys go to the first."""

@@ -91,7 +91,7 @@ class LaneCells:
     def __init__(self, zoom_s: float) -> None:
         self._zoom_s = zoom_s
         self._kept: dict[int, Cell] = {}
-        self._num_final = 0  # cells before the one of this number do not change
+        self._num_final = 0  # cells before this index do not change
 
     def drawn(self, first: int, count: int, parts: PartsSince) -> list[Cell]:
         """Return ``count`` cells from the one at ``first * zoom_s``.
@@ -183,7 +183,7 @@ def _run(owner: Stretch | None, length: int, g: Glyphs) -> Span:
 
 def _named(owner: Stretch, length: int, g: Glyphs) -> str:
     name, time = clean(owner.model), duration(owner.seconds)
-    room = length - 1  # a run ends with its line, so that two of them can be told apart
+    room = length - 1  # a run ends with a line, which separates two runs
     if room < min(_LEAST_LABEL, cell_len(name)):
         return g.run * length
     if cell_len(name) + 1 + len(time) <= room:

@@ -10,7 +10,7 @@ from textual.theme import Theme
 
 from gpupool_tui.lanes import NUM_COLOURS
 
-# Neither red nor amber, which mean something: models in lanes and tables.
+# Colours of models in lanes and tables, without red and amber, which have meanings.
 _DARK_MODELS = (
     "#7aa2f7", "#9ece6a", "#bb9af7", "#7dcfff", "#73daca", "#f0a6ca", "#c3e88d", "#a9b1ff",
 )  # fmt: skip

@@ -46,7 +46,7 @@ def run(socket_path: Path, options: Options) -> None:
     """
     with AdminClient(socket_path) as client, ThreadPoolExecutor(1) as thread:
         asked = thread.submit(ask_once, client)
-        # Text needs none of Textual; a terminal has it while the daemon answers.
+        # Plain text does not need Textual; a terminal imports Textual while the daemon answers.
         from gpupool_tui.app import TopApp
         from gpupool_tui.base_app import THEMES
 

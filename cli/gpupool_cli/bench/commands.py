@@ -18,7 +18,9 @@ from gpupool_cli.options import JsonOption
 from gpupool_cli.output import print_json
 from gpupoold.units import parse_size_bytes
 
-app = typer.Typer(no_args_is_help=True, help="Measure this machine; each figure beside its limit.")
+app = typer.Typer(
+    no_args_is_help=True, help="Measure this machine, with a limit beside each figure."
+)
 
 SizeOption = Annotated[str, typer.Option("--size", help="Weight bytes of a model, in float32.")]
 

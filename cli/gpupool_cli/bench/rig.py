@@ -9,8 +9,8 @@ from pathlib import Path
 from gpupoold.config.schema import CUDA_RESERVE_BYTES, default_devices
 from gpupoold.errors import Failed
 
-# The smallest pages of a GPU for models that are small, and KV that may begin with one for each
-# layer: of two models with up to 32 layers, and as much to grow by.
+# The smallest pages of a GPU, for small models whose KV may begin with a page for each layer:
+# two models with up to 32 layers, and the same amount for growth.
 _CUDA_PAGE_BYTES = 2 << 20
 _CUDA_CHUNKS_BYTES = 4 * 32 * _CUDA_PAGE_BYTES
 

@@ -18,7 +18,7 @@ _MIN_KV_BYTES = 1 << 20
 # Live KV of each model in the rounds with KV: a tenth of its weights.
 _KV_SHARE = 0.1
 _SLACK_BYTES = 32 << 20
-# Starts from disk are slow, and a quarter of the others' rounds tells enough.
+# Starts from disk are slow, so a quarter of the rounds is measured.
 _COLD_FACTOR = 4
 _OLD_COPY_SHARE = 1.3
 _OLD_EXTRA_S = 0.005
@@ -62,8 +62,8 @@ def _config(size_bytes: int, kv_bytes: int) -> str:
     kv_host_bytes = max(MemorySettings().kv_host_bytes, 8 * kv_bytes + _SLACK_BYTES)
     memory = f"[memory]\nkv_host = {kv_host_bytes}\n"
     memory += f"snapshot_files = {3 * size_bytes + _SLACK_BYTES}\n"
-    # A checkpoint may have 5 % more than was asked for. Both models' KV grows by some tokens
-    # in every round, and prefetching leaves room for a turn's.
+    # A checkpoint may be 5 % larger than requested. Both models' KV grows by some tokens in
+    # every round, and prefetching leaves room for a turn's KV.
     return device_config(int(2.3 * size_bytes) + 8 * kv_bytes + _SLACK_BYTES) + memory
 
 

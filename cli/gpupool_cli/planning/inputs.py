@@ -49,9 +49,7 @@ def registered_models(infos: Sequence[ModelInfo]) -> Models:
     failed = [info.name for info in infos if info.state == "failed"]
     models = tuple(_planned(info) for info in infos if info.state != "failed")
     if not models:
-        raise UsageError(
-            "the daemon has no models that work", "add one with `gpupool add-model NAME`"
-        )
+        raise UsageError("the daemon has no usable models", "`gpupool add-model NAME` adds a model")
     return Models(models, tuple(f"{name} failed to load and is left out." for name in failed))
 
 

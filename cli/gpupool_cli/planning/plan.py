@@ -21,7 +21,7 @@ from gpupoold.sim.planner.models import place
 from gpupoold.sim.planner.plan import PlanQuestion, check_question, make_plan
 
 REGISTERED, RECORDED = "registered", "recorded"
-# Runs of a load that is drawn: one alone may be lucky.
+# Runs of a random load, because a single run may be lucky.
 _NUM_RUNS = 3
 
 
@@ -32,7 +32,7 @@ def plan(
         str,
         typer.Option(
             metavar="FILE|registered",
-            help="A TOML file of models, or those of the running daemon.",
+            help="A TOML file of models, or `registered` for the models of the running daemon.",
         ),
     ],
     trace: Annotated[
@@ -47,20 +47,20 @@ def plan(
         typer.Option(help="Requests per second of each model: one number, or one per model."),
     ] = None,
     target: Annotated[
-        float, typer.Option(help="Share of tokens that must come in time, above 0 and up to 1.")
+        float, typer.Option(help="Required share of tokens in time, above 0 and up to 1.")
     ] = 0.99,
     policies: Annotated[
         str, typer.Option("--policy", help="Policies to compare, separated by commas.")
     ] = "gpupool",
     tensor_parallel: Annotated[
-        int, typer.Option(metavar="N", help="GPUs that hold a model together.")
+        int, typer.Option(metavar="N", help="GPUs per model (tensor parallelism).")
     ] = 1,
     duration: Annotated[
         float | None,
         typer.Option(
             parser=duration_s,
             metavar="DURATION",
-            help="How long requests arrive; of a recording, the busiest stretch of that length.",
+            help="Duration of the load; of a recording, the busiest period of that duration.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same requests.")] = 0,
@@ -103,7 +103,7 @@ def _inputs(
 ) -> Inputs:
     """The models and the load, from files or from the daemon."""
     if trace is not None and rps is not None:
-        raise UsageError("both --trace and --rps: give one of them")
+        raise UsageError("both --trace and --rps: give one of the two")
     example = "0.1, or 0.1,0.2,0.5 for three models"
     rates = None if rps is None else lists.numbers("--rps", rps, float, example)
     given = None if models == REGISTERED else models_of_file(Path(models))

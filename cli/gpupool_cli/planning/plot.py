@@ -35,7 +35,7 @@ _STYLES = (
 def check_plot(path: Path) -> None:
     """Raise UsageError unless a plot can be written there."""
     if path.suffix not in _SUFFIXES:
-        raise UsageError(f"{path}: a plot is a file that ends in {' or '.join(_SUFFIXES)}")
+        raise UsageError(f"{path}: the file name of a plot must end in {' or '.join(_SUFFIXES)}")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"{path}: there is no folder {path.absolute().parent}")
     if importlib.util.find_spec("matplotlib") is None:

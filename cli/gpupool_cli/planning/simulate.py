@@ -41,7 +41,7 @@ def simulate(
         ),
     ] = None,
     list_presets: Annotated[
-        bool, typer.Option("--list", help="List the presets and what they are.")
+        bool, typer.Option("--list", help="List the presets with descriptions.")
     ] = False,
     trace: Annotated[
         Path | None,
@@ -58,11 +58,11 @@ def simulate(
     ] = None,
     devices: Annotated[str | None, typer.Option(help="The box, such as 16xH800 or 4xA10.")] = None,
     tensor_parallel: Annotated[
-        int | None, typer.Option(metavar="N", help="GPUs that hold a model together.")
+        int | None, typer.Option(metavar="N", help="GPUs per model (tensor parallelism).")
     ] = None,
     prefill: Annotated[
         int | None,
-        typer.Option(metavar="K", help="Devices that prefill, for policies that split roles."),
+        typer.Option(metavar="K", help="Prefill devices, for policies with separate roles."),
     ] = None,
     roles: Annotated[
         str | None,
@@ -126,7 +126,7 @@ def simulate(
 
 def _panels(preset: str | None, trace: Path | None) -> tuple[FigurePanel, ...]:
     if preset is not None and trace is not None:
-        raise UsageError("both a preset and --trace: give one of them")
+        raise UsageError("both a preset and --trace: give one of the two")
     if trace is not None:
         return (trace_panel(trace),)
     return (poisson_panel(),) if preset is None else preset_panels(preset)

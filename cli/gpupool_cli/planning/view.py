@@ -203,7 +203,7 @@ class _Writer:
         )
         below = models_below(plan.forecast, self._target)
         if not below:
-            yield f"Every model by itself has at least {wanted}."
+            yield f"Every single model has at least {wanted}."
             return
         shares = [
             f"{name} {self.percent(plan.forecast.models[name].attainment)}"
@@ -211,7 +211,7 @@ class _Writer:
         ]
         more = ", ..." if len(below) > _MAX_NAMED else ""
         of = f"{len(below)} of {_count(len(plan.forecast.models), 'model')}"
-        yield f"{of} by {_itself(below)} below {wanted}: {', '.join(shares)}{more}"
+        yield f"{of} {_are(below)} below {wanted}: {', '.join(shares)}{more}"
 
     def device_lines(self, planned: Planned) -> Iterator[str]:
         """Yield the needed number of devices, with the results around it."""
@@ -225,7 +225,7 @@ class _Writer:
             yield (
                 f"Not known: {at_most}, and more than {MAX_DEVICES} devices are not tried."
                 if most.num_devices >= MAX_DEVICES
-                else f"More do not help enough: {at_most}. What lacks is not devices but speed."
+                else f"More devices do not help enough: {at_most}. The devices are too slow."
             )
             return
         needed = by_count[plan.needed]
@@ -254,7 +254,7 @@ class _Writer:
         """Yield sufficient changes, cheapest first; or the growth that still fits."""
         plan = planned.plan
         if plan.growth is not None:
-            yield f"Nothing. {_growth_text(plan.growth, plan.growth_limit)}"
+            yield f"No change is needed. {_growth_text(plan.growth, plan.growth_limit)}"
             return
         enough = [one for one in plan.changes if one.attained.reaches(self._target)]
         short = [one for one in plan.changes if not one.attained.reaches(self._target)]
@@ -267,7 +267,7 @@ class _Writer:
             if one.kind not in {other.kind for other in enough}:
                 best.setdefault(one.kind, one)
         if best:
-            yield "Not enough alone:" if enough else "Nothing tried is enough alone. The best were:"
+            yield "Not enough alone:" if enough else "No single change is enough. The best:"
             for one in list(best.values())[:_MAX_NOT_ENOUGH]:
                 yield f"- {one.text}: {self.attained(one.attained)}"
 
@@ -346,5 +346,5 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _itself(names: Sequence[str]) -> str:
-    return "itself is" if len(names) == 1 else "themselves are"
+def _are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"

@@ -63,7 +63,7 @@ class GrammarChecker:
         self._log_level = log_level
         self._channel: BlockingChannel[GrammarCheck] = BlockingChannel(sock, GrammarCheck)
         self._prepared: OrderedDict[int, Any] = OrderedDict()
-        self._trials: dict[int, _Trial] = {}  # by the descriptor that tells the child's end
+        self._trials: dict[int, _Trial] = {}  # by the pidfd of the child
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
@@ -99,7 +99,7 @@ class GrammarChecker:
             prepared = self._prepare(check)
             read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         except Exception as error:
-            _logger.exception("%s: its grammars cannot be checked", check.model.name)
+            _logger.exception("%s: grammars of this model cannot be checked", check.model.name)
             self._channel.send(GrammarVerdict(check.check_id, "unknown", reason=str(error)[:200]))
             return
         parent_pid = os.getpid()
@@ -151,7 +151,7 @@ class GrammarChecker:
         with os.fdopen(trial.result_fd, "rb") as result:
             data = result.read(_MAX_VERDICT_BYTES)
         if trial.is_late:
-            reason = f"it could not be checked within {TRIAL_TIMEOUT_S:g} s"
+            reason = f"the check did not finish within {TRIAL_TIMEOUT_S:g} s"
             verdict = GrammarVerdict(trial.check_id, "unknown", reason=reason)
         elif data:
             verdict = msgspec.msgpack.decode(data, type=GrammarVerdict)
@@ -161,13 +161,13 @@ class GrammarChecker:
 
 
 def _of_death(check_id: int, status: int) -> GrammarVerdict:
-    if status == -signal.SIGKILL:  # the kernel's, for want of memory: others may have taken it
-        return GrammarVerdict(check_id, "unknown", reason="there is no memory to check it")
+    if status == -signal.SIGKILL:  # by the kernel, out of memory, perhaps not by the grammar
+        return GrammarVerdict(check_id, "unknown", reason="there is no memory for the check")
     if status == -signal.SIGXCPU:
-        reason = "compiling it takes more CPU time than a request may use"
+        reason = "its compilation takes more CPU time than a request may use"
     else:
         name = signal.Signals(-status).name if status < 0 else f"status {status}"
-        reason = f"compiling it ends the compiler ({name})"
+        reason = f"its compilation ends the compiler ({name})"
     return GrammarVerdict(check_id, "refused", reason=reason)
 
 
@@ -206,7 +206,7 @@ def run(sock: socket.socket, log_level: str, parent_pid: int) -> None:
     begin_child("grammar-checker", log_level, parent_pid)
     _close_others(sock.fileno())
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # A thread's own arena reserves address space, which a child's limit counts.
+    # A malloc arena per thread reserves address space, which counts towards the child's limit.
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     lower_priority(GRAMMAR_NICENESS)
     with contextlib.suppress(ChannelClosed):

@@ -40,7 +40,7 @@ class Prepared:
     def __init__(self, check: GrammarCheck) -> None:
         self.config: VllmConfig = engine_config(check.model, check.loaded)
         self.tokenizer: Any = cached_tokenizer_from_config(self.config.model_config)
-        cached_get_tokenizer.cache_clear()  # it would keep tokenizers of all models
+        cached_get_tokenizer.cache_clear()  # the cache would keep tokenizers of all models
         self._xgrammar = make_backend("xgrammar", self.config, self.tokenizer)
 
     def backend(self, name: str) -> Any:
@@ -83,11 +83,11 @@ def _verdict(prepared: Prepared, check: GrammarCheck) -> GrammarVerdict:
     try:
         backend = _compile(prepared, json.loads(check.constraint))
     except MemoryError:
-        reason = f"compiling it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
+        reason = f"its compilation takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
     except Exception as error:
         reason = "; ".join(str(one) or repr(one) for one in (error, error.__cause__) if one)
         if "bad_alloc" in reason:
-            reason = f"compiling it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
+            reason = f"its compilation takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
     else:
         return GrammarVerdict(check.check_id, "accepted", backend)
     return GrammarVerdict(check.check_id, "refused", reason=reason[:_MAX_REASON_CHARS])
@@ -127,11 +127,11 @@ def _take_tokens(grammar: StructuredOutputGrammar, bitmask: torch.Tensor) -> Non
         taken_s = time.thread_time() - started_s
         if taken_s > MAX_STEP_S:
             raise ValueError(
-                f"a step of it takes {taken_s * 1000:.0f} ms; the bound is {MAX_STEP_S * 1000:.0f}"
+                f"a step takes {taken_s * 1000:.0f} ms; the bound is {MAX_STEP_S * 1000:.0f}"
             )
         words = bitmask[0].nonzero().flatten().tolist()
         if not words and not index:
-            raise ValueError("no answer fits it")
+            raise ValueError("no answer matches the grammar")
         if not words:
             return
         word = draw.choice(words)
@@ -141,4 +141,4 @@ def _take_tokens(grammar: StructuredOutputGrammar, bitmask: torch.Tensor) -> Non
         if not grammar.accept_tokens("", [word * 32 + draw.choice(allowed)]):
             return
         if time.thread_time() - started_s > MAX_STEP_S:
-            raise ValueError("taking a token with it takes too long")
+            raise ValueError("a token takes too long to check")

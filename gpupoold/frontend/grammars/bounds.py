@@ -32,7 +32,7 @@ _EBNF_KEYS = frozenset({"grammar", "ebnf"})
 _PROPERTY_KEYS = frozenset({"properties", "patternProperties"})
 _CHECKED_KEYS = _PATTERN_KEYS | _EBNF_KEYS | _PROPERTY_KEYS
 _NESTED_JSON_KEYS = ("json", "structural_tag")
-# What vLLM makes of tools repeats parts of them: so much more of everything may come out.
+# vLLM's grammar for tools repeats parts of the tools' schemas: factor for all bounds.
 _DERIVED = 4
 
 

@@ -73,7 +73,7 @@ class CheckQueue:
         caller, jobs = self._by_caller.popitem(last=False)
         job = jobs.popleft()
         if jobs:
-            self._by_caller[caller] = jobs  # at the end: the others come first
+            self._by_caller[caller] = jobs  # at the end: other callers come first
         self._num_waiting -= 1
         return job
 
@@ -118,7 +118,7 @@ class GrammarVetting:
             self._under_way[key] = shared
             shared.add_done_callback(lambda done: self._learn(key, done))
             self._advance()
-        # The check goes on for others when this one's client leaves.
+        # The check continues for other requests when this request's client leaves.
         return await asyncio.shield(shared)
 
     def _learn(self, key: bytes, done: asyncio.Future[GrammarVerdict]) -> None:

@@ -57,7 +57,7 @@ def test_a_folder_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777, 0o1777])
 def test_a_folder_that_others_can_write_to(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)
-    with pytest.raises(Refused, match=f"can be written to by others .mode {mode:04o}") as caught:
+    with pytest.raises(Refused, match=f"is writable by other users .mode {mode:04o}") as caught:
         check_runtime_dir(tmp_path)
     assert caught.value.hint == f"chmod go-w {tmp_path}"
 

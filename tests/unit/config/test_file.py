@@ -74,7 +74,7 @@ class TestCheck:
 
     def test_wrong_roles_are_one_problem(self) -> None:
         [problem] = check_text('[scheduling]\nroles = ["x"]\n')
-        assert 'write "auto", or a list with one of' in str(problem)
+        assert 'write "auto", or a list with one role of' in str(problem)
 
 
 class TestLines:

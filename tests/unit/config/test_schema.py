@@ -137,7 +137,7 @@ class TestPaths:
 
     def test_one_wrong_state_dir_is_one_problem(self) -> None:
         assert refusal('[paths]\nstate_dir = "data"') == (
-            "paths.state_dir: 'data' is relative; start it with / or ~"
+            "paths.state_dir: 'data' is relative; begin with / or ~"
         )
         assert "more wrong" not in refusal("[paths]\nstate_dir = 3")
 
@@ -223,7 +223,7 @@ class TestDevices:
         shared = '[[device]]\nkind = "cuda"\nindex = 0\nmemory = "6GiB"\n' * 2
         devices = parse(shared + '[[device]]\nkind = "cuda"').devices
         assert [device.index for device in devices] == [0, 0, 1]
-        said = "two devices have the same index; to share it each needs memory"
+        said = "two devices have the same index: give each device memory to share it"
         assert said in refusal(shared + '[[device]]\nkind = "cuda"\nindex = 0')
 
     @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ class TestDevices:
             ('[[device]]\nkind = "sim"\ngpu = "H9"', "no hardware profile 'H9': there are A10"),
             ('[[device]]\nkind = "cuda"\ngpu = "A10"', 'gpu is for kind = "sim" only'),
             ('[[device]]\nkind="sim"\ngpu="A10"\nindex=0', 'index is for kind = "cuda" only'),
-            ('[[device]]\nkind="sim"\ngpu="A10"\npage_bytes=4096', "it has no pages"),
+            ('[[device]]\nkind="sim"\ngpu="A10"\npage_bytes=4096', "which has no pages"),
             ('devices = ["sim:H9"]', "devices: no hardware profile 'H9'"),
             ('devices = ["sim"]', "devices: 'sim' is no device: write"),
             ('devices = ["sim:0xH800"]', "is no device"),
@@ -252,7 +252,7 @@ class TestDevices:
             ('[[device]]\nkind="cuda"\nindex=1\n' * 2, "device: two devices have the same index"),
             ('[device]\nkind = "cuda"', "write [[device]], with two brackets"),
             ("device = []", "device: an empty list"),
-            ('[memory]\nreserve = "2GiB"', "leaves nothing of a device of 2 GiB"),
+            ('[memory]\nreserve = "2GiB"', "leaves no memory of a device of 2 GiB"),
         ],
     )
     def test_refused(self, table: str, said: str) -> None:

@@ -153,7 +153,7 @@ WARNINGS: list[tuple[str, Facts, str, str]] = [
         "memory",
         healthy(memory=memory(available_bytes=GIB), daemon=NO_DAEMON),
         "only 1 GiB",
-        "stop what",
+        "stop other programs",
     ),
     (
         "model cache",
@@ -199,7 +199,7 @@ def test_warnings(name: str, facts: Facts, found: str, fix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "found"), [(0, "will be made"), (3, "takes it to 5"), (5, "is sound")]
+    ("schema", "found"), [(0, "will be made"), (3, "migrates to 5"), (5, "is sound")]
 )
 def test_databases_that_are_well(schema: int, found: str) -> None:
     facts = healthy(database=database(schema=schema))

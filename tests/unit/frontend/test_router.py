@@ -317,7 +317,7 @@ def test_metrics_are_503_when_the_daemon_does_not_answer(served: Served) -> None
     answer = served.send("GET", "/metrics")
     assert answer.status == 503
     assert answer.headers["retry-after"]
-    assert "does not tell its metrics" in answer.json()["error"]["message"]
+    assert "has not sent its metrics" in answer.json()["error"]["message"]
 
 
 def test_metrics_are_only_read(served: Served) -> None:

@@ -67,7 +67,7 @@ def test_check_adds_nothing_and_prints_the_model(daemon: FakeDaemon, cli: Cli) -
     assert result.exit_code == 0
     assert daemon.models == {}
     assert "architecture  Qwen2ForCausalLM" in result.stdout
-    assert "q: can be served; nothing was added" in result.stderr
+    assert "q: can be served; not added" in result.stderr
 
 
 def test_an_error_inside_the_stream(daemon: FakeDaemon, cli: Cli) -> None:

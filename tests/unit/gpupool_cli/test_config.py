@@ -63,7 +63,7 @@ class TestCheck:
         path.write_text("[server]\nport = 1\n")
         told = cli("config", "check", str(path))
         assert (told.exit_code, told.stdout) == (0, "")
-        assert told.stderr == f"{path}: nothing is wrong\n"
+        assert told.stderr == f"{path}: no errors\n"
 
     def test_the_file_that_is_used(
         self, cli: Cli, wrong: Path, monkeypatch: pytest.MonkeyPatch
@@ -82,7 +82,7 @@ class TestShow:
     def test_is_a_file_that_says_where_values_are_from(self, daemon: FakeDaemon, cli: Cli) -> None:
         told = cli("config", "show")
         assert told.exit_code == 0
-        assert "# What gpupoold runs with, from /etc/gpupool/gpupool.toml." in told.stdout
+        assert "# The settings of gpupoold, from /etc/gpupool/gpupool.toml." in told.stdout
         assert tomllib.loads(told.stdout) == {
             "server": {"host": 'a"b\x7f', "port": 80},
             "device": [{"kind": "sim"}, {"kind": "cuda"}],
@@ -137,7 +137,7 @@ class TestDiff:
 
     def test_another_file_is_sent_as_text(self, daemon: FakeDaemon, cli: Cli, wrong: Path) -> None:
         told = cli("config", "diff", str(wrong))
-        assert told.stderr == f"{wrong}: nothing would change\n"
+        assert told.stderr == f"{wrong}: no key would change\n"
         assert daemon.requests == [DiffRequest(text=WRONG, name=str(wrong))]
 
 
@@ -145,7 +145,7 @@ class TestReload:
     def test_nothing_has_changed(self, daemon: FakeDaemon, cli: Cli) -> None:
         told = cli("reload")
         assert (told.exit_code, told.stdout) == (0, "")
-        assert told.stderr == ("/etc/gpupool/gpupool.toml was read again: nothing has changed\n")
+        assert told.stderr == ("/etc/gpupool/gpupool.toml was read again: no key has changed\n")
 
     def test_what_has_changed_and_what_waits(self, daemon: FakeDaemon, cli: Cli) -> None:
         daemon.changes = [

@@ -25,7 +25,7 @@ def test_warnings_alone_are_no_failure(cli: Cli, config: str) -> None:
     assert result.exit_code == 0, result.stdout
     assert result.stdout.splitlines()[1].split()[:2] == ["config", "ok"]
     assert "warning: daemon: no daemon answers" in result.stdout
-    assert "\nfix: start it with `gpupoold`" in result.stdout
+    assert "\nfix: start the daemon with `gpupoold`" in result.stdout
 
 
 def test_a_fault_is_one(cli: Cli, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_what_is_no_time(text: str) -> None:
         (["add", "web", "--priority", "top"], "'top' is no priority"),
         (["add", "web", "--model", "m", "--metrics-only"], "exclude each other"),
         (["set", "web", "--model", "m", "--all-models"], "exclude each other"),
-        (["set", "web"], "nothing to change"),
+        (["set", "web"], "no change given"),
         (["add", "web", "--max-live", "-1"], "--max-live"),
         (["rotate", "web", "--grace", "later"], "--grace"),
     ],

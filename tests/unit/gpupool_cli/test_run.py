@@ -89,7 +89,7 @@ def test_an_answer_that_breaks_off(daemon: FakeDaemon, cli: Cli) -> None:
     daemon.chat_chunks = samples.chat_chunks("Hel")[:2]
     result = cli("run", "m", "Hi")
     assert result.exit_code == 1
-    assert "broke off" in result.stderr
+    assert "ended early" in result.stderr
 
 
 def test_silence_times_out(daemon: FakeDaemon, cli: Cli) -> None:

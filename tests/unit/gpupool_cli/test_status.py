@@ -35,7 +35,7 @@ def test_no_daemon(process_cli: ProcessCli, args: list[str]) -> None:
     assert (result.returncode, result.stdout) == (3, "")
     error, hint = result.stderr.splitlines()
     assert error.startswith("error: no daemon answers at ")
-    assert hint.startswith("hint: start it with `gpupoold` or `systemctl start gpupoold`")
+    assert hint.startswith("hint: start the daemon with `gpupoold` or `systemctl start gpupoold`")
 
 
 def test_ps_shows_devices_and_models(daemon: FakeDaemon, cli: Cli) -> None:

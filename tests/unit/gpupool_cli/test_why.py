@@ -93,11 +93,11 @@ def said(cli: Cli, name: str) -> str:
 def test_a_live_request(daemon: FakeDaemon, cli: Cli) -> None:
     daemon.whys["cmpl-1"] = Why(request=REQUEST)
     text = said(cli, "cmpl-1")
-    assert "it          is paused on device 1 until the next turn of qwen\n" in text
+    assert "state       is paused on device 1 until the next turn of qwen\n" in text
     assert "next token  late by 250ms; expected in about 750ms\n" in text
     assert "device      1: that one has its weights\n" in text
-    assert "device 1: on turn is llama for 1.5s, 500ms left: turns go in the order" in text
-    assert "2 requests wait for room for their KV\n" in text
+    assert "device 1: llama on turn for 1.5s, 500ms left: turns go in the order" in text
+    assert "2 requests wait for KV memory\n" in text
     assert text.splitlines()[-1].split()[:6] == ["1", "qwen", "3", "500ms", "-", "put-off"]
     assert json.loads(cli("why", "cmpl-1", "--json").stdout)["request"]["rule"] == "resident"
 
@@ -107,8 +107,8 @@ def test_a_request_of_which_little_is_known(daemon: FakeDaemon, cli: Cli) -> Non
     some = {"num_before": 2, "text": "waits until qwen is in host memory"}
     daemon.whys["r"] = Why(request=REQUEST.model_copy(update=bare | some))
     text = said(cli, "r")
-    assert "waits until qwen is in host memory; 2 before it\n" in text
-    assert "expected when that is over\n" in text
+    assert "waits until qwen is in host memory; 2 requests ahead\n" in text
+    assert "expected after the wait above\n" in text
     assert "device" not in text
 
 
@@ -118,8 +118,8 @@ def test_a_model(daemon: FakeDaemon, cli: Cli) -> None:
     assert "targets        TTFT 10s, TBT 100ms\n" in text
     assert "last minute    50.0 % of tokens in time\n" in text
     assert "last hour      95.0 % of 100 tokens in time\n" in text
-    assert "late by        queueing 3.5s, switching 250ms\n" in text
-    assert "weights        device 1 (25 % of them), host memory (16 GiB)\n" in text
+    assert "lateness       queueing 3.5s, switching 250ms\n" in text
+    assert "weights        device 1 (25 % of the weights), host memory (16 GiB)\n" in text
     assert "live requests  1 kv-room, 2 paused\n" in text
     assert "in about 1.5s (prompt of 256)\n" in text
     assert "hint: it waited for other models' turns\n" in text
@@ -137,8 +137,8 @@ def test_a_model_that_is_nowhere(daemon: FakeDaemon, cli: Cli) -> None:
     update = {"cached_bytes": 0, "devices": [nowhere], "standings": {}, "first_token_in_s": None}
     daemon.whys["qwen"] = Why(model=MODEL.model_copy(update=update))
     text = said(cli, "qwen")
-    assert "weights        nowhere: they come with the next request\n" in text
-    assert "its first token is expected when a device has the model\n" in text
+    assert "weights      nowhere; the next request loads the weights\n" in text
+    assert "first token expected when a device has the model\n" in text
     assert "live requests  " not in text
     assert text.endswith("\ndevice 1: idle\n")
 
@@ -150,7 +150,7 @@ def test_a_request_that_has_ended(daemon: FakeDaemon, cli: Cli) -> None:
     ended = FinishedWhy(request=RECORD, device=0, text="it failed", events=[event])
     daemon.whys["cmpl-1"] = Why(finished=ended)
     text = said(cli, "cmpl-1")
-    assert "it              has ended: it failed\n" in text
+    assert "state           has ended: it failed\n" in text
     assert text.splitlines()[-1].endswith("error worker_died: signal 9")
 
 

@@ -292,10 +292,10 @@ async def test_unload_asks_what_becomes_of_live_requests(busy: FakeDaemon) -> No
         options = run.dialog(ChoiceDialog).query_one(OptionList)
         labels = [str(option.prompt) for option in options.options]
         assert labels == [
-            "free devices and host memory, once they have ended",
-            "free devices, once they have ended",
-            "free devices and host memory, ending them",
-            "free devices, ending them",
+            "free devices and host memory, after the requests have ended",
+            "free devices, after the requests have ended",
+            "free devices and host memory, ending the requests",
+            "free devices, ending the requests",
         ]
         await run.press("down", "enter")
         await run.until(lambda: run.shows("alpha: freed 15G on devices"))
@@ -336,7 +336,7 @@ async def test_cancel(busy: FakeDaemon) -> None:
 async def test_drain_and_undrain(busy: FakeDaemon) -> None:
     async with running(busy, focus=Panel.DEVICES) as run:
         await run.press("d", "enter")
-        await run.until(lambda: run.shows("device 0: has no requests"))
+        await run.until(lambda: run.shows("device 0: drained; no requests"))
         await run.until(lambda: run.shows("draining"))
         await run.press("d", "enter")
         await run.until(lambda: run.shows("device 0: has work again"))
@@ -359,7 +359,7 @@ async def test_read_only_changes_nothing(busy: FakeDaemon) -> None:
             for key in keys:
                 await run.press(key)
                 assert len(run.app.screen_stack) == 1
-                assert run.shows("read-only: nothing is changed from here")
+                assert run.shows("read-only: actions are disabled")
                 await run.press("escape")
 
 
@@ -367,7 +367,7 @@ async def test_an_action_of_another_panel_says_where_to_go(busy: FakeDaemon) -> 
     async with running(busy, focus=Panel.EVENTS) as run:
         await run.press("u")
         assert len(run.app.screen_stack) == 1
-        assert run.shows("that is for models: press 3 first")
+        assert run.shows("this key is for models: press 3 first")
 
 
 async def test_nothing_to_act_on(daemon: FakeDaemon) -> None:

@@ -190,7 +190,7 @@ class TestDaemon:
     ) -> None:
         result = cli("plan", "--devices", "A10", "--models", "registered", "--rps", "1")
         assert (result.exit_code, result.stdout) == (2, "")
-        assert "no models that work" in result.stderr
+        assert "no usable models" in result.stderr
         result = cli("plan", "--devices", "A10", "--models", models, "--trace", "recorded")
         assert (result.exit_code, result.stdout) == (2, "")
         assert "recorded no requests" in result.stderr

@@ -26,7 +26,7 @@ LawT = TypeVar("LawT", bound=Law[Any])
 
 _Array = NDArray[np.float64]
 
-# A column is a combination of the others when less than this part of it is its own.
+# A column whose part orthogonal to the columns before is smaller counts as dependent.
 _MIN_OWN_PART = 1e-9
 
 
@@ -81,7 +81,7 @@ def _fit(
     durations_s = np.array([one.duration_s for one in samples], float)
     base = np.array(floors or [0.0] * width)
     units_s = durations_s if weighting is Weighting.RELATIVE else np.ones_like(durations_s)
-    # What the floors leave unexplained is what the constants above them are for.
+    # The constants above the floors explain the rest of each duration.
     rest = (durations_s - terms @ base) / units_s
     above = solve(terms / units_s[:, None], rest, non_negative=non_negative or bool(floors))
     fitted = law.with_constants((base + np.array(above)).tolist())

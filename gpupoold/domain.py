@@ -8,7 +8,6 @@ from enum import StrEnum
 from typing import NewType
 
 ModelName = NewType("ModelName", str)
-RequestId = NewType("RequestId", str)
 DeviceId = NewType("DeviceId", int)
 
 DEFAULT_TTFT_S = 10.0

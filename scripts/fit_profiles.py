@@ -13,7 +13,8 @@ DIR holds two files of measured prefill and decode times:
     ``model, gpu, tp, prompt_tokens, batch, output_tokens, prefill_ms, decode_step_ms, e2e_ms``:
     from the artifact of the Splitwise paper.
 
-Attention costs at least what the hardware's peak allows (``gpupoold/latency/floors.py``).
+Attention costs at least what the hardware's peak allows: the grids end at a few thousand tokens,
+where noise hides the cost of attention, so that a fit may find none and be far off at long prompts.
 Relative errors are made small; where that leaves R-squared at 0.9 or below, absolute ones.
 A pair that even then fits badly is left out, and named on stderr.
 """
@@ -35,14 +36,12 @@ from gpupoold.latency.fit import (
     FitQuality,
     PrefillSample,
     Weighting,
-    fit_decode,
-    fit_prefill,
 )
-from gpupoold.latency.floors import decode_floors, prefill_floors
-from gpupoold.latency.hardware import hardware
-from gpupoold.latency.models import DecodeBatch, LinearDecode, PrefillModel
+from gpupoold.latency.hardware import HardwareProfile, hardware
+from gpupoold.latency.models import ATTENTION_BLOCK_SIZE, DecodeBatch, LinearDecode, PrefillModel
 from gpupoold.latency.profiles import COLUMNS
-from gpupoold.latency.shape import builtin_shape
+from gpupoold.latency.shape import ModelShape, builtin_shape
+from gpupoold.worker.fitting import fit_decode, fit_prefill
 
 DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / "gpupoold/latency/measured.csv"
 MIN_R_SQUARED = 0.9
@@ -186,6 +185,27 @@ def _rows(pair: Pair, points: Sequence[Point]) -> list[list[str]]:
             elif phase not in phases and weighting is Weighting.ABSOLUTE:
                 print(f"left out: {pair[:3]}: {phase}: {quality}", file=sys.stderr)
     return [_row(pair, *entry) for entry in sorted(found)] if len(found) == 2 else []
+
+
+def prefill_floors(
+    shape: ModelShape, gpu: HardwareProfile, num_gpus: int = 1
+) -> tuple[float, float, float]:
+    """Return floors of C1, C2, C3 of ``PrefillModel``: only C2 has one.
+
+    Causal attention over a prompt of ``l`` tokens takes ``2 l^2`` operations per layer and per unit
+    of width; the term is ``3 h l^2 / b``.
+    """
+    width = shape.num_heads * shape.head_dim
+    operations = 2 * shape.num_layers * width / (gpu.bf16_flops * num_gpus)
+    return 0.0, operations * ATTENTION_BLOCK_SIZE / (3 * shape.hidden_size), 0.0
+
+
+def decode_floors(
+    shape: ModelShape, gpu: HardwareProfile, num_gpus: int = 1
+) -> tuple[float, float, float]:
+    """Return floors of k2, c2, c3 of ``LinearDecode``: only k2 has one, reading a token's KV."""
+    read_s = shape.kv_bytes_per_token / (gpu.memory_bandwidth_bytes_per_s * num_gpus)
+    return read_s, 0.0, 0.0
 
 
 def _is_good(quality: FitQuality) -> bool:

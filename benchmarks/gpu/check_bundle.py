@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.gpu.fake_card.build import (
+from tests.fake_card.build import (
     DRIVER,
     MANAGEMENT,
     compile_sources,

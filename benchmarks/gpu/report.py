@@ -16,10 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import fake_card, results
+from benchmarks.gpu import results
 from benchmarks.values import value_text
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.units import format_bytes
+from tests import fake_card
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = _ROOT / "benchmarks" / "results"

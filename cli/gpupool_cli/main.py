@@ -17,6 +17,7 @@ from gpupool_cli import (
     history,
     keys,
     models,
+    replay,
     run,
     status,
     tiny,
@@ -72,6 +73,7 @@ app.command("reload")(config.reload)
 app.add_typer(bench.app, name="bench")
 app.command("simulate")(simulate.simulate)
 app.command("plan")(plan.plan)
+app.command("replay")(replay.replay)
 tiny.register(app)
 app.command("version")(status.version)
 app.command("completion")(completion.completion)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -103,9 +104,11 @@ def _add_model_routes(app: FastAPI, pool: Pool) -> None:
     async def check() -> list[object]:
         return await pool.check_integrity()
 
-    @app.get("/stimuli")
-    async def stimuli() -> StreamingResponse:
-        return StreamingResponse(pool.stimuli(), media_type=_NDJSON)
+    # /stimuli is the earlier name of /event-log, answered for one release.
+    @app.get("/stimuli", deprecated=True)
+    @app.get("/event-log")
+    async def event_log() -> StreamingResponse:
+        return StreamingResponse(_chunks(pool.event_log()), media_type=_NDJSON)
 
 
 def _add_cache_routes(app: FastAPI, cache: CacheControl) -> None:
@@ -189,6 +192,12 @@ async def _progress_lines(pool: Pool, body: AddModelRequest) -> AsyncIterator[st
             yield line.model_dump_json() + "\n"
     except GpupoolError as error:
         yield Progress(stage="failed", error=_body(error)).model_dump_json() + "\n"
+
+
+def _chunks(lines: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield a few lines at a time: the server takes each chunk from a thread."""
+    while chunk := b"".join(islice(lines, _LINES_AT_ONCE)):
+        yield chunk
 
 
 async def _request_lines(rows: Sequence[RequestRow]) -> AsyncIterator[str]:

@@ -259,13 +259,12 @@ class AdminClient(KeyCalls, TopCalls):
         query = given(model=model, since_s=since_s, limit=limit)
         return self._call(_RECORDS, "GET", "/history/requests", query=query)
 
-    def stimuli(self) -> Iterator[bytes]:
-        """Yield the scheduling core's events and actions since the daemon's start, line by line.
+    def event_log(self) -> Iterator[bytes]:
+        """Yield the lines of the scheduling core's event log, without newlines.
 
-        Raises:
-            Refused: the beginning has been dropped.
+        :mod:`gpupoold.replay.log_file` reads the lines.
         """
-        yield from self._stream("GET", "/stimuli")
+        yield from self._stream("GET", "/event-log")
 
     def requests(self, limit: int = 10_000) -> Iterator[RequestRecord]:
         """The latest ``limit`` finished requests (at most 10,000), latest arrival first."""

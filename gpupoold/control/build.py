@@ -11,7 +11,6 @@ from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.accounting.minutes import Minutes
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.control_plane import Pool
-from gpupoold.control.event_log_file import Header
 from gpupoold.control.frontends.frontend import Frontend
 from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.health import Health
@@ -30,6 +29,7 @@ from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.worker_operations import WorkerOperations
 from gpupoold.control.workers.nvml import GpuReadings
 from gpupoold.control.workers.workers import WorkerSupervisor
+from gpupoold.replay.log_file import Header
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.system.systemd import FdStore
 from gpupoold.wire import messages as m

@@ -27,7 +27,6 @@ from gpupoold.config.schema import Settings
 from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.accounting.minutes import Minutes
 from gpupoold.control.configuration import Configuration
-from gpupoold.control.event_log_file import Header, lines
 from gpupoold.control.frontends.frontend import Frontend
 from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.health import Health
@@ -49,6 +48,7 @@ from gpupoold.control.workers.nvml import GpuReadings
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.errors import Failed, Refused
+from gpupoold.replay.log_file import Header, lines as log_lines
 from gpupoold.stats.buckets import WORK_BOUNDS_S, Buckets
 from gpupoold.system.loop_lag import measure_lag
 
@@ -251,21 +251,11 @@ class Pool:
             await self.lifecycle.warmer.warm(name)
         return shared[0], [first, second]
 
-    def stimuli(self) -> Iterator[bytes]:
-        """Yield the core's events and actions since the start as JSON lines.
-
-        :mod:`gpupoold.control.event_log_file` reads the lines.
-
-        Raises:
-            Refused: the beginning of the log has been dropped.
-        """
+    def event_log(self) -> Iterator[bytes]:
+        """Return the lines of the core's event log; any thread may read the lines."""
         core = self.dispatcher.scheduler.core
-        if not core.is_from_start:
-            raise Refused(
-                "the beginning of the core's log has been forgotten",
-                "ask sooner after the daemon's start",
-            )
-        return lines(self.policy, core.stimuli())
+        first = None if core.is_from_start else core.segments[0]
+        return log_lines(self.policy, core.entries(), first)
 
     def _watchdogs(self) -> tuple[Watchdog[Worker], Watchdog[Frontend]]:
         def limits_s() -> tuple[float, float]:

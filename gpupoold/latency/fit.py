@@ -1,4 +1,4 @@
-"""Fits of the latency models to measured steps, and their quality."""
+"""Measured steps, fitted latency models, and the quality of a fit."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from gpupoold.latency.errors import FitError
-from gpupoold.latency.least_squares import solve
-from gpupoold.latency.models import DecodeBatch, DecodeLaw, Law, PrefillBatch, PrefillLaw
+from gpupoold.latency.models import DecodeBatch, Law, PrefillBatch
 
-PrefillT = TypeVar("PrefillT", bound=PrefillLaw)
-DecodeT = TypeVar("DecodeT", bound=DecodeLaw)
 LawT = TypeVar("LawT", bound=Law[Any])
 
 
@@ -64,51 +61,13 @@ class Fit(Generic[LawT]):
     quality: FitQuality
 
 
-def fit_prefill(
-    law: PrefillT,
-    samples: Sequence[PrefillSample],
-    *,
-    weighting: Weighting = Weighting.RELATIVE,
-    non_negative: bool = True,
-    floors: Sequence[float] = (),
-) -> Fit[PrefillT]:
-    """Return the least-squares constants of ``law`` (its own are ignored) for measured prefills.
-
-    ``law`` is the model's form, with dimensions if needed. ``samples`` must outnumber the
-    constants. ``weighting`` selects absolute or relative errors. With ``non_negative`` no constant
-    is below zero. ``floors`` has a lower bound per constant, which takes precedence over
-    ``non_negative``.
-
-    Raises:
-        FitError: fewer points than constants, points that do not determine the constants (for
-            example all prompts of one length), or a time that is not positive.
-    """
-    return _fit(law, samples, weighting, non_negative, floors)
-
-
-def fit_decode(
-    law: DecodeT,
-    samples: Sequence[DecodeSample],
-    *,
-    weighting: Weighting = Weighting.RELATIVE,
-    non_negative: bool = True,
-    floors: Sequence[float] = (),
-) -> Fit[DecodeT]:
-    """Return the least-squares constants of ``law`` (its own are ignored) for measured decode
-    steps.
-
-    Arguments and errors as for ``fit_prefill``.
-    """
-    return _fit(law, samples, weighting, non_negative, floors)
-
-
 def quality_of(law: Law[Any], samples: Sequence[PrefillSample | DecodeSample]) -> FitQuality:
     """Return the deviation of ``law`` from any measured steps.
 
     Raises:
         FitError: there are no samples, or a time is not positive.
     """
-    _check_times(samples)
+    check_times(samples)
     if not samples:
         raise FitError("no points to compare the law with")
     measured = [sample.duration_s for sample in samples]
@@ -126,30 +85,8 @@ def quality_of(law: Law[Any], samples: Sequence[PrefillSample | DecodeSample]) -
     )
 
 
-def _fit(
-    law: LawT,
-    samples: Sequence[PrefillSample] | Sequence[DecodeSample],
-    weighting: Weighting,
-    non_negative: bool,
-    floors: Sequence[float],
-) -> Fit[LawT]:
-    _check_times(samples)
-    base = floors or [0.0] * len(law.constants)
-    rows: list[Sequence[float]] = []
-    targets = []
-    for sample in samples:
-        terms = law.terms(sample.batch)
-        # What the floors leave unexplained is what the constants above them are for.
-        rest_s = sample.duration_s - math.fsum(f * x for f, x in zip(base, terms, strict=True))
-        unit_s = sample.duration_s if weighting is Weighting.RELATIVE else 1.0
-        rows.append([term / unit_s for term in terms])
-        targets.append(rest_s / unit_s)
-    above = solve(rows, targets, non_negative=non_negative or bool(floors))
-    fitted = law.with_constants([f + x for f, x in zip(base, above, strict=True)])
-    return Fit(fitted, quality_of(fitted, samples))
-
-
-def _check_times(samples: Sequence[PrefillSample | DecodeSample]) -> None:
+def check_times(samples: Sequence[PrefillSample | DecodeSample]) -> None:
+    """Raise FitError for a time that is not positive and finite, with its point."""
     for i, sample in enumerate(samples):
         if not (math.isfinite(sample.duration_s) and sample.duration_s > 0):
             raise FitError(

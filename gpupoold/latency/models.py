@@ -1,7 +1,7 @@
 """Latency models of a prefill, a decode step and a switch.
 
 Every model is linear in its constants: seconds are the sum of constant times term. So one
-least-squares routine fits all models, and one online estimator refines them.
+least-squares routine fits all models.
 """
 
 from __future__ import annotations

@@ -82,15 +82,6 @@ def memset(target: int, value: int, num_bytes: int) -> None:
     _libc().memset(target, value, num_bytes)
 
 
-def read(address: int, num_bytes: int) -> bytes:
-    """A copy of the bytes at ``address``."""
-    return ctypes.string_at(address, num_bytes)
-
-
-def write(address: int, data: bytes) -> None:
-    ctypes.memmove(address, data, len(data))
-
-
 def get_mempolicy() -> tuple[int, int]:
     """Return the result of ``get_mempolicy(2)``: mode with flags, and nodes as a bit mask.
 

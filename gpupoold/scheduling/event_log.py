@@ -15,11 +15,11 @@ from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.events import Event
 
 # A copy of a core with a thousand requests takes some milliseconds: rare enough at this rate.
-MAX_STIMULI = 10_000
+MAX_ENTRIES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Stimulus:
+class LogEntry:
     """A call of ``handle`` and its result: actions, or the raised error."""
 
     now_s: float
@@ -33,7 +33,7 @@ class Segment:
     """The calls since the core had the state ``base``."""
 
     base: bytes
-    stimuli: list[Stimulus] = field(default_factory=list)
+    entries: list[LogEntry] = field(default_factory=list)
 
     def core(self) -> Core:
         """Return a copy of the core's state at the beginning."""
@@ -46,33 +46,33 @@ class Difference:
     """The first call, by number from 0, whose result differs from the record."""
 
     index: int
-    recorded: Stimulus
-    replayed: Stimulus
+    recorded: LogEntry
+    replayed: LogEntry
 
     def __str__(self) -> str:
         recorded, replayed = self.recorded, self.replayed
         return (
-            f"stimulus {self.index} at {recorded.now_s} s: recorded "
+            f"entry {self.index} at {recorded.now_s} s: recorded "
             f"{recorded.error or list(recorded.actions)}, replayed "
             f"{replayed.error or list(replayed.actions)}"
         )
 
 
 class RecordedCore:
-    """A core that records its last ``max_stimuli`` calls, at least half as many."""
+    """A core that records its last ``max_entries`` calls, at least half as many."""
 
-    def __init__(self, core: Core, max_stimuli: int = MAX_STIMULI) -> None:
+    def __init__(self, core: Core, max_entries: int = MAX_ENTRIES) -> None:
         """Record from now on.
 
         Raises:
-            ValueError: ``max_stimuli`` is less than 2.
+            ValueError: ``max_entries`` is less than 2.
         """
-        if max_stimuli < 2:
-            raise ValueError(f"a log of {max_stimuli} stimuli: it takes at least 2")
+        if max_entries < 2:
+            raise ValueError(f"a log of {max_entries} entries: it takes at least 2")
         state = core.state
         self.core = core
         self._is_from_start = not (state.models or state.devices or state.requests)
-        self._max_per_segment = max_stimuli // 2
+        self._max_per_segment = max_entries // 2
         self._segments = [_new_segment(core)]
 
     @property
@@ -85,22 +85,22 @@ class RecordedCore:
         """True if the log reaches back to a new core."""
         return self._is_from_start
 
-    def stimuli(self) -> tuple[Stimulus, ...]:
+    def entries(self) -> tuple[LogEntry, ...]:
         """Return all recorded entries in order."""
-        return tuple(one for segment in self._segments for one in segment.stimuli)
+        return tuple(one for segment in self._segments for one in segment.entries)
 
     def handle(self, events: Iterable[Event], now_s: float) -> list[Action]:
         """As :meth:`Core.handle`, and raises the same."""
         told = tuple(events)
         segment = self._segments[-1]
-        if len(segment.stimuli) >= self._max_per_segment:
+        if len(segment.entries) >= self._max_per_segment:
             segment = self._turn_over()
         try:
             actions = self.core.handle(told, now_s)
         except Exception as error:
-            segment.stimuli.append(Stimulus(now_s, told, (), _described(error)))
+            segment.entries.append(LogEntry(now_s, told, (), _described(error)))
             raise
-        segment.stimuli.append(Stimulus(now_s, told, tuple(actions)))
+        segment.entries.append(LogEntry(now_s, told, tuple(actions)))
         return actions
 
     def _turn_over(self) -> Segment:
@@ -109,19 +109,14 @@ class RecordedCore:
         return self._segments[-1]
 
 
-def replay(segment: Segment) -> Difference | None:
-    """Replay a segment on a copy of its core; return the first difference."""
-    return replay_on(segment.core(), segment.stimuli)
-
-
-def replay_on(core: Core, stimuli: Iterable[Stimulus]) -> Difference | None:
+def replay_on(core: Core, entries: Iterable[LogEntry]) -> Difference | None:
     """Replay entries on this core, which changes; return the first difference."""
-    for index, recorded in enumerate(stimuli):
+    for index, recorded in enumerate(entries):
         try:
             actions = core.handle(recorded.events, recorded.now_s)
-            replayed = Stimulus(recorded.now_s, recorded.events, tuple(actions))
+            replayed = LogEntry(recorded.now_s, recorded.events, tuple(actions))
         except Exception as error:
-            replayed = Stimulus(recorded.now_s, recorded.events, (), _described(error))
+            replayed = LogEntry(recorded.now_s, recorded.events, (), _described(error))
         if (replayed.actions, replayed.error) != (recorded.actions, recorded.error):
             return Difference(index, recorded, replayed)
     return None

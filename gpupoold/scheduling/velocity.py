@@ -7,8 +7,7 @@ IV). All rates are tokens per second of one device unless stated otherwise.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -29,46 +28,6 @@ class RequestClass:
         return self.num_prompt_tokens + self.num_output_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class LengthClasses:
-    """Upper ends of the prompt and output length classes; the defaults are TokenScale's table II.
-
-    Raises ValueError for ends that do not rise.
-    """
-
-    prompt_tokens: tuple[int, ...] = (256, 1024, 8192)
-    output_tokens: tuple[int, ...] = (100, 350, 610)
-
-    def __post_init__(self) -> None:
-        for ends in (self.prompt_tokens, self.output_tokens):
-            if not ends or list(ends) != sorted(set(ends)):
-                raise ValueError(f"the ends of length classes must rise, got {ends}")
-
-    def all(self) -> tuple[RequestClass, ...]:
-        """Every class, by prompt length, then output length."""
-        return tuple(
-            RequestClass(prompt, output)
-            for prompt in self.prompt_tokens
-            for output in self.output_tokens
-        )
-
-    def classify(self, num_prompt_tokens: int, num_output_tokens: int) -> RequestClass:
-        """Return the class of a request; lengths beyond the last bound belong to the last class."""
-        return RequestClass(
-            _class_end(self.prompt_tokens, num_prompt_tokens),
-            _class_end(self.output_tokens, num_output_tokens),
-        )
-
-
-def _class_end(ends: tuple[int, ...], num_tokens: int) -> int:
-    return ends[min(bisect_left(ends, num_tokens), len(ends) - 1)]
-
-
-def prefill_token_rate(rates_rps: Mapping[RequestClass, float]) -> float:
-    """Return the prompt tokens per second (lambda in equation 2)."""
-    return math.fsum(rate * kind.num_prompt_tokens for kind, rate in rates_rps.items())
-
-
 def prefill_velocity(num_tokens: int, prefill_s: float) -> float:
     """Prompt tokens per second of a saturated prefill device (section IV-B2)."""
     return num_tokens / _positive("prefill_s", prefill_s)
@@ -78,16 +37,6 @@ def network_velocity(bandwidth_bytes_per_s: float, kv_bytes_per_token: float) ->
     """Return the tokens per second whose KV a prefill device can migrate (section III-B)."""
     _positive("bandwidth_bytes_per_s", bandwidth_bytes_per_s)
     return bandwidth_bytes_per_s / _positive("kv_bytes_per_token", kv_bytes_per_token)
-
-
-def measured_decode_velocity(finished: Iterable[RequestClass], duration_s: float) -> float:
-    """Return the tokens per second that a saturated decode device drains (equation 1).
-
-    All tokens of a finished request count, prompt and output: new requests enter at the rate at
-    which KV is freed, not at the rate of generation.
-    """
-    num_tokens = sum(request.num_tokens for request in finished)
-    return num_tokens / _positive("duration_s", duration_s)
 
 
 def decode_velocity(
@@ -112,11 +61,6 @@ def prefillers_load(token_rate: float, prefill: float, network: float = math.inf
     return _rate(token_rate) / _positive("velocity", min(prefill, network))
 
 
-def prefillers_needed(token_rate: float, prefill: float, network: float = math.inf) -> int:
-    """Prefill devices for ``token_rate`` prompt tokens/s (equation 2)."""
-    return _whole(prefillers_load(token_rate, prefill, network))
-
-
 def decoders_load(
     rates_rps: Mapping[RequestClass, float], velocities: Mapping[RequestClass, float]
 ) -> float:
@@ -132,32 +76,6 @@ def decoders_load(
         _rate(rate) * kind.num_tokens / _positive("velocity", velocities[kind])
         for kind, rate in rates_rps.items()
     )
-
-
-def decoders_needed(
-    rates_rps: Mapping[RequestClass, float], velocities: Mapping[RequestClass, float]
-) -> int:
-    """Decode devices for the mix, convertible ones included (equation 3).
-
-    Classes share devices: the sum is rounded up, not each class.
-    """
-    return _whole(decoders_load(rates_rps, velocities))
-
-
-def convertible_decoders(max_decoders: int, burst_ratio: float) -> int:
-    """Return the decoders that may prefill in a burst: maximum times burst ratio (section
-    IV-C2).
-
-    ``burst_ratio`` is the share of tokens above the running mean of their rate, 0 to 1.
-    """
-    if max_decoders < 0 or not 0 <= burst_ratio <= 1:
-        raise ValueError(f"need decoders >= 0, 0 <= ratio <= 1; got {max_decoders}, {burst_ratio}")
-    return _whole(max_decoders * burst_ratio)
-
-
-def regular_decoders(num_decoders: int, num_convertible: int) -> int:
-    """Return the decoders besides the convertible ones, which always run (equation 4)."""
-    return max(0, num_decoders - num_convertible)
 
 
 def largest_chunk_tokens(step_s: Callable[[int], float], tbt_s: float, max_tokens: int) -> int:
@@ -206,8 +124,3 @@ def _rate(value: float) -> float:
     if not value >= 0:
         raise ValueError(f"a rate cannot be negative, got {value}")
     return value
-
-
-def _whole(load: float) -> int:
-    """Rounded up, but without the last digits: 3.0000000000000004 needs three."""
-    return math.ceil(round(load, 9))

@@ -10,12 +10,11 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import NamedTuple, Protocol
 
 from gpupoold.errors import UsageError
-from gpupoold.sim.csv_table import CsvTable, read_package_table, read_table, select_scenario
+from gpupoold.sim.csv_table import CsvTable, read_package_table
 
 PROMPT, OUTPUT, QUANTILE = "prompt_tokens", "output_tokens", "quantile"
 SHAREGPT_TABLE = "sharegpt_lengths.csv"
@@ -112,21 +111,12 @@ def length_variant(source: LengthSource, name: str) -> LengthSource:
     return ScaledLengths(source, *VARIANTS[name])
 
 
-def load_lengths(path: Path, scenario: str | None = None) -> LengthSampler:
-    """A sampler over the columns ``prompt_tokens`` and ``output_tokens`` of a CSV file.
+def length_pairs(table: CsvTable) -> list[Lengths]:
+    """Return all (prompt, output) pairs of a table.
 
     Raises:
-        UsageError: naming file, line and column of what is wrong, or the scenarios to choose from.
+        UsageError: naming file, line and column of what is wrong.
     """
-    table = select_scenario(read_table(path), scenario)
-    pairs = length_pairs(table)
-    if not pairs:
-        raise UsageError(f"{table.name}: has a header and no lengths")
-    return LengthSampler(pairs)
-
-
-def length_pairs(table: CsvTable) -> list[Lengths]:
-    """All (prompt, output) pairs of a table. Raises UsageError as ``load_lengths`` does."""
     table.require(PROMPT, OUTPUT)
     return [Lengths(table.count(row, PROMPT), table.count(row, OUTPUT)) for row in table.rows]
 

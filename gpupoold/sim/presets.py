@@ -19,9 +19,7 @@ from gpupoold.sim.real_traces import FunctionCalls, RecordedTrace
 from gpupoold.sim.scenario import (
     FigurePanel,
     FixedRequests,
-    Overrides,
     Phases,
-    Point,
     PoissonArrivals,
     Workload,
 )
@@ -35,7 +33,6 @@ COMPARED = (
     "request-level-sjf",
     "static",
 )
-AS_THEY_ARE = Overrides()
 _TEN_MINUTES_S = 600.0
 # Aegaeon, section 3.1: the service time for which its figure 4 counts active models.
 _SERVICE_S = 16.79
@@ -74,15 +71,6 @@ def preset_panels(name: str) -> tuple[FigurePanel, ...]:
         hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(presets)}"
         raise UsageError(f"no preset is named {name!r}", hint)
     return presets[name]
-
-
-def preset_points(name: str, overrides: Overrides = AS_THEY_ARE) -> list[Point]:
-    """Return all points of a preset with ``overrides`` applied.
-
-    Raises:
-        UsageError: the preset is unknown, a file is missing, or numbers are impossible.
-    """
-    return [point for panel in preset_panels(name) for point in panel.changed(overrides).points()]
 
 
 def poisson_panel() -> FigurePanel:

@@ -10,33 +10,24 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from random import Random
 
 from gpupoold.errors import UsageError
-from gpupoold.sim.csv_table import CsvTable, read_table, select_scenario
+from gpupoold.sim.csv_table import CsvTable
 from gpupoold.sim.lengths import OUTPUT, PROMPT
-from gpupoold.sim.workloads import MAX_REQUESTS, SimRequest, in_arrival_order, model_names
+from gpupoold.sim.workloads import SimRequest, model_names
 
 ARRIVAL, MODEL = "arrival_s", "model"
 DEFAULT_MODEL = "model"
 
 
-def load_trace(
-    path: Path, *, scenario: str | None = None, default_model: str = DEFAULT_MODEL
-) -> tuple[SimRequest, ...]:
-    """The requests of a ``.csv`` or ``.csv.gz`` file, in order of arrival.
+def trace_requests(table: CsvTable, default_model: str = DEFAULT_MODEL) -> tuple[SimRequest, ...]:
+    """Return the requests of a table with one trace, in order of arrival.
 
-    ``default_model`` is everyone's model where the file has no such column.
+    ``default_model`` is the model of all requests where the table has no such column.
 
     Raises:
-        UsageError: naming file, line and column of what is wrong, or the scenarios to choose from.
+        UsageError: naming file, line and column of what is wrong.
     """
-    return trace_requests(select_scenario(read_table(path), scenario), default_model)
-
-
-def trace_requests(table: CsvTable, default_model: str = DEFAULT_MODEL) -> tuple[SimRequest, ...]:
-    """Return the requests of a table with one trace. Raises UsageError as ``load_trace`` does."""
     table.require(ARRIVAL, PROMPT, OUTPUT)
     if not table.rows:
         raise UsageError(f"{table.name}: has a header and no requests")
@@ -51,27 +42,6 @@ def scale_time(requests: Iterable[SimRequest], factor: float) -> tuple[SimReques
     """
     _check_factor("time", factor)
     return tuple(replace(one, arrival_s=one.arrival_s * factor) for one in requests)
-
-
-def scale_rate(requests: Sequence[SimRequest], factor: float, seed: int) -> tuple[SimRequest, ...]:
-    """Return ``factor`` times the requests over the same time.
-
-    Below 1 each request is kept with that probability. Above 1 copies are added, the last one
-    thinned to the fraction: each model's copy is its own sequence rotated by a random time, so that
-    its bursts stay without coinciding with the original's.
-
-    Raises:
-        UsageError: ``factor`` is not positive or gives far too many requests.
-    """
-    _check_factor("rate", factor)
-    if factor * len(requests) > MAX_REQUESTS:
-        raise UsageError(f"rate factor {factor}: at most {MAX_REQUESTS} requests fit in a run")
-    whole, fraction = int(factor), factor - int(factor)
-    scaled = [one for number in range(whole) for one in _copy(requests, number, seed)]
-    if fraction:
-        coin = Random(f"{seed}/thinning")
-        scaled += [one for one in _copy(requests, whole, seed) if coin.random() < fraction]
-    return in_arrival_order(scaled)
 
 
 def rename_models(
@@ -118,19 +88,6 @@ def _requests(table: CsvTable, default_model: str) -> Iterator[SimRequest]:
         model = table.text(row, MODEL) if has_model else default_model
         lengths = table.count(row, PROMPT), table.count(row, OUTPUT)
         yield SimRequest(f"r{number}", model, arrival_s, *lengths)
-
-
-def _copy(requests: Sequence[SimRequest], number: int, seed: int) -> Iterator[SimRequest]:
-    """Copy ``number`` of the requests; copy 0 is the original."""
-    if not number:
-        yield from requests
-        return
-    span_s = max((one.arrival_s for one in requests), default=0.0)
-    models = {one.model for one in requests}
-    shifts_s = {model: Random(f"{seed}/{model}/{number}").uniform(0, span_s) for model in models}
-    for one in requests:
-        moved_s = one.arrival_s + shifts_s[one.model]
-        yield replace(one, arrival_s=moved_s - span_s if moved_s > span_s else moved_s)
 
 
 def _check_factor(what: str, factor: float) -> None:

@@ -82,11 +82,6 @@ def poisson_workload(
     return in_arrival_order(request for stream in streams for request in stream)
 
 
-def merge(*workloads: Iterable[SimRequest]) -> tuple[SimRequest, ...]:
-    """Merge several workloads; among equal arrivals the earlier workload comes first."""
-    return in_arrival_order(request for workload in workloads for request in workload)
-
-
 def in_arrival_order(requests: Iterable[SimRequest]) -> tuple[SimRequest, ...]:
     """Sort by arrival (stable) and number anew: ``r0``, ``r1``, ..."""
     ordered = sorted(requests, key=attrgetter("arrival_s"))

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from gpupoold.errors import Failed
 from gpupoold.latency.errors import FitError, LatencyError, ShapeError
-from gpupoold.latency.fit import DecodeSample, Fit, PrefillSample, fit_decode, fit_prefill
+from gpupoold.latency.fit import DecodeSample, Fit, PrefillSample
 from gpupoold.latency.models import (
     DecodeBatch,
     Law,
@@ -31,6 +31,7 @@ from gpupoold.memory.contracts import OutOfPages
 from gpupoold.memory.pages import PagePool
 from gpupoold.wire.messages import LoadedModel, RequestProgress
 from gpupoold.worker.engine.load_errors import failure
+from gpupoold.worker.fitting import fit_decode, fit_prefill
 from gpupoold.worker.kv.page_eviction import PooledModel
 from gpupoold.worker.kv.residency import SwitchStages
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.control.event_log_file import read, replay_file
+from gpupoold.replay.log_file import open_log, replay_file, write
 from gpupoold.scheduling.actions import Send, StartTurn
 from gpupoold.scheduling.core import Core
 from gpupoold.sim.policies import make_policy
@@ -109,9 +109,9 @@ def log(served: PrivateDaemon, tmp_path_factory: pytest.TempPathFactory) -> Path
     asyncio.run(_load(served))
     until(lambda: not ps(served).requests)
     check(served)
-    path = tmp_path_factory.mktemp("log") / "stimuli.jsonl"
+    path = tmp_path_factory.mktemp("log") / "log.jsonl"
     with served.client() as client:
-        path.write_bytes(b"".join(line + b"\n" for line in client.stimuli()))
+        write(path, (line + b"\n" for line in client.event_log()))
     return path
 
 
@@ -126,12 +126,12 @@ async def _load(daemon: PrivateDaemon) -> None:
 
 class TestReplay:
     def test_the_simulator_s_core_takes_the_same_actions(self, log: Path) -> None:
-        assert replay_file(log) is None
+        assert replay_file(log).difference is None
 
     def test_the_log_has_what_happened(self, log: Path) -> None:
-        header, stimuli = read(log)
-        assert header.policy == "gpupool"
-        actions = [action for one in stimuli for action in one.actions]
+        with open_log(log) as file:
+            assert file.header.policy == "gpupool"
+            actions = [action for _, one in file.entries for action in one.actions]
         sent = [action.request_id for action in actions if isinstance(action, Send)]
         assert len(sent) == len(set(sent)) == 9 + 13
         turns = {
@@ -141,7 +141,8 @@ class TestReplay:
         assert len(turns) > len(NAMES)  # somebody was paused and went on
 
     def test_another_policy_would_have_done_otherwise(self, log: Path) -> None:
-        _, stimuli = read(log)
+        with open_log(log) as file:
+            entries = [entry for _, entry in file.entries]
         core = Core(make_policy("request-level"))
-        answers = [tuple(core.handle(one.events, one.now_s)) for one in stimuli]
-        assert answers != [one.actions for one in stimuli]
+        answers = [tuple(core.handle(one.events, one.now_s)) for one in entries]
+        assert answers != [one.actions for one in entries]

@@ -82,6 +82,33 @@ def test_command_line_shows_them(box: PrivateDaemon) -> None:
     assert "sim:" in shown.stdout
 
 
+def test_the_decisions_are_recorded_and_replayed(box: PrivateDaemon, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with api_client(box.http_url) as api:
+            await asyncio.gather(*(ask(api, name, "and so on", 20) for name in MODELS))
+
+    asyncio.run(run())
+    until(lambda: not ps(box).requests)
+    path = tmp_path / "log.jsonl"
+    done = cli(box, "replay", "--record", str(path), "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    replayed = json.loads(done.stdout)
+    assert replayed["is_equal"]
+    assert replayed["actions"]["Send"] >= len(MODELS)
+    with admin_http(box) as http:
+        assert http.get("/stimuli").content.startswith(path.read_bytes())
+
+    nobody = tmp_path / "no.sock"
+    text = path.read_text()
+    path.write_text(text.replace('{"type":"Send"', '{"type":"Sent"', 1))
+    assert cli(nobody, "replay", str(path)).returncode == 2
+    changed = text.replace('"type":"Send","request_id":"', '"type":"Send","request_id":"not-', 1)
+    path.write_text(changed)
+    done = cli(nobody, "replay", str(path))
+    assert done.returncode == 1
+    assert "recorded [Send(request_id='not-" in done.stderr
+
+
 def test_what_needs_an_engine_is_refused(box: PrivateDaemon) -> None:
     body = {"models": ["one", "two"], "rounds": 1}
     with admin_http(box) as http:

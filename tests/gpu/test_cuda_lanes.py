@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -111,85 +109,3 @@ def test_pitfall_21_a_batch_across_registrations_is_refused(
     device._driver.destroy_stream(stream)
     device.unpin(buffer.address, buffer.num_bytes)
     buffer.close()
-
-
-def test_an_event_is_not_opened_in_the_process_that_made_it(
-    device: CudaDevice, snapshot: HostBuffer, address_range: int
-) -> None:
-    copy_stream = device.open_copy_stream(Direction.OUT)
-    handle = copy_stream.export(
-        copy_stream.begin([Copy(snapshot.address, address_range, PAGE)], copy_stream.fence())
-    )
-    assert len(handle) == 64
-    with pytest.raises(CudaError, match="cuIpcOpenEventHandle failed"):
-        copy_stream.wait_for(handle)
-    copy_stream.close()
-
-
-TAKER = """
-import ctypes, sys
-from gpupoold.memory.contracts import Copy, Direction, PageRun
-from gpupoold.memory.cuda.device import CudaDevice
-from gpupoold.memory.host import HostBuffer
-
-fd, num_bytes = int(sys.argv[1]), int(sys.argv[2])
-device = CudaDevice(0, num_bytes, 0)
-shared = HostBuffer(fd, num_bytes)
-device.pin(shared.address, num_bytes)
-runs = [PageRun(0, device.num_pages)]
-address range = device.reserve(device.num_pages)
-device.map(address range, runs)
-copy stream = device.open_lane(Direction.IN)
-print("ready", flush=True)
-copy stream.wait_for(bytes.fromhex(sys.stdin.readline()))
-copy stream.wait(copy stream.begin([Copy(address range, shared.address, num_bytes)], copy
-stream.fence())) found = ctypes.create_string_buffer(num_bytes)
-device.copy_out(ctypes.addressof(found), address range, num_bytes)
-device.synchronize()
-print(found.raw == bytes([7]) * num_bytes, flush=True)
-copy stream.close()
-device.unmap(address range, runs)
-device.release(address range, device.num_pages)
-device.unpin(shared.address, num_bytes)
-device.close()
-shared.close()
-"""
-
-
-def test_a_copy_stream_of_another_process_comes_after_an_exported_batch(
-    device: CudaDevice, address_range: int, project_env: dict[str, str]
-) -> None:
-    num_bytes = HALF // 2 * PAGE
-    shared = HostBuffer.create("gpu-shared", num_bytes)
-    device.pin(shared.address, num_bytes)
-    ones, sevens = address_range, address_range + num_bytes
-    for address, value in ((ones, 1), (sevens, 7)):
-        ctypes.memset(shared.address, value, num_bytes)
-        device.copy_in(address, shared.address, num_bytes)
-        device.synchronize()
-    copy_stream = device.open_copy_stream(Direction.OUT)
-    taker = subprocess.Popen(
-        [sys.executable, "-c", TAKER, str(shared.fd), str(num_bytes)],
-        env=project_env,
-        pass_fds=[shared.fd],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with taker:
-        assert taker.stdin is not None
-        assert taker.stdout is not None
-        assert taker.stdout.readline() == "ready\n"
-        for _ in range(400):  # keeps the link busy for a fifth of a second
-            copy_stream.begin([Copy(shared.address, ones, num_bytes)], copy_stream.fence())
-        batch = copy_stream.begin([Copy(shared.address, sevens, num_bytes)], copy_stream.fence())
-        handle = copy_stream.export(batch)
-        taker.stdin.write(handle.hex() + "\n")
-        taker.stdin.flush()
-        assert taker.stdout.readline() == "True\n"
-        copy_stream.end_export(handle)
-    assert taker.returncode == 0
-    copy_stream.wait(batch)
-    copy_stream.close()
-    device.unpin(shared.address, num_bytes)
-    shared.close()

@@ -11,10 +11,7 @@ from gpupoold.latency.fit import (
     DecodeSample,
     PrefillSample,
     Weighting,
-    fit_decode,
-    fit_prefill,
 )
-from gpupoold.latency.least_squares import solve
 from gpupoold.latency.models import (
     DecodeBatch,
     DecodeModel,
@@ -22,6 +19,7 @@ from gpupoold.latency.models import (
     LinearPrefill,
     PrefillModel,
 )
+from gpupoold.worker.fitting import fit_decode, fit_prefill, solve
 
 H, M = 4096, 11008
 PROMPTS = [(n,) * b for n in (16, 64, 256, 1024, 4096) for b in (1, 2, 4, 8)]

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from gpupoold.domain import Priority, Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.event_log import replay
+from gpupoold.scheduling.event_log import replay_on
 from gpupoold.scheduling.wait_estimate import drain_of, first_token_in_s, next_token_in_s
 from gpupoold.sim.policies import POLICY_NAMES
 from tests.property.core_box import GB, Box, BoxDevice, Sizes
@@ -174,7 +174,7 @@ class CoreMachine(RuleBasedStateMachine):
         if hasattr(self, "box"):
             self.box.finish()
             for segment in self.box.recorded.segments:
-                assert replay(segment) is None
+                assert replay_on(segment.core(), segment.entries) is None
 
     def model(self, which: int) -> str:
         return sorted(self.box.models)[which % len(self.box.models)]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from itertools import chain
 
 from hypothesis import given, settings, strategies as st
 
 from gpupoold.errors import UsageError
 from gpupoold.sim.csv_table import parse_table
 from gpupoold.sim.lengths import LengthSampler
-from gpupoold.sim.traces import fold_models, scale_rate, trace_requests
-from gpupoold.sim.workloads import SimRequest, merge, poisson_workload
+from gpupoold.sim.traces import fold_models, trace_requests
+from gpupoold.sim.workloads import SimRequest, in_arrival_order, poisson_workload
 
 LENGTHS = LengthSampler([(number, 100 - number) for number in range(1, 100)])
 RATES = st.dictionaries(st.text("abc", min_size=1, max_size=3), st.floats(0.01, 5), min_size=1)
@@ -51,23 +52,14 @@ def test_poisson_workloads(rates_rps: dict[str, float], duration_s: float, seed:
         poisson_workload(dict(reversed(rates_rps.items())), duration_s, LENGTHS, seed) == requests
     )
     parts = [poisson_workload({m: r}, duration_s, LENGTHS, seed) for m, r in rates_rps.items()]
-    assert contents(merge(*parts)) == contents(requests)
+    assert contents(in_arrival_order(chain(*parts))) == contents(requests)
 
 
 @given(st.lists(REQUESTS, max_size=4))
 def test_merging_loses_nothing(workloads: list[list[SimRequest]]) -> None:
-    merged = merge(*workloads)
+    merged = in_arrival_order(chain(*workloads))
     assert_in_order(merged)
     assert contents(merged) == sum((contents(one) for one in workloads), Counter())
-
-
-@given(REQUESTS, st.floats(0.01, 4), st.integers())
-def test_scaled_rates(requests: list[SimRequest], factor: float, seed: int) -> None:
-    scaled = scale_rate(merge(requests), factor, seed)
-    assert_in_order(scaled)
-    assert int(factor) * len(requests) <= len(scaled) <= (int(factor) + 1) * len(requests)
-    last_s = max((one.arrival_s for one in requests), default=0)
-    assert all(0 <= one.arrival_s <= last_s for one in scaled)
 
 
 @given(REQUESTS, st.integers(1, 8))
@@ -83,7 +75,7 @@ def test_folding_keeps_requests_of_a_model_together(
 
 @given(REQUESTS)
 def test_a_trace_comes_back_as_it_was_written(requests: list[SimRequest]) -> None:
-    ordered = merge(requests)
+    ordered = in_arrival_order(requests)
     text = "output_tokens,arrival_s,model,prompt_tokens\n" + "".join(
         f"{one.output_tokens},{one.arrival_s!r},{one.model},{one.prompt_tokens}\n"
         for one in ordered

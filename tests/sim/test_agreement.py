@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from gpupoold.domain import Targets
-from gpupoold.sim.closed_forms import max_equal_batches
 from gpupoold.sim.engine import SimOutcome
 from gpupoold.sim.metrics import summarise
 from gpupoold.sim.policies import POLICY_NAMES
 from gpupoold.sim.workloads import SimRequest
 from tests.sim.box import latency, models, request, simulate
+from tests.sim.closed_forms import max_equal_batches
 
 every_policy = pytest.mark.parametrize("policy", POLICY_NAMES)
 

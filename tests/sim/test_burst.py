@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.sim.presets import preset_points
 from gpupoold.sim.run import RunRow, run_points
+from tests.sim.points import preset_points
 
 
 @pytest.fixture(scope="module")

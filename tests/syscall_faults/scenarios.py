@@ -29,7 +29,6 @@ from gpupoold.checkpoints.download import PART_FOLDER, download
 from gpupoold.checkpoints.manifest import HubFile, Manifest, read_manifest, write_manifest
 from gpupoold.config.file import read_config_file
 from gpupoold.config.schema import Settings
-from gpupoold.control import event_log_file as stimulus_file
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.processes.child import Child
 from gpupoold.control.processes.forks import ForkServer
@@ -43,7 +42,8 @@ from gpupoold.errors import ConfigError, Failed, GpupoolError, Refused
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.memfd import create_memfd
-from gpupoold.scheduling.event_log import Stimulus
+from gpupoold.replay import log_file
+from gpupoold.scheduling.event_log import LogEntry
 from gpupoold.system.listeners import admin_listener
 from gpupoold.system.systemd import FdStore, Notifier
 from gpupoold.wire import messages as m
@@ -510,21 +510,22 @@ class MemoryMade(Scenario):
         return self._made
 
 
-class StimuliWritten(Scenario):
-    """A file of stimuli takes the place of another."""
+class EventLogWritten(Scenario):
+    """A file of an event log takes the place of another."""
 
     errors = (OSError,)
 
     async def prepare(self) -> None:
-        self._path = self.folder / "stimuli.jsonl"
-        stimulus_file.write(self._path, stimulus_file.Header("gpupool"), [])
+        self._path = self.folder / "log.jsonl"
+        log_file.write(self._path, log_file.lines(log_file.Header("gpupool"), []))
 
     async def act(self) -> None:
-        header = stimulus_file.Header("gpupool")
-        stimulus_file.write(self._path, header, [Stimulus(1.0, (), ())] * 3000)
+        entries = [LogEntry(1.0, (), ())] * 3000
+        log_file.write(self._path, log_file.lines(log_file.Header("gpupool"), entries))
 
     async def state(self) -> Any:
-        return len(stimulus_file.read(self._path)[1]), listing(self.folder)
+        with log_file.open_log(self._path) as log:
+            return len(list(log.entries)), listing(self.folder)
 
 
 def _concrete(kind: Any) -> dict[str, type[Scenario]]:

@@ -35,12 +35,6 @@ def where(model: TopModel) -> str:
     return "host" if model.usage.cached_bytes else NOTHING
 
 
-def misses(model: TopModel) -> bool:
-    """Return whether too few tokens of the last minute were on time."""
-    attainment = model.usage.attainment_1m
-    return attainment is not None and attainment < GOOD_ATTAINMENT
-
-
 def _name(model: TopModel, view: View, width: int) -> Line:
     return (Span(clean(model.usage.name), f"bold {colour_of(model.usage.name)}"),)
 

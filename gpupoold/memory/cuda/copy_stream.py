@@ -47,8 +47,6 @@ class CudaCopyStream:
         self._num_fences = 0
         self._batches: deque[tuple[int, int]] = deque()  # of which it is not known they are made
         self._num_batches = 0
-        self._exports = _Exports(driver)
-        self._imported: dict[bytes, int] = {}
 
     def fence(self) -> int:
         events = []
@@ -85,27 +83,6 @@ class CudaCopyStream:
             self._driver.synchronize_event(events[-1])  # a stream's work ends in order
             self._batch_events.give_back(events)
 
-    def export(self, batch: int) -> bytes:
-        """Return a handle with which a copy stream of another process can wait for ``batch``.
-
-        The handle stands for the batches started up to now, so it must be requested before the next
-        one. ``end_export`` ends its use; the handle must not be used after this copy stream is
-        closed.
-        """
-        assert batch <= self._num_batches, f"batch {batch} has not been begun"
-        return self._exports.record(self._stream)
-
-    def end_export(self, handle: bytes) -> None:
-        """End an export; the other process's work has started after the batch."""
-        self._exports.give_back(handle)
-
-    def wait_for(self, handle: bytes) -> None:
-        """Start later batches after the exported batch of another process's copy stream."""
-        self._bind_thread()
-        if handle not in self._imported:  # opening is slow, and a handle comes again and again
-            self._imported[handle] = self._driver.open_ipc_event(handle)
-        self._driver.wait_event(self._stream, self._imported[handle])
-
     def close(self) -> None:
         """Close the copy stream after waiting for all batches."""
         self._driver.bind_thread()
@@ -113,7 +90,7 @@ class CudaCopyStream:
         fences = (event for _, events in self._fences for event in events)
         batches = (event for _, event in self._batches)
         pooled = (*self._fence_events.events, *self._batch_events.events)
-        for event in (*fences, *batches, *pooled, *self._exports.events, *self._imported.values()):
+        for event in (*fences, *batches, *pooled):
             self._driver.destroy_event(event)
         self._driver.destroy_stream(self._stream)
 
@@ -156,32 +133,3 @@ class _EventPool:
 
     def give_back(self, events: Iterable[int]) -> None:
         self.events.extend(events)
-
-
-class _Exports:
-    """Events whose handles other processes have."""
-
-    def __init__(self, driver: CudaDriver) -> None:
-        self._driver = driver
-        self._event_of: dict[bytes, int] = {}
-        self._spare: list[bytes] = []
-
-    @property
-    def events(self) -> Iterable[int]:
-        return self._event_of.values()
-
-    def record(self, stream: int) -> bytes:
-        """Return the handle of an event for the stream's present work."""
-        if self._spare:
-            handle = self._spare.pop()
-        else:
-            event = self._driver.create_ipc_event()
-            handle = self._driver.ipc_event_handle(event)
-            self._event_of[handle] = event
-        self._driver.record_event(self._event_of[handle], stream)
-        return handle
-
-    def give_back(self, handle: bytes) -> None:
-        assert handle in self._event_of, "this copy stream has not exported it"
-        assert handle not in self._spare, "it was given back before"
-        self._spare.append(handle)

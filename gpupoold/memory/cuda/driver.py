@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from gpupoold.errors import Failed
-from gpupoold.memory import libc
 
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED: ordinary device memory
 _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
@@ -19,10 +18,8 @@ _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit order with the legacy default stream
 _SLEEPS = 1  # CU_EVENT_BLOCKING_SYNC: a thread that waits for the event does not spin
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
-_INTERPROCESS = 4  # CU_EVENT_INTERPROCESS
 _OWN_CAPTURES = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: captures of other threads are ignored
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-_IPC_HANDLE_BYTES = 64
 _BUS_ID_BYTES = 32
 # The first with the ``cuMemcpyBatchAsync`` that takes no index of a failed copy (CUDA 12.8 had
 # another one), which is the one cuda-bindings 13 calls.
@@ -122,18 +119,6 @@ class CudaDriver(Protocol):
 
     def create_host_event(self) -> int:
         """Create an event for waiting threads, which sleep."""
-
-    def create_ipc_event(self) -> int:
-        """Create an event that streams of other processes can wait for too."""
-
-    def ipc_event_handle(self, event: int) -> bytes:
-        """Return the handle for another process, constant for an event."""
-
-    def open_ipc_event(self, handle: bytes) -> int:
-        """Open the event of another process, which must outlive its use here.
-
-        To be destroyed like an own event. The creating process cannot open the event.
-        """
 
     def destroy_event(self, event: int) -> None:
         """End an event."""
@@ -276,18 +261,6 @@ class BindingsDriver:
 
     def create_host_event(self) -> int:
         return int(self._call("cuEventCreate", _NO_TIMING | _SLEEPS))
-
-    def create_ipc_event(self) -> int:
-        return int(self._call("cuEventCreate", _NO_TIMING | _INTERPROCESS))
-
-    def ipc_event_handle(self, event: int) -> bytes:
-        handle = self._call("cuIpcGetEventHandle", event)
-        return libc.read(handle.getPtr(), _IPC_HANDLE_BYTES)
-
-    def open_ipc_event(self, handle: bytes) -> int:
-        opened = self._driver.CUipcEventHandle()
-        libc.write(opened.getPtr(), handle)
-        return int(self._call("cuIpcOpenEventHandle", opened))
 
     def destroy_event(self, event: int) -> None:
         self._call("cuEventDestroy", event)

@@ -114,6 +114,7 @@ class FakeDaemon:
         self.cached: dict[str, dict[str, Any]] = {}
         self.events: list[EventInfo] = []
         self.log_lines: list[str] = ["one", "two", "three"]
+        self.event_log: list[bytes] = []
         self.switches: list[SwitchInfo] = []
         self.history: list[RequestRecord] = []
         self.spans: list[SpanInfo] = []

@@ -130,6 +130,10 @@ def _add_state_routes(app: FastAPI, daemon: FakeDaemon) -> None:
     async def check() -> list[dict[str, int]]:
         return []
 
+    @app.get("/event-log")
+    async def event_log() -> Response:
+        return Response(b"".join(daemon.event_log), media_type=NDJSON)
+
     @app.get("/switches")
     async def switches(request: Request, limit: int) -> list[SwitchInfo]:
         daemon.queries.append(dict(request.query_params))

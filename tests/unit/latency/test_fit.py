@@ -11,12 +11,10 @@ from gpupoold.latency.fit import (
     DecodeSample,
     PrefillSample,
     Weighting,
-    fit_decode,
-    fit_prefill,
     quality_of,
 )
-from gpupoold.latency.least_squares import solve
 from gpupoold.latency.models import DecodeBatch, LinearDecode, LinearPrefill, PrefillModel
+from gpupoold.worker.fitting import fit_decode, fit_prefill, solve
 
 TRUE = LinearDecode(context_s=1e-7, sequence_s=1e-4, base_s=0.009)
 GRID = [DecodeBatch(b, b * c) for b in (1, 4, 16, 64) for c in (16, 128, 1024)]

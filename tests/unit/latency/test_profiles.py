@@ -9,7 +9,6 @@ from importlib import resources
 import pytest
 
 from gpupoold.latency.errors import DataError, LatencyError
-from gpupoold.latency.floors import decode_floors, prefill_floors
 from gpupoold.latency.hardware import hardware
 from gpupoold.latency.models import DecodeBatch
 from gpupoold.latency.profiles import (
@@ -20,6 +19,7 @@ from gpupoold.latency.profiles import (
     parse,
 )
 from gpupoold.latency.shape import builtin_shape
+from scripts.fit_profiles import decode_floors, prefill_floors
 
 PROFILES = measured_profiles()
 

@@ -23,7 +23,6 @@ from tests.unit.memory.fake_page_tables import PageTables, require
 _MAX_REGISTRATION_BYTES = 64 << 30
 _MAX_COPIES_PER_BATCH = 8192
 _EVERYWHERE = 1 << 64
-_HANDLE_BYTES = 64
 _PAGE_TABLE_CALLS = (
     *("create", "release", "reserve_addresses", "free_addresses"),
     *("map", "allow_access", "unmap"),
@@ -52,19 +51,14 @@ class Work:
 
 @dataclass(slots=True)
 class Event:
-    """``kind`` is that of the call that made it: stream, host, ipc or imported."""
+    """``kind`` is that of the call that made it: stream or host."""
 
     kind: str
     work: list[Work] = field(default_factory=list)
-    origin: Event | None = None
-    is_destroyed: bool = False
 
 
 class FakeCuda:
-    """Implements ``CudaDriver`` on ``total_bytes`` of which ``taken_bytes`` are others'.
-
-    One is one process; those made with the same ``exported`` can open each other's events.
-    """
+    """Implements ``CudaDriver`` on ``total_bytes`` of which ``taken_bytes`` are others'."""
 
     def __init__(
         self,
@@ -72,7 +66,6 @@ class FakeCuda:
         taken_bytes: int = 0,
         granularity: int = 4096,
         can_batch: bool = True,
-        exported: dict[bytes, tuple[FakeCuda, Event]] | None = None,
     ) -> None:
         self.total_bytes = total_bytes
         self.taken_bytes = taken_bytes
@@ -84,7 +77,6 @@ class FakeCuda:
         self.capturing_thread: int | None = None
         self.batches: list[list[tuple[int, int, int]]] = []
         self._can_batch = can_batch
-        self._exported = {} if exported is None else exported
         self._ignoring_captures: set[int] = set()
         self._owner = 0
         self._lock = threading.RLock()
@@ -261,29 +253,9 @@ class FakeCuda:
     def create_host_event(self) -> int:
         return self._create_event("host")
 
-    def create_ipc_event(self) -> int:
-        return self._create_event("ipc")
-
-    def ipc_event_handle(self, event: int) -> bytes:
-        with self._call("ipc_event_handle", event):
-            require(self._events[event].kind == "ipc", "ipc_event_handle", "the event's flags")
-            handle = f"{id(self)}/{event}".encode().ljust(_HANDLE_BYTES, b"\0")
-            self._exported[handle] = (self, self._events[event])
-            return handle
-
-    def open_ipc_event(self, handle: bytes) -> int:
-        with self._call("open_ipc_event"):
-            require(handle in self._exported, "open_ipc_event", "no such handle")
-            maker, origin = self._exported[handle]
-            # Documented for other processes only; in the same one drivers have answered
-            # CUDA_ERROR_INVALID_CONTEXT.
-            require(maker is not self, "open_ipc_event", "opened where it was made")
-            self._events[event := self._new()] = Event("imported", origin=origin)
-            return event
-
     def destroy_event(self, event: int) -> None:
         with self._call("destroy_event", event):
-            self._events.pop(event).is_destroyed = True
+            del self._events[event]
 
     def record_event(self, event: int, stream: int) -> None:
         with self._call("record_event", event, stream):
@@ -294,11 +266,11 @@ class FakeCuda:
     def synchronize_event(self, event: int) -> None:
         with self._call("synchronize_event", event):
             require(self._events[event].kind == "host", "synchronize_event", "would spin")
-            self._finish(self._work_of(event))
+            self._finish(self._events[event].work)
 
     def wait_event(self, stream: int, event: int) -> None:
         with self._call("wait_event", stream, event):
-            self._streams[stream] += self._work_of(event)
+            self._streams[stream] += self._events[event].work
 
     def register_host(self, address: int, num_bytes: int) -> None:
         with self._call("register_host", address, num_bytes):
@@ -369,13 +341,6 @@ class FakeCuda:
         with self._call("create_event"):
             self._events[event := self._new()] = Event(kind)
             return event
-
-    def _work_of(self, event: int) -> list[Work]:
-        found = self._events[event]
-        if found.origin is None:
-            return found.work
-        require(not found.origin.is_destroyed, "event", "its maker has destroyed it")
-        return found.origin.work
 
     def _undone(self) -> Iterator[Work]:
         return (work for works in self._streams.values() for work in works if not work.is_done)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import platform
@@ -138,9 +137,3 @@ def test_errors_name_the_call(thread: ThreadPoolExecutor, monkeypatch: pytest.Mo
     monkeypatch.setattr(platform, "machine", lambda: "sparc")
     with pytest.raises(OSError, match="get_mempolicy: its number on sparc is not known"):
         libc.get_mempolicy()
-
-
-def test_bytes_are_read_and_written() -> None:
-    buffer = ctypes.create_string_buffer(b"abcdef")
-    libc.write(ctypes.addressof(buffer) + 2, b"XY")
-    assert libc.read(ctypes.addressof(buffer), 6) == b"abXYef"

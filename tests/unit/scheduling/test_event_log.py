@@ -1,4 +1,4 @@
-"""The log of stimuli: bounded, and it replays to the same actions."""
+"""The event log: bounded, and it replays to the same actions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Send, StartTurn, Turn
 from gpupoold.scheduling.core import Core, UnknownName
-from gpupoold.scheduling.event_log import RecordedCore, Segment, Stimulus, replay
+from gpupoold.scheduling.event_log import LogEntry, RecordedCore, replay_on
 from gpupoold.sim.policies import POLICY_NAMES, make_policy
 from tests.unit.scheduling.driver import Driver
 
 
-def recorded(policy: str = "gpupool", max_stimuli: int = 1000) -> RecordedCore:
+def recorded(policy: str = "gpupool", max_entries: int = 1000) -> RecordedCore:
     driver = Driver(make_policy(policy), num_devices=2)
-    return RecordedCore(driver.core, max_stimuli)
+    return RecordedCore(driver.core, max_entries)
 
 
 def serve(core: RecordedCore, count: int, start: int = 0) -> None:
@@ -36,55 +36,55 @@ def test_what_is_recorded_replays(policy: str) -> None:
     core = recorded(policy)
     serve(core, 60)
     [segment] = core.segments
-    assert sum(len(one.actions) for one in segment.stimuli) > 0
-    assert replay(segment) is None
-    assert replay(segment) is None  # and leaves the segment as it was
+    assert sum(len(one.actions) for one in segment.entries) > 0
+    assert replay_on(segment.core(), segment.entries) is None
+    assert replay_on(segment.core(), segment.entries) is None  # and leaves the segment as it was
 
 
 def test_actions_are_those_of_the_core() -> None:
     core, twin = recorded(), recorded().core
     event = e.Arrived("r", "a", 0.0, 5)
     assert core.handle(iter([event]), 0.0) == twin.handle([event], 0.0)
-    [stimulus] = core.stimuli()
-    assert stimulus.events == (event,)
-    assert stimulus.actions[0] == Send("r", 0)
-    assert isinstance(stimulus.actions[1], StartTurn)
+    [entry] = core.entries()
+    assert entry.events == (event,)
+    assert entry.actions[0] == Send("r", 0)
+    assert isinstance(entry.actions[1], StartTurn)
 
 
 def test_at_least_half_and_at_most_all_are_kept() -> None:
-    core = recorded(max_stimuli=20)
+    core = recorded(max_entries=20)
     sizes = []
     for number in range(50):
-        serve(core, 1, start=4 * number)  # two stimuli each
-        sizes.append(len(core.stimuli()))
-        assert all(replay(segment) is None for segment in core.segments)
+        serve(core, 1, start=4 * number)  # two entries each
+        sizes.append(len(core.entries()))
+        assert all(replay_on(segment.core(), segment.entries) is None for segment in core.segments)
     assert sizes[:5] == [2, 4, 6, 8, 10]
     assert set(sizes[10:]) == {12, 14, 16, 18, 20}
 
 
 def test_it_is_known_whether_the_log_goes_back_to_a_new_core() -> None:
     assert not recorded().is_from_start  # models and devices were told before
-    core = RecordedCore(Core(make_policy("gpupool")), max_stimuli=4)
+    core = RecordedCore(Core(make_policy("gpupool")), max_entries=4)
     for number in range(4):
         core.handle([e.DeviceDown(number)], 0.0)
         assert core.is_from_start
     core.handle([e.DeviceDown(9)], 0.0)
     assert not core.is_from_start
-    assert len(core.stimuli()) == 3
+    assert len(core.entries()) == 3
 
 
 def test_the_first_difference_is_shown() -> None:
     core = recorded()
     serve(core, 10)
     [segment] = core.segments
-    stimuli = list(segment.stimuli)
-    stimuli[3] = dataclasses.replace(stimuli[3], actions=(StartTurn(0, Turn(9, "a", 1.0), None),))
-    difference = replay(Segment(segment.base, stimuli))
+    entries = list(segment.entries)
+    entries[3] = dataclasses.replace(entries[3], actions=(StartTurn(0, Turn(9, "a", 1.0), None),))
+    difference = replay_on(segment.core(), entries)
     assert difference is not None
     assert difference.index == 3
-    assert difference.recorded is stimuli[3]
-    assert difference.replayed == segment.stimuli[3]
-    assert "stimulus 3 at 1.5 s: recorded [StartTurn(" in str(difference)
+    assert difference.recorded is entries[3]
+    assert difference.replayed == segment.entries[3]
+    assert "entry 3 at 1.5 s: recorded [StartTurn(" in str(difference)
 
 
 def test_an_error_is_recorded_and_replays() -> None:
@@ -92,17 +92,17 @@ def test_an_error_is_recorded_and_replays() -> None:
     with pytest.raises(UnknownName):
         core.handle([e.Arrived("r", "z", 0.0, 1)], 0.0)
     serve(core, 5)
-    error = core.stimuli()[0].error
+    error = core.entries()[0].error
     assert error is not None
     assert error.startswith("UnknownName: ")
-    assert replay(core.segments[0]) is None
-    first = dataclasses.replace(core.stimuli()[0], error=None)
-    difference = replay(Segment(core.segments[0].base, [first]))
+    assert replay_on(core.segments[0].core(), core.segments[0].entries) is None
+    first = dataclasses.replace(core.entries()[0], error=None)
+    difference = replay_on(core.segments[0].core(), [first])
     assert "recorded [], replayed UnknownName" in str(difference)
 
 
 def test_recording_does_not_change_the_core() -> None:
-    core, plain = recorded(max_stimuli=2), recorded().core
+    core, plain = recorded(max_entries=2), recorded().core
     for number in range(30):
         event = e.Arrived(f"r{number}", "abc"[number % 3], float(number), 50)
         assert core.handle([event], float(number)) == plain.handle([event], float(number))
@@ -110,7 +110,7 @@ def test_recording_does_not_change_the_core() -> None:
 
 def test_a_log_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 2"):
-        recorded(max_stimuli=1)
+        recorded(max_entries=1)
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
@@ -123,4 +123,4 @@ def test_a_core_is_plain_data(policy: str) -> None:
         told: tuple[e.Event, ...] = (e.Arrived(f"r{number}", "abc"[number % 3], 0.0, 50),)
         actions = tuple(core.core.handle(told, float(number)))
         again = tuple(twin.handle(told, float(number)))
-        assert Stimulus(0.0, told, actions) == Stimulus(0.0, told, again)
+        assert LogEntry(0.0, told, actions) == LogEntry(0.0, told, again)

@@ -7,36 +7,31 @@ import math
 import pytest
 
 from gpupoold.scheduling.velocity import (
-    LengthClasses,
     RequestClass,
-    convertible_decoders,
     convertible_prefill_velocity,
     decode_velocity,
     decoders_load,
-    decoders_needed,
     largest_chunk_tokens,
-    measured_decode_velocity,
     network_velocity,
-    prefill_token_rate,
     prefill_velocity,
     prefillers_load,
-    prefillers_needed,
-    regular_decoders,
     reserved_kv_bytes,
 )
 
-CLASSES = LengthClasses()
+CLASSES = tuple(
+    RequestClass(prompt, output) for prompt in (256, 1024, 8192) for output in (100, 350, 610)
+)
 # Table II, tokens/s of one decoder by class: short, medium, long prompts by output.
 LLAMA = dict(
     zip(
-        CLASSES.all(),
+        CLASSES,
         (23535, 8146, 5138, 33106, 9794, 5766, 39551, 11310, 6495),
         strict=True,
     )
 )
 QWEN = dict(
     zip(
-        CLASSES.all(),
+        CLASSES,
         (17500, 8401, 6667, 24917, 12536, 8812, 24044, 11547, 9128),
         strict=True,
     )
@@ -44,13 +39,18 @@ QWEN = dict(
 PREFILL_VELOCITY = 14_000.0  # table I
 TOTAL_RPS = 22.0
 ALL_MEDIUM = {RequestClass(1024, 350): TOTAL_RPS}
-UNIFORM = dict.fromkeys(CLASSES.all(), TOTAL_RPS / 9)
+UNIFORM = dict.fromkeys(CLASSES, TOTAL_RPS / 9)
+
+
+def prefill_token_rate(rates_rps: dict[RequestClass, float]) -> float:
+    """Prompt tokens per second (lambda in equation 2)."""
+    return sum(rate * kind.num_prompt_tokens for kind, rate in rates_rps.items())
 
 
 def test_c17_decoders_for_medium_requests() -> None:
     assert decoders_load(ALL_MEDIUM, LLAMA) == pytest.approx(30_228 / 9794, rel=1e-12)
     assert round(decoders_load(ALL_MEDIUM, LLAMA), 2) == 3.09
-    assert decoders_needed(ALL_MEDIUM, LLAMA) == 4
+    assert math.ceil(decoders_load(ALL_MEDIUM, LLAMA)) == 4
 
 
 @pytest.mark.parametrize(("velocities", "load", "num"), [(LLAMA, 7.42, 8), (QWEN, 6.38, 7)])
@@ -58,14 +58,14 @@ def test_c17_decoders_for_a_uniform_mix(
     velocities: dict[RequestClass, float], load: float, num: int
 ) -> None:
     assert round(decoders_load(UNIFORM, velocities), 2) == load
-    assert decoders_needed(UNIFORM, velocities) == num
+    assert math.ceil(decoders_load(UNIFORM, velocities)) == num
 
 
 @pytest.mark.parametrize(("mix", "load", "num"), [(ALL_MEDIUM, 1.61, 2), (UNIFORM, 4.96, 5)])
 def test_c17_prefillers(mix: dict[RequestClass, float], load: float, num: int) -> None:
     rate = prefill_token_rate(mix)
     assert round(prefillers_load(rate, PREFILL_VELOCITY), 2) == load
-    assert prefillers_needed(rate, PREFILL_VELOCITY) == num
+    assert math.ceil(prefillers_load(rate, PREFILL_VELOCITY)) == num
 
 
 def test_c17_prompt_token_rate() -> None:
@@ -73,8 +73,8 @@ def test_c17_prompt_token_rate() -> None:
 
 
 def test_the_slower_of_prefill_and_network_counts() -> None:
-    assert prefillers_needed(20_000, 14_000, 100_000) == 2
-    assert prefillers_needed(20_000, 14_000, 5_000) == 4
+    assert math.ceil(prefillers_load(20_000, 14_000, 100_000)) == 2
+    assert math.ceil(prefillers_load(20_000, 14_000, 5_000)) == 4
 
 
 def test_network_velocity() -> None:
@@ -82,32 +82,8 @@ def test_network_velocity() -> None:
     assert network_velocity(25e9, 131_072) == pytest.approx(190_734.86, abs=0.01)
 
 
-def test_whole_loads_need_no_further_device() -> None:
-    assert prefillers_needed(0, 14_000) == 0
-    assert prefillers_needed(0.1 + 0.2, 0.1) == 3  # though 0.1 + 0.2 is above 0.3 in floats
-    assert decoders_needed({}, {}) == 0
-
-
-@pytest.mark.parametrize(
-    ("lengths", "kind"),
-    [
-        ((1, 1), (256, 100)),
-        ((256, 100), (256, 100)),
-        ((257, 101), (1024, 350)),
-        ((8192, 610), (8192, 610)),
-        ((100_000, 5000), (8192, 610)),
-        ((0, 0), (256, 100)),
-    ],
-)
-def test_classes(lengths: tuple[int, int], kind: tuple[int, int]) -> None:
-    assert CLASSES.classify(*lengths) == RequestClass(*kind)
-    assert CLASSES.classify(*lengths) in CLASSES.all()
-
-
-def test_measured_velocities() -> None:
+def test_measured_prefill_velocity() -> None:
     assert prefill_velocity(28_000, 2.0) == 14_000
-    finished = [RequestClass(1024, 350)] * 10 + [RequestClass(256, 100)]
-    assert measured_decode_velocity(finished, 2.0) == (13_740 + 356) / 2
 
 
 def test_estimated_decode_velocity() -> None:
@@ -116,7 +92,7 @@ def test_estimated_decode_velocity() -> None:
     assert decode_velocity(RequestClass(100, 100), 18_000, 0.1, max_batch_size=60) == 6 * 200
 
 
-@pytest.mark.parametrize("prompt_tokens", CLASSES.prompt_tokens)
+@pytest.mark.parametrize("prompt_tokens", [256, 1024, 8192])
 def test_estimate_explains_the_measured_llama_decoders(prompt_tokens: int) -> None:
     """Table II for Llama-3.1-8B: one step time per prompt length explains every output length.
 
@@ -130,14 +106,6 @@ def test_estimate_explains_the_measured_llama_decoders(prompt_tokens: int) -> No
     ]
     assert max(implied_tbt_s) / min(implied_tbt_s) < 1.11
     assert all(0.038 < tbt_s < 0.075 for tbt_s in implied_tbt_s)
-
-
-def test_convertible_decoders() -> None:
-    assert convertible_decoders(8, 0.1) == 1
-    assert convertible_decoders(10, 0.1) == 1
-    assert convertible_decoders(8, 0.0) == 0
-    assert regular_decoders(8, 1) == 7
-    assert regular_decoders(0, 1) == 0
 
 
 def step_s(num_tokens: int) -> float:
@@ -162,19 +130,15 @@ def test_prefill_beside_running_answers() -> None:
     "call",
     [
         lambda: RequestClass(0, 1),
-        lambda: LengthClasses(prompt_tokens=()),
-        lambda: LengthClasses(output_tokens=(100, 50)),
         lambda: prefill_velocity(1, 0),
         lambda: network_velocity(0, 1),
         lambda: network_velocity(1, 0),
-        lambda: measured_decode_velocity([], 0),
         lambda: decode_velocity(RequestClass(1, 1), 0, 1),
-        lambda: prefillers_needed(-1, 1),
-        lambda: prefillers_needed(1, 0),
-        lambda: prefillers_needed(math.nan, 1),
-        lambda: decoders_needed({RequestClass(1, 1): 1.0}, {}),
-        lambda: decoders_needed({RequestClass(1, 1): -1.0}, {RequestClass(1, 1): 1.0}),
-        lambda: convertible_decoders(8, 1.1),
+        lambda: prefillers_load(-1, 1),
+        lambda: prefillers_load(1, 0),
+        lambda: prefillers_load(math.nan, 1),
+        lambda: decoders_load({RequestClass(1, 1): 1.0}, {}),
+        lambda: decoders_load({RequestClass(1, 1): -1.0}, {RequestClass(1, 1): 1.0}),
         lambda: largest_chunk_tokens(step_s, 0, 10),
         lambda: convertible_prefill_velocity(1, 1, 0),
     ],

@@ -8,7 +8,9 @@ import pytest
 
 from gpupoold.scheduling.quota import TurnLoad, round_quotas_s
 from gpupoold.sim.clock import EventPriority, EventQueue
-from gpupoold.sim.closed_forms import (
+from gpupoold.sim.lengths import LengthSampler
+from gpupoold.sim.workloads import equal_rates, model_names, poisson_workload
+from tests.sim.closed_forms import (
     active_models_sd,
     active_share,
     expected_active_models,
@@ -20,8 +22,6 @@ from gpupoold.sim.closed_forms import (
     request_level_models_per_gpu,
     saved_share,
 )
-from gpupoold.sim.lengths import LengthSampler
-from gpupoold.sim.workloads import equal_rates, model_names, poisson_workload
 
 # The paper's marketplace: models, requests per second of each, seconds a request stays.
 NUM_MODELS, RATE_RPS, RESIDENCE_S = 100, 0.037, 16.79

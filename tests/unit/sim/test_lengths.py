@@ -10,15 +10,20 @@ from random import Random
 import pytest
 
 from gpupoold.errors import UsageError
+from gpupoold.sim.csv_table import read_table, select_scenario
 from gpupoold.sim.lengths import (
     Lengths,
     LengthSampler,
     LengthSource,
     QuantileSampler,
+    length_pairs,
     length_variant,
-    load_lengths,
     sharegpt_lengths,
 )
+
+
+def load_lengths(path: Path, scenario: str | None = None) -> LengthSampler:
+    return LengthSampler(length_pairs(select_scenario(read_table(path), scenario)))
 
 
 def draws(source: LengthSource, count: int, seed: int = 7) -> list[Lengths]:
@@ -96,7 +101,6 @@ def test_lengths_from_a_compressed_file_with_scenarios(tmp_path: Path) -> None:
     ("text", "complaint"),
     [
         ("prompt_tokens\n1\n", r"lengths.csv: line 1: no column output_tokens"),
-        ("prompt_tokens,output_tokens\n", "has a header and no lengths"),
         ("prompt_tokens,output_tokens\n3,0\n", "line 2, column output_tokens: 0 is less than 1"),
         ("prompt_tokens,output_tokens\n3.5,1\n", "column prompt_tokens: '3.5' is not a whole"),
     ],

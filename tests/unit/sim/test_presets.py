@@ -15,11 +15,11 @@ from gpupoold.sim.presets import (
     poisson_panel,
     preset_names,
     preset_panels,
-    preset_points,
     trace_panel,
 )
 from gpupoold.sim.real_traces import FunctionCalls, RecordedTrace
 from gpupoold.sim.scenario import Draw, FigurePanel, Overrides, build_scenario
+from tests.sim.points import preset_points
 
 ONE_POLICY = ("request-level",)
 FIGURES = [name for name in preset_names() if name.startswith("aegaeon-fig")]

@@ -11,12 +11,13 @@ import pytest
 from gpupoold.errors import UsageError
 from gpupoold.sim import run
 from gpupoold.sim.boxes import parse_box
-from gpupoold.sim.closed_forms import expected_active_models
 from gpupoold.sim.metrics import Goodput
-from gpupoold.sim.presets import poisson_panel, preset_points
+from gpupoold.sim.presets import poisson_panel
 from gpupoold.sim.run import RunRow, mean_active_models, run_point, run_points, sweep_goodput
 from gpupoold.sim.scenario import Overrides, Point, build_scenario
 from gpupoold.sim.workloads import SimRequest
+from tests.sim.closed_forms import expected_active_models
+from tests.sim.points import preset_points
 
 SMALL = Overrides(
     policies=("request-level",), models=(2, 4), box=parse_box("2xH800"), duration_s=30.0

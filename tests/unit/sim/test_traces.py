@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import math
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from gpupoold.errors import UsageError
+from gpupoold.sim.csv_table import read_table, select_scenario
 from gpupoold.sim.lengths import LengthSampler
 from gpupoold.sim.traces import (
+    DEFAULT_MODEL,
     fold_models,
-    load_trace,
     rename_models,
-    scale_rate,
     scale_time,
+    trace_requests,
 )
 from gpupoold.sim.workloads import SimRequest, poisson_workload
 
 HEADER = "arrival_s,model,prompt_tokens,output_tokens\n"
 LENGTHS = LengthSampler([(10, 20)])
+
+
+def load_trace(
+    path: Path, *, scenario: str | None = None, default_model: str = DEFAULT_MODEL
+) -> tuple[SimRequest, ...]:
+    return trace_requests(select_scenario(read_table(path), scenario), default_model)
 
 
 def written(folder: Path, text: str | bytes, name: str = "t.csv") -> Path:
@@ -147,43 +152,10 @@ def test_scaled_time() -> None:
     assert [one.id for one in half] == [one.id for one in requests]
 
 
-@pytest.mark.parametrize("factor", [0.25, 0.5, 1.5, 3.0])
-def test_scaled_rate(factor: float) -> None:
-    requests = workload()
-    scaled = scale_rate(requests, factor, seed=1)
-    arrivals_s = [one.arrival_s for one in scaled]
-    assert arrivals_s == sorted(arrivals_s)
-    assert 0 <= arrivals_s[0] < arrivals_s[-1] <= requests[-1].arrival_s
-    assert len({one.id for one in scaled}) == len(scaled)
-    before, after = (Counter(one.model for one in each) for each in (requests, scaled))
-    assert after["a"] == pytest.approx(factor * before["a"], rel=0.05)
-    assert after["b"] == pytest.approx(factor * before["b"], rel=0.1)
-    assert scale_rate(requests, factor, seed=1) == scaled
-    assert scale_rate(requests, factor, seed=2) != scaled
-
-
-def test_rate_factor_one_changes_nothing() -> None:
-    assert scale_rate(workload(), 1.0, seed=1) == workload()
-
-
-def test_a_burst_stays_a_burst_and_its_copy_comes_at_another_time() -> None:
-    burst = [SimRequest("", "a", 10.0 + number / 64, 1, 1) for number in range(5)]
-    requests = (*burst, SimRequest("", "a", 100.0, 1, 1))
-    doubled = [one.arrival_s for one in scale_rate(requests, 2.0, seed=1)]
-    assert len(doubled) == 12
-    copied = sorted(set(doubled) - {one.arrival_s for one in requests})
-    gaps_s = [round(later - earlier, 9) for earlier, later in itertools.pairwise(copied)]
-    assert gaps_s.count(1 / 64) == 4
-
-
 @pytest.mark.parametrize("factor", [0, -1.0, math.nan, math.inf])
 def test_factors_must_be_positive(factor: float) -> None:
     with pytest.raises(UsageError, match=r"time factor .*: must be above 0"):
         scale_time(workload(), factor)
-    with pytest.raises(UsageError, match=r"rate factor .*: must be above 0"):
-        scale_rate(workload(), factor, seed=0)
-    with pytest.raises(UsageError, match="at most 10000000 requests"):
-        scale_rate(workload(), 1e6, seed=0)
 
 
 def models(*names: str) -> tuple[SimRequest, ...]:

@@ -14,7 +14,7 @@ from gpupoold.sim.lengths import LengthSampler, sharegpt_lengths
 from gpupoold.sim.workloads import (
     SimRequest,
     equal_rates,
-    merge,
+    in_arrival_order,
     model_names,
     poisson_workload,
     zipf_rates,
@@ -107,14 +107,14 @@ def test_model_names_sort_as_numbers_do() -> None:
 def test_merging_keeps_order_and_numbers_anew() -> None:
     one = (SimRequest("r0", "a", 1.0, 1, 1), SimRequest("r1", "a", 3.0, 1, 1))
     two = (SimRequest("r0", "b", 0.5, 2, 2), SimRequest("r1", "b", 3.0, 2, 2))
-    merged = merge(one, two)
+    merged = in_arrival_order((*one, *two))
     assert [(each.id, each.model, each.arrival_s) for each in merged] == [
         ("r0", "b", 0.5),
         ("r1", "a", 1.0),
         ("r2", "a", 3.0),
         ("r3", "b", 3.0),
     ]
-    assert merge() == ()
+    assert in_arrival_order(()) == ()
 
 
 @pytest.mark.parametrize("rate_rps", [0, -1.0, math.nan, math.inf])

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import fake_card, figures, report, results
+from benchmarks.gpu import figures, report, results
 from gpupoold.errors import Refused
+from tests import fake_card
 
 FACTS: dict[str, Any] = {
     "commit": "0123abc",

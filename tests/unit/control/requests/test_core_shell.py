@@ -37,9 +37,9 @@ def add(request_id: str, max_tokens: int = 50, output_tokens: int = 0) -> m.AddR
 
 
 def last_events(scheduler: Scheduler) -> tuple[e.Event, ...]:
-    stimulus = scheduler.core.stimuli()[-1]
-    assert stimulus.now_s == 5.0
-    return stimulus.events
+    entry = scheduler.core.entries()[-1]
+    assert entry.now_s == 5.0
+    return entry.events
 
 
 def stepped(scheduler: Scheduler, *progress: m.RequestProgress) -> tuple[e.Event, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.fake_card.build import DRIVER_SOURCES, compile_sources, link
+from tests.fake_card.build import DRIVER_SOURCES, compile_sources, link
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 

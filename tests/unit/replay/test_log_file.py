@@ -1,24 +1,34 @@
-"""Logs of stimuli as files: what is read is what was written, and bad files are named."""
+"""Event logs as files: what is read is what was written, and bad files are named."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from gpupoold.control.event_log_file import Header, read, replay_file, write
+from gpupoold import __version__
 from gpupoold.domain import Role, Targets
 from gpupoold.errors import UsageError
+from gpupoold.replay import log_file
+from gpupoold.replay.log_file import Header, lines, open_log, replay_file, write
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, Send, StartTurn, Turn
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import ModelCosts
-from gpupoold.scheduling.event_log import RecordedCore, Stimulus
+from gpupoold.scheduling.event_log import LogEntry, RecordedCore
 from gpupoold.sim.policies import POLICY_NAMES, PolicyOptions, make_policy
 
 HEADER = '{"policy":"gpupool","options":{"num_prefill":null},"format":"gpupool-stimuli-1"}\n'
+
+
+def read(path: Path) -> tuple[Header, list[LogEntry]]:
+    with open_log(path) as log:
+        return log.header, [entry for _, entry in log.entries]
+
+
 EVENTS: tuple[e.Event, ...] = (
     e.ModelAdded("a", Targets(0.1, 1 / 3), 1 << 40, 7, ModelCosts(decode_context_s=1e-9)),
     e.TargetsChanged("a", Targets(2.0, 1e-3)),
@@ -62,10 +72,10 @@ ACTIONS: tuple[Action, ...] = (
 def test_every_kind_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert {type(one) for one in EVENTS} == set(get_args(e.Event))
     assert {type(one) for one in ACTIONS} == set(get_args(Action))
-    stimuli = [Stimulus(1e9 + 1 / 3, EVENTS, ACTIONS), Stimulus(2e9, (), (), "KeyError: 'x'")]
+    entries = [LogEntry(1e9 + 1 / 3, EVENTS, ACTIONS), LogEntry(2e9, (), (), "KeyError: 'x'")]
     header = Header("aegaeon", PolicyOptions(num_prefill=6))
-    write(tmp_path / "log", header, stimuli)
-    assert read(tmp_path / "log") == (header, stimuli)
+    write(tmp_path / "log", lines(header, entries))
+    assert read(tmp_path / "log") == (header, entries)
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
@@ -87,8 +97,8 @@ def test_a_file_replays(tmp_path: Path, policy: str) -> None:
                 core.handle([stepped, e.TurnEnded(device.number, device.turn.turn_id)], number / 3)
     assert core.is_from_start
     path = tmp_path / "log"
-    write(path, Header(policy, options), core.stimuli())
-    assert replay_file(path) is None
+    write(path, lines(Header(policy, options), core.entries()))
+    assert replay_file(path).difference is None
 
 
 def test_a_file_of_a_version_without_kv_limits_has_unlimited_devices(tmp_path: Path) -> None:
@@ -106,18 +116,18 @@ def test_a_file_of_a_version_without_kv_limits_has_unlimited_devices(tmp_path: P
     )
     path = tmp_path / "log"
     path.write_text(HEADER + f'{{"now_s":0.0,"events":[{",".join(told)}]}}\n')
-    _, [stimulus] = read(path)
-    assert stimulus.events[1] == e.DeviceUp(0, 80 * 10**9, 2e10)
-    difference = replay_file(path)
+    _, [entry] = read(path)
+    assert entry.events[1] == e.DeviceUp(0, 80 * 10**9, 2e10)
+    difference = replay_file(path).difference
     assert difference is not None
     sent = [one for one in difference.replayed.actions if isinstance(one, Send)]
     assert sent == [Send("r", 0), Send("s", 0)]
 
 
 def test_a_difference_is_found(tmp_path: Path) -> None:
-    told = Stimulus(0.0, (e.DeviceUp(0, 1, 1.0),), (Send("r", 0),))
-    write(tmp_path / "log", Header("gpupool"), [Stimulus(0.0, (), ()), told])
-    difference = replay_file(tmp_path / "log")
+    told = LogEntry(0.0, (e.DeviceUp(0, 1, 1.0),), (Send("r", 0),))
+    write(tmp_path / "log", lines(Header("gpupool"), [LogEntry(0.0, (), ()), told]))
+    difference = replay_file(tmp_path / "log").difference
     assert difference is not None
     assert (difference.index, difference.recorded) == (1, told)
 
@@ -125,9 +135,9 @@ def test_a_difference_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not a log of stimuli"),
-        ("{}", "not a log of stimuli: .*policy"),
-        ('{"policy":"gpupool","format":"other"}', "in format 'other'.*reads gpupool-stimuli-1"),
+        ("", "is not an event log"),
+        ("{}", "is not an event log: .*policy"),
+        ('{"policy":"gpupool","format":"other"}', "in format 'other'.*reads gpupool-event-log-2"),
         ('{"policy":"best"}\n', "no policy is named 'best'"),
         (HEADER + '{"now_s":1}\n{"now_s":', "line 3: "),
         (HEADER + '{"now_s":"x"}', "line 2: "),
@@ -143,3 +153,93 @@ def test_a_bad_file_is_named_with_its_line(tmp_path: Path, text: str, message: s
     path.write_text(text)
     with pytest.raises(UsageError, match=message):
         replay_file(path)
+
+
+def later_log(path: Path) -> RecordedCore:
+    """Write the log of a core that began long before the first entry that was kept."""
+    core = RecordedCore(Core(make_policy("gpupool")), max_entries=20)
+    core.handle([e.ModelAdded(m, Targets(), 10**10, 10**5, ModelCosts()) for m in "abc"], 0.0)
+    core.handle([e.DeviceUp(0, 80 * 10**9, 2e10), *(e.Hosted(0, m) for m in "abc")], 0.0)
+    for number in range(55):
+        now_s = number / 3
+        core.handle([e.Arrived(f"r{number}", "abc"[number % 3], now_s, number)], now_s)
+    assert not core.is_from_start
+    write(path, lines(Header("gpupool"), core.entries(), core.segments[0]))
+    return core
+
+
+def test_a_log_that_begins_later_has_the_state_and_replays(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    core = later_log(path)
+    replay = replay_file(path)
+    assert replay.difference is None
+    assert replay.header.has_state
+    assert replay.num_entries == replay.events["Arrived"] == len(core.entries())
+    assert replay.line == len(path.read_bytes().splitlines())
+    assert replay.last_s == 18.0
+
+
+def test_the_state_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    later_log(path)
+    path.write_text(path.read_text().replace(f'"version":"{__version__}"', '"version":"9.9"'))
+    with pytest.raises(UsageError, match=r"state of gpupool 9\.9, this is"):
+        replay_file(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b'["Core",', b'["os.system",', "line 2: no kind of object is named 'os.system'"),
+        (b'["State",', b'["State",3,', r"line 4: Expected `object \| array`, got `int`"),
+        (b'"step_ratio":1.0', b'"step_ratio":"1"', r"line \d+: step_ratio of a Speed is not"),
+        (b"\n[", b"\n{", "line 2: "),
+    ],
+)
+def test_a_bad_state_is_named_with_its_line(
+    tmp_path: Path, old: bytes, new: bytes, message: str
+) -> None:
+    path = tmp_path / "log"
+    later_log(path)
+    text = path.read_bytes()
+    assert old in text
+    path.write_bytes(text.replace(old, new))
+    with pytest.raises(UsageError, match=message):
+        replay_file(path)
+
+
+def test_a_changed_log_differs_at_the_changed_entry(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    later_log(path)
+    before, after = path.read_bytes().rsplit(b'"prompt_tokens":50,', 1)
+    path.write_bytes(before + b'"prompt_tokens":50,"num_tokens":9000000,' + after)
+    assert replay_file(path).difference is None  # a length that changes no decision
+    path.write_bytes(before.replace(b'"Send"', b'"Sent"') + after)
+    with pytest.raises(UsageError, match="type 'Sent' is none of Send"):
+        replay_file(path)
+
+
+@pytest.mark.parametrize("limit", ["MAX_LINE_BYTES", "MAX_FILE_BYTES"])
+def test_files_without_end_are_refused(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(log_file, limit, 1 << 16)
+    with pytest.raises(UsageError, match="/dev/zero, line 1: too much for an event log"):
+        replay_file(Path("/dev/zero"))
+
+
+def test_deep_nesting_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    header = HEADER.replace("}\n", ',"has_state":true}\n')
+    path.write_text(header + '["list",' + "[" * 100_000 + "]" * 100_000 + "]\n")
+    with pytest.raises(UsageError, match="line 2: "):
+        replay_file(path)
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    def cut_off() -> Iterator[bytes]:
+        yield b"first\n"
+        raise OSError("gone")
+
+    write(tmp_path / "log", [b"before\n"])
+    with pytest.raises(OSError, match="gone"):
+        write(tmp_path / "log", cut_off())
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"before\n"]

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.gpu.fake_card import NAME
+from tests.fake_card import NAME
 
 SOURCES = Path(__file__).parent
 # What the memory and the streams are made of; needs none of NVIDIA's headers.

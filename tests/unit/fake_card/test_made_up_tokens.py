@@ -14,7 +14,7 @@ import pytest
 def synthetic() -> Iterator[Any]:
     """The module that Python imports at its start on the fake card."""
     finders = list(sys.meta_path)
-    from benchmarks.gpu.fake_card.path import sitecustomize
+    from tests.fake_card.path import sitecustomize
 
     yield sitecustomize
     sys.meta_path[:] = finders

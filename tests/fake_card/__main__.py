@@ -1,6 +1,6 @@
-"""``python -m benchmarks.gpu.fake_card SITE -- COMMAND``: run a command with the fake card.
+"""``python -m tests.fake_card SITE -- COMMAND``: run a command with the fake card.
 
-    python -m benchmarks.gpu.fake_card SITE --python VENV/bin/python -- \\
+    python -m tests.fake_card SITE --python VENV/bin/python -- \\
         python3 -m pytest -m gpu tests/gpu -p no:cacheprovider
 
 SITE is an unpacked bundle, VENV has what ``benchmarks/gpu/machine.txt`` lists. In the command's
@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.gpu.check_bundle import bundle_environment
-from benchmarks.gpu.fake_card import NAME
-from benchmarks.gpu.fake_card.build import RUNTIME, build
+from tests.fake_card import NAME
+from tests.fake_card.build import RUNTIME, build
 
 _STATE_BYTES = 4096
 _PACKAGES = "packages"
@@ -91,7 +91,7 @@ def _before(first: str, rest: str | None) -> str:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu.fake_card", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests.fake_card", description=__doc__)
     parser.add_argument("site", type=Path, metavar="SITE", help="made by unpack.sh")
     parser.add_argument("--python", type=Path, default=Path(sys.executable))
     parser.add_argument(

@@ -1,0 +1,229 @@
+"""The scheduling core's state as lines of JSON, safe to read from an untrusted file.
+
+A line is one object of the core's object graph: the kind of the object, and its content. The first
+line is the core. Strings, numbers and None stand for themselves in a content, everything else is a
+list that begins with a tag: ``["ref", 3]`` is the object of the fourth line, so that shared and
+circular references survive. Reading creates containers and instances of the classes below, without
+a call of their code, and checks names and declared types of attributes.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from gpupoold import domain
+from gpupoold.scheduling import (
+    actions,
+    core,
+    costs,
+    demand,
+    output_length,
+    phases,
+    roles,
+    rules,
+    state,
+)
+from gpupoold.scheduling.policies import (
+    aegaeon,
+    gpupool,
+    planned_turns,
+    rebalancing,
+    request_level,
+    static,
+    unified,
+)
+
+_SCHEDULING = (actions, core, costs, demand, output_length, phases, roles, rules, state)
+_POLICIES = (aegaeon, gpupool, planned_turns, rebalancing, request_level, static, unified)
+_CLASSES: dict[str, type] = {
+    name: kind
+    for module in (domain, *_SCHEDULING, *_POLICIES)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type)
+    and kind.__module__ == module.__name__
+    and not issubclass(kind, BaseException)
+}
+_FUNCTIONS = {
+    one.__name__: one for one in (request_level.by_arrival, request_level.by_output_length)
+}
+_CONTAINERS: dict[str, type] = {one.__name__: one for one in (list, set, deque, dict)}
+
+# Raised by what creates and fills objects from a malformed line.
+_MALFORMED = (
+    *(ArithmeticError, AttributeError, LookupError),
+    *(RecursionError, TypeError, ValueError),
+)
+
+Line = tuple[str, list[Any] | dict[str, Any]]
+
+
+def lines_of(whole: core.Core) -> Iterator[Line]:
+    """Yield the lines of a core's state."""
+    found: list[Any] = [whole]
+    numbers = {id(whole): 0}
+
+    def raw(value: Any) -> Any:
+        if isinstance(value, Enum):
+            return ["enum", type(value).__name__, value.name]
+        if isinstance(value, float) and not math.isfinite(value):
+            return ["float", str(value)]
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, tuple):
+            return [type(value).__name__, *map(raw, value)]
+        if isinstance(value, types.FunctionType):
+            return ["function", value.__name__]
+        if id(value) not in numbers:
+            numbers[id(value)] = len(found)
+            found.append(value)
+        return ["ref", numbers[id(value)]]
+
+    for one in found:  # grows
+        kind = type(one).__name__
+        if isinstance(one, array):
+            yield kind, one.tolist()
+        elif isinstance(one, dict):
+            yield kind, [[raw(key), raw(value)] for key, value in one.items()]
+        elif kind in _CONTAINERS:
+            yield kind, [raw(value) for value in one]
+        else:
+            names = [*_slots(kind), *getattr(one, "__dict__", ())]
+            yield kind, {name: raw(getattr(one, name)) for name in names}
+
+
+def core_of(lines: Sequence[Line]) -> core.Core:
+    """Return the core of its lines.
+
+    Raises:
+        BadLine: the lines are not those of a core's state.
+    """
+    made: list[Any] = []
+    for number, (kind, _) in enumerate(lines):
+        with _errors_of(number):
+            made.append(_new(kind))
+    for number, (_, content) in enumerate(lines):
+        with _errors_of(number):
+            _fill(made[number], content, made)
+    for number, one in enumerate(made):
+        with _errors_of(number):
+            _check_types(one)
+    if not made or not isinstance(made[0], core.Core):
+        raise BadLine(0, "the first object is not a core")
+    return made[0]
+
+
+class BadLine(Exception):
+    """A line, by number from 0, and what is wrong with the line."""
+
+    def __init__(self, number: int, problem: str) -> None:
+        super().__init__(number, problem)
+        self.number = number
+        self.problem = problem
+
+
+@contextmanager
+def _errors_of(number: int) -> Iterator[None]:
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise BadLine(number, str(error)) from None
+
+
+def _new(kind: str) -> Any:
+    if kind in _CONTAINERS:
+        return _CONTAINERS[kind]()
+    if kind == "array":
+        return array("q")
+    found = _CLASSES.get(kind)
+    if found is None or issubclass(found, Enum | tuple):
+        raise TypeError(f"no kind of object is named {kind!r}")
+    return object.__new__(found)
+
+
+def _fill(one: Any, content: list[Any] | dict[str, Any], made: Sequence[Any]) -> None:
+    kind = type(one).__name__
+    if isinstance(content, dict):
+        slots = _slots(kind)
+        if kind not in _CLASSES or not content.keys() >= set(slots):
+            raise TypeError(f"{', '.join(content)} are not the attributes of {kind}")
+        for name, value in content.items():
+            if name not in slots and hasattr(type(one), name):
+                raise TypeError(f"{name} is not an attribute of a {kind}")
+            object.__setattr__(one, name, _value(value, made))
+    elif kind in _CLASSES:
+        raise TypeError(f"a {kind} has attributes, not elements")
+    elif isinstance(one, dict):
+        one.update((_value(key, made), _value(value, made)) for key, value in content)
+    elif isinstance(one, set):
+        one.update(_value(value, made) for value in content)
+    else:
+        one.extend(_value(value, made) for value in content)
+
+
+def _value(raw: Any, made: Sequence[Any]) -> Any:
+    if not isinstance(raw, list | dict):
+        return raw
+    match raw:
+        case ["ref", int(number)] if 0 <= number < len(made):
+            return made[number]
+        case ["float", ("inf" | "-inf" | "nan") as text]:
+            return float(text)
+        case ["function", str(name)]:
+            return _FUNCTIONS[name]
+        case ["enum", str(kind), str(name)] if issubclass(
+            found := _CLASSES.get(kind, object), Enum
+        ):
+            return found[name]
+        case ["tuple", *items]:
+            return tuple(_value(item, made) for item in items)
+        case [str(kind), *items] if issubclass(found := _CLASSES.get(kind, object), tuple):
+            value: Any = found(*(_value(item, made) for item in items))
+            _check_types(value)
+            return value
+    raise ValueError(f"{str(raw)[:100]} is not a value")
+
+
+def _check_types(one: Any) -> None:
+    """Raise TypeError where an attribute is not of the type that its class declares, if any."""
+    for name, hint in _hints(type(one).__name__).items():
+        if not _fits(getattr(one, name), hint):
+            raise TypeError(f"{name} of a {type(one).__name__} is not {hint}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value is of a declared type; a container's elements are not looked at."""
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, one) for one in typing.get_args(hint))
+    if hint is float:
+        return isinstance(value, int | float)
+    return isinstance(value, typing.get_origin(hint) or hint)
+
+
+@cache
+def _hints(kind: str) -> dict[str, Any]:
+    """Return the declared types of attributes: of dataclasses and named tuples."""
+    names = (*_slots(kind), *getattr(_CLASSES.get(kind), "_fields", ()))
+    hints = typing.get_type_hints(_CLASSES[kind]) if names else {}
+    return {name: hint for name, hint in hints.items() if name in names}
+
+
+@cache
+def _slots(kind: str) -> tuple[str, ...]:
+    mro = _CLASSES[kind].__mro__ if kind in _CLASSES else ()
+    return tuple(name for one in mro for name in vars(one).get("__slots__", ()))

@@ -1,0 +1,256 @@
+"""An event log as a file of JSON lines: a header, the core's first state, and the entries.
+
+The state (:mod:`.core_state`) is left out where the log begins with a new core. Files are read with
+bounds and without trust: no file can run code, and messages name file and line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain, count
+from pathlib import Path
+from typing import Any, BinaryIO, get_args
+
+import msgspec
+
+from gpupoold import __version__
+from gpupoold.errors import UsageError
+from gpupoold.replay.core_state import BadLine, Line, core_of, lines_of
+from gpupoold.scheduling.actions import Action
+from gpupoold.scheduling.core import Core
+from gpupoold.scheduling.event_log import Difference, LogEntry, Segment, replay_on
+from gpupoold.scheduling.events import Event
+from gpupoold.scheduling.policies.named import POLICY_NAMES, PolicyOptions, make_policy
+from gpupoold.units import format_bytes
+
+FORMAT = "gpupool-event-log-2"
+# Without a state: begins with a new core.
+_OLD_FORMAT = "gpupool-stimuli-1"
+MAX_LINE_BYTES = 16 << 20
+MAX_FILE_BYTES = 1 << 30
+_EVENTS: dict[str, type] = {kind.__name__: kind for kind in get_args(Event)}
+_ACTIONS: dict[str, type] = {kind.__name__: kind for kind in get_args(Action)}
+
+_Numbered = Iterator[tuple[int, bytes]]
+
+
+class Header(msgspec.Struct, frozen=True):
+    """The policy of a log, and the version of gpupool that wrote the log."""
+
+    policy: str
+    options: PolicyOptions = msgspec.field(default_factory=PolicyOptions)
+    format: str = FORMAT
+    version: str = __version__
+    has_state: bool = False
+
+
+class _Entry(msgspec.Struct, omit_defaults=True):
+    now_s: float
+    events: list[dict[str, Any]] = []
+    actions: list[dict[str, Any]] = []
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogFile:
+    """An open log: its header, a core in the state at the beginning, and the entries by line."""
+
+    header: Header
+    core: Core
+    entries: Iterator[tuple[int, LogEntry]]
+
+
+@dataclasses.dataclass(slots=True)
+class Replay:
+    """The replayed part of a log: all of the log, or up to the first difference.
+
+    ``first_s`` and ``last_s`` are instants of the daemon's monotonic clock; ``events`` and
+    ``actions`` are counts by kind, ``line`` is the number of the last line.
+    """
+
+    header: Header
+    num_entries: int = 0
+    first_s: float = 0.0
+    last_s: float = 0.0
+    events: Counter[str] = dataclasses.field(default_factory=Counter)
+    actions: Counter[str] = dataclasses.field(default_factory=Counter)
+    line: int = 0
+    difference: Difference | None = None
+
+    def count(self, line: int, entry: LogEntry) -> None:
+        """Count an entry that is about to be replayed."""
+        if not self.num_entries:
+            self.first_s = entry.now_s
+        self.num_entries += 1
+        self.last_s, self.line = entry.now_s, line
+        self.events.update(type(event).__name__ for event in entry.events)
+        self.actions.update(type(action).__name__ for action in entry.actions)
+
+
+def write(path: Path, lines: Iterable[bytes]) -> None:
+    """Write the lines of a log; replace an existing file at the end.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            file.writelines(lines)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def lines(
+    header: Header, entries: Iterable[LogEntry], first: Segment | None = None
+) -> Iterator[bytes]:
+    """Yield the lines of a log file, each with a newline.
+
+    ``first`` is the segment that begins the log, None for a log that begins with a new core.
+    """
+    header = msgspec.structs.replace(header, has_state=first is not None)
+    yield msgspec.json.encode(header) + b"\n"
+    if first is not None:
+        for line in lines_of(first.core()):
+            yield msgspec.json.encode(line) + b"\n"
+    for entry in entries:
+        yield msgspec.json.encode(_line(entry)) + b"\n"
+
+
+@contextmanager
+def open_log(path: Path) -> Iterator[LogFile]:
+    """Open a log; the entries are read on demand and raise the same.
+
+    Raises:
+        UsageError: the file is not an event log of a known policy, is of another version, or is too
+            large; the message names the line.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        numbered = _numbered(path, file)
+        header = _read_header(path, numbered)
+        core = Core(make_policy(header.policy, header.options))
+        if header.has_state:
+            core, numbered = _read_state(path, numbered)
+        yield LogFile(header, core, ((n, _read_entry(path, n, line)) for n, line in numbered))
+
+
+def replay_file(path: Path) -> Replay:
+    """Replay a log up to the first difference.
+
+    Raises:
+        UsageError, OSError: as for ``open_log``.
+    """
+    with open_log(path) as log:
+        replay = Replay(log.header)
+
+        def counted() -> Iterator[LogEntry]:
+            for line, entry in log.entries:
+                replay.count(line, entry)
+                yield entry
+
+        replay.difference = replay_on(log.core, counted())
+    return replay
+
+
+def _numbered(path: Path, file: BinaryIO) -> _Numbered:
+    num_bytes = 0
+    for number in count(1):
+        line = file.readline(MAX_LINE_BYTES + 1)
+        num_bytes += len(line)
+        if len(line) > MAX_LINE_BYTES or num_bytes > MAX_FILE_BYTES:
+            limits = f"a line has at most {format_bytes(MAX_LINE_BYTES)}, "
+            limits += f"a log {format_bytes(MAX_FILE_BYTES)}"
+            raise UsageError(f"{path}, line {number}: too much for an event log", limits)
+        if not line:
+            return
+        yield number, line
+
+
+def _read_header(path: Path, numbered: _Numbered) -> Header:
+    _, line = next(numbered, (1, b""))
+    try:
+        header = msgspec.json.decode(line, type=Header)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise UsageError(f"{path} is not an event log: {error}") from None
+    if header.format not in (FORMAT, _OLD_FORMAT):
+        raise UsageError(f"{path} is in format {header.format!r}", f"this version reads {FORMAT}")
+    if header.policy not in POLICY_NAMES:
+        known = ", ".join(POLICY_NAMES)
+        raise UsageError(f"{path}: no policy is named {header.policy!r}", f"known: {known}")
+    if header.has_state and header.version != __version__:
+        raise UsageError(
+            f"{path} has a state of gpupool {header.version}, this is {__version__}",
+            "replay it with that version; a log from a daemon's start is replayed by any",
+        )
+    return header
+
+
+def _read_state(path: Path, numbered: _Numbered) -> tuple[Core, _Numbered]:
+    """Return the core, and the lines after those of the core's state."""
+    state = []
+    for number, line in numbered:
+        if not line.startswith(b"["):
+            numbered = chain([(number, line)], numbered)
+            break
+        try:
+            state.append(msgspec.json.decode(line, type=Line))
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise UsageError(f"{path}, line {number}: {error}") from None
+    try:
+        return core_of(state), numbered
+    except BadLine as error:
+        raise UsageError(f"{path}, line {error.number + 2}: {error.problem}") from None
+
+
+def _read_entry(path: Path, number: int, line: bytes) -> LogEntry:
+    try:
+        raw = msgspec.json.decode(line, type=_Entry)
+        return LogEntry(
+            raw.now_s,
+            tuple(_untagged(one, _EVENTS) for one in raw.events),
+            tuple(_untagged(one, _ACTIONS) for one in raw.actions),
+            raw.error,
+        )
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise UsageError(f"{path}, line {number}: {error}") from None
+
+
+def _line(entry: LogEntry) -> _Entry:
+    return _Entry(
+        entry.now_s,
+        [_tagged(event) for event in entry.events],
+        [_tagged(action) for action in entry.actions],
+        entry.error,
+    )
+
+
+def _tagged(one: Event | Action) -> dict[str, Any]:
+    fields: dict[str, Any] = _finite(dataclasses.asdict(one))
+    return {"type": type(one).__name__, **fields}
+
+
+def _untagged(fields: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
+    tag = fields.get("type")
+    if not isinstance(tag, str) or tag not in kinds:
+        raise msgspec.ValidationError(f"type {tag!r} is none of {', '.join(kinds)}")
+    # Not strict: "inf" is a number here.
+    return msgspec.convert(fields, kinds[tag], strict=False)
+
+
+def _finite(value: Any) -> Any:
+    """Return the value with text in place of numbers that JSON does not support."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value

@@ -56,7 +56,7 @@ def test_a_damaged_snapshot_is_found_by_the_self_check(
     damaged = peer.snapshots["before"]
     os.pwrite(damaged.fd, os.urandom(4 << 20), 1 << 20)
     loaded = peer.load("after", tiny_models["tiny-llama"], snapshot=damaged)
-    assert "with its snapshot it answers" in loaded.snapshot_problem
+    assert "with its snapshot the model answers" in loaded.snapshot_problem
     assert loaded.self_check == first.self_check
     assert answer(peer, "after") == answer(peer, "tiny-llama")
     peer.call("check_integrity")

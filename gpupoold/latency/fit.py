@@ -118,7 +118,7 @@ def quality_of(law: Law[Any], samples: Sequence[PrefillSample | DecodeSample]) -
     residual = math.fsum((p - m) ** 2 for p, m in zip(predicted, measured, strict=True))
     relative = sorted(abs(p - m) / m for p, m in zip(predicted, measured, strict=True))
     return FitQuality(
-        # Times that do not vary leave nothing to explain: only an exact law explains all.
+        # If times do not vary, R2 is 1 for an exact law and 0 for all other laws.
         r_squared=1.0 - residual / spread if spread else float(residual == 0.0),
         mean_relative_error=math.fsum(relative) / len(relative),
         p90_relative_error=relative[math.ceil(0.9 * len(relative)) - 1],
@@ -139,7 +139,7 @@ def _fit(
     targets = []
     for sample in samples:
         terms = law.terms(sample.batch)
-        # What the floors leave unexplained is what the constants above them are for.
+        # The solver fits only the time beyond the floors.
         rest_s = sample.duration_s - math.fsum(f * x for f, x in zip(base, terms, strict=True))
         unit_s = sample.duration_s if weighting is Weighting.RELATIVE else 1.0
         rows.append([term / unit_s for term in terms])

@@ -15,7 +15,7 @@ from gpupoold.latency.shape import ModelShape
 def prefill_floors(
     shape: ModelShape, gpu: HardwareProfile, num_gpus: int = 1
 ) -> tuple[float, float, float]:
-    """Return floors of C1, C2, C3 of ``PrefillModel``: only C2 has one.
+    """Return floors of C1, C2, C3 of ``PrefillModel``: only C2 has a positive floor.
 
     Causal attention over a prompt of ``l`` tokens takes ``2 l^2`` operations per layer and per unit
     of width; the term is ``3 h l^2 / b``.
@@ -28,6 +28,6 @@ def prefill_floors(
 def decode_floors(
     shape: ModelShape, gpu: HardwareProfile, num_gpus: int = 1
 ) -> tuple[float, float, float]:
-    """Return floors of k2, c2, c3 of ``LinearDecode``: only k2 has one, reading a token's KV."""
+    """Return floors of k2, c2, c3 of ``LinearDecode``: only k2's, reading a token's KV, is set."""
     read_s = shape.kv_bytes_per_token / (gpu.memory_bandwidth_bytes_per_s * num_gpus)
     return read_s, 0.0, 0.0

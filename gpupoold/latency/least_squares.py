@@ -8,7 +8,7 @@ from itertools import combinations
 
 from gpupoold.latency.errors import FitError
 
-# A column is a combination of the others when less than this part of it is its own.
+# A column is dependent on earlier columns if less than this part of its length is left.
 _MIN_OWN_PART = 1e-9
 
 
@@ -41,7 +41,7 @@ def solve(
 
 
 def _best_non_negative(columns: list[list[float]], targets: Sequence[float]) -> list[float]:
-    """Try all subsets of columns: the non-negative optimum is the free optimum of its columns."""
+    """Return the best non-negative solution: the free optimum of some subset of columns."""
     width = len(columns)
     best = [0.0] * width
     best_error = math.fsum(target**2 for target in targets)
@@ -70,7 +70,7 @@ def _squared_error(
 
 
 def _householder(columns: list[list[float]], targets: Sequence[float]) -> list[float]:
-    """Reflect the columns, of unit length, to a triangle; then substitute back."""
+    """Solve for columns of unit length by reflection to a triangle and back substitution."""
     triangle = [list(column) for column in columns]
     right = list(targets)
     for k, column in enumerate(triangle):

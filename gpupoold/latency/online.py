@@ -12,7 +12,7 @@ from gpupoold.latency.models import Law
 
 LawT = TypeVar("LawT", bound=Law[Any])
 
-# Part of a step's time that a constant fitted as zero is first allowed to explain.
+# Part of a step's time that a constant fitted as zero may explain at first.
 _SHARE_OF_ZERO = 0.1
 
 
@@ -20,10 +20,10 @@ _SHARE_OF_ZERO = 0.1
 class OnlineSettings:
     """Speed and range of changes.
 
-    ``half_life``: observations after which an old one counts half. ``max_error``: larger relative
-    errors are clipped, so one stall has little effect and a lasting change prevails.
-    ``max_change``: a constant stays within this factor of its start. ``uncertainty``: of each
-    constant at the start, relative; it never grows beyond.
+    ``half_life``: number of observations after which an observation has half its weight.
+    ``max_error``: larger relative errors are clipped, so a single stall has little effect and a
+    lasting change prevails. ``max_change``: a constant stays within this factor of its start.
+    ``uncertainty``: relative uncertainty of each constant at the start, and the maximum later.
     """
 
     half_life: float = 200.0
@@ -56,7 +56,7 @@ class OnlineFit(Generic[LawT]):
     def __init__(self, law: LawT, settings: OnlineSettings | None = None) -> None:
         if not any(law.constants) or min(law.constants) < 0:
             raise LatencyError(
-                f"only a law that was fitted, with no negative constant, can be refined; got {law}"
+                f"only a fitted law without negative constants can be refined; got {law}"
             )
         self._settings = settings or OnlineSettings()
         self._law = law
@@ -77,10 +77,10 @@ class OnlineFit(Generic[LawT]):
         return self._law
 
     def observe(self, batch: Any, duration_s: float) -> float:
-        """Learn from one measured step; return its relative error before.
+        """Refine the law by one measured step; return the relative error of the prediction.
 
-        A time that is not positive and finite, or a batch with a prediction of zero, changes
-        nothing and returns 0.
+        Ignores a time that is not positive and finite, and a batch with a prediction of zero;
+        then returns 0.
         """
         predicted_s = self._law.predict_s(batch)
         if not (math.isfinite(duration_s) and duration_s > 0 and predicted_s > 0):
@@ -104,7 +104,7 @@ class OnlineFit(Generic[LawT]):
         spread = [
             math.fsum(c * x for c, x in zip(line, row, strict=True)) for line in self._covariance
         ]
-        # Noise counts as max_error / 3, so that clipped errors are rare where all is well.
+        # Noise is taken as max_error / 3, so that errors are rarely clipped in normal operation.
         noise = (self._settings.max_error / 3) ** 2
         gain_base = noise * self._forget + math.fsum(
             s * x for s, x in zip(spread, row, strict=True)

@@ -13,7 +13,7 @@ class Turn:
     waits.
 
     A step takes at most ``chunk_tokens``, prompt tokens plus one per answer, so that a prompt does
-    not delay answers beyond their target; None means the engine's own limit.
+    not delay answers beyond their target; None means the engine's limit.
     """
 
     turn_id: int

@@ -14,7 +14,7 @@ from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.events import Event
 
-# A copy of a core with a thousand requests takes some milliseconds: rare enough at this rate.
+# Copies, which take some milliseconds with a thousand requests, are rare enough at this size.
 MAX_STIMULI = 10_000
 
 
@@ -59,7 +59,7 @@ class Difference:
 
 
 class RecordedCore:
-    """A core that records its last ``max_stimuli`` calls, at least half as many."""
+    """A core that records its latest calls: ``max_stimuli`` at most, half as many at least."""
 
     def __init__(self, core: Core, max_stimuli: int = MAX_STIMULI) -> None:
         """Record from now on.
@@ -90,7 +90,7 @@ class RecordedCore:
         return tuple(one for segment in self._segments for one in segment.stimuli)
 
     def handle(self, events: Iterable[Event], now_s: float) -> list[Action]:
-        """As :meth:`Core.handle`, and raises the same."""
+        """Handle events as :meth:`Core.handle` does, with the same errors, and record the call."""
         told = tuple(events)
         segment = self._segments[-1]
         if len(segment.stimuli) >= self._max_per_segment:
@@ -128,7 +128,7 @@ def replay_on(core: Core, stimuli: Iterable[Stimulus]) -> Difference | None:
 
 
 def _new_segment(core: Core) -> Segment:
-    # Six times as fast as copy.deepcopy, and nothing for the garbage collector to walk.
+    # Six times as fast as copy.deepcopy, and without objects for the garbage collector to walk.
     return Segment(pickle.dumps(core, pickle.HIGHEST_PROTOCOL))
 
 

@@ -18,7 +18,7 @@ from gpupoold.scheduling.wait_estimate import next_token_in_s
 
 
 class Standing(StrEnum):
-    """The place of a live request."""
+    """The place of a live request: what the request waits for, or where it runs."""
 
     NO_DEVICE = "no-device"
     HELD = "held"
@@ -32,7 +32,7 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A model in line for a device; times are None where the policy does not say."""
+    """A model in a device's queue; times are None if the policy gives none."""
 
     model: str
     rule: Rule
@@ -101,7 +101,7 @@ def why_request(state: State, request: Request, now_s: float) -> RequestExplanat
 
 
 def standing_of(state: State, request: Request) -> Standing:
-    """The name for where a request is."""
+    """Return the place of a request."""
     if request.phase is RequestPhase.HELD or request.device is None:
         return Standing.HELD if request.model.hosts else Standing.NO_DEVICE
     if request.phase is RequestPhase.MOVING:

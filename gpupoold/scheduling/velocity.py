@@ -45,7 +45,7 @@ class LengthClasses:
                 raise ValueError(f"the ends of length classes must rise, got {ends}")
 
     def all(self) -> tuple[RequestClass, ...]:
-        """Every class, by prompt length, then output length."""
+        """Return every class, by prompt length, then output length."""
         return tuple(
             RequestClass(prompt, output)
             for prompt in self.prompt_tokens
@@ -70,7 +70,7 @@ def prefill_token_rate(rates_rps: Mapping[RequestClass, float]) -> float:
 
 
 def prefill_velocity(num_tokens: int, prefill_s: float) -> float:
-    """Prompt tokens per second of a saturated prefill device (section IV-B2)."""
+    """Return the prompt tokens per second of a saturated prefill device (section IV-B2)."""
     return num_tokens / _positive("prefill_s", prefill_s)
 
 
@@ -97,8 +97,8 @@ def decode_velocity(
 
     A request stays ``output * tbt`` and holds ``prompt + output / 2`` tokens on average, so that
     ``capacity / (prompt + output / 2)`` requests run at once, or ``max_batch_size``; each frees all
-    its tokens at its end. The paper measures the rate instead; ``tbt_s`` is the step time of that
-    batch.
+    its tokens at its end. The paper measures the rate instead; ``tbt_s`` is the step time of the
+    running batch.
     """
     held_tokens = kind.num_prompt_tokens + kind.num_output_tokens / 2
     num_running = _positive("kv_capacity_tokens", kv_capacity_tokens) / held_tokens
@@ -108,22 +108,22 @@ def decode_velocity(
 
 
 def prefillers_load(token_rate: float, prefill: float, network: float = math.inf) -> float:
-    """Prefill devices' worth of work: ``rate / min(V_P, V_N)``, before rounding (equation 2)."""
+    """Return the needed prefill devices before rounding, ``rate / min(V_P, V_N)`` (eq. 2)."""
     return _rate(token_rate) / _positive("velocity", min(prefill, network))
 
 
 def prefillers_needed(token_rate: float, prefill: float, network: float = math.inf) -> int:
-    """Prefill devices for ``token_rate`` prompt tokens/s (equation 2)."""
+    """Return the prefill devices needed for ``token_rate`` prompt tokens/s (equation 2)."""
     return _whole(prefillers_load(token_rate, prefill, network))
 
 
 def decoders_load(
     rates_rps: Mapping[RequestClass, float], velocities: Mapping[RequestClass, float]
 ) -> float:
-    """Decode devices' worth of work, before rounding (equation 3).
+    """Return the needed decode devices before rounding (equation 3).
 
-    The sum over classes of tokens that come, prompt and output, by the class's decode velocity.
-    Raises ValueError for a class with arrivals and no velocity.
+    The sum over classes of arriving tokens, prompt and output, divided by the class's decode
+    velocity. Raises ValueError for a class with arrivals and no velocity.
     """
     missing = [kind for kind in rates_rps if kind not in velocities]
     if missing:
@@ -137,7 +137,7 @@ def decoders_load(
 def decoders_needed(
     rates_rps: Mapping[RequestClass, float], velocities: Mapping[RequestClass, float]
 ) -> int:
-    """Decode devices for the mix, convertible ones included (equation 3).
+    """Return the decode devices needed for the mix, convertible devices included (equation 3).
 
     Classes share devices: the sum is rounded up, not each class.
     """
@@ -156,7 +156,7 @@ def convertible_decoders(max_decoders: int, burst_ratio: float) -> int:
 
 
 def regular_decoders(num_decoders: int, num_convertible: int) -> int:
-    """Return the decoders besides the convertible ones, which always run (equation 4)."""
+    """Return the decoders besides the convertible decoders, which always run (equation 4)."""
     return max(0, num_decoders - num_convertible)
 
 
@@ -178,7 +178,7 @@ def largest_chunk_tokens(step_s: Callable[[int], float], tbt_s: float, max_token
 
 
 def convertible_prefill_velocity(chunk_tokens: int, mean_batch_size: float, step_s: float) -> float:
-    """Prompt tokens per second beside the running answers: ``(chunk - batch) / step`` (eq. 5).
+    """Return the prompt tokens/s beside running answers: ``(chunk - batch) / step`` (eq. 5).
 
     0 if the answers alone fill the chunk. ``step_s`` is the target between tokens, or the
     measured time of a step with a full chunk.
@@ -189,9 +189,9 @@ def convertible_prefill_velocity(chunk_tokens: int, mean_batch_size: float, step
 def reserved_kv_bytes(velocity: float, ttft_s: float, kv_bytes_per_token: float) -> float:
     """Return the memory that a convertible decoder reserves for one prefill (equation 6).
 
-    The memory holds what the decoder can prefill within the target of the first token: a longer
-    prompt goes elsewhere. The equation's time factor is a reading of the text, which names the
-    other two.
+    The memory holds the tokens that the decoder can prefill within the target of the first token:
+    a longer prompt goes elsewhere. The time factor is inferred from the paper's text, which names
+    the other two factors.
     """
     return _rate(velocity) * ttft_s * kv_bytes_per_token
 
@@ -209,5 +209,5 @@ def _rate(value: float) -> float:
 
 
 def _whole(load: float) -> int:
-    """Rounded up, but without the last digits: 3.0000000000000004 needs three."""
+    """Return the load rounded up, without the last digits: 3.0000000000000004 needs three."""
     return math.ceil(round(load, 9))

@@ -7,7 +7,7 @@ restored under the same block numbers, so block tables stay valid.
 
 An extent that is not completely on the device is *offloaded*. The engine may not run requests with
 blocks in an offloaded extent, and the extent's free blocks are held until the extent is restored,
-so that no copy overwrites what the engine writes.
+so that no copy overwrites the engine's writes.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """Migrate a request that has its first token, with its KV, to another device."""
+    """Migrate a request with a token, and its KV, to another device."""
 
     request_id: str
     source: int

@@ -68,7 +68,7 @@ class RecordedCore:
             ValueError: ``max_stimuli`` is less than 2.
         """
         if max_stimuli < 2:
-            raise ValueError(f"a log of {max_stimuli} stimuli: it takes at least 2")
+            raise ValueError(f"max_stimuli is {max_stimuli}, must be at least 2")
         state = core.state
         self.core = core
         self._is_from_start = not (state.models or state.devices or state.requests)

@@ -119,7 +119,7 @@ class Hosted:
 
 @dataclass(frozen=True, slots=True)
 class Unhosted:
-    """A device can no longer run a model; its requests there wait for another device."""
+    """A device can no longer run a model; the model's requests wait for another device."""
 
     device: int
     model: str
@@ -161,7 +161,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A migrated request can continue: its KV is in host memory for the new device.
+    """A migrated request can continue: the KV is in host memory for the new device.
 
     ``num_tokens`` of its answer exist now, None if unchanged.
     """

@@ -1,4 +1,4 @@
-"""KV admission: requests that may be sent to a device, and requests that wait.
+"""KV admission: which requests may be sent to a device, and which wait.
 
 KV without space on a device is offloaded to its host cache; when the cache is full, KV would be
 dropped and recomputed. So requests wait in the daemon while the reservations of sent requests

@@ -43,7 +43,7 @@ class PackedRequest:
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens whose KV the request holds now, or after its prefill."""
+        """Tokens of KV that the request holds now, or after the prefill."""
         return self.num_prompt_tokens + self.num_output_tokens
 
     @property

@@ -30,7 +30,7 @@ class RoleTuning:
     # the second limit: spare time of one stage does not help a full stage.
     busiest_to_split: float = 0.95
     busiest_to_stay: float = 1.15
-    # Least decrease of the busier stage's load that justifies another split.
+    # Least decrease of the busier stage's load for a change to another split.
     worthwhile: float = 0.1
     # How long a wanted split must last, and how long a device keeps its role: convertible
     # decoders handle bursts.
@@ -38,7 +38,7 @@ class RoleTuning:
     least_stay_s: float = 30.0
     # Weights must fit beside this share of a device for KV.
     kv_share: float = 0.3
-    # Share of the load that one model must have: if several models take turns, answers on fewer
+    # Least share of a single model in the load: if several models take turns, answers on fewer
     # devices lose what prompts gain.
     main_share_to_split: float = 0.8
     main_share_to_stay: float = 0.6

@@ -16,8 +16,8 @@ from gpupoold.scheduling.rules import Rule
 # Added per request, whose last block is not full.
 _KV_BLOCK_TOKENS = 16
 
-# In queues a request counts as arrived this many TTFT targets earlier. The number is bounded, so
-# that requests of low priority wait only for requests that arrive soon after them.
+# In queues a request counts as arrived this many TTFT targets earlier. With the bound, requests of
+# low priority wait only for requests that arrive soon after.
 _HEAD_START = {Priority.HIGH: 1.0, Priority.NORMAL: 0.0, Priority.LOW: -1.0}
 
 

@@ -25,7 +25,7 @@ class RequestClass:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose KV a request of the class holds at its end."""
+        """Tokens of KV that a request of the class holds at the end."""
         return self.num_prompt_tokens + self.num_output_tokens
 
 

@@ -35,7 +35,7 @@ _OOM_SCORE_ADJ = Path("/proc/self/oom_score_adj")
 _PR_SET_PDEATHSIG = 1
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 # Thresholds of the daemon's garbage collector: new objects before a collection of generation 0,
-# such collections before generation 1, and those before generation 2.
+# such collections before generation 1, and collections of generation 1 before generation 2.
 _THRESHOLDS = (4_000, 25, 200)
 
 

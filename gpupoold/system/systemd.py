@@ -50,7 +50,7 @@ class Environment:
 
 
 def read_environment(variables: Mapping[str, str], pid: int) -> Environment:
-    """Read the variables, ignoring those meant for a process other than ``pid``."""
+    """Read the variables, ignoring variables for a process other than ``pid``."""
     is_ours = variables.get("LISTEN_PID") == str(pid)
     is_watched = variables.get("WATCHDOG_PID", str(pid)) == str(pid)
     watchdog_us = _count(variables.get("WATCHDOG_USEC")) if is_watched else 0

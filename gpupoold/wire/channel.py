@@ -263,7 +263,7 @@ class BlockingChannel(Generic[T]):
 
 def _can_be_read(sock: socket.socket, wake_fds: Sequence[int], timeout_s: float | None) -> bool:
     """Wait until the socket or one of ``wake_fds`` is readable; return whether the socket is."""
-    # select.select() fails for descriptors above 1,023, which a parent may pass on.
+    # select.select() fails for descriptors above 1,023, and a parent may pass larger numbers.
     poll = select.poll()
     for fd in (sock.fileno(), *wake_fds):
         poll.register(fd, select.POLLIN)
@@ -273,7 +273,7 @@ def _can_be_read(sock: socket.socket, wake_fds: Sequence[int], timeout_s: float 
 
 def _receive_some(sock: socket.socket, fds: _Descriptors) -> bytes:
     """Return received bytes, empty at the end of the stream; add descriptors to ``fds``."""
-    # Not socket.recv_fds(), which drops the flags: children would inherit the descriptors.
+    # socket.recv_fds() would drop the flags, and children would inherit the descriptors.
     room = socket.CMSG_LEN(_MAX_FDS * _INT.size)
     data, ancillary, flags, _ = sock.recvmsg(_READ_BYTES, room, socket.MSG_CMSG_CLOEXEC)
     came: list[int] = []

@@ -17,7 +17,7 @@ class WorkerReady(Message):
     """The worker owns its device and can load models.
 
     With ``shares_kv_host`` the message carries the memfd of the KV host cache.
-    ``bandwidth_bytes_per_s`` is the rate of switches including mapping; the link's rates are those
+    ``bandwidth_bytes_per_s`` is the rate of switches including mapping; the link's rates are rates
     of plain copies. ``kv_host_bytes`` is the size of the KV host cache, None for no limit.
     """
 
@@ -83,8 +83,8 @@ class StepOutputs(Message):
 
     ``frames`` is empty if a device without an engine made the tokens, which ``progress`` contains.
     ``step_s`` is the time of a pure decode step, None if the step prefilled. ``frame_counts`` has
-    the number of frames per frontend number, in the frames' order; empty means one frontend for all
-    frames. Each frontend gets its own frames and the progress of its own requests.
+    the number of frames per frontend number, in the order of the frames; empty means one frontend
+    for all frames. Each frontend gets the frames and the progress of its requests.
     """
 
     model: str

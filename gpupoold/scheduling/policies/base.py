@@ -33,9 +33,9 @@ class Placement(NamedTuple):
 
 
 class InLine(NamedTuple):
-    """A model waiting for its turn on a device, and the rule that chose its place.
+    """A model waiting for a turn on a device, and the rule that chose the model's place.
 
-    ``duration_s`` is the present length of its turn, None if the policy gives none.
+    ``duration_s`` is the present length of the turn, None if the policy gives none.
     """
 
     model: str

@@ -1,11 +1,10 @@
 """The default policy: every device prefills and decodes; :mod:`.planned_turns` orders turns.
 
-A model is served on the device that runs the model already, else on the device with the least load;
-among equals its home device is preferred. A request that a device has not begun stays in the
-daemon, and moves to another device that becomes less loaded. A full device begins another model
-only at the last moment, because another device may become free. A model with more load than one
-device can serve gets a second device. A device without KV memory for a request is full for that
-request.
+A model is served on the device that runs the model already, else on the device with the least load,
+preferring the home device among equals. A request that no device has begun stays in the daemon, and
+moves to another device with less load. A full device begins another model only at the last moment,
+because another device may become free. A model with too much load for one device gets a second
+device. A device without KV memory for a request is full for the request.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _KV_WEIGHT = 0.75
 LOAD_GRAIN = 0.1
 # Share of the TTFT target at which a turn cut short for a new request gives the first token.
 FIRST_TOKEN_SHARE = 0.7
-# Least duration of a planned turn, because its value is divided by its duration.
+# Least duration of a planned turn, because values are divided by durations.
 _LEAST_TURN_S = 1e-3
 
 

@@ -1,8 +1,8 @@
 """Migration of running answers off a decode device with more load than predicted.
 
-Answers are placed at their first token by predicted lengths. After wrong predictions one device may
-be full beside an idle one. Aladdin (appendix D) then sends new requests elsewhere; so does
-``first_token``, which uses the devices' real load. The remaining remedy is to migrate running
+Answers are placed at their first token by predicted lengths. After wrong predictions a device may
+be full beside an idle device. Aladdin (appendix D) then sends new requests elsewhere, as
+``first_token`` does, which uses the devices' real load. The remaining remedy is to migrate running
 answers.
 
 A migration costs a copy of the answer's KV out and in, during which the answer pauses. A migration

@@ -67,7 +67,7 @@ def test_an_snapshot_of_something_else_is_not_used(
 ) -> None:
     path = tiny_models["tiny-mixtral"]
     other = peer.load("other", path, snapshot=peer.snapshots["tiny-llama"])
-    assert "the snapshot is of another layout" in other.snapshot_problem
+    assert "the snapshot has another layout" in other.snapshot_problem
     assert other.layout_digest == peer.snapshots["tiny-mixtral"].layout_digest
     unlike = peer.snapshots["tiny-mixtral"]._replace(layout_digest="made by another version")
     assert "another layout" in peer.load("unlike", path, snapshot=unlike).snapshot_problem

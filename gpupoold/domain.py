@@ -1,4 +1,4 @@
-"""The words of the project as types: ids, targets, states. Standard library only."""
+"""Types for the project's terms: ids, targets, states. Standard library only."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Priority(StrEnum):
 
 
 KEY_BYTES_SHARE = 0.5
-"""Largest share of the bytes in flight for one API key, so that no key keeps all others out."""
+"""Largest share of the bytes in flight for one API key, so that no key blocks all others."""
 
 
 class FinishReason(StrEnum):

@@ -1,21 +1,21 @@
-"""Every error a user can see.
+"""The errors shown to users.
 
 GpupoolError
-├── ClientError            the caller can mend it
+├── ClientError            the caller can correct the cause
 │   ├── UsageError         malformed or contradictory input      (exit 2, HTTP 400)
 │   ├── ConfigError        the configuration file is wrong       (exit 2)
 │   ├── NoSuchModel        name not in the registry              (exit 4, HTTP 404)
 │   ├── NoSuchKey          no API key has that name              (exit 4, HTTP 404)
 │   ├── NoSuchRequest      no such live request                  (exit 4, HTTP 404)
-│   ├── Refused            understood, but will not be done      (exit 5, HTTP 409)
-│   └── Forbidden          the caller may not do that            (exit 5, HTTP 403)
+│   ├── Refused            understood, but refused               (exit 5, HTTP 409)
+│   └── Forbidden          the caller lacks the right            (exit 5, HTTP 403)
 └── ServerError            the daemon or the machine is at fault
-    ├── Failed             it was tried and did not work         (exit 1, HTTP 500)
-    ├── Unavailable        not now; ``retry_after_s`` says when   (exit 1, HTTP 503)
+    ├── Failed             an attempt failed                     (exit 1, HTTP 500)
+        ├── Unavailable        not now; retry after ``retry_after_s`` (exit 1, HTTP 503)
     ├── DaemonNotRunning   nothing answers at the admin socket   (exit 3)
     └── TimedOut           no answer within the time allowed     (exit 6, HTTP 504)
 
-``message`` says what was wrong and where, ``hint`` what to do about it.
+``message`` names the problem and its place, ``hint`` the remedy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GpupoolError(Exception):
 
 
 class ClientError(GpupoolError):
-    """The caller can mend it."""
+    """An error whose cause the caller can correct."""
 
 
 class UsageError(ClientError):
@@ -68,7 +68,7 @@ class NoSuchModel(ClientError):
 
 
 class NoSuchRequest(ClientError):
-    """The id is not that of a live request."""
+    """No live request has the id."""
 
     code = "no_such_request"
     exit_code = 4
@@ -76,7 +76,7 @@ class NoSuchRequest(ClientError):
 
 
 class Refused(ClientError):
-    """Understood, but will not be done."""
+    """The request was understood and refused."""
 
     code = "refused"
     exit_code = 5
@@ -92,7 +92,7 @@ class NoSuchKey(ClientError):
 
 
 class Forbidden(ClientError):
-    """The caller may not do that."""
+    """The caller lacks the right for the operation."""
 
     code = "forbidden"
     exit_code = 5
@@ -100,7 +100,7 @@ class Forbidden(ClientError):
 
 
 class ServerError(GpupoolError):
-    """The daemon or the machine is at fault."""
+    """An error of the daemon or the machine."""
 
 
 class Failed(ServerError):
@@ -110,7 +110,7 @@ class Failed(ServerError):
 
 
 class Unavailable(ServerError):
-    """Not now; ``retry_after_s`` says when to ask again."""
+    """The operation is impossible now; retry after ``retry_after_s``."""
 
     code = "unavailable"
     http_status = 503
@@ -121,7 +121,7 @@ class Unavailable(ServerError):
 
 
 class DaemonNotRunning(ServerError):
-    """Nothing answers at the admin socket."""
+    """No daemon answers at the admin socket."""
 
     code = "daemon_not_running"
     exit_code = 3
@@ -151,7 +151,7 @@ ALL_ERRORS: tuple[type[GpupoolError], ...] = (
 
 
 def error_from_code(code: str, message: str, hint: str = "") -> GpupoolError:
-    """Return the error that another process described; an unknown code becomes ``Failed``."""
+    """Return the error described by another process; an unknown code becomes ``Failed``."""
     for kind in ALL_ERRORS:
         if kind.code == code:
             return kind(message, hint)

@@ -1,4 +1,4 @@
-"""vLLM's backends for grammars, for workers and for children that try grammars."""
+"""vLLM's backends for grammars, used by workers and by processes that test grammars."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_backend(name: str, config: VllmConfig, tokenizer: Any) -> Any:
     """Return a new backend; takes up to a second for a large vocabulary.
 
     Raises:
-        KeyError: vLLM has no backend of this name that chooses itself.
+        KeyError: ``name`` is not xgrammar, guidance or outlines.
     """
     size = config.model_config.get_vocab_size()
     backend = _KINDS[name](config, tokenizer=tokenizer, vocab_size=size)
@@ -36,9 +36,9 @@ def make_backend(name: str, config: VllmConfig, tokenizer: Any) -> Any:
 def renew_compiler(backend: XgrammarBackend) -> None:
     """Give the backend a new compiler.
 
-    vLLM's compiler has 8 threads on any machine, which delay steps on few cores. And xgrammar 0.2.8
-    keeps masks of single rules, neither counted nor cleared, for the compiler's life (half a
-    megabyte for a schema of 100 fields).
+    vLLM's compiler has 8 threads on any machine, which delay steps on few cores. And a compiler of
+    xgrammar 0.2.8 keeps masks of single rules, neither counted nor cleared (half a megabyte for a
+    schema of 100 fields).
     """
     tokenizer = backend.compiler.compile_grammar('root ::= "a"').tokenizer_info
     backend.compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=_num_threads())

@@ -1,11 +1,11 @@
-"""Text from outside without the characters that would control a terminal or forge a line."""
+"""Removal of characters that control a terminal or forge a log line."""
 
 from __future__ import annotations
 
 import logging
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# C0 but for tab and newline, DEL, C1, and what else ends a line.
+# C0 without tab and newline, DEL, C1, and Unicode's line separators.
 _CONTROLS = dict.fromkeys(
     {*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029} - {ord("\t"), ord("\n")}, _REPLACEMENT
 )
@@ -13,7 +13,7 @@ _CONTINUATION = "    "
 
 
 def clean(text: str) -> str:
-    """Return ``text`` with every character replaced that is not printable, newlines too."""
+    """Return ``text`` with every unprintable character replaced, newlines too."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else _REPLACEMENT for one in text)
@@ -25,10 +25,10 @@ def without_controls(text: str) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """A formatter for records that hold text of clients.
+    """A formatter for records with text of clients.
 
-    Control characters are replaced, and further lines of a record are indented, so that no
-    message can look like another record.
+    Control characters are replaced, and further lines of a record are indented, so no message can
+    look like another record.
     """
 
     def format(self, record: logging.LogRecord) -> str:

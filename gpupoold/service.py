@@ -58,12 +58,12 @@ _NAMES_LIMIT_S = 5.0
 def main() -> None:
     """Run the daemon until a signal stops the process."""
     raise_file_limit()
-    faulthandler.enable()  # the watchdog ends a daemon that hangs by SIGABRT: tell where it was
+    faulthandler.enable()  # the watchdog ends a stuck daemon by SIGABRT
     arguments = _parse()
     try:
         file = read_config_file(arguments.config)
         if arguments.check_config:
-            print(f"{file.path or 'no file, the defaults'}: nothing wrong")
+            print(f"{file.path or 'no file, the defaults'}: valid")
             return
         _prepare_folders(file.settings)
         start_logging(file.settings)
@@ -81,8 +81,8 @@ def _drop_unlisted_variables(settings: Settings) -> None:
     dropped = drop_unlisted(os.environ, settings.security.vllm_variables)
     if dropped:
         _logger.warning(
-            "environment variables that vLLM does not get: %s; security.vllm_variables lists "
-            "those that it is to have",
+            "environment variables hidden from vLLM: %s; to pass a variable, add its name to "
+            "security.vllm_variables",
             ", ".join(dropped),
         )
 
@@ -120,8 +120,8 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
         groups = AdminGroups(settings.access.admin_group, settings.access.read_only_group)
         if not await groups.look_up(_NAMES_LIMIT_S):
             _logger.warning(
-                "the name service does not answer: restart gpupoold when it does, so that the "
-                "groups of the admin socket can open its file"
+                "the name service does not answer, so the groups of the admin socket cannot open "
+                "the socket: restart gpupoold when the name service answers"
             )
         admin = admin_listener(settings.paths.runtime_dir, groups, inherited.socket)
         admin_socket = stack.enter_context(admin)
@@ -141,9 +141,9 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
 
 
 def _stop_limit_s(settings: Settings) -> float:
-    """Return the longest time of stopping: the grace time of the frontends, then of the workers.
+    """Return the longest time of stopping in seconds.
 
-    Processes still running are then killed.
+    The frontends and then the workers have the grace time; processes still running are killed.
     """
     return 2 * settings.limits.stop_grace_s + _KILLING_S
 
@@ -199,7 +199,7 @@ async def _running_admin(
 
 
 class _AdminServer(uvicorn.Server):
-    """Uvicorn without signal handlers: signals are the daemon's."""
+    """Uvicorn without signal handlers: the daemon handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -214,7 +214,7 @@ def _check_tls(server: ServerSettings) -> None:
 
 def _prepare_folders(settings: Settings) -> None:
     paths = settings.paths
-    # Members of the admin group have to find the socket; nothing else is there.
+    # Members of the admin group must reach the socket, the only file there.
     runtime_mode = 0o755 if os.geteuid() == 0 else 0o700
     modes = {paths.state_dir: 0o700, paths.log_dir: 0o700, paths.runtime_dir: runtime_mode}
     for folder, mode in modes.items():
@@ -222,7 +222,8 @@ def _prepare_folders(settings: Settings) -> None:
             folder.mkdir(mode=mode, parents=True, exist_ok=True)
         except OSError as error:
             raise Failed(
-                f"{folder}: cannot be made: {error.strerror}", "change [paths] or its permissions"
+                f"{folder}: cannot be created: {error.strerror}",
+                "change [paths] or its permissions",
             ) from error
     check_runtime_dir(paths.runtime_dir)
 
@@ -231,7 +232,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpupoold", description=__doc__)
     parser.add_argument("--config", type=Path, help="TOML file; see docs/configuration.md")
     parser.add_argument(
-        "--check-config", action="store_true", help="see what is wrong in the file, and end"
+        "--check-config", action="store_true", help="check the configuration file and exit"
     )
     parser.add_argument("--version", action="version", version=__version__)
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""Durations and sizes as people write them: ``500ms``, ``2s``, ``5m``; ``24GiB``, ``1.5GB``."""
+"""Durations and sizes as text: ``500ms``, ``2s``, ``5m``; ``24GiB``, ``1.5GB``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _NUMBER_UNIT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
 
 
 def parse_duration_s(text: str) -> float:
-    """Seconds in ``text``; a bare number is seconds.
+    """Return the seconds in ``text``; a bare number is seconds.
 
     Raises:
-        ValueError: naming the text and the accepted units.
+        ValueError: ``text`` is not a duration; the message names the accepted units.
     """
     number, unit = _split(text, "a duration such as 500ms, 2s or 5m")
     if unit.lower() not in _DURATION_S | {"": 1.0}:
@@ -32,10 +32,10 @@ def parse_duration_s(text: str) -> float:
 
 
 def parse_size_bytes(text: str) -> int:
-    """Bytes in ``text``; ``kB`` is 1000, ``KiB`` is 1024, a bare number is bytes.
+    """Return the bytes in ``text``; ``kB`` is 1000, ``KiB`` is 1024, a bare number is bytes.
 
     Raises:
-        ValueError: naming the text and the accepted units.
+        ValueError: ``text`` is not a size; the message names the accepted units.
     """
     number, unit = _split(text, "a size such as 24GiB or 500MB")
     if unit.lower() not in _SIZE_BYTES:
@@ -45,8 +45,10 @@ def parse_size_bytes(text: str) -> int:
 
 
 def exact_size(num_bytes: int) -> str:
-    """The shortest text without a fraction that :func:`parse_size_bytes` reads as this size,
-    which is at most 8 PiB."""
+    """Return the shortest text without a fraction that ``parse_size_bytes`` reads as this size.
+
+    ``num_bytes`` is at most 8 PiB.
+    """
     found = [
         f"{num_bytes // unit_bytes}{name}"
         for name, unit_bytes in _SIZE_NAMES.items()
@@ -56,7 +58,7 @@ def exact_size(num_bytes: int) -> str:
 
 
 def exact_duration(seconds: float) -> str:
-    """A text that :func:`parse_duration_s` reads as exactly this duration, above 0 s."""
+    """Return a text that ``parse_duration_s`` reads as exactly this duration, above 0 s."""
     for unit, unit_s in reversed(_DURATION_S.items()):
         text = f"{round(seconds / unit_s)}{unit}"
         if seconds >= unit_s and parse_duration_s(text) == seconds:
@@ -65,7 +67,7 @@ def exact_duration(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Short form with three significant digits: ``1.25s``, ``340ms``, ``12us``."""
+    """Return a short form with three significant digits: ``1.25s``, ``340ms``, ``12us``."""
     if seconds < 0.9995e-3:
         return f"{_digits(seconds * 1e6)}us"
     if seconds < 0.9995:
@@ -78,7 +80,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Binary units with three significant digits: ``1.5 GiB``, ``512 B``."""
+    """Return binary units with three significant digits: ``1.5 GiB``, ``512 B``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1023.5:
             return f"{_digits(num_bytes)} {unit}"
@@ -87,7 +89,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three significant digits, never an exponent for large numbers."""
+    """Return three significant digits, without an exponent for large numbers."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""Short names of well-known open models. Anything else is given with ``--source``."""
+"""Short names of well-known open models; other models are given with ``--source``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checks of a checkpoint folder before any load.
 
-Errors that an engine would find minutes later, and code of other authors, are found from file
-names, JSON and the headers of the weight files. The worker checks whether the engine knows the
+The checks read file names, JSON and the headers of the weight files, and find errors that an engine
+would report minutes later, and custom code. The worker checks whether the engine knows the
 architecture.
 """
 
@@ -51,7 +51,7 @@ class CheckpointInfo:
     """The content of a checkpoint folder.
 
     ``num_parameters`` counts stored elements: packed quantized weights count less than the model's
-    own number. ``dtype`` is the configuration's, else the most common one in the weights.
+    own number. ``dtype`` is the configuration's, else the most common dtype of the weights.
     ``elements`` maps safetensors dtypes to numbers of elements. ``max_position_embeddings`` is None
     if not stated.
     """
@@ -75,8 +75,8 @@ def check_checkpoint(path: Path, *, allow_pickle: bool, allow_remote_code: bool)
     """Describe the checkpoint in folder ``path``. Blocks on file access.
 
     Raises:
-        Refused: the checkpoint is incomplete, damaged, or needs something forbidden; the message
-            names the file, the hint a remedy.
+        Refused: the checkpoint is incomplete, damaged, or needs a permission that is not given; the
+            message names the file, the hint a remedy.
     """
     names = _list_folder(path)
     require_complete(path)
@@ -118,7 +118,7 @@ def check_config(path: Path, *, allow_remote_code: bool) -> dict[str, Any]:
     file = path / layout.CONFIG_FILE
     if not os.path.isfile(file):
         raise Refused(
-            f"{path}: has no {layout.CONFIG_FILE}, so it is no checkpoint in Hugging Face format",
+            f"{path}: has no {layout.CONFIG_FILE}, so it is not a Hugging Face checkpoint",
             _gguf_hint(path),
         )
     config = _read_json(file)
@@ -131,8 +131,8 @@ def check_config(path: Path, *, allow_remote_code: bool) -> dict[str, Any]:
     culprit = _remote_code_file(path, config)
     if culprit is not None and not allow_remote_code:
         raise Refused(
-            f"{culprit}: 'auto_map' asks to run Python code that comes with the checkpoint",
-            "if you trust its author, set allow_remote_code = true under [security]",
+            f"{culprit}: 'auto_map' requires Python code that comes with the checkpoint",
+            "if you trust the code's author, set allow_remote_code = true under [security]",
         )
     return config
 
@@ -162,9 +162,9 @@ def _read_json(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise Refused(f"{file}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise Refused(f"{file}: is not valid JSON: {error}", "download it again") from error
+        raise Refused(f"{file}: is not valid JSON: {error}", "download the file again") from error
     if not isinstance(value, dict):
-        raise Refused(f"{file}: must hold a JSON object", "download it again")
+        raise Refused(f"{file}: must hold a JSON object", "download the file again")
     return value
 
 
@@ -181,7 +181,7 @@ def _remote_code_file(path: Path, config: dict[str, Any]) -> Path | None:
 def _weights(
     path: Path, names: Sequence[str], config: dict[str, Any], allow_pickle: bool
 ) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return weight files and numbers of elements by dtype."""
+    """Return the weight files, and the number of elements by dtype."""
     candidates, index_name = layout.safetensors_files(names)
     if index_name in names:
         index = _read_index(path / index_name)
@@ -199,7 +199,10 @@ def _weights(
 def _pickled_weights(
     path: Path, names: Sequence[str], config: dict[str, Any], allow_pickle: bool
 ) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return the same for pickles, estimated: reading a pickle would run code."""
+    """Return pickled weight files, and the number of elements, estimated from file sizes.
+
+    Reading a pickle would run code.
+    """
     files = layout.pickle_files(names)
     if not files:
         raise Refused(
@@ -222,12 +225,14 @@ def _pickled_weights(
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    """Return tensor → file name."""
+    """Return the index's map from tensor names to file names."""
     weight_map = _read_json(file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise Refused(f"{file}: has no 'weight_map'", "download it again")
+        raise Refused(f"{file}: has no 'weight_map'", "download the file again")
     if not all(isinstance(name, str) for name in weight_map.values()):
-        raise Refused(f"{file}: 'weight_map' must map tensors to file names", "download it again")
+        raise Refused(
+            f"{file}: 'weight_map' must map tensors to file names", "download the file again"
+        )
     return weight_map
 
 
@@ -253,7 +258,7 @@ def _require_indexed_tensors(
     if absent:
         raise Refused(
             f"{index_file}: tensor {absent[0]!r} should be in {index[absent[0]]} but is not "
-            f"({len(absent)} like it)",
+            f"({len(absent)} tensors are missing)",
             "index and weight files are of different versions; fetch the checkpoint again",
         )
 
@@ -264,7 +269,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _parts(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    """Yield the configuration, then its text model's if multimodal."""
+    """Yield the configuration, then the text model's configuration of a multimodal model."""
     yield config
     for key in ("text_config", "llm_config", "language_config"):
         if isinstance(part := config.get(key), dict):

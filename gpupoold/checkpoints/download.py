@@ -1,7 +1,7 @@
 """Resumable download of a checkpoint from the Hugging Face hub, with progress.
 
-The hub library's own snapshot function is not used: it drops the bytes of an interrupted file, and
-without a connection takes any non-empty folder for a finished download.
+``huggingface_hub.snapshot_download`` is not used: the function drops the bytes of an interrupted
+file, and without a connection accepts any non-empty folder as a finished download.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Stopped(Exception):
 
 
 def checkpoint_dir(download_dir: Path, repo_id: str, revision: str | None = None) -> Path:
-    """The folder in ``download_dir`` for this revision of a repository."""
+    """Return the folder in ``download_dir`` for a revision of a repository."""
     name = repo_id.replace("/", "--")
     suffix = f"@{revision.replace('/', '--')}" if revision else ""
     return download_dir / f"{name}{suffix}"
@@ -69,13 +69,13 @@ async def download(
     """Download a repository's checkpoint into ``target_dir`` and return that folder.
 
     A finished download of the same revision is returned at once, without a network; an interrupted
-    one is resumed. ``on_progress(done_bytes, total_bytes)`` is called in the running event loop.
-    Cancelling stops within one read timeout and keeps the downloaded bytes. ``model_dirs`` appear
-    in hints.
+    download is resumed. ``on_progress(done_bytes, total_bytes)`` is called in the running event
+    loop. Cancelling stops within one read timeout and keeps the downloaded bytes. ``model_dirs``
+    appear in hints.
 
     Raises:
         Refused: no such repository or revision, no access, no permitted file, no disk space, or the
-            folder is in use for something else.
+            folder has other content.
         Failed: the hub cannot be reached or the transfer keeps failing.
         UsageError: the repository id is malformed.
     """
@@ -98,7 +98,7 @@ async def download(
     except asyncio.CancelledError:
         job.stop.set()
         await asyncio.wait([task])
-        task.exception()  # seen, so that asyncio does not warn
+        task.exception()  # retrieved, so that asyncio does not warn
         raise
 
 
@@ -123,7 +123,7 @@ class _Progress:
 
 @dataclass
 class _Download:
-    """A run of a download, in a thread of its own."""
+    """One run of a download, in a separate thread."""
 
     hub: Hub
     revision: str | None
@@ -144,7 +144,7 @@ class _Download:
                 self._fetch(self._plan(found))
         except OSError as error:
             raise Failed(
-                f"writing to {error.filename or self.target_dir}: {error.strerror or error}"
+                f"cannot write {error.filename or self.target_dir}: {error.strerror or error}"
             ) from error
         except _Stopped:
             raise Failed(f"the download of {self.hub.repo_id} was stopped") from None
@@ -165,7 +165,7 @@ class _Download:
         if os.path.isdir(self.target_dir) and set(os.listdir(self.target_dir)) - own:
             raise Refused(
                 f"{self.target_dir} has files that were not downloaded by gpupool",
-                "use them with --source and this path, or remove the folder",
+                "use the files with --source and this path, or remove the folder",
             )
         return None
 
@@ -180,7 +180,7 @@ class _Download:
             except BlockingIOError:
                 raise Refused(
                     f"{self.hub.repo_id} is being downloaded to {self.target_dir} already",
-                    "wait for it to finish",
+                    "wait for that download to finish",
                 ) from None
             yield
 
@@ -218,7 +218,7 @@ class _Download:
         self._require_space(sum(f.num_bytes - fetcher.part_bytes(f) for f in missing))
         fetcher.progress = _Progress(sum(f.num_bytes for f in manifest.files), self.report)
         fetcher.progress.add(sum(f.num_bytes for f in manifest.files if f not in missing))
-        # What can be refused for its configuration is, before the weights are fetched.
+        # A bad configuration is refused before the weights are fetched.
         fetcher.fetch_all([f for f in missing if not layout.is_weight_file(f.path)])
         check_config(self.target_dir, allow_remote_code=self.allow_remote_code)
         fetcher.fetch_all([f for f in missing if layout.is_weight_file(f.path)])
@@ -230,13 +230,13 @@ class _Download:
         if needed_bytes > free_bytes:
             raise Refused(
                 f"{self.hub.repo_id} needs {format_bytes(needed_bytes)} more, but only "
-                f"{format_bytes(free_bytes)} are free at {self.target_dir}",
+                f"{format_bytes(free_bytes)} is free at {self.target_dir}",
                 "free some space or set paths.download_dir to a larger disk",
             )
 
 
 class _Fetcher:
-    """Fetches files of one commit into a folder; each is a partial file until complete."""
+    """Fetches files of one commit into a folder; an incomplete file is in ``PART_FOLDER``."""
 
     def __init__(self, hub: Hub, commit: str, target_dir: Path, stop: threading.Event) -> None:
         self.progress = _Progress(0, lambda _done, _total: None)
@@ -263,7 +263,7 @@ class _Fetcher:
                 raise next((e for e in errors if not isinstance(e, _Stopped)), errors[0])
 
     def _part(self, file: HubFile) -> Path:
-        # The digest in its name keeps a part of one version from being continued by another.
+        # The digest keeps a part of one version from being continued with another version.
         name = f"{file.path.replace('/', '--')}.{file.digest[:16]}"
         return self._target_dir / PART_FOLDER / name
 
@@ -296,12 +296,12 @@ class _Fetcher:
                 if num_fruitless >= MAX_FRUITLESS_ATTEMPTS:
                     raise Failed(
                         f"downloading {file.path}: {error}",
-                        "what was fetched is kept; try again later to go on",
+                        "the downloaded part is kept; try again later to continue",
                     ) from error
                 if self._stop.wait(FIRST_RETRY_S * 2**num_fruitless):
                     raise _Stopped from error
             if num_fruitless >= MAX_FRUITLESS_ATTEMPTS:
-                raise Failed(f"downloading {file.path}: the hub refuses to continue it")
+                raise Failed(f"downloading {file.path}: the hub refuses to continue the file")
 
     def _transfer(self, file: HubFile, part: Path) -> None:
         offset = part.stat().st_size
@@ -322,7 +322,7 @@ class _Fetcher:
                 size += len(chunk)
                 if size > file.num_bytes:
                     raise Failed(
-                        f"{file.path}: the hub sends more than the {file.num_bytes} bytes it named"
+                        f"{file.path}: the hub sends more than the announced {file.num_bytes} bytes"
                     )
                 output.write(chunk)
                 self.progress.add(len(chunk))
@@ -333,8 +333,8 @@ class _Fetcher:
         os.truncate(part, 0)
 
     def _is_intact(self, file: HubFile, part: Path) -> bool:
-        """Check large files by SHA-256, small ones by git's SHA-1 of a blob."""
-        if not file.digest:  # a mirror that does not tell
+        """Return whether a file's SHA-256, or for small files git's SHA-1 of a blob, is correct."""
+        if not file.digest:  # the mirror sends no digest
             return True
         if len(file.digest) == _SHA256_DIGITS:
             digest = hashlib.sha256()

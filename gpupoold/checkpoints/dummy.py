@@ -49,12 +49,12 @@ class DummyTensor(NamedTuple):
 def make_dummy_checkpoint(parent: Path, shape_name: str) -> Path:
     """Make (or keep, if present) ``parent/dummy-weights-SHAPE``.
 
-    ``shape_name`` is one of ``latency/shapes.toml``. Families with code of their own on the Hugging
+    ``shape_name`` is a key of ``latency/shapes.toml``. Families with custom code on the Hugging
     Face hub are written as Llamas of the same dimensions.
 
     Raises:
         UsageError: the shape is unknown, or the folder cannot be made.
-        Refused: the folder exists and was not made by this program.
+        Refused: the folder exists and was not made by this function.
     """
     try:
         shape = builtin_shape(shape_name)
@@ -64,7 +64,7 @@ def make_dummy_checkpoint(parent: Path, shape_name: str) -> Path:
     if target.exists():
         if not (target / RECIPE_FILE).exists():
             raise Refused(
-                f"{target} exists and is no dummy-weights checkpoint", "choose another folder"
+                f"{target} exists and is not a dummy-weights checkpoint", "choose another folder"
             )
         return target
     with whole_folder(target) as folder:
@@ -76,14 +76,14 @@ def tensors_of(shape: ModelShape, *, qkv_bias: bool) -> list[DummyTensor]:
     """Return all tensors, with exactly ``shape.num_parameters`` elements in total.
 
     Raises:
-        UsageError: no vocabulary size gives that number.
+        UsageError: no vocabulary size gives that number of elements.
     """
     layers = [tensor for i in range(shape.num_layers) for tensor in _layer(shape, i, qkv_bias)]
     inner = [*layers, DummyTensor("model.norm.weight", (shape.hidden_size,))]
     left = shape.num_parameters - sum(math.prod(tensor.shape) for tensor in inner)
     vocab_size, over = divmod(left, 2 * shape.hidden_size)
     if over or vocab_size <= 0:
-        raise UsageError(f"the parameters of {shape} do not add up")
+        raise UsageError(f"no vocabulary size gives {shape.num_parameters} parameters for {shape}")
     table = (vocab_size, shape.hidden_size)
     return [
         DummyTensor("model.embed_tokens.weight", table),
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", action="append", help="a model of latency/shapes.toml")
     args = parser.parse_args(argv)
     made = (make_dummy_checkpoint(args.dir, name) for name in args.shape or [DEFAULT_SHAPE])
-    # What a file takes on the disk: its holes take nothing.
+    # Bytes that a file takes on disk, where holes take no space.
     return print_made(made, lambda file: file.st_blocks * 512, as_json=args.json)
 
 

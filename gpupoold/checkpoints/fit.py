@@ -14,14 +14,14 @@ MODEL_DTYPE_BITS = {
     "float32": 32,
     "float": 32,
 }
-# Loading casts these to the model's dtype; integers and 8-bit floats are quantized data.
+# Loading casts these dtypes to the model's; integers and 8-bit floats are quantized data.
 _CAST_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
 
 
 def estimate_weight_bytes(info: CheckpointInfo, dtype: str) -> int:
     """Return the device bytes of the weights in ``dtype``; quantized tensors keep their size.
 
-    ``auto`` follows the engine: the checkpoint's own dtype, but 16 bits for float32.
+    ``auto`` follows the engine: the checkpoint's dtype, but 16 bits for float32.
 
     Raises:
         UsageError: the engine does not offer ``dtype``.
@@ -74,6 +74,6 @@ def _remedy(
 ) -> str:
     smaller_bytes = estimate_weight_bytes(info, "bfloat16")
     if smaller_bytes < weight_bytes and smaller_bytes + kv_bytes <= usable_bytes:
-        return f"with dtype bfloat16 it takes {format_bytes(smaller_bytes)} and fits"
-    needed = f"a device of at least {format_bytes(needed_bytes)} would do"
+        return f"with dtype bfloat16 the model takes {format_bytes(smaller_bytes)} and fits"
+    needed = f"use a device of at least {format_bytes(needed_bytes)}"
     return needed if info.quantization else f"{needed}, or a quantized version of the model"

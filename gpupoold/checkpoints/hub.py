@@ -1,4 +1,4 @@
-"""The Hugging Face hub: listing a repository, opening a file, and errors in plain words.
+"""The Hugging Face hub: listing a repository, opening a file, and readable errors.
 
 ``huggingface_hub`` is imported at the first download, not with this module, to save memory in a
 daemon that never downloads.
@@ -31,7 +31,7 @@ class Interrupted(Exception):
 
 
 class RangeRefused(Exception):
-    """The hub will not go on at the offset asked for: begin anew."""
+    """The hub refuses to continue at the requested offset: start again from 0."""
 
 
 def _endpoint() -> str:
@@ -87,15 +87,15 @@ class Hub:
     def open_file(
         self, commit: str, path: str, offset: int
     ) -> Iterator[tuple[int, Iterator[bytes]]]:
-        """The file's bytes from ``offset``, or from 0 if the hub ignores the offset.
+        """Open a file from ``offset`` on, or from 0 if the hub ignores the offset.
 
-        Yields where the bytes begin, and the bytes.
+        Yields the position of the first byte, and an iterator of the bytes.
 
         Raises:
             Interrupted: try again.
             RangeRefused: try again with offset 0.
             Refused: no access.
-            Failed: the hub refuses for good.
+            Failed: the hub refuses permanently.
         """
         from huggingface_hub import get_session, hf_hub_url
         from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, not in __all__
@@ -105,7 +105,7 @@ class Hub:
 
         url = hf_hub_url(self.repo_id, path, revision=commit, endpoint=self.endpoint)
         headers = build_hf_headers(library_name="gpupool")
-        # Offsets count bytes of the file itself, so nothing may compress it on its way.
+        # Offsets count bytes of the file, so the transfer must not be compressed.
         headers["Accept-Encoding"] = "identity"
         if offset:
             headers["Range"] = f"bytes={offset}-"
@@ -123,12 +123,12 @@ class Hub:
             if response.status_code == 206 and begin != offset:
                 raise RangeRefused
             start = offset if response.status_code == 206 else 0
-            # In the pieces they come in: a larger piece would be lost with the connection.
+            # In pieces as received: a larger piece would be lost with the connection.
             yield start, response.iter_bytes()
 
     @contextmanager
     def _transient_errors(self, commit: str) -> Iterator[None]:
-        """Broken connections and passing trouble of the hub become ``Interrupted``."""
+        """Raise ``Interrupted`` for broken connections and temporary failures of the hub."""
         from huggingface_hub.errors import HfHubHTTPError
 
         try:
@@ -144,7 +144,7 @@ class Hub:
 
     @contextmanager
     def _plain_errors(self, revision: str | None) -> Iterator[None]:
-        """Errors of the hub library become ours, in plain words."""
+        """Convert errors of the hub library to gpupool's errors with readable messages."""
         from huggingface_hub.errors import (
             HfHubHTTPError,
             HFValidationError,
@@ -184,7 +184,7 @@ class Hub:
             case RepositoryNotFoundError():
                 return Refused(
                     f"there is no repository {where}, or it is private",
-                    "check the spelling; a private one needs HF_TOKEN in the daemon's environment",
+                    "check the name; a private repository needs HF_TOKEN in the daemon's variables",
                 )
             case RevisionNotFoundError():
                 return Refused(
@@ -227,7 +227,7 @@ class Hub:
 
 
 def _range_begin(content_range: str) -> int | None:
-    """First byte of a ``Content-Range: bytes 5-9/10``."""
+    """Return the first byte of a ``Content-Range``, 5 for ``bytes 5-9/10``."""
     begin = content_range.removeprefix("bytes ").partition("-")[0]
     return int(begin) if begin.isdigit() else None
 

@@ -27,7 +27,7 @@ _TRAINING_STATE = (
     "rng_state*",
 )
 _SMALL = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "tokenizer.model*")
-# The second copy of the weights in Mistral's own format, and its configuration.
+# A second copy of the weights in Mistral's format, with a configuration.
 _MISTRAL_FORMAT = ("consolidated*", "params.json")
 _TEMPLATE_FOLDER = "additional_chat_templates"
 
@@ -35,7 +35,7 @@ _TEMPLATE_FOLDER = "additional_chat_templates"
 def safetensors_files(names: Iterable[str]) -> tuple[tuple[str, ...], str]:
     """Return candidate weight files and the name of the index that selects among them.
 
-    As in the engine, weights in Mistral's own format take precedence.
+    As in the engine, weights in Mistral's format take precedence.
     """
     files = _matching(names, ("*.safetensors",))
     if consolidated := _matching(files, ("consolidated*",)):
@@ -59,10 +59,9 @@ def files_to_download(
 ) -> tuple[str, ...]:
     """Return the part of a repository needed for serving.
 
-    Only the top folder counts, besides extra chat templates: subfolders hold other formats of the
-    same weights. Pickled weights are included only if allowed and without safetensors; code only if
-    allowed. Hidden files are never included, because the download keeps its own notes in such
-    files.
+    Apart from chat templates only the top folder counts: subfolders hold other formats of the same
+    weights. Pickled weights are included only if allowed and without safetensors; code only if
+    allowed. Hidden files are never included, because the download keeps its state in hidden files.
     """
     top = [path for path in paths if "/" not in path and not path.startswith(".")]
     wanted = set(_matching(top, _SMALL)) | set(_chat_templates(paths))
@@ -79,7 +78,7 @@ def files_to_download(
 
 
 def is_weight_file(name: str) -> bool:
-    """Return whether the file holds weights (these are large and come last in a download)."""
+    """Return whether a file has weights, which are large and downloaded last."""
     return bool(_matching((name,), ("*.safetensors", *_PICKLES)))
 
 

@@ -31,13 +31,13 @@ def whole_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder that becomes ``target`` at the end, and is removed after a failure.
 
     Raises:
-        UsageError: the folder cannot be made.
+        UsageError: the folder cannot be created.
     """
     scratch = target.parent / f".{target.name}.{os.getpid()}"
     try:
         scratch.mkdir(parents=True)
     except OSError as error:
-        problem = f"{target.parent}: no folder can be made there: {error.strerror}"
+        problem = f"{target.parent}: cannot create a folder: {error.strerror}"
         raise UsageError(problem, "choose another folder") from error
     try:
         yield scratch
@@ -64,7 +64,7 @@ def write_metadata(
 
 
 def maker_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """A command line with ``dir`` and ``--json``."""
+    """Return a parser of a command line with ``dir`` and ``--json``."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("dir", type=Path, help="folder below which the checkpoints are made")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")

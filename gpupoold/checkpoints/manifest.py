@@ -1,7 +1,7 @@
-"""The note of a download in its folder: its goal and its state.
+"""The manifest of a download, a file in the target folder: goal and state.
 
-An interrupted download continues with its first commit, so that no checkpoint mixes two. A finished
-one is used as it is, with or without a network.
+An interrupted download continues with its first commit, so no checkpoint mixes two commits. A
+finished download is used unchanged, with or without a network.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MANIFEST_FILE = ".gpupool-download.json"
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a repository; ``digest`` is its SHA-256 (LFS) or its git blob SHA-1."""
+    """A file of a repository; ``digest`` is the SHA-256 (LFS) or the git blob SHA-1."""
 
     path: str
     num_bytes: int
@@ -27,7 +27,10 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """``revision`` is the requested one, None for the default branch; ``commit`` its commit."""
+    """A download's goal and state.
+
+    ``revision`` is as requested, None for the default branch; ``commit`` is the revision's commit.
+    """
 
     repo_id: str
     revision: str | None
@@ -37,7 +40,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return the note in ``folder``; None without a readable note."""
+    """Return the manifest in ``folder``; None without a readable manifest."""
     try:
         raw = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
         files = tuple(HubFile(**file) for file in raw.pop("files"))
@@ -47,7 +50,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Replace the note in ``folder`` atomically, even across a power failure.
+    """Replace the manifest in ``folder`` atomically, even across a power failure.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -58,7 +61,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def require_complete(folder: Path) -> None:
-    """Refuse the folder of an unfinished download.
+    """Check that ``folder`` has no unfinished download.
 
     Raises:
         Refused: the download is unfinished; the hint has the repository.
@@ -67,5 +70,5 @@ def require_complete(folder: Path) -> None:
     if manifest is not None and not manifest.complete:
         raise Refused(
             f"{folder}: the download of {manifest.repo_id} did not finish",
-            f"add the model again with --source {manifest.repo_id} to go on with it",
+            f"add the model again with --source {manifest.repo_id} to continue the download",
         )

@@ -70,7 +70,7 @@ def _existing_folder(source: str) -> Path:
         path = Path(source).expanduser()
     except (RuntimeError, ValueError) as error:  # no such user; a null byte
         raise UsageError(f"source {source!r}: {error}") from error
-    # os.path rather than Path: it says no, and does not raise, where it may not look.
+    # os.path, not Path, which raises an error without permission to look.
     if os.path.isdir(path):
         return path.resolve()
     if os.path.exists(path):
@@ -101,7 +101,7 @@ def _hint(wanted: str, name: str, model_dirs: Sequence[Path]) -> str:
     return "; ".join(
         [f"similar: {', '.join(known[key] for key in near)}"] * bool(near)
         + [f"searched {searched} and the built-in names"]
-        + [f"name it yourself: gpupool add-model {name} --source {source}"]
+        + [f"give the source: gpupool add-model {name} --source {source}"]
     )
 
 

@@ -44,8 +44,8 @@ def read_tensors(path: Path) -> tuple[TensorEntry, ...]:
     """Return the tensors in the file, in the order of their data.
 
     Raises:
-        Refused: the file cannot be read, or is truncated, damaged or no safetensors file; the
-            message names the file and both sizes.
+        Refused: the file cannot be read, is truncated or damaged, or is not a safetensors file;
+            the message names the file, and both sizes of a truncated file.
     """
     try:
         header, data_bytes = _read_header(path)
@@ -61,7 +61,7 @@ def read_tensors(path: Path) -> tuple[TensorEntry, ...]:
 
 
 def elements_by_dtype(tensors: Iterable[TensorEntry]) -> dict[str, int]:
-    """Number of elements of each dtype."""
+    """Return the number of elements of each dtype."""
     counts: dict[str, int] = {}
     for tensor in tensors:
         counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.num_elements
@@ -116,7 +116,7 @@ def _check_metadata(metadata: object) -> None:
 
 
 def _tensor(name: str, entry: object, data_bytes: int) -> TensorEntry:
-    """Check one entry by itself; raise ValueError with the tensor's name."""
+    """Return an entry after checking it; raise ValueError with the tensor's name."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {name!r}: dtype, shape and data_offsets expected")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -144,7 +144,7 @@ def _are_sizes(values: object) -> bool:
 
 
 def _product(shape: list[int], limit: int) -> int:
-    """Number of elements, or some number above ``limit``: a damaged shape can be astronomic."""
+    """Return the product, or a number above ``limit``: a damaged shape can be astronomic."""
     if 0 in shape:
         return 0
     product = 1
@@ -163,11 +163,11 @@ def _require_exact_cover(path: Path, tensors: list[TensorEntry], data_bytes: int
     position = 0
     for tensor in tensors:
         if tensor.begin != position:
-            problem = "overlaps the one before" if tensor.begin < position else "leaves a hole"
+            problem = "overlaps the previous tensor" if tensor.begin < position else "leaves a hole"
             raise _damaged(
                 path,
                 f"tensor {tensor.name!r} begins at byte {tensor.begin} of the data, "
-                f"expected {position}: it {problem}",
+                f"expected {position}: the tensor {problem}",
             )
         position = tensor.end
     if position > data_bytes:

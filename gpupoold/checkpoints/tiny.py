@@ -43,8 +43,8 @@ RECIPE_FILE = "gpupool_tiny.json"
 
 _SIZE_TOLERANCE = 0.05
 
-# Standard deviations in units of 1/sqrt(fan_in), found by trying: sharp attention makes
-# the next token depend on the whole context, so that greedy text does not soon repeat.
+# Standard deviations in units of 1/sqrt(fan_in), found by experiment: sharp attention makes the
+# next token depend on the whole context, so that greedy text does not soon repeat.
 _QUERY_KEY_GAIN = 2.0
 _OUTPUT_GAIN = 2.0
 _LOGIT_STD = 3.0
@@ -82,7 +82,7 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes that scale with the wanted number of bytes."""
+    """Sizes that scale with the requested number of bytes."""
 
     num_heads: int
     num_layers: int
@@ -96,7 +96,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that determines a checkpoint's bytes, except the standard library's text."""
+    """The inputs that determine a checkpoint's bytes, except the standard library's text."""
 
     arch: str
     size_bytes: int
@@ -122,8 +122,8 @@ def make_checkpoint(parent: Path, recipe: Recipe) -> Path:
 
     Raises:
         UsageError: the architecture or dtype is unknown, no shape is near the size, or the folder
-            cannot be made.
-        Refused: the target folder exists and was not made by this program.
+            cannot be created.
+        Refused: the target folder exists and was not made by this function.
     """
     arch = _architecture(recipe)
     shape = shape_for(arch, recipe.size_bytes)
@@ -142,10 +142,10 @@ def make_checkpoint(parent: Path, recipe: Recipe) -> Path:
 
 
 def shape_for(arch: Architecture, size_bytes: int) -> Shape:
-    """The best-proportioned shape within 5 % of ``size_bytes`` of float32 weights.
+    """Return the best-proportioned shape within 5 % of ``size_bytes`` of float32 weights.
 
     Raises:
-        UsageError: no shape comes that near; the message gives the limits.
+        UsageError: no shape is within 5 %; the message gives the limits.
     """
     in_range = size_bytes <= MAX_SIZE_BYTES
     candidates = [
@@ -163,7 +163,7 @@ def shape_for(arch: Architecture, size_bytes: int) -> Shape:
 
 
 def num_weight_bytes(arch: Architecture, shape: Shape) -> int:
-    """Bytes of all weights at float32."""
+    """Return the bytes of all weights at float32."""
     return 4 * sum(math.prod(spec.shape) for spec in tensor_specs(arch, shape))
 
 
@@ -184,7 +184,7 @@ def tensor_specs(arch: Architecture, shape: Shape) -> Iterator[TensorSpec]:
 def _attention_specs(arch: Architecture, shape: Shape, prefix: str) -> Iterator[TensorSpec]:
     hidden = shape.hidden_size
     kv_width = _num_kv_heads(arch, shape) * HEAD_DIM
-    # A q/k norm undoes any scale of the projections: there the gain sits in the norm.
+    # A q/k norm removes any scale of the projections, so the norm has the gain.
     gain = 1.0 if arch.qk_norm else _QUERY_KEY_GAIN
     for name, width, std in (("q", hidden, gain), ("k", kv_width, gain), ("v", kv_width, 1.0)):
         yield _linear(f"{prefix}{name}_proj", hidden, width, std)
@@ -297,7 +297,7 @@ def _write_weights(
         tensors[spec.name] = tensor.to(dtype)
     path = folder / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # the library makes it readable by its owner only
+    path.chmod(0o644)  # safetensors makes files readable only by the owner
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ _END_OF_TEXT, _IM_START, _IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _TOOL_TAGS = ("<tool_call>", "</tool_call>")
 _NUM_TRAINING_FILES = 80
 
-# Written for blocks whose following newline is trimmed, as chat templates are rendered.
+# Requires Jinja's ``trim_blocks``, which Transformers sets for chat templates.
 _CHAT_TEMPLATE = r"""
 {%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
 {%- if system or tools -%}
@@ -44,7 +44,7 @@ _CHAT_TEMPLATE = r"""
 
 
 def write_tokenizer(folder: Path) -> list[int]:
-    """Train and write the tokenizer; returns the ids of all but printable ASCII."""
+    """Train and write the tokenizer; return the ids of all tokens except printable ASCII."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

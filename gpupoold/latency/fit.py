@@ -77,7 +77,7 @@ def quality_of(law: Law[Any], samples: Sequence[PrefillSample | DecodeSample]) -
     residual = math.fsum((p - m) ** 2 for p, m in zip(predicted, measured, strict=True))
     relative = sorted(abs(p - m) / m for p, m in zip(predicted, measured, strict=True))
     return FitQuality(
-        # Times that do not vary leave nothing to explain: only an exact law explains all.
+        # If times do not vary, R2 is 1 for an exact law and 0 for all other laws.
         r_squared=1.0 - residual / spread if spread else float(residual == 0.0),
         mean_relative_error=math.fsum(relative) / len(relative),
         p90_relative_error=relative[math.ceil(0.9 * len(relative)) - 1],

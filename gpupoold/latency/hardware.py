@@ -25,7 +25,8 @@ class HardwareProfile:
     """A kind of GPU.
 
     ``pcie_bandwidth_bytes_per_s`` is the practical rate of host-to-device copies; if
-    ``is_pcie_measured`` is false it comes from a GPU with the same link. ``bf16_flops`` is dense.
+    ``is_pcie_measured`` is false, the rate of another GPU with the same link. ``bf16_flops`` is
+    dense.
     ``sources`` has a sentence for each field of ``NUMBERS`` and for ``host_link``.
     """
 

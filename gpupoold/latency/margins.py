@@ -11,7 +11,7 @@ def slack_s(num_tokens: int, tbt_s: float, step_s: float) -> float:
     """Return the delay that ``num_tokens`` decoded steps earn: ``n (d - t)`` (Aegaeon, section
     4.3).
 
-    A request with ``num_tokens`` tokens in steps of ``step_s`` may wait that long before its next
+    A request with ``num_tokens`` tokens in steps of ``step_s`` may wait this long before its next
     token is late. Negative if steps are slower than the target.
     """
     if num_tokens < 0:
@@ -20,10 +20,10 @@ def slack_s(num_tokens: int, tbt_s: float, step_s: float) -> float:
 
 
 def cantelli_factor(tail_probability: float) -> float:
-    """Return the standard deviations above the mean exceeded at most that often, for any
-    distribution.
+    """Return the number of standard deviations for :func:`tail_bound_s`, for any distribution.
 
-    ``sqrt((1 - tau) / tau)`` (Aladdin, appendix G).
+    A value exceeds the mean by more than ``sqrt((1 - tau) / tau)`` deviations with at most the
+    probability ``tau`` (Aladdin, appendix G).
     """
     if not 0 < tail_probability < 1:
         raise LatencyError(f"a tail probability is between 0 and 1, got {tail_probability}")
@@ -48,7 +48,7 @@ def min_group_size(resource_error: float) -> int:
 
 
 def workers_needed(request_rate: float, workers_per_rate: float, base_workers: float) -> int:
-    """Workers for ``request_rate`` requests/s: ``ceil(k5 r + c5)`` (Aladdin, equation 7)."""
+    """Return the workers for ``request_rate`` requests/s: ``ceil(k5 r + c5)`` (equation 7)."""
     if request_rate < 0:
         raise LatencyError(f"a request rate cannot be negative, got {request_rate}")
     return max(0, math.ceil(_steady(workers_per_rate * request_rate + base_workers)))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 from gpupoold.latency.errors import LatencyError
 from gpupoold.latency.shape import ModelShape
 
-# Rows of a FlashAttention tile for heads of 128. C2 takes up any other choice.
+# Rows of a FlashAttention tile for heads of 128; another value only changes the fitted C2.
 ATTENTION_BLOCK_SIZE = 128
 
 PrefillBatch = Sequence[int]
@@ -44,7 +44,7 @@ class Law(Protocol[BatchT_contra]):
         ...
 
     def with_constants(self, constants: Sequence[float], /) -> Self:
-        """The same law with other numbers."""
+        """Return the same law with other constants."""
         ...
 
     def predict_s(self, batch: BatchT_contra, /) -> float: ...
@@ -73,7 +73,7 @@ class PrefillModel:
 
     @classmethod
     def of(cls, shape: ModelShape) -> Self:
-        """For a model's dimensions, constants still zero."""
+        """Return the law for a model's dimensions, with constants of zero."""
         return cls(shape.hidden_size, shape.intermediate_size)
 
     @property
@@ -81,14 +81,14 @@ class PrefillModel:
         return self.c1, self.c2, self.c3
 
     def terms(self, batch: PrefillBatch, /) -> tuple[float, ...]:
-        """``4th^2 + 2thm``, ``3 h t2 / b``, 1."""
+        """Return ``4th^2 + 2thm``, ``3 h t2 / b`` and 1."""
         tokens = _total_tokens(batch)
         squares = math.fsum(length * length for length in batch)
         h, m = self.hidden_size, self.intermediate_size
         return 4.0 * tokens * h * h + 2.0 * tokens * h * m, 3.0 * h * squares / self.block_size, 1.0
 
     def with_constants(self, constants: Sequence[float], /) -> Self:
-        """The same dimensions with other C1, C2, C3."""
+        """Return the law of the same dimensions with other C1, C2, C3."""
         c1, c2, c3 = constants
         return type(self)(self.hidden_size, self.intermediate_size, c1, c2, c3, self.block_size)
 
@@ -101,9 +101,9 @@ class PrefillModel:
 class DecodeModel:
     """Aegaeon, equation 6: ``C4 (4 h^2 + 2 h m) + C5 * 3 h t``.
 
-    ``t`` is here the number of tokens of context that the step attends to, over all
-    sequences of the batch. The first part is the reading of the weights, the same for
-    any batch; the equation has no term for the batch size.
+    ``t`` is the number of tokens of context that the step attends to, over all sequences of the
+    batch. The first part is the reading of the weights, equal for all batches; the equation has no
+    term for the batch size.
     """
 
     hidden_size: int
@@ -113,7 +113,7 @@ class DecodeModel:
 
     @classmethod
     def of(cls, shape: ModelShape) -> Self:
-        """For a model's dimensions, constants still zero."""
+        """Return the law for a model's dimensions, with constants of zero."""
         return cls(shape.hidden_size, shape.intermediate_size)
 
     @property
@@ -121,13 +121,13 @@ class DecodeModel:
         return self.c4, self.c5
 
     def terms(self, batch: DecodeBatch, /) -> tuple[float, ...]:
-        """``4h^2 + 2hm``, ``3 h t``."""
+        """Return ``4h^2 + 2hm`` and ``3 h t``."""
         _check_decode(batch)
         h, m = self.hidden_size, self.intermediate_size
         return 4.0 * h * h + 2.0 * h * m, 3.0 * h * batch.context_tokens
 
     def with_constants(self, constants: Sequence[float], /) -> Self:
-        """The same dimensions with other C4, C5."""
+        """Return the law of the same dimensions with other C4, C5."""
         c4, c5 = constants
         return type(self)(self.hidden_size, self.intermediate_size, c4, c5)
 
@@ -154,7 +154,7 @@ class LinearPrefill:
         return float(_total_tokens(batch)), 1.0
 
     def with_constants(self, constants: Sequence[float], /) -> Self:
-        """The law with other k1, c1."""
+        """Return the law with other k1, c1."""
         token_s, base_s = constants
         return type(self)(token_s, base_s)
 
@@ -182,12 +182,12 @@ class LinearDecode:
         return self.context_s, self.sequence_s, self.base_s
 
     def terms(self, batch: DecodeBatch, /) -> tuple[float, ...]:
-        """Total context, batch size, 1."""
+        """Return the total context, the batch size and 1."""
         _check_decode(batch)
         return float(batch.context_tokens), float(batch.batch_size), 1.0
 
     def with_constants(self, constants: Sequence[float], /) -> Self:
-        """The law with other k2, c2, c3."""
+        """Return the law with other k2, c2, c3."""
         context_s, sequence_s, base_s = constants
         return type(self)(context_s, sequence_s, base_s)
 
@@ -232,7 +232,7 @@ class SwitchModel:
 class LatencyModel:
     """A model on a device: all times for the scheduler.
 
-    ``is_scaled`` means that the constants come from the nearest measured pair; ``source`` names the
+    ``is_scaled``: the constants are scaled from the nearest measured pair; ``source`` names the
     origin.
     """
 
@@ -257,8 +257,8 @@ class LatencyModel:
 
         ``chunks``: per prompt the finished tokens and the tokens of this step. The result is a step
         of the batch, or the fixed part of a prefill without a batch, plus the tokens' contribution
-        to their prompts' prefill. The weights are read once; nothing else is assumed to overlap, so
-        real steps are rather shorter.
+        to their prompts' prefill. The weights are read once; no other overlap is assumed, so real
+        steps tend to be shorter.
         """
         prefill = self.prefill.predict_s
         tokens_s = math.fsum(prefill([done + new]) - prefill([done]) for done, new in chunks)

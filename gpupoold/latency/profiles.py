@@ -1,4 +1,4 @@
-"""Latency of a model on a GPU before anything was measured here: ``measured.csv``."""
+"""Latency of a model on a GPU without local measurements, from ``measured.csv``."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def latency_for(
 ) -> LatencyModel:
     """Return the latency of a model on ``num_gpus`` GPUs of one kind.
 
-    A packaged fit of the same dimensions on the same GPU is used directly; else that of the nearest
-    pair is scaled, and ``is_scaled`` is set.
+    A packaged fit of the same dimensions on the same GPU is used directly; else the fit of the
+    nearest pair is scaled, and ``is_scaled`` is set.
 
     ``gpu`` is a name known to ``hardware``. ``num_gpus`` is the size of the tensor-parallel group.
     ``bandwidth_bytes_per_s`` is the measured rate of host-to-device copies of the whole group, by
@@ -132,7 +132,7 @@ def _carried_over(
 def _rank(
     shape: ModelShape, gpu: HardwareProfile, fit: MeasuredProfile
 ) -> tuple[bool, float, int, str, str]:
-    """Same dimensions and GPU first, then the nearest; names make the choice unique."""
+    """Return a sort key: equal dimensions and GPU first, then the nearest; names break ties."""
     is_exact = hardware(fit.gpu) == gpu and _same_dimensions(fit.shape, shape)
     far = distance(shape, gpu, fit.shape, hardware(fit.gpu))
     parameters_off = abs(fit.shape.num_parameters - shape.num_parameters)
@@ -140,7 +140,10 @@ def _rank(
 
 
 def _same_dimensions(one: ModelShape, other: ModelShape) -> bool:
-    """Compare all but the vocabulary, which costs one row of the last layer per sequence."""
+    """Return whether all dimensions are equal, except the number of parameters.
+
+    The vocabulary costs only one row of the last layer per sequence.
+    """
     return all(
         getattr(one, name) == getattr(other, name)
         for name in one.__slots__

@@ -1,6 +1,6 @@
-"""Carrying measured constants over to a model or a GPU that was not measured.
+"""Scaling of measured constants to a model or a GPU without measurements.
 
-Each constant grows with what its term stands for:
+Each constant scales with the quantities behind its term:
 
     constant             with the model                 with the GPU
     C1 (projections)     layers (h, m are in the term)  compute
@@ -11,9 +11,9 @@ Each constant grows with what its term stands for:
     c3 (weights)         layers * (4h^2 + 2hm) * dtype  root of memory bandwidth
 
 Equation 6 counts a token's KV as 3h; KV bytes are the same for plain attention and right
-for grouped-query attention too. The root stands for a fixed part that is half reading
-weights, half launching kernels: with the full ratio there, and c2 carried like compute, each
-packaged pair was predicted worse from the others (``docs/latency.md`` has the errors).
+for grouped-query attention too. The root stands for a fixed part that is half reading weights,
+half launching kernels: with the full ratio, and c2 scaled like compute, each packaged pair was
+predicted worse from the other pairs (``docs/latency.md`` has the errors).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpupoold.latency.shape import ModelShape
 def distance(
     shape: ModelShape, gpu: HardwareProfile, other_shape: ModelShape, other_gpu: HardwareProfile
 ) -> float:
-    """Return the distance of a measured pair from the wanted one: sum of logarithms of ratios.
+    """Return the distance of a measured pair from a requested pair: sum of logarithms of ratios.
 
     Compares the work per token, the KV per token, compute and memory bandwidth.
     """

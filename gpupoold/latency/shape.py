@@ -11,7 +11,7 @@ from typing import Any
 
 from gpupoold.latency.errors import DataError, ShapeError
 
-# What the common field is called in configurations of other families.
+# Other families' names for the common fields of configurations.
 _NAMES: dict[str, tuple[str, ...]] = {
     "num_hidden_layers": ("n_layer", "num_layers"),
     "hidden_size": ("n_embd", "d_model"),
@@ -29,7 +29,7 @@ _DTYPE_BYTES = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
-# Their FFN is two matrices; all others' is a gate, an up and a down projection.
+# Types whose FFN has two matrices; other FFNs have a gate, an up and a down projection.
 _UNGATED_TYPES = frozenset(
     {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "phi", "starcoder2"}
 )
@@ -60,7 +60,7 @@ class ModelShape:
                 raise ShapeError(f"{name} must be a positive integer, got {value!r}")
         if self.num_heads % self.num_kv_heads:
             raise ShapeError(
-                f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}"
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
             )
 
     @property
@@ -87,7 +87,7 @@ def from_hf_config(
     ``config`` is the file as a dictionary; of a multimodal model, its ``text_config`` counts.
     ``num_parameters`` may come from the checkpoint's index; otherwise parameters are counted from
     the dimensions, which is exact for the Llama family (Llama, Yi, InternLM2, Mixtral) and misses
-    at most the biases of others. ``dtype`` of the weights and the KV defaults to the
+    at most the biases of other families. ``dtype`` of the weights and the KV defaults to the
     configuration's, else 16 bits.
 
     Raises:
@@ -103,7 +103,7 @@ def from_hf_config(
     heads = _read(text, "num_attention_heads")
     if "head_dim" not in text and hidden % heads:
         raise ShapeError(
-            f"hidden_size {hidden} is no multiple of num_attention_heads {heads} and there is "
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads} and there is "
             "no head_dim"
         )
     dtype_bytes = _dtype_bytes(text, dtype)
@@ -122,7 +122,7 @@ def from_hf_config(
 
 @cache
 def builtin_shapes() -> dict[str, ModelShape]:
-    """The shapes of ``shapes.toml`` by model name."""
+    """Return the shapes of ``shapes.toml`` by model name."""
     entries = tomllib.loads(
         resources.files("gpupoold.latency").joinpath("shapes.toml").read_text("utf-8")
     )

@@ -48,7 +48,7 @@ class StoredFit:
         if isinstance(law, PrefillModel | DecodeModel):
             sizes = law.hidden_size, law.intermediate_size
         if isinstance(law, PrefillModel):
-            # The block size is in C2: another one is only another unit of it.
+            # The block size is not stored: convert C2 to the default block size.
             c2 = law.c2 * ATTENTION_BLOCK_SIZE / law.block_size
             constants = law.c1, c2, law.c3
         quality = fit.quality
@@ -66,7 +66,7 @@ class StoredFit:
         """Return the prefill model.
 
         Raises:
-            DataError: the name is no prefill model, or the number of constants differs.
+            DataError: ``law`` is not a prefill model, or the number of constants differs.
         """
         laws: tuple[PrefillLaw, ...] = (
             PrefillModel(self.hidden_size, self.intermediate_size),
@@ -78,7 +78,7 @@ class StoredFit:
         """Return the decode model.
 
         Raises:
-            DataError: the name is no decode model, or the number of constants differs.
+            DataError: ``law`` is not a decode model, or the number of constants differs.
         """
         laws: tuple[DecodeLaw, ...] = (
             DecodeModel(self.hidden_size, self.intermediate_size),
@@ -103,8 +103,8 @@ class StoredFit:
 class Profile:
     """The result of a profiling run; a phase without enough points has no fit.
 
-    ``problem`` says why a fit is missing, empty if none is. ``duration_s`` is the device time of
-    the run.
+    ``problem`` is the reason for a missing fit, empty if both fits exist. ``duration_s`` is the
+    device time of the run.
     """
 
     prefill: StoredFit | None
@@ -146,14 +146,14 @@ class StoredLatency:
         return self.decode.decode_law().predict_s(DecodeBatch(batch_size, context_tokens))
 
     def switch_s(self, num_bytes: int) -> float:
-        """Seconds to copy ``num_bytes`` onto the device."""
+        """Return the seconds to copy ``num_bytes`` onto the device."""
         return SwitchModel(self.bandwidth_bytes_per_s).predict_s(num_bytes)
 
     def model(self) -> LatencyModel | None:
-        """The latency model; None while a phase has no fit.
+        """Return the latency model; None while a phase has no fit.
 
         Raises:
-            DataError: a stored law that this program does not know.
+            DataError: a stored law is unknown.
             LatencyError: the bandwidth is not positive.
         """
         if self.prefill is None or self.decode is None:

@@ -25,8 +25,8 @@ FILE_BYTES = 16 << 20
 NUM_OLD_FILES = 3
 MAX_LOG_BYTES = FILE_BYTES * (1 + NUM_OLD_FILES)
 
-# The kernel's limit for a pipe of an unprivileged user. The more a pipe holds, the less often a
-# child that writes waits for the daemon.
+# The kernel's limit for an unprivileged user. The larger a pipe, the less often a writing child
+# waits for the daemon.
 _PIPE_BYTES = 1 << 20
 _READ_BYTES = 1 << 18
 
@@ -59,7 +59,7 @@ class RotatingFile:
         self._fd = self._open()
 
     def write(self, data: bytes) -> None:
-        """Append; where the file is full a new one begins, if possible not within a line.
+        """Append; begin a new file when the file is full, if possible not within a line.
 
         Raises:
             OSError: the disk is full or the folder cannot be written. The rest of ``data`` is
@@ -118,7 +118,7 @@ class LogPipe:
             undo.callback(os.close, self.write_fd)
             self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
             undo.callback(os.close, self._stop_fd)
-            with contextlib.suppress(OSError):  # the user's pipes have much memory already
+            with contextlib.suppress(OSError):  # the limit of the user's pipes is reached
                 fcntl.fcntl(self.write_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             try:
                 thread.start()
@@ -169,8 +169,8 @@ class LogPipe:
         try:
             self._file.write(data)
             self._is_failing = False
-        except OSError as error:  # the child goes on, and what it writes is lost
+        except OSError as error:  # the child continues; its output is lost
             if not self._is_failing:
-                _logger.warning("%s cannot be written, lines are lost: %s", self._path, error)
+                _logger.warning("cannot write %s, so log lines are lost: %s", self._path, error)
             self._is_failing = True
         return len(data)

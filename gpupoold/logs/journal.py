@@ -24,10 +24,10 @@ _IDENTIFIER = "gpupoold"
 _SEND_TIMEOUT_S = 1.0
 _TOO_LARGE = (errno.EMSGSIZE, errno.ENOBUFS)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-# syslog(3)'s, as far as Python has such levels.
+# syslog(3)'s priorities of Python's levels.
 _PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
 _DEBUG_PRIORITY = 7
-# By the kind's first word: what an event's subject is.
+# The field for an event's subject, by the first word of the event's kind.
 _SUBJECT_FIELDS = {
     "self": "GPUPOOL_MODEL",
     "drain": "GPUPOOL_DEVICE",
@@ -55,7 +55,7 @@ def is_journal(fd: int, variables: Mapping[str, str]) -> bool:
 
 
 def encode(fields: Mapping[str, str]) -> bytes:
-    """A datagram for the journal."""
+    """Return a datagram for the journal."""
     parts = []
     for name, value in fields.items():
         data = value.encode(errors="surrogateescape")

@@ -77,7 +77,7 @@ def _shorten(record: logging.LogRecord) -> None:
             record.msg, record.args = _without_middle(text), ()
         if record.exc_info and not record.exc_text:
             record.exc_text = _without_middle(logging.Formatter().formatException(record.exc_info))
-    except Exception:  # as a handler does: what is wrong in a record harms nobody else
+    except Exception:  # as in handlers, a bad record must not raise
         record.msg, record.args = f"a record of {record.name} that cannot be formatted", ()
 
 

@@ -53,5 +53,5 @@ def shown_handler(stream: TextIO, variables: Mapping[str, str]) -> logging.Handl
     if not is_journal(stream.fileno(), variables):
         return logging.StreamHandler(stream)
     handler = JournalHandler()
-    handler.setFormatter(LineFormatter())  # the time and so on are in its fields
+    handler.setFormatter(LineFormatter())  # the time and level are in fields
     return handler

@@ -28,12 +28,12 @@ class AddressRange:
 
     @property
     def num_mapped(self) -> int:
-        """Pages of the pool this address range owns."""
+        """Number of pool pages mapped into this address range."""
         return self._num_mapped
 
     @property
     def physical_pages(self) -> list[int]:
-        """Pages of the pool that are mapped here."""
+        """Indices of the pool pages mapped into this address range."""
         return [page for page in self._physical if page >= 0]
 
     def num_missing(self, pages: range) -> int:
@@ -47,14 +47,14 @@ class AddressRange:
     def retain(
         self, pages: range, source: int | None = None, *, is_filled: bool = True
     ) -> list[range]:
-        """Retain ``pages``; map and fill unmapped ones, and return them.
+        """Retain ``pages``; map the unmapped pages among them and return these as ranges.
 
-        They are filled from the host bytes at ``source`` (which then covers the whole range) or
-        with zeros, so that no bytes of another model show. If not ``is_filled``, the caller fills
-        the pages before any reader.
+        New pages are filled from the host bytes at ``source`` (which covers all of ``pages``) or
+        with zeros, so that no bytes of another model are visible. If ``is_filled`` is false, the
+        caller fills the new pages before any reader.
 
         Raises:
-            OutOfPages: nothing was changed; as for any error of the device.
+            OutOfPages: nothing was changed, as after any error of the device.
         """
         missing = self._spans(pages, mapped=False)
         first = missing[0].start if missing else 0
@@ -139,7 +139,7 @@ class AddressRange:
         return self.address + page * self._device.page_bytes
 
     def _spans(self, pages: range, *, mapped: bool) -> list[range]:
-        """Return the longest runs of ``pages`` that are all mapped or all unmapped."""
+        """Return the longest runs of ``pages`` that are mapped (unmapped if not ``mapped``)."""
         if not mapped and not any(self._holders[pages.start : pages.stop]):
             return [pages]  # the usual case: a whole weight address range
         return as_ranges([page for page in pages if bool(self._holders[page]) == mapped])

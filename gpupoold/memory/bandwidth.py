@@ -10,7 +10,7 @@ from gpupoold.memory.pages import PagePool
 from gpupoold.memory.scratch import Scratch, scratch_memory
 from gpupoold.memory.transfers import BATCH_BYTES, cut
 
-# 3 ms of a fast link: what it costs to begin and to be woken hardly counts beside it.
+# Takes 3 ms on a fast link, so the cost of starting a copy and waking a thread is negligible.
 _PROBE_BYTES = 128 << 20
 _FILL_BYTES = 32 << 20
 _NUM_TRIES = 3
@@ -48,11 +48,11 @@ def measure_link(device: Device, pool: PagePool, num_bytes: int = _PROBE_BYTES) 
 
 
 def measure_fill(device: Device, pool: PagePool) -> float:
-    """Bytes per second of a switch: mapping pages and filling them; the best of three.
+    """Return the bytes per second of mapping and filling pages, as in a switch; best of three.
 
     Raises:
         OSError: the machine has too little memory.
-        CudaError: the driver refused something.
+        CudaError: a call of the driver failed.
     """
     num_pages = min(pool.num_free, max(1, _FILL_BYTES // device.page_bytes))
     with scratch_memory(device, pool, num_pages * device.page_bytes, is_mapped=False) as scratch:
@@ -70,7 +70,7 @@ def _fill_s(device: Device, scratch: Scratch) -> float:
 
 
 def _best_of(copy_stream: CopyStream, whole: Copy) -> float:
-    """Bytes per second of the quickest try; closes the copy stream."""
+    """Return the bytes per second of the fastest try; close the copy stream."""
     batches = list(cut([whole], BATCH_BYTES))
     try:
         return whole.num_bytes / min(_try_s(copy_stream, batches) for _ in range(_NUM_TRIES))

@@ -34,7 +34,7 @@ class FillTime:
     copy_s: float = 0.0
 
     def map_share_since(self, before: FillTime) -> float:
-        """Share of mapping in the time spent since ``before``; 0 when none was."""
+        """Return the share of mapping in the time since ``before``; 0 if no time was spent."""
         mapped, copied = self.map_s - before.map_s, self.copy_s - before.copy_s
         return mapped / (mapped + copied) if mapped + copied > 0 else 0.0
 
@@ -55,15 +55,15 @@ class Direction(Enum):
 
 
 class CopyStream(Protocol):
-    """Copies in one direction beside the engines' kernels, for one thread.
+    """Copies in one direction that overlap the engines' kernels; for use by one thread.
 
     Until a copy has finished, its pages must stay mapped, its host memory pinned, and no kernel may
     use its bytes. Kernels launched before ``fence`` finish before any copy that starts ``after``
-    the fence. If a device has several copy streams per direction, a fence of one holds for all.
+    the fence. If a device has several copy streams per direction, a fence of any applies to all.
     """
 
     def fence(self) -> int:
-        """Return a mark after everything that engines have launched; for the turn loop's thread."""
+        """Return a fence after all kernels launched so far; called by the turn loop's thread."""
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
         """Start ``copies`` as one batch, in any order; return its number for ``wait``.
@@ -75,16 +75,17 @@ class CopyStream(Protocol):
         """Return when a batch and all earlier ones have finished."""
 
     def close(self) -> None:
-        """No copy comes any more; from any thread."""
+        """Close the copy stream, on which no copy may start any more; callable by any thread."""
 
 
 class Device(ABC):
-    """One device's memory. All calls come from the worker's turn loop, except those of copy
-    streams.
+    """One device's memory.
+
+    The worker's turn loop makes all calls, except those of copy streams and of ``DeviceThread``.
 
     Physical pages ``0 .. num_pages - 1`` exist from construction to ``close``; the page pool
-    decides on their owners. Addresses are plain integers and valid for tensors while pages are
-    mapped there.
+    assigns the pages to owners. Addresses are plain integers, valid for tensors while pages are
+    mapped.
     """
 
     page_bytes: int
@@ -93,7 +94,7 @@ class Device(ABC):
     table_pages: int = 1
     """Pages per page table, where moving a whole table makes mapping cheaper."""
     numa_node: int = -1
-    """The node with the nearest host memory, -1 if all are equal."""
+    """NUMA node with the nearest host memory, -1 if all nodes are equal."""
 
     def __init__(self) -> None:
         self.spent = FillTime()
@@ -135,11 +136,11 @@ class Device(ABC):
 
     @abstractmethod
     def copy_in(self, address: int, source: int, num_bytes: int) -> None:
-        """Host to device."""
+        """Copy ``num_bytes`` from host address ``source`` to the device's ``address``."""
 
     @abstractmethod
     def copy_out(self, target: int, address: int, num_bytes: int) -> None:
-        """Device to host."""
+        """Copy ``num_bytes`` from the device's ``address`` to host address ``target``."""
 
     @abstractmethod
     def open_copy_stream(self, direction: Direction) -> CopyStream:
@@ -151,16 +152,17 @@ class Device(ABC):
 
     @abstractmethod
     def free_bytes(self) -> int | None:
-        """Return the free device memory outside of the pages; None without such memory."""
+        """Return the free bytes of device memory outside of the pages; None without such memory."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Return when every copy asked for before has ended."""
+        """Return when all copies started earlier have finished."""
 
     @abstractmethod
     def pin(self, address: int, num_bytes: int) -> None:
-        """Pin host memory for full-speed copies. Slow on a GPU (0.1 s per GB): never in a
-        switch.
+        """Pin host memory for full-speed copies.
+
+        Slow on a GPU (0.1 s per GB), so never called in a switch.
 
         After an exception nothing is pinned.
         """
@@ -171,45 +173,45 @@ class Device(ABC):
 
     @abstractmethod
     def lend(self, runs: list[PageRun]) -> None:
-        """Leave the memory of unmapped pages to other users of the device until ``reclaim``."""
+        """Release the memory of unmapped pages to other users of the device until ``reclaim``."""
 
     @abstractmethod
     def reclaim(self, runs: list[PageRun]) -> None:
-        """Reclaim runs that ``lend`` released; their users must have freed the memory."""
+        """Reclaim runs that ``lend`` released; the other users must have freed the memory."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give all physical memory back; every address range must have been released."""
+        """Free all physical memory; every address range must have been released before."""
 
 
 class BlockWatcher(Protocol):
     """An observer of the blocks that a request or a hold starts or stops using."""
 
     def taken(self, block_ids: Iterable[int]) -> None:
-        """Free blocks are in use now."""
+        """Handle free blocks that have become used."""
 
     def freed(self, block_ids: Iterable[int]) -> None:
-        """Blocks are not in use any more."""
+        """Handle used blocks that have become free."""
 
 
 class BlockLedger(Protocol):
-    """The engine's own account of its blocks. Block 0 is its null block and never listed."""
+    """The engine's account of its blocks; never lists block 0, the engine's null block."""
 
     def watch(self, watcher: BlockWatcher) -> None:
-        """Tell ``watcher`` of every change from now on; all blocks must be free."""
+        """Report every later change to ``watcher``; all blocks must be free."""
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Take free blocks out of the engine's reach; drop their cached prefixes."""
+        """Remove free blocks from the engine's free list; drop their cached prefixes."""
 
     def keep(self, block_ids: Sequence[int]) -> None:
         """Add a reference to a request's blocks, so that the blocks outlive the request."""
 
     def give(self, block_ids: Sequence[int]) -> None:
-        """Put held blocks back on the engine's free list."""
+        """Drop the reference of ``hold`` or ``keep``; blocks without another become free."""
 
     def live(self, block_ids: Iterable[int]) -> list[int]:
         """Return the blocks in use by a request or a hold."""
 
     @property
     def num_free(self) -> int:
-        """Blocks the engine could hand out now."""
+        """Number of blocks that the engine could allocate now."""

@@ -1,6 +1,6 @@
-"""A thread for slow calls of a device, which would stop the turn loop.
+"""A thread for slow device calls that would block the turn loop.
 
-On a GPU pinning host memory takes 0.1 s per GB, and unpinning takes time too.
+On a GPU, pinning host memory takes 0.1 s per GB, and unpinning takes time too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class DeviceThread:
-    """One thread that may call ``pin`` and ``unpin`` of a device, and runs jobs in order."""
+    """One thread that runs jobs in order; jobs may call ``pin`` and ``unpin`` of a device."""
 
     def __init__(self, device: Device, name: str) -> None:
         self._copy_stream = device.open_copy_stream(Direction.IN)

@@ -1,11 +1,11 @@
-"""A small real device on the CPU: a memfd is the memory, moved page tables the mapper.
+"""An emulated device on the CPU: a memfd is the memory, and mapping moves page-table entries.
 
-Limits, mapping and copies are real; only the address space is shared with the
-host. All pages are mapped once at a *home* range; mapping one elsewhere moves
-its page-table entries there with ``mremap``, unmapping moves them back. That
-costs about 1 ms for 300 MB, where ``mmap`` with ``MAP_POPULATE`` and its undoing
-cost as much as the copy. Where both addresses are alike modulo what a page table
-maps, the kernel moves the table instead of its entries, in a tenth of the time.
+Limits, mapping and copies are real; only the address space is shared with the host. All pages are
+mapped once at a *home* range. Mapping a page elsewhere moves the page-table entries there with
+``mremap``, unmapping moves the entries back: about 1 ms for 300 MB, whereas ``mmap`` with
+``MAP_POPULATE`` and ``munmap`` take as long as the copy. If both addresses are equal modulo the
+size that a page table maps, the kernel moves the table instead of its entries, in a tenth of the
+time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _TABLE_BYTES = 2 << 20  # with pages of 4 KiB
 def default_page_bytes(device_bytes: int) -> int:
     """Return 64 KiB, more for large devices: a process may have only 65,530 mappings.
 
-    At worst each page takes two, itself and the gap behind; torch has thousands.
+    At worst each page takes two mappings, for the page and for the gap behind; torch has
+    thousands of mappings.
     """
     page_bytes = 64 << 10
     while device_bytes // page_bytes > _MAX_PAGES:
@@ -39,10 +40,10 @@ def default_page_bytes(device_bytes: int) -> int:
 
 
 class _MemcpyCopyStream:
-    """A copy stream whose copies finish in ``begin``, by one thread."""
+    """A copy stream whose ``begin`` makes the copies in the calling thread."""
 
     def fence(self) -> int:
-        """Return at once: kernels on the CPU have finished."""
+        """Return at once: kernels on the CPU are synchronous."""
         return 0
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
@@ -51,10 +52,10 @@ class _MemcpyCopyStream:
         return 0
 
     def wait(self, batch: int) -> None:
-        """Return at once: no copy is under way."""
+        """Return at once: ``begin`` has finished the copies."""
 
     def close(self) -> None:
-        """Close nothing."""
+        """Do nothing: a CPU copy stream has no resources."""
 
 
 class EmulatedDevice(Device):
@@ -85,7 +86,7 @@ class EmulatedDevice(Device):
         self._copier = ThreadPoolExecutor(1, "copier")
 
     def reserve(self, num_pages: int) -> int:
-        """See :meth:`Device.reserve`. Begins where a page table does."""
+        """Reserve addresses from the first address of a page table on."""
         num_bytes = num_pages * self.page_bytes
         start = libc.mmap(None, num_bytes + _TABLE_BYTES, libc.PROT_NONE, _UNMAPPED, -1, 0)
         before = -start % _TABLE_BYTES
@@ -115,7 +116,7 @@ class EmulatedDevice(Device):
             num_bytes = run.num_pages * self.page_bytes
             libc.move_pages(address, self._home + run.first * self.page_bytes, num_bytes)
             address += num_bytes
-        # What is left here would quietly map the old pages again when touched.
+        # The remaining mapping would silently map the old pages again when touched.
         fixed = _UNMAPPED | libc.MAP_FIXED
         libc.mmap(start, address - start, libc.PROT_NONE, fixed, -1, 0)
 
@@ -151,10 +152,10 @@ class EmulatedDevice(Device):
         return None
 
     def synchronize(self) -> None:
-        """Copies are synchronous here."""
+        """Do nothing: copies are synchronous."""
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Copies here are as quick from any memory."""
+        """Do nothing: copies are equally fast from all memory."""
 
     def unpin(self, address: int, num_bytes: int) -> None:
         """Do nothing: no memory is pinned."""
@@ -174,14 +175,14 @@ class EmulatedDevice(Device):
         if num_bytes < _PARALLEL_BYTES:
             libc.memcpy(target, source, num_bytes)
             return
-        half = num_bytes // 2  # two threads saturate the memory bus of a small box; one does not
+        half = num_bytes // 2  # two threads, unlike one, saturate a small machine's memory bus
         other = self._copier.submit(libc.memcpy, target + half, source + half, num_bytes - half)
         libc.memcpy(target, source, half)
         other.result()
 
 
 def _num_copiers() -> int:
-    """Return the number of copying threads beside the stepping one: free cores, at most 2.
+    """Return the number of copying threads: one per core except the stepping thread's, 1 or 2.
 
     With one thread too many, a copy waits milliseconds for a core.
     """

@@ -1,4 +1,4 @@
-"""Places of a KV address range's extents and use of their blocks, updated on every change.
+"""Place and block use of each extent of a KV address range, updated on every change.
 
 A model may have thousands of extents, and the turn loop reads the index between two tokens. No
 method walks over all extents in Python.
@@ -16,28 +16,29 @@ from gpupoold.memory.geometry import KvGeometry
 class Place(IntEnum):
     """The place of an extent's bytes."""
 
-    UNBACKED = 0  # nowhere
+    UNBACKED = 0  # no memory
     DEVICE = 1
     LEAVING = 2  # being copied to the host; still whole on the device
     HOST = 3
     ARRIVING = 4  # being copied to the device; still whole on the host
 
 
-_PLACES = tuple(Place)  # by code: a tenth of the time of a look-up by the class
+_PLACES = tuple(Place)  # by value: ten times faster than ``Place(value)``
 AWAY = (Place.LEAVING, Place.HOST, Place.ARRIVING)
-# By place: maps its code to 1, others to 0.
+# For each place a ``bytes.translate`` table: 1 for the place's value, 0 for other values.
 _IS_AT = [bytes(code == place for code in range(256)) for place in Place]
 
 
 class ExtentIndex:
     """Places of all extents, and the number of used blocks in each.
 
-    A block is in use from ``taken`` to ``freed``; the null block never is. An extent is *idle* when
-    on the device without a used block. ``version`` changes with each extent's place or idleness.
+    A block is in use from ``taken`` to ``freed``; the null block is never in use. An extent is
+    *idle* while on the device without a used block. ``version`` increases with every change of an
+    extent's place or idleness.
     """
 
     def __init__(self, geometry: KvGeometry) -> None:
-        """Begin with all extents unbacked and no block in use."""
+        """Begin with all extents unmapped and no block in use."""
         self._geometry = geometry
         self._size = geometry.blocks_per_extent
         self._places = bytearray(geometry.num_extents)
@@ -46,7 +47,7 @@ class ExtentIndex:
         self._counts = [geometry.num_extents, 0, 0, 0, 0]  # by place
         self.num_idle = 0
         self.num_used_on_device = 0
-        """Blocks in use of extents on the device."""
+        """Number of used blocks in extents on the device."""
         self.version = 0
         self._freed_away: set[int] = set()
 
@@ -54,7 +55,7 @@ class ExtentIndex:
         return _PLACES[self._places[extent]]
 
     def put(self, extents: Iterable[int], place: Place) -> None:
-        """Record extents at ``place``."""
+        """Record ``place`` as the place of extents."""
         places, counts, used = self._places, self._counts, self._num_used
         for extent in extents:
             before = places[extent]
@@ -110,7 +111,7 @@ class ExtentIndex:
         return self._counts[place]
 
     def extents(self, place: Place) -> list[int]:
-        """All extents at ``place``, lowest first."""
+        """Return all extents at ``place``, lowest first."""
         if not self._counts[place]:
             return []
         is_there = self._places.translate(_IS_AT[place])
@@ -129,12 +130,12 @@ class ExtentIndex:
         return list(compress(range(len(self._is_idle)), self._is_idle))[::-1]
 
     def num_pages(self, place: Place) -> int:
-        """Return the pages of the extents at ``place``, in an aligned geometry."""
+        """Return the number of pages of extents at ``place``, in an aligned geometry."""
         return self._pages_of(self._counts[place], self._places[-1] == place)
 
     @property
     def num_idle_pages(self) -> int:
-        """Pages of the idle extents, in an aligned geometry."""
+        """Number of pages of the idle extents, in an aligned geometry."""
         return self._pages_of(self.num_idle, bool(self._is_idle[-1]))
 
     def check(self, used: Iterable[int]) -> None:

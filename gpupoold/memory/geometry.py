@@ -1,8 +1,8 @@
-"""Places of a KV block's bytes for any layout of vLLM. Pure arithmetic.
+"""Byte ranges of KV blocks in any of vLLM's layouts. Pure arithmetic.
 
 All KV tensors of a model are views of one buffer. In a *row*, block ``b`` has ``num_bytes`` bytes
 at ``offset + b * stride``: one row per layer when layers are outermost, a single row when blocks
-are.
+are outermost.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ class KvRow:
 class KvGeometry:
     """Rows of a KV buffer, cut into extents of consecutive blocks.
 
-    An extent is mapped, moved and unmapped as a whole: the fewest blocks that fill whole pages in
-    every row, so that extents seldom share a page.
+    An extent is mapped, moved and unmapped as a whole. An extent has the fewest blocks that fill
+    whole pages in every row, so that extents seldom share a page.
     """
 
     num_blocks: int
     page_bytes: int
     rows: tuple[KvRow, ...]
     blocks_per_extent: int = field(init=False)
-    """Blocks in every extent but perhaps the last."""
+    """Blocks in every extent except perhaps the last."""
     is_aligned: bool = field(init=False)
-    """True if no two extents or rows share a page, and neighbours leave no gap."""
+    """True if no two extents or rows share a page, and adjacent extents leave no gap."""
     extent_pages: int = field(init=False)
     """Pages of every extent except perhaps the last, in an aligned geometry."""
     short_pages: int = field(init=False)
     """Number of pages missing from the last extent."""
 
     def __post_init__(self) -> None:
-        # Asked for every extent of every switch: worked out once.
+        # Computed once, because every switch reads these values for every extent.
         object.__setattr__(self, "blocks_per_extent", self._blocks_per_extent())
         object.__setattr__(self, "is_aligned", self._is_aligned())
         first, last = (sum(map(len, self.pages(at))) for at in (0, self.num_extents - 1))
@@ -62,7 +62,7 @@ class KvGeometry:
 
     @property
     def num_pages(self) -> int:
-        """Pages that cover the buffer."""
+        """Number of pages that cover the buffer."""
         return -(-self.total_bytes // self.page_bytes)
 
     @property
@@ -72,7 +72,7 @@ class KvGeometry:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of the blocks of every extent but perhaps the last."""
+        """Bytes of the blocks of every extent except perhaps the last."""
         return self.blocks_per_extent * self.block_bytes
 
     @property
@@ -81,7 +81,7 @@ class KvGeometry:
         return -(-self.num_blocks // self.blocks_per_extent)
 
     def blocks(self, extent: int) -> range:
-        """Block ids of an extent."""
+        """Return the block ids of an extent."""
         size = self.blocks_per_extent
         return range(extent * size, min((extent + 1) * size, self.num_blocks))
 
@@ -99,7 +99,7 @@ class KvGeometry:
         return spans
 
     def spans(self, extents: list[int]) -> list[range]:
-        """Pages of extents, row by row: neighbours joined, pages of several extents repeated."""
+        """Return the page ranges of extents: adjacent ranges joined, shared pages repeated."""
         if self.is_aligned:
             ranges = [span for run in as_ranges(sorted(extents)) for span in self._pages_of(run)]
         else:
@@ -117,7 +117,7 @@ class KvGeometry:
         return Counter(p for c in extents for span in self.pages(c) for p in span)
 
     def extents(self, blocks: list[int]) -> list[tuple[int, int]]:
-        """Return ``(offset, num_bytes)`` of ascending ``blocks``, neighbours joined, row by row."""
+        """Return ``(offset, num_bytes)`` of ascending ``blocks``, row by row; join neighbours."""
         runs = as_ranges(blocks)
         extents: list[tuple[int, int]] = []
         for row in self.rows:
@@ -131,7 +131,7 @@ class KvGeometry:
         """Return ``(offset, num_bytes)`` of the bytes on ``pages`` outside of ``blocks``."""
         covered = sorted(self.extents(blocks))
         gaps: list[tuple[int, int]] = []
-        first = 0  # of the extents that reach into this span or lie behind it
+        first = 0  # the first extent that may reach into this span
         for span in sorted(pages, key=_start):
             at, end = span.start * self.page_bytes, span.stop * self.page_bytes
             for index in range(first, len(covered)):
@@ -165,8 +165,8 @@ class KvGeometry:
 def in_whole_extents(kv_bytes: int, page_bytes: int, strides: Collection[int]) -> int:
     """Return ``kv_bytes``, or a little less, so that no two rows of blocks share a page.
 
-    ``strides`` are bytes of a block, row by row. Neighbouring extents are then mapped by one call
-    per row. The result is ``kv_bytes`` where blocks fill whole pages too seldom.
+    ``strides`` has the bytes of a block in each row. Adjacent extents are then mapped by one call
+    per row. Returns ``kv_bytes`` unchanged if too many blocks would be needed to fill whole pages.
     """
     aligned = _num_aligned(page_bytes, strides)
     if not strides or aligned is None:
@@ -177,7 +177,7 @@ def in_whole_extents(kv_bytes: int, page_bytes: int, strides: Collection[int]) -
 def _num_aligned(page_bytes: int, strides: Collection[int]) -> int | None:
     """Return the fewest blocks that fill whole pages in every row, None if too many.
 
-    Not too many while they take one page of each row, the least possible.
+    Any number is accepted if the blocks take one page of each row, the least possible.
     """
     aligned = math.lcm(*(page_bytes // math.gcd(stride, page_bytes) for stride in strides))
     is_one_page = aligned * max(strides, default=0) <= page_bytes

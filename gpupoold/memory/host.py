@@ -13,16 +13,16 @@ from gpupoold.memory.memfd import create_memfd
 from gpupoold.memory.slabs import Allocation, SlabAllocator, slab_bytes_for
 
 _POPULATED = libc.MAP_SHARED | libc.MAP_POPULATE
-# What one of several threads makes at a time of a large buffer's pages.
+# Bytes of a large buffer whose pages one of several threads allocates at a time.
 _PIECE_BYTES = 64 << 20
 _MAX_THREADS = 8
 
 
 class HostBuffer:
-    """A memfd mapped into this process, its pages touched beforehand."""
+    """A memfd mapped into this process with all pages present."""
 
     def __init__(self, fd: int, num_bytes: int) -> None:
-        """Map ``num_bytes`` of ``fd``, which this object owns from now on, even after a failure."""
+        """Map ``num_bytes`` of ``fd`` and own ``fd``, which is closed also after a failure."""
         self.fd = fd
         self.num_bytes = num_bytes
         try:
@@ -48,9 +48,9 @@ class HostBuffer:
         return cls(fd, num_bytes)
 
     def close(self) -> None:
-        """Unmap and close; the bytes live on while another process has the memfd.
+        """Unmap and close; the bytes stay while another process has the memfd open.
 
-        Closing twice is harmless: the address and descriptor may be others' by then.
+        A second call does nothing: the address and the descriptor may have been reused.
         """
         if not self._is_open:
             return
@@ -62,8 +62,9 @@ class HostBuffer:
 def touch_pages(fd: int, num_bytes: int) -> None:
     """Allocate and zero all pages of a memfd, on several cores.
 
-    For memory to be pinned: one thread, and so the pinning call, needs 0.2 s per GB and more (2.5 s
-    in a virtual machine with untouched memory). New threads inherit the caller's memory policy.
+    Called before pinning: one thread, such as the thread of the pinning call, needs at least 0.2 s
+    per GB (2.5 s in a virtual machine with untouched memory). The threads inherit the caller's
+    memory policy.
 
     Raises:
         OSError: the machine has too little memory.
@@ -84,10 +85,10 @@ class Slot(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its blocks."""
+        """Bytes of the blocks."""
 
     def beside(self, extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-        """See :func:`lay`."""
+        """Yield the extents with this slot's memory, as :func:`lay` does."""
 
     def free(self) -> None:
         """Free the slot."""
@@ -98,7 +99,7 @@ def lay(
 ) -> Iterator[tuple[int, int, int]]:
     """Distribute ``(address, num_bytes)`` extents over pieces of host memory in order.
 
-    Yields ``(address, host_address, num_bytes)``, cut at the end of a piece.
+    Yields ``(address, host_address, num_bytes)``, cut at the ends of pieces.
     """
     rest = iter(pieces)
     host_address, room = next(rest, (0, 0))
@@ -116,7 +117,7 @@ class KvHostCache:
     """Host slots for the KV of paused requests, within a byte budget; for one thread.
 
     Models with blocks of different sizes share the memory by slabs (:mod:`gpupoold.memory.slabs`).
-    The system provides the buffer's memory only as slots are first used.
+    The kernel allocates the buffer's memory only when slots are first used.
     """
 
     def __init__(self, budget_bytes: int, slab_bytes: int | None = None) -> None:
@@ -124,7 +125,7 @@ class KvHostCache:
 
         Raises:
             ValueError: the budget is negative or the slabs have no bytes.
-            OSError: the system has no room for so many addresses.
+            OSError: the process has too few addresses.
         """
         if slab_bytes is None:
             slab_bytes = slab_bytes_for(budget_bytes)
@@ -148,7 +149,7 @@ class KvHostCache:
         return self._fd
 
     def offsets(self, slot: HostSlot) -> list[tuple[int, int]]:
-        """As ``pieces``, from the start of the memfd instead of this process's addresses."""
+        """Return a slot's pieces as ``pieces`` does, with offsets in the memfd for addresses."""
         return [(at.offset, at.num_bytes) for at in slot.blocks.extents]
 
     def pin(self, device: Device) -> None:
@@ -179,7 +180,7 @@ class KvHostCache:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes without a shape; a new slot may also use free blocks of its shape's slabs."""
+        """Bytes in slabs of no shape; a new slot may also use free blocks of its shape's slabs."""
         return self._slabs.free_bytes
 
     def num_free_blocks(self, block_bytes: int) -> int:
@@ -191,7 +192,7 @@ class KvHostCache:
         return self._slabs.num_free_blocks(block_bytes)
 
     def allocate(self, block_bytes: int, num_blocks: int) -> HostSlot | None:
-        """A slot of ``num_blocks`` KV blocks of ``block_bytes``; None when there is no room.
+        """Return a slot of ``num_blocks`` KV blocks of ``block_bytes``; None if there is no space.
 
         Raises:
             ValueError: a block has no bytes, or the number of blocks is negative.
@@ -208,11 +209,11 @@ class KvHostCache:
         self._slabs.free(slot.blocks)
 
     def pieces(self, slot: HostSlot) -> list[tuple[int, int]]:
-        """The slot's memory as ``(address, num_bytes)`` pieces in order, whole blocks in each."""
+        """Return the slot's memory as ``(address, num_bytes)`` in order, whole blocks in each."""
         return [(self._address + at.offset, at.num_bytes) for at in slot.blocks.extents]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the slots' bookkeeping is off."""
+        """Raise AssertionError when the slots' bookkeeping is inconsistent."""
         self._slabs.check_integrity()
 
     def close(self) -> None:

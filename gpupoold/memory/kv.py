@@ -1,13 +1,13 @@
 """A model's KV memory: the blocks for the engine, and the place of their bytes.
 
-vLLM assumes a large fixed pool of blocks. Only the blocks of *mapped* extents have pages; the
-others are held back from its free list (*reserved blocks*), so running out of pages is a scheduling
-decision and never a fault. A paused model's extents may be offloaded to host memory below its block
-tables, and restored under the same block numbers.
+vLLM assumes a large fixed pool of blocks. Only the blocks of *mapped* extents have pages; all other
+blocks are held back from vLLM's free list (*reserved blocks*), so running out of pages is a
+scheduling decision and never a fault. Extents of a paused model may be offloaded to host memory and
+restored under the same block numbers, so block tables stay valid.
 
 An extent that is not completely on the device is *offloaded*. The engine may not run requests with
-blocks in such an extent, and gets none of its blocks: free ones are held until the extent is
-restored, so that no copy writes where the engine does.
+blocks in an offloaded extent, and the extent's free blocks are held until the extent is restored,
+so that no copy overwrites the engine's writes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class KvMemory(KvExtents):
         self._exports: list[_Export] = []
 
     def attach(self, ledger: BlockLedger) -> None:
-        """Take every block from the engine; ``back`` hands blocks out again."""
+        """Hold every block of the engine; ``back`` gives blocks to the engine."""
         self._ledger = ledger
         ledger.watch(self._index)
         ledger.hold(self._real(range(self.geometry.num_blocks)))
@@ -76,7 +76,7 @@ class KvMemory(KvExtents):
 
     @contextlib.contextmanager
     def without_ballast(self) -> Iterator[None]:
-        """Give the engine all its blocks for an operation that needs the whole pool.
+        """Give the engine all held blocks during an operation that needs the whole pool.
 
         No request may be scheduled meanwhile: most of the blocks have no pages.
         """
@@ -91,12 +91,13 @@ class KvMemory(KvExtents):
     def begin_page_out(self, extents: list[int], queue: TransferQueue) -> int:
         """Start to offload the live blocks of extents, until the host is full.
 
-        Returns how many of ``extents``, from the first on, the host could take. The model must be
-        paused. Pages become free with the ``settle`` after the transfer, those of extents without a
-        live block at once. Cached prefixes in free blocks are dropped: their bytes are not copied.
+        Returns the number of extents, counted from the first, that fit into the host cache. The
+        model must be paused. Pages of extents without a live block become free at once, other pages
+        with the ``settle`` after the transfer. Cached prefixes in free blocks are dropped, not
+        copied.
         """
         assert all(self.place(extent) is Place.DEVICE for extent in extents)
-        self.finish_exports()  # pages that are read from must not go
+        self.finish_exports()  # exports still read pages that are unmapped below
         room = self._host.num_free_blocks(self.geometry.block_bytes)
         totals = itertools.accumulate(map(self._index.num_used, extents))
         num_done = sum(1 for _ in itertools.takewhile(lambda total: total <= room, totals))
@@ -116,9 +117,10 @@ class KvMemory(KvExtents):
         return num_done
 
     def begin_page_in(self, extents: Iterable[int], queue: TransferQueue) -> None:
-        """Start to restore extents, with their groups, under the same block ids.
+        """Start to restore the groups of extents, under the same block ids.
 
-        ``settle`` completes the restoration. Neighbours are mapped by one call, across groups.
+        ``settle`` completes the restoration. Adjacent extents are mapped by one call, across
+        groups.
 
         Raises:
             OutOfPages: the pool is short; nothing was changed.
@@ -140,8 +142,8 @@ class KvMemory(KvExtents):
         """Start to copy the bytes of blocks, row by row in order, to a slot of the host.
 
         The blocks stay unchanged until ``settle`` after the copy, even if their request ends.
-        Another thread calls ``on_end`` with whether all bytes have arrived. Returns None without
-        starting if the host is full. Blocks being offloaded are restored first.
+        Another thread calls ``on_end`` with True if all bytes have arrived, else False. Returns
+        None without starting if the host is full. Transfers in progress are stopped first.
         """
         self.stop_leaving()
         self.stop_arriving()
@@ -160,11 +162,11 @@ class KvMemory(KvExtents):
         return slot, transfer
 
     def attach_slot(self, slot: Slot, num_blocks: int) -> list[int] | None:
-        """Take blocks from outside the engine's reach whose bytes are in ``slot``.
+        """Put ``num_blocks`` blocks of unmapped extents at ``slot``'s bytes; return the block ids.
 
-        The bytes are row by row in the order of the returned ids. The caller gives the blocks back
-        to the engine; ``slot`` is freed when no longer needed. Returns None if too few blocks are
-        available.
+        The slot has the bytes row by row, in the order of the returned ids. The blocks stay held:
+        the caller gives the blocks to the engine. ``slot`` is freed when no longer needed. Returns
+        None if too few blocks are unmapped or can be unmapped.
         """
         extents, blocks = self._unbacked(num_blocks)
         if len(blocks) < num_blocks:
@@ -180,9 +182,9 @@ class KvMemory(KvExtents):
         return group.blocks
 
     def _unbacked(self, num_blocks: int) -> tuple[list[int], list[int]]:
-        """Return unmapped extents with ``num_blocks`` in total, if enough, and the blocks.
+        """Return unmapped extents with at least ``num_blocks``, if available, and the blocks.
 
-        Excludes the null block's extent, which kernels touch at any time.
+        Excludes the null block's extent, which kernels access at any time.
         """
         extents: list[int] = []
         blocks: list[int] = []
@@ -195,9 +197,9 @@ class KvMemory(KvExtents):
         return extents, blocks
 
     def finish_exports(self) -> None:
-        """Wait for all copies for other devices."""
+        """Wait for all copies to other devices."""
         for export in self._exports:
-            with contextlib.suppress(Exception):  # told to who waits for the bytes
+            with contextlib.suppress(Exception):  # on_end reports the failure to the receiver
                 export.transfer.wait()
         self.settle_exports()
 
@@ -205,7 +207,7 @@ class KvMemory(KvExtents):
         """Process the transfers that have ended.
 
         Raises:
-            Exception: a copy failed; its extents are in their former place.
+            Exception: a copy failed; the extents of the copy are in their former place.
         """
         self.settle_exports()
         gone: list[int] = []
@@ -214,7 +216,7 @@ class KvMemory(KvExtents):
                 if group.transfer is not None and group.transfer.has_ended:
                     gone += self._finish(group, group.transfer)
         finally:
-            # Together: neighbours are unmapped by one call, whatever groups they left in.
+            # All groups together: adjacent extents of different groups are unmapped by one call.
             if gone:
                 self._drop(sorted(gone))
 
@@ -222,17 +224,17 @@ class KvMemory(KvExtents):
         """Wait for all extents ``LEAVING`` or ``ARRIVING``.
 
         Raises:
-            Exception: a copy failed; its extents are in their former place.
+            Exception: a copy failed; the extents of the copy are in their former place.
         """
         for group in self._groups(place):
             if group.transfer is not None:
                 group.transfer.wait()
-                if not self._device.is_host_addressable:  # there unmapping slows the copies
+                if not self._device.is_host_addressable:  # unmapping slows copies by the CPU
                     self.settle()
         self.settle()
 
     def oldest_transfer(self, place: Place) -> Transfer | None:
-        """The first of the transfers of extents ``LEAVING`` or ``ARRIVING``."""
+        """Return the oldest transfer of extents ``LEAVING`` or ``ARRIVING``, None without any."""
         return next((group.transfer for group in self._moving if group.place is place), None)
 
     def stop_leaving(self) -> None:
@@ -244,10 +246,10 @@ class KvMemory(KvExtents):
         self._stop(Place.ARRIVING)
 
     def discard_dead(self) -> None:
-        """Process the end of requests.
+        """Hold the blocks of offloaded extents that ended requests have freed.
 
-        Keeps the engine from blocks of offloaded extents, and frees extents that no request needs
-        (those in transfer after their arrival).
+        Frees offloaded extents that no request needs; an extent in transfer is freed after the
+        transfer.
         """
         groups = {self._away[extent]: None for extent in sorted(self._index.take_freed_away())}
         for group in groups:
@@ -258,7 +260,7 @@ class KvMemory(KvExtents):
 
     def close(self) -> None:
         """Stop transfers, free host slots and the address range; the engine must be gone."""
-        for export in self._exports:  # to the end: others wait for the bytes
+        for export in self._exports:  # finished, not stopped: other workers wait for the bytes
             with contextlib.suppress(Exception):
                 export.transfer.wait()
         for group in self._groups():
@@ -283,7 +285,7 @@ class KvMemory(KvExtents):
             [place] = {self.place(extent) for extent in group.extents}
             assert group.place is place
             idle = set(self._real_of(group.extents)) - set(group.blocks)
-            assert idle <= group.held, f"free blocks of away extents {group.extents} are not held"
+            assert idle <= group.held, f"free blocks of {group.extents}, offloaded, are not held"
             assert self._engine().live(group.blocks) == group.blocks
             assert (group.transfer is None) == (place is Place.HOST)
 
@@ -300,7 +302,7 @@ class KvMemory(KvExtents):
         assert self.num_returning_pages == self.num_missing_pages(self.extents(Place.HOST))
 
     def settle_exports(self) -> None:
-        """Release blocks whose copies for other devices have finished."""
+        """Release blocks whose copies to other devices have finished."""
         if not self._exports:
             return
         ended = [export for export in self._exports if export.transfer.has_ended]
@@ -310,7 +312,7 @@ class KvMemory(KvExtents):
             self.discard_dead()
 
     def _finish(self, group: Group, transfer: Transfer) -> list[int]:
-        """See :meth:`_settle_at`.
+        """Wait for a group's transfer; return the extents whose pages to drop.
 
         Raises:
             Exception: a copy failed.
@@ -326,14 +328,14 @@ class KvMemory(KvExtents):
     def _stop(self, place: Place) -> None:
         moving = [(group, group.transfer) for group in self._groups(place) if group.transfer]
         for _, transfer in moving:
-            transfer.cancel()  # else the next would begin while the first is waited for
+            transfer.cancel()  # all before any wait, else the next transfer would start meanwhile
         for group, transfer in moving:
             num_copied = transfer.stop()
             is_here = place is Place.LEAVING or num_copied == transfer.num_bytes
             self._drop(self._settle_at(group, Place.DEVICE if is_here else Place.HOST))
 
     def _settle_at(self, group: Group, place: Place) -> list[int]:
-        """Record that all of a group is on the device, or only on the host.
+        """Record that a whole group is on the device, or only on the host.
 
         Returns the extents whose pages to drop.
         """
@@ -376,6 +378,6 @@ class KvMemory(KvExtents):
         self._address_range.drop_each(self.geometry.spans(extents))
 
     def _pieces(self, group: Group) -> Iterator[tuple[int, int, int]]:
-        """``(device address, host address, num_bytes)``: in the slot, rows follow each other."""
+        """Yield ``(device address, host address, num_bytes)`` of a group's bytes, row by row."""
         extents = self.geometry.extents(group.blocks)
         return group.slot.beside((self.address + offset, size) for offset, size in extents)

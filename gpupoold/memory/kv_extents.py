@@ -15,10 +15,10 @@ from gpupoold.memory.transfers import Transfer
 
 __all__ = ["AWAY", "Group", "KvExtents", "Place"]
 
-# Moved together: each row is then mapped by one call, and copied in one piece. A few
-# milliseconds of an emulated link, less than an extent of most models on a GPU.
+# Extents of a group are moved together: one call maps each row, and one copy moves it. 32 MiB take
+# a few milliseconds on an emulated link, and are less than one extent of most models on a GPU.
 _GROUP_BYTES = 32 << 20
-# Of a small device: so that not all requests wait for one copy.
+# Fewest groups of a small KV buffer, so that not all requests wait for one copy.
 _MIN_GROUPS = 8
 
 
@@ -26,8 +26,9 @@ _MIN_GROUPS = 8
 class Group:
     """Extents that were offloaded together, until they are restored.
 
-    ``blocks`` had bytes at the time; the slot has the bytes row by row, so that neighbours are
-    copied in one piece. ``held`` are blocks withheld from the engine meanwhile.
+    ``blocks`` were live when the group was offloaded; ``slot`` has their bytes row by row, so that
+    adjacent blocks are copied in one piece. ``held`` are the blocks withheld from the engine until
+    the group is restored.
     """
 
     extents: list[int]
@@ -36,7 +37,7 @@ class Group:
     held: set[int] = field(default_factory=set)
     transfer: Transfer | None = None
     place: Place = Place.DEVICE
-    """The place of all its extents."""
+    """The place of all extents of the group."""
 
 
 class KvExtents:
@@ -48,10 +49,10 @@ class KvExtents:
         self._device = device
         self._index = ExtentIndex(geometry)
         self._away: dict[int, Group] = {}  # by extent
-        self._all_groups: dict[Group, None] = {}  # in the order in which they left
-        self._moving: dict[Group, None] = {}  # those being copied, in the order in which that began
+        self._all_groups: dict[Group, None] = {}  # in the order of their offload
+        self._moving: dict[Group, None] = {}  # groups in transfer, in order of start
         self._host_bytes = self._missing_bytes = 0
-        self._pages_known: dict[str, tuple[int, int]] = {}  # version of the index, and the answer
+        self._pages_known: dict[str, tuple[int, int]] = {}  # index version and number
         self._ledger: BlockLedger | None = None
 
     @property
@@ -66,7 +67,7 @@ class KvExtents:
 
     @property
     def resident_bytes(self) -> int:
-        """Device bytes of this address range."""
+        """Bytes of device memory mapped into this address range."""
         return self._address_range.num_mapped * self._device.page_bytes
 
     @property
@@ -76,13 +77,13 @@ class KvExtents:
 
     @property
     def borrowed_bytes(self) -> int:
-        """Bytes among them in another worker's host memory."""
+        """Bytes of ``host_bytes`` that are in other workers' host memory."""
         slots = (group.slot for group in self._groups())
         return sum(slot.num_bytes for slot in slots if not isinstance(slot, HostSlot))
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes neither on the device nor on the way to the device."""
+        """Bytes neither on the device nor being copied to the device."""
         return self._missing_bytes
 
     @property
@@ -99,33 +100,33 @@ class KvExtents:
         return self._index.place(extent)
 
     def extents(self, place: Place) -> list[int]:
-        """Extents at ``place``, lowest first."""
+        """Return the extents at ``place``, lowest first."""
         return self._index.extents(place)
 
     def first_extents(self, place: Place, count: int) -> list[int]:
-        """The lowest ``count`` extents at ``place``, or all."""
+        """Return the lowest ``count`` extents at ``place``, or all if fewer."""
         return list(islice(self._index.each(place), count))
 
     def extents_in_order(self, place: Place, blocks: Iterable[int]) -> list[int]:
-        """Return extents at ``place``: those of ``blocks`` first, in their order."""
+        """Return extents at ``place``; extents of ``blocks`` come first, in the given order."""
         size, at = self.geometry.blocks_per_extent, self._index.place
         wanted = dict.fromkeys(block // size for block in blocks)
         first = [extent for extent in wanted if at(extent) is place]
         return first + [extent for extent in self.extents(place) if extent not in wanted]
 
     def cut(self, extents: list[int]) -> Iterator[list[int]]:
-        """``extents`` in order, as many at a time as had better be paged out together."""
+        """Yield ``extents`` in order, in lists that are best offloaded together."""
         group_bytes = min(_GROUP_BYTES, self.geometry.total_bytes // _MIN_GROUPS)
         most = max(1, group_bytes // self.geometry.chunk_bytes)
         num_groups = -(-len(extents) // most)
-        num_groups += num_groups % 2  # where two threads copy, none is left with the last
+        num_groups += num_groups % 2  # an even number keeps two copying threads busy
         size = max(1, -(-len(extents) // max(1, num_groups)))
         return (extents[at : at + size] for at in range(0, len(extents), size))
 
     def groups_on_host(self, blocks: Iterable[int]) -> Iterator[list[int]]:
-        """Yield groups that can be restored: those of ``blocks`` first, in their order.
+        """Yield the extents of each group on the host, beginning with the groups of ``blocks``.
 
-        Groups are found one by one, for callers that need only the first.
+        Groups are searched lazily, for callers that need only the first.
         """
         size, seen = self.geometry.blocks_per_extent, set[Group]()
         wanted = (self._away.get(block // size) for block in blocks)
@@ -158,14 +159,14 @@ class KvExtents:
                 yield self.address + row.offset + block * row.stride, row.num_bytes
 
     def num_missing_pages(self, extents: list[int]) -> int:
-        """Return the pages that mapping ``extents`` would take from the pool."""
+        """Return the number of pages that mapping ``extents`` would take from the pool."""
         if self.geometry.is_aligned:
             return sum(map(self._address_range.num_missing, self.geometry.spans(extents)))
         pages = self.geometry.uses(extents)
         return sum(1 for page in pages if not self._address_range.num_holders(page))
 
     def num_resident_pages(self, extents: list[int]) -> int:
-        """Return the pages that dropping all of ``extents`` would free, not shared with others."""
+        """Return the number of pages of ``extents`` that other extents do not share."""
         if self.geometry.is_aligned:
             return sum(map(len, self.geometry.spans(extents)))
         uses = self.geometry.uses(extents)
@@ -175,21 +176,21 @@ class KvExtents:
 
     @property
     def num_leaving_pages(self) -> int:
-        """Pages that become free after the present offloads."""
+        """Number of pages that become free after the present offloads."""
         if self.geometry.is_aligned:
             return self._index.num_pages(Place.LEAVING)
         return self._known("leaving", lambda: self.num_resident_pages(self.extents(Place.LEAVING)))
 
     @property
     def num_idle_pages(self) -> int:
-        """Pages that unmapping all of ``free_extents`` would free."""
+        """Number of pages that unmapping all of ``free_extents`` would free."""
         if self.geometry.is_aligned:
             return self._index.num_idle_pages
         return self._known("idle", lambda: self.num_resident_pages(self.free_extents()))
 
     @property
     def num_returning_pages(self) -> int:
-        """Pages that restoring everything from the host would take from the pool."""
+        """Number of pages that restoring all groups on the host would take from the pool."""
         if self.geometry.is_aligned:
             return self._index.num_pages(Place.HOST)
         return self._known("host", lambda: self.num_missing_pages(self.extents(Place.HOST)))
@@ -214,7 +215,7 @@ class KvExtents:
         return self._index.num_used_on_device
 
     def free_extents(self) -> list[int]:
-        """Extents on the device without a live block, highest first: cheap to take away."""
+        """Return extents on the device without a live block, highest first."""
         return self._index.idle()
 
     def _groups(self, place: Place | None = None) -> list[Group]:
@@ -223,7 +224,7 @@ class KvExtents:
         return [group for group in among if place is None or group.place is place]
 
     def _put(self, group: Group, place: Place) -> None:
-        """Note where all of a group is: away, on the device, or nowhere."""
+        """Record ``place`` for all extents of a group; update the counters."""
         size = group.slot.num_bytes
         if group.place is Place.HOST:
             self._missing_bytes -= size
@@ -255,5 +256,5 @@ class KvExtents:
         return [b for extent in extents for b in self._real(self.geometry.blocks(extent))]
 
     def _engine(self) -> BlockLedger:
-        assert self._ledger is not None, "attach() comes first"
+        assert self._ledger is not None, "attach() has not been called"
         return self._ledger

@@ -1,9 +1,9 @@
 """KV that one worker has copied to its host memory for another worker to read.
 
-The host caches of all workers of a box are shared memory: a worker maps the caches of the others. A
-*KV transfer* is a slot of one of the caches. The sender keeps the slot until the receiver reports
-that the slot is no longer needed, or is gone. An eventfd signals the arrival of the bytes, so that
-no worker waits for a busy process.
+The host caches of all workers of a machine are shared memory: each worker maps the caches of the
+other workers. A *KV transfer* is a slot of one of the caches. The sender keeps the slot until the
+receiver reports that the slot is no longer needed, or the receiver has ended. An eventfd signals
+the arrival of the bytes, so that no worker waits for a busy process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ARRIVED, _FAILED = 1, 2
 
 
 class Arrival:
-    """A signal to another process that bytes have arrived or not; one end of an eventfd."""
+    """One end of an eventfd that signals to another process whether bytes have arrived."""
 
     def __init__(self, fd: int | None = None) -> None:
         """Own ``fd``, or create an eventfd."""
@@ -33,18 +33,18 @@ class Arrival:
         self._state = 0
 
     def tell(self, has_arrived: bool) -> None:
-        """All bytes are there, or never will be; from any thread."""
+        """Signal that all bytes have arrived, or never will; callable by any thread."""
         os.eventfd_write(self.fd, _ARRIVED if has_arrived else _FAILED)
 
     def is_told(self) -> bool:
-        """Return whether the other side has told."""
+        """Return whether the other end has signalled."""
         if not self._state:
             with contextlib.suppress(BlockingIOError):
                 self._state = os.eventfd_read(self.fd)
         return self._state != 0
 
     def has_arrived(self) -> bool:
-        """Return whether all bytes are there."""
+        """Return whether all bytes have arrived."""
         return self.is_told() and self._state == _ARRIVED
 
     def close(self) -> None:
@@ -54,8 +54,8 @@ class Arrival:
 class PeerCache:
     """The host cache of another worker, mapped while any slot in the cache is in use.
 
-    For a device whose copies need pinned memory, a thread pins the cache, which takes seconds.
-    Until then, and for good if the driver refuses, the cache is not usable.
+    If the device copies only from pinned memory, a thread pins the cache, which takes seconds. The
+    cache is not usable before, and never becomes usable if the driver refuses.
     """
 
     def __init__(self, fd: int, num_bytes: int, device: Device, thread: DeviceThread) -> None:
@@ -83,13 +83,13 @@ class PeerCache:
         return self._is_pinned or self._device.is_host_addressable
 
     def slot(self, offsets: Sequence[tuple[int, int]], on_free: Callable[[], None]) -> PeerSlot:
-        """The KV transfer at these ``(offset, num_bytes)``, while the cache is usable."""
+        """Return the slot at ``offsets``, a list of ``(offset, num_bytes)``, in a usable cache."""
         self._num_users += 1
         pieces = [(self._address + offset, num_bytes) for offset, num_bytes in offsets]
         return PeerSlot(self, pieces, on_free)
 
     def leave(self) -> None:
-        """Remove one user: a slot or the creator."""
+        """Remove one user, a slot or the creator; unmap the cache after the last."""
         self._num_users -= 1
         if self._num_users:
             return
@@ -100,27 +100,29 @@ class PeerCache:
 
     def _pin(self) -> None:
         if not self._num_users:
-            return  # the other worker was gone before its turn came
+            return  # the last user left before this job started
         started_s = time.monotonic()
         try:
             self._device.pin(self._address, self._num_bytes)
-        except Exception as error:  # only KV that would come from there depends on it
+        except Exception as error:  # affects only KV transfers from that cache
             _logger.error(
-                "another worker's KV host cache cannot be pinned: %s; its requests come "
-                "without KV, which is computed anew",
+                "another worker's KV host cache cannot be pinned: %s; requests that migrate from "
+                "that worker recompute their KV",
                 error,
             )
             return
         self._is_pinned = True
-        _logger.info("pinned a peer's KV host cache in %.2f s", time.monotonic() - started_s)
+        _logger.info(
+            "pinned another worker's KV host cache in %.2f s", time.monotonic() - started_s
+        )
 
     def _unmap(self) -> None:
-        """Undo the constructor's work, in the thread after ``_pin`` if there is one."""
+        """Unpin and unmap the cache; on a device that needs pinning, in the thread of ``_pin``."""
         try:
             if self._is_pinned:
                 self._device.unpin(self._address, self._num_bytes)
         except Exception:
-            _logger.exception("a peer's KV host cache could not be unpinned; it stays mapped")
+            _logger.exception("cannot unpin another worker's KV host cache, which stays mapped")
         else:
             libc.munmap(self._address, self._num_bytes)
 

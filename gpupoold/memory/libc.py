@@ -1,4 +1,4 @@
-"""The few C library calls the memory code needs, typed; ctypes lives here only."""
+"""Typed wrappers of the C library calls that the memory code needs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MAP_POPULATE = 0x8000
 MPOL_PREFERRED = 1
 
 _MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
-# Calls that the C library has no function for: (get_mempolicy, set_mempolicy).
+# Numbers of system calls without a C library function: (get_mempolicy, set_mempolicy).
 _MEMPOLICY_CALLS = {"x86_64": (239, 238), "aarch64": (236, 237)}
-_MAX_NODES = 1024  # the kernel refuses a mask that has no room for all nodes it could have
+_MAX_NODES = 1024  # the kernel refuses a mask shorter than its possible nodes
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -42,7 +42,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def mmap(address: int | None, num_bytes: int, prot: int, flags: int, fd: int, offset: int) -> int:
-    """``mmap(2)``; the GIL is free meanwhile.
+    """Call ``mmap(2)`` without the GIL.
 
     Raises:
         OSError: with the errno of the call.
@@ -59,7 +59,7 @@ def munmap(address: int, num_bytes: int) -> None:
 
 
 def move_pages(source: int, target: int, num_bytes: int) -> None:
-    """Move the page-table entries of a shared mapping to ``target``, replacing what is there.
+    """Move the page-table entries of a shared mapping to ``target``, replacing its mapping.
 
     ``source`` stays a mapping of the same file, with no pages present.
 
@@ -73,12 +73,12 @@ def move_pages(source: int, target: int, num_bytes: int) -> None:
 
 
 def memcpy(target: int, source: int, num_bytes: int) -> None:
-    """``memcpy(3)``; the GIL is free meanwhile."""
+    """Call ``memcpy(3)`` without the GIL."""
     _libc().memcpy(target, source, num_bytes)
 
 
 def memset(target: int, value: int, num_bytes: int) -> None:
-    """``memset(3)``; the GIL is free meanwhile."""
+    """Call ``memset(3)`` without the GIL."""
     _libc().memset(target, value, num_bytes)
 
 
@@ -107,7 +107,7 @@ def set_mempolicy(mode: int, nodes: int) -> None:
 def _mempolicy(which: int, *arguments: object) -> None:
     name, machine = ("get_mempolicy", "set_mempolicy")[which], platform.machine()
     if machine not in _MEMPOLICY_CALLS:
-        raise OSError(errno.ENOSYS, f"{name}: its number on {machine} is not known")
+        raise OSError(errno.ENOSYS, f"{name}: no known system call number on {machine}")
     number = ctypes.c_long(_MEMPOLICY_CALLS[machine][which])
     if _libc().syscall(number, *arguments) != 0:
         raise _error(name)

@@ -20,10 +20,11 @@ def create_memfd(name: str, num_bytes: int) -> int:
     Raises:
         OSError: the machine has too little free memory.
     """
-    # Asked for too much, the kernel would hand out pages until it kills somebody.
+    # The kernel would allocate pages beyond the available memory until its OOM killer ends a
+    # process.
     free_bytes = available_bytes()
     if num_bytes > free_bytes:
-        text = f"{format_bytes(num_bytes)} wanted for {name}, {format_bytes(free_bytes)} available"
+        text = f"{name} needs {format_bytes(num_bytes)}, {format_bytes(free_bytes)} is available"
         raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)}: {text}")
     return create_sealed_memfd(name, num_bytes)
 

@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 
 def node_of(pci_bus_id: str, root: Path = _PCI_DEVICES) -> int:
-    """The NUMA node a PCI device hangs on; ``NO_NODE`` where the kernel names none.
+    """Return the NUMA node of a PCI device; ``NO_NODE`` if the kernel names none.
 
     ``pci_bus_id`` is ``domain:bus:device.function`` in hexadecimal, of any case and width.
     """
@@ -34,7 +34,7 @@ def node_of(pci_bus_id: str, root: Path = _PCI_DEVICES) -> int:
 
 
 def num_nodes(root: Path = _NODES) -> int:
-    """NUMA nodes of this machine, 0 where the kernel shows none."""
+    """Return the number of NUMA nodes of this machine, 0 if the kernel shows none."""
     return sum(1 for _ in root.glob("node[0-9]*"))
 
 
@@ -74,4 +74,6 @@ def _set(mode: int, nodes: int) -> bool:
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    _logger.warning("host memory may be far from its GPU and copies slow: %s", reason)
+    _logger.warning(
+        "host memory cannot be allocated near its GPU, so copies may be slow: %s", reason
+    )

@@ -1,4 +1,4 @@
-"""Owners of physical pages. Pure bookkeeping, no device calls."""
+"""Allocation of physical pages. Pure bookkeeping, no device calls."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class PagePool:
     """Allocates physical pages in few, long runs.
 
     Mapping costs a call per run, so an allocation takes the smallest free run that fits (best fit),
-    else the largest runs first. ``num_pages`` is the device's number of pages, ``table_pages`` see
-    :attr:`Device.table_pages`.
+    else the largest runs first. ``num_pages`` is the device's number of pages; for ``table_pages``
+    see :attr:`Device.table_pages`.
     """
 
     def __init__(self, num_pages: int, table_pages: int = 1) -> None:
@@ -35,7 +35,9 @@ class PagePool:
             OutOfPages: too few pages are free; nothing was allocated.
         """
         if num_pages > self._num_free:
-            raise OutOfPages(f"{num_pages} pages asked, {self._num_free} of {self.num_pages} free")
+            raise OutOfPages(
+                f"{num_pages} pages requested, {self._num_free} of {self.num_pages} free"
+            )
         if num_pages >= self._table_pages > 1 and (alike := self._allocate_alike(num_pages, at)):
             return [alike]
         taken: list[PageRun] = []
@@ -56,10 +58,10 @@ class PagePool:
         return sum(run.num_pages // num_pages for run in self._free)
 
     def free(self, runs: list[PageRun]) -> None:
-        """Give pages back and join neighbouring runs.
+        """Free pages and join adjacent runs.
 
         Raises:
-            ValueError: a page is free already; the pool is unchanged by that run.
+            ValueError: a page is free already; no page of its run is freed.
         """
         for run in runs:
             self._free_run(run)
@@ -79,7 +81,7 @@ class PagePool:
         end = -1
         for run in self._free:
             assert run.num_pages > 0 and run.first > end, f"bad free run {run}"
-            end = run.end  # strictly greater: neighbours must have been joined
+            end = run.end  # strictly greater: adjacent runs must have been joined
         assert end <= self.num_pages
         assert sum(run.num_pages for run in self._free) == self._num_free
 
@@ -97,7 +99,7 @@ class PagePool:
         return min(fitting, key=_size, default=None)
 
     def _take(self, run: PageRun, num_pages: int, skip: int = 0) -> PageRun:
-        """Allocate ``num_pages`` of a free run, after ``skip`` that stay free."""
+        """Allocate ``num_pages`` of a free run, after ``skip`` pages that stay free."""
         index = bisect.bisect_left(self._free, run.first, key=_first)
         taken = PageRun(run.first + skip, num_pages)
         rest = (PageRun(run.first, skip), PageRun(taken.end, run.end - taken.end))
@@ -122,7 +124,7 @@ class PagePool:
 
 
 def split_runs(runs: list[PageRun], num_pages: int) -> tuple[list[PageRun], list[PageRun]]:
-    """The first ``num_pages`` of ``runs`` and the rest."""
+    """Return the first ``num_pages`` of ``runs`` and the rest."""
     head: list[PageRun] = []
     for index, run in enumerate(runs):
         if num_pages == 0:

@@ -14,7 +14,7 @@ from gpupoold.memory.pages import PagePool
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """As many bytes of addresses on a device as of pinned host memory."""
+    """An address range of a device and a pinned host buffer of the same size."""
 
     address_range: AddressRange
     buffer: HostBuffer
@@ -33,14 +33,14 @@ class Scratch:
 def scratch_memory(
     device: Device, pool: PagePool, num_bytes: int, *, is_mapped: bool = True
 ) -> Iterator[Scratch]:
-    """``num_bytes`` to copy to and from until the context ends, touched before.
+    """Allocate ``num_bytes`` of device memory and of pinned host memory until the context ends.
 
-    Not ``is_mapped``, the device's side has addresses only.
+    All pages are touched before. If ``is_mapped`` is false, the address range has no pages.
 
     Raises:
-        OutOfPages: the device has fewer free.
+        OutOfPages: the device has fewer free pages.
         OSError: the host has too little memory.
-        CudaError: the driver refused something.
+        CudaError: a call of the driver failed.
     """
     num_pages = -(-num_bytes // device.page_bytes)
     with ExitStack() as undo:

@@ -2,7 +2,7 @@
 
 Slab allocation as in Aegaeon (SOSP '25, section 5.2). The buffer is cut into *base slabs* of one
 size. A *shape* is a block size in bytes: one KV block of a model over all its layers. A *slab* is a
-run of base slabs of one shape, cut into its blocks. A shape takes a slab when out of free blocks
+run of base slabs of one shape, cut into its blocks. A shape takes a new slab when no block is free
 and returns a slab when none of the slab's blocks is in use.
 """
 
@@ -48,19 +48,19 @@ class ShapeUse:
     block_bytes: int
     num_slabs: int
     num_blocks: int
-    """Blocks in its slabs, used or not."""
+    """Blocks in the shape's slabs, used or not."""
     num_used: int
 
 
 def slab_bytes_for(budget_bytes: int) -> int:
-    """Size of base slabs: a power of two from 4 KiB to 1 GiB, at least 256 in all but tiny budgets.
+    """Return the bytes of a base slab: a power of two from 4 KiB to 1 GiB.
 
-    More of them lose less in slabs that are half empty, fewer give longer runs to copy. With
-    four shapes that matters little, with twelve it does. Measured with 64 GiB, requests of 40
-    models (the four shapes of the paper's Table 1) or 48 (those and eight smaller shapes) with
-    ShareGPT lengths, over 1000 turns of pausing and resuming (``tests/unit/memory/kv_mix.py``).
-    Share of the bytes in slabs that no block used, mean over the last 500 turns, with 50, 70
-    and 90 % of the budget used, and runs per allocation:
+    A budget has at least 256 base slabs, unless tiny. More base slabs waste less in half-empty
+    slabs, fewer give longer runs to copy; the number matters little with four shapes and much with
+    twelve. Measured with 64 GiB, requests of 40 models (the four shapes of the paper's Table 1) or
+    48 models (eight smaller shapes in addition) with ShareGPT lengths, over 1000 turns of pausing
+    and resuming (``tests/unit/memory/kv_mix.py``). Share of the bytes in slabs that no block used,
+    mean over the last 500 turns, with 50, 70 and 90 % of the budget used, and runs per allocation:
 
         base slabs      four shapes               twelve shapes
         64 x 1 GiB      13 %, 13 %, 9 %, 3.8      23 %, 18 %, 10 %, 1.9
@@ -72,17 +72,17 @@ def slab_bytes_for(budget_bytes: int) -> int:
 
 
 def slab_layout(block_bytes: int, slab_bytes: int, num_base_slabs: int) -> SlabLayout:
-    """Return the shortest slab that leaves at most 1/8 of itself unused behind its last block.
+    """Return the layout whose slab is the shortest with at most 1/8 unused behind the last block.
 
     The slab has at most 8 base slabs of ``slab_bytes``, or as many as one block needs, and at most
-    ``num_base_slabs``; if all of these leave more unused, the one with the smallest unused share.
-    ``num_blocks`` is 0 if not even one block fits.
+    ``num_base_slabs``; if every length leaves more unused, the length with the smallest unused
+    share is taken. ``num_blocks`` is 0 if not even one block fits.
 
     Raises:
         ValueError: a block has no bytes.
     """
     if block_bytes <= 0:
-        raise ValueError(f"a KV block of {block_bytes} bytes: must be positive")
+        raise ValueError(f"a KV block has {block_bytes} bytes: must be positive")
     least = -(-block_bytes // slab_bytes)
     if least > num_base_slabs:
         return SlabLayout(block_bytes, least, 0)
@@ -98,7 +98,7 @@ def slab_layout(block_bytes: int, slab_bytes: int, num_base_slabs: int) -> SlabL
 
 @dataclass(eq=False, slots=True)
 class _Slab:
-    base: PageRun  # of base slabs
+    base: PageRun  # in base slabs
     blocks: PagePool
 
 
@@ -113,9 +113,7 @@ class _Shape:
         return len(self.slabs) * self.layout.num_blocks
 
     def fullest_first(self) -> list[_Slab]:
-        """Return slabs with a free block, fullest first; emptier slabs drain and can be
-        reclaimed.
-        """
+        """Return slabs with a free block, fullest first, so that emptier slabs drain."""
         free = [slab for slab in self.slabs if slab.blocks.num_free]
         return sorted(free, key=lambda slab: (slab.blocks.num_free, slab.base.first))
 
@@ -136,16 +134,16 @@ class Allocation:
 
 
 class SlabAllocator:
-    """Hands out blocks of any shape within a budget; never raises for want of room."""
+    """An allocator of blocks of any shape within a budget; returns None without space."""
 
     def __init__(self, budget_bytes: int, slab_bytes: int) -> None:
-        """Cut ``budget_bytes`` into base slabs of ``slab_bytes``; what is left over is not used.
+        """Cut ``budget_bytes`` into base slabs of ``slab_bytes``; the rest is not used.
 
         Raises:
             ValueError: the budget is negative or the slabs have no bytes.
         """
         if budget_bytes < 0 or slab_bytes <= 0:
-            raise ValueError(f"a budget of {budget_bytes} bytes in slabs of {slab_bytes} bytes")
+            raise ValueError(f"{budget_bytes} bytes cannot be cut into slabs of {slab_bytes} bytes")
         self.slab_bytes = slab_bytes
         self._base = PagePool(budget_bytes // slab_bytes)
         self._shapes: dict[int, _Shape] = {}
@@ -198,7 +196,7 @@ class SlabAllocator:
             ValueError: a block has no bytes, or the number of blocks is negative.
         """
         if num_blocks < 0:
-            raise ValueError(f"{num_blocks} KV blocks asked: must not be negative")
+            raise ValueError(f"{num_blocks} KV blocks requested: must not be negative")
         if num_blocks > self.num_free_blocks(block_bytes):
             return None
         shape = self._shape(block_bytes)
@@ -248,13 +246,13 @@ class SlabAllocator:
         assert len(taken) + self._base.num_free == self._base.num_pages
 
     def _shape(self, block_bytes: int) -> _Shape:
-        """Return a shape's slabs; the caller stores those of a new shape."""
+        """Return a known or a new shape; the caller stores a new shape."""
         if block_bytes in self._shapes:
             return self._shapes[block_bytes]
         return _Shape(slab_layout(block_bytes, self.slab_bytes, self._base.num_pages))
 
     def _take(self, shape: _Shape, num_blocks: int) -> list[tuple[_Slab, PageRun]]:
-        """Take blocks of a shape that has enough, or can get enough."""
+        """Allocate blocks of a shape that has, or can get, enough free blocks."""
         runs: list[tuple[_Slab, PageRun]] = []
         missing = num_blocks
         for slab in shape.fullest_first():
@@ -282,7 +280,7 @@ class SlabAllocator:
         else:
             runs = [self._base.allocate_run(length) for _ in range(num_slabs)]
             bases = [run for run in runs if run is not None]
-        assert len(bases) == num_slabs, "num_free_blocks said there was room"
+        assert len(bases) == num_slabs, "num_free_blocks counted too many base slabs"
         slabs = [_Slab(base, PagePool(shape.layout.num_blocks)) for base in bases]
         shape.slabs.update(slabs)
         return slabs

@@ -1,15 +1,16 @@
-"""Copies beside the engines' work: threads and copy streams for each direction.
+"""Copies that overlap the engines' work: threads and copy streams for each direction.
 
-A transfer is a list of copies, made in consecutive batches, two at a time so that the link never
-waits for this thread. A transfer can be stopped within a batch's time (for 8 MiB about a
-millisecond), and the part that has arrived is usable. A batch is large enough for full bandwidth:
-links are full from 1 to 4 MiB on.
+A transfer is a list of copies, made in consecutive batches. Two batches are queued at a time, so
+that the link never waits for the thread. A transfer can be stopped within a batch's time (for 8 MiB
+about a millisecond), and the part that has arrived is usable. A batch is large enough for full
+bandwidth, which links reach from 1 to 4 MiB on.
 
-The order that keeps bytes right (Aegaeon, section 5.3): compute waits for its own KV, because the
-owner of a transfer runs no step that needs the KV before ``has_ended``; a transfer waits for the
-last one of its source, because bytes in transfer are waited for or stopped before the next move;
-and memory under a copy has no other user, because its owner keeps the memory until the transfer has
-ended.
+Three rules keep bytes correct (Aegaeon, section 5.3):
+
+- compute waits for KV: the owner of a transfer runs no step that needs the KV before ``has_ended``;
+- a transfer waits for the previous transfer of the same bytes: the owner waits for a transfer, or
+  stops the transfer, before moving the bytes again;
+- memory of a running copy has no other user: the owner keeps the memory until the transfer's end.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from gpupoold.system.activity import WORKER, ThreadPhase
 
 BATCH_BYTES = 8 << 20
 _MAX_UNDER_WAY = 2
-# What may wait in a queue before owners hold their next transfers back: some milliseconds of
-# the link. Plans change, and what has not been asked for need not be stopped.
+# Bytes that may wait in a queue before owners hold further transfers back: some milliseconds of the
+# link. Plans change, and a transfer that is not in the queue need not be stopped.
 _MAX_WAITING_BYTES = 16 * BATCH_BYTES
 
 
 class Transfer:
-    """Copies in progress. The requesting thread waits for them or stops them.
+    """Copies in progress, for which the requesting thread waits, or which the thread stops.
 
-    The copying thread calls ``on_end`` with whether all bytes have arrived, before ``has_ended``;
-    not for a transfer stopped before its start.
+    The copying thread calls ``on_end`` with True if all bytes have arrived, else False, before
+    ``has_ended``. There is no call for a transfer stopped before its start.
     """
 
     def __init__(
@@ -106,10 +107,10 @@ class Transfer:
                 under_way.append((number, sum(copy.num_bytes for copy in batch)))
                 if len(under_way) == _MAX_UNDER_WAY:
                     self._finish(copy_stream, under_way)
-        except BaseException as error:  # raised where it is waited for
+        except BaseException as error:  # raised by wait()
             self._error = error
         try:
-            while under_way:  # also after an error: nothing is being written in the end
+            while under_way:  # also after an error, so that no write follows the end
                 self._finish(copy_stream, under_way)
         except BaseException as error:
             self._error = self._error or error
@@ -120,7 +121,7 @@ class Transfer:
         try:
             if self._on_end is not None:
                 self._on_end(self._error is None and self._num_copied == self.num_bytes)
-        finally:  # last: whoever sees the end may take away what is told by
+        finally:  # last: after has_ended the owner may free what on_end uses
             self._ended.set()
 
     def _finish(self, copy_stream: CopyStream, under_way: deque[tuple[int, int]]) -> None:
@@ -132,13 +133,15 @@ class Transfer:
 class TransferQueue:
     """Transfers in one direction, started in the order of the requests.
 
-    As many run at a time as there are copy streams, each with a thread.
+    Each copy stream has a thread, so as many transfers run at a time as there are copy streams.
     """
 
     @classmethod
     def open(cls, device: Device, direction: Direction, name: str) -> TransferQueue:
-        """Open a queue over copy streams of ``device``. Where cores of the host copy, the thread
-        that waits for a transfer helps."""
+        """Open a queue over copy streams of ``device``.
+
+        If the host's cores make the copies, a thread that waits for a transfer helps.
+        """
         helper = device.open_copy_stream(direction) if device.is_host_addressable else None
         return cls(device.open_copy_streams(direction), name, helper=helper)
 
@@ -176,7 +179,7 @@ class TransferQueue:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes until owners hold their next transfer back."""
+        """Bytes that may still be queued before owners hold further transfers back."""
         self._forget_ended()
         return _MAX_WAITING_BYTES - sum(transfer.num_bytes for transfer in self._waiting)
 
@@ -208,14 +211,14 @@ class TransferQueue:
         self._waiting = [transfer for transfer in self._waiting if not transfer.has_ended]
 
     def _help(self) -> bool:
-        """Make the next transfer, in the calling thread; False when there is none to be had."""
+        """Make the next queued transfer in the calling thread; return False if there is none."""
         if self._helper is None:
             return False
         try:
             transfer = self._queue.get_nowait()
         except Empty:
             return False
-        if transfer is None:  # close() tells a thread to end
+        if transfer is None:  # the signal of close() to a thread
             self._queue.put(None)
             return False
         transfer.run(self._helper)
@@ -228,7 +231,7 @@ class TransferQueue:
 
 
 def cut(copies: Sequence[Copy], batch_bytes: int) -> Iterator[list[Copy]]:
-    """``copies`` in order, cut where needed, in lists of ``batch_bytes`` but for the last."""
+    """Yield ``copies`` in order, cut into lists of ``batch_bytes``; the last may be shorter."""
     batch: list[Copy] = []
     left = batch_bytes
     for target, source, num_bytes in copies:

@@ -12,13 +12,12 @@ _HINT = "warm the model: `gpupool cache warm`"
 
 
 class WeightMemory:
-    """Maps the weight address range and fills it from the snapshot; never copies back.
+    """The address range of a model's weights, filled from the snapshot and never copied back.
 
-    The pages from the first on are present, as many as memory allowed: a model restored after
-    partial eviction moves only the missing part. ``snapshot`` holds the address range's bytes as
-    vLLM left them after loading and post-processing, padded to whole pages. It is pinned until
-    ``close`` or until it is detached: without a snapshot no page is present and none can be brought
-    in.
+    Pages are loaded from the first on and evicted from the last on, so that restoring a partly
+    evicted model copies only the missing pages. ``snapshot`` holds the bytes of the address range
+    after vLLM's loading and post-processing, padded to whole pages. The snapshot is pinned until
+    ``close`` or ``detach_snapshot``; without a snapshot no page is present and none can be loaded.
     """
 
     def __init__(self, address_range: AddressRange, device: Device, snapshot: HostBuffer) -> None:
@@ -54,12 +53,12 @@ class WeightMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole snapshot, also while there is none."""
+        """Bytes of the whole snapshot, also while detached."""
         return self.num_pages * self._device.page_bytes
 
     @property
     def num_mapped_pages(self) -> int:
-        """Pages of the pool in use, filled or being filled."""
+        """Number of mapped pages, filled or being filled."""
         return self._address_range.num_mapped
 
     @property
@@ -77,7 +76,7 @@ class WeightMemory:
 
     @property
     def num_missing_pages(self) -> int:
-        """Pages of the pool still needed."""
+        """Number of pages still to be mapped."""
         return self.num_pages - self.num_mapped_pages
 
     @property
@@ -101,9 +100,9 @@ class WeightMemory:
         return self._address_range.address
 
     def load(self, num_pages: int | None = None) -> int:
-        """Bring in the next ``num_pages``, or all missing ones; return the copied bytes.
+        """Load the next ``num_pages``, or all missing pages; return the number of copied bytes.
 
-        Waits for an earlier start, which is not counted.
+        Waits for an earlier ``begin_load``, whose bytes are not counted.
 
         Raises:
             OutOfPages: the pool is short; pages present or in transfer stay.
@@ -120,7 +119,7 @@ class WeightMemory:
         return len(missing) * self._device.page_bytes
 
     def begin_load(self, queue: TransferQueue, num_pages: int) -> None:
-        """Start to fill the next ``num_pages``, or the remaining ones if fewer.
+        """Start to load the next ``num_pages``, or the remaining pages if fewer.
 
         Raises:
             OutOfPages: the pool is short; nothing was started.
@@ -137,12 +136,12 @@ class WeightMemory:
         self._arriving = queue.begin([copy])
 
     def settle(self) -> None:
-        """Process pages that have arrived."""
+        """Count the pages being loaded as present if all have arrived."""
         if not self.is_arriving:
             self.wait()
 
     def wait(self) -> None:
-        """Return when the started pages have arrived.
+        """Return when the pages being loaded have arrived.
 
         Raises:
             Exception: a copy failed; pages that had not arrived were freed.
@@ -173,10 +172,10 @@ class WeightMemory:
         self._drop_from(self._num_loaded)
 
     def detach_snapshot(self) -> HostBuffer:
-        """Give back all pages and let the snapshot go; the caller unpins and closes it.
+        """Free all pages; return the snapshot, which the caller unpins and closes.
 
         Raises:
-            Failed: there is none.
+            Failed: there is no snapshot.
         """
         snapshot = self.snapshot
         self.evict()
@@ -184,7 +183,7 @@ class WeightMemory:
         return snapshot
 
     def attach_snapshot(self, snapshot: HostBuffer) -> None:
-        """Have a snapshot again: pinned by the caller, of the same model and layout."""
+        """Attach a snapshot of the same model and layout, which the caller has pinned."""
         assert self._snapshot is None
         assert snapshot.num_bytes == self.num_bytes
         self._snapshot = snapshot

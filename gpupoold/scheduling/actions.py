@@ -13,7 +13,7 @@ class Turn:
     waits.
 
     A step takes at most ``chunk_tokens``, prompt tokens plus one per answer, so that a prompt does
-    not delay answers beyond their target; None means the engine's own limit.
+    not delay answers beyond their target; None means the engine's limit.
     """
 
     turn_id: int
@@ -32,7 +32,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """Migrate a request that has its first token, with its KV, to another device."""
+    """Migrate a request with a token, and its KV, to another device."""
 
     request_id: str
     source: int

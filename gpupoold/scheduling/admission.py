@@ -29,8 +29,8 @@ class Job:
 class Admission:
     """A split of the jobs: on-time jobs in order of execution, and late jobs.
 
-    ``late`` is in order of deadline too; late jobs run after the others and miss their deadline in
-    any place.
+    ``late`` is in order of deadline too; late jobs run last, because no place in the order meets
+    their deadlines.
     """
 
     on_time: tuple[Job, ...]

@@ -1,7 +1,7 @@
 """The scheduling core: one state, events in, actions out.
 
 The daemon and the simulator run this object. The core does no I/O and reads no clock. The policy
-decides; the core keeps the books, so that a policy cannot corrupt the state.
+decides; only the core changes the state, so a policy cannot corrupt the state.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Core:
     def handle(self, events: Iterable[e.Event], now_s: float) -> list[Action]:
         """Apply events and decide; the actions are to be carried out in order.
 
-        Events about requests, turns and devices that have ended are ignored, because messages of
-        the shell cross. ``now_s`` never decreases.
+        Events about requests, turns and devices that have ended are ignored, because messages may
+        cross. ``now_s`` never decreases.
 
         Raises:
             UnknownName: a model or device was never added.
-            ValueError: a request arrived with the id of a live one.
+            ValueError: a request arrived with the id of a live request.
         """
         self._actions = []
         for event in events:
@@ -56,7 +56,7 @@ class Core:
         if self._must_assign:
             self._give_away(now_s)
             self._must_assign = False
-            # Room that has come back is for those who wait before it is for newcomers.
+            # Freed KV memory goes to waiting requests before new requests.
             for number in self._to_plan:
                 if number in self.state.devices:
                     admit(self.state.devices[number])
@@ -124,7 +124,7 @@ class Core:
             model.hosts.discard(device.number)
         for request in [r for r in self.state.requests.values() if r.device == device.number]:
             self._lose_device(request)
-        self._must_assign = True  # others may have to do what it did
+        self._must_assign = True  # other devices may have to take its role
 
     def _role_set(self, event: e.RoleSet, now_s: float) -> None:
         device = self.state.devices.get(event.device)
@@ -140,7 +140,7 @@ class Core:
         self._must_assign = True
         if not event.is_draining:
             return
-        # What it was not told of can be told to others.
+        # Requests that were not sent to the device yet can go to other devices.
         waiting = [
             one for queue in device.waiting_for_kv.values() for one in queue.requests.values()
         ]
@@ -185,7 +185,7 @@ class Core:
         for request in lost:
             _remove(request, device)
         self._take_off(device, model)
-        self._must_assign = True  # a device that is being emptied may be its only one now
+        self._must_assign = True  # the model's only host may now be a draining device
         for request in lost:
             self._lose_device(request)
 
@@ -252,7 +252,7 @@ class Core:
         batch.grow(num_tokens)
 
     def _go_on(self, request: Request, now_s: float) -> None:
-        """Choose where to decode a request with its first token; the request may have ended."""
+        """Choose the device to decode a request with its first token, unless it has ended."""
         if request.phase is not RequestPhase.DECODING or request.id not in self.state.requests:
             return
         target = self.policy.first_token(request, self.state, now_s)
@@ -260,7 +260,7 @@ class Core:
             self._try_migrate(request, target, Rule.ANSWERS_ELSEWHERE)
 
     def _give_away(self, now_s: float) -> None:
-        """Migrate answers from devices that should have none, as far as there is memory."""
+        """Migrate answers from devices that should have none, as far as memory allows."""
         for device in self.state.devices.values():
             if device.gives_away:
                 batches = list(device.working.values())
@@ -268,7 +268,7 @@ class Core:
                     self._go_on(request, now_s)
 
     def _try_migrate(self, request: Request, target: DeviceState, rule: Rule) -> None:
-        """Migrate a request unless it is there, is under way, or the target lacks memory."""
+        """Migrate a decoding request, unless to its own device or to a device without memory."""
         is_elsewhere = target.number != request.device
         if request.phase is RequestPhase.DECODING and is_elsewhere and admits(target, request):
             self._migrate(request, target, rule)
@@ -281,7 +281,7 @@ class Core:
         _move(request, Trigger.MIGRATE)
         request.device, request.rule = target.number, rule
         target.moving[request.id] = request
-        self._must_assign = True  # its place is free
+        self._must_assign = True  # the source has free memory
 
     def _attached(self, event: e.Attached, now_s: float) -> None:
         request = self.state.requests.get(event.request_id)
@@ -412,10 +412,10 @@ def _remove(request: Request, device: DeviceState) -> None:
 
 
 def _learn_step(batch: Batch, event: e.Stepped) -> None:
-    """Correct the predicted steps of such devices by a measured step.
+    """Correct the model's predicted step time, for this kind of device, by a measured step.
 
     The measurement is compared with the prediction for the requests in the step: other requests of
-    the batch wait for prefill or KV. For several steps the time is that of the middle step.
+    the batch wait for prefill or KV. For several steps, ``step_s`` is the time of the middle step.
     """
     assert event.step_s is not None
     ran = [batch.requests[one] for one in event.request_ids if one in batch.requests]

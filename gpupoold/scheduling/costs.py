@@ -57,7 +57,7 @@ class ModelCosts:
 
 
 def costs_of(latency: LatencyModel) -> ModelCosts:
-    """Return the constants of a latency model of the forms above."""
+    """Return the constants of a latency model whose forms are those of ``ModelCosts``."""
     prefill = latency.prefill.predict_s
     base_s, once_s, twice_s = (
         prefill([tokens]) for tokens in (0, _PROBE_TOKENS, 2 * _PROBE_TOKENS)

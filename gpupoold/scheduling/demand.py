@@ -23,7 +23,7 @@ from gpupoold.scheduling.velocity import (
 )
 
 WINDOW_S = 30.0
-# Steps may take so much of the target: the batch that is decoded is not always the largest.
+# Share of the TBT target for a step: the decoded batch is not always the largest possible.
 _TBT_SHARE = 0.9
 
 
@@ -51,7 +51,7 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Devices' worth of work by stage, before rounding."""
+    """Work by stage as a number of devices, before rounding."""
 
     prefill: float = 0.0
     decode: float = 0.0
@@ -77,7 +77,7 @@ class ArrivalWindow:
         self._first_s: float | None = None
 
     def add(self, request: Request) -> None:
-        """A request came, or has to be prefilled again."""
+        """Count a request that arrived or has to be prefilled again."""
         at_s, prompt_tokens = request.arrival_s, request.prompt_tokens
         if self._first_s is None:
             self._first_s = at_s
@@ -187,7 +187,7 @@ def decoding_now(state: State, model: Model, capacity_bytes: int, kind: str = ""
 def demands_on(
     state: State, rates_rps: Mapping[str, Mapping[RequestClass, float]], device: DeviceState
 ) -> list[Demand]:
-    """Return what each present model needs of devices like this one."""
+    """Return the demand of each known model for devices like ``device``."""
     capacity_bytes, bandwidth = device.capacity_bytes, device.bandwidth_bytes_per_s
     demands = []
     for name, rates in rates_rps.items():

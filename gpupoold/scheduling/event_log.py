@@ -14,7 +14,7 @@ from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.events import Event
 
-# A copy of a core with a thousand requests takes some milliseconds: rare enough at this rate.
+# Copies, which take some milliseconds with a thousand requests, are rare enough at this size.
 MAX_ENTRIES = 10_000
 
 
@@ -59,7 +59,7 @@ class Difference:
 
 
 class RecordedCore:
-    """A core that records its last ``max_entries`` calls, at least half as many."""
+    """A core that records its latest calls: ``max_entries`` at most, half as many at least."""
 
     def __init__(self, core: Core, max_entries: int = MAX_ENTRIES) -> None:
         """Record from now on.
@@ -68,7 +68,7 @@ class RecordedCore:
             ValueError: ``max_entries`` is less than 2.
         """
         if max_entries < 2:
-            raise ValueError(f"a log of {max_entries} entries: it takes at least 2")
+            raise ValueError(f"max_entries is {max_entries}, must be at least 2")
         state = core.state
         self.core = core
         self._is_from_start = not (state.models or state.devices or state.requests)
@@ -90,7 +90,7 @@ class RecordedCore:
         return tuple(one for segment in self._segments for one in segment.entries)
 
     def handle(self, events: Iterable[Event], now_s: float) -> list[Action]:
-        """As :meth:`Core.handle`, and raises the same."""
+        """Handle events as :meth:`Core.handle` does, with the same errors, and record the call."""
         told = tuple(events)
         segment = self._segments[-1]
         if len(segment.entries) >= self._max_per_segment:
@@ -123,7 +123,7 @@ def replay_on(core: Core, entries: Iterable[LogEntry]) -> Difference | None:
 
 
 def _new_segment(core: Core) -> Segment:
-    # Six times as fast as copy.deepcopy, and nothing for the garbage collector to walk.
+    # Six times as fast as copy.deepcopy, and without objects for the garbage collector to walk.
     return Segment(pickle.dumps(core, pickle.HIGHEST_PROTOCOL))
 
 

@@ -27,7 +27,7 @@ class ModelAdded:
 
 @dataclass(frozen=True, slots=True)
 class TargetsChanged:
-    """New targets, for requests under way too."""
+    """A model's targets have changed, for live requests too."""
 
     model: str
     targets: Targets
@@ -35,7 +35,7 @@ class TargetsChanged:
 
 @dataclass(frozen=True, slots=True)
 class ModelRemoved:
-    """A model and all its requests are gone."""
+    """A model has been removed with all its requests."""
 
     model: str
 
@@ -61,7 +61,7 @@ class DeviceUp:
 
 @dataclass(frozen=True, slots=True)
 class DeviceDown:
-    """A device is gone; its requests restart from their tokens on another device."""
+    """A device has stopped serving; its requests restart on other devices, after their tokens."""
 
     device: int
 
@@ -95,7 +95,7 @@ class BandwidthMeasured:
 
 @dataclass(frozen=True, slots=True)
 class QuotaMaxSet:
-    """Sets the longest turn, from the next planned turn on."""
+    """The longest turn has changed, from the next planned turn on."""
 
     quota_max_s: float
 
@@ -109,7 +109,7 @@ class Tick:
 class Hosted:
     """A device can run a model: the engine exists, and the snapshot is in host memory.
 
-    ``costs`` hold for devices of the same kind, None for the model's description.
+    ``costs`` hold for devices of the same kind; None means the costs of ``ModelAdded``.
     """
 
     device: int
@@ -119,7 +119,7 @@ class Hosted:
 
 @dataclass(frozen=True, slots=True)
 class Unhosted:
-    """A device can no longer run a model; its requests there wait for another device."""
+    """A device can no longer run a model; the model's requests wait for another device."""
 
     device: int
     model: str
@@ -127,10 +127,11 @@ class Unhosted:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A request. ``output_tokens`` is known only to a simulator, for policies with an oracle.
+    """A request has arrived.
 
-    ``num_tokens`` of the answer exist from a lost device; they are prefilled with the prompt, but
-    belong to the answer. The answer has at most ``max_tokens``, None for no limit.
+    Only a simulator knows ``output_tokens``, for policies with an oracle. ``num_tokens`` of the
+    answer exist from a lost device: these tokens are prefilled with the prompt, but belong to the
+    answer. The answer has at most ``max_tokens``, None for no limit.
     """
 
     request_id: str
@@ -160,7 +161,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A migrated request can continue: its KV is in host memory for the new device.
+    """A migrated request can continue: the KV is in host memory for the new device.
 
     ``num_tokens`` of its answer exist now, None if unchanged.
     """

@@ -11,10 +11,10 @@ from enum import Enum, auto
 class Victim(Enum):
     """A kind of memory of a model without a turn."""
 
-    FREE_KV = auto()  # chunks without a live block: nothing moves
-    WEIGHTS = auto()  # the host snapshot stays: nothing moves now, all of it later
-    LIVE_KV = auto()  # moves to the host now and back later
-    RECOMPUTE = auto()  # live KV that the host has no room for: computed anew, all of a model's
+    FREE_KV = auto()  # extents without a live block: no copy
+    WEIGHTS = auto()  # no copy now: the host snapshot stays; a copy back later
+    LIVE_KV = auto()  # a copy to the host now, and back later
+    RECOMPUTE = auto()  # all live KV of a model, without host memory: recomputed later
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class PageHolding:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """Take ``victim`` from ``model``; frees about ``num_pages``."""
+    """The eviction of a model's memory of kind ``victim``, which frees about ``num_pages``."""
 
     model: str
     victim: Victim
@@ -62,7 +62,7 @@ def plan_evictions(
     idle.sort(key=lambda h: (-_idle_class(h.idle_s), -h.ttft_s, -h.idle_s))
     free_kv = _evictions(Victim.FREE_KV, [*idle, *paused])
     idle_weights = _evictions(Victim.WEIGHTS, idle)
-    # A model without live requests has no live KV, unless its engine is late to free it.
+    # A model without live requests has no live KV, unless the engine has not freed the KV yet.
     live_kv = _evictions(Victim.LIVE_KV, [*idle, *paused])
     paused_weights = _evictions(Victim.WEIGHTS, paused)
     if not may_move:

@@ -18,7 +18,7 @@ from gpupoold.scheduling.wait_estimate import next_token_in_s
 
 
 class Standing(StrEnum):
-    """The place of a live request."""
+    """The place of a live request: the reason to wait, or the stage."""
 
     NO_DEVICE = "no-device"
     HELD = "held"
@@ -32,7 +32,7 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A model in line for a device; times are None where the policy does not say."""
+    """A model in a device's queue; times are None if the policy gives none."""
 
     model: str
     rule: Rule
@@ -58,7 +58,7 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class RequestExplanation:
-    """The place of a request, the rule that chose its device, and the time to its next token.
+    """The place of a request, the rule that chose the device, and the time to the next token.
 
     The time is None if unknown. ``num_before`` requests are ahead in the queue for KV memory.
     """
@@ -87,7 +87,7 @@ def turns_of(policy: Policy, state: State, device: DeviceState, now_s: float) ->
 
 
 def why_request(state: State, request: Request, now_s: float) -> RequestExplanation:
-    """Return the place of a live request that the core knows."""
+    """Return the explanation of a live request of the state."""
     standing = standing_of(state, request)
     if standing is Standing.NO_DEVICE:
         return RequestExplanation(standing, None, None, None)
@@ -101,7 +101,7 @@ def why_request(state: State, request: Request, now_s: float) -> RequestExplanat
 
 
 def standing_of(state: State, request: Request) -> Standing:
-    """The name for where a request is."""
+    """Return the place of a request."""
     if request.phase is RequestPhase.HELD or request.device is None:
         return Standing.HELD if request.model.hosts else Standing.NO_DEVICE
     if request.phase is RequestPhase.MOVING:

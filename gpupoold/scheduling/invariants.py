@@ -35,8 +35,8 @@ def check_state(state: State) -> None:
     for number, device in state.devices.items():
         num_placed += _check_device(number, device, state)
     _check_turn_ids(state)
-    # Every place has only live requests, each in the phase and on the device that it names
-    # itself, so none is in two places; if the numbers agree, each is in one.
+    # Each place has only live requests with matching phase and device, as checked above, so no
+    # request is in two places. If the numbers agree, each request is in one place.
     if num_placed != len(state.requests):
         _fail(f"{len(state.requests)} requests are live, {num_placed} are held or on a device")
 

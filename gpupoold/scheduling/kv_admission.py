@@ -1,4 +1,4 @@
-"""KV admission: requests that may be sent to a device, and requests that wait.
+"""KV admission: which requests may be sent to a device, and which wait.
 
 KV without space on a device is offloaded to its host cache; when the cache is full, KV would be
 dropped and recomputed. So requests wait in the daemon while the reservations of sent requests
@@ -31,8 +31,8 @@ def admit(device: DeviceState) -> None:
     """Queue requests that waited for KV memory, as far as there is memory now.
 
     A queued request waits again if other requests' KV has grown into its memory. Within a model
-    requests keep their order except for priority. Among models the one with the least KV is next;
-    until its first request fits, the others get nothing. So memory accumulates for a large request
+    requests keep their order except for priority. The model with the least KV is next, and no other
+    model gets memory until its first request fits. Thus memory accumulates for a large request
     too, and no model's backlog blocks another model. Among equals, for example on an empty device,
     the request for which memory was accumulated stays next.
     """
@@ -52,7 +52,7 @@ def admit(device: DeviceState) -> None:
 
 
 def _put_back(device: DeviceState) -> None:
-    """Let all queued requests wait again, before the waiting requests of their model."""
+    """Move all queued requests back to waiting, before the waiting requests of their model."""
     for name, batch in device.queued.items():
         behind = device.waiting_for_kv.pop(name, None)
         for one in (batch, behind) if behind else (batch,):
@@ -62,10 +62,10 @@ def _put_back(device: DeviceState) -> None:
 
 
 def _next(device: DeviceState, newcomer: Request | None = None) -> Request | None:
-    """Return the next request to get memory, among the waiting ones and ``newcomer``.
+    """Return the next request to get memory, among the waiting requests and ``newcomer``.
 
-    A model that has all the KV that fits beside its own weights is skipped: only its own model's
-    requests can free space, so it does not block others.
+    A model that has all the KV that fits beside its weights is skipped: only its own requests can
+    free memory for the next request, so the model must not block other models.
     """
     firsts = [next(iter(line.requests.values())) for line in device.waiting_for_kv.values()]
     if newcomer is not None and newcomer.model.name not in device.waiting_for_kv:
@@ -95,7 +95,7 @@ def _kept_bytes(device: DeviceState, model: Model) -> float:
 
 
 def _has_room(device: DeviceState, newcomer: Request | None = None) -> bool:
-    """Return whether all sent and queued requests fit, and one more."""
+    """Return whether all sent and queued requests, and ``newcomer``, fit."""
     assert device.kv_host_bytes is not None
     kept_bytes, num_requests, weight_bytes = 0.0, 0, 0
     for batch in (*device.working.values(), *device.queued.values()):

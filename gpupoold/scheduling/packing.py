@@ -14,7 +14,7 @@ from enum import StrEnum
 
 
 class Constraint(StrEnum):
-    """A capacity that a placement can exceed; the letters are those of the paper's program."""
+    """A capacity that a placement can exceed, with the letters of the paper's program."""
 
     TBT = "tbt"  # (b) context and batch size make steps too slow
     TTFT = "ttft"  # (c) prefills placed together take too long
@@ -43,7 +43,7 @@ class PackedRequest:
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens whose KV the request holds now, or after its prefill."""
+        """Tokens of KV that the request holds now, or after the prefill."""
         return self.num_prompt_tokens + self.num_output_tokens
 
     @property
@@ -91,9 +91,9 @@ class PrefillCost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """Capacity of each worker; all workers are alike.
+    """Capacity of each worker; all workers are equal.
 
-    ``gamma`` (0 to 1) says at which share of an answer a step must still be within ``tbt_s``;
+    ``gamma`` (0 to 1) is the share of an answer at which a step must still be within ``tbt_s``;
     ``theta`` (0 to 1) holds some of (b) and (d) back for errors of the predictions. Without
     ``prefill`` the workers only decode, and (c) and (d) do not bind.
     """
@@ -146,7 +146,7 @@ def peak_kv_bytes(worker: Iterable[PackedRequest], kv: KvCost) -> float:
 
 
 def weighted_context_tokens(worker: Iterable[PackedRequest], gamma: float) -> float:
-    """``sum(prompt + gamma * output)``: context at the share ``gamma`` of the answers."""
+    """Return ``sum(prompt + gamma * output)``: the context at a share ``gamma`` of the answers."""
     return math.fsum(r.num_prompt_tokens + gamma * r.final_output_tokens for r in worker)
 
 
@@ -197,7 +197,7 @@ def best_fit(request: PackedRequest, workers: Sequence[Worker], limits: WorkerLi
 
 
 def shortest_queue(workers: Sequence[Worker]) -> int:
-    """The worker with the fewest requests, the first among equals: the usual baseline.
+    """Return the worker with the fewest requests, the first among equals: the usual baseline.
 
     Raises ValueError without workers.
     """
@@ -211,8 +211,7 @@ def pack_best_fit(
 ) -> tuple[Worker, ...]:
     """Place requests one by one by best fit on ``workers``, opening further workers as needed.
 
-    A request too large for an empty worker gets a worker of its own; ``violations`` names the
-    reason.
+    A request too large for an empty worker gets a separate worker; ``violations`` names the reason.
     """
     packed = list(workers)
     for request in requests:
@@ -250,7 +249,7 @@ class PredictionError:
         return step.context_s * self.num_output_tokens + step.sequence_s * self.num_requests
 
     def with_request(self, request: PackedRequest, sign: int) -> PredictionError:
-        """The error if a new request came (``sign`` 1) or went (-1) against the plan."""
+        """Return the error if a request is added to (``sign`` 1) or removed from (-1) the plan."""
         return PredictionError(
             self.num_output_tokens + sign * request.predicted_output_tokens,
             self.num_requests + sign,

@@ -13,10 +13,10 @@ class RequestPhase(Enum):
     """The phase of a live request."""
 
     HELD = auto()  # no device yet
-    QUEUED = auto()  # has a device, which has not been told
-    SENT = auto()  # its device has it; no token yet
+    QUEUED = auto()  # has a device, not sent yet
+    SENT = auto()  # sent to its device, no token yet
     DECODING = auto()  # has a token
-    MOVING = auto()  # has a token; its KV is on the way to its device
+    MOVING = auto()  # has a token; being migrated to its device
 
 
 class Trigger(Enum):
@@ -30,13 +30,13 @@ class Trigger(Enum):
     LOSE_DEVICE = auto()
 
 
-# The life of a request; what is not in the table is a fault of the shell or of a policy.
+# The life of a request; a transition missing here is a bug of the shell or of a policy.
 TRANSITIONS: dict[tuple[RequestPhase, Trigger], RequestPhase] = {
     (RequestPhase.HELD, Trigger.PLACE): RequestPhase.QUEUED,
     (
         RequestPhase.QUEUED,
         Trigger.PLACE,
-    ): RequestPhase.QUEUED,  # changed its mind before it was sent
+    ): RequestPhase.QUEUED,  # reassigned before being sent
     (RequestPhase.QUEUED, Trigger.SEND): RequestPhase.SENT,
     (RequestPhase.SENT, Trigger.TOKEN): RequestPhase.DECODING,
     (RequestPhase.DECODING, Trigger.TOKEN): RequestPhase.DECODING,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MIN_ALPHA = 0.5
-# Less than a nanosecond of switching is none; its quotients would underflow.
+# Less than a nanosecond of switching counts as none, because quotients would underflow.
 _LEAST_SWITCH_S = 1e-9
 
 

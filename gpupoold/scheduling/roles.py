@@ -22,22 +22,23 @@ from gpupoold.scheduling.velocity import RequestClass
 class RoleTuning:
     """Limits for role changes, found with ``gpupool simulate``."""
 
-    # No decision before so much of what arrives has been seen.
+    # Seconds of arrivals needed before a decision.
     observe_s: float = 30.0
-    # Less than this takes one device: two would only cut its batch in half.
+    # A smaller load needs one device: two devices would only halve the batch.
     least_load: float = 1.0
-    # Devices are split while the busier stage has less to do than this, and stay split up to
-    # the second: a stage that is full cannot be helped by the other's spare time.
+    # Roles are split if the busier stage has less load than the first limit, and stay split up to
+    # the second limit: spare time of one stage does not help a full stage.
     busiest_to_split: float = 0.95
     busiest_to_stay: float = 1.15
-    # Another split is worth a change if its busier stage has so much less to do.
+    # Least decrease of the busier stage's load for a change to another split.
     worthwhile: float = 0.1
-    # A wish must last, and a device keeps its role so long: bursts are for convertible decoders.
+    # How long a wanted split must last, and how long a device keeps its role: convertible
+    # decoders handle bursts.
     patience_s: float = 5.0
     least_stay_s: float = 30.0
-    # Weights and so much of a device for KV must fit together.
+    # Weights must fit beside this share of a device for KV.
     kv_share: float = 0.3
-    # One model has most of the load: where several take turns, answers of all of them on few
+    # Least share of a single model in the load: if several models take turns, answers on fewer
     # devices lose what prompts gain.
     main_share_to_split: float = 0.8
     main_share_to_stay: float = 0.6
@@ -73,11 +74,11 @@ class RolePlanner:
         self._tuning = tuning or RoleTuning()
         self._window = ArrivalWindow()
         self._changed_s: dict[int, float] = {}
-        self._wanted: int | None = None  # devices that prefill; None: all do both
+        self._wanted: int | None = None  # number of prefill devices; None: all do both
         self._wanted_since_s = 0.0
 
     def arrived(self, request: Request) -> None:
-        """A request came, or has to be prefilled again."""
+        """Count a request that arrived or has to be prefilled again."""
         self._window.add(request)
 
     def changes(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
@@ -155,7 +156,7 @@ def _mean_demands(
     rates_rps: Mapping[str, Mapping[RequestClass, float]],
     devices: Sequence[DeviceState],
 ) -> list[Demand]:
-    """Return what each model needs of a mean device, as devices may differ in size and kind."""
+    """Return each model's demand for a mean device: devices may differ in size and kind."""
     sizes = Counter((one.kind, one.capacity_bytes) for one in devices)
     like = {(one.kind, one.capacity_bytes): one for one in reversed(devices)}
     by_size = [(demands_on(state, rates_rps, like[size]), num) for size, num in sizes.items()]

@@ -17,37 +17,52 @@ class Rule(StrEnum):
         made.why = why
         return made
 
-    # Which device a request is for.
-    ONLY_DEVICE = "only-device", "no other device could take it"
-    SERVED_THERE = "served-there", "its model is being served there, so it joins that batch"
-    NO_COPY = "no-copy", "its model is being served there, and a second device would not pay"
-    LEAST_LOADED = "least-loaded", "that device has the least to do"
-    HOME = "home", "of the devices with the least to do, its model was on that one last"
-    RESIDENT = "resident", "of the devices with the least to do, that one has its weights"
-    KV_ROOM = "kv-room", "the devices before it in order have no room for its KV"
-    WAITS_FOR_KV = "waits-for-kv", "no device has room for its KV; there the fewest wait for it"
-    MIGRATED_OFF_FULL = "moved-off-full", "its first device was full, and that one was not"
-    MIGRATED_FOR_KV = "moved-for-kv", "that device had room for its KV, and its first had none"
-    PREFILLS = "prefills", "that device prefills, and has the first token soonest"
-    CONVERTED = "converted", "no prefill device is in time; that one prefills beside its answers"
-    FREE_DEVICE = "free-device", "it was the next in the queue, and that device was free"
-    FEWEST_REQUESTS = "fewest-requests", "that device has the fewest requests"
-    FIXED_PLACE = "fixed-place", "the policy has given its model that place"
-    GROUPED = "grouped", "the first group of its model that had room is there"
-    SHORTEST_QUEUE = "shortest-queue", "that device has the shortest queue of prompts"
-    ANSWERS_ELSEWHERE = "answers-elsewhere", "its prompt's device leaves answers to others"
-    REBALANCED = "rebalanced", "its device was full, and that one had time to spare"
+    # Rules that place requests on devices.
+    ONLY_DEVICE = "only-device", "no other device can take the request"
+    SERVED_THERE = (
+        "served-there",
+        "the device serves the model already, so the request joins the batch",
+    )
+    NO_COPY = "no-copy", "the device serves the model already, and a second device would not pay"
+    LEAST_LOADED = "least-loaded", "the device has the least load"
+    HOME = "home", "of the least loaded devices, this device had the model last"
+    RESIDENT = "resident", "of the least loaded devices, this device has the model's weights"
+    KV_ROOM = "kv-room", "the preferred devices have no room for the request's KV"
+    WAITS_FOR_KV = (
+        "waits-for-kv",
+        "no device has room for the request's KV; on this device the fewest wait",
+    )
+    MIGRATED_OFF_FULL = "moved-off-full", "the first device was full, and this device was not"
+    MIGRATED_FOR_KV = (
+        "moved-for-kv",
+        "this device had room for the request's KV, and the first device had none",
+    )
+    PREFILLS = "prefills", "the device prefills, and has the first token soonest"
+    CONVERTED = "converted", "no prefill device is on time; this device prefills beside answers"
+    FREE_DEVICE = "free-device", "the request was next in the queue, and the device was free"
+    FEWEST_REQUESTS = "fewest-requests", "the device has the fewest requests"
+    FIXED_PLACE = "fixed-place", "the policy has fixed the model to the device"
+    GROUPED = "grouped", "the device has the first group of the model with room"
+    SHORTEST_QUEUE = "shortest-queue", "the device has the shortest queue of prompts"
+    ANSWERS_ELSEWHERE = "answers-elsewhere", "the prompt's device leaves answers to other devices"
+    REBALANCED = "rebalanced", "the previous device was full, and this device had time to spare"
 
-    # Whose turn it is on a device.
-    DEADLINE = "deadline", "turns go in the order of their deadlines"
-    PUT_OFF = "put-off", "not all can be in time, and it gives the fewest tokens in time per second"
-    EXPIRED = "expired", "all its requests are late, so those that can be in time go first"
-    AHEAD = "ahead", "none of its requests is near its deadline"
-    STARVING = "starving", "it has waited so long that it goes first, late or not"
+    # Rules that order turns on a device.
+    DEADLINE = "deadline", "turns are in the order of their deadlines"
+    PUT_OFF = (
+        "put-off",
+        "not all turns can be on time, and this turn has the fewest on-time tokens/s",
+    )
+    EXPIRED = (
+        "expired",
+        "all requests of the model are late, so models that can be on time go first",
+    )
+    AHEAD = "ahead", "no request of the model is near its deadline"
+    STARVING = "starving", "the model has waited so long that it goes first, late or not"
     NOT_YET_BEGUN = (
         "not-yet-begun",
-        "the device is full and begins with another model only when it must",
+        "the device is full and begins another model only at the last moment",
     )
     ROUND = "round", "models take turns in rounds, with quotas by their targets"
     PREFILL_FIRST = "prefill-first", "prompts go before answers"
-    UNTIL_DONE = "until-done", "a device keeps a model until its requests are done"
+    UNTIL_DONE = "until-done", "a device keeps a model until its requests have ended"

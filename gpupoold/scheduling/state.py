@@ -13,11 +13,11 @@ from gpupoold.scheduling.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengt
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.rules import Rule
 
-# The last block of a request is not full.
+# Added per request, whose last block is not full.
 _KV_BLOCK_TOKENS = 16
 
-# So many TTFT targets earlier a request counts as if it had come. Bounded, so that those of
-# low priority wait for those that come soon after them, and not for all that ever come.
+# In queues a request counts as arrived this many TTFT targets earlier. With the bound, requests of
+# low priority wait only for requests that arrive soon after.
 _HEAD_START = {Priority.HIGH: 1.0, Priority.NORMAL: 0.0, Priority.LOW: -1.0}
 
 
@@ -144,11 +144,11 @@ class Batch:
     waiting_tokens2: int = 0
     context_tokens: int = 0
     _load: float = 0.0
-    _load_revision: int = -1  # of the model, when the load was worked out; -1: it is not known
+    _load_revision: int = -1  # model revision of ``_load``; -1: unknown
     kind: InitVar[str] = ""
 
     def __post_init__(self, kind: str) -> None:
-        """Look the speed up, once."""
+        """Look the speed up once."""
         self.speed = self.model.speed(kind)
 
     def add(self, request: Request) -> None:
@@ -162,7 +162,7 @@ class Batch:
             self._count_waiting(1, request.context_tokens)
 
     def insert(self, request: Request) -> None:
-        """Add a request before those at the end with lower priority."""
+        """Add a request before requests of lower priority at the end of the queue."""
         passed = list(itertools.takewhile(request.goes_before, reversed(self.requests.values())))
         self.add(request)
         for one in reversed(passed):
@@ -238,11 +238,11 @@ class Batch:
 class DeviceState:
     """A device that is up: its orders and its requests.
 
-    ``batches`` has one entry per hosted model, ``working`` and ``queued`` those with requests, in
-    the order of their first request. A queued request may be sent at any time; ``waiting_for_kv``
-    has requests without memory (:mod:`.kv_admission`), one of which may be ``first_for_kv``: memory
-    accumulates for that request. ``turn_rule`` chose the turn. Devices of one ``kind`` are equally
-    fast.
+    ``batches`` has one entry per hosted model; ``working`` and ``queued`` have only batches with
+    requests, in the order of their first request. A queued request may be sent at any time;
+    ``waiting_for_kv`` has requests without memory (:mod:`.kv_admission`). Memory accumulates for
+    the request ``first_for_kv``, if set. ``turn_rule`` chose the turn. Devices of one ``kind`` are
+    equally fast.
     """
 
     number: int
@@ -330,7 +330,7 @@ class DeviceState:
         return self.missing(model) / self.bandwidth_bytes_per_s
 
     def missing(self, model: Model) -> int:
-        """Bytes to move before the model can run here."""
+        """Return the bytes to move before the model can run here."""
         return self.missing_bytes.get(model.name, model.weight_bytes)
 
     def total_bytes(self, model: Model) -> int:
@@ -365,7 +365,8 @@ class State:
     def prefill_hosts(self, model: Model) -> list[DeviceState]:
         """Return the hosts of a model that take prompts, by number.
 
-        If all drain, any host; if none has the role, any other host: neither justifies a wait.
+        If all hosts drain, or if no host has the role, the other hosts are returned, because a wait
+        would be worse.
         """
         hosts = self._open_hosts(model)
         return [one for one in hosts if one.role is not Role.DECODE] or hosts

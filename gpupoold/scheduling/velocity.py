@@ -24,12 +24,12 @@ class RequestClass:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose KV a request of the class holds at its end."""
+        """Tokens of KV that a request of the class holds at the end."""
         return self.num_prompt_tokens + self.num_output_tokens
 
 
 def prefill_velocity(num_tokens: int, prefill_s: float) -> float:
-    """Prompt tokens per second of a saturated prefill device (section IV-B2)."""
+    """Return the prompt tokens per second of a saturated prefill device (section IV-B2)."""
     return num_tokens / _positive("prefill_s", prefill_s)
 
 
@@ -46,8 +46,8 @@ def decode_velocity(
 
     A request stays ``output * tbt`` and holds ``prompt + output / 2`` tokens on average, so that
     ``capacity / (prompt + output / 2)`` requests run at once, or ``max_batch_size``; each frees all
-    its tokens at its end. The paper measures the rate instead; ``tbt_s`` is the step time of that
-    batch.
+    its tokens at its end. The paper measures the rate instead; ``tbt_s`` is the step time of the
+    running batch.
     """
     held_tokens = kind.num_prompt_tokens + kind.num_output_tokens / 2
     num_running = _positive("kv_capacity_tokens", kv_capacity_tokens) / held_tokens
@@ -57,17 +57,17 @@ def decode_velocity(
 
 
 def prefillers_load(token_rate: float, prefill: float, network: float = math.inf) -> float:
-    """Prefill devices' worth of work: ``rate / min(V_P, V_N)``, before rounding (equation 2)."""
+    """Return the needed prefill devices before rounding, ``rate / min(V_P, V_N)`` (eq. 2)."""
     return _rate(token_rate) / _positive("velocity", min(prefill, network))
 
 
 def decoders_load(
     rates_rps: Mapping[RequestClass, float], velocities: Mapping[RequestClass, float]
 ) -> float:
-    """Decode devices' worth of work, before rounding (equation 3).
+    """Return the needed decode devices before rounding (equation 3).
 
-    The sum over classes of tokens that come, prompt and output, by the class's decode velocity.
-    Raises ValueError for a class with arrivals and no velocity.
+    The sum over classes of arriving tokens, prompt and output, divided by the class's decode
+    velocity. Raises ValueError for a class with arrivals and no velocity.
     """
     missing = [kind for kind in rates_rps if kind not in velocities]
     if missing:
@@ -96,7 +96,7 @@ def largest_chunk_tokens(step_s: Callable[[int], float], tbt_s: float, max_token
 
 
 def convertible_prefill_velocity(chunk_tokens: int, mean_batch_size: float, step_s: float) -> float:
-    """Prompt tokens per second beside the running answers: ``(chunk - batch) / step`` (eq. 5).
+    """Return the prompt tokens/s beside running answers: ``(chunk - batch) / step`` (eq. 5).
 
     0 if the answers alone fill the chunk. ``step_s`` is the target between tokens, or the
     measured time of a step with a full chunk.
@@ -107,9 +107,9 @@ def convertible_prefill_velocity(chunk_tokens: int, mean_batch_size: float, step
 def reserved_kv_bytes(velocity: float, ttft_s: float, kv_bytes_per_token: float) -> float:
     """Return the memory that a convertible decoder reserves for one prefill (equation 6).
 
-    The memory holds what the decoder can prefill within the target of the first token: a longer
-    prompt goes elsewhere. The equation's time factor is a reading of the text, which names the
-    other two.
+    The memory holds the tokens that the decoder can prefill within the target of the first token:
+    a longer prompt goes elsewhere. The time factor is inferred from the paper's text, which names
+    the other two factors.
     """
     return _rate(velocity) * ttft_s * kv_bytes_per_token
 

@@ -1,8 +1,8 @@
 """Estimates of waiting times: of a new request, and until answers have ended.
 
 The estimates use the policy's own quantities: planned turns and their order
-(:mod:`.policies.planned_turns`), predicted steps, prefills and switches. They fit the policy
-``gpupool``; for other policies they are rough.
+(:mod:`.policies.planned_turns`), predicted steps, prefills and switches. The estimates fit the
+policy ``gpupool`` and are rough for other policies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gpupoold.scheduling.policies.stages import stage
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, State
 
-# Answers looked at for a drain: of more, as many at equal distances.
+# Most answers sampled for a drain, at equal distances.
 _MAX_ANSWERS = 64
 _SHORTEST_S, _LONGEST_S, _GROWTH = 0.05, 3600.0, 1.15
 
@@ -66,7 +66,7 @@ class WaitingAnswer(NamedTuple):
         num_shorter = bisect_right(self.lengths, self.num_tokens)
         num_left = len(self.lengths) - num_shorter
         if not num_left:
-            # Longer than any before it: taken to become twice as long.
+            # Longer than all similar answers: assumed to become twice as long.
             return float(reached >= 2 * self.num_tokens)
         return (bisect_right(self.lengths, reached) - num_shorter) / num_left
 
@@ -95,7 +95,7 @@ class Drain:
             return self.times_s[0]
         if index == len(self.times_s):
             return self.times_s[-1]
-        # Between two instants, in proportion.
+        # Interpolate linearly between two times.
         low, high = self.num_ended[index - 1], self.num_ended[index]
         share = (num - low) / (high - low)
         return self.times_s[index - 1] + share * (self.times_s[index] - self.times_s[index - 1])
@@ -118,7 +118,7 @@ def first_token_in_s(
         if rule is Rule.CONVERTED:
             return in_s
     else:
-        # As if it had no home, which only the policy knows.
+        # Without a home device, which only the policy knows.
         device, _ = choose(newcomer, hosts, Loads(), {}, tuning)
     return _first_on(device, newcomer, now_s, tuning)
 
@@ -144,7 +144,7 @@ def next_token_in_s(
     elif device.is_waiting_for_kv(request):
         wait_s = _room_after_s(device, _num_before(device, request) + 1, now_s)
         mine = _with(request, mine, device)
-    assert mine is not None  # it is queued, or in a batch
+    assert mine is not None  # the request is queued or in a batch
     in_s = wait_s + _next_on(device, request, mine, works, now_s, tuning)
     return in_s if math.isfinite(in_s) else None
 
@@ -152,7 +152,7 @@ def next_token_in_s(
 def drain_of(
     state: State, model: Model | None, now_s: float, max_tokens: MaxTokens = _unbounded
 ) -> Drain:
-    """Return the expected ends of a model's answers, or of all, if other requests follow.
+    """Return the expected ends of a model's answers, or of all, assuming that requests follow.
 
     ``max_tokens`` returns a request's limit, None for no limit. Requests of models without a device
     are left out.
@@ -202,7 +202,7 @@ def _lengths_of(model: Model, state: State) -> Sequence[float]:
 def _start_and_pace(
     request: Request, state: State, now_s: float, *, has_begun: bool
 ) -> tuple[float, float] | None:
-    """Return when an answer continues and its time per token; None if no device can serve it."""
+    """Return an answer's start and time per token in seconds; None without a device."""
     model, tuning = request.model, Tuning()
     device = state.devices[request.device] if request.device is not None else None
     if device is None:
@@ -281,7 +281,7 @@ def _next_on(
     on_turn = turn.model if turn else None
     others = [one for one in works if one.model.name not in (on_turn, model.name)]
     if not request.num_tokens and request.arrival_s >= device.turn_began_s:
-        # The turn ends early for those who came after it began; see the policy's revise().
+        # The turn ends early for a request that arrived after its start, see the policy's revise().
         ready_s = device.switch_s(model) + mine.prefill_s
         due_in_s = request.arrival_s - now_s + FIRST_TOKEN_SHARE * model.targets.ttft_s
         left_s = min(left_s, max(due_in_s - ready_s, 0.0))

@@ -24,8 +24,8 @@ SLOT_BYTES = 4096
 PAGE_BYTES = NUM_SLOTS * SLOT_BYTES
 
 _MAIN, _STEPS, _FIRST_SHARED, _FIRST_OF_GRAMMARS = 0, (1, 2), 3, 20
-# A slot: phase, bytes of the model's name, number of requests (_ALL: all of the model); then the
-# name, then 8 bytes for each request.
+# Header of a slot: phase, bytes of the model's name, number of requests (_ALL: all requests of the
+# model). The name follows, then 8 bytes for each request.
 _HEADER = struct.Struct("<BxHi")
 _NAME_AT = _HEADER.size
 _MAX_NAME_BYTES = 512
@@ -46,7 +46,7 @@ class ThreadPhase(IntEnum):
     ADD_REQUEST = 6  # the request
     GRAMMAR = 7  # the request
     STEP = 8  # one of the requests of the step
-    COPY = 9  # unknown: bytes of some model are copied beside the steps
+    COPY = 9  # unknown: bytes of a model are copied during steps
 
     @property
     def is_due_to_model(self) -> bool:
@@ -55,7 +55,7 @@ class ThreadPhase(IntEnum):
 
     @property
     def text(self) -> str:
-        """The phase in words, for "the worker was in ..."."""
+        """The phase in words, to complete "the worker was in ..."."""
         return _TEXTS[self]
 
 
@@ -93,7 +93,7 @@ def digest(request_id: str) -> int:
 
 
 def create_page() -> int:
-    """Descriptor of a new page, all of whose slots are idle.
+    """Return the descriptor of a new page whose slots are all idle.
 
     Raises:
         OSError: there is no descriptor or no memory left.
@@ -142,7 +142,7 @@ class ThreadSlot:
         Repeating the last model and requests takes 0.2 us.
         """
         if model != self._model or ids != self._ids:
-            self._memory[self._at] = ThreadPhase.IDLE  # a death in between is nobody's
+            self._memory[self._at] = ThreadPhase.IDLE  # a crash meanwhile has no culprit
             self._describe(model, ids)
         self._memory[self._at] = phase
 
@@ -152,7 +152,7 @@ class ThreadSlot:
 
     @contextlib.contextmanager
     def doing(self, phase: ThreadPhase, model: str = "", ids: Sequence[str] = ()) -> Iterator[None]:
-        """Write a phase for the time of the context.
+        """Write a phase for the duration of the context.
 
         After an exception the slot stays: an unhandled exception ends the worker.
         """
@@ -185,11 +185,11 @@ class ActivityPage:
     """
 
     def __init__(self) -> None:
-        # Private: a process that is forked later has a page of its own.
+        # Private, so that a process forked later has a separate page.
         self._use(mmap.mmap(-1, PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
     def attach(self, fd: int) -> None:
-        """Write to the page behind ``fd`` from now on; for before threads are started."""
+        """Write to the page behind ``fd`` from now on; call before other threads start."""
         self._use(mmap.mmap(fd, PAGE_BYTES))
         os.close(fd)
 
@@ -202,10 +202,10 @@ class ActivityPage:
     def beside(
         self, phase: ThreadPhase, model: str = "", ids: Sequence[str] = ()
     ) -> Iterator[None]:
-        """Write a phase of a thread other than the step thread for the time of the context.
+        """Write a phase of a thread other than the step thread for the duration of the context.
 
-        Waits while all slots are taken. Grammars have slots of their own, so that copies never wait
-        for grammars.
+        Waits while all slots are taken. Grammars have separate slots, so copies never wait for
+        grammars.
         """
         free = self._free_of_grammars if phase is ThreadPhase.GRAMMAR else self._free
         slot = free.get()

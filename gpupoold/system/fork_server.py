@@ -38,7 +38,7 @@ _logger = logging.getLogger("gpupoold.system.fork_server")
 
 
 def main() -> None:
-    """Import modules for the children, then fork on request until the daemon is gone."""
+    """Import modules for the children, then fork on request until the daemon ends."""
     parser = argparse.ArgumentParser(prog="gpupoold.system.fork_server", description=__doc__)
     parser.add_argument("--wire-fd", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
@@ -55,18 +55,18 @@ def main() -> None:
     try:
         _serve(sock, channel)
     except ChannelClosed:
-        _logger.info("the daemon is gone, leaving")
+        _logger.info("the daemon has closed the connection; exiting")
 
 
 def _preload(name: str, log_level: str) -> None:
     try:
         importlib.import_module(name).preload(log_level)
-    except Exception:  # children that want it will say so where somebody asks
+    except Exception:  # a child that imports the module reports the error
         _logger.exception("%s could not be imported", name)
 
 
 def _serve(sock: socket.socket, channel: BlockingChannel[m.ToForkServer]) -> None:
-    children: dict[int, int] = {}  # pid of each, by the descriptor that tells its end
+    children: dict[int, int] = {}  # pid of each child, by its pidfd
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     while True:
@@ -80,7 +80,7 @@ def _serve(sock: socket.socket, channel: BlockingChannel[m.ToForkServer]) -> Non
         while (message := channel.receive(0)) is not None:
             if isinstance(message, m.KillForked):
                 if message.pid in children.values():
-                    os.kill(message.pid, signal.SIGKILL)  # ours, and not waited for: no other's
+                    os.kill(message.pid, signal.SIGKILL)  # not reaped yet, so the pid is not reused
                 continue
             try:
                 pid, ended_fd = _fork(message, sock, channel, list(children))
@@ -142,7 +142,7 @@ def _become(
         options = dict(zip(message.fd_options, passed, strict=True))
         arguments = [*message.arguments, *as_words(options), "--parent-pid", str(parent_pid)]
         os.environ.update(message.environment)
-        random.seed()  # else all of them would draw the same
+        random.seed()  # otherwise all children would draw equal numbers
         show_as(message.module, arguments)
         sys.argv = [message.module, *arguments]
         importlib.import_module(f"{message.module}.__main__").main()
@@ -155,7 +155,7 @@ def _become(
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not the fork server's end: neither its exit handlers nor its buffers.
+        # Skip the fork server's exit handlers and buffers, which a normal exit would run.
         os._exit(status)
 
 

@@ -9,7 +9,10 @@ from collections.abc import Callable
 def hangup_handler(
     fd: int, on_closed: Callable[[], None], on_reload: Callable[[], None]
 ) -> Callable[[], None]:
-    """Return a handler that calls ``on_closed`` if ``fd`` was a terminal and no longer is."""
+    """Return a handler that calls ``on_closed`` if ``fd`` was a terminal and no longer is.
+
+    Otherwise the handler calls ``on_reload``.
+    """
     had_terminal = os.isatty(fd)
 
     def handle() -> None:

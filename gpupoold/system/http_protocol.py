@@ -53,8 +53,8 @@ class BoundedHttp(HttpToolsProtocol, ABC):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the time limit for the first request."""
         super().connection_made(transport)
-        # Writing is paused from the first bytes on that the kernel does not take, so that
-        # every one of them is watched. (A mark of 0 would pause TLS for ever.)
+        # Writing pauses as soon as the kernel does not take all bytes, so every unsent byte is
+        # watched. (A mark of 0 would pause TLS for ever.)
         transport.set_write_buffer_limits(high=1, low=0)
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -73,11 +73,11 @@ class BoundedHttp(HttpToolsProtocol, ABC):
         if self.transport.is_closing() or self.transport.get_protocol() is not self:
             return
         if not self._is_in_head:
-            # Empty lines before a request, or the body of one that was refused without it.
+            # Empty lines before a request, or the body of a request that was refused before.
             if self._is_idle and self.timeout_keep_alive_task is None:
                 self._start_head_timer()
             return
-        # Of the read with which it began a part may belong to the request before.
+        # The first read of a head is not counted: a part may belong to the previous request.
         self._head_bytes += len(data) if was_in_head else 0
         if self._head_bytes > self.max_head_bytes:
             self.refuse(
@@ -98,7 +98,7 @@ class BoundedHttp(HttpToolsProtocol, ABC):
         super().on_headers_complete()
 
     def pause_writing(self) -> None:
-        """Start watching the client's reading."""
+        """Start to check that the client reads."""
         super().pause_writing()
         self._watch_sending()
 
@@ -138,7 +138,7 @@ class BoundedHttp(HttpToolsProtocol, ABC):
             limit = f"{self.head_timeout_s:g} s"
             self.refuse(
                 HTTPStatus.REQUEST_TIMEOUT,
-                f"The request's headers have not come within {limit}.",
+                f"The request's headers did not arrive within {limit}.",
             )
         elif self._is_idle:
             self.transport.close()
@@ -151,7 +151,7 @@ class BoundedHttp(HttpToolsProtocol, ABC):
     def _check_sending(self) -> None:
         self._send_timer = None
         if self.transport.get_write_buffer_size() > self._unsent_bytes - self.min_sent_bytes:
-            # Reset, or the kernel would keep what it has for the client for minutes more.
+            # Reset, or the kernel would keep the unsent bytes for minutes.
             self.transport.get_extra_info("socket").setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE
             )

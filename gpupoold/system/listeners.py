@@ -1,4 +1,4 @@
-"""The daemon's two sockets: made here, or passed by systemd."""
+"""The daemon's two sockets: created here, or passed by systemd."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ TakeSocket = Callable[[str], socket.socket | None]
 
 @contextlib.contextmanager
 def http_listener(server: ServerSettings, take: TakeSocket) -> Iterator[socket.socket]:
-    """The socket of the public API.
+    """Open the public API's socket, or take the socket from systemd.
 
     Raises:
-        Failed: the address cannot be had.
+        Failed: the address cannot be bound.
     """
     given = take(HTTP_SOCKET)
     if given is not None:
@@ -75,7 +75,7 @@ def _bound(server: ServerSettings) -> socket.socket:
         listener.close()
         raise Failed(
             f"cannot listen on {server.host}:{server.port}: {error.strerror or error}",
-            "change server.host or server.port, or stop what uses the port",
+            "change server.host or server.port, or stop the program that uses the port",
         ) from error
     return listener
 
@@ -85,7 +85,7 @@ def _bound_unix(path: Path, groups: AdminGroups) -> socket.socket:
         if _is_answered(path):
             raise Refused(
                 f"another daemon answers at the admin socket {path}",
-                "stop it first, or give this one another paths.runtime_dir",
+                "stop that daemon first, or set another paths.runtime_dir for this daemon",
             )
         return _made_unix(path, groups)
     except OSError as error:
@@ -109,7 +109,7 @@ def _made_unix(path: Path, groups: AdminGroups) -> socket.socket:
 
 
 def _is_answered(path: Path) -> bool:
-    """Raises OSError where there can be no socket at all."""
+    """Return whether a daemon answers; raise OSError if the path cannot be a socket's."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))
@@ -123,8 +123,8 @@ def _check_address(given: socket.socket, server: ServerSettings) -> None:
     host, port = given.getsockname()[:2]
     if (host, port) != (server.host, server.port):
         _logger.warning(
-            "the API listens at %s:%d, as gpupoold.socket says; server.host and server.port "
-            "(%s:%d) count only without it: `systemctl edit gpupoold.socket` changes the address",
+            "the API listens at %s:%d, the address in gpupoold.socket; server.host and server.port "
+            "(%s:%d) are ignored: change the address with `systemctl edit gpupoold.socket`",
             host,
             port,
             server.host,

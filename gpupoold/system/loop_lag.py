@@ -9,7 +9,7 @@ _INTERVAL_S = 0.1
 
 
 async def measure_lag(add: Callable[[float], None], interval_s: float = _INTERVAL_S) -> None:
-    """Ten times a second, tell ``add`` by how many seconds the loop came too late; for ever."""
+    """Call ``add`` every ``interval_s`` with the event loop's lag in seconds; never returns."""
     loop = asyncio.get_running_loop()
     while True:
         due_s = loop.time() + interval_s

@@ -20,41 +20,41 @@ from gpupoold.printable import LineFormatter
 OUT_OF_MEMORY_STATUS = 71
 """Exit status of a worker without memory (``EX_OSERR`` of ``sysexits.h``)."""
 
-# Added by the kernel, in thousandths of the machine's memory, to what a process uses when it
-# chooses whom to kill for want of memory. A worker's death costs a pause, a frontend's the
-# connections, the daemon's everything; the fork server's takes all that it has forked.
+# The OOM killer ranks processes by memory use plus this value, in thousandths of the machine's
+# memory. A worker's death costs a pause, a frontend's death the connections, the daemon's death
+# everything, and the fork server's death ends all forked processes.
 WORKER_OOM_SCORE_ADJ = 500
 FRONTEND_OOM_SCORE_ADJ = 200
 
-# Who goes first on a machine with few cores: the daemon and the frontends, then the cores that play
-# a device, then grammars, whose cost is a client's to choose.
+# Priorities on a machine with few cores: the daemon and the frontends come first, then emulated
+# devices, then grammars, whose cost is chosen by clients.
 EMULATED_DEVICE_NICENESS = 3
 GRAMMAR_NICENESS = 10
 LONG_GRAMMAR_NICENESS = 19
 _OOM_SCORE_ADJ = Path("/proc/self/oom_score_adj")
 _PR_SET_PDEATHSIG = 1
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
-# Of the daemon's collector: how many objects may come and stay before the young are walked, how
-# many such walks before the middle-aged are, and how many of those before all are.
+# Thresholds of the daemon's garbage collector: new objects before a collection of generation 0,
+# such collections before generation 1, and collections of generation 1 before generation 2.
 _THRESHOLDS = (4_000, 25, 200)
 
 
 def begin_child(name: str, log_level: str, parent_pid: int | None = None) -> None:
-    """Die with the daemon, leave the terminal's signals to it, and log to standard error as
-    ``name``.
+    """Prepare a child: end with the daemon, ignore the terminal's signals, log to standard error.
+
+    Log lines carry ``name``.
 
     Raises:
         OSError, SystemExit: see :func:`die_with_parent`.
     """
     die_with_parent(parent_pid)
-    # A terminal's Ctrl-C, and its end, reach the whole process group; the daemon decides what
-    # they mean.
+    # A terminal's Ctrl-C and hang-up reach the whole process group; only the daemon reacts.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(LogLimit())
     handler.setFormatter(LineFormatter(f"%(asctime)s %(levelname)s {name} %(name)s: %(message)s"))
-    # Forced: a process that was forked has the handler of the one it comes from.
+    # Forced: a forked process has the handler of the fork server.
     logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
     faulthandler.enable()  # a crash writes the stacks of all threads to the log
 
@@ -67,12 +67,12 @@ def raise_oom_score(oom_score_adj: int, path: Path = _OOM_SCORE_ADJ) -> None:
     try:
         if int(path.read_text()) < oom_score_adj:
             path.write_text(str(oom_score_adj))
-    except OSError as error:  # such as a /proc that is read-only
+    except OSError as error:  # such as a read-only /proc
         logging.getLogger(__name__).warning("%s cannot be changed: %s", path, error)
 
 
 def show_as(module: str, arguments: Sequence[str]) -> None:
-    """Let ``ps`` show this forked process as ``python -m MODULE``."""
+    """Set the name of this forked process in ``ps`` to ``python -m MODULE``."""
     try:
         from setproctitle import setproctitle
     except ImportError:
@@ -85,7 +85,7 @@ def lower_priority(niceness: int, *, of_all_threads: bool = False) -> None:
     threads.
     """
     threads = map(int, os.listdir("/proc/self/task")) if of_all_threads else [0]
-    with contextlib.suppress(OSError):  # a container may forbid it
+    with contextlib.suppress(OSError):  # a container may forbid the call
         for thread_id in threads:
             os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
 
@@ -103,15 +103,14 @@ def set_log_level(log_level: str) -> None:
 
 
 def die_with_parent(expected_parent_pid: int | None = None) -> None:
-    """Ask the kernel to kill this process when the parent's spawning thread ends.
+    """Make the kernel kill this process when the parent's spawning thread ends.
 
-    To be called first in a child. ``expected_parent_pid`` covers the gap between the fork and this
-    call: if the parent is another process, the real parent died in between and no signal would
-    come. None trusts the present parent.
+    To be called first in a child. If ``expected_parent_pid`` is not the present parent, the real
+    parent died between the fork and this call, and no signal would arrive. None skips this check.
 
     Raises:
         OSError: the kernel refused the request.
-        SystemExit: the expected parent is gone.
+        SystemExit: the expected parent has died.
     """
     parent_pid = os.getppid() if expected_parent_pid is None else expected_parent_pid
     libc = ctypes.CDLL(None, use_errno=True)
@@ -119,7 +118,7 @@ def die_with_parent(expected_parent_pid: int | None = None) -> None:
         errno = ctypes.get_errno()
         raise OSError(errno, f"prctl(PR_SET_PDEATHSIG): {os.strerror(errno)}")
     if os.getppid() != parent_pid:
-        raise SystemExit(f"the parent process {parent_pid} is gone")
+        raise SystemExit(f"the parent process {parent_pid} has died")
 
 
 def raise_file_limit() -> None:
@@ -141,8 +140,8 @@ def as_words(options: Mapping[str, object]) -> list[str]:
 def importing() -> Iterator[None]:
     """Exclude the objects created in this context from garbage collection.
 
-    For imports of about a million permanent objects: the collector walks the objects neither during
-    the import, which saves a seventh of vLLM's import time, nor later during a stream.
+    Importing vLLM creates about a million permanent objects. The collector walks the objects
+    neither during the import, which saves a seventh of its time, nor later during a stream.
     """
     gc.disable()
     try:
@@ -153,16 +152,16 @@ def importing() -> Iterator[None]:
 
 
 def end_at_faults() -> None:
-    """Let a fault such as SIGSEGV end this process at once, with a Python traceback on stderr.
+    """Make a fault such as SIGSEGV end this process at once, with a Python traceback on stderr.
 
-    To be called in the main thread after the import of vLLM; forked children inherit the setting. A
-    library that vLLM imports (``tvm_ffi``) installs a SIGSEGV handler that resolves line numbers of
-    the native stack. The handler takes seconds, in which the process is neither dead nor alive, and
-    allocates memory, which may hang after a fault.
+    To be called in the main thread after the import of vLLM; forked children inherit the setting.
+    vLLM imports a library (``tvm_ffi``) that installs a SIGSEGV handler to resolve line numbers of
+    the native stack. The handler delays the end by seconds and allocates memory, which may hang
+    after a fault.
     """
     for number in _FAULTS:
         signal.signal(number, signal.SIG_DFL)
-    # faulthandler raises the signal again for the handler that it found when it was enabled.
+    # Enabled again, because faulthandler passes a signal on to the handler found when enabled.
     faulthandler.disable()
     faulthandler.enable()
 
@@ -172,7 +171,7 @@ def settle_collector() -> None:
 
     Startup objects are permanent, and later objects rarely form cycles. A collection over the
     daemon's modules and routes stopped the event loop for 50 ms, one over the requests, turns and
-    events of a busy box for 30 ms, several times a minute.
+    events of a busy machine for 30 ms, several times a minute.
     """
     gc.collect()
     gc.freeze()

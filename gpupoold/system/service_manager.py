@@ -1,4 +1,4 @@
-"""Keeping the service manager informed: the watchdog and the status line."""
+"""Messages to the service manager: watchdog pings and the status line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpupoold.system.systemd import Notifier
 _logger = logging.getLogger(__name__)
 
 _STATUS_INTERVAL_S = 5.0
-# As sd_watchdog_enabled(3) advises: at least twice in the time.
+# sd_watchdog_enabled(3) recommends at least two pings per timeout.
 _PINGS_PER_TIMEOUT = 3
 
 
@@ -54,7 +54,7 @@ async def _inform(
     while True:
         problem = complaint(time.monotonic())
         if problem and problem != told:
-            _logger.error("the watchdog is not fed: %s", problem)
+            _logger.error("no watchdog ping is sent: %s", problem)
         told = problem
         if not problem and watchdog_s is not None:
             notifier.is_well()

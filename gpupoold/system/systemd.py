@@ -28,7 +28,7 @@ _VARIABLES = (
     "WATCHDOG_PID",
     "WATCHDOG_USEC",
 )
-# The service manager reads its socket all the time. One that does not shall not stop serving.
+# A stuck service manager must not block serving.
 _SEND_TIMEOUT_S = 1.0
 
 
@@ -50,7 +50,7 @@ class Environment:
 
 
 def read_environment(variables: Mapping[str, str], pid: int) -> Environment:
-    """Read the variables, ignoring those meant for a process other than ``pid``."""
+    """Read the variables, ignoring variables for a process other than ``pid``."""
     is_ours = variables.get("LISTEN_PID") == str(pid)
     is_watched = variables.get("WATCHDOG_PID", str(pid)) == str(pid)
     watchdog_us = _count(variables.get("WATCHDOG_USEC")) if is_watched else 0
@@ -113,7 +113,7 @@ class Inherited:
     def close(self) -> None:
         """Close the descriptors that were not taken, with a warning."""
         for one in self._fds:
-            _logger.warning("systemd handed over a descriptor named %r, not known here", one.name)
+            _logger.warning("systemd passed a descriptor with the unknown name %r", one.name)
             os.close(one.fd)
         self._fds = []
 
@@ -123,7 +123,7 @@ class Notifier:
 
     def __init__(self, address: str = "") -> None:
         """Set the address of ``$NOTIFY_SOCKET``: a path, or with @ an abstract name."""
-        # An abstract name begins with a zero byte.
+        # On the socket an abstract name begins with a zero byte.
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
         self._status = ""
         self._is_failing = False
@@ -146,9 +146,9 @@ class Notifier:
                 sock.connect(self._address)
                 socket.send_fds(sock, ["\n".join(fields).encode()], list(fds))
         except OSError as error:
-            # Once: much of it is said again and again.
+            # Logged once, because messages are sent repeatedly.
             if not self._is_failing:
-                _logger.warning("systemd was not told %s: %s", fields[0], error)
+                _logger.warning("%s could not be sent to systemd: %s", fields[0], error)
             self._is_failing = True
             return False
         self._is_failing = False
@@ -167,14 +167,16 @@ class Notifier:
             self._status = text
 
     def is_well(self) -> None:
-        """Keep the watchdog from biting."""
+        """Send a watchdog ping."""
         self.send("WATCHDOG=1")
 
     @contextlib.contextmanager
     def reloading(self) -> Iterator[None]:
-        """Around a reload of the configuration; at its end the daemon is ready again, also when
-        the new configuration was refused."""
-        # The instant is needed with Type=notify-reload, and passed over otherwise.
+        """Announce a reload of the configuration for the duration of the context.
+
+        The daemon is ready again afterwards, also if the new configuration was refused.
+        """
+        # The time is required by Type=notify-reload and ignored otherwise.
         self.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             yield
@@ -200,9 +202,9 @@ class FdStore:
 
     def keep(self, name: str, fds: Sequence[int]) -> bool:
         """Store descriptors under a name; return False if the request cannot be sent."""
-        # They are no files that could break: nobody needs to watch them.
+        # FDPOLL=0: a memfd has no end of file for systemd to watch.
         return self._notifier.send("FDSTORE=1", f"FDNAME={name}", "FDPOLL=0", fds=fds)
 
     def drop(self, name: str) -> None:
-        """Have all descriptors of a name closed."""
+        """Close all stored descriptors of a name."""
         self._notifier.send("FDSTOREREMOVE=1", f"FDNAME={name}")

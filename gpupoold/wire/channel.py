@@ -58,10 +58,10 @@ class _Descriptors:
             self._groups.append((deque(fds), is_whole))
 
     def take(self) -> int:
-        """The next descriptor, the caller's from now on.
+        """Return the next descriptor, owned by the caller.
 
         Raises:
-            DescriptorsLost: it did not arrive, nor the rest of the same message's.
+            DescriptorsLost: the descriptor and the rest of its message's did not arrive.
         """
         fds, is_whole = self._groups[0]
         if not fds:
@@ -118,10 +118,10 @@ class AsyncChannel(Generic[T]):
             self._flush()
 
     async def receive(self) -> T:
-        """The next message.
+        """Return the next message.
 
         Raises:
-            ChannelClosed: end of stream, or the other end sent garbage.
+            ChannelClosed: end of stream, or the other end sent an invalid message.
         """
         message = await self._incoming.get()
         if message is None:
@@ -176,7 +176,7 @@ class AsyncChannel(Generic[T]):
         self._incoming.put_nowait(None)
 
     def _stop_sending(self) -> None:
-        """Stop sending, because the other end no longer reads; its data may still be read."""
+        """Stop sending, because the other end no longer reads; received data stay readable."""
         self._can_send = False
         self._loop.remove_writer(self._sock.fileno())
         for _, fds in self._outgoing:
@@ -216,8 +216,8 @@ class BlockingChannel(Generic[T]):
         """Send a message, blocking while the socket's buffer is full.
 
         Raises:
-            ChannelClosed: the other end is gone.
-            FrameTooLong: the message cannot be sent; the channel goes on.
+            ChannelClosed: the other end has closed or died.
+            FrameTooLong: the message is too long to send; the channel stays usable.
         """
         view, left = memoryview(encode_frame(message)), list(fds)
         try:
@@ -228,12 +228,12 @@ class BlockingChannel(Generic[T]):
             raise ChannelClosed(str(error)) from error
 
     def receive(self, timeout_s: float | None, wake_fds: Sequence[int] = ()) -> T | None:
-        """The next message, or None when none came within ``timeout_s`` (None waits for ever).
+        """Return the next message, or None after ``timeout_s`` (None: wait for ever).
 
-        None also when one of ``wake_fds`` can be read first.
+        Also returns None if one of ``wake_fds`` becomes readable first.
 
         Raises:
-            ChannelClosed: end of stream, or the other end sent garbage.
+            ChannelClosed: end of stream, or the other end sent an invalid message.
         """
         while not self._ready:
             if not _can_be_read(self._sock, wake_fds, timeout_s):
@@ -263,7 +263,7 @@ class BlockingChannel(Generic[T]):
 
 def _can_be_read(sock: socket.socket, wake_fds: Sequence[int], timeout_s: float | None) -> bool:
     """Wait until the socket or one of ``wake_fds`` is readable; return whether the socket is."""
-    # select.select() takes no descriptor beyond 1,023, as a parent with many open may pass on.
+    # select.select() fails for descriptors above 1,023, and a parent may pass larger numbers.
     poll = select.poll()
     for fd in (sock.fileno(), *wake_fds):
         poll.register(fd, select.POLLIN)
@@ -273,7 +273,7 @@ def _can_be_read(sock: socket.socket, wake_fds: Sequence[int], timeout_s: float 
 
 def _receive_some(sock: socket.socket, fds: _Descriptors) -> bytes:
     """Return received bytes, empty at the end of the stream; add descriptors to ``fds``."""
-    # socket.recv_fds() drops its flags, and children would inherit the descriptors.
+    # socket.recv_fds() would drop the flags, and children would inherit the descriptors.
     room = socket.CMSG_LEN(_MAX_FDS * _INT.size)
     data, ancillary, flags, _ = sock.recvmsg(_READ_BYTES, room, socket.MSG_CMSG_CLOEXEC)
     came: list[int] = []

@@ -1,8 +1,8 @@
 """Messages to bytes and back; no sockets.
 
 A frame is a little-endian ``uint32`` payload length and a msgpack payload.
-File descriptors travel beside the frames by ``SCM_RIGHTS`` and are consumed in
-order by the messages whose ``has_snapshot`` is set.
+File descriptors are sent with the frames by ``SCM_RIGHTS``; messages that carry descriptors take
+the descriptors in order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_FRAME_BYTES = 256 << 20
 
 
 class FrameTooLong(ValueError):
-    """A message is longer than ``MAX_FRAME_BYTES``: the receiver would hang up."""
+    """A message is longer than ``MAX_FRAME_BYTES``: the receiver would close the channel."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -47,11 +47,11 @@ class FrameDecoder(Generic[T]):
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[T]:
-        """Messages completed by ``data``, in order.
+        """Return the messages completed by ``data``, in order.
 
         Raises:
-            ValueError: a frame longer than ``MAX_FRAME_BYTES`` or not of the
-                union; the connection cannot be used after that.
+            ValueError: a frame is longer than ``MAX_FRAME_BYTES`` or not a message of the union;
+                the connection is unusable afterwards.
         """
         self._buffer += data
         messages: list[T] = []

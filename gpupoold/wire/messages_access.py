@@ -49,7 +49,7 @@ class AccessReport(Message):
 
 
 class AskRate(Message):
-    """Asks whether an HTTP request with this key may begin (frontend → daemon).
+    """A request for permission to begin an HTTP request with a key (frontend → daemon).
 
     Sent for keys that are ``is_rate_limited``; answered by ``RateAnswer``. A permitted request is
     counted.

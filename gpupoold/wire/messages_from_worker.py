@@ -17,7 +17,7 @@ class WorkerReady(Message):
     """The worker owns its device and can load models.
 
     With ``shares_kv_host`` the message carries the memfd of the KV host cache.
-    ``bandwidth_bytes_per_s`` is the rate of switches including mapping; the link's rates are those
+    ``bandwidth_bytes_per_s`` is the rate of switches including mapping; the link's rates are rates
     of plain copies. ``kv_host_bytes`` is the size of the KV host cache, None for no limit.
     """
 
@@ -38,8 +38,8 @@ class ModelLoaded(Message):
     """A model is ready to serve; with ``has_snapshot`` the message carries the snapshot's memfd.
 
     ``profile`` has the measured step times, None if not requested. ``self_check`` has the tokens of
-    the self-check, empty if the model generates no text. ``snapshot_problem`` says why the snapshot
-    in the order was not used.
+    the self-check, empty if the model generates no text. ``snapshot_problem`` is the reason why the
+    snapshot in the order was not used.
     """
 
     model: LoadedModel
@@ -60,19 +60,19 @@ class ModelFailed(Message):
 
 
 class ModelUnloaded(Message):
-    """The model's pages, regions and engine are gone."""
+    """The model's pages, address ranges and engine are freed."""
 
     name: str
 
 
 class SnapshotDropped(Message):
-    """The worker has no view of the model's snapshot any more."""
+    """The worker has unmapped the model's snapshot."""
 
     model: str
 
 
 class SnapshotTaken(Message):
-    """The model can run again, or ``problem`` says why not."""
+    """The model can run again, or cannot for the reason in ``problem``."""
 
     model: str
     problem: str = ""
@@ -83,8 +83,8 @@ class StepOutputs(Message):
 
     ``frames`` is empty if a device without an engine made the tokens, which ``progress`` contains.
     ``step_s`` is the time of a pure decode step, None if the step prefilled. ``frame_counts`` has
-    the number of frames per frontend number, in the frames' order; empty means one frontend for all
-    frames. Each frontend gets its own frames and the progress of its own requests.
+    the number of frames per frontend number, in the order of the frames; empty means one frontend
+    for all frames. Each frontend gets the frames and the progress of its requests.
     """
 
     model: str
@@ -98,8 +98,8 @@ class StepOutputs(Message):
 class Migrated(Message):
     """A request has left the worker; all its tokens were sent before.
 
-    ``is_known`` is false if the worker did not have the request. ``kv_transfer`` None means that
-    the KV did not come along.
+    ``is_known`` is false if the worker did not have the request. ``kv_transfer`` is None if the KV
+    is not transferred.
     """
 
     model: str
@@ -123,10 +123,7 @@ class KvTransferUsed(Message):
 
 
 class MemoryReport(Message):
-    """The bytes missing on a device to run models have changed between two turns' ends.
-
-    ``missing_bytes`` has the models whose bytes differ from the last report.
-    """
+    """Changes, since the last report, of the bytes that models lack on the device to run."""
 
     missing_bytes: dict[str, int]
 
@@ -168,10 +165,10 @@ class WrongAnswer(Message):
 
 
 class WorkerStatus(Message):
-    """A sign of life several times a second, and the data of ``gpupool ps``.
+    """The worker's status several times a second, which shows that the worker is alive.
 
-    ``turn_began_s`` is the time when the present model could run, None while the model is brought
-    in. ``prefetched_bytes`` of weights belong to a coming turn.
+    ``turn_began_s`` is the time when the present model could run, None while the model is loaded.
+    ``prefetched_bytes`` counts weights loaded for a coming turn.
     """
 
     device: int

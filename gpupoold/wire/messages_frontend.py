@@ -59,7 +59,7 @@ class StopServing(Message):
 
 
 class Ping(Message):
-    """A request for a sign of life, answered by ``Pong``."""
+    """A check that the frontend's event loop runs; answered by ``Pong``."""
 
 
 class Pong(Message):

@@ -31,8 +31,9 @@ class UnloadModel(Message):
 
 
 class DropSnapshot(Message):
-    """Release the snapshot of a model without requests; the engine stays. Answered by
-    ``SnapshotDropped``.
+    """Release the snapshot of a model without requests; the engine stays.
+
+    Answered by ``SnapshotDropped``.
     """
 
     model: str
@@ -48,7 +49,7 @@ class TakeSnapshot(Message):
 
 
 class SetTargets(Message):
-    """New targets for a model, from the next turn on."""
+    """Set a model's targets, from the next turn on."""
 
     name: str
     ttft_s: float
@@ -81,14 +82,14 @@ class AddRequest(Message):
 
 
 class EndIsolation(Message):
-    """Let a request share steps with other requests again (daemon → worker)."""
+    """Run a request in steps with other requests again (daemon → worker)."""
 
     model: str
     request_id: str
 
 
 class AbortRequests(Message):
-    """The client went away or the daemon gave up (frontend → daemon → worker)."""
+    """End requests: the client has left or the daemon aborts (frontend → daemon → worker)."""
 
     model: str
     request_ids: list[str]
@@ -111,7 +112,7 @@ class RunTurn(Message):
 
 
 class MigrateOut(Message):
-    """Let a request leave with its KV; answered by ``Migrated``."""
+    """Migrate a request out with its KV; answered by ``Migrated``."""
 
     model: str
     request_id: str

@@ -46,10 +46,10 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A switch with stages in seconds; bytes that were really moved.
+    """A switch: stages in seconds, and the bytes moved.
 
-    ``prefetched_bytes`` of weights had arrived, or were on the way, at the start; ``weight_bytes``
-    does not contain them.
+    ``prefetched_bytes`` counts the weights that a prefetch had loaded or was loading at the start
+    of the switch; ``weight_bytes`` excludes prefetched weights.
     """
 
     device: int

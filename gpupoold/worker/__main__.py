@@ -27,14 +27,14 @@ from gpupoold.worker.out_of_memory import is_out_of_memory
 
 _logger = logging.getLogger("gpupoold.worker")
 
-# So long a thread that copies waits for the interpreter between two pieces while another
-# computes in Python. Pieces of 1 MiB, 6.0 GB/s alone: 0.2 GB/s with the usual 5 ms, 1.3 with
-# 0.5 ms, 2.5 with this, and the computing thread was as fast with each.
+# How long a copying thread waits for the GIL between two pieces while another thread runs Python
+# code. Copies in pieces of 1 MiB, 6.0 GB/s alone, then reach 0.2 GB/s with the default of 5 ms,
+# 1.3 GB/s with 0.5 ms and 2.5 GB/s with 0.1 ms. The other thread was equally fast with each value.
 _SWITCH_INTERVAL_S = 0.0001
 
 
 def main() -> None:
-    """Own the device until the daemon says stop or is gone."""
+    """Serve with one device until ``Shutdown`` arrives or the daemon ends."""
     arguments = _parse()
     begin_child("worker", arguments.log_level, arguments.parent_pid)
     raise_oom_score(WORKER_OOM_SCORE_ADJ)
@@ -53,12 +53,12 @@ def main() -> None:
     try:
         _serve(arguments, channel)
     except ChannelClosed as closed:
-        _logger.info("the daemon is gone (%s), leaving", closed)
+        _logger.info("the daemon has closed the connection (%s); exiting", closed)
     except Exception as error:
         _leave_if_out_of_memory(error)
         raise
     logging.shutdown()
-    # An ordinary exit would spend seconds tearing down engines whose memory goes anyway.
+    # A normal exit would spend seconds on engines whose memory the kernel frees anyway.
     os._exit(0)
 
 
@@ -69,7 +69,7 @@ def _leave_if_out_of_memory(error: Exception) -> None:
         _logger.exception("out of memory")
         logging.shutdown()
     finally:
-        os._exit(OUT_OF_MEMORY_STATUS)  # whatever of that there was no memory for
+        os._exit(OUT_OF_MEMORY_STATUS)  # also if there was no memory for logging
 
 
 def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) -> None:
@@ -148,7 +148,7 @@ def _show_one_gpu(index: int) -> None:
             )
         chosen = entries[index]
     os.environ["CUDA_VISIBLE_DEVICES"] = chosen
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # indices as nvidia-smi shows them
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # indices as in nvidia-smi
 
 
 def _parse() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Named operations on a running worker: benchmarks and checks, asked for by the daemon."""
+"""Named operations on a running worker: benchmarks and checks, requested by the daemon."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _checksum(loop: TurnLoop, model: str) -> dict[str, Any]:
 
 
 def _page_out(loop: TurnLoop, model: str) -> dict[str, Any]:
-    """Page all of a model out of the device, as a switch under pressure does."""
+    """Evict all of a model from the device, as a switch under memory pressure does."""
     engine = loop.engine(model)
     loop.interrupt_turn()
     return {"kv_out_bytes": loop.residency.page_out(engine.name)}

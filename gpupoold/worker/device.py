@@ -14,9 +14,9 @@ from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.units import format_bytes
 
-# Kernels are loaded when they are first used, and libraries keep workspaces of their own.
+# Allowance for kernels, which are loaded on first use, and for workspaces of libraries.
 _LIBRARIES_BYTES = 1 << 30
-# Replaces torch's streams and events by some that do nothing, for vLLM's CPU worker.
+# A module of vLLM's CPU worker, which replaces torch's streams and events by dummies.
 _NO_STREAMS = "vllm.v1.worker.cpu.shm"
 
 
@@ -24,14 +24,14 @@ def open_device(kind: str, device_bytes: int, reserve_bytes: int, page_bytes: in
     """Open the device; a GPU is the only one visible to this process.
 
     Raises:
-        Failed: there is no such device, or vLLM was built for another kind.
+        Failed: the kind of device is missing, or vLLM was built for another kind.
         CudaError: a call of the driver failed.
         OSError: the host has too little memory for an emulated device.
     """
     if kind == "emulated":
         return EmulatedDevice(device_bytes, page_bytes or None)
     if not current_platform.is_cuda():
-        raise Failed("the installed vLLM is not its CUDA build", "pip install gpupool[cuda]")
+        raise Failed("the installed vLLM was not built for CUDA", "pip install gpupool[cuda]")
     if _NO_STREAMS in sys.modules:
         raise Failed(f"{_NO_STREAMS} is imported: torch has no CUDA streams", "this is a bug")
     return CudaDevice(
@@ -70,7 +70,7 @@ class DriverMemory:
             return {}
         unaccounted = self._before - now
         assert unaccounted <= _LIBRARIES_BYTES, (
-            f"{format_bytes(unaccounted)} of device memory are gone that neither pages nor "
+            f"{format_bytes(unaccounted)} of device memory is in use that neither pages nor "
             "torch account for"
         )
         return {"unaccounted_bytes": unaccounted}
@@ -88,7 +88,7 @@ def device_name(kind: str) -> str:
 
 
 def compute_streams() -> Iterable[int]:
-    """Return the streams of engines' kernels: vLLM's own, and the default for its start."""
+    """Return the streams of engines' kernels: vLLM's current and, for its start, the default."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return ()
     return {torch.cuda.default_stream().cuda_stream, torch.cuda.current_stream().cuda_stream}

@@ -15,27 +15,27 @@ ENGINE_ARGUMENTS = "GPUPOOL_ENGINE_ARGUMENTS"
 
 
 def set_engine_environment(log_level: str) -> None:
-    """Prepare ``os.environ``; before vLLM is imported, or again after a fork."""
-    # On a GPU vLLM samples with FlashInfer unless told not to, and fails at the first model
-    # where it is not installed. Its Triton kernel does the same.
+    """Prepare ``os.environ``, before vLLM is imported or again after a fork."""
+    # On a GPU vLLM samples with FlashInfer by default, and loading the first model fails if
+    # FlashInfer is not installed. vLLM's Triton kernel gives the same results.
     if importlib.util.find_spec("flashinfer") is None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        # Its records go to the process's own handler, which replaces control characters.
+        # vLLM's records go to the process's handler, which replaces control characters.
         VLLM_CONFIGURE_LOGGING="0",
         VLLM_LOGGING_LEVEL=log_level.upper(),
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
         HF_HUB_OFFLINE="1",
     )
-    # vLLM turns these graphs on by itself for some models when it sees their configuration. But
-    # its attention reads the setting when it is imported: turned on later, graphs would have
-    # attention in them, with the batch that they were captured with.
+    # vLLM turns breakable graphs on for some models after reading the model's configuration. But
+    # the attention module reads the setting at import, so graphs turned on later would contain
+    # attention with the batch of the capture.
     os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
-    # Never reached: ``grammars.py`` bounds these caches, for all engines of the process together.
+    # Never reached: ``grammars.py`` bounds the caches of all engines of the process together.
     os.environ["VLLM_XGRAMMAR_CACHE_MB"] = "4096"
-    # Read when vLLM is imported; it may have been, by a process that meant another level.
+    # vLLM reads the level at import, perhaps before a fork, in a process with a different level.
     logging.getLogger("vllm").setLevel(log_level.upper())
 
 
@@ -45,13 +45,13 @@ def engine_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, A
     The variable ``GPUPOOL_ENGINE_ARGUMENTS`` has a JSON object such as ``{"max_num_seqs": 16}``.
 
     Raises:
-        Failed: the value is no JSON object.
+        Failed: the value is not a JSON object.
     """
     text = environment.get(ENGINE_ARGUMENTS, "{}")
     try:
         arguments = json.loads(text)
     except ValueError as error:
-        raise Failed(f"${ENGINE_ARGUMENTS} is no JSON: {error}", f"it is {text!r}") from error
+        raise Failed(f"${ENGINE_ARGUMENTS} is not JSON: {error}", f"it is {text!r}") from error
     if not isinstance(arguments, dict):
-        raise Failed(f"${ENGINE_ARGUMENTS} is no JSON object", f"it is {text!r}")
+        raise Failed(f"${ENGINE_ARGUMENTS} is not a JSON object", f"it is {text!r}")
     return arguments

@@ -1,4 +1,4 @@
-"""Recognition of errors by lack of memory."""
+"""Recognition of out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import errno
 
 from gpupoold.memory.contracts import OutOfPages
 
-# CUDA's own error and that of the allocator of the CPU are both RuntimeErrors.
+# The errors of CUDA and of torch's CPU allocator are RuntimeErrors.
 _SAID_BY_TORCH = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error or a cause of it is a lack of host memory, device memory or pages."""
+    """Return whether an error, or any cause, is a lack of host memory, device memory or pages."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:

@@ -10,7 +10,7 @@ import os
 
 
 def register() -> None:
-    """Called by vLLM once per process (entry point group ``vllm.general_plugins``)."""
+    """Switch oneDNN off; vLLM calls every plugin of ``vllm.general_plugins`` once per process."""
     if os.environ.get("GPUPOOL_PLAIN_LINEAR") == "1":
         import vllm._custom_ops as custom_ops
 

@@ -37,11 +37,11 @@ from gpupoold.worker.kv.residency import SwitchStages
 
 _logger = logging.getLogger(__name__)
 
-# Timed steps of a point, after one that only warms up; decode steps are cheap.
+# Timed steps per point, after one warm-up step; decode steps are cheap.
 _PREFILL_REPETITIONS = 2
 _DECODE_REPETITIONS = 3
 _PREFILL_SHARE = 0.5
-# The next point's steps are foreseen in proportion to their tokens, with this margin.
+# Margin on the expected time of the next point, proportional to the number of tokens.
 _MARGIN = 1.5
 _PREFILLS: tuple[PrefillBatch, ...] = (
     (16,),
@@ -60,13 +60,13 @@ _PREFILLS: tuple[PrefillBatch, ...] = (
 )
 _CONTEXTS = (32, 256, 1024, 4096)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-# Tokens that a decoding request may add while its batch grows.
+# Tokens that a decoding request may add while the batch grows.
 _DECODE_ROOM = 64
 _MAX_CLEARING_STEPS = 8
-# KV of the runs together. What is free on the device may be less; then this much is taken.
+# Limits on the KV of a run. If less than the minimum is free, other models' pages are evicted.
 _MAX_KV_TOKENS = 8_192
 _MIN_KV_TOKENS = 2_048
-# Points beyond the number of constants: with none, noise would pass for a perfect fit.
+# Points required beyond the number of constants: without spare points, noise would fit perfectly.
 _SPARE_POINTS = 2
 
 
@@ -90,7 +90,7 @@ class ProfiledModel(PooledModel, Protocol):
         """End requests."""
 
     def has_requests(self) -> bool:
-        """Return whether a step would do something."""
+        """Return whether a step would do work."""
 
     def step(self) -> list[RequestProgress]:
         """Run one engine step; return the requests' progress."""
@@ -119,7 +119,7 @@ def profile(
 
     Makes the model resident, so the present turn's model must be switched in again. Afterwards the
     engine has no request, no cached prefix and no KV. Too little time or memory, or points that fit
-    no model, are no error: the result then states what is missing.
+    no model, raise no error: ``Profile.problem`` states the reason.
 
     ``residency`` provides pages. The run ends within ``budget_s``, as far as can be foreseen; 0
     means no run. ``path`` is the checkpoint's folder, whose ``config.json`` has the dimensions.
@@ -139,12 +139,12 @@ def profile(
         residency.switch_in(engine.name)
         run.measure(started_s + _PREFILL_SHARE * budget_s)
         run.leave()
-    except OutOfPages as error:  # others have the memory now, which says nothing of the model
+    except OutOfPages as error:  # other models hold the memory: not an error of this model
         _logger.warning("profiling %s ended early: %s", engine.name, error)
         problem = str(error)
         run.leave()
     except Exception as error:
-        raise failure(engine.name, "steps of it were timed", error) from error
+        raise failure(engine.name, "while its steps were timed", error) from error
     measured = _fits(run, _shape(path), clock() - started_s, problem)
     _log(engine.name, measured)
     return measured
@@ -195,12 +195,12 @@ class _ProfilingRun:
             expected_s = _MARGIN * self._warm_up_s * max(1.0, sum(batch) / sum(last.batch))
         times_s: list[float] = []
         while len(times_s) < 1 + _PREFILL_REPETITIONS:
-            num_needed = max(1, 2 - len(times_s))  # the first is worth nothing without a second
+            num_needed = max(1, 2 - len(times_s))  # the warm-up needs a timed step after it
             if self._clock() + num_needed * expected_s > end_s:
                 break
             ids = self._add(batch, max_tokens=1)
             duration_s, progressed = self._step()
-            if progressed != ids:  # in pieces, or no pages: that is no prefill in one step
+            if progressed != ids:  # chunked, or out of pages: not one step
                 self._clear()
                 break
             self._generated.clear()
@@ -213,7 +213,7 @@ class _ProfilingRun:
         return True
 
     def _measure_decodes(self, context: int, kv_tokens: int, end_s: float) -> None:
-        """Measure points of one context length: a batch that grows until time or memory ends."""
+        """Measure points of one context length: the batch grows until time or memory runs out."""
         max_tokens = _room(self._engine.info.max_model_len)
         for batch_size in _BATCH_SIZES:
             num_new = batch_size - len(self._generated)
@@ -234,8 +234,8 @@ class _ProfilingRun:
         self._clear()
 
     def _decode_cost_s(self, num_new: int, context: int) -> float:
-        """Seconds until the next decode point is measured, foreseen with a margin."""
-        # New prompts run in steps of new sizes: those may have to be warmed up for.
+        """Return the expected seconds until the next decode point is measured, with a margin."""
+        # New prompts run in steps of new sizes, which may need a warm-up.
         prefill_s = num_new * context * self._warm_up_s / sum(self.prefills[-1].batch)
         step_s = max(
             self.prefills[0].duration_s,
@@ -261,7 +261,7 @@ class _ProfilingRun:
                 len(self._generated) * context + sum(self._generated.values()),
             )
             duration_s, progressed = self._step()
-            if progressed != set(self._generated):  # preempted, or at an end
+            if progressed != set(self._generated):  # a request was preempted or has ended
                 return None
             if repetition and (best is None or duration_s < best.duration_s):
                 best = DecodeSample(batch, duration_s)
@@ -291,14 +291,14 @@ class _ProfilingRun:
     def _clear(self) -> None:
         self._engine.abort(list(self._generated))
         self._generated.clear()
-        for _ in range(_MAX_CLEARING_STEPS):  # the engine learns of ended requests by a step
+        for _ in range(_MAX_CLEARING_STEPS):  # the engine cleans ended requests up in a step
             if not self._engine.has_requests():
                 return
             self._engine.step()
-        raise Failed(f"{self._engine.name}: the engine does not let go of synthetic requests")
+        raise Failed(f"{self._engine.name}: ended synthetic requests are still in the engine")
 
     def _kv_tokens(self) -> int:
-        """Return the tokens whose KV fits into free pages; a little more may be taken."""
+        """Return the number of tokens whose KV fits into free pages, within the limits."""
         geometry = self._engine.kv.geometry
         pages_per_extent = max(1, sum(len(span) for span in geometry.pages(0)))
         blocks = self._pages.pool.num_free // pages_per_extent * geometry.blocks_per_extent
@@ -317,11 +317,11 @@ def _room(max_model_len: int) -> int:
 
 
 def _shape(path: str) -> ModelShape | None:
-    """Return the model's dimensions, None for a kind that equation 5 does not cover."""
+    """Return the model's dimensions, None for an architecture that equation 5 does not cover."""
     try:
         return from_hf_config(json.loads((Path(path) / "config.json").read_text("utf-8")))
     except (OSError, ValueError, ShapeError) as error:
-        _logger.info("%s: %s; its prefill is fitted without dimensions", path, error)
+        _logger.info("%s: %s; the prefill model is fitted without dimensions", path, error)
         return None
 
 
@@ -361,8 +361,8 @@ def _check_enough(law: Law[Any], samples: Sequence[PrefillSample | DecodeSample]
     wanted = len(law.constants) + _SPARE_POINTS
     if len(samples) < wanted:
         raise FitError(
-            f"only {len(samples)} points could be measured in the time there was, "
-            f"{type(law).__name__} wants {wanted}"
+            f"only {len(samples)} points were measured within the time budget, "
+            f"{type(law).__name__} needs {wanted}"
         )
 
 
@@ -378,5 +378,5 @@ def _log(name: str, measured: Profile) -> None:
                 100 * fit.mean_relative_error,
             )
     if measured.problem:
-        _logger.warning("%s: not all of its latency is known: %s", name, measured.problem)
+        _logger.warning("%s: the latency model is incomplete: %s", name, measured.problem)
     _logger.info("%s: profiled in %.2f s", name, measured.duration_s)

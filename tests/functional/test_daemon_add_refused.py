@@ -145,7 +145,7 @@ class TestKinds:
         [
             ({"quantization_config": {"quant_method": "magic"}}, "quantisation 'magic'"),
             ({"num_hidden_layers": 40}, "the checkpoint lacks tensors: model.layers."),
-            ({"vocab_size": 5000}, "its weights do not fit its config.json: "),
+            ({"vocab_size": 5000}, "the weights do not match config.json: "),
             ({"rope_scaling": {"rope_type": "magic"}}, "'magic'"),
         ],
         ids=["quantisation", "layers", "vocabulary", "rope"],
@@ -171,7 +171,7 @@ class TestKinds:
         folder = copy_checkpoint(tiny_models[LLAMA])
         (folder / "tokenizer.json").write_text('{"version": "1.0"}')
         error = refused(folder)
-        assert "its tokenizer cannot be loaded" in error.message
+        assert "the tokenizer cannot be loaded" in error.message
         assert "copy the tokenizer files" in error.hint
 
 

@@ -56,7 +56,7 @@ def test_a_damaged_snapshot_is_found_by_the_self_check(
     damaged = peer.snapshots["before"]
     os.pwrite(damaged.fd, os.urandom(4 << 20), 1 << 20)
     loaded = peer.load("after", tiny_models["tiny-llama"], snapshot=damaged)
-    assert "with its snapshot it answers" in loaded.snapshot_problem
+    assert "with its snapshot the model answers" in loaded.snapshot_problem
     assert loaded.self_check == first.self_check
     assert answer(peer, "after") == answer(peer, "tiny-llama")
     peer.call("check_integrity")
@@ -67,7 +67,7 @@ def test_an_snapshot_of_something_else_is_not_used(
 ) -> None:
     path = tiny_models["tiny-mixtral"]
     other = peer.load("other", path, snapshot=peer.snapshots["tiny-llama"])
-    assert "the snapshot is of another layout" in other.snapshot_problem
+    assert "the snapshot has another layout" in other.snapshot_problem
     assert other.layout_digest == peer.snapshots["tiny-mixtral"].layout_digest
     unlike = peer.snapshots["tiny-mixtral"]._replace(layout_digest="made by another version")
     assert "another layout" in peer.load("unlike", path, snapshot=unlike).snapshot_problem

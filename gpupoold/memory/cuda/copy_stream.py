@@ -1,9 +1,9 @@
-"""Copies beside the engines' kernels: a CUDA stream per copy stream.
+"""Copies that overlap the engines' kernels: a CUDA stream per copy stream.
 
-A batch of copies is one call to the driver where the driver has such a call: 4 us per copy in a
-loop add up, so that blocks of 32 KiB would arrive at 8 GB/s. Inside such a call host-to-device
-copies below 28 KiB are slow again (7 GB/s, 44 above), so callers join adjacent pieces. A bad copy
-fails the whole call, hence no copy is empty or crosses two registrations.
+A batch of copies is one driver call if the driver supports batches: separate calls cost 4 us each,
+which would limit blocks of 32 KiB to 8 GB/s. Inside a batch call, host-to-device copies below
+28 KiB are slow too (7 GB/s; 44 GB/s above), so callers join adjacent pieces. One bad copy fails the
+whole call, hence no copy is empty or crosses two registrations.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from gpupoold.memory.contracts import Copy, Direction
 from gpupoold.memory.cuda.driver import CudaDriver
 
-# Drivers have crashed and hung on batches of 50,000 copies (vllm#49276). One of 8 MiB has
-# 300 copies when none is smaller than 28 KiB.
+# Drivers have crashed and hung on batches of 50,000 copies (vllm#49276). A batch of 8 MiB has at
+# most 300 copies if each copy has at least 28 KiB.
 _MAX_COPIES_PER_CALL = 1024
 
 
 class CudaCopyStream:
-    """See :class:`~gpupoold.memory.contracts.CopyStream`; every method raises ``CudaError``.
+    """A copy stream backed by a CUDA stream; every method raises ``CudaError``.
 
-    ``split`` parts a host range where registrations meet. ``fence`` is called from the turn
-    loop's thread, ``close`` from any, all else from the copy stream's own.
+    ``split`` cuts a host range at the bounds of registrations. The turn loop's thread calls
+    ``fence``, any thread ``close``, and the copy stream's thread all other methods.
     """
 
     def __init__(
@@ -42,10 +42,11 @@ class CudaCopyStream:
         self._stream = driver.create_stream()
         self._fence_events = _EventPool(driver.create_event)
         self._batch_events = _EventPool(driver.create_host_event)
-        # What the stream has not been told to wait for yet. One thread appends, the other takes.
+        # Fences for which the stream does not wait yet: the turn loop's thread appends, the copy
+        # stream's thread removes.
         self._fences: deque[tuple[int, list[int]]] = deque()
         self._num_fences = 0
-        self._batches: deque[tuple[int, int]] = deque()  # of which it is not known they are made
+        self._batches: deque[tuple[int, int]] = deque()  # not yet known to have finished
         self._num_batches = 0
 
     def fence(self) -> int:
@@ -100,16 +101,16 @@ class CudaCopyStream:
             self._is_bound = True
 
     def _pass_fences(self, last: int) -> None:
-        """Let the stream wait for all fences up to ``last``.
+        """Make the stream wait for all fences up to ``last``.
 
-        All, because the streams engines launch on change: the last may not cover the others.
+        The engines' streams vary from fence to fence, so the last fence may not cover earlier ones.
         """
         assert last <= self._num_fences, f"there is no fence {last}"
         while self._fences and self._fences[0][0] <= last:
             _, events = self._fences.popleft()
             for event in events:
                 self._driver.wait_event(self._stream, event)
-            # The stream waits for what they stand for now, whatever they are used for next.
+            # The events can be reused: the stream waits for their state at the time of the call.
             self._fence_events.give_back(events)
 
     def _parts(self, copy: Copy) -> Iterator[Copy]:
@@ -119,7 +120,7 @@ class CudaCopyStream:
 
 
 class _EventPool:
-    """Events used again and again; two threads may take and give back."""
+    """A pool of reusable events, for two threads."""
 
     def __init__(self, create: Callable[[], int]) -> None:
         self._create = create

@@ -6,11 +6,11 @@ Order between copies and the engines' kernels:
 - copies into an address range are visible after ``synchronize``; zeros need no call, because the
   compute streams wait for them;
 - copies in and copies out have a stream each, so that they can overlap;
-- a copy stream has CUDA streams of its own, and its user waits for its copies before their pages
-  are unmapped or their host memory is unpinned: no call here waits for all.
+- a copy stream has a separate CUDA stream, and its user waits for copies before unmapping their
+  pages or unpinning their host memory: no call here waits for copy streams.
 
-One thread of one process makes all page-table calls of a GPU: two calls at once hang or crash the
-driver (vllm#36753). A worker owns its GPU, and its turn loop makes the calls.
+One thread of one process makes all page-table calls of a GPU, because concurrent calls hang or
+crash the driver (vllm#36753). A worker owns its GPU, and the worker's turn loop makes the calls.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from gpupoold.memory.numa import node_of, prefer_node
 from gpupoold.memory.pages import split_runs
 from gpupoold.units import format_bytes
 
-# Between what switches want and what KV wants. The driver does its work page by page, however
-# many one call is for (pytorch#96995): with access 40 us to map one, 26 us to unmap it, on an
-# A100 (kvcached). In pages of 2 MiB, the smallest, 16 GB would take 0.2 s to evict and 0.3 s to
-# map, as long as the copy itself; in these a quarter of it. A page has KV of 64 tokens of an 8B
-# model; but where attention wants layers outermost, a KV extent takes a page per layer: of 32
-# layers 256 MiB, and 1 GiB with 32 MiB pages. Making pages (0.2 ms each, 4 s for 140 GB) happens
-# at start-up only.
+# A compromise: switches are faster with large pages, KV wastes less in small pages. The driver
+# works page by page, however many pages a call covers (pytorch#96995): on an A100, mapping a page
+# with access takes 40 us and unmapping 26 us (kvcached). With the smallest pages, 2 MiB, 16 GB
+# would take 0.2 s to evict and 0.3 s to map, as long as the copy; with 8 MiB a quarter of the time.
+# A page holds the KV of 64 tokens of an 8B model. But where the attention backend puts layers
+# outermost, a KV extent takes a page per layer: 256 MiB for 32 layers, and 1 GiB with pages of
+# 32 MiB. Pages are created only at start-up (0.2 ms each, 4 s for 140 GB).
 _PAGE_BYTES = 8 << 20
-# Copied while the next piece is being mapped: 5 ms on PCIe 5, so that mapping hides behind it.
+# A piece is copied while the next piece is mapped: 5 ms on PCIe 5, which hides the mapping.
 _PIECE_BYTES = 256 << 20
 _LEGACY_STREAM = 0
 
@@ -48,9 +48,9 @@ class CudaDevice(Device):
     """Memory of one GPU in the device's primary context, which torch uses too.
 
     ``device_bytes`` caps the memory taken (0: all free memory), ``reserve_bytes`` stay free for
-    torch in any case. ``compute_streams`` returns the streams of engines' kernels and is called
-    each time. ``page_bytes`` is a multiple of the device's granularity. Memory for copies is
-    allocated near ``numa_node`` (see :func:`~gpupoold.memory.numa.prefer_node`).
+    torch in any case. ``compute_streams`` returns the streams of the engines' kernels and is
+    called on every use. ``page_bytes`` is a multiple of the device's granularity. Memory for copies
+    is allocated near ``numa_node`` (see :func:`~gpupoold.memory.numa.prefer_node`).
 
     Raises:
         Failed: no page fits, or ``page_bytes`` cannot be mapped.
@@ -71,7 +71,7 @@ class CudaDevice(Device):
         super().__init__()
         self._driver: CudaDriver = BindingsDriver() if driver is None else driver
         self._compute_streams = compute_streams
-        self._handles: list[int | None] = []  # of each page; None while it is lent
+        self._handles: list[int | None] = []  # by page; None while the page is lent
         self._pinned = PinnedMemory(self._driver)
         self._driver.open(device_index)
         try:
@@ -91,7 +91,7 @@ class CudaDevice(Device):
         self._pages_per_piece = max(1, _PIECE_BYTES // self.page_bytes)
 
     def free_bytes(self) -> int:
-        """Return the free device memory, the remainder of the reserve."""
+        """Return the free device memory in bytes, the unused part of the reserve."""
         return self._driver.memory_info()[0]
 
     def reserve(self, num_pages: int) -> int:
@@ -101,7 +101,7 @@ class CudaDevice(Device):
         self._driver.free_addresses(address, num_pages * self.page_bytes)
 
     def map(self, address: int, runs: list[PageRun]) -> None:
-        """See :meth:`Device.map`. A page may be mapped in several places."""
+        """Map the runs; a page may be mapped at several addresses."""
         at = address
         try:
             for run in runs:
@@ -159,18 +159,18 @@ class CudaDevice(Device):
             self._driver.copy_in(address + offset, source + offset, length, self._in_stream)
 
     def copy_out(self, target: int, address: int, num_bytes: int) -> None:
-        """Copy to the host after the kernels launched before have written the bytes."""
+        """Copy to the host, after the kernels launched earlier have finished."""
         self._wait_for_compute()
         for offset, length in self._pinned.split(target, num_bytes):
             self._driver.copy_out(target + offset, address + offset, length, self._out_stream)
 
     def open_copy_stream(self, direction: Direction) -> CudaCopyStream:
-        """Open a copy stream with a CUDA stream of its own."""
+        """Open a copy stream with a separate CUDA stream."""
         split = self._pinned.split
         return CudaCopyStream(self._driver, direction, self._compute_streams, split)
 
     def synchronize(self) -> None:
-        """See :meth:`Device.synchronize`. The wait counts as time of copying."""
+        """Wait for the copies started earlier; the wait counts as copy time."""
         started_s = time.perf_counter()
         self._driver.synchronize_stream(self._in_stream)
         self._driver.synchronize_stream(self._out_stream)
@@ -182,7 +182,7 @@ class CudaDevice(Device):
             self._pinned.pin(address, num_bytes)
 
     def unpin(self, address: int, num_bytes: int) -> None:
-        """See :meth:`Device.unpin`.
+        """Unpin a range, after the copies started earlier have finished.
 
         Raises:
             ValueError: the range was not pinned as a whole.
@@ -214,8 +214,8 @@ class CudaDevice(Device):
         """Return the number of pages to create."""
         if self.page_bytes % granularity:
             raise Failed(
-                f"page_bytes of {format_bytes(self.page_bytes)} is no multiple of "
-                f"{format_bytes(granularity)}, the least this GPU maps",
+                f"page_bytes is {format_bytes(self.page_bytes)}, not a multiple of "
+                f"{format_bytes(granularity)}, the smallest page this GPU can map",
                 "change page_bytes of the device in the configuration",
             )
         free_bytes, total_bytes = self._driver.memory_info()
@@ -224,8 +224,8 @@ class CudaDevice(Device):
             usable_bytes = min(usable_bytes, device_bytes)
         if usable_bytes < self.page_bytes:
             raise Failed(
-                f"{format_bytes(free_bytes)} of {format_bytes(total_bytes)} are free on the GPU, "
-                f"and {format_bytes(reserve_bytes)} of them are to stay free",
+                f"the GPU has {format_bytes(free_bytes)} of {format_bytes(total_bytes)} free, and "
+                f"memory.reserve keeps {format_bytes(reserve_bytes)} free: no page is left",
                 "end other users of the GPU or lower memory.reserve",
             )
         return usable_bytes // self.page_bytes
@@ -264,7 +264,7 @@ class CudaDevice(Device):
             self._driver.synchronize_stream(stream)
 
     def _let_compute_wait(self) -> None:
-        """Let kernels launched later wait for the present work of the in-stream."""
+        """Make later kernels wait for the work already queued on the copy-in stream."""
         self._driver.record_event(self._filled, self._in_stream)
         for stream in self._compute_streams():
             self._driver.wait_event(stream, self._filled)

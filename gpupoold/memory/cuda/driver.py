@@ -21,8 +21,8 @@ _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _OWN_CAPTURES = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: captures of other threads are ignored
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _BUS_ID_BYTES = 32
-# The first with the ``cuMemcpyBatchAsync`` that takes no index of a failed copy (CUDA 12.8 had
-# another one), which is the one cuda-bindings 13 calls.
+# The first version whose ``cuMemcpyBatchAsync`` has no parameter for the index of a failed copy
+# (CUDA 12.8 had one): cuda-bindings 13 calls this version.
 _BATCH_COPY_VERSION = 13000
 
 
@@ -54,31 +54,31 @@ class CudaDriver(Protocol):
         """
 
     def close(self) -> None:
-        """Let the primary context go."""
+        """Release the primary context."""
 
     def pci_bus_id(self) -> str:
-        """Return the device's place as ``domain:bus:device.function``."""
+        """Return the device's PCI address as ``domain:bus:device.function``."""
 
     def memory_info(self) -> tuple[int, int]:
-        """Free and total bytes of the device."""
+        """Return the free and the total bytes of the device."""
 
     def granularity(self) -> int:
         """Return the granularity of sizes and addresses of mappings in bytes."""
 
     def create(self, num_bytes: int) -> int:
-        """Create physical memory; return its handle."""
+        """Create physical memory; return the handle."""
 
     def release(self, handle: int) -> None:
         """Free physical memory without mappings."""
 
     def reserve_addresses(self, num_bytes: int, alignment: int) -> int:
-        """Addresses without memory."""
+        """Reserve addresses without memory; return the first address."""
 
     def free_addresses(self, address: int, num_bytes: int) -> None:
-        """Give reserved addresses back."""
+        """Free reserved addresses."""
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
-        """Put physical memory behind addresses; inaccessible until ``allow_access``."""
+        """Map physical memory at an address; inaccessible until ``allow_access``."""
 
     def allow_access(self, address: int, num_bytes: int) -> None:
         """Let the device read and write a fully mapped range."""
@@ -87,10 +87,10 @@ class CudaDriver(Protocol):
         """Undo all mappings of a range."""
 
     def copy_in(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Host to device, in stream order."""
+        """Copy from host to device, in stream order."""
 
     def copy_out(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Device to host, in stream order."""
+        """Copy from device to host, in stream order."""
 
     def can_copy_batches(self) -> bool:
         """Return whether ``copy_batch`` works with this driver."""
@@ -103,37 +103,37 @@ class CudaDriver(Protocol):
         """
 
     def fill(self, address: int, value: int, num_bytes: int, stream: int) -> None:
-        """Set bytes, in stream order."""
+        """Set bytes to ``value``, in stream order."""
 
     def create_stream(self) -> int:
-        """A stream without implicit order to any other."""
+        """Create a stream without implicit order to other streams."""
 
     def destroy_stream(self, stream: int) -> None:
-        """End a stream."""
+        """Destroy a stream."""
 
     def synchronize_stream(self, stream: int) -> None:
         """Return when all work of a stream has ended; 0 is the legacy default stream."""
 
     def create_event(self) -> int:
-        """Create an event for waiting streams."""
+        """Create an event for which streams can wait."""
 
     def create_host_event(self) -> int:
-        """Create an event for waiting threads, which sleep."""
+        """Create an event for which threads wait asleep, without spinning."""
 
     def destroy_event(self, event: int) -> None:
-        """End an event."""
+        """Destroy an event."""
 
     def record_event(self, event: int, stream: int) -> None:
-        """Let the event stand for all present work of the stream.
+        """Record the stream's present work in the event.
 
         Earlier waiters are not affected, so an event can be reused.
         """
 
     def synchronize_event(self, event: int) -> None:
-        """Return when the work behind the event has finished."""
+        """Return when the work recorded in the event has finished."""
 
     def wait_event(self, stream: int, event: int) -> None:
-        """Let later work of the stream wait for the event's present meaning."""
+        """Make later work of the stream wait for the work now recorded in the event."""
 
     def register_host(self, address: int, num_bytes: int) -> None:
         """Pin host memory."""
@@ -191,7 +191,7 @@ class BindingsDriver:
 
     def pci_bus_id(self) -> str:
         found: bytes = self._call("cuDeviceGetPCIBusId", _BUS_ID_BYTES, self._device)
-        return found.partition(b"\0")[0].decode()  # what follows is padding
+        return found.partition(b"\0")[0].decode()  # padding follows
 
     def memory_info(self) -> tuple[int, int]:
         free, total = self._call("cuMemGetInfo")
@@ -236,7 +236,7 @@ class BindingsDriver:
         targets = [pointer(target) for target, _, _ in copies]
         sources = [pointer(source) for _, source, _ in copies]
         sizes = [num_bytes for _, _, num_bytes in copies]
-        # The one set of attributes is that of all copies from the first on.
+        # One set of attributes, which applies to all copies from index 0 on.
         self._call(
             "cuMemcpyBatchAsync",
             *(targets, sources, sizes, len(copies)),
@@ -292,5 +292,5 @@ class BindingsDriver:
 
     def _describe(self, status: Any) -> tuple[str, str]:
         _, text = self._driver.cuGetErrorString(status)
-        message = text.decode() if text else "the driver has no text for it"
+        message = text.decode() if text else "the driver has no text for this error"
         return str(status.name), message

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from gpupoold.memory.cuda.driver import CudaDriver, CudaError
 
-# A registration holds locks of the driver, which all processes share, for 0.1 s per GB. In one
-# call a KV cache of 500 GB would stop every launch on the machine for a minute; in pieces
-# others get their turn each 0.1 s, and the calls themselves cost nothing beside the pages.
-# (So do others: vllm#42632, TensorRT-LLM#17773. 512 GiB in one call fails for any driver from
-# R580 on, and more than 2 GiB with kernels 6.11 to 6.13.)
+# A registration holds driver locks, which all processes share, for 0.1 s per GB. Registering a KV
+# cache of 500 GB in one call would stop every kernel launch on the machine for a minute. Between
+# pieces other processes get the locks every 0.1 s, and the cost of more calls is negligible.
+# (vllm#42632 and TensorRT-LLM#17773 register in pieces too. 512 GiB in one call fails with any
+# driver from R580 on, and more than 2 GiB with kernels 6.11 to 6.13.)
 _PIECE_BYTES = 1 << 30
 
 
@@ -21,12 +21,12 @@ class PinnedMemory:
 
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
-        self._ends: dict[int, int] = {}  # start of each registration → its end
+        self._ends: dict[int, int] = {}  # start → end of each registration
         self._bounds: list[int] = []  # sorted; replaced as a whole: ``split`` takes no lock
         self._lock = threading.Lock()
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Register a range, whose pages should exist: this call would create them by one thread.
+        """Register a range. Its pages should exist: CUDA creates missing pages with one thread.
 
         Raises:
             CudaError: the driver refused; nothing is registered.
@@ -47,7 +47,7 @@ class PinnedMemory:
             self._note_bounds()
 
     def unpin(self, address: int, num_bytes: int) -> None:
-        """Undo a ``pin`` of the same range; no copy of it may be under way.
+        """Undo a ``pin`` of the same range; no copy may use the range.
 
         Raises:
             ValueError: the range was not pinned as a whole.

@@ -65,7 +65,7 @@ class GroupedPrefill:
         return chosen, Rule.SHORTEST_QUEUE
 
     def forget(self, request: Request) -> None:
-        """The request has been prefilled, or is over."""
+        """Remove a request that has been prefilled or has ended."""
         group = self._group_of.pop(request.id, None)
         if group is not None:
             del group.requests[request.id]
@@ -105,7 +105,7 @@ class GroupedPrefill:
         self._group_of[request.id] = group
 
     def _load_s(self, device: DeviceState) -> float:
-        """Time to execute all groups, switches included."""
+        """Return the seconds to execute all groups, switches included."""
         total_s = 0.0
         on_device = device.turn.model if device.turn else None
         for group in self._queue(device):
@@ -151,7 +151,7 @@ class WeightedDecode:
     def next_turn(self, device: DeviceState) -> Choice | None:
         """Return the next batch of the round, or of a new round at the end.
 
-        Skips the latest turn's batch if there is another, which has been announced.
+        Skips the latest turn's batch if there is another batch, which was announced as the next.
         """
         work = self._list(device)
         if not work.order:
@@ -165,11 +165,11 @@ class WeightedDecode:
         return Choice(name, work.quotas_s[name], rule=Rule.ROUND)
 
     def began(self, device: DeviceState, model: str) -> None:
-        """A turn of this model begins, to prefill or to decode."""
+        """Record that a turn of this model begins, to prefill or to decode."""
         self._list(device).last = model
 
     def upcoming(self, device: DeviceState) -> str | None:
-        """The next of the round, or the first of the round after."""
+        """Return the next model of the round, or the first of the next round."""
         return next((one.model for one in self.line(device)), None)
 
     def line(self, device: DeviceState) -> list[InLine]:
@@ -213,21 +213,21 @@ class AegaeonPolicy(SimplePolicy):
         self._num_prefill = num_prefill
         self._prefill = GroupedPrefill()
         self._decode = WeightedDecode(quota_max_s)
-        self._num_joined: dict[int, int] = {}  # by device, those that its turn is long enough for
+        self._num_joined: dict[int, int] = {}  # by device: requests counted in the turn's length
 
     def set_quota_max(self, quota_max_s: float) -> None:
-        """See :class:`Policy`; quotas of a round under way stay."""
+        """Set the longest turn; quotas of the present round stay."""
         self._decode.quota_max_s = quota_max_s
 
     def arrived(self, request: Request, state: State) -> None:
-        """Dispatch a request that arrived or lost its device."""
+        """Drop the request's group, if it lost its device; ``assign`` dispatches the request."""
         self._prefill.forget(request)
 
     def ended(self, request: Request, state: State) -> None:
         self._prefill.forget(request)
 
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
-        """Algorithm 1, for each held request in order of arrival."""
+        """Place each held request in order of arrival (algorithm 1)."""
         for request in list(state.held.values()):
             devices = state.prefill_hosts(request.model)
             if devices:
@@ -246,7 +246,7 @@ class AegaeonPolicy(SimplePolicy):
         return self._decode.dispatch(request, devices) if devices else None
 
     def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
-        """Give the configured number of first devices the prefill role, leaving one at least."""
+        """Return the prefill role for the first ``num_prefill`` devices; at least one decodes."""
         devices = [state.devices[number] for number in sorted(state.devices)]
         if len(devices) < 2:
             return [(one, Role.MIXED) for one in devices]
@@ -274,7 +274,7 @@ class AegaeonPolicy(SimplePolicy):
     def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
         """Prolong a prefill turn by the prompts that have joined its group.
 
-        A prefill turn does not serve answers: they continue in it only while no other model waits.
+        A prefill turn is not prolonged for answers, which continue only while no other model waits.
         """
         group = self._prefill.front(device)
         if device.turn_rule is not Rule.PREFILL_FIRST or group is None:
@@ -289,11 +289,11 @@ class AegaeonPolicy(SimplePolicy):
         return replace(turn, quota_s=quota_s)
 
     def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:
-        """The next group's model, or the next batch's."""
+        """Return the model of the next group, or of the next batch."""
         return self._prefill.next_model(device) or self._decode.upcoming(device)
 
     def line(self, device: DeviceState, state: State, now_s: float) -> list[InLine]:
-        """The groups, then the rest of the round."""
+        """Return the models of the groups, then the rest of the round."""
         first = [InLine(n, Rule.PREFILL_FIRST) for n in self._prefill.next_models(device)]
         names = {one.model for one in first}
         return first + [one for one in self._decode.line(device) if one.model not in names]

@@ -33,9 +33,9 @@ class Placement(NamedTuple):
 
 
 class InLine(NamedTuple):
-    """A model waiting for its turn on a device, and the rule that chose its place.
+    """A model waiting for a turn on a device, and the rule that chose the model's place.
 
-    ``duration_s`` is the time of its turn now, None if the policy gives none.
+    ``duration_s`` is the present length of the turn, None if the policy gives none.
     """
 
     model: str
@@ -56,7 +56,7 @@ class Policy(Protocol):
     name: str
 
     def check(self, state: State) -> None:
-        """Raise :class:`CannotServe` when these models cannot all be served by these devices."""
+        """Raise :class:`CannotServe` if the state's devices cannot serve all its models."""
         ...
 
     def set_quota_max(self, quota_max_s: float) -> None:
@@ -64,7 +64,7 @@ class Policy(Protocol):
         ...
 
     def arrived(self, request: Request, state: State) -> None:
-        """Handle a new request, or one that lost its device; the request is held."""
+        """Handle a request that arrived or lost its device; the request is held."""
         ...
 
     def ended(self, request: Request, state: State) -> None:
@@ -101,8 +101,9 @@ class Policy(Protocol):
         ...
 
     def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
-        """Return the present turn, possibly with another quota, counted from its start, or other
-        chunks.
+        """Return the present turn, possibly with another quota or other ``chunk_tokens``.
+
+        The quota counts from the turn's start.
         """
         ...
 
@@ -118,10 +119,10 @@ class SimplePolicy:
     """Default implementations for policies without special rules."""
 
     def check(self, state: State) -> None:
-        """Any models will do."""
+        """Accept all models."""
 
     def set_quota_max(self, quota_max_s: float) -> None:
-        """Turns have no longest here."""
+        """Ignore the limit: turns have no quota."""
 
     def arrived(self, request: Request, state: State) -> None:
         """Ignore the event."""
@@ -156,7 +157,7 @@ class SimplePolicy:
         return turn
 
     def line(self, device: DeviceState, state: State, now_s: float) -> list[InLine]:
-        """Unknown until the present turn is over: whole answers are served."""
+        """Return the other models with requests, without times: whole answers are served."""
         on_turn = device.turn.model if device.turn else None
         names = dict.fromkeys([*device.working, *device.queued])
         return [InLine(name, Rule.UNTIL_DONE) for name in names if name != on_turn]
@@ -165,8 +166,8 @@ class SimplePolicy:
 def waiting_for_kv(state: State) -> Iterator[tuple[Request, list[DeviceState]]]:
     """Yield the first request of each queue for KV memory, with devices without a queue.
 
-    The devices host the request's model. If the caller moves the request at once, the next one
-    follows.
+    The devices host the request's model. If the caller moves the request at once, the next request
+    of the queue follows.
     """
     without_line = [device for device in state.devices.values() if not device.waiting_for_kv]
     if len(without_line) in (0, len(state.devices)):

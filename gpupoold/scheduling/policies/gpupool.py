@@ -1,10 +1,10 @@
 """The default policy: every device prefills and decodes; :mod:`.planned_turns` orders turns.
 
-A model is served where it runs already; else on the device with the least load, its home device
-among equals. A request that a device has not begun stays in the daemon, and moves to another device
-that becomes less loaded. A full device does not begin one more model before the last moment:
-another device may become free. A model with more load than a device gets a second one. A device
-without KV memory for a request is full for that request.
+A model is served on the device that runs the model already, else on the device with the least load,
+preferring the home device among equals. A request that no device has begun stays in the daemon, and
+moves to another device with less load. A full device begins another model only at the last moment,
+because another device may become free. A model with too much load for one device gets a second
+device. A device without KV memory for a request is full for the request.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Plan(NamedTuple):
 
 
 class GpupoolPolicy(SimplePolicy):
-    """See the module."""
+    """The default policy; see the module docstring."""
 
     name = "gpupool"
 
@@ -70,7 +70,7 @@ class GpupoolPolicy(SimplePolicy):
         self._tuning = tuning or Tuning()
         self._converts_decoders = converts_decoders
         self._home: dict[str, int] = {}
-        self._answers_home: dict[str, int] = {}  # where roles are split
+        self._answers_home: dict[str, int] = {}  # for answers, if roles are split
         self._served_s: dict[tuple[int, str], float] = {}
         self._no_starvation_turn_until_s: dict[int, float] = {}
         self._planned: dict[int, _Plan] = {}
@@ -94,7 +94,7 @@ class GpupoolPolicy(SimplePolicy):
         return self._roles.changes(state, now_s)
 
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
-        """Place held requests; and queued ones that a better device can take."""
+        """Place held requests, and queued requests that a better device can take."""
         loads = Loads()
         is_split = state.is_split
         for request in list(state.held.values()):
@@ -143,19 +143,19 @@ class GpupoolPolicy(SimplePolicy):
             pause_s = planned_turn.duration_s / self._tuning.starvation_share
             self._no_starvation_turn_until_s[device.number] = now_s + pause_s
         else:
-            self._planned[device.number] = plan  # holds for upcoming(), asked next
+            self._planned[device.number] = plan  # for upcoming(), called next
         self._served_s[device.number, planned_turn.model] = now_s
         chunk_tokens = self._chunk_tokens(planned_turn.model, device, now_s)
         return Choice(planned_turn.model, planned_turn.quota_s, chunk_tokens, rule)
 
     def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:
-        """The first visit after the present turn."""
+        """Return the model of the first planned turn after the present turn."""
         planned = self._planned.pop(device.number, None)
         first = first_planned_turn(self._after(device, planned, now_s))
         return None if first is None else first[0].model
 
     def line(self, device: DeviceState, state: State, now_s: float) -> list[InLine]:
-        """The visits after the present turn."""
+        """Return the models of the planned turns after the present turn."""
         return [
             InLine(planned_turn.model, planned_turn.rule or rule, planned_turn.duration_s)
             for rule, group in self._after(device, None, now_s)
@@ -163,7 +163,7 @@ class GpupoolPolicy(SimplePolicy):
         ]
 
     def _after(self, device: DeviceState, planned: _Plan | None, now_s: float) -> Ranked:
-        """Return the planned turns after the present one; ``planned`` is the latest plan."""
+        """Return the planned turns after the present turn; ``planned`` is the latest plan."""
         turn = device.turn
         on_turn = turn.model if turn else None
         if not (device.working.keys() | device.queued.keys()) - {on_turn}:
@@ -185,7 +185,7 @@ class GpupoolPolicy(SimplePolicy):
     def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
         """End a turn early for requests that arrived later and cannot wait for its end.
 
-        Chunks follow the batch.
+        ``chunk_tokens`` is adapted to the batch.
         """
         began_s = device.turn_began_s
         chunk_tokens = self._chunk_tokens(turn.model, device, now_s)
@@ -211,7 +211,7 @@ class GpupoolPolicy(SimplePolicy):
         batch = device.batches[name]
         if device.role is Role.DECODE:
             return chunk_tokens(batch)
-        # Where models take turns, answers pause anyway, and are ahead of their deadlines.
+        # If models take turns, answers pause anyway, and are ahead of their deadlines.
         is_alone = len(device.working) == 1 and not device.queued.keys() - {name}
         if device.role is Role.PREFILL or not is_alone:
             return None
@@ -236,7 +236,7 @@ class GpupoolPolicy(SimplePolicy):
     def _migrations(self, state: State, loads: Loads) -> Iterable[Placement]:
         """Move models that a full device has not begun to devices with enough free load.
 
-        Such a model stays there, because the other device does not become full.
+        A moved model does not move back, because the other device does not become full.
         """
         full_load = self._tuning.full_load
         for device in state.devices.values():
@@ -260,7 +260,7 @@ class GpupoolPolicy(SimplePolicy):
         """Place requests waiting for KV memory on devices with memory that may have the model."""
         for request, devices in waiting_for_kv(state):
             name = request.model.name
-            # By models, not by load: asked often, as long as somebody waits.
+            # By number of models, not by load, which is slower: called often while requests wait.
             target = min(devices, key=lambda one: (name not in one.working, len(one.working)))
             if name in target.working:
                 is_wanted = loads.of(target) <= self._tuning.full_load and admits(target, request)
@@ -274,7 +274,7 @@ class GpupoolPolicy(SimplePolicy):
         """Return the possible turns of a device for each of these models."""
         tuning = self._tuning
         switching = switching_of(device, works, tuning)
-        # Where the next model comes in meanwhile, beginning with one more costs little.
+        # If copies are hidden by other turns, beginning another model costs little.
         is_full = switching.is_exposed and bool(device.working)
         is_full = is_full and load_of(device) > tuning.full_load
         may_serve_starving = now_s >= self._no_starvation_turn_until_s.get(device.number, -math.inf)
@@ -289,7 +289,7 @@ class GpupoolPolicy(SimplePolicy):
             if is_full and work.is_new and planned_turn.due_in_s > _latest_start_s(work, tuning):
                 planned_turn = planned_turn._replace(due_in_s=math.inf, rule=Rule.NOT_YET_BEGUN)
             if may_serve_starving and waited_s > tuning.patience_s:
-                # The longest waiting first, and never put off.
+                # Starving: the longest waiting model first, and never put off.
                 planned_turn = planned_turn._replace(
                     due_in_s=-waited_s,
                     tokens_in_time=math.inf,

@@ -29,12 +29,12 @@ def choose(
     homes: dict[str, int],
     tuning: Tuning,
 ) -> tuple[DeviceState, Rule]:
-    """Choose the device that serves the model; a full device yields to one with free load.
+    """Choose the device that serves the model; a full device yields to a less loaded device.
 
-    A second device for a model costs a copy of its weights and a smaller batch on each, so requests
-    join the larger batch while its device keeps up. ``homes`` has the device to which each model
-    went when no device served it, and is updated. At least one device is required. The result
-    includes the deciding rule.
+    A second device for a model costs a copy of the weights and a smaller batch on each device, so
+    requests join the larger batch while its device keeps up. ``homes`` maps a model to the device
+    chosen last when no device served the model, and is updated. At least one device is required.
+    The result includes the deciding rule.
     """
     model, full_load = request.model, tuning.full_load
     serving = [one for one in devices if _has_work(model, one)]
@@ -70,7 +70,7 @@ def _rule_of(
 
 
 def is_worth_a_copy(request: Request, device: DeviceState, loads: Loads, tuning: Tuning) -> bool:
-    """Return whether a model served elsewhere may have this device too."""
+    """Return whether a model that another device serves may have ``device`` too."""
     load = loads.of(device) + own_load(request.model, device)
     return load <= tuning.second_device_load and admits(device, request)
 
@@ -83,11 +83,12 @@ def _has_work(model: Model, device: DeviceState) -> bool:
 
 
 def _is_mostly(model: Model, device: DeviceState, loads: Loads) -> bool:
-    """Return whether the model is half of the device's load, so that removing others would not
-    help.
+    """Return whether the model has at least half of the device's load.
+
+    Moving other models away would not help then.
     """
     batch = device.working.get(model.name)
-    if batch is None:  # all that it has may be on its way
+    if batch is None:  # all its requests may be migrating
         moving = device.moving.values()
         return bool(moving) and not device.working and all(one.model is model for one in moving)
     return load_of_batch(batch, device) >= 0.5 * loads.of(device)

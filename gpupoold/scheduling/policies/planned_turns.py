@@ -19,13 +19,13 @@ from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, Speed
 
-# Memory counts less than time: KV that does not fit can be moved out, a step cannot be saved.
+# Memory weighs less than time: KV that does not fit can be offloaded, a step cannot be saved.
 _KV_WEIGHT = 0.75
-# Loads are shares of a device; a smaller difference is no reason to leave home or to move.
+# A smaller difference of loads, in shares of a device, justifies no other device than the home.
 LOAD_GRAIN = 0.1
-# When a turn is cut short for a newcomer: so much of its TTFT may have gone at its first token.
+# Share of the TTFT target at which a turn cut short for a new request gives the first token.
 FIRST_TOKEN_SHARE = 0.7
-# No visit is for nothing: what it is worth is divided by what it takes.
+# Least duration of a planned turn, because values are divided by durations.
 _LEAST_TURN_S = 1e-3
 
 
@@ -33,23 +33,23 @@ _LEAST_TURN_S = 1e-3
 class Tuning:
     """Shares of the TTFT target, and times; found with ``gpupool simulate``."""
 
-    # How far a visit takes a batch ahead: the longer, the fewer switches, but whoever comes
-    # meanwhile waits for a round of such visits and must still be in time.
+    # Lead of a batch at the end of its turn. A longer lead needs fewer switches, but a new request
+    # waits for a round of such turns and must still be on time.
     lead_share: float = 0.7
-    # A request later than this is given up as a reason to visit: in overload, catching up
-    # with one makes others late, and all tokens count alike.
+    # A request later than this is expired and no reason for a turn: in overload, catching up with
+    # one request makes other requests late, and all tokens have equal value.
     expired_share: float = 0.002
-    # A device with more than this to do does not begin with another model before it must.
+    # A device with a higher load begins another model only at the last moment.
     full_load: float = 1.0
-    # A second device for a model splits its batch: only one that stays this idle is worth it.
+    # Highest load of a second device for a model: splitting the batch pays only below.
     second_device_load: float = 0.8
     latest_start_share: float = 0.2
-    # A visit is not shorter than the copy that it hides, or than so many exposed switches.
+    # A turn is at least as long as the copy hidden by it, or as this many exposed switches.
     exposed_switch_factor: float = 4.0
     turn_min_s: float = 0.25
     turn_max_s: float = 4.0
-    # A batch that has waited this long for a visit is starving: it goes first, hopeless or
-    # not, but in overload the starving together get only this share of the device.
+    # A batch that has waited this long for a turn is starving and goes first, expired or not. In
+    # overload all starving batches together get only ``starvation_share`` of the device.
     patience_s: float = 60.0
     starvation_share: float = 0.03
 
@@ -77,7 +77,7 @@ class PlannedTurn(NamedTuple):
     ``due_in_s``: time to the first deadline to meet, infinite if all are expired; ``duration_s``
     includes the exposed part of the switch, ``quota_s`` does not. ``waited_s``: time since the last
     turn, or since there is work. ``rule``: a rule of the policy that has changed the other values.
-    ``is_ahead``: no token is due before the end of the window, even without this turn.
+    ``is_ahead``: no token is due before the end of the window, even without the turn.
     """
 
     model: str
@@ -91,7 +91,7 @@ class PlannedTurn(NamedTuple):
 
     @property
     def density(self) -> float:
-        """Tokens in time per second."""
+        """Tokens on time per second."""
         return self.tokens_in_time / self.duration_s
 
 
@@ -138,10 +138,10 @@ def _work(batch: Batch, queued: Batch | None, *, is_new: bool = False) -> BatchW
 
 
 def load_of(device: DeviceState) -> float:
-    """Return a device's load: a share of its time or of its memory, the larger one.
+    """Return a device's load: the needed share of time, plus the weighted share of memory.
 
-    The share of time keeps all its requests on target, prompts included; the share of memory holds
-    their KV.
+    The share of time keeps all requests on target, prompts included; the share of memory holds the
+    KV, with the weight ``_KV_WEIGHT``.
     """
     load = 0.0
     kv_bytes = 0
@@ -179,12 +179,12 @@ class Loads:
 
 
 def load_of_batch(batch: Batch, device: DeviceState) -> float:
-    """Return what a batch adds to its device's load."""
+    """Return a batch's part of its device's load."""
     return batch.load() + _KV_WEIGHT * batch.kv_bytes / device.capacity_bytes
 
 
 def queue_load(batch: Batch, device: DeviceState) -> float:
-    """Return what queued requests of a model add to a device's load.
+    """Return the increase of a device's load by queued requests of a model.
 
     Counts the prompts, and a first step if the device does not run the model yet.
     """
@@ -196,12 +196,12 @@ def queue_load(batch: Batch, device: DeviceState) -> float:
 
 
 def own_load(model: Model, device: DeviceState) -> float:
-    """Return what a first request of a model adds to a device's load, without its prompt."""
+    """Return the increase of a device's load by a model's first request, without its prompt."""
     return device.speed(model).step_s(1, 0) / model.targets.tbt_s
 
 
 def more_load(request: Request, device: DeviceState) -> float:
-    """Return what an answer adds to the time of its model's steps on a device."""
+    """Return the increase of a device's load by one more answer in its model's steps."""
     batch = device.batches[request.model.name]
     num_requests, tokens = len(batch.requests), batch.context_tokens
     step_s = batch.speed.step_s(num_requests + 1, tokens + request.context_tokens)
@@ -211,8 +211,11 @@ def more_load(request: Request, device: DeviceState) -> float:
 
 
 def switching_of(device: DeviceState, works: Sequence[BatchWork], tuning: Tuning) -> Switching:
-    """Return whether the next model's copy is hidden by the visit before, as there is room for
-    both."""
+    """Return the effect of switching between ``works``.
+
+    The copy of the next model is hidden by the turn before if the device prefetches and the two
+    largest models fit together with all KV.
+    """
     missing_s = max((device.switch_s(work.model) for work in works), default=0.0)
     if not missing_s:
         return Switching(tuning.turn_min_s, is_exposed=False)
@@ -255,7 +258,7 @@ def plan_turn(
         duration_s = max(prefill_s, _LEAST_TURN_S) + stall_s
         return PlannedTurn(work.model.name, due_s, duration_s, prefill_s, num_in_time, waited_s)
     behind_s = window_s - (due_in_s if hopeful_s else 0.0) + prefill_s
-    # Each step gains a target and costs its own time.
+    # Each step adds ``tbt_s`` to the lead and takes ``step_s``.
     gain_s = max(tbt_s - step_s, 0.05 * tbt_s)
     decode_s = min(max(switching.floor_s, behind_s / gain_s * step_s), tuning.turn_max_s)
     num_steps = decode_s / step_s
@@ -294,7 +297,7 @@ def _hopeful_prefill_s(work: BatchWork, slacks_s: Sequence[float], expired_s: fl
 def _num_first_in_time(slacks_s: Sequence[float], stall_s: float, prefill_s: float) -> int:
     """Return the number of first tokens on time if prompts of equal length run by deadline.
 
-    At least one, because due first tokens never have a lead.
+    The result is at least 1, because first tokens that are due have no lead.
     """
     each_s = prefill_s / max(1, len(slacks_s))
     ordered = sorted(slacks_s)
@@ -319,11 +322,11 @@ def rank_planned_turns(
     """Return turns in order of execution with the deciding rules, if the first starts in
     ``start_in_s``.
 
-    Turns are ordered by deadline. A turn that would be late replaces the least dense turns before
-    it, if that makes it on time and they are less dense together; else it is put off. Then follow
-    the turns put off, the densest first; then turns with only expired requests, the longest waiting
-    first; last the turns with a lead (if ``is_switching_dear``, before the expired ones). A turn of
-    infinite value is never put off.
+    Turns are ordered by deadline. If a turn would be late, the least dense earlier turns are put
+    off, provided that the turn is then on time and denser than these turns together; otherwise the
+    late turn is put off. Turns that are put off come next, the densest first; then turns with only
+    expired requests, the longest waiting first; last turns with a lead (before expired turns if
+    ``is_switching_dear``). A turn of infinite value is never put off.
     """
     kept: list[PlannedTurn] = []
     put_off: list[PlannedTurn] = []
@@ -376,5 +379,5 @@ def _gone_for(
         gone.append(one)
     freed_s = sum(one.duration_s for one in gone)
     lost = sum(one.tokens_in_time for one in gone)
-    # Per second, as what the longer one leaves of the time is not lost.
+    # Compared per second, because time freed beyond the turn's duration is not lost.
     return gone if freed_s >= late_s and lost < planned_turn.density * freed_s else [planned_turn]

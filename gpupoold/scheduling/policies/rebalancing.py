@@ -1,8 +1,8 @@
 """Migration of running answers off a decode device with more load than predicted.
 
-Answers are placed at their first token by predicted lengths. After wrong predictions one device may
-be full beside an idle one. Aladdin (appendix D) then sends new requests elsewhere; so does
-``first_token``, which uses the devices' real load. The remaining remedy is to migrate running
+Answers are placed at their first token by predicted lengths. After wrong predictions a device may
+be full beside an idle device. Aladdin (appendix D) then sends new requests elsewhere, as
+``first_token`` does, which uses the devices' real load. The remaining remedy is to migrate running
 answers.
 
 A migration costs a copy of the answer's KV out and in, during which the answer pauses. A migration
@@ -26,15 +26,15 @@ from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.planned_turns import Loads, Tuning, more_load
 from gpupoold.scheduling.state import DeviceState, Request, State
 
-# The pause of a move may be so much of the time that an answer still takes at its target.
+# Longest pause of a migration, as a share of the answer's remaining time at its target.
 _PAUSE_SHARE = 0.1
 _LEAST_STAY_S = 30.0
-# Per device and tick: loads are looked at again before the next.
+# Most migrations per device and tick: the next tick reads the loads again.
 _MAX_MOVES = 8
 
 
 class Rebalancer:
-    """Records migrations, so that no answer goes to and fro."""
+    """Chooses migrations, and records each, so that no answer migrates back and forth."""
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
@@ -60,9 +60,7 @@ class Rebalancer:
         loads: Loads,
         now_s: float,
     ) -> Iterable[tuple[Request, DeviceState]]:
-        """Yield answers to migrate off one device, longest remainder first, until it is not
-        full.
-        """
+        """Yield answers to migrate off a device, longest remainder first, while it is full."""
         answers = [
             (_tokens_left(one, state), one)
             for batch in source.working.values()

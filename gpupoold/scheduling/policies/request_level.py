@@ -18,16 +18,16 @@ def by_arrival(request: Request) -> float:
 
 
 def by_output_length(request: Request) -> float:
-    """Shortest job first with an oracle; without one, in order of arrival."""
+    """Return the output length (shortest job first), or the arrival if the length is unknown."""
     return request.output_tokens if request.output_tokens is not None else request.arrival_s
 
 
 class RequestLevelPolicy(SimplePolicy):
-    """As ServerlessLLM: a free device takes the head of the queue, and with it the model.
+    """Like ServerlessLLM: a free device takes the head of the queue and runs its model.
 
     Requests of a running model join the model. ``max_live`` limits the requests of a device;
-    further ones wait, and may take another device. The same holds for requests without KV memory,
-    and all later requests of the model.
+    further requests wait, and may take another device. The same holds for a request without KV
+    memory, and for all later requests of the model.
     """
 
     def __init__(self, name: str, rank: Rank = by_arrival, max_live: float = math.inf) -> None:
@@ -36,7 +36,7 @@ class RequestLevelPolicy(SimplePolicy):
         self._max_live = max_live
 
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
-        """Place requests from the head of the queue: on a device of the model, or a free one."""
+        """Place requests from the head of the queue: on a device of the model, or a free device."""
         free = [device for device in state.devices.values() if not device.num_requests]
         hosts: dict[str, list[DeviceState]] = {}
         serving: dict[str, list[DeviceState]] = {}
@@ -59,9 +59,7 @@ class RequestLevelPolicy(SimplePolicy):
     def _choose(
         self, request: Request, serving: list[DeviceState], candidates: list[DeviceState]
     ) -> DeviceState | None:
-        """Choose a device for the next in the queue; full devices are excluded for later
-        requests.
-        """
+        """Choose a device for the next request; full devices are excluded for later requests."""
         while serving:
             if serving[0].num_requests < self._max_live and admits(serving[0], request):
                 return serving[0]
@@ -73,12 +71,12 @@ class RequestLevelPolicy(SimplePolicy):
         return device
 
     def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
-        """Return the one model whose requests the device has."""
+        """Return the model whose requests the device has."""
         batches = working(device)
         if not batches:
             return None
         return Choice(batches[0].model.name, math.inf, rule=Rule.UNTIL_DONE)
 
     def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:
-        """Unknown until the device is free."""
+        """Return None: the next model is unknown until the device is free."""
         return None

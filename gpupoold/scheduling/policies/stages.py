@@ -19,13 +19,13 @@ from gpupoold.scheduling.velocity import (
     reserved_kv_bytes,
 )
 
-# The most tokens that engines take in a step: vLLM's usual limit on large GPUs.
+# Largest number of tokens in a step: vLLM's usual limit on large GPUs.
 MAX_CHUNK_TOKENS = 8192
-# A mixed step may take so much of the target between tokens: predictions err, contexts grow.
+# Share of the TBT target for a mixed step: predictions err, and contexts grow.
 _TBT_SHARE = 0.9
-# So that orders do not change with every answer that comes and goes.
+# Step limits are multiples of this, so that orders do not change with every answer.
 _CHUNK_GRAIN = 64
-# Less spare time than this is none: its reciprocal is a waiting time.
+# Least spare share of a device's time that counts: waiting times contain the reciprocal.
 _LEAST_SPARE = 0.05
 
 
@@ -58,9 +58,7 @@ def would_delay_answers(batch: Batch, now_s: float, expired_s: float) -> bool:
 
 
 def convertible_velocity(batch: Batch, prompt_tokens: int) -> float:
-    """Return the prompt tokens per second that a decode device takes beside this batch (equation
-    5).
-    """
+    """Return the prompt tokens per second of a decode device beside this batch (equation 5)."""
     num_running = len(batch.requests) - batch.num_waiting
     tokens = _largest(batch, num_running, batch.context_tokens, prompt_tokens)
     num_new = max(0, tokens - num_running)
@@ -129,8 +127,8 @@ def stage(
 ) -> tuple[DeviceState, Rule, float]:
     """Choose the device for the prefill in two rounds (TokenScale, algorithm 1), with its time.
 
-    First a prefilling device with the first token on time; else a decode device that can, beside
-    its answers. If none can, the fastest one. ``devices`` are those that take prompts.
+    The first choice is the best of ``devices``, which take prompts, if its first token is on time;
+    else the device with the earliest first token, decode devices included.
     """
     in_s, chosen = best_prefiller(request, devices)
     ttft_s = request.model.targets.ttft_s

@@ -11,7 +11,7 @@ from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import DeviceState, Model, Request, State
 
-# Room for KV without which a model is not placed: this many requests of this many tokens.
+# A model is placed only with KV memory for this many requests of this many tokens.
 _MIN_REQUESTS = 8
 _TOKENS_PER_REQUEST = 2048
 
@@ -26,7 +26,7 @@ class StaticPolicy(GpupoolPolicy):
         self._place: dict[str, int] = {}
 
     def check(self, state: State) -> None:
-        """Raise :class:`CannotServe` if a model fits on no device beside the others."""
+        """Raise :class:`CannotServe` if a model fits on no device beside the other models."""
         _placed(state)
 
     def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
@@ -41,7 +41,7 @@ class StaticPolicy(GpupoolPolicy):
         """Place each request on its model's device; requests of unplaced models stay held."""
         held = list(state.held.values())
         if any(self._place.get(one.model.name) not in one.model.hosts for one in held):
-            with contextlib.suppress(CannotServe):  # the shell has asked check() before
+            with contextlib.suppress(CannotServe):  # the shell called check() before
                 self._place = _placed(state)
         for request in held:
             number = self._place.get(request.model.name)
@@ -50,15 +50,15 @@ class StaticPolicy(GpupoolPolicy):
 
 
 def _placed(state: State) -> dict[str, int]:
-    """Each model's device: heaviest first, each where the most room is."""
+    """Return each model's device: heaviest models first, on the device with most free memory."""
     room = {number: device.capacity_bytes for number, device in state.devices.items()}
     places: dict[str, int] = {}
     for model in sorted(state.models.values(), key=lambda one: (-_need_bytes(one), one.name)):
         number = max(model.hosts, key=lambda one: (room[one], -one), default=None)
         if number is None or room[number] < _need_bytes(model):
             raise CannotServe(
-                f"{len(places)} of {len(state.models)} models fit the devices at once, "
-                f"then {model.name} finds no {_need_bytes(model) / 1e9:.3g} GB free"
+                f"only {len(places)} of {len(state.models)} models fit the devices at once: no "
+                f"device has {_need_bytes(model) / 1e9:.3g} GB free for {model.name}"
             )
         places[model.name] = number
         room[number] -= _need_bytes(model)

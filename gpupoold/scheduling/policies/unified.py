@@ -22,7 +22,7 @@ from gpupoold.scheduling.state import DeviceState, Request, State
 
 
 class _UnifiedPolicy(SimplePolicy):
-    """Requests go to the device with the fewest; batches take turns by equations 2 and 3."""
+    """Requests go to the device with the fewest requests; turns follow equations 2 and 3."""
 
     name = "unified"
 
@@ -30,7 +30,7 @@ class _UnifiedPolicy(SimplePolicy):
         self._decode = WeightedDecode()
 
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
-        """Place every held request on a device; and waiting ones on devices with KV memory."""
+        """Place held requests on devices, and requests waiting for KV on devices with memory."""
         for request in list(state.held.values()):
             devices = state.prefill_hosts(request.model)
             if devices:
@@ -41,14 +41,14 @@ class _UnifiedPolicy(SimplePolicy):
                 yield Placement(request, target, Rule.MIGRATED_FOR_KV)
 
     def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
-        """The next batch of the round."""
+        """Return the next batch of the round."""
         return self._decode.next_turn(device)
 
     def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:
         return self._decode.upcoming(device)
 
     def line(self, device: DeviceState, state: State, now_s: float) -> list[InLine]:
-        """The rest of the round."""
+        """Return the rest of the round."""
         return self._decode.line(device)
 
 
@@ -65,12 +65,12 @@ class PrefillFirstPolicy(_UnifiedPolicy):
         return self._decode.next_turn(device)
 
     def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:
-        """The next prompt's model, or the next batch's."""
+        """Return the model of the next prompt, or of the next batch."""
         oldest = _oldest_prompt(device, besides=device.turn.model if device.turn else None)
         return oldest.model.name if oldest is not None else self._decode.upcoming(device)
 
     def line(self, device: DeviceState, state: State, now_s: float) -> list[InLine]:
-        """The oldest prompt's model, then the rest of the round."""
+        """Return the oldest prompt's model, then the rest of the round."""
         oldest = _oldest_prompt(device, besides=device.turn.model if device.turn else None)
         first = [] if oldest is None else [InLine(oldest.model.name, Rule.PREFILL_FIRST)]
         names = {one.model for one in first}
@@ -89,7 +89,7 @@ class DecodeFirstPolicy(_UnifiedPolicy):
     name = "decode-first"
 
     def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
-        """Return no request while an answer is running, else all waiting ones."""
+        """Return no request while an answer is running, else all queued requests."""
         return [] if working(device) else device.queued_requests()
 
 

@@ -16,8 +16,8 @@ def plain_copies(
     """Return ways to copy all of ``scratch`` in and out, by name; each call returns its seconds.
 
     ``device_copy`` is the device's own copy: by two threads on an emulated device, by the copy
-    engine from pinned memory on a GPU. ``memcpy_one_thread`` is present where the host can address
-    the memory.
+    engine from pinned memory on a GPU. ``memcpy_one_thread`` is present if the host can address the
+    memory.
     """
     at, host, num_bytes = scratch.address, scratch.host_address, scratch.num_bytes
 

@@ -41,7 +41,7 @@ class _BenchCase:
 
 
 def bench_device(loop: TurnLoop, rounds: int) -> dict[str, Any]:
-    """Costs and bandwidths of this worker's device, all measured in turn, round by round.
+    """Measure costs and bandwidths of this worker's device, all in each round.
 
     Raises:
         Refused: the device is busy or too small to measure on.
@@ -108,7 +108,7 @@ def _copy_stream_cases(
 
 
 def _pieces(scratch: Scratch, way: Direction, piece_bytes: int) -> list[Copy]:
-    """All of the scratch memory; first the even pieces, then the odd: no two are neighbours."""
+    """Return copies of all scratch memory, even pieces before odd, so that none are adjacent."""
     count = scratch.num_bytes // piece_bytes
     offsets = [at * piece_bytes for at in (*range(0, count, 2), *range(1, count, 2))]
     target, source = scratch.address, scratch.host_address
@@ -158,7 +158,7 @@ def _queue_cases(scratch: Scratch, queues: dict[Direction, TransferQueue]) -> It
 
 
 def _round_trip_s(queue: TransferQueue, scratch: Scratch) -> float:
-    """Seconds until a copy of a few bytes has been asked for, made and waited for."""
+    """Return the seconds to request, make and await a copy of a few bytes."""
     started_s = time.perf_counter()
     queue.begin([Copy(scratch.address, scratch.host_address, 4096)]).wait()
     return time.perf_counter() - started_s
@@ -181,7 +181,7 @@ def _copy_rows(cases: Sequence[_BenchCase]) -> list[dict[str, Any]]:
 
 
 class _Mappings:
-    """Mapping and unmapping of pages in one run, and of as many in runs of one."""
+    """Times to map and unmap pages, in one run and in runs of one page."""
 
     def __init__(self, device: Device, pool: PagePool) -> None:
         self._device = device
@@ -192,7 +192,7 @@ class _Mappings:
         }
 
     def measure(self) -> dict[tuple[int, int], tuple[float, float]]:
-        """Seconds to map and to unmap, by ``(pages, runs)``."""
+        """Return the seconds to map and to unmap, by ``(pages, runs)``."""
         return {shape: self._measure(*shape) for shape in self._samples}
 
     def keep(self, measured: dict[tuple[int, int], tuple[float, float]]) -> None:
@@ -219,7 +219,7 @@ class _Mappings:
         return mapped_s - started_s, ended_s - mapped_s
 
     def _take(self, pages: int, num_runs: int) -> tuple[list[PageRun], list[PageRun]]:
-        """Take pages from the pool; return them and the runs to map: one, or every other page."""
+        """Allocate pages; return all, and the runs to map: a single run, or every other page."""
         if num_runs == 1 and (run := self._pool.allocate_run(pages)) is not None:
             return [run], [run]
         taken = self._pool.allocate(2 * pages)

@@ -1,6 +1,6 @@
 """Summaries of measurements with their limits. Pure.
 
-Percentiles include all samples, slow ones too, because users see the slow ones.
+Percentiles include all samples, because users see slow operations too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def at_most(measured_s: float, limit_s: float, of: str) -> dict[str, Any]:
 
 
 def at_least(measured: float, limit: float, unit: str) -> dict[str, Any]:
-    """The verdict on a rate in ``unit``."""
+    """Return the verdict on a rate in ``unit``."""
     return {f"limit_{unit}": limit, "ratio": measured / limit, "reached": measured >= limit}
 
 
@@ -76,5 +76,5 @@ def hidden_share(extra_s: float, alone_s: float) -> float:
 def _percentile(samples: Sequence[float], fraction: float) -> float:
     value = percentile(samples, fraction)
     if value is None:
-        raise ValueError("a percentile of no samples")
+        raise ValueError("no samples for a percentile")
     return value

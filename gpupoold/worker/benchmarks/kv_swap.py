@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gpupoold.worker.turns.loop import TurnLoop
 
 _WARM_UP = 1
-# Some hundred tokens: what decodes beside the copies.
+# KV of the model that decodes during the copies: some hundred tokens.
 _OTHER_KV_BYTES = 4 << 20
 _MAX_STEPS = 2_000
 
@@ -59,7 +59,7 @@ def bench_kv(loop: TurnLoop, models: list[str], rounds: int, kv_bytes: int) -> d
 
 
 class _SwapBench:
-    """The KV of ``moved`` goes out by ``queue`` and comes back as at a switch."""
+    """Copies the KV of ``moved`` out through ``queue``, and back as a switch does."""
 
     def __init__(
         self,
@@ -139,24 +139,24 @@ class _SwapBench:
         return time.perf_counter() - started_s
 
     def _steps_during_out(self) -> Iterator[float]:
-        """The other model's steps until all KV is on the host."""
+        """Yield the seconds of the other model's steps until all KV is on the host."""
         kv = self._moved.kv
         while kv.extents(Place.DEVICE) or kv.extents(Place.LEAVING):
             yield self._step_s(self._begin_some_out)
 
     def _steps_during_in(self) -> Iterator[float]:
-        """The other model's steps until all KV is back."""
+        """Yield the seconds of the other model's steps until all KV is back."""
         residency, moved, other = self._residency, self._moved.name, self._other.engine.name
         residency.switch_in(other)
         for _ in range(_MAX_STEPS):
             yield self._step_s(lambda: residency.prefetch(moved, other))
             if self._moved.kv.is_whole:
-                residency.stop_prefetch()  # else it would come back as soon as it leaves
+                residency.stop_prefetch()  # else the KV would return right after the offload
                 return
-        raise Failed(f"the KV of {moved} does not come in beside other work")
+        raise Failed(f"the KV of {moved} did not arrive while another model ran")
 
     def _step_s(self, before: Callable[[], None] | None = None) -> float:
-        """Return the time of one step of the other model, including the care for transfers."""
+        """Return the seconds of one step of the other model, including the work for transfers."""
         started_s = time.perf_counter()
         if before is not None:
             before()
@@ -167,7 +167,7 @@ class _SwapBench:
         return time.perf_counter() - started_s
 
     def _begin_some_out(self) -> None:
-        """As much as the queue takes before the next step."""
+        """Start to offload as much as the queue accepts before the next step."""
         kv = self._moved.kv
         for group in kv.cut(kv.extents(Place.DEVICE)):
             if not self._queue.has_room:
@@ -180,7 +180,7 @@ class _SwapBench:
 
 
 def _map_again_s(scratch: Scratch) -> float:
-    """Seconds to unmap all pages of ``scratch`` and to map as many again."""
+    """Return the seconds to unmap all pages of ``scratch`` and to map as many again."""
     pages = range(scratch.address_range.num_pages)
     started_s = time.perf_counter()
     scratch.address_range.drop(pages)
@@ -210,7 +210,7 @@ def _swap_summary(
         )
         for name, taken in plain_s.items()
     }
-    # What memcpy is on this host: one thread. A GPU copies by itself.
+    # The reference is memcpy by one thread if the CPU copies, the device's own copy on a GPU.
     ratio = ratios.get("memcpy_one_thread", ratios["device_copy"])
     limit = figures.KV_SWAP_SHARE * measured / ratio
     summary = figures.times(both_s) | {
@@ -222,6 +222,6 @@ def _swap_summary(
         "memcpy_bytes_per_s": {
             name: figures.bandwidth(num_bytes, taken) for name, taken in plain_s.items()
         },
-        "ratio_to_device_copy": ratios["device_copy"],  # and its mapping
+        "ratio_to_device_copy": ratios["device_copy"],  # includes mapping
     }
     return summary | figures.at_least(measured, limit, "bytes_per_s")

@@ -52,8 +52,8 @@ class BenchmarkRequests:
         engine = self.engine
         if len(self._ids) > engine.max_sequences:
             raise Refused(
-                f"{engine.name} serves {engine.max_sequences} requests of {self._length} tokens "
-                f"at once: not {format_bytes(self._kv_bytes)} of KV",
+                f"{engine.name} serves at most {engine.max_sequences} requests of {self._length} "
+                f"tokens at once, too few for {format_bytes(self._kv_bytes)} of KV",
                 "ask for less KV, or raise --max-len",
             )
         self._residency.switch_in(engine.name)
@@ -77,7 +77,7 @@ class BenchmarkRequests:
         engine = self.engine
         engine.abort(self._ids)
         engine.kv.discard_dead()
-        for _ in range(_MAX_CLEARING_STEPS):  # the engine learns of ended requests by a step
+        for _ in range(_MAX_CLEARING_STEPS):  # the engine cleans ended requests up in a step
             if not engine.has_requests():
                 break
             self._residency.switch_in(engine.name)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from gpupoold.worker.turns.loop import TurnLoop
 
 MODES = ("resident", "prefetched", "host_cached")
-# Switches that touch pages and caches for the first time.
+# Uncounted switches, which access pages and caches for the first time.
 _WARM_UP = 2
-# A resident switch takes no time, and its limit is one for the slowest of a hundred.
+# Factor for resident switches, which are short and limited in the slowest of a hundred.
 _RESIDENT_FACTOR = 25
 _POLL_S = 0.0005
 _PREFETCH_TIMEOUT_S = 60.0
@@ -56,7 +56,7 @@ class _Switch:
 def bench_switch(
     loop: TurnLoop, models: list[str], rounds: int, modes: list[str], kv_bytes: int
 ) -> dict[str, Any]:
-    """Alternate between two models of an idle device, mode by mode.
+    """Time switches between two models of an idle device, mode by mode.
 
     ``resident``: both models are on the device. ``prefetched``: the next model comes in while the
     other runs, then the switch is timed. ``host_cached``: paging one model out and the other in is
@@ -95,12 +95,12 @@ class _SwitchBench:
         self._engines = engines
         self._rounds = rounds
         self._live: dict[str, BenchmarkRequests] = {}
-        self._copies_s: list[float] = []  # as fast as the device can
-        self._memcpys_s: list[float] = []  # by one thread, where copies are threads'
+        self._copies_s: list[float] = []  # by the device's own copy
+        self._memcpys_s: list[float] = []  # by one thread, if the CPU copies
         self.weight_bytes = max(engine.weights.num_bytes for engine in engines)
 
     def check_fits(self, modes: Sequence[str], kv_bytes: int) -> None:
-        """Check that the modes' models fit.
+        """Check that both models fit on the device together, if a mode needs both there.
 
         Raises:
             Refused: the models do not fit.
@@ -109,13 +109,13 @@ class _SwitchBench:
         wanted = sum(e.weights.num_pages + -(-kv_bytes // page_bytes) for e in self._engines)
         if wanted > num_pages and set(modes) & {"resident", "prefetched"}:
             raise Refused(
-                f"both models together want {wanted} pages, the device has {num_pages}",
+                f"both models together need {wanted} pages, the device has {num_pages}",
                 "choose smaller models, a larger device, or the mode host_cached alone",
             )
 
     @contextlib.contextmanager
     def live_kv(self, kv_bytes: int) -> Iterator[None]:
-        """Inside this context both models have requests under way."""
+        """Keep requests of both models live inside the context."""
         try:
             for engine in self._engines:
                 live = BenchmarkRequests(engine, self._residency, kv_bytes)
@@ -144,7 +144,7 @@ class _SwitchBench:
         return _summary(switches)
 
     def judge(self, measured: dict[str, dict[str, Any]]) -> None:
-        """Add each mode's limit, and the copy behind the limit."""
+        """Add each mode's limit, and the time of a plain copy of the same bytes."""
         for mode, rows in measured.items():
             for row in rows.values():
                 if mode == "resident":
@@ -162,21 +162,23 @@ class _SwitchBench:
                     row |= {"memcpy_p50_s": row["bytes"] / copying}
 
     def prepare_resident(self, incoming: ModelEngine, outgoing: ModelEngine) -> None:
-        """Both are there, and some time has passed, as between two turns: a thread that never
-        rests is made to rest by the system, now and then in the middle of a switch."""
+        """Make both models resident, and sleep for a moment, as between two turns.
+
+        The kernel preempts a thread that never sleeps, now and then in the middle of a switch.
+        """
         self._bring(incoming)
         self._bring(outgoing)
         time.sleep(_POLL_S)
 
     def prepare_prefetched(self, incoming: ModelEngine, outgoing: ModelEngine) -> None:
-        """Prefetch the next model during the other's turn, completely."""
+        """Prefetch the next model completely during the other model's turn."""
         self._bring(outgoing)
         self._residency.page_out(incoming.name)
         self._residency.prefetch(incoming.name, outgoing.name)
         deadline_s = time.monotonic() + _PREFETCH_TIMEOUT_S
         while self._residency.missing_bytes(incoming.name) or _is_arriving(incoming):
             if time.monotonic() > deadline_s:
-                raise Failed(f"{incoming.name} does not come in beside {outgoing.name}")
+                raise Failed(f"{incoming.name} was not prefetched while {outgoing.name} ran")
             self._residency.advance(outgoing.name)
             if self._step(outgoing) is None:
                 time.sleep(_POLL_S)
@@ -210,7 +212,7 @@ class _SwitchBench:
         self._residency.bring_all(engine.name)
 
     def _step(self, engine: ModelEngine) -> float | None:
-        """Run a step if the model has requests, none of which may end."""
+        """Run a step and return its seconds; None without requests, or if a request would end."""
         live = self._live.get(engine.name)
         return live.step() if live is not None and live.can_step else None
 
@@ -255,7 +257,7 @@ def _summary(switches: Sequence[_Switch]) -> dict[str, Any]:
 
 
 def _stage_s(switch: _Switch, stage: str) -> float:
-    """Seconds of a stage; paging the other out is part of evicting, waiting for all KV of KV."""
+    """Return the seconds of a stage. Eviction includes paging out, KV the wait for all KV."""
     seconds: float = getattr(switch.stages, stage)
     if stage == "evict_s":
         return seconds + switch.evict_s

@@ -9,8 +9,8 @@ from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 def forget_compiled(model: nn.Module) -> None:
     """Remove the hooks that vLLM registers with the compiler for each compiled module.
 
-    The hooks are in a list of the process and keep the module alive, with its code and CUDA graphs;
-    vLLM does not remove them.
+    The hooks are in a list of the process, which keeps the module alive with its code and CUDA
+    graphs. vLLM does not remove the hooks.
     """
     for module in model.modules():
         if isinstance(module, TorchCompileWithNoGuardsWrapper):

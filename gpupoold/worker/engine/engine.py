@@ -45,7 +45,7 @@ from gpupoold.worker.weights import snapshot_loader as snapshot_loader
 from gpupoold.worker.weights.loading import ModelLoad
 
 SUPPORTED_VERSION = "0.32.0"
-# 32 tokens: what the CPU attention kernel wants at least, and small pages waste less.
+# The fewest tokens that the CPU attention kernel accepts: small blocks waste less memory.
 _CPU_BLOCK_TOKENS = 32
 _SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
 _WORKERS = {True: "emulated_worker.EmulatedWorker", False: "gpu_worker.CudaWorker"}
@@ -55,12 +55,12 @@ def check_engine_version() -> str:
     """Return the installed vLLM's version.
 
     Raises:
-        Failed: the version differs from the one whose internals this module uses.
+        Failed: the version is not ``SUPPORTED_VERSION``, whose internals this module uses.
     """
     installed = str(vllm.__version__)
     if not installed.startswith(SUPPORTED_VERSION):
         raise Failed(
-            f"vLLM {installed} is installed, gpupool was written for {SUPPORTED_VERSION}",
+            f"vLLM {installed} is installed, gpupool needs {SUPPORTED_VERSION}",
             f"install vllm=={SUPPORTED_VERSION}",
         )
     return installed
@@ -110,13 +110,13 @@ class BlockPoolLedger:
         self._pool = block_pool
 
     def watch(self, watcher: BlockWatcher) -> None:
-        """Tell ``watcher`` of every change from now on."""
+        """Report every later change to ``watcher``."""
         free = [block for block in self._pool.blocks if not block.is_null]
         assert self.num_free == len(free), "blocks are in use before there are requests"
         self._pool.free_block_queue = WatchedFreeQueue(free, watcher)
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Take free blocks out of the engine's reach."""
+        """Remove free blocks from the engine's free list."""
         self._pool.evict_blocks(set(block_ids))
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
 
@@ -125,7 +125,7 @@ class BlockPoolLedger:
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
 
     def give(self, block_ids: Sequence[int]) -> None:
-        """Put held blocks back on the free list."""
+        """Drop the reference of ``hold`` or ``keep``; blocks without another become free."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
     def live(self, block_ids: Iterable[int]) -> list[int]:
@@ -135,7 +135,7 @@ class BlockPoolLedger:
 
     @property
     def num_free(self) -> int:
-        """Blocks the engine could hand out now."""
+        """Number of blocks that the engine could allocate now."""
         return int(self._pool.get_num_free_blocks())
 
 
@@ -168,9 +168,10 @@ class ModelEngine:
         kv: tuple[Slot, int] | None = None,
         frontend: int = 0,
     ) -> None:
-        """Queue a request encoded by ``frontend``, to continue after ``output_token_ids``.
+        """Queue a request encoded by frontend ``frontend``; continue after ``output_token_ids``.
 
-        ``kv`` has the bytes of its first blocks and their number; the slot is freed if not needed.
+        ``kv`` is a slot with the request's first blocks, and their number. The slot is freed if not
+        needed.
 
         Raises:
             Refused: the engine does not accept the request.
@@ -184,13 +185,13 @@ class ModelEngine:
 
         try:
             decoded = self._decoder.decode(frames)
-            decoded.client_index = frontend  # the engine sorts its outputs by these
+            decoded.client_index = frontend  # the engine groups outputs by this index
             request, wave = self._core.preprocess_add_request(decoded)
             if output_token_ids:
                 resume(self._core, request, wave, output_token_ids, attach)
             else:
                 self._core.add_request(request, wave)
-        except Exception as error:  # whatever one request does must not end the others
+        except Exception as error:  # one request's error must not end others
             if not attached:
                 self._ledger.give(blocks)
             for request_id in attached:
@@ -199,11 +200,11 @@ class ModelEngine:
             raise Refused(f"{self.name}: the engine refused the request: {error}") from error
 
     def isolate(self, request_id: str) -> None:
-        """Let a request that is about to be added share no step with other requests."""
+        """Run a request that is about to be added only in steps without other requests."""
         self._scheduler.isolate(request_id)
 
     def end_isolation(self, request_id: str) -> None:
-        """Let a request share steps with other requests again."""
+        """Run a request in steps with other requests again."""
         self._steps.wait()
         self._scheduler.end_isolation(request_id)
 
@@ -245,7 +246,7 @@ class ModelEngine:
     def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
         """Queue a greedy request with a synthetic prompt and exactly ``max_tokens`` tokens.
 
-        The prompt shares no prefix with another, so it is always prefilled in full.
+        No two prompts share a prefix, so every prompt is prefilled in full.
         """
         size = self._core.vllm_config.model_config.get_vocab_size()
         tokens = random.Random(request_id)
@@ -266,7 +267,7 @@ class ModelEngine:
         self._core.add_request(*self._core.preprocess_add_request(request))
 
     def abort(self, request_ids: list[str]) -> None:
-        """Abort requests; their blocks are free at once."""
+        """Abort requests; their blocks become free at once."""
         self._core.abort_requests(request_ids)
 
     def has_requests(self) -> bool:
@@ -275,7 +276,7 @@ class ModelEngine:
 
     @contextlib.contextmanager
     def only(self, request_id: str) -> Iterator[None]:
-        """Inside this context the other requests sit out."""
+        """Exclude all other requests from steps inside the context."""
         self._scheduler.alone = request_id
         try:
             yield
@@ -283,39 +284,39 @@ class ModelEngine:
             self._scheduler.alone = None
 
     def is_ready(self) -> bool:
-        """Return whether a step would do work now: some request has all of its KV on the device."""
+        """Return whether a step would do work now: all KV of some request is on the device."""
         if self.kv.is_whole:
             return self.has_requests()
         return self._scheduler.can_schedule()
 
     def wanted_blocks(self) -> Iterator[int]:
-        """Yield blocks of running requests in the order of their use."""
+        """Yield blocks of running requests, in the order in which the requests need the blocks."""
         found: Iterator[int] = self._scheduler.blocks_under_way()
         return found
 
     @property
     def is_under_way(self) -> bool:
-        """True if a step has been begun that has not been waited for."""
+        """True if a launched step has not been waited for."""
         return self._steps.are_under_way
 
     def begin_step(self, chunk_tokens: int | None = None) -> list[Step]:
-        """Begin a step and wait for the one before it, see :meth:`EngineSteps.begin`.
+        """Begin a step and wait for the previous step, see :meth:`EngineSteps.begin`.
 
-        It takes ``chunk_tokens`` at most, prompt tokens and one for each answer.
+        The step has at most ``chunk_tokens``: prompt tokens, and one token for each answer.
         """
         return self._steps.begin(chunk_tokens)
 
     def settle(self) -> list[Step]:
-        """Wait for what is under way, see :meth:`EngineSteps.settle`."""
+        """Wait for launched steps, see :meth:`EngineSteps.settle`."""
         return self._steps.settle()
 
     def step(self) -> list[RequestProgress]:
-        """Run one whole step with no other step under way; return the requests' progress."""
+        """Run one step to its end, after all launched steps; return the requests' progress."""
         steps = [*self._steps.begin(), *self._steps.settle()]
         return [item for step in steps for item in step.progress]
 
     def num_missing_blocks(self) -> int:
-        """Return an upper bound of the blocks that the next step may need beyond the free ones."""
+        """Return an upper bound of the blocks that the next step may need beyond free blocks."""
         scheduler, size = self._core.scheduler, self.info.block_size
         wanted = 0
         for request in scheduler.running:
@@ -335,8 +336,11 @@ class ModelEngine:
             self._core.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def close(self) -> None:
-        """Drop the engine and give its memory back. Shared state of other engines is kept:
-        vLLM's own shutdown would tear down the process groups all engines use."""
+        """Drop the engine and free its memory.
+
+        State shared with other engines is kept: vLLM's shutdown would destroy the process groups
+        that all engines use.
+        """
         core = self._core
         core.structured_output_manager.clear_backend()
         core.scheduler.shutdown()
@@ -360,14 +364,14 @@ class ModelEngine:
 def load_engine(
     model: ModelToLoad, load: ModelLoad, device: Device, host: KvHostCache
 ) -> ModelEngine:
-    """Build a model's engine on our memory.
+    """Build a model's engine on gpupool's memory.
 
     Raises:
         GpupoolError: the checkpoint cannot be served here, with vLLM's reason.
     """
     started_s = time.monotonic()
-    # Rotary modules are shared through this cache; relocated buffers of one
-    # model must not show up in another.
+    # vLLM shares rotary modules through this cache. A relocated buffer of one model must not appear
+    # in another model.
     rotary_embedding._ROPE_DICT.clear()
     with load.active():
         try:
@@ -393,22 +397,23 @@ def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -
         "max_model_len": model.max_model_len,
         "enforce_eager": emulated,
         "block_size": _CPU_BLOCK_TOKENS if emulated else None,
-        # Ours is the memory accounting; vLLM's check of what is free (on a GPU only the
-        # reserve, the rest being pages) must not stand in the way.
+        # gpupool accounts for memory. vLLM's check must accept the little free memory: on a GPU
+        # only the reserve is free, all other memory is pages.
         "gpu_memory_utilization": 0.01 if emulated else 0.001,
         "worker_cls": f"gpupoold.worker.engine.{_WORKERS[emulated]}",
     }
     if skips_checkpoint:
         snapshot_loader.register()
         arguments["load_format"] = snapshot_loader.LOAD_FORMAT
-    # Batches as large as vLLM's own server makes on the device; its other default is for old GPUs.
+    # This usage context selects batches as large as in vLLM's server; the other default is for
+    # old GPUs.
     arguments |= engine_arguments()
     config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
-    kind = config.model_config  # its own ``architecture`` may be a stand-in of vLLM's
+    kind = config.model_config  # ``kind.architecture`` may be a substitute by vLLM
     check_kind(model.name, kind.architectures[0], kind)
     scheduling = config.scheduler_config
     if arguments.get("async_scheduling"):
-        scheduling.async_scheduling = True  # vLLM does not take that for a CPU, but can do it
+        scheduling.async_scheduling = True  # vLLM ignores the argument on a CPU, but it works
     scheduler = _SCHEDULERS[bool(scheduling.async_scheduling)]
     scheduling.scheduler_cls = f"gpupoold.worker.engine.{scheduler}"
     core = EngineCore(config, Executor.get_class(config), log_stats=False)
@@ -461,8 +466,8 @@ def _runner(core: Any) -> Any:
 def use_plain_linear_layers() -> None:
     """Keep linear weights in torch tensors on the CPU.
 
-    Otherwise vLLM repacks the weights into oneDNN handles that torch does not know and no page
-    could hold; without oneDNN vLLM uses ``F.linear``.
+    Otherwise vLLM repacks the weights into oneDNN handles, which are not tensors and cannot be
+    placed in pages. Without oneDNN vLLM uses ``F.linear``.
     """
     import vllm._custom_ops as custom_ops
 

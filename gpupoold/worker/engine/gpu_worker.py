@@ -1,4 +1,4 @@
-"""vLLM's CUDA worker with weights and KV in our address ranges (vLLM's ``worker_cls`` option)."""
+"""vLLM's CUDA worker with weights and KV in gpupool's address ranges (vLLM's ``worker_cls``)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gpupoold.worker.weights.loading import current_load
 class CudaWorker(PooledMemory, Worker):
     """vLLM's CUDA worker on a device whose pages belong to gpupool.
 
-    Unlike the CPU worker, it runs the model during the load: to compile, tune kernels and capture
-    CUDA graphs. Weights and KV must be mapped then.
+    Unlike vLLM's CPU worker, the CUDA worker runs the model during the load, to compile, tune
+    kernels and capture CUDA graphs. Weights and KV must be mapped meanwhile.
     """
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
@@ -25,10 +25,10 @@ class CudaWorker(PooledMemory, Worker):
         current_load().bring_weights()
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        """Return vLLM's layouts, those with blocks outermost first: a block's bytes are
-        contiguous.
+        """Return vLLM's layouts, beginning with layouts whose blocks are outermost.
 
-        So the least KV of a model is one page instead of one per layer, and copies are long.
+        A block is then contiguous: the least KV of a model is one page instead of a page per layer,
+        and copies are long.
         ``VLLM_KV_CACHE_LAYOUT`` takes precedence.
         """
         names = super().get_supported_kv_cache_layouts()
@@ -47,7 +47,7 @@ class CudaWorker(PooledMemory, Worker):
         """Warm up and capture graphs with every KV block readable and writable."""
         with current_load().kv_scratch():
             times = super().compile_or_warm_up_model()
-            # Graphs are captured on streams of their own, and what lies between two graphs runs
-            # there: the device does not know of these streams when it takes the pages away.
+            # vLLM captures graphs, and runs code between two graphs, on separate streams. The
+            # device does not wait for these streams before it unmaps pages.
             torch.cuda.synchronize()
         return times

@@ -1,7 +1,8 @@
 """Grammars of an engine's requests: vLLM's manager with two changes.
 
-A request's grammar is compiled by the backend chosen for the request. In vLLM 0.32.0 the first
-grammar decides for all later ones, whose schemas another backend may understand differently.
+A request's grammar is compiled by the backend chosen for the request. In vLLM 0.32.0 the backend of
+the first grammar compiles all later grammars too, although backends differ in how they read a
+schema.
 
 The memory of xgrammar's compiled grammars is bounded for all engines of the process together.
 """
@@ -37,7 +38,7 @@ class GrammarCache(Protocol):
         ...
 
     def renew(self) -> None:
-        """Drop the grammars; grammars in use live on with their requests."""
+        """Empty the cache; requests keep the grammars in use."""
         ...
 
 
@@ -96,7 +97,7 @@ class _BackendGrammars(StructuredOutputManager):
             with self._making:
                 if self.backend is None:
                     self.backend = make_backend(self._name, self.vllm_config, self.tokenizer)
-                    self._engine.backend = self.backend  # it makes the bitmask, alike for all
+                    self._engine.backend = self.backend  # all backends make equal bitmasks
             grammar = super()._create_grammar(request)
         if self._name == "xgrammar":
             _caches.used(self)
@@ -121,7 +122,7 @@ class _BackendGrammars(StructuredOutputManager):
 
     def _end(self) -> None:
         self.executor.shutdown()
-        _caches.forget(self)  # other engines' threads ask what is there for its size
+        _caches.forget(self)  # threads of other engines read the size of each cache
         super().clear_backend()
 
 
@@ -147,7 +148,7 @@ class EngineGrammars(StructuredOutputManager):
         for one in self._by_backend.values():
             one.clear_backend()
         self._by_backend.clear()
-        self.backend = None  # it was one of theirs
+        self.backend = None  # it belonged to a manager above
         super().clear_backend()
 
 

@@ -15,11 +15,11 @@ _MAX_NAMES = 3
 _NAMES = re.compile(r"\W*'[^']*'(?:, '[^']*')*\W*")
 _WANTED_LENGTH = re.compile(r"max seq len \((\d+)\)")
 _POSSIBLE_LENGTH = re.compile(r"estimated maximum model length is (\d+)")
-# What pydantic puts around the message of a validator.
+# The text that pydantic adds to the message of a validator.
 _PYDANTIC = re.compile(
     r"^\d+ validation errors? for \w+\s+(?:Value error, )?|\s*\[type=\w+,.*$", re.S
 )
-# Their text alone says enough; a KeyError's is only the key.
+# Errors whose text is shown without the type. The text of a KeyError, for example, is only the key.
 _SPEAKING = (ValueError, RuntimeError, NotImplementedError, OSError)
 _LOGS = "see `gpupool logs` for the engine's full message"
 _OTHER_MODEL = "the weights and config.json are of different models; fetch the checkpoint again"
@@ -30,7 +30,7 @@ _NO_TEXT = "only models that generate text are served"
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A known message of vLLM; ``says`` has its groups in place of ``{0}``, ``{1}``, ..."""
+    """A known message of vLLM and its rewording, with the groups of ``pattern`` as ``{0}``..."""
 
     pattern: re.Pattern[str]
     says: str
@@ -52,17 +52,17 @@ _KNOWN = [
         ),
         (
             r"Unknown quantization method: (.+?)\. ",
-            "its quantisation '{0}' is not supported",
+            "the quantisation '{0}' is not supported",
             _PLAIN,
         ),
         (
             r"(\S+) quantization is (?:currently )?not supported (?:in|on|for|by) ([\w ]+)",
-            "its quantisation '{0}' is not supported on this device ({1})",
+            "the quantisation '{0}' is not supported on this device ({1})",
             _PLAIN,
         ),
         (
             r"Cannot find any of (\[.+?\]) in the model's quantization config",
-            "the quantization_config in its config.json lacks {0}",
+            "the quantization_config in config.json lacks {0}",
             "fetch the checkpoint again, or use another quantised version",
         ),
         (
@@ -72,28 +72,28 @@ _KNOWN = [
         ),
         (
             r"There is no module or parameter named '(.+?)' in (\w+)",
-            "{1} has no place for the checkpoint's tensor '{0}'",
+            "{1} has no parameter for the checkpoint's tensor '{0}'",
             _OTHER_MODEL,
         ),
         (
             r"Attempted to load weight \((.+?)\) into parameter \((.+?)\)",
-            "a tensor of the checkpoint has the shape {0}, config.json asks for {1}",
+            "a tensor of the checkpoint has the shape {0}, config.json requires {1}",
             _OTHER_MODEL,
         ),
         (
             r"User-specified max_model_len \((\d+)\) is greater than the derived "
             r"max_model_len \(.*?=(\d+)",
-            "{0} tokens are more than the {1} that the model was made for",
-            "add it with a smaller --max-len",
+            "a context of {0} tokens exceeds the model's limit of {1}",
+            "add the model with a smaller --max-len",
         ),
         (
             r"Unknown RoPE scaling type (\S+)",
-            "the rope_scaling type '{0}' in its config.json is not supported",
-            "use a checkpoint with another type, or mend config.json",
+            "the rope_scaling type '{0}' in config.json is not supported",
+            "use a checkpoint with another type, or correct config.json",
         ),
         (
             r"Validation error for field '(.+?)':\s*(?:\w+Error: )?(.+)",
-            "its config.json is wrong at '{0}': {1}",
+            "config.json has an invalid value for '{0}': {1}",
             "fetch config.json of the original model again",
         ),
     )
@@ -101,14 +101,14 @@ _KNOWN = [
 
 
 class ModelKind(Protocol):
-    """The facts that vLLM's ``ModelConfig`` has about a model."""
+    """The part of vLLM's ``ModelConfig`` that ``check_kind`` reads."""
 
     runner_type: str
     is_encoder_decoder: bool
 
 
 def check_kind(model: str, architecture: str, kind: ModelKind) -> None:
-    """Check that this program can serve a model of the class ``architecture``.
+    """Check that gpupool can serve a model of the class ``architecture``.
 
     Raises:
         Refused: the model generates no text, or has an encoder.
@@ -132,7 +132,7 @@ def refusal(model: str, error: BaseException) -> Refused:
         return _too_long(model, int(wanted[1]), _POSSIBLE_LENGTH.search(text))
     if "No available memory for the cache blocks" in text:
         return Refused(
-            f"{model}: its weights leave no room for KV on the device",
+            f"{model}: the weights leave no space for KV on the device",
             "use a smaller dtype or a larger device",
         )
     for known in _KNOWN:
@@ -144,19 +144,19 @@ def refusal(model: str, error: BaseException) -> Refused:
     functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     if any("tokeniz" in file.rpartition("site-packages")[2] for file in files[-4:]):
         return Refused(
-            f"{model}: its tokenizer cannot be loaded: {reason}",
+            f"{model}: the tokenizer cannot be loaded: {reason}",
             "copy the tokenizer files of the original model into the folder",
         )
     if functions & {"weight_loader", "load_weights"}:
-        return Refused(f"{model}: its weights do not fit its config.json: {reason}", _OTHER_MODEL)
+        return Refused(f"{model}: the weights do not match config.json: {reason}", _OTHER_MODEL)
     if "create_engine_config" in functions:
-        return Refused(f"{model}: its config.json cannot be used: {reason}", _LOGS)
-    return Refused(f"{model}: vLLM cannot load it: {reason}", _LOGS)
+        return Refused(f"{model}: config.json cannot be used: {reason}", _LOGS)
+    return Refused(f"{model}: vLLM cannot load the model: {reason}", _LOGS)
 
 
 def failure(model: str, when: str, error: BaseException) -> Failed:
     """Return the error to show for a model that raised an error in a computation."""
-    return Failed(f"{model}: it cannot answer: when {when}, {_described(error)}", _LOGS)
+    return Failed(f"{model}: the engine failed {when}: {_described(error)}", _LOGS)
 
 
 def _too_long(model: str, wanted: int, possible: re.Match[str] | None) -> Refused:
@@ -164,8 +164,8 @@ def _too_long(model: str, wanted: int, possible: re.Match[str] | None) -> Refuse
     if possible is None:
         return Refused(message, "use a smaller dtype or a larger device")
     return Refused(
-        f"{message}; up to {possible[1]} tokens would",
-        f"add it with --max-len {possible[1]} or less, or use a larger device",
+        f"{message}; up to {possible[1]} tokens fit",
+        f"add the model with --max-len {possible[1]} or less, or use a larger device",
     )
 
 
@@ -183,7 +183,7 @@ def _described(error: BaseException) -> str:
 
 
 def _some(text: str) -> str:
-    """A set or list of quoted names without quotes, cut after the first few; else the text."""
+    """Return the quoted names of a set or list, at most the first three; else the text."""
     if not _NAMES.fullmatch(text):
         return _useful(text)
     names = re.findall(r"'([^']*)'", text)

@@ -21,7 +21,7 @@ class PooledMemory:
     distributed_init_method: str
 
     def init_device(self) -> None:
-        """Make the process groups all models share, then go on as vLLM does."""
+        """Create the process groups that all models share, then initialise as vLLM does."""
         _ensure_process_groups(self.distributed_init_method, self.local_rank)
         super().init_device()  # type: ignore[misc]
 
@@ -31,7 +31,7 @@ class PooledMemory:
         current_load().take_weights(self.model_runner.get_model())
 
     def determine_available_memory(self) -> int:
-        """Return the device's memory without the weights: the KV budget of a lone model."""
+        """Return the KV budget of a model alone on the device: all memory without the weights."""
         specs = self.model_runner.get_kv_cache_spec().values()
         return current_load().kv_budget_bytes([spec.page_size_bytes for spec in specs])
 

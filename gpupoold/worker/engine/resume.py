@@ -1,8 +1,8 @@
 """Resumption of a request in another engine, after the tokens that the client has.
 
 The KV is recomputed from prompt and tokens, as in vLLM after a preemption. This module creates the
-state that a preempted request has in its process: the worker's record, the state of the random
-generator, and the grammar's position.
+state that a preempted request has in an engine's process: the worker's record, the state of the
+random generator, and the grammar's position.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ def resume(
 ) -> None:
     """Queue ``request`` as if ``core`` had computed ``token_ids`` of its answer.
 
-    ``attach`` is called before queueing, to attach existing KV. A grammar advances by the tokens
-    after its compilation, see :func:`after_grammar`.
+    ``attach`` is called before queueing, to attach existing KV. :func:`after_grammar` advances a
+    grammar by the tokens, after its compilation.
     """
     request.append_output_token_ids(list(token_ids))
     request.num_preemptions = 1
-    request.take_prefill_stats()  # that was told once already
+    request.take_prefill_stats()  # the first engine has reported the statistics
     sampling = request.sampling_params
     if sampling is not None and sampling.prompt_logprobs is not None:
-        sampling.prompt_logprobs = None  # and so were they
+        sampling.prompt_logprobs = None  # the first engine has sent the logprobs
         request.skip_reading_prefix_cache = False
     if attach is not None:
         attach(request)
     scheduler: Any = core.scheduler
     if scheduler.use_v2_model_runner:
-        # It gets the tokens with the request, and draws by seed and position.
+        # The second runner receives the tokens with the request, and samples by seed and position.
         core.add_request(request, wave)
     else:
         _add_with_record(core, request, wave, token_ids)
@@ -55,22 +55,22 @@ def _add_with_record(
 ) -> None:
     """Queue a request for vLLM's first model runner, which records preempted requests."""
     runner: Any = core.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
-    # First: what fails here must not leave a request in the queue without its record.
+    # Before queueing, so that an error here leaves no request in the queue without a record.
     runner.requests[request.request_id] = _record(runner, request, token_ids)
     try:
         core.add_request(request, wave)
     except BaseException:
         del runner.requests[request.request_id]
         raise
-    # It may have been here a step ago, which the worker has not been told the end of: then it
-    # would drop the record in the step that needs it.
+    # If the request left this engine a step ago, the worker has not processed its end yet, and
+    # would drop the new record when needed.
     scheduler: Any = core.scheduler
     scheduler.finished_req_ids.discard(request.request_id)
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
 
 def after_grammar(request: Request) -> None:
-    """Advance a request's compiled grammar to its position."""
+    """Advance a resumed request's compiled grammar by the tokens of its answer."""
     if not request.num_preemptions or not request.num_output_tokens:
         return
     structured = request.structured_output_request

@@ -21,7 +21,7 @@ from gpupoold.memory.kv import KvMemory
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.worker.engine.resume import after_grammar
 
-# So long an isolated request waits for other threads of the process to come to rest.
+# Longest wait of an isolated request for other threads of the process to be idle.
 _MAX_PUT_OFF_S = 1.0
 
 
@@ -30,8 +30,8 @@ class PooledScheduler(Scheduler):
 
     ``alone`` is the only request that may run, if set. ``isolated`` requests share no step with
     others, see ``take_turns``; ``name`` is the model's name for the activity page. ``chunk_tokens``
-    limits the next step, if set. While ``is_held`` no step is made. ``num_updates`` counts steps
-    with known tokens, and ``was_decode`` tells whether the last step only decoded.
+    limits the next step, if set. While ``is_held``, no step is scheduled. ``num_updates`` counts
+    steps with known tokens; ``was_decode`` is True if the last step only decoded.
     """
 
     running: list[Request]
@@ -44,9 +44,9 @@ class PooledScheduler(Scheduler):
         self.kv: KvMemory | None = None
         self.name = ""
         self.alone: str | None = None
-        self.isolated: dict[str, None] = {}  # in the order in which they have steps
+        self.isolated: dict[str, None] = {}  # in the order of the next steps
         self._on_trial: str | None = None
-        self._isolated_s = 0.0  # the last step of an isolated request
+        self._isolated_s = 0.0  # time of the last step of an isolated request
         self.chunk_tokens: int | None = None
         self.is_held = False
         self.num_updates = 0
@@ -54,9 +54,9 @@ class PooledScheduler(Scheduler):
         self._attached: dict[str, list[int]] = {}
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Schedule vLLM's step without running requests that may not run."""
+        """Schedule a step as vLLM does, without running requests that may not run."""
         limit = self.max_num_scheduled_tokens
-        if self.chunk_tokens is not None:  # never less than every answer and a token more
+        if self.chunk_tokens is not None:  # at least a token per answer, and one more
             wanted = max(self.chunk_tokens, len(self.running) + 1)
             self.max_num_scheduled_tokens = min(limit, wanted)
         try:
@@ -72,7 +72,7 @@ class PooledScheduler(Scheduler):
         return output
 
     def has_requests(self) -> bool:
-        """As vLLM's; none while no step is to be made."""
+        """Return whether there are requests; False while ``is_held``."""
         return not self.is_held and super().has_requests()
 
     def update_from_output(
@@ -85,18 +85,18 @@ class PooledScheduler(Scheduler):
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
     def isolate(self, request_id: str) -> None:
-        """Let a request, present or future, share no step with others."""
+        """Run a request, present or future, only in steps without other requests."""
         self.isolated[request_id] = None
 
     def end_isolation(self, request_id: str) -> None:
-        """Let a request share steps again; no effect for other requests."""
+        """Run a request in steps with other requests again; no effect if not isolated."""
         self.isolated.pop(request_id, None)
         self._on_trial = None
 
     def take_turns(self, *, may_isolate: bool) -> None:
         """Choose the next step's requests: one isolated request, or all others, alternately.
 
-        If not ``may_isolate``, the others run for up to a second, if there are any.
+        If ``may_isolate`` is false, other requests, if any, run first for up to a second.
         """
         for request_id in [one for one in self.isolated if one not in self.requests]:
             del self.isolated[request_id]
@@ -113,7 +113,7 @@ class PooledScheduler(Scheduler):
         self.isolated[self._on_trial] = self.isolated.pop(self._on_trial)  # to the end of the line
 
     def attach(self, request: Request, blocks: list[int]) -> None:
-        """Attach first blocks to a request about to be added; the request takes the references."""
+        """Attach ``blocks``, with their references, as the first blocks of a new request."""
         if not blocks:
             return
         pool = self.kv_cache_manager.block_pool
@@ -127,9 +127,9 @@ class PooledScheduler(Scheduler):
         return sum(map(len, self._attached.values()))
 
     def full_blocks(self, request: Request) -> list[int]:
-        """Blocks of a request, from the first on, that are full and will not be written again.
+        """Return the first blocks of a request that are full and will not be written again.
 
-        Empty where KV is not a list of blocks of the same kind for all layers.
+        Empty unless all layers have full attention with the same list of blocks.
         """
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
         if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
@@ -153,7 +153,7 @@ class PooledScheduler(Scheduler):
         return super().reset_prefix_cache(*args, **kwargs)
 
     def release(self, request_id: str) -> None:
-        """Forget a request's attached blocks, which the request has itself or no longer needs."""
+        """Drop the references to attached blocks: the request has its own or has ended."""
         blocks = self._attached.pop(request_id, None)
         if blocks is None:
             return
@@ -174,7 +174,7 @@ class PooledScheduler(Scheduler):
             return super().schedule(*args, **kwargs)
         finally:
             self.max_num_running_reqs, self.max_num_active_reqs = limits
-            # In the old order, then who is new: vLLM preempts the last ones.
+            # Old requests in their order, then new requests: vLLM preempts from the end.
             ran = {request.request_id: request for request in self.running}
             old = [one for one in everybody if one.request_id in out or one.request_id in ran]
             new = ran.keys() - {one.request_id for one in everybody}
@@ -220,7 +220,7 @@ class PooledScheduler(Scheduler):
         return not self._sits_out(request.request_id) and self._is_here(request)
 
     def _sits_out(self, request_id: str) -> bool:
-        """Return whether the next step is of other requests only."""
+        """Return whether the next step excludes a request."""
         alone = self.alone or self._on_trial
         return request_id in self.isolated if alone is None else request_id != alone
 
@@ -233,4 +233,4 @@ class PooledScheduler(Scheduler):
 
 
 class AsyncPooledScheduler(PooledScheduler, AsyncScheduler):
-    """The same for steps that begin before the tokens of the previous step are known."""
+    """A pooled scheduler for steps that begin before the previous step's tokens are known."""

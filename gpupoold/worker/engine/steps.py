@@ -21,7 +21,7 @@ from gpupoold.wire.codec import MAX_FRAME_BYTES
 from gpupoold.wire.messages import RequestProgress
 
 _MAX_STEP_BYTES = MAX_FRAME_BYTES // 2
-"""Limit of encoded outputs in one message, in bytes; token ids are sent beside."""
+"""Limit in bytes of encoded outputs in one message, which also has the token ids."""
 
 
 class Step(NamedTuple):
@@ -32,14 +32,14 @@ class Step(NamedTuple):
     is_decode: bool
     """True if every request got its next token, without any prefill."""
     frame_counts: dict[int, int]
-    """Numbers of ``frames`` per frontend, in the frames' order."""
+    """Number of ``frames`` per frontend, in the order of the frames."""
 
 
 class EngineSteps:
     """Makes the steps of ``core``, whose scheduler is a :class:`PooledScheduler`.
 
     The requests of a step are written to the activity page for as long as the step can end the
-    process; ``name`` is the model's.
+    process; ``name`` is the model's name.
     """
 
     def __init__(self, core: EngineCore, name: str = "") -> None:
@@ -72,12 +72,12 @@ class EngineSteps:
         return self._take()
 
     def settle(self) -> list[Step]:
-        """Return when no step is under way, with the results since the last call."""
+        """Wait for launched steps; return the results since the last call."""
         self.wait()
         return self._take()
 
     def wait(self) -> None:
-        """Return when no step is under way; the next call returns the results."""
+        """Wait for launched steps; the next ``begin`` or ``settle`` returns the results."""
         if not self.are_under_way:
             return
         self._scheduler.is_held = True
@@ -88,13 +88,13 @@ class EngineSteps:
             self._scheduler.is_held = False
 
     def close(self) -> None:
-        """Let go of the engine."""
+        """Drop the references to the engine."""
         self._core = self._scheduler = None
         self._workspace = workspace._manager = None
 
     def _call(self) -> None:
-        # vLLM has one scratch manager per process and makes a new one for each engine on a GPU,
-        # while CUDA graphs keep addresses in the one they were captured with.
+        # vLLM has one workspace manager per process. A new engine on a GPU replaces the manager,
+        # but CUDA graphs keep addresses in the workspace of their capture.
         workspace._manager = self._workspace
         num_updates = self._scheduler.num_updates
         if WORKER.main.phase == ThreadPhase.IDLE:  # until the scheduler has chosen the requests
@@ -110,7 +110,7 @@ class EngineSteps:
             WORKER.main.clear()
 
     def _told(self, by_frontend: dict[int, EngineCoreOutputs], *, is_decode: bool) -> list[Step]:
-        """Return a step's results, several if one message is too small."""
+        """Return a step's results, as several steps if one message would be too long."""
         frames: list[bytes] = []
         progress: list[RequestProgress] = []
         frame_counts: dict[int, int] = {}
@@ -141,7 +141,7 @@ def _gist(result: EngineCoreOutputs) -> list[RequestProgress]:
 
 
 def _halves(by_frontend: dict[int, EngineCoreOutputs]) -> tuple[dict[int, EngineCoreOutputs], ...]:
-    """Split the outputs of a step into two parts, neither of them empty."""
+    """Split the outputs of a step into two parts, both with outputs."""
     pairs = [(number, one) for number, made in by_frontend.items() for one in made.outputs]
     middle = len(pairs) // 2
     halves = []

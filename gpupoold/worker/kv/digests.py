@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def weights_digest(device: Device, engine: ModelEngine) -> str:
-    """SHA-256 of a resident model's weights."""
+    """Return the SHA-256 of a resident model's weights."""
     weights = tensors.over(device, engine.weights.address, engine.info.weight_bytes)
     return hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()
 

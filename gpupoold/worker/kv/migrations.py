@@ -30,14 +30,14 @@ class _Sent:
     arrival: Arrival
 
     def close(self) -> None:
-        """Free the object when no copy to it is running."""
+        """Free the slot and the eventfd; no copy to the slot may be running."""
         self.slot.free()
         self.arrival.close()
 
 
 @dataclass(slots=True)
 class _Coming:
-    """A request whose KV is on the way. ``slot`` None: the KV will not come."""
+    """A request that waits for its KV; ``slot`` is None if the KV will not arrive."""
 
     message: m.AddRequest
     slot: PeerSlot | None
@@ -45,7 +45,7 @@ class _Coming:
 
 
 class KvMigrations:
-    """KV transfers from this worker to others, and from others to this worker."""
+    """KV transfers from this worker to other workers, and from other workers to this worker."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class KvMigrations:
         self._thread = DeviceThread(device, "peers")
         self._peers: dict[int, PeerCache] = {}
         self._sent: dict[str, _Sent] = {}
-        self._doomed: list[_Sent] = []  # not needed, but still being copied to
+        self._doomed: list[_Sent] = []  # not needed, but a copy is running
         self._coming: dict[str, _Coming] = {}
         self._numbers = itertools.count()
 
@@ -76,7 +76,7 @@ class KvMigrations:
         return sum(one.slot.num_bytes for one in (*self._sent.values(), *self._doomed))
 
     def migrate_out(self, engine: ModelEngine, residency: Residency, request_id: str) -> None:
-        """Let a request leave while its KV is copied; send the report."""
+        """End a request here, start to copy its KV for another device, and send ``Migrated``."""
         blocks = engine.full_blocks(request_id)
         if blocks is None:
             self._send(m.Migrated(engine.name, request_id, is_known=False), ())
@@ -95,7 +95,7 @@ class KvMigrations:
         self._send(m.Migrated(engine.name, request_id, kv_transfer=kv_transfer), (arrival.fd,))
 
     def free(self, transfer_id: str) -> None:
-        """Free a KV transfer that no worker reads any more; ignore an unknown one."""
+        """Free a KV transfer that no worker reads any more; ignore an unknown id."""
         sent = self._sent.pop(transfer_id, None)
         if sent is not None:
             self._doomed.append(sent)
@@ -111,7 +111,7 @@ class KvMigrations:
         self.peer_down(device_number)
         try:
             self._peers[device_number] = PeerCache(fd, num_bytes, self._device, self._thread)
-        except OSError as error:  # requests from there are computed anew
+        except OSError as error:  # the peer's requests recompute KV
             _logger.error("the host cache of worker %d cannot be mapped: %s", device_number, error)
 
     def peer_down(self, device_number: int) -> None:
@@ -129,10 +129,9 @@ class KvMigrations:
             cache.leave()
 
     def expect(self, message: m.AddRequest, arrival: Arrival) -> None:
-        """Register a request whose KV transfer is on the way, for ``arrived``.
+        """Register a request with a KV transfer in progress; ``arrived`` returns the request later.
 
-        The request continues without KV, and at once, if the sender's host cache is not usable
-        (yet).
+        If the sender's host cache is not usable (yet), the request continues at once without KV.
         """
         kv_transfer = message.kv_transfer
         assert kv_transfer is not None
@@ -146,7 +145,7 @@ class KvMigrations:
         self._coming[message.request_id] = _Coming(message, slot, arrival)
 
     def arrived(self) -> list[tuple[m.AddRequest, PeerSlot | None]]:
-        """Return requests that can continue, in order of arrival, with their KV if it arrived."""
+        """Return requests that can continue, oldest first, each with its KV if all has arrived."""
         self._settle()
         told = [one for one in self._coming.values() if one.arrival.is_told()]
         for coming in told:
@@ -167,7 +166,7 @@ class KvMigrations:
                     coming.slot.free()
 
     def close(self) -> None:
-        """Unmap the peers' host caches, and wait for the end."""
+        """Unmap the peers' host caches and end the thread."""
         for worker in list(self._peers):
             self.peer_down(worker)
         self._thread.close()

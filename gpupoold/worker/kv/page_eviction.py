@@ -1,4 +1,4 @@
-"""Page eviction, and pages that become free after their copies."""
+"""Page eviction: pages freed at once, and pages freed after copies to the host."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class PooledModel(Protocol):
         """The model's name."""
 
     def is_ready(self) -> bool:
-        """Return whether a step would do something now."""
+        """Return whether a step would do work now."""
 
     def wanted_blocks(self) -> Iterable[int]:
-        """Return blocks of its requests in the order of need."""
+        """Return the blocks of requests, in the order in which the requests need the blocks."""
 
     def preempt(self) -> None:
-        """Drop the KV of all requests, to be recomputed."""
+        """Drop the KV of all requests, which is recomputed later."""
 
     def num_missing_blocks(self) -> int:
-        """Return the blocks that the next step may need beyond the free ones."""
+        """Return the number of blocks that the next step may need beyond free blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Use:
 
 
 class Room:
-    """The pages of a device among its models; KV leaves by ``out`` while engines compute."""
+    """Evicts pages of a device's models; ``out`` copies KV to the host while engines compute."""
 
     def __init__(
         self,
@@ -76,11 +76,10 @@ class Room:
             model.kv.settle()
 
     def make(self, num_pages: int, keep: set[str], *, untouched: str | None = None) -> int:
-        """Free ``num_pages`` of models not in ``keep``, now or after running copies, if
-        possible.
+        """Free ``num_pages`` if possible, at once or after copies, except of models in ``keep``.
 
-        ``untouched`` counts as a model that will give way later, and keeps its pages for now.
-        Returns the bytes of KV on the way out.
+        With ``untouched``, the plan counts the evictions of that model as if made, and drops no KV
+        that would be recomputed. Returns the bytes of KV being copied to the host.
         """
         moved = 0
         is_host_full = False
@@ -93,7 +92,7 @@ class Room:
                     break
                 if self._is_meant(eviction, untouched):
                     moved += self._evict(eviction, short)
-            # Sizes were estimates: go round until nothing more comes free.
+            # Sizes are estimates, so repeat until no more pages become free.
             if self.num_coming_pages == before:
                 if is_host_full:
                     break
@@ -116,7 +115,7 @@ class Room:
         return True
 
     def oldest_leaving(self) -> Transfer | None:
-        """Return a running transfer to the host: the first one of the first model with any."""
+        """Return the oldest running transfer to the host of the first model with any."""
         transfers = (m.kv.oldest_transfer(Place.LEAVING) for m in self.models.values())
         return next((one for one in transfers if one is not None), None)
 
@@ -127,7 +126,7 @@ class Room:
         return self.pool.num_free + leaving
 
     def recompute_later(self, model: PooledModel) -> None:
-        """Drop the KV of a model's requests; their tokens stay."""
+        """Drop the KV of a model's requests; the KV is recomputed from the requests' tokens."""
         self.num_recomputed += 1
         model.kv.stop_leaving()
         model.kv.stop_arriving()
@@ -153,20 +152,20 @@ class Room:
         )
 
     def _num_movable(self, kv: KvMemory, live_pages: int) -> int:
-        """Return the pages of live KV for which the host has memory, without other KV to drop."""
+        """Return the number of live KV pages whose blocks fit into the host cache now."""
         live_blocks = kv.num_live_blocks
         room = self._host.num_free_blocks(kv.geometry.block_bytes)
         return live_pages if room >= live_blocks else live_pages * room // live_blocks
 
     def _evict(self, eviction: Eviction, short: int) -> int:
-        """Evict until ``short`` more pages are free or will be after running copies.
+        """Evict until ``short`` more pages are free, or will be free after running copies.
 
-        Returns the bytes of KV on the way to the host.
+        Returns the bytes of KV being copied to the host.
         """
         model = self.models[eviction.model]
         match eviction.victim:
             case Victim.WEIGHTS:
-                # Only as much as is needed: the rest need not come in again.
+                # No more than needed: remaining weights need not be loaded again.
                 model.weights.evict(short)
             case Victim.FREE_KV:
                 enough = self.pool.num_free + short
@@ -183,27 +182,28 @@ class Room:
     def _page_out(self, model: PooledModel, short: int) -> int:
         model.kv.stop_arriving()
         before = model.kv.host_bytes
-        # Who runs first when the model is back keeps its KV longest.
+        # From the end of the order of need: the first requests after the next switch keep KV
+        # longest.
         extents = model.kv.extents_in_order(Place.DEVICE, chain([0], model.wanted_blocks()))
         for group in model.kv.cut(extents[::-1]):
             leaving = _enough(model.kv, group, short)
-            # Less than what comes free in the end where extents share pages: planned anew.
+            # Too few where extents share pages: then ``make`` plans again.
             short -= model.kv.num_resident_pages(leaving)
             if model.kv.begin_page_out(leaving, self._out) < len(leaving) or short <= 0:
-                break  # the host is full, or enough is on its way
+                break  # the host cache is full, or enough pages become free
         return model.kv.host_bytes - before
 
 
 def spare_extents(kv: KvMemory) -> list[int]:
-    """Return extents that a running model can give up, without the null block's extent.
+    """Return the free extents of a running model, except the null block's extent.
 
-    Kernels touch the null block.
+    Kernels access the null block at any time.
     """
     return [extent for extent in kv.free_extents() if extent]
 
 
 def _enough(kv: KvMemory, extents: list[int], num_pages: int) -> list[int]:
-    """As many of ``extents`` as give ``num_pages``, or all."""
+    """Return the first of ``extents`` that free ``num_pages`` together, or all."""
     for count in range(1, len(extents)):
         if kv.num_resident_pages(extents[:count]) >= num_pages:
             return extents[:count]

@@ -18,18 +18,18 @@ from gpupoold.worker.kv.page_eviction import PooledModel, Room, Use, spare_exten
 
 _BANDWIDTH_SMOOTHING = 0.2
 _MIN_BYTES_FOR_BANDWIDTH = 1 << 20
-# What is mapped at a time of a model that is being prefetched: the model that runs waits for it,
-# on a GPU 5 ms for 20 ms of copying.
+# Bytes mapped at a time for a prefetched model. The running model waits for the mapping: on a GPU
+# 5 ms for 20 ms of copying.
 _PREFETCH_BYTES = 1 << 30
-# What a turn adds to its model's KV: some 200 tokens to contexts of about a thousand.
+# Growth of a model's KV during a turn: some 200 tokens with contexts of about a thousand.
 _GROWTH_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchStages:
-    """Stages of a switch in seconds; bytes that moved.
+    """Duration of each stage of a switch in seconds, and bytes that moved.
 
-    ``prefetched_bytes`` of weights had arrived, or were on the way, by a prefetch.
+    ``prefetched_bytes`` counts the weights that a prefetch had loaded or was loading.
     """
 
     evict_s: float = 0.0
@@ -52,7 +52,7 @@ class SwitchStages:
 
 
 class Residency:
-    """The device's pages among its models, for one thread; a running turn keeps its pages.
+    """The bytes of each model on the device, for one thread; a running turn keeps its pages.
 
     Two queues copy KV in and out while engines compute; ``advance`` continues the copies between
     two steps.
@@ -74,7 +74,7 @@ class Residency:
         self._room = Room(device, pool, host, self._out, use_of)
         self._models = self._room.models
         self._next: str | None = None  # being prefetched
-        self._had_before_bytes = 0  # of its weights
+        self._had_before_bytes = 0  # weights mapped before
         self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
         """Bandwidth of switches including mapping: measured at the start, then by each switch."""
 
@@ -85,17 +85,17 @@ class Residency:
 
     @property
     def prefetched_bytes(self) -> int:
-        """Bytes of weights that have arrived, or are on the way, for a coming turn."""
+        """Bytes of weights that a prefetch has loaded or is loading for a coming turn."""
         if self._next is None:
             return 0
         return max(0, self._models[self._next].weights.mapped_bytes - self._had_before_bytes)
 
     def add(self, model: PooledModel) -> None:
-        """A model to look after."""
+        """Add a model, whose pages this object then manages."""
         self._models[model.name] = model
 
     def remove(self, name: str) -> None:
-        """A model's memory is going to be given back."""
+        """Remove a model, whose memory the caller frees."""
         if self._next == name:
             self.stop_prefetch()
         del self._models[name]
@@ -112,10 +112,10 @@ class Residency:
         return model.weights.missing_bytes + model.kv.missing_bytes
 
     def switch_in(self, name: str) -> SwitchStages | None:
-        """Make a model ready to run, evicting others as needed; None if no work was needed.
+        """Make a model ready to run, evicting other models; return None if no work was needed.
 
-        Afterwards the weights are resident, and the KV of one request, if any; further KV arrives
-        with ``advance``.
+        Afterwards the weights are resident, and the KV of one request, if any; ``advance`` brings
+        in further KV.
 
         Raises:
             OutOfPages: the model does not fit even alone.
@@ -149,13 +149,13 @@ class Residency:
         )
 
     def advance(self, name: str) -> None:
-        """Bring in more of a model's KV, then of the next model; to be called between two steps."""
+        """Start to load more of a model's KV, then of the prefetched model; call between steps."""
         self._room.settle()
         model = self._models[name]
         if model.kv.missing_bytes:
             self._bring(model)
             if not self._is_coming(model):
-                self._room.recompute_later(model)  # there is no other way for it to go on
+                self._room.recompute_later(model)  # no KV can arrive any more
         elif self._next is not None:
             self._go_on_prefetching(self._next, name)
 
@@ -165,7 +165,7 @@ class Residency:
         self._bring(model)
         while not model.kv.is_whole and not model.is_ready():
             if not self._wait_arrival(model):
-                self._room.recompute_later(model)  # there is no other way for it to go on
+                self._room.recompute_later(model)  # no KV can arrive any more
             self._bring(model)
 
     def bring_all(self, name: str) -> None:
@@ -178,8 +178,8 @@ class Residency:
     def prefetch(self, name: str, current: str) -> None:
         """Start to bring in a model while ``current`` runs; return at once.
 
-        Uses free memory without touching the current model and its expected growth of KV; other
-        models give way as at the switch. A prefetch of another model stops.
+        Takes no page of the current model or for its expected growth of KV; other models are
+        evicted as at the switch. Stops a prefetch of another model.
         """
         if name == self._next:
             return
@@ -209,7 +209,7 @@ class Residency:
         self._room.wait_for(num_pages)
 
     def page_out(self, name: str) -> int:
-        """Page all of a model out of the device; return the moved bytes of KV."""
+        """Evict all of a model from the device; return the bytes of KV copied to the host."""
         model = self._models[name]
         if self._next == name:
             self.stop_prefetch()
@@ -225,14 +225,14 @@ class Residency:
     def ensure_kv(self, name: str) -> None:
         """Map as many blocks as the next step may need, or as many as possible.
 
-        If pages are short, the engine lets requests wait or preempts requests by itself, which is
-        slower but never wrong.
+        If pages are short, the engine delays or preempts requests, which is slower but never
+        wrong.
         """
         model = self._models[name]
         missing = model.num_missing_blocks()
         if not missing:
             return
-        # What is away comes back first: else requests that run could keep it out for ever.
+        # Offloaded KV comes back first: running requests could otherwise keep it out for ever.
         reserved = model.kv.num_returning_pages
         count = -(-missing // model.kv.geometry.blocks_per_extent)
         unbacked = model.kv.first_extents(Place.UNBACKED, count)
@@ -256,7 +256,8 @@ class Residency:
     def check_integrity(self, sent_bytes: int = 0) -> int:
         """Raise AssertionError when pool, page tables, extents and host slots disagree.
 
-        ``sent_bytes`` of the host are others' to read. Returns the pages that models have.
+        ``sent_bytes`` is host memory in KV transfers to other workers. Returns the number of pages
+        that models own.
         """
         self.pool.check_integrity()
         self._host.check_integrity()
@@ -274,7 +275,7 @@ class Residency:
         """Bring in missing weights, in as many pieces as pages become free; add to ``stages``."""
         started_s = time.monotonic()
         model.weights.wait()
-        waited_s = time.monotonic() - started_s  # for bytes that were begun to be copied before
+        waited_s = time.monotonic() - started_s  # for copies started earlier
         weights_s, evict_s, map_s = waited_s, stages.evict_s, 0.0
         num_bytes = 0
         while missing := model.weights.num_missing_pages:
@@ -309,14 +310,14 @@ class Residency:
             raise OutOfPages(f"{model.name} has no page for its first block")
 
     def _bring(self, model: PooledModel, keep_free: int | None = None) -> None:
-        """Start to bring in KV in the order of need, while the queue is short.
+        """Start to restore KV in the order of need, until the queue is full.
 
-        With ``keep_free`` only while that many pages stay free; otherwise other models give way.
+        With ``keep_free``, that many pages stay free; without, other models are evicted.
         """
         if not model.kv.missing_bytes or not self._in.has_room:
             return
         room_bytes, num_pages, ready = self._in.room_bytes, 0, list[int]()
-        # Beside a copy by the host's cores mapping is ten times as slow: all is mapped before.
+        # During a copy by the host's cores mapping is ten times slower: all is mapped before.
         maps_first = self._device.is_host_addressable
         for group in model.kv.groups_on_host(chain([0], model.wanted_blocks())):
             num_pages += model.kv.num_missing_pages(group)
@@ -333,7 +334,7 @@ class Residency:
         model.kv.begin_page_in(ready, self._in)
 
     def _fitting(self, kv: KvMemory, extents: list[int], keep_free: int) -> list[int]:
-        """As many of ``extents`` as there are free pages for."""
+        """Return the first of ``extents`` for which pages are free."""
         room = self.pool.num_free - keep_free
         counts = range(1, len(extents) + 1)  # the more extents, the more pages
         return extents[
@@ -341,13 +342,13 @@ class Residency:
         ]
 
     def _is_coming(self, model: PooledModel) -> bool:
-        """Return whether more of a model's KV, or pages for the KV, are on the way."""
+        """Return whether running copies will bring a model's KV, or free pages for the KV."""
         leaving = self._room.oldest_leaving()
         arriving = model.kv.oldest_transfer(Place.ARRIVING)
         return bool(arriving or leaving) or not self._in.has_room
 
     def _wait_arrival(self, model: PooledModel) -> bool:
-        """Wait until more of a model's KV has come or can be brought; False when none can."""
+        """Wait for a copy of a model's KV, or for pages; return False if no copy is running."""
         transfer = model.kv.oldest_transfer(Place.ARRIVING) or self._room.oldest_leaving()
         if transfer is None:
             return False
@@ -366,13 +367,13 @@ class Residency:
             self._bring(model, keep_free)
         elif not model.weights.is_arriving:
             count = min(missing, self.pool.num_free - keep_free, self._pages_per_prefetch)
-            # Each piece is a transfer of its own: small ones only if no more pages come.
+            # A piece is one transfer, so pieces are small only if no more pages become free.
             is_enough = count >= min(missing, self._pages_per_load)
             if count > 0 and (is_enough or self._room.oldest_leaving() is None):
                 model.weights.begin_load(self._in, count)
 
     def _first_extent(self, model: PooledModel) -> list[int]:
-        """Kernels may touch the null block, block 0, whichever blocks are in use."""
+        """Return extent 0 if unmapped: kernels may access the null block, block 0, at any time."""
         return [0] if model.kv.place(0) is Place.UNBACKED else []
 
     def _num_wanted_pages(self, model: PooledModel) -> int:

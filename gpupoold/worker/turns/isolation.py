@@ -1,4 +1,4 @@
-"""Addition of requests that may crash the worker, while no other thread can.
+"""Waiting, before the addition of a request that may crash the worker, for idle threads.
 
 See :mod:`gpupoold.control.requests.suspects`. The scheduler isolates the requests' steps.
 """

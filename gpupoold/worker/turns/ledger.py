@@ -31,7 +31,7 @@ class RequestLedger:
         self._pages[model] = _Page(targets)
 
     def set_targets(self, model: str, targets: Targets) -> None:
-        """New targets, for requests under way too."""
+        """Set a model's targets, for live requests too."""
         self._pages[model].targets = targets
 
     def remove_model(self, model: str) -> None:
@@ -70,7 +70,7 @@ class RequestLedger:
         return self._pages[model].targets.ttft_s
 
     def next_deadline_s(self, model: str) -> float:
-        """The earliest deadline among the model's requests; infinity without any."""
+        """Return the earliest deadline among the model's requests; infinity without requests."""
         page = self._pages[model]
         return min(
             (

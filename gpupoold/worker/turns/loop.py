@@ -1,4 +1,4 @@
-"""The worker's only thread: messages in, turns, steps, outputs out."""
+"""The worker's serving thread: messages in, turns, steps, outputs out."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ class TurnLoop:
         self._stopping = False
 
     def run(self) -> None:
-        """Serve until told to stop.
+        """Serve until ``Shutdown`` arrives.
 
         Raises:
-            ChannelClosed: the daemon is gone.
+            ChannelClosed: the daemon has closed the connection.
         """
         while not self._stopping:
             self._receive(block=self.orders.turn is None)
@@ -90,7 +90,7 @@ class TurnLoop:
         started_s = time.monotonic()
         with WORKER.main.doing(ThreadPhase.SWITCH, name):
             stages = self.residency.switch_in(name)
-        # A model that goes on while its last KV comes in has not been switched to.
+        # No switch if the same model continues while the last KV arrives.
         if stages is not None and (name != self.previous or stages.num_bytes):
             record = switch_record(self.device_number, name, self.previous, stages, started_s)
             self._channel.send(m.Switched(record, self.residency.bandwidth_bytes_per_s))
@@ -115,7 +115,7 @@ class TurnLoop:
         self._interrupted = True
 
     def _run_turn(self, turn_id: int, model: str) -> None:
-        """Switch in, then step until the turn is over, or something else is to be done."""
+        """Switch the model in, then step until the turn is over or interrupted."""
         self._interrupted = False
         if not self._can_run(model):
             self._end_turn()
@@ -124,7 +124,7 @@ class TurnLoop:
         try:
             self.switch_to(model)
         except OutOfPages as error:
-            self._fail_all(model, f"no room on the device for {model}: {error}")
+            self._fail_all(model, f"{model} does not fit on the device: {error}")
             self._end_turn()
             return
         if self._self_checks.is_due(model) and not self._is_right(engine):
@@ -142,8 +142,7 @@ class TurnLoop:
             self._end_turn()
 
     def _run_steps(self, turn_id: int, engine: ModelEngine) -> bool:
-        """Step a resident model; False when the turn is not over and something else is to be
-        done."""
+        """Step a resident model; return False if the turn was interrupted before its end."""
         while self.ledger.num_live(engine.name):
             self.residency.advance(engine.name)
             self._prefetch(engine.name)
@@ -166,8 +165,13 @@ class TurnLoop:
             wrong = self._self_checks.check(engine, self.residency)
         if wrong is None:
             return True
-        _logger.error("%s: %s instead of %s", engine.name, wrong.answered, wrong.expected)
-        self._fail_all(engine.name, f"the weights of {engine.name} are damaged; it is reloaded")
+        _logger.error(
+            "%s: the self-check returned %s instead of %s",
+            engine.name,
+            wrong.answered,
+            wrong.expected,
+        )
+        self._fail_all(engine.name, f"the weights of {engine.name} are damaged and are reloaded")
         self._channel.send(m.WrongAnswer(engine.name, wrong.expected, wrong.answered))
         return False
 
@@ -184,9 +188,7 @@ class TurnLoop:
             self._report_memory()
 
     def _end_turn(self) -> None:
-        """Report the end of the turn, and prepare for the next model while the answer is on the
-        way.
-        """
+        """Report the end of the turn; switch to the next model before the daemon's answer."""
         assert self.orders.turn is not None
         model, began_s = self.orders.turn.model, self.orders.began_s
         turn_id, then = self.orders.end()
@@ -197,12 +199,12 @@ class TurnLoop:
         try:
             self.switch_to(then)
         except OutOfPages:
-            _logger.info("no room yet for %s", then)  # told to its requests on its turn
+            _logger.info("%s does not fit yet", then)  # the requests fail at the model's turn
         self._report_memory()
 
     def _step(self, engine: ModelEngine) -> None:
         if engine.is_under_way and self.orders.is_quota_used(self.steps.expected_end_s()):
-            self.steps.settle()  # the turn's last step: the next model need not wait for another
+            self.steps.settle()  # the turn's last step: a further step would delay the next model
             return
         self.residency.ensure_kv(engine.name)
         turn = self.orders.turn
@@ -210,8 +212,8 @@ class TurnLoop:
             self._fail_all(engine.name, f"the engine of {engine.name} lost the request")
 
     def _receive(self, *, block: bool) -> None:
-        """Handle every available message; with ``block`` wait for one, but report status."""
-        WORKER.main.clear()  # what failed before has been handled
+        """Handle all available messages; with ``block``, wait up to the status interval."""
+        WORKER.main.clear()  # an earlier error has been handled
         self._maybe_report()
         self._tell_snapshots()
         wait_s = _SNAPSHOTS_POLL_S if self._snapshots.is_busy else _STATUS_INTERVAL_S
@@ -273,7 +275,7 @@ class TurnLoop:
                 self._stopping = True
 
     def _add_request(self, message: m.AddRequest, slot: Slot | None = None) -> None:
-        """Add a request, with the place of its KV if present."""
+        """Add a request; ``slot`` has its KV, if any."""
         engine = self.engines.get(message.model)
         kv = (
             (slot, message.kv_transfer.num_blocks)
@@ -301,7 +303,7 @@ class TurnLoop:
     def _add_to(
         self, engine: ModelEngine, message: m.AddRequest, kv: tuple[Slot, int] | None
     ) -> None:
-        """Add a request to its engine; an isolated one while no other thread works."""
+        """Add a request to its engine; wait for idle threads before an isolated request."""
         if not message.is_isolated:
             engine.add(message.frames, message.output_token_ids, kv, message.frontend)
             return
@@ -333,7 +335,7 @@ class TurnLoop:
         fd = self._channel.take_fd() if message.has_snapshot else -1
         model = message.model
         self.interrupt_turn()  # a load takes pages
-        # The residency asks for these as soon as it has the model.
+        # The residency reads both as soon as the model is added.
         self._last_used_s[model.name] = time.monotonic()
         self.ledger.add_model(model.name, Targets(model.ttft_s, model.tbt_s))
         try:
@@ -409,7 +411,7 @@ class TurnLoop:
         )
 
     def _changed_missing(self) -> dict[str, int]:
-        """Return the missing bytes of the models for which they changed since the last report."""
+        """Return each model's missing bytes, if changed since the last report."""
         now = {name: self.residency.missing_bytes(name) for name in self.engines}
         told, self._told_missing = self._told_missing, now
         return {name: missing for name, missing in now.items() if told.get(name) != missing}

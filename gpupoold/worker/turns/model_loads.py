@@ -41,7 +41,7 @@ class EngineLoader:
         self._residency = residency
 
     def load(self, message: LoadModel, snapshot: HostBuffer | None) -> Loaded:
-        """Load a model and make it known to the residency; take ownership of ``snapshot``.
+        """Load a model and add it to the residency; take ownership of ``snapshot``.
 
         With a snapshot the checkpoint is not read, unless the snapshot has another layout or the
         model fails its self-check with the snapshot.
@@ -63,7 +63,7 @@ class EngineLoader:
     def _load(self, message: LoadModel, snapshot: HostBuffer | None) -> Loaded:
         if snapshot is None:
             return self._from_checkpoint(message, None, "")
-        spare = os.dup(snapshot.fd)  # the snapshot is closed by a load that fails
+        spare = os.dup(snapshot.fd)  # a failed load closes the snapshot
         try:
             engine = self._build(message, snapshot, skips_checkpoint=True)
             self_check = self._try(engine)
@@ -80,7 +80,8 @@ class EngineLoader:
         os.close(spare)
         self._give_up(engine)
         problem = (
-            f"with its snapshot it answers {list(self_check)} instead of {list(message.self_check)}"
+            f"with its snapshot the model answers {list(self_check)} "
+            f"instead of {list(message.self_check)}"
         )
         _logger.error("%s: %s", message.model.name, problem)
         return self._from_checkpoint(message, None, problem)
@@ -117,7 +118,7 @@ class EngineLoader:
         return engine
 
     def _try(self, engine: ModelEngine) -> tuple[int, ...]:
-        """Run the self-check; abandon a model that does not answer."""
+        """Run the self-check; unload the model if the self-check fails with an error."""
         try:
             with WORKER.main.doing(ThreadPhase.SELF_CHECK, engine.name):
                 self_check = run_self_check(engine, self._residency)
@@ -127,7 +128,7 @@ class EngineLoader:
             self._give_up(engine)
             if isinstance(error, GpupoolError):
                 raise
-            raise failure(engine.name, "it was asked for a few tokens", error) from error
+            raise failure(engine.name, "in its self-check", error) from error
 
     def _give_up(self, engine: ModelEngine) -> None:
         self._residency.remove(engine.name)

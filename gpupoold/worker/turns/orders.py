@@ -44,7 +44,7 @@ class Orders:
         self.then = order.then
 
     def began(self, now_s: float) -> None:
-        """The turn's model is resident; counts the first time only."""
+        """Record that the turn's model is resident; only the first call of a turn counts."""
         self._began_s = min(self._began_s, now_s)
 
     @property

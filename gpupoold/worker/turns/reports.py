@@ -28,7 +28,7 @@ def status(
     free_bytes: int,
     now_s: float,
 ) -> m.WorkerStatus:
-    """Return the worker's status, which also serves as a sign of life."""
+    """Return the worker's status, which also shows the daemon that the worker is alive."""
     turn = orders.turn
     return m.WorkerStatus(
         device=device_number,

@@ -8,7 +8,7 @@ from gpupoold.errors import Failed
 from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.kv.residency import Residency
 
-# The prompt is made up from the request's name, so it is the same everywhere.
+# The request's name seeds the prompt, so all workers use the same prompt.
 _SELF_CHECK = "self-check"
 _NUM_PROMPT_TOKENS = 16
 _NUM_TOKENS = 8
@@ -16,14 +16,14 @@ _MAX_STEPS = 64
 
 
 class NoAnswer(Failed):
-    """The model did not answer the self-check, which proves nothing about its weights."""
+    """The self-check ended without an answer, which proves nothing about the weights."""
 
 
 def run_self_check(engine: ModelEngine, residency: Residency) -> tuple[int, ...]:
     """Return a model's greedy tokens for a fixed prompt; empty if the model generates no text.
 
-    Its other requests pause meanwhile: in a batch the last bits of a sum may differ. Makes the
-    model resident, so the present turn's model must be switched in again.
+    The model's other requests pause meanwhile: in a batch the last bits of a sum may differ. Makes
+    the model resident, so the present turn's model must be switched in again.
 
     Raises:
         NoAnswer: running requests leave no memory, or the answer does not end.
@@ -47,18 +47,18 @@ def run_self_check(engine: ModelEngine, residency: Residency) -> tuple[int, ...]
                     return tuple(tokens)
         engine.abort([_SELF_CHECK])
         engine.kv.discard_dead()
-    raise NoAnswer(f"{engine.name}: no end of a self-check's answer after {_MAX_STEPS} steps")
+    raise NoAnswer(f"{engine.name}: the self-check has no answer after {_MAX_STEPS} steps")
 
 
 class SelfCheckFailed(NamedTuple):
-    """A model whose bytes must be wrong."""
+    """The tokens of a failed self-check: the model's bytes must be wrong."""
 
     expected: tuple[int, ...]
     answered: tuple[int, ...]
 
 
 class SelfChecks:
-    """Asks a model again after its weights have been brought in ``interval`` times (0: never).
+    """Runs a model's self-check after every ``interval`` loads of its weights (0: never).
 
     The interval may change at any time.
     """
@@ -78,7 +78,7 @@ class SelfChecks:
         self._num_migrations.pop(model, None)
 
     def moved(self, model: str) -> None:
-        """Weights of the model have been brought in."""
+        """Record that weights of the model have been loaded."""
         if model in self._num_migrations:
             self._num_migrations[model] += 1
 

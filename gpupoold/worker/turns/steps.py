@@ -24,14 +24,14 @@ def may_come_between(message: m.ToWorker) -> bool:
 
 
 class TurnSteps:
-    """The steps of the present model; ``send`` takes messages to the daemon."""
+    """The steps of the present model; ``send`` sends a message to the daemon."""
 
     def __init__(self, ledger: RequestLedger, send: Callable[[m.StepOutputs], None]) -> None:
         self._ledger = ledger
         self._send = send
-        self._engine: ModelEngine | None = None  # which may have a step under way
-        self._since_s = 0.0  # when the device began what it computes
-        self._last_s = 0.0  # what the step before that took
+        self._engine: ModelEngine | None = None  # may have a launched step
+        self._since_s = 0.0  # start of the device's present step
+        self._last_s = 0.0  # duration of the step before
         self.num_begun = 0
         self._unsendable: list[m.RequestsFailed] = []
 
@@ -40,7 +40,7 @@ class TurnSteps:
         requests.
         """
         if not engine.is_under_way:
-            self._tell(engine, engine.settle())  # one may have been waited for by others
+            self._tell(engine, engine.settle())  # a step may have ended elsewhere
             self._since_s = time.monotonic()
         self._engine = engine
         self.num_begun += 1
@@ -50,13 +50,14 @@ class TurnSteps:
         return has_told or engine.is_under_way or engine.has_requests()
 
     def expected_end_s(self) -> float:
-        """Return the expected end of the present step on ``time.monotonic``, from the previous
-        one.
+        """Return the expected end of the present step on ``time.monotonic``.
+
+        The present step is expected to take as long as the previous step.
         """
         return self._since_s + self._last_s
 
     def settle(self) -> None:
-        """Return when no step is under way and all have been told."""
+        """Wait for launched steps and report all results."""
         engine, self._engine = self._engine, None
         if engine is not None:
             self._tell(engine, engine.settle())
@@ -69,7 +70,7 @@ class TurnSteps:
     def _tell(self, engine: ModelEngine, steps: Sequence[Step]) -> None:
         for step in steps:
             ended_s = time.monotonic()
-            # Steps under way follow each other on the device: one begins when the other ends.
+            # Steps follow each other on the device: a step begins when the previous step ends.
             step_s = self._last_s = ended_s - self._since_s
             self._since_s = ended_s
             for item in step.progress:

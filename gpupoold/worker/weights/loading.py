@@ -32,7 +32,7 @@ _current: list[ModelLoad] = []
 
 
 def current_load() -> ModelLoad:
-    """The load in progress.
+    """Return the load in progress.
 
     Raises:
         RuntimeError: a worker was built outside :meth:`ModelLoad.active`.
@@ -77,7 +77,7 @@ class ModelLoad:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Make this the present load; after a failure free all its memory."""
+        """Make this load the present load inside the context; free its memory after an error."""
         _current.append(self)
         try:
             self._loan.lend(self._num_lent_pages)
@@ -92,7 +92,7 @@ class ModelLoad:
     def take_weights(self, model: torch.nn.Module) -> None:
         """Move a loaded model's weights into the address range, through the host snapshot.
 
-        The weights are not resident afterwards; the first switch brings them in.
+        The weights are not resident afterwards; the first switch loads the weights.
         """
         layout = plan_layout(model)
         num_pages = -(-layout.num_bytes // self._device.page_bytes)
@@ -105,7 +105,7 @@ class ModelLoad:
         except BaseException:
             address_range.close()
             raise
-        if is_new:  # not before it is pinned: a GPU's copies to other memory are ten times slower
+        if is_new:  # after pinning: GPU copies to unpinned memory are ten times slower
             copy_out(layout, snapshot.address, self._device)
         relocate(layout, address_range.address, self._device)
         self._loan.take_back()
@@ -121,10 +121,10 @@ class ModelLoad:
 
     @contextlib.contextmanager
     def kv_scratch(self) -> Iterator[None]:
-        """Make every KV address valid inside the context, on a device that supports it.
+        """Make every KV address accessible inside the context.
 
-        Warm-up and graph capture touch many blocks with arbitrary content, so one page is mapped
-        all over the address range.
+        Warm-up and graph capture access many blocks, and the content does not matter: one page is
+        mapped at every page of the address range.
         """
         address_range = self.kv_address_range
         if address_range is None:
@@ -154,7 +154,7 @@ class ModelLoad:
         return in_whole_extents(num_bytes, page_bytes, strides)
 
     def kv_allocation(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside this context vLLM's KV buffer comes from an address range of ours."""
+        """Return a context in which vLLM's KV buffer is an address range of the pool."""
         return _KvAllocation(self)
 
     def make_kv(self, num_bytes: int) -> torch.Tensor:
@@ -169,7 +169,7 @@ class ModelLoad:
         if self._snapshot is not None and self._snapshot_digest == layout.digest:
             return self._snapshot, False
         if self.skips_checkpoint:
-            raise StaleSnapshot(f"{self._name}: the snapshot is of another layout")
+            raise StaleSnapshot(f"{self._name}: the snapshot has another layout")
         if self._snapshot is not None:
             self._snapshot.close()
         with prefer_node(self._device.numa_node):
@@ -182,7 +182,7 @@ class ModelLoad:
         if num_pages >= self._device.num_pages:
             device_bytes = self._device.num_pages * self._device.page_bytes
             raise Refused(
-                f"{self._name}: weights of {format_bytes(weight_bytes)} leave no room for KV "
+                f"{self._name}: weights of {format_bytes(weight_bytes)} leave no space for KV "
                 f"on a device of {format_bytes(device_bytes)}",
                 "use a smaller dtype or a larger device",
             )
@@ -197,7 +197,7 @@ class ModelLoad:
 
 
 class _KvAllocation(TorchFunctionMode):
-    """Redirects the one ``torch.zeros`` that creates the KV buffer (PyTorch's own hook)."""
+    """A torch function mode that redirects the ``torch.zeros`` which creates the KV buffer."""
 
     def __init__(self, load: ModelLoad) -> None:
         super().__init__()

@@ -21,10 +21,10 @@ _ALIGNMENT_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class WeightLayout:
-    """The tensors of a model and the place of each one's storage in the address range."""
+    """The tensors of a model, and the offset of each tensor's storage in the address range."""
 
     tensors: tuple[torch.Tensor, ...]
-    offsets: dict[int, int]  # address of a storage → its offset in the address range
+    offsets: dict[int, int]  # address of a storage → offset in the address range
     num_bytes: int
     digest: str
 
@@ -33,8 +33,8 @@ def plan_layout(model: torch.nn.Module) -> WeightLayout:
     """Lay out the storages of all parameters and buffers one after the other.
 
     Two loads of one checkpoint with one configuration have the same digest, so each can use the
-    other's snapshot. The digest covers state outside of the snapshot, so that an incomplete
-    snapshot is not taken for the whole.
+    other's snapshot. The digest also covers state outside of the snapshot, so that an incomplete
+    snapshot is not mistaken for a complete one.
     """
     found: dict[int, torch.Tensor] = {}
     offsets: dict[int, int] = {}

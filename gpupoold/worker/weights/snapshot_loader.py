@@ -30,10 +30,10 @@ class _SnapshotLoader(BaseModelLoader):
         super().__init__(load_config)
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Read nothing."""
+        """Do nothing: the snapshot replaces the checkpoint."""
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Fill with zeros, so that post-processing meets no accidental infinities."""
+        """Fill all weights with zeros, so that post-processing meets no accidental infinities."""
         with torch.no_grad():
             for tensor in model.state_dict(keep_vars=True).values():
                 tensor.zero_()

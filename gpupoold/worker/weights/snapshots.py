@@ -1,4 +1,4 @@
-"""This process's mappings of models' snapshots, dropped and attached while others are served.
+"""Mappings of models' snapshots, dropped and attached while other models are served.
 
 On a GPU, mapping and pinning take 0.1 s per GB and more, and unmapping takes time too: a thread
 does both, and the turn loop collects the results between two steps.
@@ -31,11 +31,11 @@ class Snapshots:
 
     @property
     def is_busy(self) -> bool:
-        """True if there is more to come from ``finished``."""
+        """True if ``finished`` will return further results."""
         return bool(self._dropping or self._taking)
 
     def drop(self, model: str, weights: WeightMemory | None) -> None:
-        """Take a model's weights off the device and unmap its snapshot, if any."""
+        """Evict a model's weights from the device and unmap its snapshot, if any."""
         self.forget(model)
         snapshot = (
             weights.detach_snapshot() if weights is not None and weights.has_snapshot else None
@@ -51,7 +51,7 @@ class Snapshots:
         self._taking[model] = weights, taken
 
     def forget(self, model: str) -> None:
-        """Discard a snapshot on the way, of a removed or changed model."""
+        """Discard the snapshot that is being attached to a removed or changed model."""
         taking = self._taking.pop(model, None)
         if taking is not None:
             self._thread.submit(self._discard, model, taking[1])
@@ -66,7 +66,7 @@ class Snapshots:
             if dropped.done():
                 del self._dropping[model]
                 if (error := dropped.exception()) is not None:
-                    _logger.error("letting the snapshot of %s go: %s", model, error)
+                    _logger.error("cannot unmap the snapshot of %s: %s", model, error)
                 messages.append(SnapshotDropped(model))
         for model, (weights, taken) in list(self._taking.items()):
             if taken.done():

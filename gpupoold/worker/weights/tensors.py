@@ -11,7 +11,7 @@ from gpupoold.memory.contracts import Device
 
 
 def over(device: Device, address: int, num_bytes: int) -> torch.Tensor:
-    """An int8 tensor of ``num_bytes`` at a device address; the memory may be unmapped yet."""
+    """Return an int8 tensor at a device address, whose pages may be mapped later."""
     if device.is_host_addressable:
         buffer = (ctypes.c_int8 * num_bytes).from_address(address)
         return torch.frombuffer(buffer, dtype=torch.int8)
@@ -29,5 +29,5 @@ def at_pointer(address: int, num_bytes: int, device: torch.device) -> torch.Tens
 
 
 def host_bytes(address: int, num_bytes: int) -> torch.Tensor:
-    """An int8 tensor over host memory."""
+    """Return an int8 tensor over host memory."""
     return torch.frombuffer((ctypes.c_int8 * num_bytes).from_address(address), dtype=torch.int8)

@@ -19,7 +19,8 @@ from gpupoold.memory.contracts import Device, PageRun
 from gpupoold.memory.pages import PagePool
 from gpupoold.wire.messages import ModelToLoad
 
-# Over the weights themselves: one layer at a time is also there in the checkpoint's format.
+# Memory beyond the weights: during the load, one layer at a time is also in the checkpoint's
+# format.
 _SLACK_SHARE = 0.1
 _SLACK_BYTES = 1 << 30
 
@@ -41,7 +42,7 @@ def pages_to_lend(model: ModelToLoad, device: Device) -> int:
 
 
 class PageLoan:
-    """Pages left to torch; ``take_back`` ends the loan and may be called any time."""
+    """Pages released to torch; ``take_back`` reclaims the pages and may be called at any time."""
 
     def __init__(self, device: Device, pool: PagePool) -> None:
         self._device = device
@@ -58,7 +59,7 @@ class PageLoan:
     def take_back(self, failure: BaseException | None = None) -> None:
         """Reclaim the pages.
 
-        A failed load's tensors live on in the frames of its ``failure``, which are cleared.
+        The frames of ``failure`` keep a failed load's tensors alive and are cleared.
 
         Raises:
             CudaError: torch still has the memory; the worker should be restarted.
@@ -67,7 +68,7 @@ class PageLoan:
             return
         if failure is not None:
             _clear_frames(failure)
-        gc.unfreeze()  # vLLM freezes the heap when it has loaded a model
+        gc.unfreeze()  # vLLM freezes the heap after loading a model
         gc.collect()
         torch.cuda.empty_cache()
         self._device.reclaim(self._runs)

@@ -192,7 +192,7 @@ class TestResume:
         hub.cuts[WEIGHTS] = [2_000_000] + [0] * 5
         told = refusal(Failed, tmp_path / "m")
         assert "downloading model.safetensors" in told
-        assert "what was fetched is kept" in told
+        assert "the downloaded part is kept" in told
         with pytest.raises(Refused, match="did not finish"):
             check_checkpoint(tmp_path / "m", allow_pickle=False, allow_remote_code=False)
         hub.requests.clear()
@@ -407,7 +407,7 @@ class TestRefused:
         usage = shutil.disk_usage(tmp_path)
         monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=1_000_000))
         told = refusal(Refused, tmp_path / "m")
-        assert "needs 2.86 MiB more, but only 977 KiB are free" in told
+        assert "needs 2.86 MiB more, but only 977 KiB is free" in told
 
     def test_unwritable_place(self, hub: FakeHub, tmp_path: Path) -> None:
         hub.add(REPO, samples.checkpoint())

@@ -76,14 +76,14 @@ class TestFits:
         with pytest.raises(Refused) as caught:
             fits(BF16, "float32", 20 * MIB)
         assert "32 MiB of weights (float32) do not fit on a device of 20 MiB" in str(caught.value)
-        assert "with dtype bfloat16 it takes 16 MiB and fits" in caught.value.hint
+        assert "with dtype bfloat16 the model takes 16 MiB and fits" in caught.value.hint
 
     def test_needed_bytes_are_told(self) -> None:
         with pytest.raises(Refused) as caught:
             fits(BF16, "auto", 10 * MIB, reserve_bytes=2 * MIB, kv_bytes=MIB)
         assert "and 1 MiB of KV do not fit on a device of 10 MiB less 2 MiB" in str(caught.value)
         assert caught.value.hint == (
-            "a device of at least 19 MiB would do, or a quantized version of the model"
+            "use a device of at least 19 MiB, or a quantized version of the model"
         )
 
     def test_quantized_one_is_not_offered_quantization(self) -> None:

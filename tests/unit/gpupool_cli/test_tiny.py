@@ -54,7 +54,7 @@ def test_a_folder_that_cannot_be_made(cli: Cli, tmp_path: Path, maker: str) -> N
     (tmp_path / "file").touch()
     result = cli(maker, str(tmp_path / "file"))
     assert (result.exit_code, result.stdout) == (2, "")
-    assert f"{tmp_path}/file: no folder can be made there: Not a directory" in result.stderr
+    assert f"{tmp_path}/file: cannot create a folder: Not a directory" in result.stderr
 
 
 def test_error_of_the_child_keeps_its_kind(tmp_path: Path) -> None:

@@ -129,8 +129,11 @@ def test_missing_key_is_named(key: str) -> None:
     [
         ({"hidden_size": "4096"}, "hidden_size must be a positive integer, got '4096'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
-        ({"num_attention_heads": 33}, "hidden_size 4096 is no multiple of num_attention_heads 33"),
-        ({"num_key_value_heads": 5}, "num_heads 32 is no multiple of num_kv_heads 5"),
+        (
+            {"num_attention_heads": 33},
+            "hidden_size 4096 is not a multiple of num_attention_heads 33",
+        ),
+        ({"num_key_value_heads": 5}, "num_heads 32 is not a multiple of num_kv_heads 5"),
         ({"torch_dtype": "int3"}, "unknown dtype 'int3'"),
         ({"kv_lora_rank": 512}, "compressed KV"),
         ({"num_experts": 8}, "missing key num_experts_per_tok"),

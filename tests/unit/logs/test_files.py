@@ -100,7 +100,7 @@ def test_a_full_disk_stops_no_child(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert run(LogPipe(Path("/dev/full")), FLOOD) == 0
     [record] = caplog.records
-    assert "/dev/full cannot be written, lines are lost: " in record.getMessage()
+    assert "cannot write /dev/full, so log lines are lost: " in record.getMessage()
 
 
 @pytest.mark.parametrize("line_bytes", [1, 7, 10, 11, 25])

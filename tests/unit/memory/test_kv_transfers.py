@@ -182,7 +182,7 @@ class TestPinningAPeerCache:
         wait_for(thread)
         assert not peer.is_usable
         assert "cannot be pinned: cuMemHostRegister" in caplog.text
-        assert "requests come without KV" in caplog.text
+        assert "requests that migrate from that worker recompute their KV" in caplog.text
         peer.leave()
 
     def test_left_while_it_is_being_pinned(

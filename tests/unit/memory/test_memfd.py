@@ -27,5 +27,5 @@ def test_more_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9 kB\nMemAvailable: 4 kB\n")
     monkeypatch.setattr(memfd, "_MEMINFO", meminfo)
-    with pytest.raises(OSError, match="8 KiB wanted for test, 4 KiB available"):
+    with pytest.raises(OSError, match="test needs 8 KiB, 4 KiB is available"):
         memfd.create_memfd("test", SIZE)

@@ -61,7 +61,7 @@ class TestPageTables:
 
 def test_too_many_pages_take_nothing() -> None:
     pool = pool_with_holes()
-    with pytest.raises(OutOfPages, match="7 pages asked, 6 of 10 free"):
+    with pytest.raises(OutOfPages, match="7 pages requested, 6 of 10 free"):
         pool.allocate(7)
     assert pool.num_free == 6
     pool.check_integrity()

@@ -61,9 +61,9 @@ class TestLayout:
 
     @pytest.mark.parametrize("block_bytes", [0, -1])
     def test_a_block_has_bytes(self, block_bytes: int) -> None:
-        with pytest.raises(ValueError, match=f"a KV block of {block_bytes} bytes"):
+        with pytest.raises(ValueError, match=f"a KV block has {block_bytes} bytes"):
             slab_layout(block_bytes, SLAB, 8)
-        with pytest.raises(ValueError, match=f"a KV block of {block_bytes} bytes"):
+        with pytest.raises(ValueError, match=f"a KV block has {block_bytes} bytes"):
             SlabAllocator(0, SLAB).num_free_blocks(block_bytes)
 
 
@@ -168,7 +168,7 @@ class TestAllocate:
     def test_what_makes_no_sense_is_refused(self) -> None:
         with pytest.raises(ValueError, match="-1 KV blocks"):
             SlabAllocator(SLAB, SLAB).allocate(100, -1)
-        with pytest.raises(ValueError, match="budget of -1 bytes"):
+        with pytest.raises(ValueError, match="-1 bytes cannot be cut"):
             SlabAllocator(-1, SLAB)
         with pytest.raises(ValueError, match="slabs of 0 bytes"):
             SlabAllocator(SLAB, 0)

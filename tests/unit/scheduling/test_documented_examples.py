@@ -242,7 +242,7 @@ def test_static_refuses_the_third_of_three_models() -> None:
     with pytest.raises(CannotServe) as refusal:
         driver.core.policy.check(driver.state)
     assert str(refusal.value) in PAGE
-    assert "c finds no 31.6 GB free" in str(refusal.value)
+    assert "no device has 31.6 GB free for c" in str(refusal.value)
 
 
 def test_prefill_first_stops_an_answer_at_once() -> None:

@@ -43,7 +43,7 @@ def test_the_socket_that_was_given_counts(caplog: pytest.LogCaptureFixture) -> N
     given = socket.create_server(("127.0.0.1", 0))
     with http_listener(ServerSettings(port=port), lambda _: given) as listener:
         assert listener is given
-    assert f"server.port (127.0.0.1:{port}) count only without it" in caplog.text
+    assert f"server.port (127.0.0.1:{port}) are ignored" in caplog.text
 
 
 def test_the_admin_socket_is_made_and_removed(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_parent_that_is_already_gone_ends_the_child() -> None:
     script = "from gpupoold.system.process import die_with_parent; die_with_parent(1234567)"
     child = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True)
     assert child.returncode == 1
-    assert b"1234567 is gone" in child.stderr
+    assert b"1234567 has died" in child.stderr
 
 
 def test_none_trusts_the_present_parent() -> None:

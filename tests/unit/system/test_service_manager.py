@@ -41,7 +41,7 @@ async def test_one_that_is_not_well_says_why_until_it_is(
         assert manager.values("WATCHDOG") == []
         problem = ""
         await until_sent(manager, "WATCHDOG")
-    assert caplog.text.count("the watchdog is not fed: nobody") == 1
+    assert caplog.text.count("no watchdog ping is sent: nobody") == 1
 
 
 async def test_without_a_watchdog_there_is_the_status(manager: FakeManager) -> None:

@@ -41,7 +41,7 @@ def test_what_torch_takes_is_accounted_for(gpu: Gpu) -> None:
 def test_memory_that_nobody_has_is_a_leak(gpu: Gpu) -> None:
     memory = DriverMemory(gpu, lambda: 0)
     gpu.free -= 2 * GIB
-    with pytest.raises(AssertionError, match="2 GiB of device memory are gone"):
+    with pytest.raises(AssertionError, match="2 GiB of device memory is in use"):
         memory.check()
 
 

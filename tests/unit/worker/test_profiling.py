@@ -226,7 +226,7 @@ def test_a_step_that_fails_fails_the_model(rig: Rig, run: Run, step: int) -> Non
     """A user's request would fail in the same way."""
     engine = KnownEngine(rig)
     engine.fail_at_step = step
-    with pytest.raises(Failed, match=r"known: it cannot answer: when .* timed, kernel panic"):
+    with pytest.raises(Failed, match=r"known: the engine failed while .* timed: kernel panic"):
         run(engine)
 
 

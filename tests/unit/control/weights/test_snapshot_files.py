@@ -288,7 +288,7 @@ def test_an_snapshot_larger_than_memory_stays(
     with monkeypatch.context() as patch:
         patch.setattr(memfd, "_MEMINFO", meminfo)
         assert files.load("k") is None
-    assert "2 MiB wanted for gpupool-snapshot, 1 MiB available" in caplog.text
+    assert "gpupool-snapshot needs 2 MiB, 1 MiB is available" in caplog.text
     assert loaded(files, "k") == bytes(2 * MIB)
 
 

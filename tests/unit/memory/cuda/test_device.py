@@ -57,13 +57,13 @@ class TestOpening:
 
     def test_a_page_size_cuda_cannot_map_is_refused(self) -> None:
         driver = FakeCuda(8 << 20, granularity=2 << 20)
-        with pytest.raises(Failed, match=r"page_bytes of 3 MiB is no multiple of 2 MiB"):
+        with pytest.raises(Failed, match=r"page_bytes is 3 MiB, not a multiple of 2 MiB"):
             CudaDevice(0, 0, 0, page_bytes=3 << 20, driver=driver)
         assert driver.leaks == {}
 
     def test_a_full_gpu_is_refused_with_the_sizes(self) -> None:
         driver = FakeCuda(8 << 20, taken_bytes=5 << 20)
-        with pytest.raises(Failed, match=r"3 MiB of 8 MiB are free .* 2 MiB .* stay free"):
+        with pytest.raises(Failed, match=r"3 MiB of 8 MiB free, .* keeps 2 MiB free"):
             CudaDevice(0, 0, 2 << 20, driver=driver)
         assert driver.leaks == {}
 

@@ -27,7 +27,7 @@ def test_kv_that_never_fits_suggests_no_length() -> None:
 
 def test_no_room_at_all() -> None:
     error = refusal("m", ValueError("No available memory for the cache blocks. Try increasing"))
-    assert "no room for KV" in error.message
+    assert "no space for KV" in error.message
 
 
 def test_the_messages_of_validators_come_without_their_frame() -> None:
@@ -37,7 +37,7 @@ def test_the_messages_of_validators_come_without_their_frame() -> None:
         "    For further information visit y\n"
     )
     error = refusal("m", ValueError(text))
-    assert error.message == "m: vLLM cannot load it: no such thing here"
+    assert error.message == "m: vLLM cannot load the model: no such thing here"
     assert "gpupool logs" in error.hint
 
 
@@ -56,17 +56,17 @@ def test_the_messages_of_validators_come_without_their_frame() -> None:
         ),
         (
             "Unknown quantization method: magic. Must be one of ['awq', 'fp8']",
-            "m: its quantisation 'magic' is not supported",
+            "m: the quantisation 'magic' is not supported",
             "unquantised",
         ),
         (
             "gguf quantization is currently not supported in cpu.",
-            "m: its quantisation 'gguf' is not supported on this device (cpu)",
+            "m: the quantisation 'gguf' is not supported on this device (cpu)",
             "unquantised",
         ),
         (
             "Cannot find any of ['sym'] in the model's quantization config.",
-            "m: the quantization_config in its config.json lacks sym",
+            "m: the quantization_config in config.json lacks sym",
             "another quantised version",
         ),
         (
@@ -76,7 +76,7 @@ def test_the_messages_of_validators_come_without_their_frame() -> None:
         ),
         (
             "There is no module or parameter named 'embed' in LlamaForCausalLM. Available: {'x'}",
-            "m: LlamaForCausalLM has no place for the checkpoint's tensor 'embed'",
+            "m: LlamaForCausalLM has no parameter for the checkpoint's tensor 'embed'",
             "different models",
         ),
         (
@@ -87,17 +87,17 @@ def test_the_messages_of_validators_come_without_their_frame() -> None:
         (
             "User-specified max_model_len (1024) is greater than the derived max_model_len "
             "(max_position_embeddings=512.0 or model_max_length=None in model's config.json).",
-            "m: 1024 tokens are more than the 512 that the model was made for",
+            "m: a context of 1024 tokens exceeds the model's limit of 512",
             "--max-len",
         ),
         (
             "Unknown RoPE scaling type magic",
-            "m: the rope_scaling type 'magic' in its config.json is not supported",
+            "m: the rope_scaling type 'magic' in config.json is not supported",
             "config.json",
         ),
         (
             "Validation error for field 'heads':\n    TypeError: Field 'heads' expected int",
-            "m: its config.json is wrong at 'heads': Field 'heads' expected int",
+            "m: config.json has an invalid value for 'heads': Field 'heads' expected int",
             "config.json",
         ),
     ],
@@ -125,7 +125,7 @@ def create_engine_config() -> None:
 def test_an_error_without_text_says_where_it_was_raised() -> None:
     error = refusal("m", raised(weight_loader))
     assert error.message.startswith(
-        "m: its weights do not fit its config.json: AssertionError in weight_loader ("
+        "m: the weights do not match config.json: AssertionError in weight_loader ("
     )
     assert error.message.endswith("): raise AssertionError")
     assert "AssertionError without a message" in refusal("m", AssertionError()).message
@@ -133,9 +133,9 @@ def test_an_error_without_text_says_where_it_was_raised() -> None:
 
 def test_an_error_whose_text_needs_its_type() -> None:
     message = refusal("m", raised(create_engine_config)).message
-    assert message == "m: its config.json cannot be used: KeyError: 'heads'"
-    assert failure("m", "it ran", IndexError("out of range")).message == (
-        "m: it cannot answer: when it ran, IndexError: out of range"
+    assert message == "m: config.json cannot be used: KeyError: 'heads'"
+    assert failure("m", "in a step", IndexError("out of range")).message == (
+        "m: the engine failed in a step: IndexError: out of range"
     )
 
 

@@ -1,9 +1,9 @@
-"""Writes ``docs/performance.md`` from the results of runs on GPUs in ``benchmarks/results``.
+"""Generate ``docs/performance.md`` from the results of runs on GPUs in ``benchmarks/results``.
 
     python -m benchmarks.gpu.report
 
-Every number stands beside the file it is from; what was not measured is not there. Results of
-dry runs, of machines without a GPU or of the fake card are refused.
+The page links every number to its file and contains measured figures only. Results of dry runs,
+of machines without a GPU and of the fake card are refused.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PAGE = _ROOT / "docs" / "performance.md"
 _HEAD = """\
 # Performance on GPUs
 
-This page is written by `python -m benchmarks.gpu.report` from the files in \
-[benchmarks/results](../benchmarks/results/README.md); a test compares the two. Every number \
-stands beside the file it is from, and what was not measured is not here. How to measure: \
-[benchmarks/results](../benchmarks/results/README.md). Figures of emulated devices are in \
-[memory](memory.md) and the [README](../README.md).
+`python -m benchmarks.gpu.report` generates this page from the files in \
+[benchmarks/results](../benchmarks/results/README.md); a test compares the page with the files. \
+The README in the same folder describes how to measure. Every figure has a link to the file with \
+the measurement. Figures of emulated devices are in [memory](memory.md) and the \
+[README](../README.md).
 """
 _NOTHING = "Nothing has been measured on a GPU yet."
 
@@ -41,51 +41,52 @@ _SECTIONS = (
     (
         "Switching between models",
         r"_switch_|_sleep_|_wake_|_weights_copy_",
-        "Two models of one size on one GPU. `host_cached`: one is paged out and the other comes "
-        "from host memory; the limit is its bytes at 0.9 of the copies measured beside it and "
-        "100 ms (KV at 0.8). `prefetched`: it came in during the other's turn; 50 ms. `resident`: "
-        "both are on the device; 5 ms. `sleep` and `wake` are vLLM's own (level 1), in a process "
-        "of its own, with the same checkpoint; together they are to take three times as long as "
-        "a switch, or longer.",
+        "Two models of equal size on one GPU. `host_cached`: one model is evicted and the other is "
+        "copied from host memory; the limit is the bytes at 0.9 of the speed of copies in the same "
+        "run (KV at 0.8) and 100 ms. `prefetched`: the model was copied during the other model's "
+        "turn; the limit is 50 ms. `resident`: both models are on the device; the limit is 5 ms. "
+        "`sleep` and `wake` are vLLM's own operations (level 1), in a separate process with the "
+        "same checkpoint; together they should take at least three times as long as a switch.",
     ),
     (
         "A thousand switches",
         r"^switches",
-        "Streams of models that do not fit together; every answer is compared, token for token, "
-        "with the same prompt's answer alone.",
+        "Streams of models that do not fit together on the device. Every answer is compared, token "
+        "by token, with the answer to the same prompt alone.",
     ),
     (
         "Beside vLLM alone",
         r"_decode_ratio|_(gpupool|vllm)_t|_ttft_p50_difference",
-        "One model through gpupool and through `vllm serve` with its defaults, asked in turn. "
-        "`decode_ratio` is the median of the rounds' ratios of tokens per second.",
+        "One model through gpupool and through `vllm serve` with default settings, in turn. "
+        "`decode_ratio` is the median over the rounds of the ratios of tokens per second.",
     ),
     (
         "Many models",
         r"^mixed_",
         "Ten models (five of 1B, three of 3B, two of 8B: 64 GB) on 32 GB of one GPU, Poisson "
-        "arrivals with ShareGPT lengths. `attainment` is the share of tokens in time with a "
-        "request in ten seconds for each model; `goodput` the rate of all models together at "
-        "which it falls under 0.9.",
+        "arrivals with ShareGPT lengths. `attainment` is the share of tokens in time at one "
+        "request per ten seconds and model; `goodput` is the rate of all models together at which "
+        "attainment falls below 0.9.",
     ),
     (
         "KV of paused requests",
         r"kv_",
-        "`kv_swap`: a model's KV out and in, against plain copies. `hidden`: the share of that "
-        "time which another model's steps do not notice. By layout: a request's blocks out and "
-        "in, one behind the other or scattered, with layers or with blocks outermost.",
+        "`kv_swap`: a model's KV out and in, compared with plain copies. `hidden`: the share of "
+        "the transfer's time that does not slow another model's steps. By layout: a request's "
+        "blocks out and in, contiguous or scattered, with layers or with blocks outermost.",
     ),
     (
         "Copies",
         r"^(pinned|queue)_",
-        "Between pinned host memory and the device. `pinned`: plain copies. `queue`: as "
-        "transfers are made, in pieces, beside an engine's work; at least 0.9 of the plain ones.",
+        "Copies between pinned host memory and the device. `pinned`: plain copies. `queue`: copies "
+        "by the transfer queues, in batches, beside an engine's work; the limit is 0.9 of the "
+        "speed of plain copies.",
     ),
     (
         "Mapping",
         r"^(map|unmap|create|allow_access)_",
-        "A gigabyte mapped with access, and unmapped, in pages of each size; and the driver's "
-        "single calls.",
+        "A gigabyte mapped with access and unmapped, by page size; and the single calls of the "
+        "driver.",
     ),
     ("Tests", r"^gpu_tests_", "The tests marked `gpu`."),
     ("Other figures", r"", ""),
@@ -93,7 +94,7 @@ _SECTIONS = (
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """All results by the names of their files.
+    """Return all results by file name.
 
     Raises:
         Refused: a file is of a dry run, of a machine without a GPU, of the fake card, or of another
@@ -103,7 +104,7 @@ def load(folder: Path) -> dict[str, Any]:
     for path in sorted(folder.glob("*.json")):
         one = json.loads(path.read_text("utf-8"))
         if one.get("format") != results.FORMAT:
-            raise Refused(f"{path.name} is of format {one.get('format')}", "measure again")
+            raise Refused(f"{path.name} has format {one.get('format')}", "measure again")
         gpu = one["hardware"]["gpu"]
         if one["is_dry_run"] or not gpu or gpu["name"] == fake_card.NAME:
             raise Refused(f"{path.name} was not measured on a GPU", f"remove it from {folder}")
@@ -112,7 +113,7 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The whole page."""
+    """Return the text of the page."""
     parts = [_HEAD]
     if not found:
         return "\n".join([*parts, f"{_NOTHING}\n"])
@@ -134,7 +135,7 @@ def _figures(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows(left: Mapping[str, dict[str, Any]], pattern: str) -> Iterator[Sequence[str]]:
-    """The figures of a section; they are taken out of ``left``."""
+    """Yield the rows of a section, and remove their figures from ``left``."""
     for file, figures in left.items():
         for name in [name for name in figures if re.search(pattern, name)]:
             figure = figures.pop(name)
@@ -166,7 +167,7 @@ def _machines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unmeasured(found: Mapping[str, Any]) -> Iterator[str]:
-    """Pieces that were begun and did not end, or not begun for want of time."""
+    """Yield the pieces that did not end, or did not begin for lack of time."""
     outcomes = (results.FAILED, results.TIMED_OUT, results.NO_TIME)
     rows = [
         (name, piece["outcome"], _link(file))
@@ -175,8 +176,8 @@ def _unmeasured(found: Mapping[str, Any]) -> Iterator[str]:
         if piece["outcome"] in outcomes
     ]
     if rows:
-        yield "## Without an end\n"
-        yield "Pieces that did not come to their ends; what they had found by then is above.\n"
+        yield "## Incomplete pieces\n"
+        yield "Pieces without an end. Figures measured before are in the tables above.\n"
         yield from _table(("piece", "outcome", "file"), rows)
 
 
@@ -191,7 +192,7 @@ def _link(file: str) -> str:
 
 
 def main() -> int:
-    """Rewrite the page; exit code of the error when a file is refused."""
+    """Rewrite the page; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
     parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")

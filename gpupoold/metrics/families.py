@@ -16,8 +16,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from gpupoold.stats.buckets import LATENCY_BOUNDS_S, Buckets
-from gpupoold.stats.histogram import Histogram
+from gpupoold.stats.histogram import LATENCY_BOUNDS_S, Histogram
 
 # The values of a sample's labels, and its value; None: there is no such sample.
 Row = tuple[Sequence[str], float | None]
@@ -79,18 +78,13 @@ def renamed(family: Family, name: str) -> Iterator[Family]:
 
 
 def histogram(
-    name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Buckets]]
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    rows: Iterable[tuple[Sequence[str], Histogram]],
+    bounds_s: Sequence[float] = LATENCY_BOUNDS_S,
 ) -> Family:
-    """Return a histogram of values."""
-    copies = [(values, one.bounds, one.counts.copy(), one.sum) for values, one in rows]
-    return Histograms(name, text, labels, copies)
-
-
-def durations(
-    name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Histogram]]
-) -> Family:
-    """Return a histogram of durations."""
-    bounds_s: Sequence[float] = LATENCY_BOUNDS_S
+    """Return a histogram of durations by ``bounds_s``, a subset of the histograms' bounds."""
     copies = [(values, bounds_s, one.counts_by(bounds_s), one.sum_s) for values, one in rows]
     return Histograms(name, text, labels, copies)
 

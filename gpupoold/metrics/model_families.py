@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from gpupoold.control.requests.admission import REFUSAL_REASONS
 from gpupoold.domain import FinishReason, ModelState
-from gpupoold.metrics.families import Family, counter, durations, gauge, renamed
+from gpupoold.metrics.families import Family, counter, gauge, histogram, renamed
 from gpupoold.metrics.scrape import Scrape, memories
 
 _MODEL = ("model",)
@@ -87,13 +87,13 @@ def _tokens(scrape: Scrape) -> Iterator[Family]:
         _MODEL,
         (((name,), one) for name, one in scrape.attainments.items()),
     )
-    yield durations(
+    yield histogram(
         "time_to_first_token_seconds",
         "From a request's arrival to its first token.",
         _MODEL,
         (((name,), one.ttft) for name, one in scrape.counts.items()),
     )
-    yield durations(
+    yield histogram(
         "time_between_tokens_seconds",
         "From one token of a request to its next.",
         _MODEL,

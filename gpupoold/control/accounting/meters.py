@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gpupoold.domain import FinishReason
-from gpupoold.stats.buckets import Buckets
+from gpupoold.stats.histogram import Histogram
 from gpupoold.wire import messages as m
 
 SwitchKind = Literal["resident", "prefetched", "host_cached", "cold"]
@@ -105,7 +105,9 @@ class Meters:
     def __init__(self) -> None:
         self.models: dict[str, ModelMeter] = {}
         self.devices: dict[int, DeviceMeter] = {}
-        self.switch_seconds: dict[SwitchKind, Buckets] = {kind: Buckets() for kind in SWITCH_KINDS}
+        self.switch_seconds: dict[SwitchKind, Histogram] = {
+            kind: Histogram() for kind in SWITCH_KINDS
+        }
 
     def model(self, name: str) -> ModelMeter:
         """Return a model's meter, creating the meter if needed."""

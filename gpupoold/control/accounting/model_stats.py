@@ -116,7 +116,7 @@ class ModelStats:
         else:
             now.ttft.add(at_s - request.arrival_s)
         if num_tokens > 1:
-            now.tbt.add(0.0, num_tokens - 1)
+            now.tbt.add_many(0.0, num_tokens - 1)
         late_s = request.late_s
         request.add_tokens(token_ids, at_s)
         now.tokens += num_tokens

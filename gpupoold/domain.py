@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NewType
+from typing import Literal, NewType
 
 ModelName = NewType("ModelName", str)
 RequestId = NewType("RequestId", str)
@@ -98,3 +98,45 @@ class ModelSpec:
     max_model_len: int | None = None
     targets: Targets = field(default_factory=Targets)
     aliases: tuple[str, ...] = ()
+
+
+SWITCH_STAGES = ("evict", "map", "weights", "kv")
+
+WarmSource = Literal["resident", "prefetched", "host_cached"]
+"""Place of a model's weights at the start of a switch, if not on disk only.
+
+On the device, copied to the device during the previous turn, or (some of them) in host memory.
+"""
+
+WeightsSource = Literal[WarmSource, "cold"]
+"""Place of a model's weights before a switch; ``cold`` weights were read from disk just before."""
+
+LargestTransfer = Literal["none", "pages", "kv", "weights"]
+"""The largest transfer of a switch; ``pages`` are mappings without copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """A switch of ``device`` from model ``previous`` to ``model``, with stages and moved bytes.
+
+    ``at`` is the start in wall-clock seconds. ``weight_bytes`` does not contain weights that were
+    prefetched.
+    """
+
+    at: float
+    device: int
+    model: str
+    previous: str | None
+    total_s: float = 0.0
+    evict_s: float = 0.0
+    map_s: float = 0.0
+    weights_s: float = 0.0
+    kv_s: float = 0.0
+    weight_bytes: int = 0
+    kv_in_bytes: int = 0
+    kv_out_bytes: int = 0
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that moved in the switch itself, in and out."""
+        return self.weight_bytes + self.kv_in_bytes + self.kv_out_bytes

@@ -10,8 +10,9 @@ from gpupool_cli import output
 from gpupool_cli.options import JsonOption, complete_model_name, duration_s
 from gpupool_cli.output import Column, duration_text, size_text
 from gpupool_cli.session import open_client
-from gpupoold.api.schemas import RequestRecord, SwitchInfo
+from gpupoold.api.schemas import RequestRecord
 from gpupoold.api.schemas_explain import SpanInfo
+from gpupoold.domain import SWITCH_STAGES, Switch
 from gpupoold.units import format_duration
 
 _HOUR_S = 3600.0
@@ -186,13 +187,12 @@ def _request_row(request: RequestRecord) -> list[str]:
     ]
 
 
-def _switch_row(switch: SwitchInfo) -> list[str]:
-    stages = (switch.total_s, switch.evict_s, switch.map_s, switch.weights_s, switch.kv_s)
+def _switch_row(switch: Switch) -> list[str]:
     return [
         output.time_text(switch.at),
         str(switch.device),
         switch.model,
         switch.previous or output.NOTHING,
-        *map(format_duration, stages),
-        size_text(switch.weight_bytes + switch.kv_in_bytes + switch.kv_out_bytes),
+        *(format_duration(getattr(switch, f"{one}_s")) for one in ("total", *SWITCH_STAGES)),
+        size_text(switch.moved_bytes),
     ]

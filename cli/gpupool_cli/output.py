@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -60,11 +60,12 @@ def print_piece(text: str) -> None:
     print(without_controls(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
-def print_json(value: BaseModel | Sequence[BaseModel] | Mapping[str, object]) -> None:
+def print_json(value: object) -> None:
+    """Print a body of the admin API, a list of bodies or a mapping."""
     print(_as_json(value, indent=2))
 
 
-def print_json_line(value: BaseModel) -> None:
+def print_json_line(value: object) -> None:
     """Print and flush one line of an NDJSON stream."""
     print(_as_json(value), flush=True)
 
@@ -140,17 +141,7 @@ def _cell(column: Column, text: str) -> Text:
     return Text(text, style=_STYLES.get(text, "") if column.coloured else "")
 
 
-def _as_json(
-    value: BaseModel | Sequence[BaseModel] | Mapping[str, object], indent: int | None = None
-) -> str:
+def _as_json(value: object, indent: int | None = None) -> str:
     """Return JSON safe for a terminal: JSON escapes C0 itself, but neither DEL nor C1."""
-    text = json.dumps(_plain(value), ensure_ascii=False, indent=indent)
+    text = json.dumps(to_jsonable_python(value), ensure_ascii=False, indent=indent)
     return _UNESCAPED_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def _plain(value: BaseModel | Sequence[BaseModel] | Mapping[str, object]) -> object:
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    if isinstance(value, Mapping):
-        return dict(value)
-    return [item.model_dump(mode="json") for item in value]

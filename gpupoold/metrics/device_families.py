@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from gpupoold.control.accounting.meters import MOVED_KINDS, STAGES, SWITCH_KINDS
+from gpupoold.control.accounting.meters import MOVED_KINDS, WEIGHTS_SOURCES
 from gpupoold.control.workers.worker import Worker
-from gpupoold.domain import Role
+from gpupoold.domain import SWITCH_STAGES, Role
 from gpupoold.metrics.families import Family, counter, gauge, histogram
 from gpupoold.metrics.scrape import Scrape, memories
 from gpupoold.wire.messages import WorkerReady, WorkerStatus
@@ -205,7 +205,7 @@ def _switches(scrape: Scrape) -> Iterator[Family]:
         (
             ((number, kind), meter.switches[kind])
             for number, _, meter in scrape.devices()
-            for kind in SWITCH_KINDS
+            for kind in WEIGHTS_SOURCES
         ),
     )
     yield counter(
@@ -215,7 +215,7 @@ def _switches(scrape: Scrape) -> Iterator[Family]:
         (
             ((number, stage), meter.stage_seconds[stage])
             for number, _, meter in scrape.devices()
-            for stage in STAGES
+            for stage in SWITCH_STAGES
         ),
     )
     yield counter(

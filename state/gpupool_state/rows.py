@@ -6,7 +6,7 @@ import sqlite3
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from gpupoold.domain import DeviceId, FinishReason, ModelName
+from gpupoold.domain import DeviceId, FinishReason, ModelName, Switch
 
 EventLevel = Literal["info", "warning", "error"]
 Value = str | int | float | None
@@ -36,24 +36,6 @@ class RequestRow:
     total_s: float
     error: str = ""
     api_key: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SwitchRow:
-    """A switch to ``model`` on ``worker``; ``at`` is wall-clock seconds, stages are durations."""
-
-    at: float
-    device: DeviceId
-    model: ModelName
-    previous: ModelName | None
-    total_s: float
-    evict_s: float
-    map_s: float
-    weights_s: float
-    kv_s: float
-    weight_bytes: int
-    kv_in_bytes: int
-    kv_out_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +78,7 @@ class MinuteRow:
     tbt: str = "[0.0]"
 
 
-Row = RequestRow | SwitchRow | EventRow | MinuteRow
+Row = RequestRow | Switch | EventRow | MinuteRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +110,7 @@ def _columns(row_type: type[Row]) -> tuple[str, ...]:
 
 
 REQUESTS = HistoryTable("requests", _columns(RequestRow))
-SWITCHES = HistoryTable("switches", _columns(SwitchRow))
+SWITCHES = HistoryTable("switches", _columns(Switch))
 EVENTS = HistoryTable("events", _columns(EventRow))
 MINUTES = HistoryTable("slo_minutes", _columns(MinuteRow))
 TABLES = (REQUESTS, SWITCHES, EVENTS, MINUTES)
@@ -153,9 +135,9 @@ def request_row(row: sqlite3.Row) -> RequestRow:
     return RequestRow(**values | {"finish_reason": FinishReason(row["finish_reason"])})
 
 
-def switch_row(row: sqlite3.Row) -> SwitchRow:
+def switch_row(row: sqlite3.Row) -> Switch:
     """Return a row of ``switches`` as recorded."""
-    return SwitchRow(**{column: row[column] for column in SWITCHES.columns})
+    return Switch(**{column: row[column] for column in SWITCHES.columns})
 
 
 def minute_row(row: sqlite3.Row) -> MinuteRow:

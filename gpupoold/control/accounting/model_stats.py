@@ -11,9 +11,8 @@ from operator import add, attrgetter, itemgetter
 from typing import NamedTuple, Self
 
 from gpupoold.control.live_requests import LiveRequest
-from gpupoold.domain import FinishReason
+from gpupoold.domain import SWITCH_STAGES, FinishReason, Switch
 from gpupoold.stats.histogram import Histogram
-from gpupoold.wire.messages import SwitchRecord
 
 NUM_MINUTES = 60
 _NUM_SECONDS = 60
@@ -241,11 +240,11 @@ class SwitchStats:
     count: int = 0
     moved_bytes: int = 0
     seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("total", "evict", "map", "weights", "kv"), 0.0)
+        default_factory=lambda: dict.fromkeys(("total", *SWITCH_STAGES), 0.0)
     )
 
-    def add(self, switch: SwitchRecord) -> None:
+    def add(self, switch: Switch) -> None:
         self.count += 1
-        self.moved_bytes += switch.weight_bytes + switch.kv_in_bytes + switch.kv_out_bytes
+        self.moved_bytes += switch.moved_bytes
         for stage in self.seconds:
             self.seconds[stage] += getattr(switch, f"{stage}_s")

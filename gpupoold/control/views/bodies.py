@@ -11,13 +11,12 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from gpupool_state import EventRow, RequestRow, SwitchRow
+from gpupool_state import EventRow, RequestRow
 from gpupoold.api.schemas import (
     DeviceInfo,
     EventInfo,
     FrontendInfo,
     RequestRecord,
-    SwitchInfo,
 )
 from gpupoold.control.accounting.model_stats import ModelStats
 from gpupoold.control.frontends.frontend import Frontend
@@ -48,11 +47,6 @@ def frontends(found: Iterable[Frontend], live: LiveRequests) -> list[FrontendInf
         )
         for one in found
     ]
-
-
-def switch_info(row: SwitchRow) -> SwitchInfo:
-    """A switch from the history."""
-    return SwitchInfo(**{name: getattr(row, name) for name in SwitchInfo.model_fields})
 
 
 def request_record(row: RequestRow) -> RequestRecord:

@@ -35,13 +35,13 @@ from gpupoold.api.schemas import (
     SetCachedRequest,
     SetDeviceRequest,
     SetModelRequest,
-    SwitchInfo,
 )
 from gpupoold.api.schemas_config import (
     ChangeInfo,
 )
 from gpupoold.api.schemas_explain import SpanInfo, Why
 from gpupoold.api.schemas_top import TurnInfo
+from gpupoold.domain import Switch
 from gpupoold.errors import (
     GpupoolError,
     NoSuchModel,
@@ -114,7 +114,7 @@ class FakeDaemon:
         self.cached: dict[str, dict[str, Any]] = {}
         self.events: list[EventInfo] = []
         self.log_lines: list[str] = ["one", "two", "three"]
-        self.switches: list[SwitchInfo] = []
+        self.switches: list[Switch] = []
         self.history: list[RequestRecord] = []
         self.spans: list[SpanInfo] = []
         self.whys: dict[str, Why] = {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from gpupoold.control.accounting.meters import DeviceMeter, Meters
@@ -10,8 +12,8 @@ from gpupoold.wire import messages as m
 from tests.unit.wire.samples import SWITCH
 
 
-def switch(**changes: object) -> m.SwitchRecord:
-    return msgspec.structs.replace(SWITCH, **changes)
+def switch(**changes: Any) -> m.SwitchRecord:
+    return replace(SWITCH, **changes)
 
 
 def ended(model: str, began_s: float | None = 1.0, turn_id: int = 1) -> m.TurnReport:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Literal, NewType
 
@@ -140,3 +140,43 @@ class Switch:
     def moved_bytes(self) -> int:
         """Bytes that moved in the switch itself, in and out."""
         return self.weight_bytes + self.kv_in_bytes + self.kv_out_bytes
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """Counts of one model's requests in a span of time.
+
+    Requests count at their arrival, outcomes at the end, tokens when sent. ``refused`` requests are
+    not part of ``requests``; ``dropped`` requests ended before their first token, which would have
+    been late, and are part of ``failed``.
+    """
+
+    requests: int = 0
+    completed: int = 0
+    aborted: int = 0
+    failed: int = 0
+    refused: int = 0
+    dropped: int = 0
+    tokens: int = 0
+    tokens_in_time: int = 0
+
+
+@dataclass(slots=True)
+class Lateness:
+    """Seconds of lateness that answers gained, by cause.
+
+    ``loading``: restoring the model's snapshot. ``queueing``: waiting for a turn. ``switching``:
+    bringing the model in. ``computing``: the model's own steps.
+    """
+
+    loading_s: float = 0.0
+    queueing_s: float = 0.0
+    switching_s: float = 0.0
+    computing_s: float = 0.0
+
+    def by_cause(self) -> dict[str, float]:
+        """Return the seconds by the name of the cause."""
+        return {one.name.removesuffix("_s"): getattr(self, one.name) for one in fields(self)}
+
+
+COUNT_NAMES = tuple(one.name for one in fields(RequestCounts))

@@ -148,14 +148,6 @@ def switches(
 
 def _span_row(span: SpanInfo) -> list[str]:
     attainment = span.attainment
-    late = span.lateness
-    causes = {
-        "loading": late.loading_s,
-        "queueing": late.queueing_s,
-        "switching": late.switching_s,
-        "computing": late.computing_s,
-    }
-    shown = [f"{cause} {format_duration(late_s)}" for cause, late_s in causes.items() if late_s]
     return [
         output.time_text(span.at),
         format_duration(span.span_s),
@@ -168,7 +160,7 @@ def _span_row(span: SpanInfo) -> list[str]:
         duration_text(span.ttft_p99_s),
         duration_text(span.tbt_p50_s),
         duration_text(span.tbt_p99_s),
-        ", ".join(shown) or output.NOTHING,
+        output.lateness_text(span.lateness) or output.NOTHING,
     ]
 
 

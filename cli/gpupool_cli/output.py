@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gpupoold.domain import Lateness
 from gpupoold.printable import clean, without_controls
 from gpupoold.units import format_bytes, format_duration
 
@@ -126,6 +127,12 @@ def size_text(num_bytes: int) -> str:
 def duration_text(seconds: float | None) -> str:
     """Return a duration, or a dash for none."""
     return NOTHING if seconds is None else format_duration(seconds)
+
+
+def lateness_text(lateness: Lateness) -> str:
+    """Return the causes with their seconds, an empty text without lateness."""
+    causes = lateness.by_cause().items()
+    return ", ".join(f"{cause} {format_duration(late_s)}" for cause, late_s in causes if late_s)
 
 
 def time_text(timestamp_s: float) -> str:

@@ -44,10 +44,10 @@ class Bench:
 
 def parts(counts: Counts) -> list[float]:
     return [
-        counts.late_by_loading_s,
-        counts.late_by_queueing_s,
-        counts.late_by_switching_s,
-        counts.late_by_computing_s,
+        counts.lateness.loading_s,
+        counts.lateness.queueing_s,
+        counts.lateness.switching_s,
+        counts.lateness.computing_s,
     ]
 
 

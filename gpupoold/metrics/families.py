@@ -6,8 +6,9 @@ Gathering is quick; the conversion takes ten times as long and can run in anothe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -18,6 +19,7 @@ from prometheus_client.core import (
 
 from gpupoold.stats.histogram import LATENCY_BOUNDS_S, Histogram
 
+T = TypeVar("T")
 # The values of a sample's labels, and its value; None: there is no such sample.
 Row = tuple[Sequence[str], float | None]
 
@@ -69,6 +71,23 @@ def gauge(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> F
 def counter(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Family:
     """Return a counter; ``name`` lacks ``_total``."""
     return Numbers(CounterMetricFamily, name, text, labels, list(rows))
+
+
+def one_each(
+    make: Callable[[str, str, Sequence[str], Iterable[Row]], Family],
+    label: str,
+    items: Iterable[tuple[str, T]],
+) -> Callable[[str, str, Callable[[T], float | None]], Family]:
+    """Return a function that makes families of one sample per item; ``label`` has the item's key.
+
+    The function takes a name, a text and the value of an item.
+    """
+    known = list(items)
+
+    def family(name: str, text: str, value: Callable[[T], float | None]) -> Family:
+        return make(name, text, (label,), (((key,), value(one)) for key, one in known))
+
+    return family
 
 
 def renamed(family: Family, name: str) -> Iterator[Family]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from gpupoold.control.requests.admission import REFUSAL_REASONS
 from gpupoold.domain import FinishReason, ModelState
-from gpupoold.metrics.families import Family, counter, gauge, histogram, renamed
+from gpupoold.metrics.families import Family, counter, gauge, histogram, one_each, renamed
 from gpupoold.metrics.scrape import Scrape, memories
 
 _MODEL = ("model",)
@@ -22,12 +22,9 @@ def model_families(scrape: Scrape) -> Iterator[Family]:
 
 
 def _requests(scrape: Scrape) -> Iterator[Family]:
-    yield counter(
-        "requests",
-        "Requests that were taken.",
-        _MODEL,
-        (((name,), one.requests) for name, one in scrape.counts.items()),
-    )
+    of_counts = one_each(counter, "model", scrape.counts.items())
+    of_meters = one_each(counter, "model", scrape.models())
+    yield of_counts("requests", "Requests that were taken.", lambda one: one.requests)
     yield counter(
         "requests_finished",
         "Requests that were taken and have ended, by why.",
@@ -48,38 +45,35 @@ def _requests(scrape: Scrape) -> Iterator[Family]:
             for reason in REFUSAL_REASONS
         ),
     )
-    yield counter(
+    yield of_counts(
         "requests_dropped",
         "Requests that were taken and ended before they began, too late for their first token.",
-        _MODEL,
-        (((name,), one.dropped) for name, one in scrape.counts.items()),
+        lambda one: one.dropped,
     )
-    yield counter(
+    yield of_meters(
         "requests_resumed",
         "Times a request lost its worker and went on elsewhere, or there when it was back.",
-        _MODEL,
-        (((name,), one.resumed) for name, one in scrape.models()),
+        lambda one: one.resumed,
     )
 
 
 def _tokens(scrape: Scrape) -> Iterator[Family]:
-    yield counter(
+    of_counts = one_each(counter, "model", scrape.counts.items())
+    of_meters = one_each(counter, "model", scrape.models())
+    yield of_meters(
         "prompt_tokens",
         "Tokens of the prompts of requests that were taken.",
-        _MODEL,
-        (((name,), one.prompt_tokens) for name, one in scrape.models()),
+        lambda one: one.prompt_tokens,
     )
-    yield counter(
+    yield of_counts(
         "output_tokens_in_time",
         "Tokens that went out by their deadlines, which are fixed when a request arrives.",
-        _MODEL,
-        (((name,), one.tokens_in_time) for name, one in scrape.counts.items()),
+        lambda one: one.tokens_in_time,
     )
-    yield counter(
+    yield of_counts(
         "output_tokens",
         "Tokens that went out.",
-        _MODEL,
-        (((name,), one.tokens) for name, one in scrape.counts.items()),
+        lambda one: one.tokens,
     )
     yield gauge(
         "attainment_ratio",
@@ -114,17 +108,16 @@ def _now(scrape: Scrape) -> Iterator[Family]:
         ("model", "state"),
         (((name, one.value), states[name] is one) for name in scrape.rows for one in ModelState),
     )
-    yield gauge(
+    of_rows = one_each(gauge, "model", scrape.rows.items())
+    yield of_rows(
         "target_time_to_first_token_seconds",
         "What the model's users were promised.",
-        _MODEL,
-        (((name,), row.spec.targets.ttft_s) for name, row in scrape.rows.items()),
+        lambda row: row.spec.targets.ttft_s,
     )
-    yield gauge(
+    yield of_rows(
         "target_time_between_tokens_seconds",
         "What the model's users were promised.",
-        _MODEL,
-        (((name,), row.spec.targets.tbt_s) for name, row in scrape.rows.items()),
+        lambda row: row.spec.targets.tbt_s,
     )
     yield gauge(
         "live_requests",
@@ -160,28 +153,25 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
             for kind in ("weights", "kv", "kv_host", "snapshot_host")
         ),
     )
-    yield counter(
+    of_meters = one_each(counter, "model", scrape.models())
+    yield of_meters(
         "model_cache_hits",
         "Requests whose model's snapshot was in host memory when they came, or was not needed.",
-        _MODEL,
-        (((name,), one.cache_hits) for name, one in scrape.models()),
+        lambda one: one.cache_hits,
     )
-    yield counter(
+    yield of_meters(
         "model_cache_misses",
         "Requests that waited until their model's snapshot was in host memory.",
-        _MODEL,
-        (((name,), one.cache_misses) for name, one in scrape.models()),
+        lambda one: one.cache_misses,
     )
-    yield counter(
+    yield of_meters(
         "model_quarantines",
         "Times the model was put into quarantine, having ended its workers again and again.",
-        _MODEL,
-        (((name,), one.quarantines) for name, one in scrape.models()),
+        lambda one: one.quarantines,
     )
-    failures = counter(
+    failures = of_meters(
         "model_self_check_failures",
         "Times the model answered the self-check's prompt wrongly and was loaded anew.",
-        _MODEL,
-        (((name,), one.self_check_failures) for name, one in scrape.models()),
+        lambda one: one.self_check_failures,
     )
     yield from renamed(failures, "model_canary_failures")

@@ -1,4 +1,4 @@
-"""No test patches a clock: what needs the time takes a clock, or the time, as an argument."""
+"""No test patches a clock: code that depends on the time takes a clock as an argument."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATCHES = frozenset({"setattr", "setitem", "patch", "object", "dict", "multiple"
 
 
 def patched_clocks(source: str) -> Iterator[int]:
-    """Lines that put something in the place of a clock, or of the module with the clocks."""
+    """Yield the lines that replace a clock, or the module of the clocks."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and _name(node.func) in PATCHES:
             targets = [*node.args[:2], *(one.value for one in node.keywords)]
@@ -34,7 +34,7 @@ def _name(function: ast.expr) -> str:
 
 
 def _is_clock(target: ast.expr) -> bool:
-    """Whether a name, a module or a text such as ``a.b.time`` or ``time.sleep`` is a clock's."""
+    """Return whether a name, a module or a text such as ``a.b.time`` refers to a clock."""
     if isinstance(target, ast.Constant):
         parts = str(target.value).split(".")
     else:

@@ -32,6 +32,7 @@ class PooledScheduler(Scheduler):
     others, see ``take_turns``; ``name`` is the model's name for the activity page. ``chunk_tokens``
     limits the next step, if set. While ``is_held`` no step is made. ``num_updates`` counts steps
     with known tokens, and ``was_decode`` tells whether the last step only decoded.
+    ``clock`` returns seconds.
     """
 
     running: list[Request]

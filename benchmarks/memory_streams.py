@@ -22,7 +22,8 @@ from openai import AsyncOpenAI
 from benchmarks.load import token_ids_of
 from gpupool_cli.bench.rig import device_config, make_checkpoints, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.api.schemas import BenchMemoryRequest, SwitchInfo
+from gpupoold.api.schemas import BenchMemoryRequest
+from gpupoold.domain import Switch
 
 ARCHITECTURES = ("llama", "mixtral", "qwen2", "qwen3")
 MODEL_BYTES = 10_000_000
@@ -94,7 +95,7 @@ def num_differing(alone: list[int], together: list[int]) -> int:
 
 def summary(
     answers: Answers,
-    switches: Iterable[SwitchInfo],
+    switches: Iterable[Switch],
     leftovers: Sequence[Mapping[str, int]],
     seconds: float,
 ) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def summary(
     of the last third of the rounds and of the first. One arena, which an allocator takes once
     in a while, is not a leak; a second would be.
     """
-    moved = [switch for switch in switches if _num_bytes(switch)]
+    moved = [switch for switch in switches if switch.moved_bytes]
     gained = {
         name: (heap_gained if name == "anon_bytes" else _gained)([one[name] for one in leftovers])
         for name in HOST_MEMORY
@@ -116,7 +117,7 @@ def summary(
     return {
         "switches": len(moved),
         "switches_with_kv": sum(bool(s.kv_in_bytes or s.kv_out_bytes) for s in moved),
-        "bytes_moved": sum(map(_num_bytes, moved)),
+        "bytes_moved": sum(switch.moved_bytes for switch in moved),
         "rounds": len(leftovers),
         "answers": len(answers.together),
         "tokens": sum(len(tokens) for _, tokens in answers.together),
@@ -176,7 +177,7 @@ async def stream_keys(
             _leftovers(daemon)
         num_before = len(_switches(daemon))
         started_s = time.monotonic()
-        switches: list[SwitchInfo] = []
+        switches: list[Switch] = []
         leftovers: list[dict[str, int]] = []
         while not leftovers or (
             _num_migrated(switches) < num_switches and time.monotonic() < ends_s
@@ -188,8 +189,8 @@ async def stream_keys(
     return summary(answers, switches, leftovers, seconds)
 
 
-def _num_migrated(switches: Iterable[SwitchInfo]) -> int:
-    return sum(map(bool, map(_num_bytes, switches)))
+def _num_migrated(switches: Iterable[Switch]) -> int:
+    return sum(bool(switch.moved_bytes) for switch in switches)
 
 
 async def _round(client: AsyncOpenAI, keys: Sequence[Key], answers: Answers) -> None:
@@ -210,7 +211,7 @@ def _prompt(index: int) -> list[int]:
     return [rng.randrange(300, 1900) for _ in range(20 + 35 * index)]
 
 
-def _switches(daemon: PrivateDaemon) -> list[SwitchInfo]:
+def _switches(daemon: PrivateDaemon) -> list[Switch]:
     """All switches so far, the last one first."""
     with daemon.client() as client:
         return client.switches(_HISTORY_ROWS)
@@ -219,7 +220,3 @@ def _switches(daemon: PrivateDaemon) -> list[SwitchInfo]:
 def _leftovers(daemon: PrivateDaemon) -> dict[str, int]:
     with daemon.client() as client:
         return client.bench_memory(BenchMemoryRequest(part="leftovers"))
-
-
-def _num_bytes(switch: SwitchInfo) -> int:
-    return switch.weight_bytes + switch.kv_in_bytes + switch.kv_out_bytes

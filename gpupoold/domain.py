@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import NewType
+from typing import Literal, NewType
 
 ModelName = NewType("ModelName", str)
 DeviceId = NewType("DeviceId", int)
@@ -97,3 +97,85 @@ class ModelSpec:
     max_model_len: int | None = None
     targets: Targets = field(default_factory=Targets)
     aliases: tuple[str, ...] = ()
+
+
+SWITCH_STAGES = ("evict", "map", "weights", "kv")
+
+WarmSource = Literal["resident", "prefetched", "host_cached"]
+"""Place of a model's weights at the start of a switch, if not on disk only.
+
+On the device, copied to the device during the previous turn, or (some of them) in host memory.
+"""
+
+WeightsSource = Literal[WarmSource, "cold"]
+"""Place of a model's weights before a switch; ``cold`` weights were read from disk just before."""
+
+LargestTransfer = Literal["none", "pages", "kv", "weights"]
+"""The largest transfer of a switch; ``pages`` are mappings without copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """A switch of ``device`` from model ``previous`` to ``model``, with stages and moved bytes.
+
+    ``at`` is the start in wall-clock seconds. ``weight_bytes`` does not contain weights that were
+    prefetched.
+    """
+
+    at: float
+    device: int
+    model: str
+    previous: str | None
+    total_s: float = 0.0
+    evict_s: float = 0.0
+    map_s: float = 0.0
+    weights_s: float = 0.0
+    kv_s: float = 0.0
+    weight_bytes: int = 0
+    kv_in_bytes: int = 0
+    kv_out_bytes: int = 0
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that moved in the switch itself, in and out."""
+        return self.weight_bytes + self.kv_in_bytes + self.kv_out_bytes
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """Counts of one model's requests in a span of time.
+
+    Requests count at their arrival, outcomes at the end, tokens when sent. ``refused`` requests are
+    not part of ``requests``; ``dropped`` requests ended before their first token, which would have
+    been late, and are part of ``failed``.
+    """
+
+    requests: int = 0
+    completed: int = 0
+    aborted: int = 0
+    failed: int = 0
+    refused: int = 0
+    dropped: int = 0
+    tokens: int = 0
+    tokens_in_time: int = 0
+
+
+@dataclass(slots=True)
+class Lateness:
+    """Seconds of lateness that answers gained, by cause.
+
+    ``loading``: restoring the model's snapshot. ``queueing``: waiting for a turn. ``switching``:
+    bringing the model in. ``computing``: the model's own steps.
+    """
+
+    loading_s: float = 0.0
+    queueing_s: float = 0.0
+    switching_s: float = 0.0
+    computing_s: float = 0.0
+
+    def by_cause(self) -> dict[str, float]:
+        """Return the seconds by the name of the cause."""
+        return {one.name.removesuffix("_s"): getattr(self, one.name) for one in fields(self)}
+
+
+COUNT_NAMES = tuple(one.name for one in fields(RequestCounts))

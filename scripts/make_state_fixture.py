@@ -21,10 +21,12 @@ from gpupool_state.migrations import MIGRATIONS
 from gpupoold.domain import (
     DeviceId,
     FinishReason,
+    Lateness,
     ModelName,
     ModelSpec,
     ModelState,
     Priority,
+    Switch,
     Targets,
 )
 
@@ -96,13 +98,20 @@ def _add_history(history: state.History) -> None:
             )
         )
         stages_s = (0.6, 0.1, 0.1, 0.3, 0.1)
-        history.record_switch(state.SwitchRow(at, where, model, None, *stages_s, 1 << 34, 1, 2))
+        history.record_switch(Switch(at, where, model, None, *stages_s, 1 << 34, 1, 2))
         history.record_event("info", "kind", model, f"message {number}")
         late_s = (0.0, 1.5, 0.25, 0.0)
-        texts = ("[0.5, [118, 1]]", "[0.09, [64, 9]]")
+        ttft, tbt = ("[0.5, [118, 1]]", "[0.09, [64, 9]]")
         minute_at = int(_AT) // 60 * 60 + 60 * number
         history.record_minute(
-            state.MinuteRow(minute_at, model, 1, 1, 0, 0, 0, 0, 10, 9, *late_s, *texts)
+            state.MinuteRow(
+                *(1, 1, 0, 0, 0, 0, 10, 9),
+                minute_at=minute_at,
+                model=model,
+                lateness=Lateness(*late_s),
+                ttft=ttft,
+                tbt=tbt,
+            )
         )
 
 

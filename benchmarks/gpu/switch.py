@@ -12,13 +12,14 @@ from typing import Any
 from benchmarks.gpu import figures
 from benchmarks.gpu.rig import Setting, add_timed, shape_main
 from gpupoold.api.client import AdminClient
-from gpupoold.api.schemas import BenchMemoryRequest, BenchSwitchRequest, SwitchMode
+from gpupoold.api.schemas import BenchMemoryRequest, BenchSwitchRequest
+from gpupoold.domain import WarmSource
 
 _ROUNDS = 5
 _KV_ROUNDS = 10
 _KV_BYTES = 256 << 20
 _DRY_KV_BYTES = 1 << 20
-_MODES: tuple[SwitchMode, ...] = ("host_cached", "prefetched", "resident")
+_MODES: tuple[WarmSource, ...] = ("host_cached", "prefetched", "resident")
 # Of both models' KV: it grows by some tokens a round, and plain copies are made beside it.
 _KV_FACTOR = 8
 

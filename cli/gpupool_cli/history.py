@@ -10,8 +10,9 @@ from gpupool_cli import output
 from gpupool_cli.options import JsonOption, complete_model_name, duration_s
 from gpupool_cli.output import Column, duration_text, size_text
 from gpupool_cli.session import open_client
-from gpupoold.api.schemas import RequestRecord, SwitchInfo
+from gpupoold.api.schemas import RequestRecord
 from gpupoold.api.schemas_explain import SpanInfo
+from gpupoold.domain import SWITCH_STAGES, Switch
 from gpupoold.units import format_duration
 
 _HOUR_S = 3600.0
@@ -147,14 +148,6 @@ def switches(
 
 def _span_row(span: SpanInfo) -> list[str]:
     attainment = span.attainment
-    late = span.lateness
-    causes = {
-        "loading": late.loading_s,
-        "queueing": late.queueing_s,
-        "switching": late.switching_s,
-        "computing": late.computing_s,
-    }
-    shown = [f"{cause} {format_duration(late_s)}" for cause, late_s in causes.items() if late_s]
     return [
         output.time_text(span.at),
         format_duration(span.span_s),
@@ -167,7 +160,7 @@ def _span_row(span: SpanInfo) -> list[str]:
         duration_text(span.ttft_p99_s),
         duration_text(span.tbt_p50_s),
         duration_text(span.tbt_p99_s),
-        ", ".join(shown) or output.NOTHING,
+        output.lateness_text(span.lateness) or output.NOTHING,
     ]
 
 
@@ -186,13 +179,12 @@ def _request_row(request: RequestRecord) -> list[str]:
     ]
 
 
-def _switch_row(switch: SwitchInfo) -> list[str]:
-    stages = (switch.total_s, switch.evict_s, switch.map_s, switch.weights_s, switch.kv_s)
+def _switch_row(switch: Switch) -> list[str]:
     return [
         output.time_text(switch.at),
         str(switch.device),
         switch.model,
         switch.previous or output.NOTHING,
-        *map(format_duration, stages),
-        size_text(switch.weight_bytes + switch.kv_in_bytes + switch.kv_out_bytes),
+        *(format_duration(getattr(switch, f"{one}_s")) for one in ("total", *SWITCH_STAGES)),
+        size_text(switch.moved_bytes),
     ]

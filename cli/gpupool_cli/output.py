@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gpupoold.domain import Lateness
 from gpupoold.printable import clean, without_controls
 from gpupoold.units import format_bytes, format_duration
 
@@ -60,11 +61,12 @@ def print_piece(text: str) -> None:
     print(without_controls(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
-def print_json(value: BaseModel | Sequence[BaseModel] | Mapping[str, object]) -> None:
+def print_json(value: object) -> None:
+    """Print a body of the admin API, a list of bodies or a mapping."""
     print(_as_json(value, indent=2))
 
 
-def print_json_line(value: BaseModel) -> None:
+def print_json_line(value: object) -> None:
     """Print and flush one line of an NDJSON stream."""
     print(_as_json(value), flush=True)
 
@@ -127,6 +129,12 @@ def duration_text(seconds: float | None) -> str:
     return NOTHING if seconds is None else format_duration(seconds)
 
 
+def lateness_text(lateness: Lateness) -> str:
+    """Return the causes with their seconds, an empty text without lateness."""
+    causes = lateness.by_cause().items()
+    return ", ".join(f"{cause} {format_duration(late_s)}" for cause, late_s in causes if late_s)
+
+
 def time_text(timestamp_s: float) -> str:
     """A moment (seconds since the epoch) in local time."""
     return datetime.fromtimestamp(timestamp_s).astimezone().strftime("%Y-%m-%d %H:%M:%S")
@@ -140,17 +148,7 @@ def _cell(column: Column, text: str) -> Text:
     return Text(text, style=_STYLES.get(text, "") if column.coloured else "")
 
 
-def _as_json(
-    value: BaseModel | Sequence[BaseModel] | Mapping[str, object], indent: int | None = None
-) -> str:
+def _as_json(value: object, indent: int | None = None) -> str:
     """Return JSON safe for a terminal: JSON escapes C0 itself, but neither DEL nor C1."""
-    text = json.dumps(_plain(value), ensure_ascii=False, indent=indent)
+    text = json.dumps(to_jsonable_python(value), ensure_ascii=False, indent=indent)
     return _UNESCAPED_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def _plain(value: BaseModel | Sequence[BaseModel] | Mapping[str, object]) -> object:
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    if isinstance(value, Mapping):
-        return dict(value)
-    return [item.model_dump(mode="json") for item in value]

@@ -13,7 +13,6 @@ from gpupool_cli.session import open_client
 from gpupoold.api.schemas_explain import (
     DeviceTurns,
     FinishedWhy,
-    LatenessInfo,
     ModelOnDevice,
     ModelWhy,
     RequestWhy,
@@ -120,7 +119,7 @@ def _show_model(model: ModelWhy) -> None:
         "last hour": f"{_percent(hour.attainment)} of {hour.tokens} tokens in time",
         "": f"TTFT p50 {duration_text(hour.ttft_p50_s)}, p99 {duration_text(hour.ttft_p99_s)}; "
         f"TBT p50 {duration_text(hour.tbt_p50_s)}, p99 {duration_text(hour.tbt_p99_s)}",
-        "lateness": _lateness(hour.lateness),
+        "lateness": output.lateness_text(hour.lateness) or "none",
         "weights": _weights(model),
         "new request": "first token expected "
         + (
@@ -142,17 +141,6 @@ def _show_model(model: ModelWhy) -> None:
 
 def _percent(share: float | None) -> str:
     return output.NOTHING if share is None else f"{100 * share:.1f} %"
-
-
-def _lateness(late: LatenessInfo) -> str:
-    seconds = {
-        "loading": late.loading_s,
-        "queueing": late.queueing_s,
-        "switching": late.switching_s,
-        "computing": late.computing_s,
-    }
-    shown = [f"{cause} {format_duration(num_s)}" for cause, num_s in seconds.items() if num_s]
-    return ", ".join(shown) or "none"
 
 
 def _weights(model: ModelWhy) -> str:

@@ -8,11 +8,12 @@ from typing import Annotated, Literal
 
 from fastapi import FastAPI, Query
 
-from gpupoold.api.schemas import RequestRecord, SwitchInfo
+from gpupoold.api.schemas import RequestRecord
 from gpupoold.api.schemas_explain import SpanInfo, Why
 from gpupoold.control.control_plane import Pool
 from gpupoold.control.views import bodies as views
 from gpupoold.control.views.spans import Spans, span_s
+from gpupoold.domain import Switch
 from gpupoold.errors import Failed
 
 Since = Annotated[float, Query(gt=0, le=10 * 365 * 86400)]
@@ -47,16 +48,15 @@ def add_explain_routes(app: FastAPI, pool: Pool) -> None:
         device: Annotated[int | None, Query(ge=0)] = None,
         since_s: Since | None = None,
         order: Literal["latest", "slowest"] = "latest",
-    ) -> list[SwitchInfo]:
+    ) -> list[Switch]:
         await pool.history.flush()
-        rows = await pool.history.recent_switches(
+        return await pool.history.recent_switches(
             limit,
             model=await _name(pool, model),
             device=device,
             since=None if since_s is None else time.time() - since_s,
             order=order,
         )
-        return [views.switch_info(row) for row in rows]
 
 
 async def _name(pool: Pool, name: str | None) -> str | None:

@@ -72,7 +72,7 @@ def _tell(turn: TurnRecord, offset_s: float) -> msgspec.Raw:
         "began_at": turn.began_s + offset_s,
         "seconds": turn.seconds,
         "num_tokens": turn.num_tokens,
-        "switch_kind": turn.switch_kind,
+        "switch_kind": turn.largest_transfer,
         "switch_s": turn.switch.total_s if turn.switch is not None else 0.0,
         "did_run": turn.did_run,
     }

@@ -35,10 +35,10 @@ from gpupoold.api.schemas import (
     SetDeviceRequest,
     SetModelRequest,
     Status,
-    SwitchInfo,
 )
 from gpupoold.api.schemas_config import ConfigInfo, DiffInfo, DiffRequest, ReloadInfo
 from gpupoold.api.schemas_explain import SpanInfo, Why
+from gpupoold.domain import Switch
 from gpupoold.errors import (
     Failed,
 )
@@ -47,7 +47,7 @@ RemoveMode = Literal["refuse", "drain", "force"]
 SwitchOrder = Literal["latest", "slowest"]
 
 _MODELS = TypeAdapter(list[ModelInfo])
-_SWITCHES = TypeAdapter(list[SwitchInfo])
+_SWITCHES = TypeAdapter(list[Switch])
 _SPANS = TypeAdapter(list[SpanInfo])
 _RECORDS = TypeAdapter(list[RequestRecord])
 _WHY = TypeAdapter(Why)
@@ -234,7 +234,7 @@ class AdminClient(KeyCalls, TopCalls):
         device: int | None = None,
         since_s: float | None = None,
         order: SwitchOrder = "latest",
-    ) -> list[SwitchInfo]:
+    ) -> list[Switch]:
         """Return the latest or slowest ``limit`` switches, filtered by model, device and age."""
         query = given(limit=limit, model=model, device=device, since_s=since_s, order=order)
         return self._call(_SWITCHES, "GET", "/switches", query=query)

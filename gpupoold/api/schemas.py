@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S
+from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S, WarmSource
 from gpupoold.latency.stored import StoredLatency
 
 RoleName = Literal["auto", "prefill", "decode", "mixed"]
@@ -207,23 +207,6 @@ class RequestRecord(Body):
     api_key: str | None = None
 
 
-class SwitchInfo(Body):
-    """A switch from the history; seconds per stage."""
-
-    at: float
-    device: int
-    model: str
-    previous: str | None
-    total_s: float
-    evict_s: float
-    map_s: float
-    weights_s: float
-    kv_s: float
-    weight_bytes: int
-    kv_in_bytes: int
-    kv_out_bytes: int
-
-
 class EventInfo(Body):
     """Something worth telling the operator."""
 
@@ -314,9 +297,6 @@ class SetCachedRequest(Body):
     is_pinned: bool
 
 
-SwitchMode = Literal["resident", "prefetched", "host_cached"]
-
-
 class BenchSwitchRequest(Body):
     """Body of ``POST /bench/switch``: alternate between two loaded models on an idle worker.
 
@@ -325,7 +305,7 @@ class BenchSwitchRequest(Body):
 
     models: tuple[str, str]
     rounds: int = Field(default=20, gt=0, le=10_000)
-    modes: tuple[SwitchMode, ...] = Field(default=("host_cached",), min_length=1)
+    modes: tuple[WarmSource, ...] = Field(default=("host_cached",), min_length=1)
     kv_bytes: int = Field(default=0, ge=0)
 
 

@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from gpupoold.api.schemas import Body, EventInfo, RequestRecord
+from gpupoold.domain import Lateness, RequestCounts
 
 
-class LatenessInfo(Body):
-    """Seconds of lateness that answers gained, by cause.
-
-    ``loading``: restoring the model's snapshot. ``queueing``: waiting for a turn. ``switching``:
-    bringing the model in. ``computing``: the model's own steps.
-    """
-
-    loading_s: float
-    queueing_s: float
-    switching_s: float
-    computing_s: float
-
-
-class SpanInfo(Body):
-    """Counts of requests in a span of time that begins ``at`` (wall-clock seconds).
-
-    ``refused`` requests are not part of ``requests``; ``dropped`` requests ended before their first
-    token, which would have been late, and are part of ``failed``.
-    """
+@dataclass
+class _TimeSpan:
+    """A span of ``span_s`` seconds that begins ``at`` (wall-clock seconds)."""
 
     at: float
     span_s: float
-    requests: int
-    completed: int
-    aborted: int
-    failed: int
-    refused: int
-    dropped: int
-    tokens: int
-    tokens_in_time: int
+
+
+@dataclass(kw_only=True)
+class SpanInfo(RequestCounts, _TimeSpan):  # the body has the fields of _TimeSpan first
+    """Counts of requests in a span of time, with the causes of lateness."""
+
     attainment: float | None
     ttft_p50_s: float | None
     ttft_p99_s: float | None
     tbt_p50_s: float | None
     tbt_p99_s: float | None
-    lateness: LatenessInfo
+    lateness: Lateness
 
 
 class WaitingTurn(Body):

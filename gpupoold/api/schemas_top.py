@@ -12,9 +12,9 @@ from gpupoold.api.schemas import (
     RequestInfo,
     Status,
 )
+from gpupoold.domain import LargestTransfer
 
 UnloadMode = Literal["refuse", "drain", "force"]
-SwitchKind = Literal["none", "pages", "kv", "weights"]
 
 
 class TurnInfo(Body):
@@ -32,7 +32,7 @@ class TurnInfo(Body):
     began_at: float
     seconds: float
     num_tokens: int
-    switch_kind: SwitchKind
+    switch_kind: LargestTransfer
     switch_s: float
     did_run: bool = True
 

@@ -49,7 +49,7 @@ from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.errors import Failed, Refused
 from gpupoold.replay.log_file import Header, lines as log_lines
-from gpupoold.stats.buckets import WORK_BOUNDS_S, Buckets
+from gpupoold.stats.histogram import WORK_BOUNDS_S, Histogram
 from gpupoold.system.loop_lag import measure_lag
 
 _logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Pool:
     http_url: str
     gpu_readings: GpuReadings
     stopping: bool = False
-    loop_lag: Buckets = field(default_factory=lambda: Buckets(WORK_BOUNDS_S))
+    loop_lag: Histogram = field(default_factory=lambda: Histogram(WORK_BOUNDS_S))
     _started_s: float = field(default_factory=time.monotonic)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 WINDOW_S = 60.0
@@ -32,8 +33,9 @@ class LogLimit(logging.Filter):
     handlers of a process share one filter, which counts a record once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
+        self._clock = clock
         self._places: dict[tuple[str, int], _Place] = {}
         self._lock = threading.Lock()
 
@@ -50,7 +52,7 @@ class LogLimit(logging.Filter):
     def _passes(self, record: logging.LogRecord) -> bool:
         if record.levelno <= logging.DEBUG:
             return True
-        now_s = time.monotonic()
+        now_s = self._clock()
         key = (record.name, record.lineno)
         with self._lock:
             place = self._places.get(key)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from gpupoold import __version__
 from gpupoold.metrics.families import Family, counter, gauge, histogram
 from gpupoold.metrics.scrape import Scrape
+from gpupoold.stats.histogram import WORK_BOUNDS_S
 
 
 def daemon_families(scrape: Scrape) -> Iterator[Family]:
@@ -107,6 +108,7 @@ def _speed(scrape: Scrape) -> Iterator[Family]:
         "Duration of a call of the scheduling core.",
         (),
         [((), pool.dispatcher.scheduler.decisions)],
+        WORK_BOUNDS_S,
     )
     yield histogram(
         "event_loop_lag_seconds",
@@ -116,4 +118,5 @@ def _speed(scrape: Scrape) -> Iterator[Family]:
             (("daemon",), pool.loop_lag),
             *(((one.name,), one.loop_lag) for one in pool.frontends),
         ],
+        WORK_BOUNDS_S,
     )

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
-from gpupoold.control.accounting.meters import MOVED_KINDS, STAGES, SWITCH_KINDS
+from gpupoold.control.accounting.meters import MOVED_KINDS, WEIGHTS_SOURCES
 from gpupoold.control.workers.worker import Worker
-from gpupoold.domain import Role
-from gpupoold.metrics.families import Family, counter, gauge, histogram
+from gpupoold.domain import SWITCH_STAGES, Role
+from gpupoold.metrics.families import Family, counter, gauge, histogram, one_each
 from gpupoold.metrics.scrape import Scrape, memories
 from gpupoold.wire.messages import WorkerReady, WorkerStatus
-
-_DEVICE = ("device",)
-T = TypeVar("T")
 
 
 def device_families(scrape: Scrape) -> Iterator[Family]:
@@ -27,20 +23,19 @@ def device_families(scrape: Scrape) -> Iterator[Family]:
 
 def _device(scrape: Scrape) -> Iterator[Family]:
     dispatcher = scrape.pool.dispatcher
+    gauge_of = one_each(gauge, "device", scrape.devices())
+    counter_of = one_each(counter, "device", scrape.devices())
     yield gauge(
         "device_info",
         "1; the labels describe the device.",
         ("device", "kind", "name"),
         (
             ((number, one.device.kind, one.ready.device_name if one.ready else ""), 1)
-            for number, one, _ in scrape.devices()
+            for number, one in scrape.devices()
         ),
     )
-    yield gauge(
-        "device_up",
-        "1 while the device's worker can load and serve.",
-        _DEVICE,
-        (((number,), one.is_ready) for number, one, _ in scrape.devices()),
+    yield gauge_of(
+        "device_up", "1 while the device's worker can load and serve.", lambda one: one.is_ready
     )
     yield gauge(
         "device_role",
@@ -48,90 +43,70 @@ def _device(scrape: Scrape) -> Iterator[Family]:
         ("device", "role"),
         (
             ((number, role.value), dispatcher.roles.of(one.number)[0] is role)
-            for number, one, _ in scrape.devices()
+            for number, one in scrape.devices()
             for role in Role
         ),
     )
-    yield gauge(
+    yield gauge_of(
         "device_draining",
         "1 while the device is emptied for maintenance.",
-        _DEVICE,
-        (
-            ((number,), dispatcher.roles.is_draining(one.number))
-            for number, one, _ in scrape.devices()
-        ),
+        lambda one: dispatcher.roles.is_draining(one.number),
     )
     numbers = [one.number for one in scrape.workers]
-    nums = dispatcher.nums_of_requests(numbers)
-    yield gauge(
+    nums = dict(zip(numbers, dispatcher.nums_of_requests(numbers), strict=True))
+    yield gauge_of(
         "device_requests",
         "Live requests on the device or assigned to the device.",
-        _DEVICE,
-        (((str(number),), num) for number, num in zip(numbers, nums, strict=True)),
+        lambda one: nums[one.number],
     )
-    yield gauge(
+    yield gauge_of(
         "device_waiting_for_kv_requests",
         "Requests that are not sent to the device for lack of KV memory.",
-        _DEVICE,
-        (
-            ((number,), dispatcher.scheduler.num_waiting_for_kv(one.number))
-            for number, one, _ in scrape.devices()
-        ),
+        lambda one: dispatcher.scheduler.num_waiting_for_kv(one.number),
     )
-    yield counter(
+    yield counter_of(
         "worker_restarts",
         "Times the device's worker has ended and was started again.",
-        _DEVICE,
-        (((number,), one.num_restarts) for number, one, _ in scrape.devices()),
+        lambda one: one.num_restarts,
     )
-    yield counter(
+    yield counter_of(
         "device_steps",
         "Steps of engines; from 0 again when the worker is started again.",
-        _DEVICE,
-        (((number,), _told(one, lambda now: now.num_steps)) for number, one, _ in scrape.devices()),
+        _told(lambda now: now.num_steps),
     )
-    yield counter(
+    yield counter_of(
         "device_kv_recomputed",
         "Times a model's KV was dropped for want of host memory and had to be computed anew; "
         "from 0 again when the worker is started again.",
-        _DEVICE,
-        (
-            ((number,), _told(one, lambda now: now.num_recomputed))
-            for number, one, _ in scrape.devices()
-        ),
+        _told(lambda now: now.num_recomputed),
     )
 
 
 def _gpu(scrape: Scrape) -> Iterator[Family]:
-    yield gauge(
+    gauge_of = one_each(gauge, "device", scrape.devices())
+    yield gauge_of(
         "device_utilisation_ratio",
         "Share of time in which kernels ran, from NVML; absent without a reading.",
-        _DEVICE,
-        (((number,), one.reading.utilisation) for number, one, _ in scrape.devices()),
+        lambda one: one.reading.utilisation,
     )
-    yield gauge(
+    yield gauge_of(
         "device_temperature_celsius",
         "The GPU's temperature, from NVML; absent without a reading.",
-        _DEVICE,
-        (((number,), one.reading.temperature_c) for number, one, _ in scrape.devices()),
+        lambda one: one.reading.temperature_c,
     )
-    yield gauge(
+    yield gauge_of(
         "device_power_watts",
         "The GPU's power, from NVML; absent without a reading.",
-        _DEVICE,
-        (((number,), one.reading.power_w) for number, one, _ in scrape.devices()),
+        lambda one: one.reading.power_w,
     )
 
 
 def _memory(scrape: Scrape) -> Iterator[Family]:
-    yield gauge(
+    gauge_of = one_each(gauge, "device", scrape.devices())
+    yield gauge_of(
         "device_memory_limit_bytes",
         "The device's memory for weights and KV.",
-        _DEVICE,
-        (
-            ((number,), _known(one, lambda ready: ready.device_bytes))
-            for number, one, _ in scrape.devices()
-        ),
+        _known(lambda ready: ready.device_bytes),
     )
     yield gauge(
         "device_memory_bytes",
@@ -139,36 +114,24 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
         ("device", "kind"),
         (
             ((number, kind), num_bytes)
-            for number, one, _ in scrape.devices()
+            for number, one in scrape.devices()
             for kind, num_bytes in _memory_split(one)
         ),
     )
-    yield gauge(
+    yield gauge_of(
         "device_page_bytes",
         "Bytes of a page of the device's memory.",
-        _DEVICE,
-        (
-            ((number,), _known(one, lambda ready: ready.page_bytes))
-            for number, one, _ in scrape.devices()
-        ),
+        _known(lambda ready: ready.page_bytes),
     )
-    yield gauge(
+    yield gauge_of(
         "device_kv_host_bytes",
         "Host memory used by the device's worker for offloaded KV.",
-        _DEVICE,
-        (
-            ((number,), _told(one, lambda now: now.kv_host_bytes))
-            for number, one, _ in scrape.devices()
-        ),
+        _told(lambda now: now.kv_host_bytes),
     )
-    yield gauge(
+    yield gauge_of(
         "device_kv_host_limit_bytes",
         "Limit of host memory for offloaded KV; absent without a limit.",
-        _DEVICE,
-        (
-            ((number,), _known(one, lambda ready: ready.kv_host_bytes))
-            for number, one, _ in scrape.devices()
-        ),
+        _known(lambda ready: ready.kv_host_bytes),
     )
 
 
@@ -179,7 +142,7 @@ def _turns(scrape: Scrape) -> Iterator[Family]:
         ("device", "model"),
         (
             ((number, model), count)
-            for number, _, meter in scrape.devices()
+            for number, meter in scrape.meters()
             for model, count in meter.turns.items()
         ),
     )
@@ -189,7 +152,7 @@ def _turns(scrape: Scrape) -> Iterator[Family]:
         ("device", "model"),
         (
             ((number, model), seconds)
-            for number, _, meter in scrape.devices()
+            for number, meter in scrape.meters()
             for model, seconds in meter.turn_seconds.items()
         ),
     )
@@ -204,8 +167,8 @@ def _switches(scrape: Scrape) -> Iterator[Family]:
         ("device", "kind"),
         (
             ((number, kind), meter.switches[kind])
-            for number, _, meter in scrape.devices()
-            for kind in SWITCH_KINDS
+            for number, meter in scrape.meters()
+            for kind in WEIGHTS_SOURCES
         ),
     )
     yield counter(
@@ -214,8 +177,8 @@ def _switches(scrape: Scrape) -> Iterator[Family]:
         ("device", "stage"),
         (
             ((number, stage), meter.stage_seconds[stage])
-            for number, _, meter in scrape.devices()
-            for stage in STAGES
+            for number, meter in scrape.meters()
+            for stage in SWITCH_STAGES
         ),
     )
     yield counter(
@@ -224,7 +187,7 @@ def _switches(scrape: Scrape) -> Iterator[Family]:
         ("device", "kind"),
         (
             ((number, kind), meter.moved_bytes[kind])
-            for number, _, meter in scrape.devices()
+            for number, meter in scrape.meters()
             for kind in MOVED_KINDS
         ),
     )
@@ -248,9 +211,9 @@ def _memory_split(worker: Worker) -> list[tuple[str, int]]:
     ]
 
 
-def _told(worker: Worker, value: Callable[[WorkerStatus], T]) -> T | None:
-    return None if worker.status is None else value(worker.status)
+def _told(value: Callable[[WorkerStatus], float]) -> Callable[[Worker], float | None]:
+    return lambda worker: None if worker.status is None else value(worker.status)
 
 
-def _known(worker: Worker, value: Callable[[WorkerReady], T]) -> T | None:
-    return None if worker.ready is None else value(worker.ready)
+def _known(value: Callable[[WorkerReady], float | None]) -> Callable[[Worker], float | None]:
+    return lambda worker: None if worker.ready is None else value(worker.ready)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -29,7 +29,8 @@ _HOLDS_S = 0.5
 class Exporter:
     """A generator of one daemon's metrics; not thread-safe."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._pool = pool
         self._making = asyncio.Lock()
         self._text = b""
@@ -39,9 +40,9 @@ class Exporter:
     async def text(self) -> bytes:
         """All metrics now, or half a second ago, in Prometheus' text format."""
         async with self._making:
-            if self._made_s is None or time.monotonic() - self._made_s > _HOLDS_S:
+            if self._made_s is None or self._clock() - self._made_s > _HOLDS_S:
                 self._text = await self._make()
-                self._made_s = time.monotonic()
+                self._made_s = self._clock()
             return self._text
 
     async def _make(self) -> bytes:

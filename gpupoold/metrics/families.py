@@ -6,8 +6,9 @@ Gathering is quick; the conversion takes ten times as long and can run in anothe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -16,9 +17,9 @@ from prometheus_client.core import (
     Metric,
 )
 
-from gpupoold.stats.buckets import LATENCY_BOUNDS_S, Buckets
-from gpupoold.stats.histogram import Histogram
+from gpupoold.stats.histogram import LATENCY_BOUNDS_S, Histogram
 
+T = TypeVar("T")
 # The values of a sample's labels, and the sample's value; None leaves the sample out.
 Row = tuple[Sequence[str], float | None]
 
@@ -72,6 +73,23 @@ def counter(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) ->
     return Numbers(CounterMetricFamily, name, text, labels, list(rows))
 
 
+def one_each(
+    make: Callable[[str, str, Sequence[str], Iterable[Row]], Family],
+    label: str,
+    items: Iterable[tuple[str, T]],
+) -> Callable[[str, str, Callable[[T], float | None]], Family]:
+    """Return a function that makes families of one sample per item; ``label`` has the item's key.
+
+    The function takes a name, a text and the value of an item.
+    """
+    known = list(items)
+
+    def family(name: str, text: str, value: Callable[[T], float | None]) -> Family:
+        return make(name, text, (label,), (((key,), value(one)) for key, one in known))
+
+    return family
+
+
 def renamed(family: Family, name: str) -> Iterator[Family]:
     """Yield ``family``, then a copy under an earlier ``name``, kept for one release."""
     yield family
@@ -79,18 +97,13 @@ def renamed(family: Family, name: str) -> Iterator[Family]:
 
 
 def histogram(
-    name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Buckets]]
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    rows: Iterable[tuple[Sequence[str], Histogram]],
+    bounds_s: Sequence[float] = LATENCY_BOUNDS_S,
 ) -> Family:
-    """Return a histogram of values."""
-    copies = [(values, one.bounds, one.counts.copy(), one.sum) for values, one in rows]
-    return Histograms(name, text, labels, copies)
-
-
-def durations(
-    name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Histogram]]
-) -> Family:
-    """Return a histogram of durations."""
-    bounds_s: Sequence[float] = LATENCY_BOUNDS_S
+    """Return a histogram of durations by ``bounds_s``, a subset of the histograms' bounds."""
     copies = [(values, bounds_s, one.counts_by(bounds_s), one.sum_s) for values, one in rows]
     return Histograms(name, text, labels, copies)
 

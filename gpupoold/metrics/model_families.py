@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from gpupoold.control.requests.admission import REFUSAL_REASONS
 from gpupoold.domain import FinishReason, ModelState
-from gpupoold.metrics.families import Family, counter, durations, gauge, renamed
+from gpupoold.metrics.families import Family, counter, gauge, histogram, one_each, renamed
 from gpupoold.metrics.scrape import Scrape, memories
 
 _MODEL = ("model",)
@@ -22,12 +22,9 @@ def model_families(scrape: Scrape) -> Iterator[Family]:
 
 
 def _requests(scrape: Scrape) -> Iterator[Family]:
-    yield counter(
-        "requests",
-        "Admitted requests.",
-        _MODEL,
-        (((name,), one.requests) for name, one in scrape.counts.items()),
-    )
+    of_counts = one_each(counter, "model", scrape.counts.items())
+    of_meters = one_each(counter, "model", scrape.models())
+    yield of_counts("requests", "Admitted requests.", lambda one: one.requests)
     yield counter(
         "requests_finished",
         "Ended requests, by reason.",
@@ -48,38 +45,35 @@ def _requests(scrape: Scrape) -> Iterator[Family]:
             for reason in REFUSAL_REASONS
         ),
     )
-    yield counter(
+    yield of_counts(
         "requests_dropped",
         "Admitted requests dropped before their first step, too late for the first token.",
-        _MODEL,
-        (((name,), one.dropped) for name, one in scrape.counts.items()),
+        lambda one: one.dropped,
     )
-    yield counter(
+    yield of_meters(
         "requests_resumed",
         "Resumptions of requests after the end of a worker, on any worker.",
-        _MODEL,
-        (((name,), one.resumed) for name, one in scrape.models()),
+        lambda one: one.resumed,
     )
 
 
 def _tokens(scrape: Scrape) -> Iterator[Family]:
-    yield counter(
+    of_counts = one_each(counter, "model", scrape.counts.items())
+    of_meters = one_each(counter, "model", scrape.models())
+    yield of_meters(
         "prompt_tokens",
         "Prompt tokens of admitted requests.",
-        _MODEL,
-        (((name,), one.prompt_tokens) for name, one in scrape.models()),
+        lambda one: one.prompt_tokens,
     )
-    yield counter(
+    yield of_counts(
         "output_tokens_in_time",
         "Tokens sent by their deadlines, which are fixed at the request's arrival.",
-        _MODEL,
-        (((name,), one.tokens_in_time) for name, one in scrape.counts.items()),
+        lambda one: one.tokens_in_time,
     )
-    yield counter(
+    yield of_counts(
         "output_tokens",
         "Tokens sent.",
-        _MODEL,
-        (((name,), one.tokens) for name, one in scrape.counts.items()),
+        lambda one: one.tokens,
     )
     yield gauge(
         "attainment_ratio",
@@ -87,13 +81,13 @@ def _tokens(scrape: Scrape) -> Iterator[Family]:
         _MODEL,
         (((name,), one) for name, one in scrape.attainments.items()),
     )
-    yield durations(
+    yield histogram(
         "time_to_first_token_seconds",
         "Time from a request's arrival to the first token.",
         _MODEL,
         (((name,), one.ttft) for name, one in scrape.counts.items()),
     )
-    yield durations(
+    yield histogram(
         "time_between_tokens_seconds",
         "Time between two tokens of a request.",
         _MODEL,
@@ -114,17 +108,16 @@ def _now(scrape: Scrape) -> Iterator[Family]:
         ("model", "state"),
         (((name, one.value), states[name] is one) for name in scrape.rows for one in ModelState),
     )
-    yield gauge(
+    of_rows = one_each(gauge, "model", scrape.rows.items())
+    yield of_rows(
         "target_time_to_first_token_seconds",
         "The model's target.",
-        _MODEL,
-        (((name,), row.spec.targets.ttft_s) for name, row in scrape.rows.items()),
+        lambda row: row.spec.targets.ttft_s,
     )
-    yield gauge(
+    yield of_rows(
         "target_time_between_tokens_seconds",
         "The model's target.",
-        _MODEL,
-        (((name,), row.spec.targets.tbt_s) for name, row in scrape.rows.items()),
+        lambda row: row.spec.targets.tbt_s,
     )
     yield gauge(
         "live_requests",
@@ -160,28 +153,25 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
             for kind in ("weights", "kv", "kv_host", "snapshot_host")
         ),
     )
-    yield counter(
+    of_meters = one_each(counter, "model", scrape.models())
+    yield of_meters(
         "model_cache_hits",
         "Requests that arrived while their model's weights were ready.",
-        _MODEL,
-        (((name,), one.cache_hits) for name, one in scrape.models()),
+        lambda one: one.cache_hits,
     )
-    yield counter(
+    yield of_meters(
         "model_cache_misses",
         "Requests that waited until their model's weights were ready.",
-        _MODEL,
-        (((name,), one.cache_misses) for name, one in scrape.models()),
+        lambda one: one.cache_misses,
     )
-    yield counter(
+    yield of_meters(
         "model_quarantines",
         "Times the model was put into quarantine after repeated crashes of workers.",
-        _MODEL,
-        (((name,), one.quarantines) for name, one in scrape.models()),
+        lambda one: one.quarantines,
     )
-    failures = counter(
+    failures = of_meters(
         "model_self_check_failures",
         "Times the model answered the self-check's prompt wrongly and was loaded anew.",
-        _MODEL,
-        (((name,), one.self_check_failures) for name, one in scrape.models()),
+        lambda one: one.self_check_failures,
     )
     yield from renamed(failures, "model_canary_failures")

@@ -70,11 +70,15 @@ class Scrape:
     def workers(self) -> list[Worker]:
         return self.pool.supervisor.workers
 
-    def devices(self) -> Iterator[tuple[str, Worker, DeviceMeter]]:
-        """Yield all devices by number, with meters."""
+    def devices(self) -> Iterator[tuple[str, Worker]]:
+        """Yield all workers by the number of their device."""
         for worker in self.workers:
-            meter = self.pool.dispatcher.meters.device(worker.number)
-            yield str(worker.number), worker, meter
+            yield str(worker.number), worker
+
+    def meters(self) -> Iterator[tuple[str, DeviceMeter]]:
+        """Yield the meters of all devices by number."""
+        for number, worker in self.devices():
+            yield number, self.pool.dispatcher.meters.device(worker.number)
 
 
 def memories(worker: Worker) -> list[ModelMemory]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -348,6 +349,7 @@ class PacedDevice:
     ) -> None:
         moved = max(1, weight_bytes + in_bytes + out)
         record = m.SwitchRecord(
+            at=time.time() + at_s - time.monotonic(),
             device=self.device_number,
             model=name,
             previous=self._previous,

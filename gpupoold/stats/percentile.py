@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Iterable
 from fractions import Fraction
 
 
 def percentile(values: Iterable[float], fraction: float) -> float | None:
-    """Nearest-rank percentile (``fraction`` of 0.99 for p99); None without values.
-
-    The rank is exact: ``fraction`` means the decimal number it is written as.
-    """
+    """Return a nearest-rank percentile (``fraction`` 0.99 for p99), None without values."""
     ordered = sorted(values)
-    if not ordered:
-        return None
-    # In floats 0.07 * 100 is above 7, and its rank would be 8.
-    rank = math.ceil(Fraction(str(fraction)) * len(ordered))
-    return ordered[max(0, rank - 1)]
+    return ordered[nearest_rank(fraction, len(ordered)) - 1] if ordered else None
+
+
+def nearest_rank(fraction: float, num_values: int) -> int:
+    """Return the rank of a percentile among ``num_values`` ordered values; the lowest rank is 1."""
+    numerator, denominator = _exact(fraction)
+    return max(1, -(-num_values * numerator // denominator))
+
+
+@functools.cache
+def _exact(fraction: float) -> tuple[int, int]:
+    """Return numerator and denominator of the number's decimal notation.
+
+    In floating point 0.07 * 100 is above 7.
+    """
+    return Fraction(str(fraction)).as_integer_ratio()

@@ -5,7 +5,11 @@ Instants that end in ``_s`` are ``time.monotonic()`` of this machine.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
+
+from gpupoold.domain import Switch
 
 
 class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,25 +49,15 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: str | None = None
 
 
-class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A switch: stages in seconds, and the bytes moved.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchRecord(Switch):
+    """A switch that began at ``at_s``.
 
-    ``prefetched_bytes`` counts the weights that a prefetch had loaded or was loading at the start
-    of the switch; ``weight_bytes`` excludes prefetched weights.
+    ``prefetched_bytes`` counts the weights that a prefetch had loaded or was loading at the start;
+    ``weight_bytes`` excludes prefetched weights.
     """
 
-    device: int
-    model: str
-    previous: str | None
     at_s: float
-    total_s: float
-    evict_s: float
-    map_s: float
-    weights_s: float
-    kv_s: float
-    weight_bytes: int
-    kv_in_bytes: int
-    kv_out_bytes: int
     prefetched_bytes: int = 0
 
 

@@ -104,7 +104,7 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) ->
         arguments.device,
         device,
         host,
-        lambda use_of: Residency(device, pool, host, bandwidth, use_of),
+        lambda use_of: Residency(device, pool, host, bandwidth, use_of, arguments.device),
         channel,
         answer,
         arguments.self_check_interval,

@@ -33,7 +33,6 @@ from gpupoold.wire.messages import LoadedModel, RequestProgress
 from gpupoold.worker.engine.load_errors import failure
 from gpupoold.worker.fitting import fit_decode, fit_prefill
 from gpupoold.worker.kv.page_eviction import PooledModel
-from gpupoold.worker.kv.residency import SwitchStages
 
 _logger = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ class Pages(Protocol):
 
     pool: PagePool
 
-    def switch_in(self, name: str) -> SwitchStages | None:
+    def switch_in(self, name: str) -> object:
         """Make a model resident."""
 
     def ensure_kv(self, name: str) -> None:

@@ -16,7 +16,7 @@ from gpupool_state.history import History, HistoryLimits
 from gpupool_state.lock import StateLock
 from gpupool_state.profiles import ProfilePhase, ProfileRow
 from gpupool_state.registry import ModelRow, Registry, check_names
-from gpupool_state.rows import EventLevel, EventRow, MinuteRow, RequestRow, SwitchRow
+from gpupool_state.rows import EventLevel, EventRow, MinuteRow, RequestRow
 
 DATABASE_NAME = "gpupool.db"
 
@@ -38,6 +38,5 @@ __all__ = [
     "Registry",
     "RequestRow",
     "StateLock",
-    "SwitchRow",
     "check_names",
 ]

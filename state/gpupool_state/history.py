@@ -26,11 +26,11 @@ from gpupool_state.rows import (
     MinuteRow,
     RequestRow,
     Row,
-    SwitchRow,
     Value,
     entry,
     event_row,
 )
+from gpupoold.domain import Switch
 from gpupoold.errors import Failed
 
 _log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class History(HistoryReader):
         """Keep a finished request; never blocks."""
         self._record(REQUESTS, self._next_id(REQUESTS), row)
 
-    def record_switch(self, row: SwitchRow) -> None:
+    def record_switch(self, row: Switch) -> None:
         """Keep a switch; never blocks."""
         self._record(SWITCHES, self._next_id(SWITCHES), row)
 

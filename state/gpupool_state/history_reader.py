@@ -10,12 +10,12 @@ from gpupool_state.db import Database
 from gpupool_state.rows import (
     MinuteRow,
     RequestRow,
-    SwitchRow,
     Value,
     minute_row,
     request_row,
     switch_row,
 )
+from gpupoold.domain import Switch
 
 _LARGEST_ID = 2**63 - 1
 _SWITCH_ORDERS = {"latest": "id DESC", "slowest": "total_s DESC, id DESC"}
@@ -60,7 +60,7 @@ class HistoryReader:
         device: int | None = None,
         since: float | None = None,
         order: Literal["latest", "slowest"] = "latest",
-    ) -> list[SwitchRow]:
+    ) -> list[Switch]:
         """Switches to a model on a worker, latest or slowest first."""
         wanted: dict[str, Value] = {"model = ?": model, "device = ?": device, "at >= ?": since}
         rows = await self._select("switches", wanted, _SWITCH_ORDERS[order], limit)

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import sqlite3
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Literal
 
-from gpupoold.domain import DeviceId, FinishReason, ModelName
+from gpupoold.domain import (
+    COUNT_NAMES,
+    DeviceId,
+    FinishReason,
+    Lateness,
+    ModelName,
+    RequestCounts,
+    Switch,
+)
 
 EventLevel = Literal["info", "warning", "error"]
 Value = str | int | float | None
@@ -39,24 +48,6 @@ class RequestRow:
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchRow:
-    """A switch to ``model`` on ``worker``; ``at`` is wall-clock seconds, stages are durations."""
-
-    at: float
-    device: DeviceId
-    model: ModelName
-    previous: ModelName | None
-    total_s: float
-    evict_s: float
-    map_s: float
-    weights_s: float
-    kv_s: float
-    weight_bytes: int
-    kv_in_bytes: int
-    kv_out_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class EventRow:
     """Something worth telling the operator; ids grow, ``at`` is wall-clock seconds."""
 
@@ -68,35 +59,22 @@ class EventRow:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class MinuteRow:
+@dataclass(slots=True, kw_only=True)
+class MinuteRow(RequestCounts):
     """Counts of a model's requests in the minute that began at ``minute_at``.
 
-    The time is in wall-clock seconds. ``failed`` includes ``dropped`` requests, which ended before
-    they began; ``refused`` ones are not part of ``requests``. ``late_by_*``: seconds of lateness by
-    cause. ``ttft`` and ``tbt`` are histograms in the table's form. A minute with a restart of the
-    daemon has several rows.
+    The time is in wall-clock seconds. ``ttft`` and ``tbt`` are histograms in the table's form. A
+    minute with a restart of the daemon has several rows.
     """
 
     minute_at: int
     model: str
-    requests: int = 0
-    completed: int = 0
-    aborted: int = 0
-    failed: int = 0
-    refused: int = 0
-    dropped: int = 0
-    tokens: int = 0
-    tokens_in_time: int = 0
-    late_by_loading_s: float = 0.0
-    late_by_queueing_s: float = 0.0
-    late_by_switching_s: float = 0.0
-    late_by_computing_s: float = 0.0
+    lateness: Lateness = field(default_factory=Lateness)
     ttft: str = "[0.0]"
     tbt: str = "[0.0]"
 
 
-Row = RequestRow | SwitchRow | EventRow | MinuteRow
+Row = RequestRow | Switch | EventRow | MinuteRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +106,13 @@ def _columns(row_type: type[Row]) -> tuple[str, ...]:
 
 
 REQUESTS = HistoryTable("requests", _columns(RequestRow))
-SWITCHES = HistoryTable("switches", _columns(SwitchRow))
+SWITCHES = HistoryTable("switches", _columns(Switch))
 EVENTS = HistoryTable("events", _columns(EventRow))
-MINUTES = HistoryTable("slo_minutes", _columns(MinuteRow))
+_CAUSES = tuple(one.name for one in fields(Lateness))
+MINUTES = HistoryTable(
+    "slo_minutes",
+    ("minute_at", "model", *COUNT_NAMES, *(f"late_by_{one}" for one in _CAUSES), "ttft", "tbt"),
+)
 TABLES = (REQUESTS, SWITCHES, EVENTS, MINUTES)
 
 
@@ -144,7 +126,8 @@ class Entry:
 
 def entry(table: HistoryTable, row_id: int, row: Row) -> Entry:
     """``row`` ready to be written under ``row_id``."""
-    return Entry(table, (row_id, *(getattr(row, column) for column in table.columns)))
+    names = (column.replace("late_by_", "lateness.") for column in table.columns)
+    return Entry(table, (row_id, *attrgetter(*names)(row)))
 
 
 def request_row(row: sqlite3.Row) -> RequestRow:
@@ -153,14 +136,16 @@ def request_row(row: sqlite3.Row) -> RequestRow:
     return RequestRow(**values | {"finish_reason": FinishReason(row["finish_reason"])})
 
 
-def switch_row(row: sqlite3.Row) -> SwitchRow:
+def switch_row(row: sqlite3.Row) -> Switch:
     """Return a row of ``switches`` as recorded."""
-    return SwitchRow(**{column: row[column] for column in SWITCHES.columns})
+    return Switch(**{column: row[column] for column in SWITCHES.columns})
 
 
 def minute_row(row: sqlite3.Row) -> MinuteRow:
     """Return a row of ``slo_minutes`` as recorded."""
-    return MinuteRow(**{column: row[column] for column in MINUTES.columns})
+    columns = ("minute_at", "model", *COUNT_NAMES, "ttft", "tbt")
+    lateness = Lateness(*(row[f"late_by_{cause}"] for cause in _CAUSES))
+    return MinuteRow(lateness=lateness, **{column: row[column] for column in columns})
 
 
 def event_row(row: sqlite3.Row) -> EventRow:

@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from gpupool_cli.private_daemon import PrivateDaemon
-from gpupoold.api.schemas import SwitchInfo
+from gpupoold.domain import Switch
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,
@@ -46,7 +46,7 @@ async def add(pool: PrivateDaemon, name: str, path: Path) -> None:
     await asyncio.to_thread(pool.add_model, name, path, **LOAD_OPTIONS)
 
 
-def num_bytes(switch: SwitchInfo) -> int:
+def num_bytes(switch: Switch) -> int:
     return switch.weight_bytes + switch.kv_in_bytes + switch.kv_out_bytes
 
 

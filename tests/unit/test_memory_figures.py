@@ -9,7 +9,7 @@ import pytest
 from benchmarks.memory import COUNT_LIMITS, at_least, at_most, make_figures, table
 from benchmarks.memory_streams import Answers, heap_gained, num_differing, summary
 from benchmarks.memory_table import rewritten
-from gpupoold.api.schemas import SwitchInfo
+from gpupoold.domain import Switch
 from gpupoold.errors import UsageError
 
 LEFT = {
@@ -40,9 +40,9 @@ def details(**changes: Any) -> dict[str, Any]:
     return usual | changes
 
 
-def switch(weight_bytes: int = 0, kv_in_bytes: int = 0) -> SwitchInfo:
+def switch(weight_bytes: int = 0, kv_in_bytes: int = 0) -> Switch:
     seconds = dict.fromkeys(("total_s", "evict_s", "map_s", "weights_s", "kv_s"), 0.0)
-    return SwitchInfo(
+    return Switch(
         at=1.0,
         device=0,
         model="a",

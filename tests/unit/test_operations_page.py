@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 
-from gpupoold.api.schemas_explain import LatenessInfo
-from gpupoold.control.accounting.model_stats import Counts
+from gpupool_state.rows import MINUTES
+from gpupoold.domain import Lateness
 from gpupoold.scheduling.explain import Standing
 from gpupoold.scheduling.rules import Rule
 from tests.conftest import ROOT
@@ -27,7 +26,7 @@ def test_every_standing_is_explained() -> None:
 
 
 def test_every_cause_of_lateness_is_explained() -> None:
-    causes = {name.removesuffix("_s") for name in LatenessInfo.model_fields}
+    causes = Lateness().by_cause().keys()
     assert causes <= ROWS.keys()
-    counted = {one.name for one in fields(Counts) if one.name.startswith("late_by_")}
+    counted = {name for name in MINUTES.columns if name.startswith("late_by_")}
     assert counted == {f"late_by_{cause}_s" for cause in causes}

@@ -16,6 +16,7 @@ import httpx
 from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.api.client import AdminClient
 from gpupoold.errors import Failed, TimedOut
+from gpupoold.stats.percentile import percentile
 
 _SAVE_TIMEOUT_S = 120.0
 _REQUEST_TIMEOUT_S = 120.0
@@ -76,12 +77,12 @@ def summary(
     The limit is a read of the file at nine tenths of a plain read's speed, plus the limit of a
     switch from host memory.
     """
-    totals_s = sorted(start.total_s for start in starts)
+    totals_s = [start.total_s for start in starts]
     read_s = median(start.plain_read_s for start in starts)
     p50_s, limit_s = median(totals_s), read_s / _READ_SHARE + host_cached_limit_s
     return {
         "p50_s": p50_s,
-        "p99_s": totals_s[min(len(totals_s) - 1, int(0.99 * len(totals_s)))],
+        "p99_s": percentile(totals_s, 0.99),
         "samples": len(starts),
         "bytes": num_bytes,
         "stages_p50_s": {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from gpupool_cli.bench.cold import measure_cold
 from gpupool_cli.bench.rig import device_config, make_checkpoints
@@ -11,6 +11,7 @@ from gpupool_cli.diagnostics import say
 from gpupool_cli.private_daemon import private_daemon
 from gpupoold.api.schemas import BenchSwitchRequest
 from gpupoold.config.schema import MemorySettings
+from gpupoold.domain import WarmSource
 from gpupoold.units import format_bytes
 
 MAX_MODEL_LEN = 1024
@@ -44,7 +45,7 @@ def run_switch_bench(folder: Path, size_bytes: int, rounds: int) -> dict[str, An
         request = BenchSwitchRequest(
             models=(names[0], names[1]),
             rounds=rounds,
-            modes=("resident", "prefetched", "host_cached"),
+            modes=get_args(WarmSource),
             kv_bytes=kv_bytes,
         )
         say(f"switching {rounds} times each way, in three modes, without and with KV")

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Self
 
 from gpupool_state import ApiKeys, History, KeyPowers, KeyRow, KeyUse, Registry
@@ -41,6 +41,7 @@ class Keyring:
         history: History,
         required_because: str,
         host_names: tuple[str, ...] = (),
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """``required_because`` says why every request needs a key; empty: none does.
 
@@ -51,6 +52,7 @@ class Keyring:
         self._history = history
         self._required_because = required_because
         self._host_names = host_names
+        self._wall_clock = wall_clock
         self._refusals = RefusalEvents(history)
         self._rows: dict[str, KeyRow] = {}
         self._unsaved: dict[str, KeyUse] = {}
@@ -90,13 +92,14 @@ class Keyring:
         history: History,
         required_because: str,
         host_names: tuple[str, ...] = (),
+        wall_clock: Callable[[], float] = time.time,
     ) -> Self:
         """A keyring with the keys of the database; warns if nobody can get in.
 
         Raises:
             Failed: the database cannot be read.
         """
-        keyring = cls(store, registry, history, required_because, host_names)
+        keyring = cls(store, registry, history, required_because, host_names, wall_clock)
         for row in await store.list():
             keyring._keep(row)
         keyring._warn_if_locked_out()
@@ -163,7 +166,7 @@ class Keyring:
             NoSuchKey: there is no key of this name.
         """
         key = make_key((await self._store.find(name)).id)
-        until = time.time() + grace_s if grace_s > 0 else None
+        until = self._wall_clock() + grace_s if grace_s > 0 else None
         row = await self._store.rotate(name, key.digest, until)
         self._note_change(row, "key_rotated")
         return row, key.text
@@ -209,7 +212,7 @@ class Keyring:
     def used(self, key_id: str, *, num_requests: int = 0, num_tokens: int = 0) -> None:
         """Add requests that begin, or the tokens of a request that ended, to a key's use."""
         if key_id:
-            self._add_use(KeyUse(key_id, num_requests, num_tokens, time.time()))
+            self._add_use(KeyUse(key_id, num_requests, num_tokens, self._wall_clock()))
 
     def _add_use(self, use: KeyUse) -> None:
         known = self._unsaved.get(use.key_id)
@@ -260,7 +263,7 @@ class Keyring:
         self._was_locked_out = is_locked_out
 
     def _valid(self) -> Iterator[KeyRow]:
-        now = time.time()
+        now = self._wall_clock()
         for row in self._rows.values():
             expires_at = row.powers.expires_at
             if expires_at is None or now < expires_at:

@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import get_args
 
-from gpupoold.domain import FinishReason
-from gpupoold.stats.buckets import Buckets
+from gpupoold.domain import SWITCH_STAGES, FinishReason, WeightsSource
+from gpupoold.stats.histogram import Histogram
 from gpupoold.wire import messages as m
 
-SwitchKind = Literal["resident", "prefetched", "host_cached", "cold"]
-SWITCH_KINDS: tuple[SwitchKind, ...] = ("resident", "prefetched", "host_cached", "cold")
-STAGES = ("evict", "map", "weights", "kv")
+WEIGHTS_SOURCES: tuple[WeightsSource, ...] = get_args(WeightsSource)
 MOVED_KINDS = ("weights", "weights_prefetched", "kv_in", "kv_out")
 
 
@@ -44,8 +42,10 @@ class DeviceMeter:
 
     turns: Counter[str] = field(default_factory=Counter)
     turn_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    switches: Counter[SwitchKind] = field(default_factory=Counter)
-    stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    switches: Counter[WeightsSource] = field(default_factory=Counter)
+    stage_seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(SWITCH_STAGES, 0.0)
+    )
     moved_bytes: Counter[str] = field(default_factory=Counter)
     _model: str | None = None  # of the last turn, or of a switch since
     _cold: set[str] = field(default_factory=set)
@@ -54,18 +54,18 @@ class DeviceMeter:
         """Count a model's snapshot restored to host memory, from disk or from the checkpoint."""
         self._cold.add(model)
 
-    def switched(self, switch: m.SwitchRecord) -> SwitchKind:
-        """Count a switch; return its kind."""
-        kind = self._kind(switch)
+    def switched(self, switch: m.SwitchRecord) -> WeightsSource:
+        """Count a switch; return the place where the weights were."""
+        source = self._source(switch)
         self._model = switch.model
-        self.switches[kind] += 1
-        for stage in STAGES:
+        self.switches[source] += 1
+        for stage in SWITCH_STAGES:
             self.stage_seconds[stage] += getattr(switch, f"{stage}_s")
         self.moved_bytes["weights"] += switch.weight_bytes
         self.moved_bytes["weights_prefetched"] += switch.prefetched_bytes
         self.moved_bytes["kv_in"] += switch.kv_in_bytes
         self.moved_bytes["kv_out"] += switch.kv_out_bytes
-        return kind
+        return source
 
     def turn_ended(self, message: m.TurnReport) -> bool:
         """Count a turn; return whether its model came without a reported switch."""
@@ -90,7 +90,7 @@ class DeviceMeter:
         """Reset the present model, because the worker has ended."""
         self._model = None
 
-    def _kind(self, switch: m.SwitchRecord) -> SwitchKind:
+    def _source(self, switch: m.SwitchRecord) -> WeightsSource:
         if switch.model in self._cold:
             self._cold.discard(switch.model)
             return "cold"
@@ -105,7 +105,9 @@ class Meters:
     def __init__(self) -> None:
         self.models: dict[str, ModelMeter] = {}
         self.devices: dict[int, DeviceMeter] = {}
-        self.switch_seconds: dict[SwitchKind, Buckets] = {kind: Buckets() for kind in SWITCH_KINDS}
+        self.switch_seconds: dict[WeightsSource, Histogram] = {
+            source: Histogram() for source in WEIGHTS_SOURCES
+        }
 
     def model(self, name: str) -> ModelMeter:
         """Return a model's meter, creating the meter if needed."""
@@ -131,8 +133,8 @@ class Meters:
 
     def switched(self, switch: m.SwitchRecord) -> None:
         """A device has told of a switch."""
-        kind = self.device(switch.device).switched(switch)
-        self.switch_seconds[kind].add(switch.total_s)
+        source = self.device(switch.device).switched(switch)
+        self.switch_seconds[source].add(switch.total_s)
 
     def turn_ended(self, number: int, message: m.TurnReport) -> None:
         """A device has told of the end of a turn."""

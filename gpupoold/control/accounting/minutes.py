@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import fields
 
 from gpupool_state import History, MinuteRow
 from gpupoold.control.accounting.model_stats import NUM_MINUTES, Counts, ModelStats
+from gpupoold.domain import COUNT_NAMES
 from gpupoold.errors import Failed
 from gpupoold.stats.histogram import Histogram
 
@@ -90,9 +90,14 @@ def minutes_of(rows: list[MinuteRow]) -> dict[str, dict[int, Counts]]:
 
 
 def _row(minute_at: int, model: str, counts: Counts) -> MinuteRow:
-    values = {one.name: getattr(counts, one.name) for one in fields(Counts)}
-    texts = {"ttft": counts.ttft.text(), "tbt": counts.tbt.text()}
-    return MinuteRow(minute_at, model, **values | texts)
+    return MinuteRow(
+        minute_at=minute_at,
+        model=model,
+        lateness=counts.lateness,
+        ttft=counts.ttft.text(),
+        tbt=counts.tbt.text(),
+        **counts.counts(),
+    )
 
 
 def counts_of(row: MinuteRow) -> Counts:
@@ -101,6 +106,9 @@ def counts_of(row: MinuteRow) -> Counts:
     Raises:
         ValueError: the row is malformed.
     """
-    values = {one.name: getattr(row, one.name) for one in fields(Counts)}
-    read = {"ttft": Histogram.parse(row.ttft), "tbt": Histogram.parse(row.tbt)}
-    return Counts(**values | read)
+    return Counts(
+        lateness=row.lateness,
+        ttft=Histogram.parse(row.ttft),
+        tbt=Histogram.parse(row.tbt),
+        **{name: getattr(row, name) for name in COUNT_NAMES},
+    )

@@ -11,9 +11,15 @@ from operator import add, attrgetter, itemgetter
 from typing import NamedTuple, Self
 
 from gpupoold.control.live_requests import LiveRequest
-from gpupoold.domain import FinishReason
+from gpupoold.domain import (
+    COUNT_NAMES,
+    SWITCH_STAGES,
+    FinishReason,
+    Lateness,
+    RequestCounts,
+    Switch,
+)
 from gpupoold.stats.histogram import Histogram
-from gpupoold.wire.messages import SwitchRecord
 
 NUM_MINUTES = 60
 _NUM_SECONDS = 60
@@ -32,40 +38,31 @@ class Percentiles(NamedTuple):
 
 
 @dataclass(slots=True)
-class Counts:
-    """Counts of one model's requests in a span of time.
+class Counts(RequestCounts):
+    """Counts with lateness and latencies, which can be added."""
 
-    Requests count at their arrival, outcomes at the end, tokens when sent. ``refused`` requests are
-    not part of ``requests``; ``dropped`` requests ended before their first token, which would have
-    been late, and are part of ``failed``. ``late_by_*``: seconds of lateness by cause: restoring
-    the model's snapshot, waiting for a turn, the switch, the model's own steps.
-    """
-
-    requests: int = 0
-    completed: int = 0
-    aborted: int = 0
-    failed: int = 0
-    refused: int = 0
-    dropped: int = 0
-    tokens: int = 0
-    tokens_in_time: int = 0
-    late_by_loading_s: float = 0.0
-    late_by_queueing_s: float = 0.0
-    late_by_switching_s: float = 0.0
-    late_by_computing_s: float = 0.0
+    lateness: Lateness = field(default_factory=Lateness)
     ttft: Histogram = field(default_factory=Histogram)
     tbt: Histogram = field(default_factory=Histogram)
 
     def merge(self, other: Self, sign: int = 1) -> None:
         """Add ``other``'s counts, or subtract them if ``sign`` is -1."""
-        for name in _NUMBERS:
+        for name in COUNT_NAMES:
             setattr(self, name, getattr(self, name) + sign * getattr(other, name))
+        pairs = zip(_lateness_of(self), _lateness_of(other), strict=True)
+        self.lateness = Lateness(*(mine + sign * theirs for mine, theirs in pairs))
         self.ttft.merge(other.ttft, sign)
         self.tbt.merge(other.tbt, sign)
 
     def numbers_with(self, other: Self) -> Self:
         """The sums of both, without latencies."""
-        return type(self)(*map(add, _numbers_of(self), _numbers_of(other)))
+        total = type(self)(*map(add, _counts_of(self), _counts_of(other)))
+        total.lateness = Lateness(*map(add, _lateness_of(self), _lateness_of(other)))
+        return total
+
+    def counts(self) -> dict[str, int]:
+        """Return the counts of requests and tokens by name."""
+        return dict(zip(COUNT_NAMES, _counts_of(self), strict=True))
 
     def percentiles(self) -> Percentiles:
         return Percentiles(*self.ttft.p50_and_p99(), *self.tbt.p50_and_p99())
@@ -77,11 +74,11 @@ class Counts:
 
     @property
     def is_empty(self) -> bool:
-        return not any(_numbers_of(self))
+        return not any(_counts_of(self)) and not any(_lateness_of(self))
 
 
-_NUMBERS = tuple(one.name for one in fields(Counts) if one.name not in ("ttft", "tbt"))
-_numbers_of = attrgetter(*_NUMBERS)
+_counts_of = attrgetter(*COUNT_NAMES)
+_lateness_of = attrgetter(*(f"lateness.{one.name}" for one in fields(Lateness)))
 
 
 class ModelStats:
@@ -116,7 +113,7 @@ class ModelStats:
         else:
             now.ttft.add(at_s - request.arrival_s)
         if num_tokens > 1:
-            now.tbt.add(0.0, num_tokens - 1)
+            now.tbt.add_many(0.0, num_tokens - 1)
         late_s = request.late_s
         request.add_tokens(token_ids, at_s)
         now.tokens += num_tokens
@@ -241,11 +238,11 @@ class SwitchStats:
     count: int = 0
     moved_bytes: int = 0
     seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("total", "evict", "map", "weights", "kv"), 0.0)
+        default_factory=lambda: dict.fromkeys(("total", *SWITCH_STAGES), 0.0)
     )
 
-    def add(self, switch: SwitchRecord) -> None:
+    def add(self, switch: Switch) -> None:
         self.count += 1
-        self.moved_bytes += switch.weight_bytes + switch.kv_in_bytes + switch.kv_out_bytes
+        self.moved_bytes += switch.moved_bytes
         for stage in self.seconds:
             self.seconds[stage] += getattr(switch, f"{stage}_s")

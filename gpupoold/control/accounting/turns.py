@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from gpupoold.domain import SWITCH_STAGES, LargestTransfer
 from gpupoold.wire import messages as m
-
-SwitchKind = Literal["none", "pages", "kv", "weights"]
 
 _NUM_KEPT = 4096
 
@@ -37,13 +35,12 @@ class TurnRecord:
     """The JSON for the admin API, cached after the first use."""
 
     @property
-    def switch_kind(self) -> SwitchKind:
-        """The largest kind of transfer: weights, else KV, else only page mappings."""
-        return switch_kind(self.switch)
+    def largest_transfer(self) -> LargestTransfer:
+        return largest_transfer(self.switch)
 
 
-def switch_kind(switch: m.SwitchRecord | None) -> SwitchKind:
-    """Return the kind of a switch: weights, KV, or only page mappings."""
+def largest_transfer(switch: m.SwitchRecord | None) -> LargestTransfer:
+    """Return the largest transfer: weights, else KV, else only page mappings."""
     if switch is None:
         return "none"
     if switch.weight_bytes:
@@ -138,10 +135,10 @@ class TurnLog:
 
 def _together(first: m.SwitchRecord, second: m.SwitchRecord) -> m.SwitchRecord:
     """Merge two switches to the same model before the same turn."""
-    sums = ("total_s", "evict_s", "map_s", "weights_s", "kv_s")
+    times = (f"{stage}_s" for stage in ("total", *SWITCH_STAGES))
     sizes = ("weight_bytes", "kv_in_bytes", "kv_out_bytes")
-    added = {name: getattr(first, name) + getattr(second, name) for name in (*sums, *sizes)}
-    return msgspec.structs.replace(first, **added)
+    added = {name: getattr(first, name) + getattr(second, name) for name in (*times, *sizes)}
+    return replace(first, **added)
 
 
 def _last(turns: deque[TurnRecord], count: int) -> Iterable[TurnRecord]:

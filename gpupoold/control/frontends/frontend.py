@@ -18,7 +18,7 @@ from gpupoold.control.processes.reconfigure import reconfigure
 from gpupoold.control.processes.restarts import keep_running
 from gpupoold.control.processes.watchdog import Watch
 from gpupoold.errors import Failed, GpupoolError, error_from_code
-from gpupoold.stats.buckets import WORK_BOUNDS_S, Buckets
+from gpupoold.stats.histogram import WORK_BOUNDS_S, Histogram
 from gpupoold.system.process import as_words
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import ChannelClosed
@@ -82,7 +82,7 @@ class Frontend:
         self._setting_up: asyncio.Task[None] | None = None
         self._is_set_up = False
         self.num_restarts = 0
-        self.loop_lag = Buckets(WORK_BOUNDS_S)
+        self.loop_lag = Histogram(WORK_BOUNDS_S)
         self.watch: Watch | None = None
         self._ended_for = ""
 

@@ -15,7 +15,7 @@ from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.event_log import RecordedCore
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.base import Policy
-from gpupoold.stats.buckets import WORK_BOUNDS_S, Buckets
+from gpupoold.stats.histogram import WORK_BOUNDS_S, Histogram
 from gpupoold.wire import messages as m
 
 # What a measured bandwidth must differ by to be worth an event.
@@ -46,7 +46,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.core = RecordedCore(Core(policy))
-        self.decisions = Buckets(WORK_BOUNDS_S)
+        self.decisions = Histogram(WORK_BOUNDS_S)
         self._send = send
         self._on_sent = on_sent
         self._on_migrate = on_migrate

@@ -22,7 +22,7 @@ from gpupoold.control.requests.isolation import Isolation
 from gpupoold.control.requests.migrations import Migrations
 from gpupoold.control.requests.ports import Keys, Warmth
 from gpupoold.control.requests.replies import Replies
-from gpupoold.control.requests.rows import finish_reason, request_row, switch_row
+from gpupoold.control.requests.rows import finish_reason, request_row
 from gpupoold.control.requests.silence import waits_for
 from gpupoold.control.requests.tokens import TokenCounter
 from gpupoold.control.workers.roles import Roles
@@ -131,7 +131,7 @@ class Dispatcher:
                 self.switches.add(message.switch)
                 self._tokens.switched(message.switch)
                 self.turns.switched(message.switch)
-                self._history.record_switch(switch_row(message.switch))
+                self._history.record_switch(message.switch)
 
     def worker_up(self, worker: Worker) -> None:
         """Add a worker, which can now have models and requests."""

@@ -1,16 +1,13 @@
-"""Rows of the history for finished requests and switches."""
+"""Rows of the history for finished requests."""
 
 from __future__ import annotations
 
 import time
 
-import msgspec
-
-from gpupool_state import RequestRow, SwitchRow
+from gpupool_state import RequestRow
 from gpupoold.control.live_requests import LiveRequest
 from gpupoold.domain import DeviceId, FinishReason, ModelName
 from gpupoold.stats.percentile import percentile
-from gpupoold.wire import messages as m
 
 
 def finish_reason(text: str) -> FinishReason:
@@ -45,10 +42,3 @@ def request_row(request: LiveRequest, reason: FinishReason, error: str = "") -> 
         error=error,
         api_key=request.key_id or None,
     )
-
-
-def switch_row(switch: m.SwitchRecord) -> SwitchRow:
-    """Build the history row of a switch."""
-    fields = msgspec.structs.asdict(switch)
-    del fields["prefetched_bytes"]  # in the metrics only
-    return SwitchRow(at=_wall_clock(fields.pop("at_s")), **fields)

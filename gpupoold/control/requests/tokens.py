@@ -73,7 +73,7 @@ class TokenCounter:
             end_s = min(switch.at_s + switch.total_s, at_s)
             switching_s = max(end_s - max(switch.at_s, began_s), 0.0)
         share = lost_s / max(at_s - since_s, 1e-9)
-        counts.late_by_loading_s += share * (warm_s - since_s)
-        counts.late_by_queueing_s += share * (began_s - warm_s)
-        counts.late_by_switching_s += share * switching_s
-        counts.late_by_computing_s += share * (at_s - began_s - switching_s)
+        counts.lateness.loading_s += share * (warm_s - since_s)
+        counts.lateness.queueing_s += share * (began_s - warm_s)
+        counts.lateness.switching_s += share * switching_s
+        counts.lateness.computing_s += share * (at_s - began_s - switching_s)

@@ -12,13 +12,7 @@ GOOD_ATTAINMENT = 0.99
 
 def main_cause(counts: Counts) -> str | None:
     """Return the cause on which late answers lost the most time, None if none was late."""
-    causes = {
-        "loading": counts.late_by_loading_s,
-        "queueing": counts.late_by_queueing_s,
-        "switching": counts.late_by_switching_s,
-        "computing": counts.late_by_computing_s,
-    }
-    cause, late_s = max(causes.items(), key=lambda one: one[1])
+    cause, late_s = max(counts.lateness.by_cause().items(), key=lambda one: one[1])
     return cause if late_s > 1e-6 else None
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from gpupool_state import EventRow, RequestRow, SwitchRow
+from gpupool_state import EventRow, RequestRow
 from gpupoold.api.schemas import (
     DeviceInfo,
     EventInfo,
     FrontendInfo,
+    ModelUsage,
     RequestRecord,
-    SwitchInfo,
 )
 from gpupoold.control.accounting.model_stats import ModelStats
 from gpupoold.control.frontends.frontend import Frontend
@@ -25,7 +25,10 @@ from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
+from gpupoold.domain import COUNT_NAMES
 from gpupoold.wire.messages import ModelMemory, WorkerStatus
+
+_USAGE_COUNTS = [name for name in COUNT_NAMES if name in ModelUsage.model_fields]
 
 Memories = Mapping[str, Sequence[tuple[int, ModelMemory]]]
 Values = dict[str, Any]
@@ -48,11 +51,6 @@ def frontends(found: Iterable[Frontend], live: LiveRequests) -> list[FrontendInf
         )
         for one in found
     ]
-
-
-def switch_info(row: SwitchRow) -> SwitchInfo:
-    """A switch from the history."""
-    return SwitchInfo(**{name: getattr(row, name) for name in SwitchInfo.model_fields})
 
 
 def request_record(row: RequestRow) -> RequestRecord:
@@ -106,10 +104,7 @@ def _device(worker: Worker, dispatcher: Dispatcher, num_requests: int) -> Device
     ready, status, number = worker.ready, worker.status, worker.number
     role, is_role_fixed = dispatcher.roles.of(number)
     quota_s, used_s = _quota(status)
-    weights_bytes = kv_bytes = 0
-    for held in status.models if status else ():
-        weights_bytes += held.weights_resident_bytes
-        kv_bytes += held.kv_resident_bytes
+    held = status.models if status else []
     return DeviceInfo(
         device=worker.number,
         kind=worker.device.kind,
@@ -132,8 +127,8 @@ def _device(worker: Worker, dispatcher: Dispatcher, num_requests: int) -> Device
         is_role_fixed=is_role_fixed,
         is_draining=dispatcher.roles.is_draining(number),
         num_requests=num_requests,
-        weights_bytes=weights_bytes,
-        kv_bytes=kv_bytes,
+        weights_bytes=sum(one.weights_resident_bytes for one in held),
+        kv_bytes=sum(one.kv_resident_bytes for one in held),
         prefetched_bytes=status.prefetched_bytes if status else 0,
         quota_used_s=used_s,
         quota_left_s=None if quota_s is None else max(0.0, quota_s - used_s),
@@ -162,38 +157,33 @@ def usage(
     has_minutes: bool = True,
 ) -> Values:
     """Return the values of ``ModelUsage``; attainment by minute only if ``has_minutes``."""
-    snapshot = cache.get(name)
-    num_waiting = weights_bytes = total_bytes = kv_bytes = kv_host_bytes = 0
-    for _, held in memories_of.get(name, ()):
-        num_waiting += held.num_waiting
-        weights_bytes += held.weights_resident_bytes
-        total_bytes = max(total_bytes, held.weights_total_bytes)
-        kv_bytes += held.kv_resident_bytes
-        kv_host_bytes += held.kv_host_bytes
+    snapshot, held = cache.get(name), [one for _, one in memories_of.get(name, ())]
     stats = dispatcher.stats.get(name) or ModelStats()
     now_s, so_far, hour = time.monotonic(), stats.so_far(), stats.hour_percentiles()
     return {
         "name": name,
         "state": state,
         "num_live": dispatcher.live.num_of(name),
-        "num_waiting": dispatcher.num_waiting(name) + num_waiting,
-        "weights_resident_bytes": weights_bytes,
-        "weights_total_bytes": total_bytes,
-        "kv_resident_bytes": kv_bytes,
-        "kv_host_bytes": kv_host_bytes,
+        "num_waiting": dispatcher.num_waiting(name) + sum(one.num_waiting for one in held),
+        **memory_bytes(held),
         "cached_bytes": snapshot.num_bytes if snapshot else 0,
-        "requests": so_far.requests,
-        "completed": so_far.completed,
-        "refused": so_far.refused,
-        "dropped": so_far.dropped,
-        "tokens": so_far.tokens,
-        "tokens_in_time": so_far.tokens_in_time,
+        **{name: getattr(so_far, name) for name in _USAGE_COUNTS},
         "attainment": so_far.attainment,
         **hour._asdict(),
         "attainment_1m": stats.attainment_1m(now_s),
         "attainment_1h": stats.hour_attainment(),
         "attainment_minutes": stats.attainment_minutes() if has_minutes else [],
         "tokens_per_s": stats.tokens_per_s(now_s),
+    }
+
+
+def memory_bytes(held: Sequence[ModelMemory]) -> dict[str, int]:
+    """Return a model's bytes on the given workers, by the names that all bodies use."""
+    return {
+        "weights_resident_bytes": sum(one.weights_resident_bytes for one in held),
+        "weights_total_bytes": max((one.weights_total_bytes for one in held), default=0),
+        "kv_resident_bytes": sum(one.kv_resident_bytes for one in held),
+        "kv_host_bytes": sum(one.kv_host_bytes for one in held),
     }
 
 

@@ -212,10 +212,7 @@ class Explainer:
         live = self._dispatcher.live.of_model(model)
         return ModelOnDevice(
             device=worker.number,
-            weights_resident_bytes=held.weights_resident_bytes if held else 0,
-            weights_total_bytes=held.weights_total_bytes if held else 0,
-            kv_resident_bytes=held.kv_resident_bytes if held else 0,
-            kv_host_bytes=held.kv_host_bytes if held else 0,
+            **views.memory_bytes([held] if held else []),
             num_requests=sum(one.device == worker.number for one in live),
             turns=self._turns(worker.number, now_s),
         )

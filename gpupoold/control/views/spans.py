@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gpupool_state import MinuteRow
-from gpupoold.api.schemas_explain import LatenessInfo, SpanInfo
+from gpupoold.api.schemas_explain import SpanInfo
 from gpupoold.control.accounting.minutes import MINUTE_S, counts_of
 from gpupoold.control.accounting.model_stats import Counts
 
@@ -24,26 +24,10 @@ def span_info(at: float, length_s: float, counts: Counts) -> SpanInfo:
     return SpanInfo(
         at=at,
         span_s=length_s,
-        requests=counts.requests,
-        completed=counts.completed,
-        aborted=counts.aborted,
-        failed=counts.failed,
-        refused=counts.refused,
-        dropped=counts.dropped,
-        tokens=counts.tokens,
-        tokens_in_time=counts.tokens_in_time,
         attainment=counts.attainment,
+        lateness=counts.lateness,
+        **counts.counts(),
         **counts.percentiles()._asdict(),
-        lateness=lateness(counts),
-    )
-
-
-def lateness(counts: Counts) -> LatenessInfo:
-    return LatenessInfo(
-        loading_s=counts.late_by_loading_s,
-        queueing_s=counts.late_by_queueing_s,
-        switching_s=counts.late_by_switching_s,
-        computing_s=counts.late_by_computing_s,
     )
 
 

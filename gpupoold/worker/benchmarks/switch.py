@@ -6,37 +6,40 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from gpupoold.domain import SWITCH_STAGES, WarmSource
 from gpupoold.errors import Failed, Refused, UsageError
 from gpupoold.memory import libc
 from gpupoold.memory.kv_extents import Place
+from gpupoold.wire.messages import SwitchRecord
 from gpupoold.worker.benchmarks import figures
 from gpupoold.worker.benchmarks.idle import empty_device
 from gpupoold.worker.benchmarks.live import BenchmarkRequests
-from gpupoold.worker.kv.residency import SwitchStages
 
 if TYPE_CHECKING:
     from gpupoold.worker.engine.engine import ModelEngine
     from gpupoold.worker.turns.loop import TurnLoop
 
-MODES = ("resident", "prefetched", "host_cached")
+MODES: tuple[WarmSource, ...] = get_args(WarmSource)
 # Uncounted switches, which access pages and caches for the first time.
 _WARM_UP = 2
 # Factor for resident switches, which are short and limited in the slowest of a hundred.
 _RESIDENT_FACTOR = 25
 _POLL_S = 0.0005
 _PREFETCH_TIMEOUT_S = 60.0
-_STAGES = ("evict_s", "map_s", "weights_s", "kv_s")
 
 
 @dataclass(frozen=True, slots=True)
 class _Switch:
-    """A measured switch. ``ready_s``: a request can run; ``total_s``: all KV has arrived too."""
+    """A measured switch. ``ready_s``: a request can run; ``total_s``: all KV has arrived too.
+
+    ``record`` is None if the model was resident.
+    """
 
     ready_s: float
     total_s: float
-    stages: SwitchStages
+    record: SwitchRecord | None
     evict_s: float
     kv_out_bytes: int
     kv_in_bytes: int
@@ -45,12 +48,13 @@ class _Switch:
     @property
     def kv_bytes(self) -> int:
         """Bytes of KV that moved out and in during the measured time."""
-        return self.kv_in_bytes + self.stages.kv_out_bytes + self.kv_out_bytes
+        own_bytes = self.record.kv_out_bytes if self.record else 0
+        return self.kv_in_bytes + own_bytes + self.kv_out_bytes
 
     @property
     def num_bytes(self) -> int:
         """All bytes that moved during the measured time."""
-        return self.stages.weight_bytes + self.kv_bytes
+        return (self.record.weight_bytes if self.record else 0) + self.kv_bytes
 
 
 def bench_switch(
@@ -194,14 +198,14 @@ class _SwitchBench:
         if evicted is not None:
             kv_out_bytes = self._residency.page_out(evicted.name)
         evicted_s = time.perf_counter()
-        stages = self._loop.switch_to(incoming.name)
+        record = self._loop.switch_to(incoming.name)
         ready_s = time.perf_counter()
         self._residency.bring_all(incoming.name)
         total_s = time.perf_counter()
         return _Switch(
             ready_s=ready_s - started_s,
             total_s=total_s - started_s,
-            stages=stages or SwitchStages(),
+            record=record,
             evict_s=evicted_s - started_s,
             kv_out_bytes=kv_out_bytes,
             kv_in_bytes=incoming.kv.arrived_bytes - arrived_bytes,
@@ -243,7 +247,8 @@ def _is_arriving(engine: ModelEngine) -> bool:
 def _summary(switches: Sequence[_Switch]) -> dict[str, Any]:
     steps_s = [switch.first_step_s for switch in switches if switch.first_step_s is not None]
     stages = {
-        stage: figures.p50([_stage_s(switch, stage) for switch in switches]) for stage in _STAGES
+        f"{stage}_s": figures.p50([_stage_s(switch, stage) for switch in switches])
+        for stage in SWITCH_STAGES
     }
     summary = figures.times([switch.total_s for switch in switches]) | {
         "ready_p50_s": figures.p50([switch.ready_s for switch in switches]),
@@ -258,9 +263,9 @@ def _summary(switches: Sequence[_Switch]) -> dict[str, Any]:
 
 def _stage_s(switch: _Switch, stage: str) -> float:
     """Return the seconds of a stage. Eviction includes paging out, KV the wait for all KV."""
-    seconds: float = getattr(switch.stages, stage)
-    if stage == "evict_s":
+    seconds: float = getattr(switch.record, f"{stage}_s", 0.0)  # 0 without a record
+    if stage == "evict":
         return seconds + switch.evict_s
-    if stage == "kv_s":
+    if stage == "kv":
         return seconds + switch.total_s - switch.ready_s
     return seconds

@@ -7,7 +7,7 @@ do; other requests continue.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -31,7 +31,8 @@ class PooledScheduler(Scheduler):
     ``alone`` is the only request that may run, if set. ``isolated`` requests share no step with
     others, see ``take_turns``; ``name`` is the model's name for the activity page. ``chunk_tokens``
     limits the next step, if set. While ``is_held``, no step is scheduled. ``num_updates`` counts
-    steps with known tokens; ``was_decode`` is True if the last step only decoded.
+    steps with known tokens; ``was_decode`` is True if the last step only decoded. ``clock`` returns
+    seconds.
     """
 
     running: list[Request]
@@ -42,6 +43,7 @@ class PooledScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.kv: KvMemory | None = None
+        self.clock: Callable[[], float] = time.monotonic
         self.name = ""
         self.alone: str | None = None
         self.isolated: dict[str, None] = {}  # in the order of the next steps
@@ -103,7 +105,7 @@ class PooledScheduler(Scheduler):
         was_isolated, self._on_trial = self._on_trial is not None, None
         if not self.isolated:
             return
-        now_s = time.monotonic()
+        now_s = self.clock()
         has_waited = now_s - self._isolated_s > _MAX_PUT_OFF_S
         has_others = len(self.requests) > len(self.isolated)
         if has_others and (was_isolated or not (may_isolate or has_waited)):

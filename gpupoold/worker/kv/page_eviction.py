@@ -61,7 +61,9 @@ class Room:
         host: KvHostCache,
         out: TransferQueue,
         use_of: Callable[[str], Use],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.pool = pool
         self.models: dict[str, PooledModel] = {}
         self.num_recomputed = 0
@@ -142,7 +144,7 @@ class Room:
         return PageHolding(
             model=name,
             num_live=use.num_live,
-            idle_s=time.monotonic() - use.last_used_s,
+            idle_s=self._clock() - use.last_used_s,
             ttft_s=use.ttft_s,
             next_deadline_s=use.next_deadline_s,
             weight_pages=model.weights.num_mapped_pages,

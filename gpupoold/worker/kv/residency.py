@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 from gpupoold.memory.contracts import Device, Direction, OutOfPages
@@ -14,6 +14,7 @@ from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.transfers import BATCH_BYTES, Transfer, TransferQueue
+from gpupoold.wire.messages import SwitchRecord
 from gpupoold.worker.kv.page_eviction import PooledModel, Room, Use, spare_extents
 
 _BANDWIDTH_SMOOTHING = 0.2
@@ -23,32 +24,6 @@ _MIN_BYTES_FOR_BANDWIDTH = 1 << 20
 _PREFETCH_BYTES = 1 << 30
 # Growth of a model's KV during a turn: some 200 tokens with contexts of about a thousand.
 _GROWTH_SHARE = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class SwitchStages:
-    """Duration of each stage of a switch in seconds, and bytes that moved.
-
-    ``prefetched_bytes`` counts the weights that a prefetch had loaded or was loading.
-    """
-
-    evict_s: float = 0.0
-    map_s: float = 0.0
-    weights_s: float = 0.0
-    kv_s: float = 0.0
-    weight_bytes: int = 0
-    kv_in_bytes: int = 0
-    kv_out_bytes: int = 0
-    prefetched_bytes: int = 0
-
-    @property
-    def total_s(self) -> float:
-        return self.evict_s + self.map_s + self.weights_s + self.kv_s
-
-    @property
-    def num_bytes(self) -> int:
-        """All bytes that moved in the switch itself, in and out."""
-        return self.weight_bytes + self.kv_in_bytes + self.kv_out_bytes
 
 
 class Residency:
@@ -65,13 +40,17 @@ class Residency:
         host: KvHostCache,
         bandwidth_bytes_per_s: float,
         use_of: Callable[[str], Use],
+        device_number: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._device = device
+        self._device_number = device_number
+        self._clock = clock
         self.pool = pool
         self._host = host
         self._in = TransferQueue.open(device, Direction.IN, "copy-in")
         self._out = TransferQueue.open(device, Direction.OUT, "copy-out")
-        self._room = Room(device, pool, host, self._out, use_of)
+        self._room = Room(device, pool, host, self._out, use_of, clock)
         self._models = self._room.models
         self._next: str | None = None  # being prefetched
         self._had_before_bytes = 0  # weights mapped before
@@ -111,8 +90,10 @@ class Residency:
         model = self._models[name]
         return model.weights.missing_bytes + model.kv.missing_bytes
 
-    def switch_in(self, name: str) -> SwitchStages | None:
-        """Make a model ready to run, evicting other models; return None if no work was needed.
+    def switch_in(self, name: str, previous: str | None = None) -> SwitchRecord | None:
+        """Make a model ready to run after ``previous``, evicting other models as needed.
+
+        Returns None if no work was needed.
 
         Afterwards the weights are resident, and the KV of one request, if any; ``advance`` brings
         in further KV.
@@ -120,7 +101,7 @@ class Residency:
         Raises:
             OutOfPages: the model does not fit even alone.
         """
-        model = self._models[name]
+        model, at, began_s = self._models[name], time.time(), self._clock()
         if self._next != name:
             self.stop_prefetch()
         prefetched_bytes, self._next = self.prefetched_bytes, None
@@ -128,23 +109,32 @@ class Residency:
         model.kv.stop_leaving()
         model.weights.settle()
         first = self._first_extent(model)
-        if model.weights.is_resident and model.kv.is_whole and not first:
-            return SwitchStages(prefetched_bytes=prefetched_bytes) if prefetched_bytes else None
-        arrived_bytes = model.kv.arrived_bytes
-        started_s = time.monotonic()
-        moved = self._room.make(self._num_wanted_pages(model), {name})
-        stages = SwitchStages(
-            evict_s=time.monotonic() - started_s,
-            kv_out_bytes=moved,
+        is_resident = model.weights.is_resident and model.kv.is_whole and not first
+        if is_resident and not prefetched_bytes:
+            return None
+        record = SwitchRecord(
+            at=at,
+            device=self._device_number,
+            model=name,
+            previous=previous,
+            at_s=began_s,
             prefetched_bytes=prefetched_bytes,
         )
-        stages = self._load_weights(model, stages)
-        started_s = time.monotonic()
+        if is_resident:
+            return record
+        arrived_bytes = model.kv.arrived_bytes
+        started_s = self._clock()
+        moved = self._room.make(self._num_wanted_pages(model), {name})
+        record = replace(record, evict_s=self._clock() - started_s, kv_out_bytes=moved)
+        record = self._load_weights(model, record)
+        started_s = self._clock()
         self._back(model, first)
         self.wait_ready(name)
+        kv_s = self._clock() - started_s
         return replace(
-            stages,
-            kv_s=time.monotonic() - started_s,
+            record,
+            total_s=record.evict_s + record.map_s + record.weights_s + kv_s,
+            kv_s=kv_s,
             kv_in_bytes=model.kv.arrived_bytes - arrived_bytes,
         )
 
@@ -271,28 +261,28 @@ class Residency:
         assert self._host.used_bytes == own_bytes + sent_bytes
         return len(owned)
 
-    def _load_weights(self, model: PooledModel, stages: SwitchStages) -> SwitchStages:
-        """Bring in missing weights, in as many pieces as pages become free; add to ``stages``."""
-        started_s = time.monotonic()
+    def _load_weights(self, model: PooledModel, record: SwitchRecord) -> SwitchRecord:
+        """Bring in missing weights, in as many pieces as pages become free; add to ``record``."""
+        started_s = self._clock()
         model.weights.wait()
-        waited_s = time.monotonic() - started_s  # for copies started earlier
-        weights_s, evict_s, map_s = waited_s, stages.evict_s, 0.0
+        waited_s = self._clock() - started_s  # for copies started earlier
+        weights_s, evict_s, map_s = waited_s, record.evict_s, 0.0
         num_bytes = 0
         while missing := model.weights.num_missing_pages:
-            waited_from_s = time.monotonic()
+            waited_from_s = self._clock()
             if not self._room.wait_for(min(missing, self._pages_per_load)):
                 short = f"{model.name} needs {missing} more pages, {self.pool.num_free} are free"
                 raise OutOfPages(short)
-            before, started_s = replace(self._device.spent), time.monotonic()
+            before, started_s = replace(self._device.spent), self._clock()
             num_bytes += model.weights.load(min(missing, self.pool.num_free))
-            took_s = time.monotonic() - started_s
+            took_s = self._clock() - started_s
             mapping_s = took_s * self._device.spent.map_share_since(before)
             evict_s += started_s - waited_from_s
             weights_s += took_s - mapping_s
             map_s += mapping_s
         self._learn_bandwidth(num_bytes, weights_s - waited_s + map_s)
         return replace(
-            stages, evict_s=evict_s, map_s=map_s, weights_s=weights_s, weight_bytes=num_bytes
+            record, evict_s=evict_s, map_s=map_s, weights_s=weights_s, weight_bytes=num_bytes
         )
 
     @property

@@ -20,12 +20,12 @@ from gpupoold.worker.device import DriverMemory
 from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.kv.migrations import KvMigrations
 from gpupoold.worker.kv.page_eviction import Use
-from gpupoold.worker.kv.residency import Residency, SwitchStages
+from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.turns.isolation import ALONE_S, GRAMMAR_S, wait_until
 from gpupoold.worker.turns.ledger import RequestLedger
 from gpupoold.worker.turns.model_loads import EngineLoader
 from gpupoold.worker.turns.orders import Orders
-from gpupoold.worker.turns.reports import status, switch_record
+from gpupoold.worker.turns.reports import status
 from gpupoold.worker.turns.self_check import SelfChecks
 from gpupoold.worker.turns.steps import TurnSteps, may_come_between
 from gpupoold.worker.weights.snapshots import Snapshots
@@ -50,12 +50,14 @@ class TurnLoop:
         self_check_interval: int = 0,
         *,
         has_gpu_alone: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.device_number = device_number
         self.device = device
         self.host = host
         self.ledger = RequestLedger()
-        self.steps = TurnSteps(self.ledger, channel.send)
+        self.steps = TurnSteps(self.ledger, channel.send, clock)
         self.residency = residency_of(self._use)
         self.engines: dict[str, ModelEngine] = {}
         self._loader = EngineLoader(device, host, self.residency)
@@ -85,20 +87,18 @@ class TurnLoop:
             if self.orders.turn is not None:
                 self._run_turn(self.orders.turn.turn_id, self.orders.turn.model)
 
-    def switch_to(self, name: str) -> SwitchStages | None:
+    def switch_to(self, name: str) -> m.SwitchRecord | None:
         """Make a model resident and report the switch, unless the model is resident."""
-        started_s = time.monotonic()
         with WORKER.main.doing(ThreadPhase.SWITCH, name):
-            stages = self.residency.switch_in(name)
+            record = self.residency.switch_in(name, self.previous)
         # No switch if the same model continues while the last KV arrives.
-        if stages is not None and (name != self.previous or stages.num_bytes):
-            record = switch_record(self.device_number, name, self.previous, stages, started_s)
+        if record is not None and (name != self.previous or record.moved_bytes):
             self._channel.send(m.Switched(record, self.residency.bandwidth_bytes_per_s))
-            if stages.weight_bytes or stages.prefetched_bytes:
+            if record.weight_bytes or record.prefetched_bytes:
                 self._self_checks.moved(name)
         self.previous = name
-        self._last_used_s[name] = time.monotonic()
-        return stages
+        self._last_used_s[name] = self._clock()
+        return record
 
     def engine(self, name: str) -> ModelEngine:
         """Return a loaded model's engine.
@@ -130,14 +130,14 @@ class TurnLoop:
         if self._self_checks.is_due(model) and not self._is_right(engine):
             self._end_turn()
             return
-        self.orders.began(time.monotonic())
+        self.orders.began(self._clock())
         self._prefetching_for = None
         self._report_memory()
         is_over = self._run_steps(turn_id, engine)
         self.steps.settle()
         if not is_over:
             return
-        self._last_used_s[model] = time.monotonic()
+        self._last_used_s[model] = self._clock()
         if self.orders.turn is not None and self.orders.turn.turn_id == turn_id:
             self._end_turn()
 
@@ -155,7 +155,7 @@ class TurnLoop:
                 break
             if self._stopping or self._interrupted or not self._can_run(engine.name):
                 return False
-            if self.orders.is_quota_used(time.monotonic()):
+            if self.orders.is_quota_used(self._clock()):
                 break
         return True
 
@@ -192,7 +192,7 @@ class TurnLoop:
         assert self.orders.turn is not None
         model, began_s = self.orders.turn.model, self.orders.began_s
         turn_id, then = self.orders.end()
-        ended = m.TurnReport(turn_id, self._changed_missing(), model, began_s, time.monotonic())
+        ended = m.TurnReport(turn_id, self._changed_missing(), model, began_s, self._clock())
         self._channel.send(ended)
         if then is None or not self._can_run(then):
             return
@@ -336,7 +336,7 @@ class TurnLoop:
         model = message.model
         self.interrupt_turn()  # a load takes pages
         # The residency reads both as soon as the model is added.
-        self._last_used_s[model.name] = time.monotonic()
+        self._last_used_s[model.name] = self._clock()
         self.ledger.add_model(model.name, Targets(model.ttft_s, model.tbt_s))
         try:
             snapshot = HostBuffer(fd, os.fstat(fd).st_size) if message.has_snapshot else None
@@ -422,7 +422,7 @@ class TurnLoop:
             self._channel.send(m.MemoryReport(changed))
 
     def _maybe_report(self) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock()
         if now_s >= self._status_at_s:
             self._status_at_s = now_s + _STATUS_INTERVAL_S
             report = status(

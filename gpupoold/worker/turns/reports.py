@@ -1,14 +1,13 @@
-"""A worker's reports to the daemon: its status several times a second, and every switch."""
+"""A worker's status, reported to the daemon several times a second."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from gpupoold.memory.host import KvHostCache
 from gpupoold.wire import messages as m
-from gpupoold.worker.kv.residency import Residency, SwitchStages
+from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.turns.ledger import RequestLedger
 from gpupoold.worker.turns.orders import Orders
 
@@ -42,20 +41,6 @@ def status(
         num_recomputed=residency.num_recomputed,
         turn_began_s=orders.began_s,
         prefetched_bytes=residency.prefetched_bytes,
-    )
-
-
-def switch_record(
-    device_number: int, name: str, previous: str | None, stages: SwitchStages, started_s: float
-) -> m.SwitchRecord:
-    """Return the record of a switch that began at ``started_s``."""
-    return m.SwitchRecord(
-        device=device_number,
-        model=name,
-        previous=previous,
-        at_s=started_s,
-        total_s=stages.total_s,
-        **dataclasses.asdict(stages),
     )
 
 

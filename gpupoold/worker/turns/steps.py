@@ -26,7 +26,13 @@ def may_come_between(message: m.ToWorker) -> bool:
 class TurnSteps:
     """The steps of the present model; ``send`` sends a message to the daemon."""
 
-    def __init__(self, ledger: RequestLedger, send: Callable[[m.StepOutputs], None]) -> None:
+    def __init__(
+        self,
+        ledger: RequestLedger,
+        send: Callable[[m.StepOutputs], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._ledger = ledger
         self._send = send
         self._engine: ModelEngine | None = None  # may have a launched step
@@ -41,7 +47,7 @@ class TurnSteps:
         """
         if not engine.is_under_way:
             self._tell(engine, engine.settle())  # a step may have ended elsewhere
-            self._since_s = time.monotonic()
+            self._since_s = self._clock()
         self._engine = engine
         self.num_begun += 1
         steps = engine.begin_step(chunk_tokens)
@@ -50,7 +56,7 @@ class TurnSteps:
         return has_told or engine.is_under_way or engine.has_requests()
 
     def expected_end_s(self) -> float:
-        """Return the expected end of the present step on ``time.monotonic``.
+        """Return the expected end of the present step.
 
         The present step is expected to take as long as the previous step.
         """
@@ -69,7 +75,7 @@ class TurnSteps:
 
     def _tell(self, engine: ModelEngine, steps: Sequence[Step]) -> None:
         for step in steps:
-            ended_s = time.monotonic()
+            ended_s = self._clock()
             # Steps follow each other on the device: a step begins when the previous step ends.
             step_s = self._last_s = ended_s - self._since_s
             self._since_s = ended_s

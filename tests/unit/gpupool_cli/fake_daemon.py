@@ -35,13 +35,13 @@ from gpupoold.api.schemas import (
     SetCachedRequest,
     SetDeviceRequest,
     SetModelRequest,
-    SwitchInfo,
 )
 from gpupoold.api.schemas_config import (
     ChangeInfo,
 )
 from gpupoold.api.schemas_explain import SpanInfo, Why
 from gpupoold.api.schemas_top import TurnInfo
+from gpupoold.domain import Switch
 from gpupoold.errors import (
     GpupoolError,
     NoSuchModel,
@@ -115,7 +115,7 @@ class FakeDaemon:
         self.events: list[EventInfo] = []
         self.log_lines: list[str] = ["one", "two", "three"]
         self.event_log: list[bytes] = []
-        self.switches: list[SwitchInfo] = []
+        self.switches: list[Switch] = []
         self.history: list[RequestRecord] = []
         self.spans: list[SpanInfo] = []
         self.whys: dict[str, Why] = {}

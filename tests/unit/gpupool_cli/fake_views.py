@@ -18,7 +18,6 @@ from gpupoold.api.schemas import (
     Ps,
     RequestRecord,
     Status,
-    SwitchInfo,
 )
 from gpupoold.api.schemas_config import (
     ConfigInfo,
@@ -28,6 +27,7 @@ from gpupoold.api.schemas_config import (
 )
 from gpupoold.api.schemas_explain import SpanInfo, Why
 from gpupoold.api.schemas_top import CancelledRequest, Top, TurnInfo, Unloaded
+from gpupoold.domain import Switch
 from gpupoold.errors import (
     Failed,
     NoSuchModel,
@@ -135,7 +135,7 @@ def _add_state_routes(app: FastAPI, daemon: FakeDaemon) -> None:
         return Response(b"".join(daemon.event_log), media_type=NDJSON)
 
     @app.get("/switches")
-    async def switches(request: Request, limit: int) -> list[SwitchInfo]:
+    async def switches(request: Request, limit: int) -> list[Switch]:
         daemon.queries.append(dict(request.query_params))
         return daemon.switches[:limit]
 

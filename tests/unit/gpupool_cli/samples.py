@@ -15,10 +15,10 @@ from gpupoold.api.schemas import (
     Ps,
     RequestInfo,
     Status,
-    SwitchInfo,
 )
 from gpupoold.api.schemas_config import ConfigInfo, EffectName, SettingInfo
 from gpupoold.api.schemas_top import TopModel, TurnInfo
+from gpupoold.domain import Switch
 from gpupoold.latency.stored import StoredFit, StoredLatency
 
 GIB = 1024**3
@@ -174,9 +174,9 @@ def live_request(request_id: str, model: str) -> RequestInfo:
     )
 
 
-def switch(name: str, previous: str | None) -> SwitchInfo:
+def switch(name: str, previous: str | None) -> Switch:
     """A switch that copied a model's weights."""
-    return SwitchInfo(
+    return Switch(
         at=AT,
         device=0,
         model=name,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from pydantic import TypeAdapter
 
 from gpupool_cli import output
 from gpupoold.api.schemas import RequestRecord
-from gpupoold.api.schemas_explain import LatenessInfo, SpanInfo
+from gpupoold.api.schemas_explain import SpanInfo
+from gpupoold.domain import Lateness
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
@@ -44,9 +46,9 @@ def span(**more: object) -> SpanInfo:
         "ttft_p99_s": 1.2,
         "tbt_p50_s": 0.02,
         "tbt_p99_s": None,
-        "lateness": LatenessInfo(loading_s=0, queueing_s=3.5, switching_s=0.25, computing_s=0),
+        "lateness": Lateness(loading_s=0, queueing_s=3.5, switching_s=0.25, computing_s=0),
     }
-    return SpanInfo.model_validate(values | more)
+    return TypeAdapter(SpanInfo).validate_python(values | more)
 
 
 def test_switches(daemon: FakeDaemon, cli: Cli) -> None:

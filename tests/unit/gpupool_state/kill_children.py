@@ -101,7 +101,7 @@ async def _change_for_ever(path: Path, run: int, pipe: int) -> None:
 
 
 def _minute(run: int, number: int) -> MinuteRow:
-    return MinuteRow(number, str(run))
+    return MinuteRow(minute_at=number, model=str(run))
 
 
 async def _change(registry: Registry, run: int, number: int) -> None:

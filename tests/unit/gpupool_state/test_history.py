@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from gpupool_state import Database, History, HistoryLimits, RequestRow, SwitchRow
-from gpupoold.domain import DeviceId, FinishReason, ModelName
+from gpupool_state import Database, History, HistoryLimits, RequestRow
+from gpupoold.domain import DeviceId, FinishReason, ModelName, Switch
 
 pytestmark = pytest.mark.asyncio
 
@@ -33,8 +33,8 @@ def request(number: int, model: str = "llama", arrived_at: float | None = None) 
     )
 
 
-def switch(number: int) -> SwitchRow:
-    return SwitchRow(
+def switch(number: int) -> Switch:
+    return Switch(
         at=float(number),
         device=DeviceId(1),
         model=ModelName("llama"),

@@ -7,31 +7,17 @@ import logging
 
 import pytest
 
-from gpupoold.logs import limits as log_limits
 from gpupoold.logs.limits import MAX_RECORDS, MAX_TEXT_CHARS, MAX_TRACEBACKS, WINDOW_S, LogLimit
-
-
-class Clock:
-    now_s = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(log_limits, "time", made)
-    return made
 
 
 class Log:
     """A logger with two handlers that share a limit, as the daemon has."""
 
     def __init__(self) -> None:
+        self.now_s = 1000.0
         self.streams = (io.StringIO(), io.StringIO())
         self.logger = logging.Logger("sample")
-        limit = LogLimit()
+        limit = LogLimit(lambda: self.now_s)
         for stream in self.streams:
             handler = logging.StreamHandler(stream)
             handler.addFilter(limit)
@@ -56,7 +42,7 @@ class Log:
 
 
 @pytest.mark.parametrize("with_traceback", [True, False])
-def test_one_place_is_limited_and_says_so_later(clock: Clock, with_traceback: bool) -> None:
+def test_one_place_is_limited_and_says_so_later(with_traceback: bool) -> None:
     log, limit = Log(), MAX_TRACEBACKS if with_traceback else MAX_RECORDS
 
     def once() -> None:
@@ -72,7 +58,7 @@ def test_one_place_is_limited_and_says_so_later(clock: Clock, with_traceback: bo
     assert text.count("ValueError: failed") == (limit if with_traceback else 0)
     log.logger.warning("another place")
     assert log.taken() == "another place\n"
-    clock.now_s += WINDOW_S
+    log.now_s += WINDOW_S
     once()
     once()
     text = log.taken()
@@ -80,7 +66,7 @@ def test_one_place_is_limited_and_says_so_later(clock: Clock, with_traceback: bo
     assert text.count("a request failed" if with_traceback else "said%") == 2
 
 
-def test_debugging_is_not_limited(clock: Clock) -> None:
+def test_debugging_is_not_limited() -> None:
     log = Log()
     for _ in range(2 * MAX_RECORDS):
         log.logger.debug("detail")

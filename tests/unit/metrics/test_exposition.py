@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import pytest
@@ -13,16 +14,16 @@ from gpupoold.control.control_plane import Pool
 from gpupoold.control.workers.nvml import Reading
 from gpupoold.domain import ModelName, ModelSpec, Targets
 from gpupoold.errors import Failed
-from gpupoold.metrics import exposition
 from gpupoold.metrics.exposition import Exporter
 from gpupoold.wire import messages as m
 
 MODEL = "org/llama-3:8b"
 
 
-@pytest.fixture(autouse=True)
-def _always_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exposition, "_HOLDS_S", -1.0)
+def exporter_of(pool: Pool) -> Exporter:
+    """An exporter whose text is new at each call: its clock goes on by a second."""
+    seconds = itertools.count()
+    return Exporter(pool, lambda: float(next(seconds)))
 
 
 async def samples(exporter: Exporter) -> list[Sample]:
@@ -42,7 +43,7 @@ async def add(pool: Pool) -> None:
 
 
 async def test_a_pool_that_has_just_begun(pool: Pool) -> None:
-    found = await samples(Exporter(pool))
+    found = await samples(exporter_of(pool))
     assert values(found, "ready") == {"": 0}
     assert values(found, "models") == {"": 0}
     assert values(found, "device_up") == {"0": 0, "1": 0}
@@ -52,7 +53,7 @@ async def test_a_pool_that_has_just_begun(pool: Pool) -> None:
 
 async def test_a_model_has_all_its_samples_from_the_first(pool: Pool) -> None:
     await add(pool)
-    found = await samples(Exporter(pool))
+    found = await samples(exporter_of(pool))
     reasons = ("stop", "length", "abort", "error")
     assert values(found, "requests_finished_total") == {f"{MODEL} {one}": 0 for one in reasons}
     assert values(found, "target_time_to_first_token_seconds") == {MODEL: 3}
@@ -64,7 +65,7 @@ async def test_a_model_has_all_its_samples_from_the_first(pool: Pool) -> None:
 
 async def test_what_was_counted_is_told_until_the_model_is_removed(pool: Pool) -> None:
     await add(pool)
-    exporter, meter = Exporter(pool), pool.dispatcher.meters.model(MODEL)
+    exporter, meter = exporter_of(pool), pool.dispatcher.meters.model(MODEL)
     meter.refused["queue_full"] = 3
     counts = pool.dispatcher.stats.setdefault(MODEL, ModelStats()).now
     counts.tokens, counts.tokens_in_time = 8, 6
@@ -96,7 +97,7 @@ async def test_what_devices_tell(pool: Pool) -> None:
         num_waiting=2,
     )
     worker.status = m.WorkerStatus(1, 0.0, MODEL, 0.5, 42, 500, 100, [held])
-    found = await samples(Exporter(pool))
+    found = await samples(exporter_of(pool))
     assert values(found, "device_utilisation_ratio") == {"1": 0.5}
     assert values(found, "device_temperature_celsius") == {"1": 61}
     assert values(found, "device_power_watts") == {}
@@ -117,7 +118,7 @@ async def test_disk_that_fails_takes_only_its_own_sample(
     async def fail() -> int:
         raise OSError(5, "Input/output error")
 
-    exporter = Exporter(pool)
+    exporter = exporter_of(pool)
     assert values(await samples(exporter), "model_cache_disk_bytes") == {"": 0}
     monkeypatch.setattr(type(pool.saved), "used_bytes", lambda _: fail())
     found = await samples(exporter)
@@ -129,7 +130,7 @@ async def test_registry_that_cannot_be_read_has_the_models_of_before(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await add(pool)
-    exporter = Exporter(pool)
+    exporter = exporter_of(pool)
     before = {one.name for one in await samples(exporter)}
 
     async def fail() -> None:
@@ -141,9 +142,8 @@ async def test_registry_that_cannot_be_read_has_the_models_of_before(
     assert values(found, "requests_total") == {MODEL: 0}
 
 
-async def test_who_asks_often_gets_the_same(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exposition, "_HOLDS_S", 1000.0)
-    exporter = Exporter(pool)
+async def test_who_asks_often_gets_the_same(pool: Pool) -> None:
+    exporter = Exporter(pool, lambda: 7.0)
     first = await exporter.text()
     await add(pool)
     assert await exporter.text() is first

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
+from itertools import accumulate, pairwise
 
 import pytest
+from hypothesis import given, strategies as st
 
-from gpupoold.stats.buckets import LATENCY_BOUNDS_S, Buckets
-from gpupoold.stats.histogram import BOUNDS_S, Histogram
+from gpupoold.stats.histogram import BOUNDS_S, LATENCY_BOUNDS_S, WORK_BOUNDS_S, Histogram
 from gpupoold.stats.percentile import percentile
 
 
@@ -88,7 +90,36 @@ def test_other_text_is_refused(text: str) -> None:
 def test_counts_by_coarser_bounds_are_exact() -> None:
     rng = random.Random(11)
     durations_s = [rng.lognormvariate(-3.0, 2.5) for _ in range(2000)] + [*LATENCY_BOUNDS_S, 1e9]
-    plain = Buckets(LATENCY_BOUNDS_S)
+    plain = Histogram(LATENCY_BOUNDS_S)
     for duration_s in durations_s:
         plain.add(duration_s)
-    assert histogram(*durations_s).counts_by(LATENCY_BOUNDS_S) == plain.counts
+    expected = plain.counts_by(LATENCY_BOUNDS_S)
+    assert histogram(*durations_s).counts_by(LATENCY_BOUNDS_S) == expected
+
+
+@pytest.mark.parametrize("bounds", [LATENCY_BOUNDS_S, WORK_BOUNDS_S, BOUNDS_S])
+def test_bounds_grow(bounds: tuple[float, ...]) -> None:
+    assert all(lower < upper for lower, upper in pairwise(bounds))
+
+
+@pytest.mark.parametrize(
+    ("value", "bucket"), [(-1.0, 0), (0.0, 0), (1.0, 0), (1.5, 1), (2.0, 1), (2.5, 2)]
+)
+def test_a_bound_belongs_to_its_bucket(value: float, bucket: int) -> None:
+    bounds = (1.0, 2.0)
+    made = Histogram(bounds)
+    made.add(value)
+    assert made.counts_by(bounds).index(1) == bucket == bisect_left(bounds, value)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 1e4), st.integers(1, 5))))
+def test_nothing_is_lost(values: list[tuple[float, int]]) -> None:
+    made = Histogram(LATENCY_BOUNDS_S)
+    for value, num in values:
+        made.add_many(value, num)
+    assert len(made) == sum(num for _, num in values)
+    assert made.sum_s == pytest.approx(sum(value * num for value, num in values))
+    counts = made.counts_by(LATENCY_BOUNDS_S)
+    assert sum(counts) == len(made)
+    for limit, below in zip(LATENCY_BOUNDS_S, accumulate(counts), strict=False):
+        assert below == sum(num for value, num in values if value <= limit)

@@ -28,6 +28,7 @@ LOADED = m.LoadedModel(
     load_s=12.25,
 )
 SWITCH = m.SwitchRecord(
+    at=1_700_000_000.0,
     device=1,
     model="llama",
     previous=None,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from collections.abc import Callable
 from typing import Self, cast
 
 import pytest
@@ -39,9 +39,15 @@ class Ring:
         self.keyring.frontends = cast(Frontends, self.frontend)
 
     @classmethod
-    async def make(cls, database: Database, history: History, because: str = NEEDED) -> Self:
-        store = ApiKeys(database)
-        keyring = await Keyring.load(store, Registry(database), history, because)
+    async def make(
+        cls,
+        database: Database,
+        history: History,
+        because: str = NEEDED,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> Self:
+        store, registry = ApiKeys(database), Registry(database)
+        keyring = await Keyring.load(store, registry, history, because, wall_clock=wall_clock)
         return cls(keyring, store, history)
 
     @property
@@ -175,10 +181,12 @@ async def test_no_warning_where_no_key_is_needed(database: Database, history: Hi
     assert await ring.events("no_api_key") == []
 
 
-async def test_expired_keys_do_not_count(ring: Ring) -> None:
-    await ring.keyring.add("web", KeyPowers(priority=Priority.HIGH, expires_at=time.time() + 0.2))
+async def test_expired_keys_do_not_count(database: Database, history: History) -> None:
+    now = 1_700_000_000.0
+    ring = await Ring.make(database, history, wall_clock=lambda: now)
+    await ring.keyring.add("web", KeyPowers(priority=Priority.HIGH, expires_at=now + 0.2))
     assert (ring.keyring.num_valid, ring.keyring.has_high) == (1, True)
-    await asyncio.sleep(0.25)
+    now += 0.25
     assert (ring.keyring.num_valid, ring.keyring.has_high) == (0, False)
     ring.keyring.tick(time.monotonic())
     assert len(await ring.events("no_api_key")) == 2

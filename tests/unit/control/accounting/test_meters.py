@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from gpupoold.control.accounting.meters import DeviceMeter, Meters
@@ -10,8 +12,8 @@ from gpupoold.wire import messages as m
 from tests.unit.wire.samples import SWITCH
 
 
-def switch(**changes: object) -> m.SwitchRecord:
-    return msgspec.structs.replace(SWITCH, **changes)
+def switch(**changes: Any) -> m.SwitchRecord:
+    return replace(SWITCH, **changes)
 
 
 def ended(model: str, began_s: float | None = 1.0, turn_id: int = 1) -> m.TurnReport:
@@ -37,7 +39,7 @@ class TestSwitches:
         for _ in range(2):
             meters.switched(switch(device=1))
         assert meters.device(1).switches == {"cold": 1, "host_cached": 1}
-        assert sum(meters.switch_seconds["cold"].counts) == 1
+        assert len(meters.switch_seconds["cold"]) == 1
 
     def test_stages_and_bytes_add_up(self) -> None:
         meter = DeviceMeter()
@@ -68,7 +70,7 @@ class TestTurns:
         for model in ("a", "b", "b", "a"):
             meters.turn_ended(0, ended(model))
         assert meters.device(0).switches == {"resident": 3}
-        assert sum(meters.switch_seconds["resident"].counts) == 3
+        assert len(meters.switch_seconds["resident"]) == 3
 
     def test_a_new_worker_has_nothing(self) -> None:
         meters = Meters()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import replace
+
 import pytest
 
 from gpupoold.control.accounting.model_stats import NUM_MINUTES, Counts, ModelStats, SwitchStats
@@ -155,7 +156,7 @@ def test_the_rate_of_a_model_that_has_just_begun() -> None:
 def test_switches_add_up() -> None:
     switches = SwitchStats()
     switches.add(SWITCH)
-    switches.add(msgspec.structs.replace(SWITCH, total_s=1.0, weight_bytes=0))
+    switches.add(replace(SWITCH, total_s=1.0, weight_bytes=0))
     assert switches.count == 2
     assert switches.moved_bytes == (1 << 33) + 2 * 15
     assert switches.seconds == {

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import replace
 
-from gpupoold.control.accounting.turns import TurnLog, switch_kind
+from gpupoold.control.accounting.turns import TurnLog, largest_transfer
 from gpupoold.wire import messages as m
 from tests.unit.wire.samples import SWITCH
 
 
 def switch(model: str, *, total_s: float = 0.5, weights: int = 1, kv: int = 0) -> m.SwitchRecord:
-    return msgspec.structs.replace(
+    return replace(
         SWITCH,
         device=0,
         model=model,
@@ -43,7 +43,7 @@ def test_a_turn_with_its_switch_and_tokens() -> None:
     [turn] = log.after(0, 10)
     assert (turn.id, turn.device, turn.model) == (1, 0, "a")
     assert (turn.began_s, turn.seconds, turn.num_tokens) == (2.0, 1.5, 4)
-    assert (turn.switch_kind, turn.did_run) == ("weights", True)
+    assert (turn.largest_transfer, turn.did_run) == ("weights", True)
 
 
 def test_the_next_turn_starts_from_nothing() -> None:
@@ -54,7 +54,7 @@ def test_the_next_turn_starts_from_nothing() -> None:
     log.ended(0, ended("b"))
     _, second = log.after(0, 10)
     assert (second.model, second.num_tokens, second.switch) == ("b", 0, None)
-    assert second.switch_kind == "none"
+    assert second.largest_transfer == "none"
 
 
 def test_news_of_memory_and_turns_that_never_ran_are_no_turns() -> None:
@@ -83,7 +83,7 @@ def test_a_switch_in_vain_is_kept_as_a_turn_that_did_not_run() -> None:
     log.ended(0, ended("b"))
     log.switched(switch("a"))
     log.ended(0, ended("c"))
-    found = [(turn.model, turn.did_run, turn.switch_kind) for turn in log.after(0, 10)]
+    found = [(turn.model, turn.did_run, turn.largest_transfer) for turn in log.after(0, 10)]
     assert found == [
         ("a", False, "weights"),
         ("b", True, "weights"),
@@ -126,7 +126,7 @@ def test_the_latest_are_kept_and_given() -> None:
 
 
 def test_kinds_of_switches() -> None:
-    assert switch_kind(None) == "none"
-    assert switch_kind(switch("a", weights=0)) == "pages"
-    assert switch_kind(switch("a", weights=0, kv=1)) == "kv"
-    assert switch_kind(switch("a", weights=1, kv=1)) == "weights"
+    assert largest_transfer(None) == "none"
+    assert largest_transfer(switch("a", weights=0)) == "pages"
+    assert largest_transfer(switch("a", weights=0, kv=1)) == "kv"
+    assert largest_transfer(switch("a", weights=1, kv=1)) == "weights"

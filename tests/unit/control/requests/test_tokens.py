@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import replace
+
 import pytest
 
 from gpupoold.control.accounting.model_stats import Counts, ModelStats
@@ -33,9 +34,7 @@ class Bench:
         )
 
     def switch(self, at_s: float, total_s: float, model: str = "m") -> None:
-        self.tokens.switched(
-            msgspec.structs.replace(SWITCH, device=0, model=model, at_s=at_s, total_s=total_s)
-        )
+        self.tokens.switched(replace(SWITCH, device=0, model=model, at_s=at_s, total_s=total_s))
 
     def token(self, at_s: float, number: int = 0) -> Counts:
         progress = [m.RequestProgress("r", [1]), m.RequestProgress("unknown", [1])]
@@ -45,10 +44,10 @@ class Bench:
 
 def parts(counts: Counts) -> list[float]:
     return [
-        counts.late_by_loading_s,
-        counts.late_by_queueing_s,
-        counts.late_by_switching_s,
-        counts.late_by_computing_s,
+        counts.lateness.loading_s,
+        counts.lateness.queueing_s,
+        counts.lateness.switching_s,
+        counts.lateness.computing_s,
     ]
 
 

@@ -8,7 +8,7 @@ from gpupool_state import MinuteRow
 from gpupoold.control.accounting.model_stats import Counts
 from gpupoold.control.views.advice import advice, main_cause
 from gpupoold.control.views.spans import Spans, span_s
-from gpupoold.domain import Targets
+from gpupoold.domain import Lateness, Targets
 from gpupoold.stats.histogram import Histogram
 
 TARGETS = Targets(2.0, 0.1)
@@ -18,15 +18,14 @@ def minute(minute_at: int, model: str = "m", ttft_s: float = 0.5) -> MinuteRow:
     ttft = Histogram()
     ttft.add(ttft_s)
     return MinuteRow(
-        minute_at,
-        model,
+        minute_at=minute_at,
+        model=model,
         requests=2,
         completed=1,
         aborted=1,
         tokens=4,
         tokens_in_time=3,
-        late_by_queueing_s=0.5,
-        late_by_computing_s=1.0,
+        lateness=Lateness(queueing_s=0.5, computing_s=1.0),
         ttft=ttft.text(),
     )
 
@@ -54,7 +53,7 @@ def test_minutes_of_all_models_add_up() -> None:
 
 def test_a_damaged_row_is_named() -> None:
     with pytest.raises(ValueError, match="not a histogram: 'x'"):
-        Spans(60).add([MinuteRow(0, "m", ttft="x")])
+        Spans(60).add([MinuteRow(minute_at=0, model="m", ttft="x")])
 
 
 @pytest.mark.parametrize(
@@ -67,8 +66,8 @@ def test_a_damaged_row_is_named() -> None:
     ],
 )
 def test_advice_against_the_main_cause(cause: str, says: str) -> None:
-    counts = Counts(tokens=100, tokens_in_time=50, late_by_queueing_s=0.5)
-    setattr(counts, f"late_by_{cause}_s", 3.0)
+    counts = Counts(tokens=100, tokens_in_time=50, lateness=Lateness(queueing_s=0.5))
+    setattr(counts.lateness, f"{cause}_s", 3.0)
     assert main_cause(counts) == cause
     told = advice("m", TARGETS, counts)
     assert says in told[0]

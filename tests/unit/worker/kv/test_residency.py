@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
 
@@ -66,11 +65,21 @@ class Model:
 class Box:
     """Three models on a device; a has been used most recently, b least."""
 
-    def __init__(self, num_pages: int, host_pages: int = 64) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        host_pages: int = 64,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.rig = Rig(num_pages, host_pages)
         self.uses: dict[str, Use] = {}
         self.residency = Residency(
-            self.rig.device, self.rig.pool, self.rig.host, 1e9, self.uses.__getitem__
+            self.rig.device,
+            self.rig.pool,
+            self.rig.host,
+            1e9,
+            self.uses.__getitem__,
+            clock=clock,
         )
         self.models: dict[str, Model] = {}
         for number, name in enumerate("abc"):
@@ -298,7 +307,7 @@ def test_paused_kv_is_prefetched_too(box: Box) -> None:
     box.weights("b").wait()
     stages = box.residency.switch_in("b")
     assert stages is not None
-    assert (stages.num_bytes, stages.prefetched_bytes) == (0, box.weights("b").num_bytes)
+    assert (stages.moved_bytes, stages.prefetched_bytes) == (0, box.weights("b").num_bytes)
     assert box.kv_bytes("b", written) == written
 
 
@@ -349,13 +358,14 @@ def test_kv_that_waits_behind_the_first_request_is_not_of_the_switch(
     assert box.models["a"].kv.missing_bytes == missing
 
 
-def test_switches_tell_what_bandwidth_they_reach(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switches_tell_what_bandwidth_they_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """A moving average, which begins with what was measured at the start."""
     monkeypatch.setattr(residency, "_MIN_BYTES_FOR_BANDWIDTH", 1)
-    clock = iter(float(second) for second in range(1_000))
-    monkeypatch.setattr(residency, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    seconds = iter(float(second) for second in range(1_000))
+    box = Box(60, clock=lambda: next(seconds))
     assert box.residency.bandwidth_bytes_per_s == 1e9
     box.switch_in("a")
     assert 0.79e9 < box.residency.bandwidth_bytes_per_s < 0.81e9  # a fifth of next to nothing
     box.switch_in("a")
     assert 0.79e9 < box.residency.bandwidth_bytes_per_s < 0.81e9  # nothing moved
+    box.close()

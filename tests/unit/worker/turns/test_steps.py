@@ -12,7 +12,6 @@ from gpupoold.domain import Targets
 from gpupoold.wire import messages as m
 from gpupoold.wire.codec import FrameTooLong
 from gpupoold.worker.engine.steps import Step
-from gpupoold.worker.turns import steps as turn_steps
 from gpupoold.worker.turns.ledger import RequestLedger
 from gpupoold.worker.turns.steps import TurnSteps, may_come_between
 
@@ -56,22 +55,18 @@ class Engine:
 class Clock:
     now_s = 100.0
 
-    def monotonic(self) -> float:
-        return self.now_s
-
 
 class Told:
     """The steps of a turn on a clock, and what is sent of them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_async: bool) -> None:
+    def __init__(self, *, is_async: bool) -> None:
         clock = Clock()
-        monkeypatch.setattr(turn_steps, "time", clock)
         self.engine: Any = Engine(clock, is_async=is_async)
         self.ledger = RequestLedger()
         self.ledger.add_model("m", Targets(1.0, 0.1))
         self.ledger.arrive("m", "r", 99.0)
         self.sent: list[m.StepOutputs] = []
-        self.steps = TurnSteps(self.ledger, self.sent.append)
+        self.steps = TurnSteps(self.ledger, self.sent.append, lambda: clock.now_s)
 
     @property
     def steps_s(self) -> list[float | None]:
@@ -79,8 +74,8 @@ class Told:
 
 
 @pytest.fixture(params=[False, True], ids=["one by one", "ahead"])
-def told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Told:
-    return Told(monkeypatch, is_async=request.param)
+def told(request: pytest.FixtureRequest) -> Told:
+    return Told(is_async=request.param)
 
 
 def test_every_step_is_told_once(told: Told) -> None:
@@ -95,10 +90,8 @@ def test_every_step_is_told_once(told: Told) -> None:
     assert not told.engine.is_under_way
 
 
-def test_steps_take_what_the_device_took_when_the_host_works_ahead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    told = Told(monkeypatch, is_async=True)
+def test_steps_take_what_the_device_took_when_the_host_works_ahead() -> None:
+    told = Told(is_async=True)
     for _ in range(3):
         told.steps.begin(told.engine, None)
     told.steps.settle()
@@ -106,8 +99,8 @@ def test_steps_take_what_the_device_took_when_the_host_works_ahead(
     assert told.steps_s == [0.013, 0.01, 0.01]
 
 
-def test_a_step_is_expected_to_be_like_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told(monkeypatch, is_async=True)
+def test_a_step_is_expected_to_be_like_the_one_before() -> None:
+    told = Told(is_async=True)
     told.steps.begin(told.engine, None)
     told.steps.begin(told.engine, None)
     [first] = told.sent
@@ -116,8 +109,8 @@ def test_a_step_is_expected_to_be_like_the_one_before(monkeypatch: pytest.Monkey
     assert told.steps.expected_end_s() == pytest.approx(told.sent[-1].at_s + 0.01)
 
 
-def test_steps_take_host_and_device_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told(monkeypatch, is_async=False)
+def test_steps_take_host_and_device_one_by_one() -> None:
+    told = Told(is_async=False)
     for _ in range(3):
         told.steps.begin(told.engine, None)
     assert told.steps_s == [0.013, 0.013, 0.013]
